@@ -14,7 +14,7 @@ from corolla import Client
 from corolla.chassis.errors import CorollaError
 from corolla.chassis.processors import OPENMP_WAITING
 from corolla.local.ports import Ports
-from corolla.local.redis_server import EmbeddedRedis
+from tests.embedded_redis import EmbeddedRedis
 
 _LOOPBACK = "127.0.0.1"
 # Block servers say that they live here, where only the relay does; so every byte to and from them passes through it.

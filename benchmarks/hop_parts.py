@@ -40,9 +40,10 @@ from corolla.compute.runner import RowWork, Runner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.span_model import load_span
 from corolla.v1 import blocks_pb2 as pb
-from corolla.wire.frames import Buffer, Frame, FrameParser, encode, join
+from corolla.wire.frames import Buffer, Frame, FrameParser, encode
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
+from tests.frame_bytes import join
 from tests.unread_stream import UnreadStream
 
 _SPAN: Final = Span(1, 2)

@@ -31,6 +31,8 @@ with atheris.instrument_imports(include=["corolla", "jinja2"]):
 
 from google.protobuf.message import DecodeError
 
+from tests.frame_bytes import join
+
 MAX_FRAME_BYTES: Final = 1 << 12
 CHAT_TEMPLATE: Final = (
     "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] | trim }}{% endfor %}"
@@ -48,7 +50,7 @@ def take_frames(data: bytes) -> None:
         try:
             for start in range(0, len(data), cut):
                 for frame in parser.feed(data[start : start + cut]):
-                    found += frames.join([frames.encode(*frame)])
+                    found += join([frames.encode(*frame)])
         except MalformedMessage:
             return found, True
         return found, False
@@ -146,7 +148,7 @@ def take_messages(data: bytes) -> None:
 
 
 def _frame_seeds() -> list[bytes]:
-    return [frames.join([frames.encode(cls(), b"payload")]) for cls in frames.CONTROL_CLASSES.values()]
+    return [join([frames.encode(cls(), b"payload")]) for cls in frames.CONTROL_CLASSES.values()]
 
 
 def _record_seeds() -> list[bytes]:

@@ -9,7 +9,7 @@ import json
 import secrets
 import ssl
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -28,7 +28,7 @@ from corolla.trust.workload import Role, Workload
 from corolla.v1 import admin_pb2, router_pb2
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Frame
-from corolla.wire.stream import StreamEnd, StreamTrust, connect, tolerate_silence
+from corolla.wire.stream import StreamEnd, connect, tolerate_silence
 
 SOON_S: Final = 0.3
 LATE_S: Final = 30.0
@@ -187,6 +187,24 @@ async def _ask(channel: grpc.aio.Channel, service: Any, method: Any) -> str:
     return TAKEN
 
 
+class _Trust:
+    """A `StreamTrust` that shows what no `Credentials` would take, and admits anybody."""
+
+    def __init__(self, context: ssl.SSLContext) -> None:
+        self.credentials = self
+        self.certificate = b""
+        self._context = context
+
+    def for_connections(self) -> ssl.SSLContext:
+        return self._context
+
+    def witness(self, _: object) -> Callable[[], bool]:
+        return lambda: True
+
+    def admits(self, _: object) -> bool:
+        return True
+
+
 async def _send(places: Places, kind: type[Message], role: Role | None, folder: Path | None) -> dict[str, str]:
     """Says hello as its role does, and sends an empty frame."""
     welcomed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -195,10 +213,9 @@ async def _send(places: Places, kind: type[Message], role: Role | None, folder: 
         if isinstance(frame.control, pb.Welcome) and not welcomed.done():
             welcomed.set_result(None)
 
-    trust = None
+    trust: Any = None
     if folder is not None:
-        context = _context(folder)
-        trust = StreamTrust(lambda: context, lambda: b"", lambda _: True, lambda _: lambda: True)
+        trust = _Trust(_context(folder))
     stream = connect(places.streams, lambda _: receive, trust=trust)
     client_id = b"" if role is Role.BLOCK else secrets.token_bytes(16)
     stream.send(pb.Hello(client_id=client_id, fingerprint=places.fingerprint))

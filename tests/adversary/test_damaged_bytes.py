@@ -17,14 +17,15 @@ from corolla.chassis.errors import InvalidRequest, MalformedMessage
 from corolla.chassis.status import from_rpc_error
 from corolla.client.text.template import TemplateRefusal
 from corolla.client.text.template_process import TemplateProcess
-from corolla.local.redis_server import EmbeddedRedis
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from corolla.v1.router_pb2_grpc import RouterServiceStub
-from corolla.wire.frames import CONTROL_CLASSES, FrameParser, encode, join
+from corolla.wire.frames import CONTROL_CLASSES, FrameParser, encode
 from tests.adversary.messages import damaged, messages
 from tests.adversary.running import REASONS, running
 from tests.checkpoints import CHAT_TEMPLATE
+from tests.embedded_redis import EmbeddedRedis
+from tests.frame_bytes import join
 from tests.integration.router.conftest import running_router
 
 MAX_FRAME_BYTES = 1 << 16

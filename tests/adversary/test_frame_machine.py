@@ -16,10 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
-from corolla.wire.frames import CONTROL_CLASSES, FrameParser, encode, join
+from corolla.wire.frames import CONTROL_CLASSES, FrameParser, encode
 from tests.adversary.messages import Known, damaged, messages
 from tests.adversary.running import REASONS, Running, running
 from tests.checkpoints import HIDDEN_SIZE, VOCAB_SIZE, make_tiny_checkpoint
+from tests.frame_bytes import join
 from tests.integration.swarm import Swarm
 
 GREETING = b"CRLL\x01\x00\x00\x00"

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import DOMAIN
-from corolla.local.redis_server import EmbeddedRedis
 from corolla.v1 import generation_pb2, router_pb2
 from tests.adversary.messages import Known, damaged, messages
 from tests.adversary.running import REASONS, Running, running
 from tests.checkpoints import CONTEXT_LENGTH, VOCAB_SIZE, make_tiny_checkpoint
+from tests.embedded_redis import EmbeddedRedis
 from tests.integration.refusals import refusal_of
 from tests.integration.router.conftest import BlockServer, running_router
 from tests.integration.swarm import Swarm

@@ -9,9 +9,9 @@ import grpc
 import pytest
 from redis.asyncio import Redis
 
-from corolla.local.redis_server import EmbeddedRedis
 from corolla.router.watch import MOST_UNKNOWN_MODELS
 from corolla.v1 import router_pb2 as pb
+from tests.embedded_redis import EmbeddedRedis
 from tests.integration.refusals import refusal_of
 from tests.integration.router.conftest import BlockServer, Router, refusal, running_router, spans
 

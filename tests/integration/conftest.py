@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from corolla.local.redis_server import EmbeddedRedis
+from tests.embedded_redis import EmbeddedRedis
 
 
 @pytest.fixture(scope="session")

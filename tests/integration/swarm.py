@@ -21,7 +21,6 @@ from corolla.client.api.servicer import FAREWELL_S
 from corolla.client.bounds import USUAL_BOUNDS, ClientBounds
 from corolla.client.service import ClientService
 from corolla.client.settings import ClientSettings
-from corolla.local.redis_server import EmbeddedRedis
 from corolla.router.pace import USUAL_PACE, RouterPace
 from corolla.router.service import RouterProcess
 from corolla.router.settings import RouterSettings
@@ -29,6 +28,7 @@ from corolla.sdk.async_client import AsyncClient
 from corolla.trust.workload import Role
 from corolla.v1 import blocks_pb2, blocks_pb2_grpc, router_pb2, router_pb2_grpc
 from corolla.wire.network import Network
+from tests.embedded_redis import EmbeddedRedis
 from tests.identities import Identities
 from tests.integration.waiting import until
 from tests.integration.wires import Wires

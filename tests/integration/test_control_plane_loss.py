@@ -20,11 +20,11 @@ from redis.asyncio import Redis
 from corolla.chassis.errors import CorollaError
 from corolla.client.transcripts import Turn
 from corolla.local.ports import Ports
-from corolla.local.redis_server import EmbeddedRedis
 from corolla.router.settings import RouterSettings
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.streams import AsyncStream
 from tests.checkpoints import make_tiny_checkpoint
+from tests.embedded_redis import EmbeddedRedis
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
 from tests.tiers import quick

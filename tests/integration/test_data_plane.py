@@ -21,10 +21,11 @@ from corolla.compute.runner import BatchOutput, RowWork, Runner
 from corolla.decoding.grammar_text import read_grammar
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
-from corolla.wire.frames import MAX_PROMPT_BYTES, Frame, FrameParser, encode, join
+from corolla.wire.frames import MAX_PROMPT_BYTES, Frame, FrameParser, encode
 from corolla.wire.tensors import to_payload
 from tests.checkpoints import HIDDEN_SIZE, VOCAB_SIZE, make_tiny_checkpoint
 from tests.faulty_runner import FaultyRunner
+from tests.frame_bytes import join
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from corolla import Client
-from corolla.cli.control_channel import open_control_channel
+from corolla.cli.control_channel import router_stub
 from corolla.compute.speed import measure_speed
 from corolla.models.checkpoint import Checkpoint
 from corolla.router.placement import HostedSpan, WeightMemory, choose_span, uncovered
-from corolla.v1 import router_pb2, router_pb2_grpc
+from corolla.v1 import router_pb2
 from corolla.wire.span import Span
 from tests.gemma import gemma_checkpoint, unpacked_gemma
 from tests.golden import SAFE_GAP
@@ -73,6 +73,6 @@ def test_auto_gives_the_server_of_the_head_fewer_blocks() -> None:
 
 
 def test_the_server_of_the_head_has_the_fewest_blocks(up: RunningUp) -> None:
-    with open_control_channel(up.addresses["router"]) as channel:
-        placement = router_pb2_grpc.RouterServiceStub(channel).GetPlacement(router_pb2.GetPlacementRequest())
+    with router_stub(up.addresses["router"]) as stub:
+        placement = stub.GetPlacement(router_pb2.GetPlacementRequest())
     assert sorted(str(Span.of(each.span)) for each in placement.servers) == ["0:17", "17:18"]

@@ -33,9 +33,10 @@ from corolla.chassis.handlers import service_handler
 from corolla.chassis.metrics import RpcMetrics
 from corolla.chassis.settings import load
 from corolla.chassis.tasks import TaskGroup
-from corolla.client.api.adapters import ModelNames
+from corolla.client.adapters import ModelNames
 from corolla.client.generation.admission import Admission
 from corolla.client.generation.answering import ModelLimits, SpeculationDefaults
+from corolla.client.generation.waiting_line import WaitingLine
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.keeper import QuotaKeeper
 from corolla.client.text.grammar_process import GrammarProcess
@@ -226,7 +227,7 @@ class Client:
             ToyTokenizer(),
             ModelLimits(4096, 16, frozenset([scenario.model.eos_token_id])),
             QuotaKeeper(None, metrics),
-            Admission(64, 64, 1 << 20),
+            Admission(WaitingLine(64, 64, 1 << 20)),
             SpeculationDefaults(max_draft_tokens=3, is_adaptive=False),
             metrics,
             GrammarProcess(ToyTokenizer(), scenario.model.vocab_size, (), metrics.grammars),

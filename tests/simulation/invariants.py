@@ -22,7 +22,8 @@ from corolla.chassis.errors import (
     StoreUnavailable,
 )
 from corolla.v1 import blocks_pb2 as pb
-from corolla.wire.frames import decode, encode, join
+from corolla.wire.frames import encode
+from tests.frame_bytes import decode, join
 from tests.simulation.callers import Answer, Completion
 from tests.simulation.cluster import Client, Cluster, Server
 from tests.simulation.loop import Process

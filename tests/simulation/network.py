@@ -21,8 +21,9 @@ from grpc import aio
 from corolla.chassis.channels import Channels
 from corolla.chassis.errors import CorollaError, InternalError
 from corolla.trust.workload import Workload
-from corolla.wire.frames import Buffer, decode, encode, join
+from corolla.wire.frames import Buffer, encode
 from corolla.wire.stream import Accept, Connect, Receiver, Stream, StreamCause, StreamEnd, StreamLimits
+from tests.frame_bytes import decode, join
 from tests.simulation.loop import Process, VirtualLoop
 
 KEEPALIVE_S: Final = 3.0

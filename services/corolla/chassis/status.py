@@ -90,14 +90,11 @@ def from_reason(
 
 def from_rpc_error(failure: grpc.RpcError) -> errors.CorollaError:
     """The error behind a failed call to a router: the router's own one, or that it was not reached."""
-    if not isinstance(failure, grpc.aio.AioRpcError):
-        return errors.RouterUnavailable("the peer is not reachable")
-    status = _rich_status(failure)
-    if status is None:
-        if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return errors.DeadlineExceeded("the call took longer than its deadline")
-        return errors.RouterUnavailable("the peer is not reachable")
-    return parse_status(status)
+    if (status := status_of(failure)) is not None:
+        return parse_status(status)
+    if isinstance(failure, grpc.aio.AioRpcError) and failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return errors.DeadlineExceeded("the call took longer than its deadline")
+    return errors.RouterUnavailable("the peer is not reachable")
 
 
 def parse_status(status: status_pb2.Status) -> errors.CorollaError:
@@ -122,8 +119,10 @@ def parse_status(status: status_pb2.Status) -> errors.CorollaError:
     return error
 
 
-def _rich_status(failure: grpc.aio.AioRpcError) -> status_pb2.Status | None:
-    for key, value in failure.trailing_metadata() or ():
+def status_of(failure: grpc.RpcError) -> status_pb2.Status | None:
+    """What a handler said of a failed call by `trailing_metadata`. None: no handler said anything."""
+    metadata = failure.trailing_metadata() if isinstance(failure, grpc.Call | grpc.aio.AioRpcError) else None
+    for key, value in metadata or ():
         if key == DETAILS_KEY and isinstance(value, bytes):
             status = status_pb2.Status.FromString(value)
             return status if status.code != code_pb2.OK else None

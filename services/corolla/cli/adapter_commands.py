@@ -1,8 +1,6 @@
 """`corolla adapters`: what a router has registered of a model."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -46,6 +44,7 @@ def add(
     model: ModelName = "",
 ) -> int:
     """Registers an adapter, or its name anew. Block servers load it once a session asks for it."""
+    from corolla.cli.control_channel import router_stub
     from corolla.v1 import common_pb2, router_pb2
 
     if source_as and revision:
@@ -58,7 +57,7 @@ def add(
         revision=revision,
         tenants=tenant,
     )
-    with _asking(router) as stub:
+    with router_stub(router) as stub:
         request = router_pb2.AddAdapterRequest(model=_placement(stub, model).model, adapter=registered)
         stub.AddAdapter(request, timeout=_TIMEOUT_S)
     sys.stdout.write(f"registered {name}  {digest}\n")
@@ -68,7 +67,9 @@ def add(
 @adapters.command("list")
 def list_adapters(router: Router = "127.0.0.1:50050", model: ModelName = "") -> int:
     """Lists the adapters that are registered."""
-    with _asking(router) as stub:
+    from corolla.cli.control_channel import router_stub
+
+    with router_stub(router) as stub:
         placement = _placement(stub, model)
     for each in placement.adapters:
         facts = [each.version.name, each.version.digest, each.source]
@@ -81,9 +82,10 @@ def list_adapters(router: Router = "127.0.0.1:50050", model: ModelName = "") -> 
 @adapters.command()
 def remove(name: Name, router: Router = "127.0.0.1:50050", model: ModelName = "") -> int:
     """Takes an adapter out. Answers that are made with it end with NOT_FOUND within seconds."""
+    from corolla.cli.control_channel import router_stub
     from corolla.v1 import router_pb2
 
-    with _asking(router) as stub:
+    with router_stub(router) as stub:
         request = router_pb2.RemoveAdapterRequest(model=_placement(stub, model).model, name=name)
         stub.RemoveAdapter(request, timeout=_TIMEOUT_S)
     sys.stdout.write(f"removed {name}\n")
@@ -109,22 +111,3 @@ def _placement(stub: "RouterServiceStub", model: str) -> "Placement":
     if not placement.model:
         raise ModelNotFound("no block server has registered yet; name the model with --model")
     return placement
-
-
-@contextmanager
-def _asking(router: str) -> "Iterator[RouterServiceStub]":
-    import grpc
-
-    from corolla.chassis.errors import RouterUnavailable
-    from corolla.cli.control_channel import open_control_channel
-    from corolla.sdk.transport import error_of
-    from corolla.v1.router_pb2_grpc import RouterServiceStub
-
-    with open_control_channel(router) as channel:
-        try:
-            yield RouterServiceStub(channel)
-        except grpc.RpcError as failure:
-            error = error_of(failure, router)
-            if error.reason == "SERVICE_UNAVAILABLE":
-                raise RouterUnavailable(f"no router answers at {router}") from None
-            raise error from None

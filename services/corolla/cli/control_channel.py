@@ -1,18 +1,45 @@
 """The connection of a command to what only operators may ask."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import grpc
 
-from corolla.sdk.transport import CHANNEL_OPTIONS
+from corolla.chassis.errors import CorollaError, RouterUnavailable
+from corolla.sdk.transport import CHANNEL_OPTIONS, error_of
 from corolla.trust import loopback
 from corolla.trust.workload import Role
+from corolla.v1.router_pb2_grpc import RouterServiceStub
 
 
-def open_control_channel(address: str) -> grpc.Channel:
+@contextmanager
+def control_channel(address: str, unreached: CorollaError) -> Iterator[grpc.Channel]:
     """With the operator's certificate, where `COROLLA_TLS_DIR` or a stack on this machine gives one.
 
+    Calls that fail within raise an error of the tree.
+
+    Args:
+        unreached: which one where nobody answers.
+
     Raises:
-        SettingsError: the folder does not hold one.
+        SettingsError: the folder does not hold a certificate.
     """
+    with _open(address) as channel:
+        try:
+            yield channel
+        except grpc.RpcError as failure:
+            error = error_of(failure, address)
+            raise (unreached if error.reason == "SERVICE_UNAVAILABLE" else error) from None
+
+
+@contextmanager
+def router_stub(address: str) -> Iterator[RouterServiceStub]:
+    """What asks a router, in such a connection."""
+    with control_channel(address, RouterUnavailable(f"no router answers at {address}")) as channel:
+        yield RouterServiceStub(channel)
+
+
+def _open(address: str) -> grpc.Channel:
     tls_dir = loopback.tls_dir(address, Role.OPERATOR)
     if tls_dir is None:
         return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)

@@ -2,26 +2,17 @@
 
 import sys
 
-import grpc
-
 from corolla.chassis.errors import StartupError
-from corolla.cli.control_channel import open_control_channel
-from corolla.sdk.transport import error_of
+from corolla.cli.control_channel import control_channel
 from corolla.v1 import admin_pb2
 from corolla.v1.admin_pb2_grpc import AdminServiceStub
 
 
 def run_drain(address: str, timeout_s: float) -> int:
     """Asks a block server to leave, and waits until it has. Returns 0 also where sessions are left to be replayed."""
-    with open_control_channel(address) as channel:
-        try:
-            answer = AdminServiceStub(channel).Drain(admin_pb2.DrainRequest(), timeout=timeout_s)
-        except grpc.RpcError as failure:
-            error = error_of(failure, address)
-            if error.reason == "SERVICE_UNAVAILABLE":
-                # Not as a client service that nobody reaches: to start a stack is no advice here.
-                raise StartupError(f"no block server answers at {address}") from None
-            raise error from None
+    # Not as a client service that nobody reaches: to start a stack is no advice here.
+    with control_channel(address, StartupError(f"no block server answers at {address}")) as channel:
+        answer = AdminServiceStub(channel).Drain(admin_pb2.DrainRequest(), timeout=timeout_s)
     left = answer.num_sessions_left
     sys.stdout.write("drained" + (f"; nobody had room for {left} sessions, they are replayed" if left else "") + "\n")
     return 0

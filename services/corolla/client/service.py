@@ -26,7 +26,7 @@ from corolla.chassis.lifecycle import fail
 from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, TaskMetrics, new_registry
 from corolla.chassis.rpc_server import RpcServer
 from corolla.chassis.tasks import TaskGroup
-from corolla.client.api.adapters import ModelNames
+from corolla.client.adapters import ModelNames
 from corolla.client.api.issuer import issuer_keys
 from corolla.client.api.servicer import FAREWELL_S, GenerationServicer
 from corolla.client.api.tenants import Tenants, Tokens
@@ -35,6 +35,7 @@ from corolla.client.bounds import USUAL_BOUNDS, ClientBounds
 from corolla.client.generation.admission import Admission
 from corolla.client.generation.answering import Answering, ModelLimits, SpeculationDefaults
 from corolla.client.generation.request_trace import RequestTraces
+from corolla.client.generation.waiting_line import WaitingLine
 from corolla.client.http.door import Door
 from corolla.client.http.exchange import HeldBytes, Limits
 from corolla.client.http.metrics import HttpMetrics
@@ -198,9 +199,9 @@ class ClientService:
         chat = self._chat = ChatTemplate(tokenizer, TemplateProcess)
         # A tenant that is alone at the moment has no right to the whole, where others may come.
         line = settings.max_waiting_requests, settings.max_held_request_bytes, self._min_shares
-        admission = Admission(settings.max_running_requests, *line, self._quotas.guaranteed_sequences)
+        admission = Admission(WaitingLine(settings.max_running_requests, *line, self._quotas.guaranteed_sequences))
         # One after the other: threads that look up tokens take time from the one that serves answers.
-        tokenizations = Admission(1, *line)
+        tokenizations = Admission(WaitingLine(1, *line))
         end_token_ids = frozenset(end_token_ids_of(checkpoint.generation_config()))
         grammars = self._grammars = GrammarProcess(
             tokenizer, checkpoint.vocab_size, end_token_ids, self._metrics.grammars

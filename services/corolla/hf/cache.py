@@ -90,10 +90,6 @@ class RemotePastKeyValues(Cache):
         return self.session.batch_size or -1
 
     @property
-    def is_compileable(self) -> bool:
-        return False
-
-    @property
     def is_initialized(self) -> bool:
         return self.session.position > 0
 

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final, TypeVar, cast, get_args
 
@@ -65,36 +65,41 @@ def cache_salt(tenant: str, secret: str | None) -> bytes:
     return CacheSalts(os.environ.get(CACHE_SECRET, "") if secret is None else secret).of(tenant, "")
 
 
-class Connection:
-    """To the router and the block servers of one model.
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model and who serves it.
 
-    It is closed when nobody holds it any more, and at the end of the process.
-
-    Args:
+    Attributes:
         router: `host:port`.
-        model: name under which the router knows the model.
+        name: under which the router knows the model.
         fingerprint: of the weights that every block server must have.
-        num_blocks: of the model.
         tls_dir: folder of the library's certificate; None: in the clear.
         short_factor_length: see `ChainLimits`.
     """
 
-    _shared: ClassVar["weakref.WeakValueDictionary[tuple[object, ...], Connection]"] = weakref.WeakValueDictionary()
+    router: str
+    name: str
+    fingerprint: str
+    num_blocks: int
+    tls_dir: Path | None = None
+    short_factor_length: int | None = None
+
+
+class Connection:
+    """To the router and the block servers of one model.
+
+    It is closed when nobody holds it any more, and at the end of the process.
+    """
+
+    _shared: ClassVar["weakref.WeakValueDictionary[tuple[int, ServedModel], Connection]"] = (
+        weakref.WeakValueDictionary()
+    )
     _shared_lock: ClassVar = threading.Lock()
 
-    def __init__(
-        self,
-        router: str,
-        model: str,
-        fingerprint: str,
-        num_blocks: int,
-        tls_dir: Path | None = None,
-        short_factor_length: int | None = None,
-    ) -> None:
+    def __init__(self, model: ServedModel) -> None:
         self._process_id = os.getpid()
         self._thread = LoopThread("corolla")
-        limits = replace(LIMITS, short_factor_length=short_factor_length)
-        self._planes = self.call(_connect(router, model, fingerprint, num_blocks, tls_dir, limits))
+        self._planes = self.call(_connect(model))
         self.close = weakref.finalize(self, self._thread.stop, self._planes.close)
 
     @classmethod
@@ -125,27 +130,19 @@ class Connection:
         fingerprint = checkpoint.fingerprint(dtype_name, quantization, kv_cache_dtype)
         folder = loopback.tls_dir(router, Role.LIBRARY, tls_dir)
         return cls.shared(
-            router, checkpoint.name, fingerprint, checkpoint.num_blocks, folder, checkpoint.short_factor_length
+            ServedModel(
+                router, checkpoint.name, fingerprint, checkpoint.num_blocks, folder, checkpoint.short_factor_length
+            )
         )
 
     @classmethod
-    def shared(
-        cls,
-        router: str,
-        model: str,
-        fingerprint: str,
-        num_blocks: int,
-        tls_dir: Path | None = None,
-        short_factor_length: int | None = None,
-    ) -> "Connection":
+    def shared(cls, model: ServedModel) -> "Connection":
         """The connection that models of this process have in common."""
-        key = (os.getpid(), router, model, fingerprint, tls_dir)
+        key = (os.getpid(), model)
         with cls._shared_lock:
             connection = cls._shared.get(key)
             if connection is None or not connection.close.alive:
-                connection = cls._shared[key] = cls(
-                    router, model, fingerprint, num_blocks, tls_dir, short_factor_length
-                )
+                connection = cls._shared[key] = cls(model)
             return connection
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Connection":
@@ -199,7 +196,7 @@ class Connection:
             AdapterNotFound: nothing is.
             AdapterDenied: it is for other tenants.
         """
-        return self.call(self._planes.adapter(name, tenant)) if name else None
+        return self.call(self._planes.placement.adapter(name, tenant)) if name else None
 
     @asynccontextmanager
     async def open_session(
@@ -244,53 +241,35 @@ class Connection:
                 if not isinstance(failure, CorollaError):
                     raise
                 await earlier.recover(failure, budget)
-        return RowGroup(
-            binding,
-            self._planes.data,
-            self._planes.recovery,
-            earlier=earlier,
-            max_step_tokens=max(LIMITS.prefill_chunk_tokens, len(identities)),
-            step_timeout_s=LIMITS.step_timeout_s,
-            max_recoveries=LIMITS.max_recoveries,
-            num_cached_tokens=binding.num_cached_tokens if earlier is None else 0,
-        )
+        return RowGroup(binding, self._planes.data, self._planes.recovery, LIMITS, earlier)
 
 
 class _Planes:
     """What lives in the thread."""
 
-    def __init__(
-        self,
-        router: str,
-        model: str,
-        fingerprint: str,
-        num_blocks: int,
-        network: Network,
-        chain_limits: ChainLimits,
-    ) -> None:
-        self.control = ControlPlane(router, model, network.channels)
+    def __init__(self, model: ServedModel) -> None:
+        network = Network.of(model.tls_dir)
+        chain_limits = replace(LIMITS, short_factor_length=model.short_factor_length)
+        self.control = ControlPlane(model.router, model.name, network.channels)
         # The process is its caller's: whatever fails here is restarted, and ends nothing.
         self.tasks = TaskGroup()
         network.start_renewal(self.tasks)
         limits = replace(between_servers(), ping_after_s=1.0, silence_s=_SILENCE_S)
-        placement = self._placement = PlacementWatch(self.control)
+        placement = self.placement = PlacementWatch(self.control)
         self.data = DataPlane(
-            fingerprint,
+            model.fingerprint,
             self.tasks.subgroup(),
             limits,
             connect=network.connect,
-            capabilities=network.capabilities(fingerprint),
+            capabilities=network.capabilities(model.fingerprint),
             placement=placement,
         )
         self.tasks.start_essential(placement.run, "placement_watch")
-        self.routes = Routes(self.control, placement, fingerprint, num_blocks)
+        self.routes = Routes(self.control, placement, model.fingerprint, model.num_blocks)
         self.reservations = Reservations(self.routes, self.data, chain_limits)
         replayer = Replayer(self.reservations, self.data, chain_limits)
         self.recovery = Recovery(self.routes, self.reservations, replayer, self.data.handovers, chain_limits)
         self.sessions = ChainSessions(self.routes, self.data, chain_limits, _ignore)
-
-    async def adapter(self, name: str, tenant: str) -> AdapterVersion:
-        return await self._placement.adapter(name, tenant)
 
     async def close(self) -> None:
         await self.tasks.close()
@@ -299,10 +278,9 @@ class _Planes:
         await self.control.close()
 
 
-async def _connect(
-    router: str, model: str, fingerprint: str, num_blocks: int, tls_dir: Path | None, limits: ChainLimits
-) -> _Planes:
-    return _Planes(router, model, fingerprint, num_blocks, Network.of(tls_dir), limits)
+async def _connect(model: ServedModel) -> _Planes:
+    """In the thread, whose event loop they are of."""
+    return _Planes(model)
 
 
 def _ignore(report: RecoveryReport) -> None:

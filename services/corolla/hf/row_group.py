@@ -10,7 +10,7 @@ from corolla.chain.open_sequences import OpenSequences
 from corolla.chain.pending import RowFuture, RowResult
 from corolla.chain.recovery import Recovery
 from corolla.chain.recovery_budget import RecoveryBudget
-from corolla.chain.reservations import ChainBinding
+from corolla.chain.reservations import ChainBinding, ChainLimits
 from corolla.chain.step_window import StepWindow
 from corolla.chain.streams import DataPlane
 from corolla.chassis.errors import CorollaError, InternalError, OutOfPages
@@ -46,9 +46,10 @@ class RowGroup:
     this class remembers.
 
     Args:
+        limits: steps of more than `prefill_chunk_tokens` travel in chunks, and hops may take less.
         earlier: the same sequences before there were more of them, or before they had more room.
-        max_step_tokens: longer steps travel in chunks; hops may take less.
-        max_recoveries: attempts within one step.
+
+    Attributes:
         num_cached_tokens: of each sequence's text, that all hops held when it was first opened. The first step may give
             them nevertheless, since replays need them; they are sent nowhere.
     """
@@ -58,20 +59,14 @@ class RowGroup:
         binding: ChainBinding,
         plane: DataPlane,
         recovery: Recovery,
-        *,
+        limits: ChainLimits,
         earlier: "RowGroup | None" = None,
-        max_step_tokens: int,
-        step_timeout_s: float,
-        max_recoveries: int,
-        num_cached_tokens: int = 0,
     ) -> None:
         self._open = OpenSequences(binding, plane, recovery)
         self._binding = binding
         self._plane = plane
-        self._max_step_tokens = max_step_tokens
-        self._step_timeout_s = step_timeout_s
-        self._max_recoveries = max_recoveries
-        self.num_cached_tokens = num_cached_tokens
+        self._limits = limits
+        self.num_cached_tokens = binding.num_cached_tokens if earlier is None else 0
         self._has_stepped = False
         known: list[StateHistory] = earlier._histories if earlier is not None else []
         self._histories: list[StateHistory] = [*known, *(StateHistory() for _ in binding.identities[len(known) :])]
@@ -105,7 +100,7 @@ class RowGroup:
             self._has_stepped = True
         self._truncate_texts(rows)
         pasts = [self._history_before(row) for row in rows]
-        budget = RecoveryBudget(self._max_recoveries)
+        budget = RecoveryBudget(self._limits.max_recoveries)
         to_send, has_sent = list(rows), False
 
         async def send() -> list[torch.Tensor]:
@@ -163,7 +158,8 @@ class RowGroup:
         return self._histories[row.row if row.source is None else row.source].until(row.position)
 
     async def _send_chunks(self, rows: Sequence[RowStep]) -> list[torch.Tensor]:
-        max_step_tokens = min(self._max_step_tokens, self._binding.max_step_tokens)
+        wanted = max(self._limits.prefill_chunk_tokens, len(self.identities))
+        max_step_tokens = min(wanted, self._binding.max_step_tokens)
         chunk_tokens = max_step_tokens // len(rows)
         if chunk_tokens == 0:
             raise OutOfPages(f"a step takes at most {max_step_tokens} sequences")
@@ -173,7 +169,7 @@ class RowGroup:
             for number, answer in zip(numbers, answers, strict=True):
                 results[number].append(answer)
 
-        with StepWindow(len(self.chain.hops), self._step_timeout_s, keep) as window:
+        with StepWindow(len(self.chain.hops), self._limits.step_timeout_s, keep) as window:
             for start in range(0, max(len(row.hidden) for row in rows), chunk_tokens):
                 await window.make_room()
                 window.add(*self._send(rows, start, chunk_tokens))

@@ -175,12 +175,9 @@ _SPECULATION_MODES = {
 
 
 def _set_shared(request: pb.GenerateRequest | pb.ChatRequest, options: Mapping[str, Any]) -> None:
-    set_field(request, "model", options.get("model"), "model")
-    set_field(request, "adapter", options.get("adapter"), "adapter")
-    set_field(request, "logprobs", options.get("logprobs"), "logprobs")
-    set_field(request, "request_id", options.get("request_id"), "request_id")
+    for name in ("model", "adapter", "logprobs", "request_id", "cache_salt"):
+        set_field(request, name, options.get(name), name)
     _set_received(request, options.get("resume_from"))
-    set_field(request, "cache_salt", options.get("cache_salt"), "cache_salt")
     for name in _SAMPLING:
         set_field(request.sampling, name, options.get(name), name)
     _set_biases(request.sampling, options.get("logit_bias"))

@@ -6,12 +6,7 @@ from corolla.sdk import results
 from corolla.v1 import generation_pb2 as pb
 
 _FINISH_REASONS: dict[int, results.FinishReason] = {
-    pb.FINISH_REASON_EOS: results.FinishReason.EOS,
-    pb.FINISH_REASON_LENGTH: results.FinishReason.LENGTH,
-    pb.FINISH_REASON_STOP_SEQUENCE: results.FinishReason.STOP_SEQUENCE,
-    pb.FINISH_REASON_CANCELLED: results.FinishReason.CANCELLED,
-    pb.FINISH_REASON_TIME_LIMIT: results.FinishReason.TIME_LIMIT,
-    pb.FINISH_REASON_TOOL_CALLS: results.FinishReason.TOOL_CALLS,
+    pb.FinishReason.Value(f"FINISH_REASON_{reason.name}"): reason for reason in results.FinishReason
 }
 
 

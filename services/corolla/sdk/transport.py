@@ -5,11 +5,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 import grpc
-from google.rpc import status_pb2
 
 from corolla.chassis import errors
 from corolla.chassis.channels import MAX_FRAME_BYTES
-from corolla.chassis.status import DETAILS_KEY, parse_status
+from corolla.chassis.status import parse_status, status_of
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -71,9 +70,8 @@ def _metadata(api_key: str | None) -> Metadata:
 
 def error_of(failure: grpc.RpcError, address: str) -> errors.CorollaError:
     """The error behind a failed call to the service at `address`."""
-    for key, value in _trailing_metadata(failure):
-        if key == DETAILS_KEY and isinstance(value, bytes):
-            return parse_status(status_pb2.Status.FromString(value))
+    if (status := status_of(failure)) is not None:
+        return parse_status(status)
     code = failure.code() if isinstance(failure, grpc.Call | grpc.aio.AioRpcError) else None
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineExceeded("the call took longer than its timeout")
@@ -84,9 +82,3 @@ def error_of(failure: grpc.RpcError, address: str) -> errors.CorollaError:
     if code is None or code in _UNREACHED:
         return errors.ServiceUnavailable(f"no service answers at {address}")
     return errors.InternalError(f"the call to {address} failed with {code.name}")
-
-
-def _trailing_metadata(failure: grpc.RpcError) -> list[tuple[str, str | bytes]]:
-    if isinstance(failure, grpc.Call | grpc.aio.AioRpcError):
-        return [(key, value) for key, value in failure.trailing_metadata() or ()]
-    return []

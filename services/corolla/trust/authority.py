@@ -15,6 +15,7 @@ from corolla.chassis.private_files import write_private
 from corolla.trust.credentials import AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE
 from corolla.trust.workload import Workload
 
+_LIFETIME: Final = datetime.timedelta(days=365)
 _SKEW: Final = datetime.timedelta(hours=1)
 _USES: Final = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
 _SIGNS: Final = {"key_cert_sign": True, "crl_sign": True}
@@ -26,16 +27,12 @@ _KEY_USES: Final = (
 
 
 class Authority:
-    """Signs certificates on P-256, for handshakes of both ends.
+    """Signs certificates on P-256, for handshakes of both ends."""
 
-    Args:
-        lifetime: of the authority and of all that it signs.
-    """
-
-    def __init__(self, lifetime: datetime.timedelta = datetime.timedelta(days=365)) -> None:
+    def __init__(self) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = _name("Corolla stack authority")
-        self._until = datetime.datetime.now(datetime.UTC) + lifetime
+        self._until = datetime.datetime.now(datetime.UTC) + _LIFETIME
         self._certificate = (
             self._builder(self._name, self._key.public_key())
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)

@@ -55,11 +55,6 @@ class Credentials:
         self._listening.sni_callback = self._choose
 
     @property
-    def workload(self) -> Workload:
-        """Who this process is."""
-        return self._workload
-
-    @property
     def certificate(self) -> bytes:
         """What it shows, in PEM."""
         return self._certificate

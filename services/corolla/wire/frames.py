@@ -4,7 +4,7 @@ The layout stands in `protos/corolla/v1/blocks.proto`.
 """
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from google.protobuf.message import DecodeError, Message
@@ -23,28 +23,11 @@ _HEADER: Final = struct.Struct("<HBxII")
 _MAGIC: Final = 0x01C0
 
 CONTROL_CLASSES: Final[dict[int, type[Message]]] = {
-    pb.FRAME_KIND_HELLO: pb.Hello,
-    pb.FRAME_KIND_WELCOME: pb.Welcome,
-    pb.FRAME_KIND_OPEN: pb.Open,
-    pb.FRAME_KIND_OPENED: pb.Opened,
-    pb.FRAME_KIND_STEP: pb.Step,
-    pb.FRAME_KIND_RESULT: pb.Result,
-    pb.FRAME_KIND_CLOSE: pb.Close,
-    pb.FRAME_KIND_TRUNCATE: pb.Truncate,
-    pb.FRAME_KIND_FAULT: pb.Fault,
-    pb.FRAME_KIND_RESEND: pb.Resend,
-    pb.FRAME_KIND_HANDOVER: pb.Handover,
-    pb.FRAME_KIND_HANDOVER_TOKENS: pb.HandoverTokens,
-    pb.FRAME_KIND_HANDOVER_ANSWER: pb.HandoverAnswer,
-    pb.FRAME_KIND_MOVED: pb.Moved,
-    pb.FRAME_KIND_HOLDS: pb.Holds,
-    pb.FRAME_KIND_PING: pb.Ping,
-    pb.FRAME_KIND_PONG: pb.Pong,
-    pb.FRAME_KIND_END: pb.End,
-    pb.FRAME_KIND_NEXT: pb.Next,
-    pb.FRAME_KIND_CREDIT: pb.Credit,
-    pb.FRAME_KIND_GO_AWAY: pb.GoAway,
+    number: getattr(pb, name.removeprefix("FRAME_KIND_").title().replace("_", ""))
+    for name, number in pb.FrameKind.items()
+    if number != pb.FRAME_KIND_UNSPECIFIED
 }
+"""Every kind is named as its message: FRAME_KIND_GO_AWAY is GoAway."""
 _KINDS: Final = {cls.DESCRIPTOR.full_name: kind for kind, cls in CONTROL_CLASSES.items()}
 
 
@@ -61,26 +44,6 @@ def encode(control: Message, payload: Buffer = b"") -> tuple[Buffer, ...]:
     header = _HEADER.pack(_MAGIC, _KINDS[control.DESCRIPTOR.full_name], len(control_bytes), len(payload))
     # From Python 3.12 on, asyncio's `writelines` never gets rid of an empty part at the end, and the loop spins.
     return tuple(part for part in (header, control_bytes, payload) if len(part))
-
-
-def join(frames: Iterable[tuple[Buffer, ...]]) -> bytes:
-    """The bytes of encoded frames, for those who do not write to a stream."""
-    return b"".join(part for frame in frames for part in frame)
-
-
-def decode(data: bytes) -> Iterator[Frame]:
-    """The frames in bytes that hold whole ones only, in order.
-
-    Raises:
-        MalformedMessage: the bytes are cut short, of an unknown kind or not of this protocol.
-    """
-    view = memoryview(data)
-    offset = 0
-    while offset < len(view):
-        frame, offset = _read_frame(view, offset)
-        if frame is None:
-            raise MalformedMessage("frame", "the frame is cut short")
-        yield frame
 
 
 class FrameParser:

@@ -1,11 +1,10 @@
 """How a process reaches the others and they reach it: in the clear, or with certificates of both ends."""
 
-import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
@@ -19,10 +18,12 @@ from corolla.trust.capabilities import Capabilities
 from corolla.trust.channels import renewed_channels
 from corolla.trust.credentials import Credentials, workload_of_call
 from corolla.trust.standing_calls import end_once_unbelieved
-from corolla.trust.workload import Role, Workload
+from corolla.trust.workload import Role
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.renewal import RenewedStream
 from corolla.wire.stream import Connect, StreamListener, StreamTrust, connect
+
+_SERVERS: Final = frozenset({Role.BLOCK})
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Network:
         if tls_dir is None:
             return cls()
         credentials = Credentials(tls_dir)
-        streams = partial(RenewedStream, trust=_servers(credentials))
+        streams = partial(RenewedStream, trust=StreamTrust(credentials, _SERVERS))
         return cls(renewed_channels(credentials), streams, credentials=credentials)
 
     def open_channel(self, address: str) -> grpc.aio.Channel:
@@ -89,14 +90,12 @@ class Network:
     @property
     def servers(self) -> StreamTrust | None:
         """Whom streams may lead to."""
-        return _servers(self.credentials) if self.credentials is not None else None
+        return StreamTrust(self.credentials, _SERVERS) if self.credentials is not None else None
 
     @property
     def callers(self) -> StreamTrust | None:
         """Who may begin streams to a block server."""
-        if self.credentials is None:
-            return None
-        return _trust(self.credentials, self.credentials.for_listeners, FRAMES[pb.Hello])
+        return StreamTrust(self.credentials, FRAMES[pb.Hello]) if self.credentials is not None else None
 
     async def _check_role(self, call: Call[Any]) -> None:
         """Finds out who calls. Raises RoleDenied: they may not."""
@@ -106,14 +105,3 @@ class Network:
             if caller is not None:
                 call.caller = caller
             check_method(call.method, caller if self.credentials.knows(caller) else None)
-
-
-def _servers(credentials: Credentials) -> StreamTrust:
-    return _trust(credentials, credentials.for_connections, frozenset({Role.BLOCK}))
-
-
-def _trust(credentials: Credentials, context: Callable[[], ssl.SSLContext], roles: frozenset[Role]) -> StreamTrust:
-    def admits(peer: Workload | None) -> bool:
-        return peer is not None and credentials.knows(peer) and peer.role in roles
-
-    return StreamTrust(context, lambda: credentials.certificate, admits, credentials.witness)

@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import logging
 import socket
-import ssl
 import struct
 import termios
 from collections.abc import Callable, Sequence
@@ -35,8 +34,8 @@ from corolla.chassis.errors import (
 )
 from corolla.chassis.handlers import where
 from corolla.chassis.status import from_reason
-from corolla.trust.credentials import workload_of_transport
-from corolla.trust.workload import Workload
+from corolla.trust.credentials import Credentials, workload_of_transport
+from corolla.trust.workload import Role, Workload
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Buffer, Frame, FrameParser, encode
 
@@ -146,18 +145,21 @@ Accept = Callable[["Stream"], Receiver]
 class StreamTrust:
     """TLS, and who the other end may be.
 
+    Where the certificate counts no longer that it showed, a stream ends, before anything is read of it or within
+    seconds of the change.
+
     Attributes:
-        context: gives that of the next connection, or of a listener.
-        certificate: gives that which this end shows on a connection that begins now.
-        admits: whether it may be this one; to another, the stream ends with ROLE_DENIED after the greetings.
-        witness: gives what tells whether the certificate still counts that the other end showed. A stream ends where it
-            does not, before anything is read of it or within seconds of a change.
+        credentials: of this end.
+        roles: one of which the other end must have; to another one, the stream ends with ROLE_DENIED after the
+            greetings.
     """
 
-    context: Callable[[], ssl.SSLContext]
-    certificate: Callable[[], bytes]
-    admits: Callable[[Workload | None], bool]
-    witness: Callable[[asyncio.BaseTransport], Callable[[], bool]]
+    credentials: Credentials
+    roles: frozenset[Role]
+
+    def admits(self, peer: Workload | None) -> bool:
+        """Whether the other end may be this one."""
+        return peer is not None and self.credentials.knows(peer) and peer.role in self.roles
 
 
 class Stream(Protocol):
@@ -219,7 +221,7 @@ class FrameStream(asyncio.Protocol):
         self.peer: Workload | None = None
         self.peer_address = ""
         # What this end shows, or one before, where it changes just then.
-        self._certificate = trust.certificate() if trust is not None else b""
+        self._certificate = trust.credentials.certificate if trust is not None else b""
         self._on_outdated = on_outdated or (lambda: self.send(pb.GoAway()))
         self._trust = trust
         self._accept = accept
@@ -298,7 +300,7 @@ class FrameStream(asyncio.Protocol):
         self.peer_address = "{}:{}".format(*(transport.get_extra_info("peername") or ("?", "?"))[:2])
         if self._trust is not None:
             self.peer = workload_of_transport(transport)
-            self._is_believed = self._trust.witness(transport)
+            self._is_believed = self._trust.credentials.witness(transport)
             if not self._is_believed():
                 self._disbelieve()
                 return
@@ -324,7 +326,7 @@ class FrameStream(asyncio.Protocol):
     async def _connect(self, address: str) -> None:
         deadline_s = self._loop.time() + self._limits.connect_s
         host, _, port = address.rpartition(":")
-        tls = self._trust.context() if self._trust is not None else None
+        tls = self._trust.credentials.for_connections() if self._trust is not None else None
         try:
             async with asyncio.timeout_at(deadline_s):
                 await self._loop.create_connection(lambda: self, host.strip("[]"), int(port), ssl=tls)
@@ -461,7 +463,7 @@ class FrameStream(asyncio.Protocol):
             self._has_pinged = True
             with contextlib.suppress(QueueFull):  # an end that reads nothing does not answer either
                 self.send(pb.Ping())
-        if self._trust is not None and self._certificate != self._trust.certificate():
+        if self._trust is not None and self._certificate != self._trust.credentials.certificate:
             with contextlib.suppress(QueueFull):  # it is tried again at the next look
                 self._on_outdated()
         self._look_again()
@@ -504,7 +506,7 @@ def _tls_options(trust: StreamTrust | None, limits: StreamLimits) -> dict[str, A
     """Of a listener. Who does not shake hands has no longer than who does not greet."""
     if trust is None:
         return {}
-    return {"ssl": trust.context(), "ssl_handshake_timeout": limits.greeting_s}
+    return {"ssl": trust.credentials.for_listeners(), "ssl_handshake_timeout": limits.greeting_s}
 
 
 def _num_unacknowledged_bytes(transport: asyncio.Transport) -> int:

@@ -15,7 +15,6 @@ from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import CorollaError
 from corolla.chassis.settings import load
 from corolla.chassis.status import from_rpc_error
-from corolla.local.redis_server import EmbeddedRedis
 from corolla.router import store
 from corolla.router.cluster.waits import DEFAULT_WAITS, ApiWaits
 from corolla.router.pace import RouterPace
@@ -23,6 +22,7 @@ from corolla.router.service import RouterProcess
 from corolla.router.settings import RouterSettings
 from corolla.v1 import common_pb2, router_pb2_grpc
 from corolla.v1 import router_pb2 as pb
+from tests.embedded_redis import EmbeddedRedis
 
 FAST = {
     "host": "127.0.0.1",

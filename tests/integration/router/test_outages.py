@@ -14,12 +14,12 @@ from redis.asyncio import Connection, Redis
 
 from corolla.chassis.errors import LeaseTaken, SessionNotFound, StoreUnavailable
 from corolla.chassis.metrics import new_registry
-from corolla.local.redis_server import EmbeddedRedis
 from corolla.router.metrics import RouterMetrics
 from corolla.router.registry import Registry
 from corolla.router.store import Store
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
+from tests.embedded_redis import EmbeddedRedis
 from tests.integration.router.conftest import BlockServer, Router, StartRouter, refusal, spans
 from tests.integration.router.test_registration import placement, plan
 from tests.integration.router.test_sessions import Session

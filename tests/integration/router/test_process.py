@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from corolla.chassis.errors import StartupError
-from corolla.local.redis_server import EmbeddedRedis, find_redis_server
+from corolla.local.redis_server import find_redis_server
+from tests.embedded_redis import EmbeddedRedis
 
 
 def start_process(**variables: str) -> "subprocess.Popen[str]":
@@ -107,7 +108,7 @@ def test_without_redis_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children of their parent's end")
 def test_redis_dies_with_its_parent(tmp_path: Path) -> None:
     program = (
-        "import sys, time; from pathlib import Path; from corolla.local.redis_server import EmbeddedRedis\n"
+        "import sys, time; from pathlib import Path; from tests.embedded_redis import EmbeddedRedis\n"
         "print(EmbeddedRedis.start(Path(sys.argv[1])).port, flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]

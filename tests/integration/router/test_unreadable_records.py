@@ -8,9 +8,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from redis.asyncio import Redis
 
-from corolla.local.redis_server import EmbeddedRedis
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
+from tests.embedded_redis import EmbeddedRedis
 from tests.integration.router.conftest import BlockServer, Router, StartRouter, refusal, spans
 from tests.integration.router.test_registration import placement, plan
 from tests.integration.router.test_watch import metrics

@@ -18,11 +18,11 @@ from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import StartupError
 from corolla.chassis.rpc_server import RpcServer
 from corolla.chassis.settings import load
-from corolla.local.redis_server import EmbeddedRedis
 from corolla.router.service import RouterProcess
 from corolla.router.settings import RouterSettings
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
+from tests.embedded_redis import EmbeddedRedis
 from tests.integration import waiting
 from tests.integration.router.conftest import FAST, FAST_PACE, BlockServer, Router, StartRouter, refusal, spans
 

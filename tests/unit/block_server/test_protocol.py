@@ -28,8 +28,9 @@ from corolla.chassis.errors import CorollaError
 from corolla.chassis.tasks import TaskGroup
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
-from corolla.wire.frames import Buffer, Frame, decode, encode, join
+from corolla.wire.frames import Buffer, Frame, encode
 from corolla.wire.span import Span
+from tests.frame_bytes import decode, join
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.toy_model import PRIME, ToyModel, ToyRunner, unexpected_failure
 from tests.unread_stream import UnreadStream

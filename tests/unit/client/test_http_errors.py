@@ -1,4 +1,4 @@
-"""OpenAI's form of errors: each label of the tree has its row."""
+"""OpenAI's form of errors: each label of the tree has its status."""
 
 import json
 from collections.abc import Iterator
@@ -6,7 +6,31 @@ from collections.abc import Iterator
 import pytest
 
 from corolla.chassis import errors
-from corolla.client.http.errors import ROWS, body_of, headers_of, row_of
+from corolla.chassis.status import from_reason
+from corolla.client.http.errors import body_of, facts_of, headers_of, status_of
+
+LABELS = {
+    400: {"INVALID_REQUEST", "MALFORMED_MESSAGE", "CONTEXT_LENGTH_EXCEEDED"},
+    401: {"UNAUTHENTICATED"},
+    403: {"SCOPE_DENIED", "ADAPTER_DENIED", "ROLE_DENIED", "ADDRESS_NOT_YOURS", "CAPABILITY_DENIED"},
+    404: {"NOT_FOUND", "MODEL_NOT_FOUND", "SESSION_NOT_FOUND", "ADAPTER_NOT_FOUND"},
+    408: {"CALLER_STALLED"},
+    409: {"SESSION_BUSY"},
+    413: {"MESSAGE_TOO_LARGE"},
+    429: {"QUOTA_EXCEEDED", "QUEUE_FULL"},
+    500: {
+        "INTERNAL", "NON_FINITE", "STEP_FAILED", "REQUEST_KILLS_SERVERS", "CHECKSUM_MISMATCH", "STARTUP",
+        "SETTINGS", "CHECKPOINT", "UNSUPPORTED_FAMILY", "ADAPTER", "HUB_UNAVAILABLE", "SPAN_REFUSED",
+    },
+    503: {
+        "OUT_OF_MEMORY", "LEASE_LOST", "LEASE_TAKEN", "OUT_OF_PAGES", "NO_ADAPTER_ROOM", "POSITION_GAP",
+        "STALE_EPOCH", "HOP_SESSION_LOST", "OUTPUTS_NOT_KEPT", "FINGERPRINT_MISMATCH", "NO_CHAIN",
+        "HOP_UNAVAILABLE", "ROUTE_UNKNOWN", "HOP_LEAVING", "ADAPTER_NOT_LOADED", "SERVICE_STOPPING",
+        "ROUTER_UNAVAILABLE", "SERVICE_UNAVAILABLE", "STORE_UNAVAILABLE",
+    },
+    504: {"DEADLINE_EXCEEDED"},
+}  # fmt: skip
+"""By status."""
 
 
 def tree(root: type[errors.CorollaError]) -> Iterator[type[errors.CorollaError]]:
@@ -17,16 +41,25 @@ def tree(root: type[errors.CorollaError]) -> Iterator[type[errors.CorollaError]]
             yield from tree(child)
 
 
-def test_the_table_has_the_labels_of_the_tree_and_no_others() -> None:
-    assert set(ROWS) == {each.reason for each in tree(errors.CorollaError)}
+KINDS = list(dict.fromkeys(tree(errors.CorollaError)))
 
 
-@pytest.mark.parametrize("kind", dict.fromkeys(tree(errors.CorollaError)))
+def made(kind: type[errors.CorollaError]) -> errors.CorollaError:
+    """As a peer's word for it is read."""
+    return from_reason(kind.reason, "it failed")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_label_has_its_status(kind: type[errors.CorollaError]) -> None:
+    assert [status for status, labels in LABELS.items() if kind.reason in labels] == [status_of(made(kind))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_whose_fault_it_is_shows_in_the_status(kind: type[errors.CorollaError]) -> None:
-    row = ROWS[kind.reason]
-    assert row.type == row.type.lower()
+    facts = facts_of(made(kind))
+    assert (facts["type"], facts["code"]) == (facts["type"].lower(), facts["code"].lower())
     if kind is not errors.QueueFull:  # to whom a full queue is, their own share is no other
-        assert (row.status < 500) == kind.is_callers_fault
+        assert (status_of(made(kind)) < 500) == kind.is_callers_fault
 
 
 def test_an_error_names_its_field_as_http_does() -> None:
@@ -44,4 +77,4 @@ def test_who_may_try_again_learns_when() -> None:
     assert headers_of(errors.QuotaExceeded.of("running_requests", 2.4)) == {"retry-after": "3"}
     assert headers_of(errors.QueueFull("full", retry_after_s=0.01)) == {"retry-after": "1"}
     assert headers_of(errors.InvalidRequest("n", "is wrong")) == {}
-    assert row_of(errors.QuotaExceeded("used up")).status == 429
+    assert status_of(errors.QuotaExceeded("used up")) == 429

@@ -10,14 +10,14 @@ import time
 import pytest
 
 from corolla.chassis.errors import HopUnavailable, StartupError
-from corolla.hf.connection import Connection
+from corolla.hf.connection import Connection, ServedModel
 
 NOBODY = "127.0.0.1:9"
 
 
 @pytest.fixture
 def connection() -> Connection:
-    return Connection(NOBODY, "model", "fingerprint", 4)
+    return Connection(ServedModel(NOBODY, "model", "fingerprint", 4))
 
 
 def num_threads() -> int:
@@ -36,9 +36,9 @@ def test_work_runs_in_the_thread(connection: Connection) -> None:
 def test_models_share_a_connection() -> None:
     gc.collect()  # what other tests left behind has threads, too
     before = num_threads()
-    first = Connection.shared(NOBODY, "shared", "fingerprint", 4)
-    assert Connection.shared(NOBODY, "shared", "fingerprint", 4) is first
-    assert Connection.shared(NOBODY, "shared", "another", 4) is not first
+    first = Connection.shared(ServedModel(NOBODY, "shared", "fingerprint", 4))
+    assert Connection.shared(ServedModel(NOBODY, "shared", "fingerprint", 4)) is first
+    assert Connection.shared(ServedModel(NOBODY, "shared", "another", 4)) is not first
     del first
     gc.collect()
     assert num_threads() == before
@@ -90,7 +90,7 @@ def test_a_forked_process_is_asked_to_load_its_own_model(
 def test_the_last_reference_may_go_in_the_thread_itself() -> None:
     gc.collect()
     before = num_threads()
-    holder = [Connection(NOBODY, "model", "fingerprint", 4)]
+    holder = [Connection(ServedModel(NOBODY, "model", "fingerprint", 4))]
 
     async def drop() -> None:
         holder.clear()

@@ -18,7 +18,7 @@ from corolla.chassis.errors import (
 )
 from corolla.trust.workload import Role, Workload
 from corolla.v1 import blocks_pb2 as pb
-from corolla.wire.frames import Frame, encode, join
+from corolla.wire.frames import Frame, encode
 from corolla.wire.network import Network
 from corolla.wire.stream import (
     TRANSITIONS,
@@ -32,6 +32,7 @@ from corolla.wire.stream import (
     StreamTrust,
     connect,
 )
+from tests.frame_bytes import join
 from tests.identities import Identities
 
 LIMITS = StreamLimits()

@@ -4,15 +4,15 @@ import asyncio
 import json
 import logging
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import httpx2
 
 from corolla.chassis.errors import SettingsError
-from corolla.client.api.tokens import IssuerKey, KeySet
+from corolla.client.api.tokens import IssuerKey, parse_keys
 from corolla.trust.watched_files import Contents, WatchedFiles
 
 log = logging.getLogger(__name__)
@@ -24,31 +24,39 @@ _MAX_BYTES: Final = 1 << 20
 _HTTPS: Final = "https://"
 _DISCOVERY: Final = "/.well-known/openid-configuration"
 
-Fetch = Callable[[], Awaitable[KeySet]]
+Fetch = Callable[[], Awaitable[Mapping[str, IssuerKey]]]
 """Raises ValueError, OSError, TimeoutError or HTTPError."""
 
 
-class IssuerKeys(Protocol):
-    """Where the keys of an issuer come from."""
+class IssuerKeys:
+    """The keys of an issuer by their ids, as far as they are known.
 
-    @property
-    def is_away(self) -> bool:
-        """Whether they could not be fetched at the last try."""
+    Attributes:
+        is_away: whether they could not be fetched at the last try.
+    """
+
+    is_away = False
+
+    def __init__(self) -> None:
+        self._keys: Mapping[str, IssuerKey] = {}
 
     async def find(self, key_id: str) -> IssuerKey | None:
         """The key of an id, which may have to be fetched."""
+        return self._keys.get(key_id)
 
     def holds(self, key: IssuerKey) -> bool:
         """Whether the issuer still has a key that was found once, for all that is known."""
+        return self._keys.get(key.id) == key
 
     async def ready(self) -> None:
         """Returns when there are keys."""
 
     async def run(self) -> None:
         """Follows the issuer's changes, for ever."""
+        raise NotImplementedError
 
 
-class KeysInFile:
+class KeysInFile(IssuerKeys):
     """Keys that somebody writes into a file.
 
     Raises:
@@ -56,30 +64,17 @@ class KeysInFile:
     """
 
     def __init__(self, file: Path) -> None:
-        self._keys = KeySet()
+        super().__init__()
         self._files = WatchedFiles("COROLLA_OIDC_JWKS", file.parent, (file.name,), self._take, named=file)
-
-    @property
-    def is_away(self) -> bool:
-        return False
-
-    async def find(self, key_id: str) -> IssuerKey | None:
-        return self._keys.find(key_id)
-
-    def holds(self, key: IssuerKey) -> bool:
-        return self._keys.holds(key)
-
-    async def ready(self) -> None:
-        """They were read as the object was made."""
 
     async def run(self) -> None:
         await self._files.run()
 
     def _take(self, contents: Contents) -> None:
-        self._keys = KeySet.parse(contents[0])
+        self._keys = parse_keys(contents[0])
 
 
-class FetchedKeys:
+class FetchedKeys(IssuerKeys):
     """Keys that are fetched every `refresh_s` seconds, and when a token names one that is not known.
 
     After each fetch is a pause of a thirtieth of that, whoever asks: tokens with made-up ids do not become requests to
@@ -87,24 +82,19 @@ class FetchedKeys:
     """
 
     def __init__(self, fetch: Fetch, refresh_s: float) -> None:
+        super().__init__()
         self._fetch = fetch
         self._refresh_s = refresh_s
         self._pause_s = refresh_s / _PAUSES_IN_A_REFRESH
-        self._keys = KeySet()
         self._are_there = asyncio.Event()
         self._are_wanted = asyncio.Event()
         # Set when the fetch has ended that is under way, or comes next.
         self._end_of_fetch = asyncio.Event()
         self._is_pausing = False
-        self._is_away = False
         self._num_waiting = 0
 
-    @property
-    def is_away(self) -> bool:
-        return self._is_away
-
     async def find(self, key_id: str) -> IssuerKey | None:
-        known = self._keys.find(key_id)
+        known = await super().find(key_id)
         if known is not None or self._is_pausing or self._num_waiting >= _MAX_WAITING:
             return known
         self._are_wanted.set()
@@ -113,10 +103,7 @@ class FetchedKeys:
             await self._end_of_fetch.wait()
         finally:
             self._num_waiting -= 1
-        return self._keys.find(key_id)
-
-    def holds(self, key: IssuerKey) -> bool:
-        return self._keys.holds(key)
+        return await super().find(key_id)
 
     async def ready(self) -> None:
         await self._are_there.wait()
@@ -130,7 +117,7 @@ class FetchedKeys:
             self._end_of_fetch = asyncio.Event()
             await asyncio.sleep(self._pause_s)
             self._is_pausing = False
-            if not self._is_away:
+            if not self.is_away:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._are_wanted.wait(), self._refresh_s - self._pause_s)
 
@@ -138,14 +125,14 @@ class FetchedKeys:
         try:
             self._keys = await self._fetch()
         except (ValueError, OSError, TimeoutError, httpx2.HTTPError, httpx2.InvalidURL) as failure:
-            if not self._is_away:
+            if not self.is_away:
                 cause = str(failure) if type(failure) is ValueError else type(failure).__name__
                 log.error("the issuer's keys cannot be fetched; those that are known stay", extra={"cause": cause})
-            self._is_away = True
+            self.is_away = True
             return
-        if self._is_away or not self._are_there.is_set():
+        if self.is_away or not self._are_there.is_set():
             log.info("the issuer's keys were fetched")
-        self._is_away = False
+        self.is_away = False
         self._are_there.set()
 
 
@@ -166,11 +153,11 @@ def issuer_keys(issuer: str, jwks: str, ca_file: Path | None, refresh_s: float) 
     except OSError:
         raise SettingsError(f"COROLLA_OIDC_CA_FILE={ca_file}: cannot be read, or holds no certificates") from None
 
-    async def fetch() -> KeySet:
+    async def fetch() -> Mapping[str, IssuerKey]:
         # Each time anew, since the file may be another one; and reading all of the system's takes a while.
         context = await asyncio.to_thread(ssl.create_default_context, cafile=ca_file)
         async with asyncio.timeout(_TIMEOUT_S), httpx2.AsyncClient(verify=context, timeout=_TIMEOUT_S) as client:
-            return KeySet.parse(await _get(client, jwks or await _discover(client, issuer)))
+            return parse_keys(await _get(client, jwks or await _discover(client, issuer)))
 
     return FetchedKeys(fetch, refresh_s)
 

@@ -15,8 +15,8 @@ from corolla.chassis.errors import InvalidRequest, ModelNotFound, ScopeDenied, S
 from corolla.chassis.handlers import Call
 from corolla.chassis.tracing import spans
 from corolla.chassis.tracing.carriers import trace_parent
+from corolla.client.adapters import ModelNames
 from corolla.client.api import conversations, replies, requests
-from corolla.client.api.adapters import ModelNames
 from corolla.client.api.keys import Scope
 from corolla.client.api.requests import REQUEST_ID, AnyMessage, ChatRequest, RequestParser, TextRequest
 from corolla.client.api.tenants import KeyHolder

@@ -51,17 +51,10 @@ class KeyHolder:
 
 
 class Tokens:
-    """Whom the tokens of an issuer name.
+    """Whom the tokens of an issuer name."""
 
-    Args:
-        clock: the time of day, by which grants end; whether a token holds from the beginning is by the system's.
-    """
-
-    def __init__(
-        self, rules: TokenRules, keys: IssuerKeys, clock: Callable[[], datetime] = lambda: datetime.now(UTC)
-    ) -> None:
+    def __init__(self, rules: TokenRules, keys: IssuerKeys) -> None:
         self._rules = rules
-        self._clock = clock
         self.keys = keys
 
     async def find(self, token: str) -> KeyHolder | None:
@@ -74,7 +67,7 @@ class Tokens:
         return KeyHolder(grant.tenant, grant, partial(self._is_good, grant, key))
 
     def _is_good(self, grant: TokenGrant, key: IssuerKey) -> bool:
-        return self._clock() < grant.expires and self.keys.holds(key)
+        return datetime.now(UTC) < grant.expires and self.keys.holds(key)
 
 
 class Tenants:
@@ -83,7 +76,6 @@ class Tenants:
     Args:
         keys_file: as `KeyTable` reads it.
         tokens: which are taken, too; None: none.
-        clock: the time of day.
 
     Attributes:
         files: which are to be watched; None where there are no keys.
@@ -92,13 +84,7 @@ class Tenants:
         SettingsError: the file cannot be read, or holds something else.
     """
 
-    def __init__(
-        self,
-        keys_file: Path | None,
-        tokens: Tokens | None = None,
-        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
-    ) -> None:
-        self._clock = clock
+    def __init__(self, keys_file: Path | None, tokens: Tokens | None = None) -> None:
         self._keys: KeyTable | None = None
         self._tokens = tokens
         self.files: WatchedFiles | None = None
@@ -141,11 +127,11 @@ class Tenants:
         return replace(bearer, is_good=is_good) if bearer is not None and is_good() else None
 
     def _key_holder(self, shown: str) -> KeyHolder | None:
-        record = self._keys.find(shown, self._clock()) if self._keys is not None else None
+        record = self._keys.find(shown, datetime.now(UTC)) if self._keys is not None else None
         return KeyHolder(record.tenant, record, partial(self._is_good, record)) if record is not None else None
 
     def _is_good(self, record: KeyRecord) -> bool:
-        return self._keys is not None and self._keys.holds(record, self._clock())
+        return self._keys is not None and self._keys.holds(record, datetime.now(UTC))
 
     def _take(self, contents: Contents) -> None:
         try:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import jwt
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
@@ -45,30 +45,20 @@ class IssuerKey:
     algorithm: str | None
 
 
-class KeySet:
-    """The keys of an issuer by their ids. Those that are for something else, or too weak, are left out."""
+def parse_keys(text: bytes) -> dict[str, IssuerKey]:
+    """The keys of a JSON Web Key Set by their ids. Those that are for something else, or too weak, are left out.
 
-    def __init__(self, keys: Sequence[IssuerKey] = ()) -> None:
-        self._keys = {each.id: each for each in keys}
-
-    @classmethod
-    def parse(cls, text: bytes) -> Self:
-        """Reads a JSON Web Key Set. Raises ValueError: it is none, or holds no key that can check a token."""
-        try:
-            described = json.loads(text)["keys"][:_MAX_KEYS]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise ValueError("is no JSON Web Key Set") from None
-        keys = [key for each in described if (key := _issuer_key(each)) is not None]
-        if not keys:
-            raise ValueError("holds no public key with an id, for signatures")
-        return cls(keys)
-
-    def find(self, key_id: str) -> IssuerKey | None:
-        return self._keys.get(key_id)
-
-    def holds(self, key: IssuerKey) -> bool:
-        """Whether a key that was found once, perhaps in another set, is still there."""
-        return self._keys.get(key.id) == key
+    Raises:
+        ValueError: it is none, or holds no key that can check a token.
+    """
+    try:
+        described = json.loads(text)["keys"][:_MAX_KEYS]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError("is no JSON Web Key Set") from None
+    keys = {key.id: key for each in described if (key := _issuer_key(each)) is not None}
+    if not keys:
+        raise ValueError("holds no public key with an id, for signatures")
+    return keys
 
 
 @dataclass(frozen=True, slots=True)

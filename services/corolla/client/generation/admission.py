@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Self
@@ -91,19 +91,10 @@ class AdmissionTicket:
 
 
 class Admission:
-    """Bounds the sequences that run, the requests that wait and the bytes of both. `WaitingLine` says who is next."""
+    """Bounds the sequences that run, the requests that wait and the bytes of both. The line says who is next."""
 
-    def __init__(
-        self,
-        max_running: int,
-        max_waiting: int,
-        max_bytes: int,
-        min_shares: Callable[[], int] = lambda: 1,
-        guarantees: Callable[[], Mapping[str, int]] = dict,
-    ) -> None:
-        self._line: WaitingLine[asyncio.Future[None]] = WaitingLine(
-            max_running, max_waiting, max_bytes, min_shares, guarantees
-        )
+    def __init__(self, line: WaitingLine[asyncio.Future[None]]) -> None:
+        self._line = line
 
     @asynccontextmanager
     async def enter(self, tenant: str, num_bytes: int, num_sequences: int = 1) -> AsyncIterator[AdmissionTicket]:

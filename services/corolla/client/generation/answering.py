@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.reservations import OpenOptions
@@ -23,6 +23,7 @@ from corolla.chassis.errors import (
     StoreUnavailable,
 )
 from corolla.chassis.merge import merge
+from corolla.client.adapters import ModelNames
 from corolla.client.generation.admission import Admission, AdmissionTicket, RequestMeter
 from corolla.client.generation.answer import Answer, Delta, joined
 from corolla.client.generation.last_answer import read_last_answer, write_last_answer
@@ -56,14 +57,6 @@ _DRAFT_SOURCES: Final = {
     SpeculationMode.PROMPT_LOOKUP: blocks_pb2.Drafts.SOURCE_PROMPT_LOOKUP,
     SpeculationMode.DRAFT_MODEL: blocks_pb2.Drafts.SOURCE_DRAFT_MODEL,
 }
-
-
-class SessionAdapters(Protocol):
-    """Which adapters there are, and for whom; see `client.api.adapters.ModelNames`."""
-
-    async def resolve(self, name: str, tenant: str) -> AdapterVersion | None: ...
-
-    async def of_session(self, record: router_pb2.SessionRecord, name: str, tenant: str) -> AdapterVersion | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +111,11 @@ class Answering:
         speculation: SpeculationDefaults,
         metrics: ClientMetrics,
         grammars: GrammarProcess,
-        adapters: SessionAdapters,
+        names: ModelNames,
         traces: RequestTraces | None = None,
     ) -> None:
         self._grammars = grammars
-        self._adapters = adapters
+        self._names = names
         # Of their own: where prompts take long, nothing else that needs a thread waits, such as a look at revoked keys.
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "prompts")
         self._sessions = sessions
@@ -156,7 +149,7 @@ class Answering:
         num_completions = request.num_completions
         async with AsyncExitStack() as stack:
             allowance, ticket, meter = await stack.enter_async_context(self._entered(request))
-            adapter = await self._adapters.resolve(request.adapter, request.caller.tenant)
+            adapter = await self._names.resolve(request.adapter, request.caller.tenant)
             _, prompt_ids = await self._in_thread(next_prompt, router_pb2.SessionRecord())
             max_tokens = self._max_tokens(len(prompt_ids), request)
             shared = SharedPrompt(num_completions - 1)
@@ -224,7 +217,7 @@ class Answering:
                 record_id=session_id,
                 texts=[text_ids],
                 cache_salt=request.cache_salt,
-                adapter=await self._adapters.of_session(record, request.adapter, tenant),
+                adapter=await self._names.of_session(record, request.adapter, tenant),
                 max_position=num_past_tokens if earlier.hops else None,
             )
             async with self._sessions.open(identity, open_options, sampler, meter.count_recovery, until_s) as session:
@@ -292,7 +285,7 @@ class Answering:
         self, record: router_pb2.SessionRecord, next_prompt: NextPrompt, request: AnyRequest
     ) -> tuple[int, Sequence[int], int]:
         """The next token log, how many of its first tokens are those of the old one, and how many may follow."""
-        await self._adapters.of_session(record, request.adapter, record.tenant)
+        await self._names.of_session(record, request.adapter, record.tenant)
         num_kept_tokens, prompt_ids = await self._in_thread(next_prompt, record)
         return num_kept_tokens, prompt_ids, self._max_tokens(len(prompt_ids), request)
 

@@ -61,10 +61,6 @@ class WaitingLine(Generic[Ticket]):
         self._num_turns = 0
 
     @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
     def num_taken_places(self) -> int:
         """Of those who run."""
         return self._held.total()

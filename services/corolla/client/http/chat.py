@@ -147,25 +147,25 @@ def message_of(given: ChatMessage) -> pb.ChatMessage:
 
 
 def tools_of(given: Sequence[Tool] | None) -> list[pb.Tool]:
-    return [tool_of(tool.function) for tool in given or ()]
+    return [tool_of(tool.function, is_strict=bool(tool.function.strict)) for tool in given or ()]
 
 
-def tool_of(function: Function) -> pb.Tool:
+def tool_of(function: Function, *, is_strict: bool) -> pb.Tool:
     parameters = "" if function.parameters is None else as_json(function.parameters)
     return pb.Tool(
         name=function.name,
         description=function.description or "",
         parameters=parameters,
-        strict=bool(function.strict),
+        strict=is_strict,
     )
 
 
-def tool_choice_of(given: ToolMode | NamedTool | None) -> pb.ToolChoice | None:
+def tool_choice_of(given: ToolMode | NamedTool | FunctionName | None) -> pb.ToolChoice | None:
     match given:
         case None:
             return None
-        case NamedTool():
-            return pb.ToolChoice(mode=pb.ToolChoice.MODE_NAMED, name=given.function.name)
+        case NamedTool(function=FunctionName(name=name)) | FunctionName(name=name):
+            return pb.ToolChoice(mode=pb.ToolChoice.MODE_NAMED, name=name)
         case mode:
             return pb.ToolChoice(mode=pb.ToolChoice.Mode.Value(f"MODE_{mode.upper()}"))
 

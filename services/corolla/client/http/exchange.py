@@ -1,11 +1,11 @@
 """One HTTP request and its reply: the body is read within limits, the reply leaves whole or as a stream of events."""
 
 import asyncio
-import json
 import re
 import secrets
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -23,7 +23,7 @@ from corolla.chassis.errors import (
     QueueFull,
 )
 from corolla.client.http.connections import connection_of
-from corolla.client.http.errors import body_of, headers_of, row_of
+from corolla.client.http.errors import body_of, headers_of, status_of
 from corolla.client.http.metrics import HttpMetrics
 
 JSON: Final = "application/json"
@@ -51,20 +51,20 @@ class HeldBytes:
         self._left += num_bytes
 
 
+@dataclass(frozen=True, slots=True)
 class Limits:
     """What bounds an exchange.
 
-    Args:
+    Attributes:
         max_bytes: of one body.
         read_timeout_s: in which a body must have come.
         reader_timeout_s: how long a caller may take nothing of what it is sent.
     """
 
-    def __init__(self, max_bytes: int, held: HeldBytes, read_timeout_s: float, reader_timeout_s: float) -> None:
-        self.max_bytes = max_bytes
-        self.held = held
-        self.read_timeout_s = read_timeout_s
-        self.reader_timeout_s = reader_timeout_s
+    max_bytes: int
+    held: HeldBytes
+    read_timeout_s: float
+    reader_timeout_s: float
 
 
 class Exchange:
@@ -188,7 +188,7 @@ class Exchange:
         """The reply that says why there is no other one; where a stream has begun, its last event."""
         if not self.has_begun:
             headers |= headers_of(error)
-            await self.reply(body_of(error), status=row_of(error).status, **headers)
+            await self.reply(body_of(error), status=status_of(error), **headers)
             return
         self.end_watch()
         await self._send_out({"type": "http.response.body", "body": b"event: error\ndata: " + body_of(error) + b"\n\n"})
@@ -280,8 +280,3 @@ def _sentence(kind: str, text: str) -> str:
     if kind == "missing":
         return "must be set"
     return text.removeprefix("Value error, ")
-
-
-def event(data: Mapping[str, Any]) -> bytes:
-    """An event of a stream."""
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

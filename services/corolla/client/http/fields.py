@@ -26,13 +26,6 @@ Count = Annotated[int, Field(ge=0, le=_INT32)]
 TokenId = Annotated[int, Field(ge=0, le=(1 << 32) - 1)]
 Tolerated = Field(None, description="Taken, and without effect here.")
 
-_SPECULATION: Final[Mapping[str | None, "pb.SpeculationMode.ValueType"]] = {
-    None: pb.SPECULATION_MODE_UNSPECIFIED,
-    "off": pb.SPECULATION_MODE_OFF,
-    "prompt_lookup": pb.SPECULATION_MODE_PROMPT_LOOKUP,
-    "draft_model": pb.SPECULATION_MODE_DRAFT_MODEL,
-}
-
 
 class Fields(BaseModel):
     """A body, or a part of one: a field that it does not know is refused by its name."""
@@ -132,7 +125,8 @@ class AnswerFields(SamplingFields):
 
     def shared(self, max_tokens: int | None) -> dict[str, Any]:
         """The fields that requests of both kinds have, by the protocol's names."""
-        speculation = pb.SpeculationParameters(mode=_SPECULATION[self.speculation])
+        mode = pb.SpeculationMode.Value(f"SPECULATION_MODE_{(self.speculation or 'unspecified').upper()}")
+        speculation = pb.SpeculationParameters(mode=mode)
         _set(speculation, self, ("max_draft_tokens",))
         return {
             "model": self.model,

@@ -5,7 +5,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from corolla.chassis.calls import Outcome
 from corolla.chassis.errors import CorollaError
 from corolla.chassis.metrics import REQUEST_BUCKETS, Fault, RpcMetrics
-from corolla.client.http.errors import CLIENT_CLOSED, row_of
+from corolla.client.http.errors import CLIENT_CLOSED, status_of
 
 
 class HttpMetrics:
@@ -54,5 +54,5 @@ class HttpMetrics:
 
 def _status(outcome: Outcome) -> int:
     if isinstance(outcome, CorollaError):
-        return row_of(outcome).status
+        return status_of(outcome)
     return 200 if outcome == "OK" else CLIENT_CLOSED

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Discriminator, Field, Tag
 
 from corolla.chassis.errors import InvalidRequest, ResourceNotFound
-from corolla.client.http.chat import struct_of
-from corolla.client.http.fields import Fields, ListOf, SamplingFields, Tolerated, as_json, json_schema_format
+from corolla.client.http.chat import Function, FunctionName, ToolMode, struct_of, tool_choice_of, tool_of
+from corolla.client.http.fields import Fields, ListOf, SamplingFields, Tolerated, json_schema_format
 from corolla.v1 import generation_pb2 as pb
 
 _ID: Final = re.compile(r"resp_([0-9a-f]{32})([0-9a-f]{8})")
@@ -77,19 +77,19 @@ InputItem = Annotated[
 ]
 
 
-class FunctionTool(Fields):
+class FunctionTool(Function):
     """A function that the model may call."""
 
     type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+
+    @property
+    def is_strict(self) -> bool:
+        """OpenAI's default here, unlike that of chats."""
+        return self.strict is not False and self.parameters is not None
 
 
-class NamedFunction(Fields):
+class NamedFunction(FunctionName):
     type: Literal["function"]
-    name: str
 
 
 class PlainText(Fields):
@@ -134,7 +134,7 @@ class ResponseRequest(SamplingFields):
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     tools: ListOf[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: ToolMode | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -169,8 +169,8 @@ class ResponseRequest(SamplingFields):
             logprobs=(self.top_logprobs or 0) if self.has_logprobs else None,
             cache_salt=self.cache_salt,
             response_format=_format_of(self.text),
-            tools=[_tool_of(each) for each in self.tools or ()],
-            tool_choice=_choice_of(self.tool_choice),
+            tools=[tool_of(each, is_strict=each.is_strict) for each in self.tools or ()],
+            tool_choice=tool_choice_of(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             template_arguments=struct_of({"reasoning_effort": effort} if effort is not None else {}),
         )
@@ -260,26 +260,6 @@ def _format_of(options: TextOptions | None) -> pb.ResponseFormat | None:
         case JsonSchemaText(json_schema=schema):
             return json_schema_format(schema, "text.format.schema")
     return None
-
-
-def _tool_of(tool: FunctionTool) -> pb.Tool:
-    return pb.Tool(
-        name=tool.name,
-        description=tool.description or "",
-        parameters="" if tool.parameters is None else as_json(tool.parameters),
-        # OpenAI's default here, unlike that of chats.
-        strict=tool.strict is not False and tool.parameters is not None,
-    )
-
-
-def _choice_of(given: Literal["none", "auto", "required"] | NamedFunction | None) -> pb.ToolChoice | None:
-    match given:
-        case None:
-            return None
-        case NamedFunction():
-            return pb.ToolChoice(mode=pb.ToolChoice.MODE_NAMED, name=given.name)
-        case mode:
-            return pb.ToolChoice(mode=pb.ToolChoice.Mode.Value(f"MODE_{mode.upper()}"))
 
 
 def check_stored(request: ResponseRequest) -> None:

@@ -1,9 +1,9 @@
 """The routes of HTTP over the servicer of gRPC: a request is read, asked of the servicer, and its answer written."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, Field
 
@@ -141,7 +141,9 @@ class Surface:
                 completion_replies.events(chunks, model, num_completions, has_usage=body.has_usage, **wishes)
             )
             return
-        responses = [each async for each in _in_order([self._generated(each, call) for each in requests])]
+        # At the same time; the first failure ends them all.
+        found = {index: each async for index, each in merge([self._generated(each, call) for each in requests])}
+        responses = [found[index] for index in range(len(requests))]
         await exchange.reply(completion_replies.reply(responses, **wishes))
 
     async def tokenize(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
@@ -206,13 +208,6 @@ async def _until_kept(
             if chunk.finish_reason:
                 is_kept.set()
             yield chunk
-
-
-async def _in_order(answers: Sequence[AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
-    """What all give, at the same time, in the order in which they stand. The first failure ends them all."""
-    found = {number: answer async for number, answer in merge(answers)}
-    for number in sorted(found):
-        yield found[number]
 
 
 async def _reply(exchange: Exchange, value: BaseModel) -> None:

@@ -5,12 +5,11 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from corolla.client.speech.call_rules import CallRules, calls_grammar, is_special_in_grammars
 from corolla.client.speech.formats import CallFormat, ReasoningFormat, call_format, reasoning_format
 from corolla.client.speech.parser import SpeechParser, State
-from corolla.client.speech.pieces import Piece
 from corolla.client.speech.response_template import ResponseTemplateParser
 from corolla.client.text.conversation import tool_values
 from corolla.client.text.tokenizer import TextTokenizer
@@ -19,16 +18,8 @@ _NUM_TAIL_TOKENS: Final = 16
 _NUM_PREFIX_TOKENS: Final = 4096
 _NUM_ID_CHARS: Final = 24
 
-
-class AnswerParser(Protocol):
-    """Tells text, reasoning and calls apart."""
-
-    @property
-    def num_calls(self) -> int: ...
-
-    def push(self, text: str) -> Piece: ...
-
-    def finish(self) -> Piece: ...
+AnswerParser = SpeechParser | ResponseTemplateParser
+"""Tells text, reasoning and calls apart."""
 
 
 @dataclass(frozen=True, slots=True)

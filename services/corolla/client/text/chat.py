@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from corolla.chassis.errors import CorollaError, InvalidRequest
 from corolla.client.text.conversation import ChatSetting, Message, message_values, tool_values
@@ -13,20 +13,8 @@ from corolla.client.text.tokenizer import TextTokenizer
 
 _BARE: Final = ChatSetting()
 
-
-class Renderer(Protocol):
-    """What renders a template, as `Template` does here and `TemplateProcess` in a process of its own."""
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-        arguments: Mapping[str, Any] | None,
-        continues_last: bool,
-    ) -> str:
-        """The text. Raises TemplateRefusal, CorollaError, or what the template raises."""
+Renderer = Template | TemplateProcess
+"""Renders a template here, or in a process of its own."""
 
 
 class ChatTemplate:
@@ -96,16 +84,13 @@ class ChatTemplate:
             if isinstance(renderer, TemplateProcess):
                 renderer.close()
 
-    def prompt_ids(
-        self, messages: Sequence[Message], setting: ChatSetting = _BARE, *, max_tokens: int | None = None
-    ) -> list[int]:
+    def prompt_ids(self, messages: Sequence[Message], setting: ChatSetting = _BARE) -> list[int]:
         """The ids of a conversation up to where the assistant's answer begins. The template writes its own BOS.
 
         Raises:
-            InvalidRequest: as `render`.
-            ContextLengthExceeded: there are far more than `max_tokens`.
+            InvalidRequest, CorollaError: as `render`.
         """
-        rendering, plain_ids = self._prompt(messages, setting, max_tokens)
+        rendering, plain_ids = self._prompt(messages, setting, None)
         return self._tokenizer.encode(rendering, add_special_tokens=False) if plain_ids is None else plain_ids
 
     def next_turn_ids(
@@ -129,7 +114,8 @@ class ChatTemplate:
             least one left out. Its text is the rendering of the whole conversation, however the last answer ended.
 
         Raises:
-            InvalidRequest, ContextLengthExceeded: as `prompt_ids`, of the whole conversation.
+            InvalidRequest, CorollaError: as `render`, of the whole conversation.
+            ContextLengthExceeded: there are far more than `max_tokens`.
         """
         rendering, plain_ids = self._prompt([*earlier, *new], setting, max_tokens)
         num_kept_tokens, token_ids = self._continued(log_ids, rendering, plain_ids)

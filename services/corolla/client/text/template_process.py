@@ -29,16 +29,8 @@ class TemplateProcess:
         """Of the process; None while it is not needed."""
         return self._worker.pid
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        arguments: Mapping[str, Any] | None = None,
-        continues_last: bool = False,
-    ) -> str:
-        """As `Template.render`.
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """As `Template.render`, with the same arguments.
 
         Raises:
             TemplateRefusal: the template does not accept the conversation, or fails.
@@ -46,15 +38,8 @@ class TemplateProcess:
             QueueFull: others' renderings take too long.
             InternalError: the process ends again and again.
         """
-        conversation = {
-            "messages": list(messages),
-            "add_generation_prompt": add_generation_prompt,
-            "tools": tools,
-            "arguments": arguments,
-            "continues_last": continues_last,
-        }
         try:
-            answer = cast(dict[str, str], self._worker.ask(conversation))
+            answer = cast(dict[str, str], self._worker.ask({"messages": list(messages), **options}))
         except RanAway as error:
             raise InvalidRequest("messages", f"take the model's chat template {error}") from None
         if "refusal" in answer:

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from corolla.chassis.errors import ContextLengthExceeded, QueueFull
 from corolla.client.generation.admission import Admission, AdmissionTicket, RequestMeter, Usage
+from corolla.client.generation.waiting_line import WaitingLine
 from corolla.client.metrics import ClientMetrics
 from corolla.decoding.stopping import FinishReason
 
@@ -18,7 +19,7 @@ class Door:
 
     def __init__(self, max_running: int, max_waiting: int = 0, max_bytes: int = 1000) -> None:
         self._registry = CollectorRegistry()
-        self.admission = Admission(max_running, max_waiting, max_bytes)
+        self.admission = Admission(WaitingLine(max_running, max_waiting, max_bytes))
         self._metrics = ClientMetrics(self._registry)
 
     @asynccontextmanager

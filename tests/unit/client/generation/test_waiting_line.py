@@ -108,7 +108,7 @@ class Line(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost_and_nothing_too_much(self) -> None:
-        assert (self.line.num_running, self.line.num_waiting) == (len(self.running), len(self.waiting))
+        assert self.line.num_waiting == len(self.waiting)
         assert self.line.num_bytes == self.num_bytes
         assert self.num_bytes <= MAX_BYTES * (1 + self.guaranteed)
         assert self.line.num_taken_places == self.places()
