@@ -12,7 +12,6 @@ from corolla.decoding.sampling import Sampler
 from corolla.decoding.speculation import DraftLength
 from corolla.v1 import blocks_pb2 as pb
 
-_INDEXED_AT_A_TIME: Final = 4096
 _FORCED_RATE: Final = 0.95
 """How often a token that a grammar forces is right before anything is known of a text: other tokens may spell it."""
 
@@ -109,7 +108,7 @@ def make_speculator(
     drafter: Drafter
     rates: tuple[float, ...]
     if drafts.source == pb.Drafts.SOURCE_PROMPT_LOOKUP:
-        drafter, rates = LookupDrafter(), LOOKUP_RATES
+        drafter, rates = PromptLookup(), LOOKUP_RATES
     elif drafts.source == pb.Drafts.SOURCE_DRAFT_MODEL and draft_model is not None:
         drafter, rates = ModelDrafter(draft_model), DRAFT_MODEL_RATES
     else:
@@ -119,32 +118,6 @@ def make_speculator(
     drafter.extend(message.token_ids)
     length = DraftLength(drafts.max_tokens, rates, is_adaptive=drafts.is_adaptive)
     return Speculator(drafter, length)
-
-
-class LookupDrafter:
-    """`PromptLookup` as a drafter."""
-
-    def __init__(self) -> None:
-        self._lookup = PromptLookup()
-        self._unread: list[int] = []
-
-    def extend(self, token_ids: Iterable[int]) -> None:
-        self._unread.extend(token_ids)
-
-    @property
-    def is_behind(self) -> bool:
-        return bool(self._unread)
-
-    def read_chunk(self) -> None:
-        self._lookup.extend(self._unread[:_INDEXED_AT_A_TIME])
-        del self._unread[:_INDEXED_AT_A_TIME]
-
-    @property
-    def evidence(self) -> int | None:
-        return self._lookup.evidence
-
-    def draft(self, num_tokens: int, sampler: Sampler) -> list[int]:
-        return self._lookup.draft(num_tokens)
 
 
 class ModelDrafter:
