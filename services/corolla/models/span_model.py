@@ -101,14 +101,6 @@ class SpanModel:
         """All that the blocks are made of, as `nn.Module.modules` gives it."""
         return self._base.modules()
 
-    def layer_indices(self, blocks: Span) -> range:
-        """The cache indices of `blocks`.
-
-        Raises:
-            ValueError: the span does not hold them all.
-        """
-        return self.span.indices(blocks)
-
     def make_fused(self, tuning_budget_s: float = 2.0) -> None:
         """Prepares the fastest way to run the blocks on this machine, for good; a fused way is the only one then.
 
@@ -209,7 +201,7 @@ class SpanModel:
     def _view(self, blocks: Span) -> PreTrainedModel:
         view = self._views.get(blocks)
         if view is None:
-            view = self._views[blocks] = self._cut_view(self.layer_indices(blocks))
+            view = self._views[blocks] = self._cut_view(self.span.indices(blocks))
         return view
 
     def _cut_view(self, indices: range) -> PreTrainedModel:
@@ -280,7 +272,7 @@ def load_span(
             f"{checkpoint.name} has {checkpoint.num_blocks} blocks, so it has no span {span}; ask for blocks within "
             f"0:{checkpoint.num_blocks}."
         )
-    names = span_tensors(checkpoint, prefix_of(checkpoint), span)
+    names = span_tensors(checkpoint, span)
     empty = functools.partial(_empty_span, checkpoint, span)
     with checkpoint.open_tensors(names, dtype) as tensors:
         layouts = layouts_of(checkpoint, names, quantization, device, empty, tensors)
@@ -305,7 +297,7 @@ def make_span(
         StartupError: the weights cannot be quantised so.
     """
     device = torch.device(device)
-    names = span_tensors(checkpoint, prefix_of(checkpoint), span)
+    names = span_tensors(checkpoint, span)
     layouts = layouts_of(checkpoint, names, quantization, device, functools.partial(_empty_span, checkpoint, span))
     config, cut = _cut_class_of(checkpoint, span, layouts, dtype)
     base = make_up(cut, config, dtype=dtype, attention="sdpa")
@@ -320,18 +312,13 @@ def fetch_span(checkpoint: Checkpoint, span: Span) -> None:
         CheckpointError: it cannot be had.
         HubUnavailable: the hub cannot be reached.
     """
-    checkpoint.fetch(span_tensors(checkpoint, prefix_of(checkpoint), span).values())
-
-
-def prefix_of(checkpoint: Checkpoint) -> str:
-    """What the names of the base model's tensors begin with in a file of the whole model."""
-    return model_class_of(AutoModel, checkpoint.config).base_model_prefix
+    checkpoint.fetch(span_tensors(checkpoint, span).values())
 
 
 def weight_types(checkpoint: Checkpoint, quantization: str) -> tuple[list[str], list[str]]:
     """The formats of packed weights: those that stay so, and those of which some tensor is expanded. Reads nothing."""
     largest = Span(checkpoint.largest_block, checkpoint.largest_block + 1)
-    names = span_tensors(checkpoint, prefix_of(checkpoint), largest)
+    names = span_tensors(checkpoint, largest)
     return types_of(checkpoint, quantization, names, functools.partial(_empty_span, checkpoint, largest))
 
 
@@ -359,8 +346,9 @@ def _finished(base: PreTrainedModel, span: Span, family: Family, device: torch.d
     return SpanModel(base, span, family)
 
 
-def span_tensors(checkpoint: Checkpoint, prefix: str, span: Span) -> dict[str, str]:
-    """The span's tensors: name in the cut base model -> name in the files."""
+def span_tensors(checkpoint: Checkpoint, span: Span) -> dict[str, str]:
+    """The span's tensors: name in the cut base model -> name in the files, which may begin with that of the base."""
+    prefix = model_class_of(AutoModel, checkpoint.config).base_model_prefix
     layer = re.compile(rf"(?:{re.escape(prefix)}\.)?{re.escape(checkpoint.family.layers)}\.(\d+)\.(.+)")
     names: dict[str, str] = {}
     for stored in checkpoint.weight_index:

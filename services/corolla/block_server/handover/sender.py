@@ -9,7 +9,7 @@ from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import ID_BYTES
 from corolla.block_server.handover.link import HandoverLink
 from corolla.block_server.handover.plan import Progress
-from corolla.block_server.hop_session import OpenRequest
+from corolla.block_server.hop_session import OpenRequest, SessionEvent
 from corolla.block_server.sessions import SessionTable
 from corolla.cache.store import SessionCache
 from corolla.cache.transfer import TokenCopy, read_tokens, state_bytes, token_bytes
@@ -121,7 +121,7 @@ class HandoverSender:
         copy = read_tokens(cache, layers, start, num_tokens, has_states=is_last)
         cache.num_unchanged_tokens = copy.end
         if is_last:
-            self._sessions.mark_leaving(session)
+            session.apply(SessionEvent.LAST_PART_READ)
         frame = pb.HandoverTokens(
             session_id=session_id, epoch=session.request.epoch, position=start, num_tokens=num_tokens,
             first_tokens=copy.first_tokens, checksum=zlib.crc32(copy.payload), is_last=is_last, is_idle=session.is_idle,
