@@ -146,13 +146,13 @@ class RouterProcess:
             try:
                 await self._store.check()
             except StoreUnavailable:
-                self._metrics.store_up(False)
+                self._metrics.store_up.set(0)
                 if not has_logged:
                     log.warning("waiting for redis; nothing is served until it answers")
                 has_logged = True
                 await asyncio.sleep(self._pace.relist_s)
             else:
-                self._metrics.store_up(True)
+                self._metrics.store_up.set(1)
                 return
 
     async def stop(self) -> None:

@@ -121,7 +121,7 @@ class ClusterKeeper:
 
     def _learn(self, update: Update) -> None:
         update(self._pods)
-        self._metrics.pod_watch_up(self._pods.is_current)
+        self._metrics.pod_watch_up.set(self._pods.is_current)
         self._has_news.set()
 
     def _watch_failed(self, failure: Exception) -> None:
