@@ -16,7 +16,6 @@ from corolla.cache.transfer import TokenCopy, read_tokens, state_bytes, token_by
 from corolla.chassis.errors import ChecksumMismatch, HopUnavailable, MessageTooLarge, PositionGap
 from corolla.chassis.status import from_reason
 from corolla.v1 import blocks_pb2 as pb
-from corolla.v1 import common_pb2
 from corolla.wire.span import Span
 from corolla.wire.stream import between_servers
 from corolla.wire.tensors import describe_prompts, to_payload
@@ -132,7 +131,7 @@ class HandoverSender:
 def _offer(request: OpenRequest, transfer_id: bytes) -> tuple[pb.Handover, memoryview | bytes]:
     offer = pb.Handover(
         session_id=request.session_id, epoch=request.epoch, tenant=request.tenant, client_id=request.client_id,
-        max_tokens=request.max_tokens, blocks=common_pb2.BlockSpan(start=request.blocks.start, end=request.blocks.end),
+        max_tokens=request.max_tokens, blocks=request.blocks.to_message(),
         lease_ms=round(request.lease_s * 1000), transient=request.transient, keep_activations=request.keep_activations,
         transfer_id=transfer_id, capability=request.capability,
         adapter=None if request.adapter_version is None else request.adapter_version.to_message(),
