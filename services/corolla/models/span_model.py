@@ -16,7 +16,7 @@ from corolla.kernels.layouts import Layout
 from corolla.models.adapters.products import AdapterBatch, Place
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.cut_model import (
-    build,
+    build_cut,
     cut_class,
     keep_layers,
     keep_layers_of_config,
@@ -28,7 +28,7 @@ from corolla.models.families import Family, packs_rows, short_factor_length
 from corolla.models.fused import PLACES, FusedSpan, fits
 from corolla.models.linear import TunedLinear, replace_linears, tune
 from corolla.models.long_rope import LongRope
-from corolla.models.packed.choice import fill, layouts_of, types_of
+from corolla.models.packed.choice import layouts_of, types_of
 from corolla.models.packed.modules import make_up_packed, replace_packed
 from corolla.models.quantization import quantize, stored_bytes
 from corolla.wire.span import Span
@@ -272,15 +272,19 @@ def load_span(
             f"{checkpoint.name} has {checkpoint.num_blocks} blocks, so it has no span {span}; ask for blocks within "
             f"0:{checkpoint.num_blocks}."
         )
-    names = span_tensors(checkpoint, span)
-    empty = functools.partial(_empty_span, checkpoint, span)
-    with checkpoint.open_tensors(names, dtype) as tensors:
-        layouts = layouts_of(checkpoint, names, quantization, device, empty, tensors)
-        config, cut = _cut_class_of(checkpoint, span, layouts, dtype)
-        expanded = {name: tensor for name, tensor in tensors.items() if name not in layouts}
-        base = build(checkpoint, cut, config, expanded, dtype=dtype, attention=attention)
-        fill(base, checkpoint, layouts, names, tensors)
-    return _finished(base, span, checkpoint.family, device, quantization)
+    config = copy.deepcopy(checkpoint.config)
+    base = build_cut(
+        checkpoint,
+        model_class_of(AutoModel, config),
+        config,
+        functools.partial(_cut_to_span, family=checkpoint.family, span=span),
+        span_tensors(checkpoint, span),
+        dtype=dtype,
+        device=device,
+        quantization=quantization,
+        attention=attention,
+    )
+    return _finished(base, span, checkpoint.family, quantization)
 
 
 def make_span(
@@ -302,7 +306,7 @@ def make_span(
     config, cut = _cut_class_of(checkpoint, span, layouts, dtype)
     base = make_up(cut, config, dtype=dtype, attention="sdpa")
     make_up_packed(base)
-    return _finished(base, span, checkpoint.family, device, quantization)
+    return _finished(cast(Any, base).to(device), span, checkpoint.family, quantization)
 
 
 def fetch_span(checkpoint: Checkpoint, span: Span) -> None:
@@ -340,8 +344,7 @@ def _cut_class_of(
     return config, cut_class(model_class_of(AutoModel, config), cut)
 
 
-def _finished(base: PreTrainedModel, span: Span, family: Family, device: torch.device, quantization: str) -> SpanModel:
-    base = cast(Any, base).to(device)
+def _finished(base: PreTrainedModel, span: Span, family: Family, quantization: str) -> SpanModel:
     quantize(base, quantization, family.read_weights)
     return SpanModel(base, span, family)
 
