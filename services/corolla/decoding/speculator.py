@@ -1,7 +1,7 @@
 """Speculation within one answer, where its tokens are chosen: which drafter, how much, and what became of it."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
 from corolla.chassis.errors import NonFiniteOutput
@@ -38,21 +38,11 @@ class Drafter(Protocol):
 
 
 class Speculator:
-    """Drafts for one answer with the answer's own sampler, and learns from each of its steps. Its methods block.
+    """Drafts for one answer with the answer's own sampler, and learns from each of its steps. Its methods block."""
 
-    Args:
-        clock: in seconds.
-    """
-
-    def __init__(
-        self,
-        drafter: Drafter,
-        length: DraftLength,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, drafter: Drafter, length: DraftLength) -> None:
         self._drafter = drafter
         self._length = length
-        self._clock = clock
         self._evidence: int | None = None
         self._step_began_s: float | None = None
 
@@ -68,7 +58,7 @@ class Speculator:
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """A step came back that checked so many draft tokens; of the answer's first one nothing is learned."""
         if self._step_began_s is not None:
-            self._length.observe(self._evidence, num_drafted, num_accepted, self._clock() - self._step_began_s)
+            self._length.observe(self._evidence, num_drafted, num_accepted, time.monotonic() - self._step_began_s)
 
     def draft(self, token_ids: Sequence[int], sampler: Sampler, num_tokens_left: int) -> list[int]:
         """Drafts what follows `token_ids`, which the sampler chose since the last call.
@@ -76,7 +66,7 @@ class Speculator:
         Args:
             num_tokens_left: that the answer may still have behind these.
         """
-        self._step_began_s = self._clock()
+        self._step_began_s = time.monotonic()
         self._evidence = None
         self._drafter.extend(token_ids)
         if self._drafter.is_behind:
