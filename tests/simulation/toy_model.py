@@ -148,11 +148,6 @@ class _ToySpan:
     def __init__(self, span: Span) -> None:
         self.span = span
 
-    def layer_indices(self, blocks: Span) -> range:
-        if not self.span.covers(blocks):
-            raise ValueError(f"blocks {blocks} are not within {self.span}")
-        return range(blocks.start - self.span.start, blocks.end - self.span.start)
-
 
 class ToyEdges(Edges):
     """The toy's embedding and head."""

@@ -7,7 +7,7 @@ until pages run out or an answer is wrong. So the accounts are compared while no
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import repeat
 from operator import ne
 from typing import Any, Final, Literal, get_args
 
@@ -32,13 +32,6 @@ class Breach:
 
 
 _TORN_OUTPUTS: Final = Breach("outputs", "the outputs of a session have gaps, or rows of several sizes")
-
-
-def breaches(
-    sessions: SessionTable[Any], outputs: BoundaryActivations, streams: Callable[[bytes], Collection[int]], now_s: float
-) -> list[Breach]:
-    """Everything that does not agree. See `compare`."""
-    return [*chain.from_iterable(compare(sessions, outputs, streams, now_s))]
 
 
 def compare(

@@ -158,8 +158,9 @@ class Drain:
         )  # fmt: skip
         outcome = "refused" if usable else "no_peer"
         for each in usable:
-            hop = common_pb2.Hop(server_id=each.server.server_id, address=each.server.address)
-            hop.span.start, hop.span.end = request.blocks.start, request.blocks.end
+            hop = common_pb2.Hop(
+                server_id=each.server.server_id, address=each.server.address, span=request.blocks.to_message()
+            )
             try:
                 num_bytes = await self._sender.send(request.session_id, version, await link_to(hop.address))
             except HopSessionLost:

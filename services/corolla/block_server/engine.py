@@ -129,11 +129,13 @@ class Engine:
         self._scheduler = scheduler
         self._sessions = sessions
         self._outputs = outputs
-        relay = self._relay = new_relay(self._give_up)
+        # The relay and the first hop call parts that are made after them.
+        relay = self._relay = new_relay(lambda step: self.last_hop.give_up(step))
         self._metrics = metrics
         self.first_hop = FirstHop(
-            sessions, self._submit_microbatch, self._fault, clock, max_microbatches=self._use.max_microbatches
-        )
+            sessions, self._submit_microbatch, lambda step, error, rows: self._delivery.fault(step, error, rows), clock,
+            max_microbatches=self._use.max_microbatches,
+        )  # fmt: skip
         self.last_hop = LastHop(sessions, peers, self.first_hop.on_next, relay.send)
         self._delivery = Delivery(outputs, peers, relay, self.last_hop, metrics)
         self._admission = StepAdmission(sessions, outputs, self._delivery.fault, clock)
@@ -162,12 +164,6 @@ class Engine:
         queued = QueuedStep(session_ids, tenant_tokens, True, Span.of(step.blocks), StepWork(step, b"", None))
         self._scheduler.add(queued, is_bounded=False)
         self._wake.set()
-
-    def _give_up(self, step: pb.Step) -> None:
-        self.last_hop.give_up(step)
-
-    def _fault(self, step: pb.Next, error: CorollaError, rows: Sequence[pb.StepRow]) -> None:
-        self._delivery.fault(step, error, rows)
 
     @property
     def num_queued_steps(self) -> int:

@@ -144,23 +144,11 @@ def _on_deep_stack(work: Callable[[], LLMatcher]) -> LLMatcher:
 
     An exhausted stack would end the process.
     """
-    results: list[LLMatcher] = []
-    failures: list[Exception] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except Exception as failure:
-            failures.append(failure)
-
-    thread = threading.Thread(target=run, name="grammar")
-    with _starting:
-        usual = threading.stack_size(_STACK_BYTES)
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(usual)
-    thread.join()
-    if failures:
-        raise failures.pop()
-    return results[0]
+    with ThreadPoolExecutor(1, "grammar") as pool:
+        with _starting:
+            usual = threading.stack_size(_STACK_BYTES)
+            try:
+                reading = pool.submit(work)  # which starts the thread
+            finally:
+                threading.stack_size(usual)
+        return reading.result()

@@ -11,7 +11,7 @@ from corolla.block_server.books import BOOKS, Breach, compare
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine
 from corolla.block_server.iteration import StepWork
-from corolla.block_server.metrics import BlockServerMetrics, Holdings
+from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.scheduler import Scheduler
 from corolla.block_server.sessions import SessionTable
@@ -62,33 +62,13 @@ class Housekeeping:
         while True:
             # To wait for a lease to run out is no way to get pages.
             self._engine.between_iterations(self._tidy, max_released_pages=0)
-            self._metrics.observe_holdings(self._holdings())
+            self._metrics.observe_holdings(self._sessions, self._outputs, self._page_bytes())
             self._metrics.observe_waiting(len(self._scheduler), self._engine.first_hop.num_waiting)
             await asyncio.sleep(_INTERVAL_S)
 
     def compare_books(self) -> None:
         """Ends leases and compares all books at once. Only while nothing is computed, copied or about to change."""
         self._note([*chain.from_iterable(self._begin())])
-
-    def _holdings(self) -> Holdings:
-        sessions, pool, outputs = self._sessions, self._sessions.pool, self._outputs
-        return Holdings(
-            num_sessions=len(sessions),
-            num_pages=pool.num_pages,
-            num_used_pages=pool.num_used,
-            num_reserved_pages=pool.num_reserved,
-            num_cached_pages=pool.num_cached,
-            num_free_pages=pool.num_free,
-            num_available_pages=pool.num_available,
-            num_kept_pages=sessions.num_kept_pages,
-            num_missing_pages=sessions.guarantees.num_missing,
-            page_bytes=self._page_bytes(),
-            num_prefix_tokens_asked=pool.num_prefix_tokens_asked,
-            num_prefix_tokens_found=pool.num_prefix_tokens_found,
-            num_sessions_evicted=sessions.num_evicted,
-            activation_bytes=outputs.nbytes,
-            num_activations_evicted=outputs.num_evicted,
-        )
 
     def _tidy(self) -> None:
         self._compare_slice(self._begin(), [])

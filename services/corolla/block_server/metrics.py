@@ -1,48 +1,17 @@
 """What a block server exports."""
 
-from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from corolla.block_server.boundary_activations import BoundaryActivations
+from corolla.block_server.sessions import SessionTable
 from corolla.chassis.errors import NonFiniteOutput, OutOfMemory, StepFailed
 from corolla.chassis.metrics import BATCH_ROWS_BUCKETS, STEP_BUCKETS, GrammarMetrics
 
 DIRECTIONS: Final = ("in", "out")
 STEP_KINDS: Final = ("decode", "prefill")
 OUTCOMES: Final = ("moved", "refused", "failed", "no_peer")
-
-
-@dataclass(frozen=True, slots=True)
-class Holdings:
-    """What a block server holds at one moment, and what it has counted since it started.
-
-    Attributes:
-        num_kept_pages: that are free for tenants that hold less than they are guaranteed.
-        num_missing_pages: that tenants are guaranteed beyond those that there are.
-        page_bytes: of one page of the KV cache.
-        num_prefix_tokens_asked: tokens, since the start, that opened sessions looked for in the prefix cache.
-        num_prefix_tokens_found: those of them that it held.
-        num_sessions_evicted: since the start.
-        activation_bytes: of boundary activations.
-        num_activations_evicted: sessions, since the start, whose boundary activations gave way.
-    """
-
-    num_sessions: int
-    num_pages: int
-    num_used_pages: int
-    num_reserved_pages: int
-    num_cached_pages: int
-    num_free_pages: int
-    num_available_pages: int
-    num_kept_pages: int
-    num_missing_pages: int
-    page_bytes: int
-    num_prefix_tokens_asked: int
-    num_prefix_tokens_found: int
-    num_sessions_evicted: int
-    activation_bytes: int
-    num_activations_evicted: int
 
 
 class BlockServerMetrics:
@@ -171,26 +140,31 @@ class BlockServerMetrics:
         self.waiting.set(num_steps)
         self.ring_waiting.set(num_ring_rows)
 
-    def observe_holdings(self, held: Holdings) -> None:
-        """Refreshes the gauges of what is held, and the counters of what is counted elsewhere."""
-        self.sessions.set(held.num_sessions)
+    def observe_holdings(self, sessions: SessionTable[Any], outputs: BoundaryActivations, page_bytes: int) -> None:
+        """Refreshes the gauges of what is held, and the counters of what is counted elsewhere.
+
+        Args:
+            page_bytes: of one page of the KV cache.
+        """
+        pool = sessions.pool
+        self.sessions.set(len(sessions))
         states = {
-            "used": held.num_used_pages,
-            "reserved": held.num_reserved_pages,
-            "cached": held.num_cached_pages,
-            "free": held.num_free_pages,
+            "used": pool.num_used,
+            "reserved": pool.num_reserved,
+            "cached": pool.num_cached,
+            "free": pool.num_free,
         }
         for state, num_pages in states.items():
             self.pages.labels(state).set(num_pages)
-        self.guaranteed_pages.labels("kept").set(held.num_kept_pages)
-        self.guaranteed_pages.labels("missing").set(held.num_missing_pages)
-        self.usage.set(1 - held.num_available_pages / held.num_pages)
-        self.cache_bytes.set(held.num_used_pages * held.page_bytes)
-        self._export(self.prefix_queries, held.num_prefix_tokens_asked)
-        self._export(self.prefix_hits, held.num_prefix_tokens_found)
-        self._export(self.evicted, held.num_sessions_evicted)
-        self.boundary_activation_bytes.set(held.activation_bytes)
-        self._export(self.outputs_evicted, held.num_activations_evicted)
+        self.guaranteed_pages.labels("kept").set(sessions.num_kept_pages)
+        self.guaranteed_pages.labels("missing").set(sessions.guarantees.num_missing)
+        self.usage.set(1 - pool.num_available / pool.num_pages)
+        self.cache_bytes.set(pool.num_used * page_bytes)
+        self._export(self.prefix_queries, pool.num_prefix_tokens_asked)
+        self._export(self.prefix_hits, pool.num_prefix_tokens_found)
+        self._export(self.evicted, sessions.num_evicted)
+        self.boundary_activation_bytes.set(outputs.nbytes)
+        self._export(self.outputs_evicted, outputs.num_evicted)
 
     def _export(self, counter: Counter, total: int) -> None:
         """Raises a counter to a total that is counted elsewhere."""

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from corolla.chassis import failpoints
 from corolla.chassis.channels import Channels, open_channel
@@ -18,6 +20,8 @@ log = logging.getLogger(__name__)
 
 _CALL_TIMEOUT_S = 2.0
 _RETRY_INTERVAL_S = 0.5
+
+Reply = TypeVar("Reply", bound=Message)
 
 
 class Registration:
@@ -68,13 +72,12 @@ class Registration:
         """
         request = router_pb2.RegisterServerRequest(server=self._server)
         if span is not None:
-            request.span.CopyFrom(common_pb2.BlockSpan(start=span.start, end=span.end))
+            request.span.CopyFrom(span.to_message())
         has_logged = False
         while True:
             try:
-                answer = await self._stub.RegisterServer(request, timeout=_CALL_TIMEOUT_S)
-            except grpc.RpcError as failure:
-                error = from_rpc_error(failure)
+                answer = await self._call(self._stub.RegisterServer, request)
+            except CorollaError as error:
                 if isinstance(error, StartupError) or error.code is grpc.StatusCode.INVALID_ARGUMENT:
                     raise SpanRefused(error.message) from None
                 if not has_logged:
@@ -135,15 +138,12 @@ class Registration:
             server=self._server,
         )
         if self._span is not None:
-            request.span.CopyFrom(common_pb2.BlockSpan(start=self._span.start, end=self._span.end))
+            request.span.CopyFrom(self._span.to_message())
         self._num_heartbeats += 1
         request.load.heartbeat_number = self._num_heartbeats
-        try:
-            failpoints.passed("before_lease")
-            answer = await self._stub.Heartbeat(request, timeout=_CALL_TIMEOUT_S)
-            failpoints.passed("after_lease")
-        except grpc.RpcError as failure:
-            raise from_rpc_error(failure) from None
+        failpoints.passed("before_lease")
+        answer = await self._call(self._stub.Heartbeat, request)
+        failpoints.passed("after_lease")
         if answer.HasField("move_to"):
             self._ordered = Span.of(answer.move_to)
             self._order_came.set()
@@ -154,10 +154,7 @@ class Registration:
     async def placement(self) -> Sequence[router_pb2.PlacedServer]:
         """All servers of the model, as the router knows them now. Raises what it says, or RouterUnavailable."""
         request = router_pb2.GetPlacementRequest(model=self._server.model)
-        try:
-            placement = await self._stub.GetPlacement(request, timeout=_CALL_TIMEOUT_S)
-        except grpc.RpcError as failure:
-            raise from_rpc_error(failure) from None
+        placement = await self._call(self._stub.GetPlacement, request)
         self._on_placement(placement)
         return placement.servers
 
@@ -167,10 +164,7 @@ class Registration:
             model=self._server.model, session_id=session_id.hex(), tenant=tenant, server_id=self._server.server_id,
             hop=hop,
         )  # fmt: skip
-        try:
-            await self._stub.MoveSession(request, timeout=_CALL_TIMEOUT_S)
-        except grpc.RpcError as failure:
-            raise from_rpc_error(failure) from None
+        await self._call(self._stub.MoveSession, request)
 
     async def deregister(self, num_moved_sessions: int = 0, num_left_sessions: int = 0) -> None:
         """Gives the lease back; if no router answers, the lease runs out."""
@@ -180,10 +174,16 @@ class Registration:
         )  # fmt: skip
         try:
             failpoints.passed("before_deregister")
-            await self._stub.DeregisterServer(request, timeout=_CALL_TIMEOUT_S)
+            await self._call(self._stub.DeregisterServer, request)
             failpoints.passed("after_deregister")
-        except grpc.RpcError:
+        except CorollaError:
             log.warning("could not deregister; the lease will run out")
 
     async def close(self) -> None:
         await self._channel.close(None)
+
+    async def _call(self, method: Callable[..., Awaitable[Reply]], request: Message) -> Reply:
+        try:
+            return await method(request, timeout=_CALL_TIMEOUT_S)
+        except grpc.RpcError as failure:
+            raise from_rpc_error(failure) from None

@@ -55,6 +55,7 @@ class SessionSampler:
     Attributes:
         vocab_size: how many logits there are for each token.
         sampler: of its tokens.
+        takes_likeliest: whether nothing but the most probable token matters.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class SessionSampler:
         self._speculator = speculator
         self._num_draws_since_state = _NUM_DRAWS_PER_STATE
         params = sampler.params
-        self._takes_likeliest = params.is_greedy and not sampler.adjusts_logits and params.num_logprobs is None
+        self.takes_likeliest = params.is_greedy and not sampler.adjusts_logits and params.num_logprobs is None
 
     @classmethod
     def read(
@@ -132,22 +133,12 @@ class SessionSampler:
         return cls(sampler, speculator, vocab_size, message.num_tokens_left, frozenset(message.end_token_ids))
 
     @property
-    def takes_likeliest(self) -> bool:
-        """Whether nothing but the most probable token matters."""
-        return self._takes_likeliest
-
-    @property
     def is_independent(self) -> bool:
         """Whether it shares nothing with other samplers; a draft model is that of all."""
         return self._speculator is None
 
-    @property
-    def num_skipped(self) -> int:
-        """Choices that are still to be left out before its own first one."""
-        return self.sampler.num_skipped
-
     def skip(self) -> None:
-        """Leaves them out now."""
+        """Leaves out now what other samplers chose before its own first choice."""
         self.sampler.skip(self.vocab_size)
 
     def prepare_choice(self, device: torch.device) -> None:

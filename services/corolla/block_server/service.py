@@ -47,12 +47,12 @@ from corolla.chassis.weight_formats import weight_format
 from corolla.compute.compute_thread import ComputeThread
 from corolla.compute.decode_graphs import CudaCapture
 from corolla.compute.graph_choice import choose_graphs
-from corolla.compute.runner import Runner, page_windows
+from corolla.compute.runner import Runner
 from corolla.compute.speed import Speed, measure_decode_step, measure_speed, state_bytes
 from corolla.decoding.draft_model import DraftModel, num_weights
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, fetch_edges, load_edges
-from corolla.models.families import pageless_layers
+from corolla.models.families import attention_windows, pageless_layers
 from corolla.models.hub import Hub
 from corolla.models.span_model import SpanModel, fetch_span, load_span, weight_types
 from corolla.trust.watched_files import Contents, WatchedFiles
@@ -408,7 +408,9 @@ class BlockServer:
 
     def _make_runner(self, model: SpanModel, cache_bytes_per_token: int) -> Runner:
         settings = self.settings
-        layers_per_group = LayerGroups.of(page_windows(model), pageless_layers(model.config)).layers_per_group
+        layers_per_group = LayerGroups.of(
+            attention_windows(model.config), pageless_layers(model.config)
+        ).layers_per_group
         num_pages, num_state_pages = self._num_pages(cache_bytes_per_token * layers_per_group, state_bytes(model))
         may_replay = settings.cuda_graphs == "auto" and model.device.type == "cuda"
         runner = self._new_runner(

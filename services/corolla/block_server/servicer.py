@@ -39,7 +39,6 @@ from corolla.trust.authorisation import check_frame
 from corolla.trust.capabilities import Capabilities
 from corolla.trust.workload import Role
 from corolla.v1 import blocks_pb2 as pb
-from corolla.v1 import common_pb2
 from corolla.wire.frames import Frame
 from corolla.wire.stream import Receiver, Stream, StreamEnd
 
@@ -140,7 +139,7 @@ class BlockServicer:
         identity, pool = self._identity, self._sessions.pool
         return pb.BlockServerStatus(
             server_id=identity.server_id,
-            span=common_pb2.BlockSpan(start=identity.span.start, end=identity.span.end),
+            span=identity.span.to_message(),
             model=identity.model,
             fingerprint=identity.fingerprint,
             dtype=identity.dtype_name,
@@ -179,7 +178,7 @@ class BlockServicer:
         stream.send(
             pb.Welcome(
                 server_id=identity.server_id,
-                span=common_pb2.BlockSpan(start=identity.span.start, end=identity.span.end),
+                span=identity.span.to_message(),
                 dtype=identity.dtype,
                 max_tokens_per_frame=identity.max_tokens_per_frame,
                 page_tokens=identity.prefix_page_tokens,

@@ -325,10 +325,6 @@ class SessionTable(Generic[AnyCache]):
             raise HopSessionLost("the session ended, or continues in another epoch")
         return session
 
-    def mark_leaving(self, session: HopSession[AnyCache]) -> None:
-        """The last part of the session was read for another server: from now on it takes no steps here."""
-        session.apply(SessionEvent.LAST_PART_READ)
-
     def cancel_leaving(self, session_id: bytes, version: int) -> None:
         """Ends a handover that failed: the session stays here, if it was leaving in this version."""
         session = self._sessions.get(session_id)

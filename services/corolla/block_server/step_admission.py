@@ -1,7 +1,6 @@
 """What a step finds when its turn comes: each of its rows is checked against its session."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.hop_session import HopSession, RingPlace
@@ -14,13 +13,8 @@ from corolla.chassis.errors import CorollaError, MalformedMessage
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.span import Span
 
-
-class Fault(Protocol):
-    """Tells the clients of a step why rows of it fail."""
-
-    def __call__(
-        self, step: pb.Step, error: CorollaError, rows: Sequence[pb.StepRow], sender: Peer | None, /
-    ) -> None: ...
+Fault = Callable[[pb.Step, CorollaError, Sequence[pb.StepRow], Peer | None], None]
+"""Tells the clients of a step why rows of it fail, or who sent it."""
 
 
 class StepAdmission:

@@ -103,10 +103,6 @@ class KVStore:
         self._tensors: list[tuple[Tensor, Tensor] | None] = [None] * self.groups.layers_per_group
 
     @property
-    def num_layers(self) -> int:
-        return len(self.groups.layer_indices)
-
-    @property
     def page_bytes(self) -> int:
         """Bytes of one page in the tensors that were made."""
         made = (tensors for tensors in self._tensors if tensors is not None)

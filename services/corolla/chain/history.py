@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from corolla.chain.streams import HiddenStates
+    from corolla.chain.pending import HiddenStates
 
 
 @dataclass(frozen=True, slots=True)

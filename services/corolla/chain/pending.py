@@ -14,16 +14,16 @@ from corolla.wire.frames import Buffer
 
 
 @dataclass(frozen=True, slots=True)
-class RowResult:
-    """What one row of a step gave: raw bytes of `num_tokens` hidden states."""
+class HiddenStates:
+    """`[num_tokens, hidden_size]` as raw bytes; `dtype` is the wire's number."""
 
     payload: Buffer
     num_tokens: int
-    dtype: int
+    dtype: pb.TensorType.ValueType
     hidden_size: int
 
 
-RowFuture = asyncio.Future[RowResult]
+RowFuture = asyncio.Future[HiddenStates]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,8 @@ class PendingReplies:
             asked, future = step.rows.get(row.session_id, (None, None))
             # The fence: only the answer to just this step of just this epoch counts.
             if asked is not None and _agree(asked, row) and future is not None and not future.done():
-                future.set_result(RowResult(view[start:end], row.num_result_tokens, result.dtype, result.hidden_size))
+                states = HiddenStates(view[start:end], row.num_result_tokens, result.dtype, result.hidden_size)
+                future.set_result(states)
             start = end
 
     def on_opened(self, opened: pb.Opened) -> None:
@@ -166,7 +167,7 @@ def fail(futures: Sequence[RowFuture], error: CorollaError) -> None:
             future.set_exception(error)
 
 
-async def wait_for_result(future: RowFuture, timeout_s: float) -> RowResult:
+async def wait_for_result(future: RowFuture, timeout_s: float) -> HiddenStates:
     """What came back. Raises HopUnavailable after `timeout_s`, and whatever happened to the row."""
     try:
         async with asyncio.timeout(timeout_s):

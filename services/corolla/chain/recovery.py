@@ -189,7 +189,7 @@ class Recovery:
         methods = "+".join(sorted(job.methods)) or "reopen"
         moved = moved_blocks(job.lost_chain, job.binding.chain)
         report = RecoveryReport(cause, methods, _now_s() - job.began_s, job.num_recomputed_tokens, moved)
-        job.budget.count_recovery(report)
+        job.budget.on_recovery(report)
         self._on_recovery(report)
         return report
 

@@ -88,9 +88,6 @@ class RecoveryBudget:
         """How long to wait for a replacement: `most_s`, but not beyond the request's own time."""
         return max(0.0, min(most_s, self.until_s - now_s))
 
-    def count_recovery(self, report: RecoveryReport) -> None:
-        self.on_recovery(report)
-
     def on_death_in_replay(self) -> None:
         """A server died before it held what the request's next step needs. Raises RequestKillsServers after several."""
         self._num_replay_deaths += 1

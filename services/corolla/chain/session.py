@@ -11,7 +11,7 @@ from typing import Final, Protocol, TypeVar
 from corolla.chain.history import TokenHistory
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.open_sequences import OpenSequences
-from corolla.chain.pending import RowResult
+from corolla.chain.pending import HiddenStates
 from corolla.chain.recovery import Recovery
 from corolla.chain.recovery_budget import RecoveryBudget, RecoveryReport
 from corolla.chain.replay import Replayer
@@ -328,7 +328,7 @@ class ChainSession:
         num_hops, first, max_steps = len(self.chain.hops), self.position, self._limits.max_microbatches
         num_busy_hops = min(num_hops, max_steps or num_hops)
 
-        def append(chunk: Sequence[int], _: Sequence[RowResult]) -> None:
+        def append(chunk: Sequence[int], _: Sequence[HiddenStates]) -> None:
             self._history.append(chunk, is_prompt=True)
 
         with StepWindow(num_hops, self._limits.step_timeout_s, append, max_steps) as window:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Final, Generic, Self, TypeVar
 
-from corolla.chain.pending import RowFuture, RowResult, discard, wait_for_result
+from corolla.chain.pending import HiddenStates, RowFuture, discard, wait_for_result
 
 Step = TypeVar("Step")
 
@@ -26,7 +26,7 @@ class StepWindow(Generic[Step]):
         self,
         num_hops: int,
         timeout_s: float,
-        on_answer: Callable[[Step, Sequence[RowResult]], None],
+        on_answer: Callable[[Step, Sequence[HiddenStates]], None],
         max_steps: int = 0,
     ) -> None:
         self._max_steps = max_steps or _MAX_STEPS_PER_HOP * num_hops

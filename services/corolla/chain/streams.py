@@ -12,7 +12,7 @@ from typing import Final
 
 from corolla.chain.handovers import Handovers
 from corolla.chain.identity import SessionIdentity
-from corolla.chain.pending import PendingReplies, RowFuture, discard, fail
+from corolla.chain.pending import HiddenStates, PendingReplies, RowFuture, discard, fail
 from corolla.chain.placement import PlacementWatch
 from corolla.chain.token_stream import TokenStream
 from corolla.chassis.errors import CorollaError, FingerprintMismatch, HopLeaving, HopUnavailable, NotComputed, QueueFull
@@ -29,15 +29,6 @@ log = logging.getLogger(__name__)
 
 _MOST_LOOKED_UP: Final = 64
 """Moves to servers that are not known, about which routers are asked at a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class HiddenStates:
-    """`[T, hidden_size]` as raw bytes; `dtype` is the wire's number."""
-
-    payload: Buffer
-    dtype: pb.TensorType.ValueType
-    hidden_size: int
 
 
 @dataclass(slots=True)

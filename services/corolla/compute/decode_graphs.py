@@ -6,6 +6,7 @@ rows that no session has are padding (as in vLLM and TensorRT-LLM).
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import torch
@@ -95,7 +96,7 @@ class DecodeGraphs:
         # What the first step makes, and others read, is not to lie in memory that belongs to a recording.
         self._step(max(sizes))
         # The largest first: the others then find room in its memory.
-        self._replays = {size: record(self._recordable(size)) for size in sorted(sizes, reverse=True)}
+        self._replays = {size: record(partial(self._step, size)) for size in sorted(sizes, reverse=True)}
         self._sizes = sorted(sizes)
         # Its address is in the recordings, and the blocks may come to read another one for longer texts.
         self._kept = fused.rotary_table
@@ -121,9 +122,6 @@ class DecodeGraphs:
         self._replays[size]()
         self.num_replays += 1
         return self.buffers.output[: len(rows)].clone()
-
-    def _recordable(self, size: int) -> Callable[[], None]:
-        return lambda: self._step(size)
 
     def _step(self, size: int) -> None:
         buffers = self.buffers

@@ -115,7 +115,7 @@ class Runner:
         if is_fused:
             model.make_fused(tuning_budget_s)
         self.store = KVStore(
-            num_pages, page_tokens, page_windows(model), max_step_tokens=max_step_tokens,
+            num_pages, page_tokens, attention_windows(model.config), max_step_tokens=max_step_tokens,
             has_scratch_page=has_scratch_page, codec=codec,
             recurrent=recurrent_layers(model.config), pageless=pageless_layers(model.config),
             num_state_pages=num_state_pages,
@@ -224,7 +224,7 @@ class Runner:
                 return self.decode_graphs.replay(packed, hidden, size)
         position_ids = torch.tensor(positions, device=hidden.device)
         batch = AttentionBatch(self.store, packed, self.backend)
-        end, layers = max(positions) + 1, self.model.layer_indices(blocks)
+        end, layers = max(positions) + 1, self.span.indices(blocks)
         if self.compiled is not None:
             of_tokens = [row.adapter for row in rows for _ in range(row.num_tokens)] if has_adapters else []
             return self.compiled.forward(hidden, position_ids, end, layers, batch, of_tokens)
@@ -255,7 +255,7 @@ class Runner:
 
     def _forward_rows(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
         outputs: list[Tensor] = []
-        windows, layers = attention_windows(self.model.config), self.model.layer_indices(blocks)
+        windows, layers = attention_windows(self.model.config), self.span.indices(blocks)
         for row, part in zip(rows, torch.split(hidden, [row.num_tokens for row in rows]), strict=True):
             cache: _RowCache | None = None
             is_single = bool(row.position) and self.model.family.continues_singly
@@ -277,7 +277,7 @@ class Runner:
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def _check(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> None:
-        self.model.layer_indices(blocks)
+        self.span.indices(blocks)
         num_tokens = sum(row.num_tokens for row in rows)
         if not rows or hidden.shape != (num_tokens, self.model.hidden_size):
             raise ValueError(f"rows of {num_tokens} tokens do not fit a tensor of shape {tuple(hidden.shape)}")
@@ -297,11 +297,6 @@ class Runner:
             return (True,) * len(rows)
         parts = torch.split(output, [row.num_tokens for row in rows])
         return tuple(bool(torch.isfinite(part).all()) for part in parts)
-
-
-def page_windows(model: SpanModel) -> tuple[int | None, ...]:
-    """For each layer, how many tokens its pages must keep for the next one; None for all."""
-    return attention_windows(model.config)
 
 
 class _RowCache(Cache):

@@ -7,6 +7,7 @@ right. Described as prompt lookup decoding by Apoorv Saxena (2023); `transformer
 from collections.abc import Iterable
 from typing import Final
 
+_INDEXED_AT_A_TIME: Final = 4096
 _MATCH_LENGTHS: Final = (8, 5, 3, 2)
 
 LOOKUP_RATES: Final[tuple[float, ...]] = (0.9, 0.8, 0.6, 0.4)
@@ -14,7 +15,7 @@ LOOKUP_RATES: Final[tuple[float, ...]] = (0.9, 0.8, 0.6, 0.4)
 
 
 class PromptLookup:
-    """The tokens of one prompt and answer, indexed as they come.
+    """A drafter: the tokens of one prompt and answer, indexed chunk by chunk.
 
     Each further token costs the same, however long the text is: for each match length one entry says what followed the
     latest occurrence of those tokens.
@@ -23,17 +24,28 @@ class PromptLookup:
     def __init__(self) -> None:
         self._token_ids: list[int] = []
         self._followers: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in _MATCH_LENGTHS)
+        self._unread: list[int] = []
 
     def extend(self, token_ids: Iterable[int]) -> None:
         """Takes the next tokens of the text."""
+        self._unread.extend(token_ids)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether some of them are not indexed yet."""
+        return bool(self._unread)
+
+    def read_chunk(self) -> None:
+        """Indexes some of them."""
         text = self._token_ids
-        for token_id in token_ids:
+        for token_id in self._unread[:_INDEXED_AT_A_TIME]:
             end = len(text)
             # What ends here is indexed once its follower is known; so the text's own end never finds itself.
             for length, followers in zip(_MATCH_LENGTHS, self._followers, strict=True):
                 if end >= length:
                     followers[tuple(text[end - length : end])] = end
             text.append(token_id)
+        del self._unread[:_INDEXED_AT_A_TIME]
 
     @property
     def num_indexed(self) -> tuple[int, ...]:
@@ -46,11 +58,11 @@ class PromptLookup:
         match = self._match()
         return None if match is None else match[0]
 
-    def draft(self, num_tokens: int) -> list[int]:
+    def draft(self, num_tokens: int, sampler: object) -> list[int]:
         """What followed the latest occurrence of the longest match; empty where there is none.
 
         Where that runs into the text's end, the draft continues with itself: it follows a text that goes in circles
-        around.
+        around. The sampler makes no difference.
         """
         match = self._match()
         if match is None:

@@ -1,7 +1,7 @@
 """Speculation within one answer, where its tokens are chosen: which drafter, how much, and what became of it."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
 from corolla.chassis.errors import NonFiniteOutput
@@ -12,7 +12,6 @@ from corolla.decoding.sampling import Sampler
 from corolla.decoding.speculation import DraftLength
 from corolla.v1 import blocks_pb2 as pb
 
-_INDEXED_AT_A_TIME: Final = 4096
 _FORCED_RATE: Final = 0.95
 """How often a token that a grammar forces is right before anything is known of a text: other tokens may spell it."""
 
@@ -39,21 +38,11 @@ class Drafter(Protocol):
 
 
 class Speculator:
-    """Drafts for one answer with the answer's own sampler, and learns from each of its steps. Its methods block.
+    """Drafts for one answer with the answer's own sampler, and learns from each of its steps. Its methods block."""
 
-    Args:
-        clock: in seconds.
-    """
-
-    def __init__(
-        self,
-        drafter: Drafter,
-        length: DraftLength,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, drafter: Drafter, length: DraftLength) -> None:
         self._drafter = drafter
         self._length = length
-        self._clock = clock
         self._evidence: int | None = None
         self._step_began_s: float | None = None
 
@@ -69,7 +58,7 @@ class Speculator:
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """A step came back that checked so many draft tokens; of the answer's first one nothing is learned."""
         if self._step_began_s is not None:
-            self._length.observe(self._evidence, num_drafted, num_accepted, self._clock() - self._step_began_s)
+            self._length.observe(self._evidence, num_drafted, num_accepted, time.monotonic() - self._step_began_s)
 
     def draft(self, token_ids: Sequence[int], sampler: Sampler, num_tokens_left: int) -> list[int]:
         """Drafts what follows `token_ids`, which the sampler chose since the last call.
@@ -77,7 +66,7 @@ class Speculator:
         Args:
             num_tokens_left: that the answer may still have behind these.
         """
-        self._step_began_s = self._clock()
+        self._step_began_s = time.monotonic()
         self._evidence = None
         self._drafter.extend(token_ids)
         if self._drafter.is_behind:
@@ -109,7 +98,7 @@ def make_speculator(
     drafter: Drafter
     rates: tuple[float, ...]
     if drafts.source == pb.Drafts.SOURCE_PROMPT_LOOKUP:
-        drafter, rates = LookupDrafter(), LOOKUP_RATES
+        drafter, rates = PromptLookup(), LOOKUP_RATES
     elif drafts.source == pb.Drafts.SOURCE_DRAFT_MODEL and draft_model is not None:
         drafter, rates = ModelDrafter(draft_model), DRAFT_MODEL_RATES
     else:
@@ -119,32 +108,6 @@ def make_speculator(
     drafter.extend(message.token_ids)
     length = DraftLength(drafts.max_tokens, rates, is_adaptive=drafts.is_adaptive)
     return Speculator(drafter, length)
-
-
-class LookupDrafter:
-    """`PromptLookup` as a drafter."""
-
-    def __init__(self) -> None:
-        self._lookup = PromptLookup()
-        self._unread: list[int] = []
-
-    def extend(self, token_ids: Iterable[int]) -> None:
-        self._unread.extend(token_ids)
-
-    @property
-    def is_behind(self) -> bool:
-        return bool(self._unread)
-
-    def read_chunk(self) -> None:
-        self._lookup.extend(self._unread[:_INDEXED_AT_A_TIME])
-        del self._unread[:_INDEXED_AT_A_TIME]
-
-    @property
-    def evidence(self) -> int | None:
-        return self._lookup.evidence
-
-    def draft(self, num_tokens: int, sampler: Sampler) -> list[int]:
-        return self._lookup.draft(num_tokens)
 
 
 class ModelDrafter:

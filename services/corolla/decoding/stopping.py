@@ -25,7 +25,6 @@ class StopDecider:
     Args:
         max_new_tokens: at least 1.
         eos_token_ids: the tokens by which the model itself ends an answer; `ignore_eos` continues after them.
-        stop_token_ids: tokens by which the caller wants the answer to end; `ignore_eos` does not touch them.
         time_limit_s: seconds that the answer may take; None for no limit.
 
     Raises:
@@ -34,7 +33,6 @@ class StopDecider:
 
     max_new_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
-    stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     time_limit_s: float | None = None
 
@@ -47,12 +45,10 @@ class StopDecider:
     def finish_reason(self, token_id: int, num_generated_tokens: int, elapsed_s: float = 0.0) -> FinishReason | None:
         """Why the answer ends with `token_id`, its newest token of `num_generated_tokens`, or None when it continues.
 
-        When several reasons hold at once: the model's own end before the caller's stop, the length, the time.
+        When several reasons hold at once: the model's own end before the length, the time.
         """
         if token_id in self.eos_token_ids and not self.ignore_eos:
             return FinishReason.EOS
-        if token_id in self.stop_token_ids:
-            return FinishReason.STOP_SEQUENCE
         if num_generated_tokens >= self.max_new_tokens:
             return FinishReason.LENGTH
         if self.time_limit_s is not None and elapsed_s >= self.time_limit_s:
@@ -78,11 +74,6 @@ class StopMatcher:
         self._max_held_chars = max((len(sequence) for sequence in self._sequences), default=1) - 1
         self._held = ""
         self._matched = False
-
-    @property
-    def matched(self) -> bool:
-        """Whether a stop sequence is complete."""
-        return self._matched
 
     def push(self, text: str) -> tuple[str, bool]:
         """Takes the next piece; returns the text that is free to go out, and whether a stop sequence is complete.

@@ -7,7 +7,7 @@ import torch
 
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.open_sequences import OpenSequences
-from corolla.chain.pending import RowFuture, RowResult
+from corolla.chain.pending import HiddenStates, RowFuture
 from corolla.chain.recovery import Recovery
 from corolla.chain.recovery_budget import RecoveryBudget
 from corolla.chain.reservations import ChainBinding, ChainLimits
@@ -163,9 +163,9 @@ class RowGroup:
         chunk_tokens = max_step_tokens // len(rows)
         if chunk_tokens == 0:
             raise OutOfPages(f"a step takes at most {max_step_tokens} sequences")
-        results: list[list[RowResult]] = [[] for _ in rows]
+        results: list[list[HiddenStates]] = [[] for _ in rows]
 
-        def keep(numbers: Sequence[int], answers: Sequence[RowResult]) -> None:
+        def keep(numbers: Sequence[int], answers: Sequence[HiddenStates]) -> None:
             for number, answer in zip(numbers, answers, strict=True):
                 results[number].append(answer)
 
@@ -211,6 +211,6 @@ class RowGroup:
         return numbers, self._plane.step(self.chain.hops, step_rows, hidden)
 
 
-def _joined(parts: Sequence[RowResult], like: torch.Tensor) -> torch.Tensor:
+def _joined(parts: Sequence[HiddenStates], like: torch.Tensor) -> torch.Tensor:
     tensors = [from_payload(part.payload, part.dtype, part.num_tokens, part.hidden_size) for part in parts]
     return torch.cat(tensors) if tensors else like.new_empty(0, like.shape[1])

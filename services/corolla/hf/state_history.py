@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from corolla.chain.history import ReplayInputs, StepShapes
-from corolla.chain.streams import HiddenStates
+from corolla.chain.pending import HiddenStates
 from corolla.wire.tensors import tensor_type, to_payload
 
 
@@ -48,4 +48,4 @@ class StateHistory:
 
 def as_hidden_states(hidden: torch.Tensor) -> HiddenStates:
     """`[T, H]` as it travels."""
-    return HiddenStates(to_payload(hidden), tensor_type(hidden.dtype), hidden.shape[1])
+    return HiddenStates(to_payload(hidden), len(hidden), tensor_type(hidden.dtype), hidden.shape[1])

@@ -19,6 +19,8 @@ from corolla.chassis.errors import CheckpointError
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.families import Family, recurrent_layers
 from corolla.models.loading import LOADING
+from corolla.models.packed.choice import fill, layouts_of
+from corolla.models.packed.modules import replace_packed
 from corolla.models.pieces import InPieces
 
 # Lists of the configuration with one entry for each layer that a base model's forward indexes by position.
@@ -90,6 +92,33 @@ def build(
             f"{checkpoint.name} lacks {len(missing)} tensors, {missing[0]} among them; fetch the checkpoint again."
         )
     return cast(PreTrainedModel, model.eval().requires_grad_(False))
+
+
+def build_cut(
+    checkpoint: Checkpoint,
+    model_class: type[PreTrainedModel],
+    config: PretrainedConfig,
+    cut_to: Callable[[Any], None],
+    names: Mapping[str, str],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: str,
+    attention: str = "sdpa",
+) -> PreTrainedModel:
+    """Builds a model that is cut, with the tensors `names`, some of which may stay packed. Raises as `build`."""
+
+    def cut(model: PreTrainedModel) -> None:
+        cut_to(model)
+        replace_packed(model, layouts, dtype)
+
+    empty = functools.partial(without_weights, cut_class(model_class, cut_to), config)
+    with checkpoint.open_tensors(names, dtype) as tensors:
+        layouts = layouts_of(checkpoint, names, quantization, device, empty, tensors)
+        expanded = {name: tensor for name, tensor in tensors.items() if name not in layouts}
+        model = build(checkpoint, cut_class(model_class, cut), config, expanded, dtype=dtype, attention=attention)
+        fill(model, checkpoint, layouts, names, tensors)
+    return cast(PreTrainedModel, cast(Any, model).to(device))
 
 
 def _widen(model: PreTrainedModel, pieces: Mapping[str, InPieces], dtype: torch.dtype) -> None:

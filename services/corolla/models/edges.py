@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, cast
 
@@ -24,8 +24,7 @@ from corolla.chassis.weight_formats import PACKED
 from corolla.kernels.layouts import Layout
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.cut_model import (
-    build,
-    cut_class,
+    build_cut,
     keep_layers,
     keep_layers_of_config,
     model_class_of,
@@ -34,8 +33,6 @@ from corolla.models.cut_model import (
 )
 from corolla.models.families import Family
 from corolla.models.linear import replace_linears, tune
-from corolla.models.packed.choice import fill, layouts_of
-from corolla.models.packed.modules import replace_packed
 from corolla.models.quantized.tensors import likely_layouts
 
 # In every family of which there are GGUF files.
@@ -169,7 +166,9 @@ def load_edges(
     if not has_head:
         names = edge_tensors(checkpoint, has_head=False)
         model_class, cut_to = model_class_of(AutoModel, config), functools.partial(_cut_to_embedding, family=family)
-        model = _built(checkpoint, model_class, config, cut_to, names, dtype, device, quantization)
+        model = build_cut(
+            checkpoint, model_class, config, cut_to, names, dtype=dtype, device=device, quantization=quantization
+        )
         return Edges(family, model, None, dtype)
     # Tied weights are read as those of the embedding, unless the head has them packed.
     packed_head = _packed_head(checkpoint, quantization)
@@ -180,7 +179,9 @@ def load_edges(
         config.tie_word_embeddings = False
     causal_class = model_class_of(AutoModelForCausalLM, config)
     cut_to = functools.partial(_drop_layers, family=family, has_embedding=reads_embedding)
-    causal_model = _built(checkpoint, causal_class, config, cut_to, names, dtype, device, quantization)
+    causal_model = build_cut(
+        checkpoint, causal_class, config, cut_to, names, dtype=dtype, device=device, quantization=quantization
+    )
     base = cast(PreTrainedModel, causal_model.base_model)
     norm = base.get_submodule(family.norm)
     base.set_submodule(family.norm, nn.Identity())
@@ -190,31 +191,6 @@ def load_edges(
         setattr(only_norm, name, getattr(base, name))
     causal_model.set_submodule(causal_model.base_model_prefix, _at(around_layers, only_norm))
     return Edges(family, base if has_embedding else None, causal_model, dtype)
-
-
-def _built(
-    checkpoint: Checkpoint,
-    model_class: type[PreTrainedModel],
-    config: PretrainedConfig,
-    cut_to: Callable[[Any], None],
-    names: Mapping[str, str],
-    dtype: torch.dtype,
-    device: torch.device,
-    quantization: str,
-) -> PreTrainedModel:
-    """A model that is cut, and filled with the tensors `names`, some of which may stay packed."""
-
-    def cut(model: PreTrainedModel) -> None:
-        cut_to(model)
-        replace_packed(model, layouts, dtype)
-
-    empty = functools.partial(without_weights, cut_class(model_class, cut_to), config)
-    with checkpoint.open_tensors(names, dtype) as tensors:
-        layouts = layouts_of(checkpoint, names, quantization, device, empty, tensors)
-        expanded = {name: tensor for name, tensor in tensors.items() if name not in layouts}
-        model = build(checkpoint, cut_class(model_class, cut), config, expanded, dtype=dtype, attention="sdpa")
-        fill(model, checkpoint, layouts, names, tensors)
-    return cast(PreTrainedModel, cast(Any, model).to(device))
 
 
 def head_bytes(checkpoint: Checkpoint, dtype: torch.dtype, quantization: str = "none") -> int:
@@ -282,8 +258,7 @@ def _ends_of(checkpoint: Checkpoint) -> Callable[[str], bool]:
     config = copy.deepcopy(checkpoint.config)
     keep_layers_of_config(config, range(0))
     causal_class = model_class_of(AutoModelForCausalLM, config)
-    with torch.device("meta"):
-        ends = cast(Any, causal_class)(config)
+    ends = without_weights(causal_class, config)
     name_of = renaming(ends)
     modules = tuple({name.rpartition(".")[0] + "." for name in ends.state_dict()})
 

@@ -21,7 +21,6 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils.tqdm import tqdm
 
 from corolla.chassis.errors import CheckpointError, HubUnavailable
-from corolla.models.checked_files import OF_THIS_PROCESS, CheckedFiles
 from corolla.models.hub_failures import hub_failure
 from corolla.models.manifest import Manifest, StoredFile
 
@@ -35,6 +34,12 @@ _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 
 _Result = TypeVar("_Result")
 
+Stamp = tuple[int, int, int]
+"""What changes when a file is replaced: its inode, size and time of change."""
+
+_CHECKED: Final[dict[Path, Stamp]] = {}
+"""Of this process. Incarnations of a block server follow each other in one, and need not read again what they share."""
+
 
 @dataclass(frozen=True)
 class Hub:
@@ -46,14 +51,14 @@ class Hub:
             again.
         cache: where files are kept; by default, where the hub's client keeps them (`HF_HOME`, `HF_HUB_CACHE`).
         endpoint: address of the hub or a mirror; by default `HF_ENDPOINT`.
-        checked: files of the cache that need not be read to know that they are right.
+        checked: files of the cache that were read and found right, as they were then.
     """
 
     offline: bool = False
     patience_s: float = 30.0
     cache: Path = field(default_factory=lambda: Path(constants.HF_HUB_CACHE))
     endpoint: str = field(default_factory=lambda: os.environ.get("HF_ENDPOINT") or constants.ENDPOINT)
-    checked: CheckedFiles = field(default=OF_THIS_PROCESS, repr=False, compare=False)
+    checked: dict[Path, Stamp] = field(default_factory=lambda: _CHECKED, repr=False, compare=False)
     _stopped: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
 
     @property

@@ -10,8 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from corolla.chassis.errors import CheckpointError, HubUnavailable
-from corolla.models.checked_files import stamp_of
-from corolla.models.hub import Hub
+from corolla.models.hub import Hub, Stamp
 from corolla.models.hub_failures import hub_failure
 from corolla.models.manifest import Manifest, StoredFile
 from corolla.models.weights import INDEX_FILE, SINGLE_FILE, no_weights, read_header, read_index
@@ -92,7 +91,7 @@ class HubSnapshot:
         wanted = [name for name in sorted(names) if not self._is_known(name)]
         if not wanted:
             return
-        missing = [name for name in wanted if stamp_of(self.folder / name) is None]
+        missing = [name for name in wanted if _stamp_of(self.folder / name) is None]
         num_bytes = sum(self.manifest.files[name].num_bytes for name in missing)
         if missing:
             self._prepare(missing, num_bytes)
@@ -123,7 +122,7 @@ class HubSnapshot:
 
     def _fetch_one(self, name: str) -> None:
         path, stored = self.folder / name, self.manifest.files[name]
-        if stamp_of(path) is None:
+        if _stamp_of(path) is None:
             self.hub.download(self.repository, name, self.manifest.commit)
         if self._is_sound(path, stored):
             return
@@ -142,14 +141,17 @@ class HubSnapshot:
             )
 
     def _is_sound(self, path: Path, stored: StoredFile) -> bool:
-        stamp = stamp_of(path)
+        stamp = _stamp_of(path)
         if stamp is None or not stored.matches(path):
             return False
-        self.hub.checked.note(path, stamp)
+        # The file is right if it still has the stamp that it had before it was read.
+        self.hub.checked[path] = stamp
         return True
 
     def _is_known(self, name: str) -> bool:
-        return self.folder / name in self.hub.checked
+        """Whether the file was found right in this process and has not changed since."""
+        path = self.folder / name
+        return path in self.hub.checked and self.hub.checked[path] == _stamp_of(path)
 
     def _prepare(self, missing: list[str], num_bytes: int) -> None:
         if self.hub.is_offline:
@@ -176,6 +178,15 @@ class HubSnapshot:
         return CheckpointError(
             f"{name} is missing in {self.repository!r} although {INDEX_FILE} names it; choose another revision."
         )
+
+
+def _stamp_of(path: Path) -> Stamp | None:
+    """None: there is no file, or a link to nothing."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _is_small(name: str) -> bool:

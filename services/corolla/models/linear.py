@@ -188,7 +188,6 @@ def tune(
     *,
     shared: Collection[Tensor] = (),
     budget_s: float = 2.0,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> None:
     """Measures, for all layers of a shape together, which way they are multiplied, and lays their weights out for it.
 
@@ -198,9 +197,8 @@ def tune(
             way is faster. All others are the layers' alone.
         budget_s: when it is spent, what was not measured is multiplied as `nn.Linear` does, or by panels if these have
             won so far; on a very busy machine no measurement would mean anything.
-        clock: seconds.
     """
-    deadline_s = clock() + budget_s
+    deadline_s = time.perf_counter() + budget_s
     held = {id(weight) for weight in shared}
     layers = list(layers)
     share = int(_MAX_TIMED_SHARE * sum(layer.weight.nbytes for layer in layers))
@@ -211,7 +209,7 @@ def tune(
             alike[layer.weight.dtype, layer.weight.shape, id(layer.weight) in held].append(layer)
     groups = [_Group(layers, is_held, max_bytes) for (*_, is_held), layers in alike.items()]
     # Half of the time: where panels lose, the rest is for the other two ways.
-    if _panels_win(groups, deadline_s - budget_s / 2, clock):
+    if _panels_win(groups, deadline_s - budget_s / 2):
         log.info("weights are laid out as panels")
         for group in groups:
             if group.layout is not None:
@@ -221,7 +219,7 @@ def tune(
                     leave = _discard if layer.weight.nbytes > max_bytes else None
                     layer.use_panels(lay_out_panels(layer.weight, group.layout, room, leave))
     for group in groups:
-        if group.layers[0].panels is None and (tried := _tried(group.timed, group.lay_out, deadline_s, clock)):
+        if group.layers[0].panels is None and (tried := _tried(group.timed, group.lay_out, deadline_s)):
             given = deque(tried)
             tried.clear()
             for layer in group.layers:
@@ -263,15 +261,15 @@ class _Group:
         return list(itertools.islice(pieces, num_timed))
 
 
-def _panels_win(groups: Iterable[_Group], deadline_s: float, clock: Callable[[], float]) -> bool:
+def _panels_win(groups: Iterable[_Group], deadline_s: float) -> bool:
     """Whether panels are about as fast as the fastest way, over all layers that can have some: only together they
     gain what whole blocks do."""
     shares = []
     for group in groups:
-        if group.layout is not None and clock() < deadline_s:
-            panel_gain = _panel_gain(group.timed, group.layout, deadline_s, clock)
+        if group.layout is not None and time.perf_counter() < deadline_s:
+            panel_gain = _panel_gain(group.timed, group.layout, deadline_s)
             # What was laid out goes at once: it would be there three times.
-            gain = _relaid(group.timed, group.lay_out, deadline_s, clock)[1]
+            gain = _relaid(group.timed, group.lay_out, deadline_s)[1]
             if panel_gain is None or gain is None:
                 break
             shares.append(panel_gain / max(1.0, gain))
@@ -298,16 +296,14 @@ def _discard(part: Tensor) -> None:
     heap.discard(part.data_ptr(), part.nbytes)
 
 
-def _tried(
-    weights: Sequence[Tensor], lay_out: Callable[[Tensor], Tensor], deadline_s: float, clock: Callable[[], float]
-) -> list[Tensor]:
+def _tried(weights: Sequence[Tensor], lay_out: Callable[[Tensor], Tensor], deadline_s: float) -> list[Tensor]:
     """The weights, laid out for oneDNN, if that gains; else nothing."""
-    relaid, gain = _relaid(weights, lay_out, deadline_s, clock)
+    relaid, gain = _relaid(weights, lay_out, deadline_s)
     return relaid if gain is not None and gain > _MIN_GAIN else []
 
 
 def _relaid(
-    weights: Sequence[Tensor], lay_out: Callable[[Tensor], Tensor], deadline_s: float, clock: Callable[[], float]
+    weights: Sequence[Tensor], lay_out: Callable[[Tensor], Tensor], deadline_s: float
 ) -> tuple[list[Tensor], float | None]:
     """The weights, laid out for oneDNN, and the gain: 0 if it does not give the same product, None without time."""
     try:
@@ -316,12 +312,10 @@ def _relaid(
             return [], 0.0
     except (RuntimeError, AttributeError):
         return [], 0.0  # no kernel for this type on this machine
-    return relaid, _mean_gain(weights, relaid, multiply_relaid, deadline_s, clock)
+    return relaid, _mean_gain(weights, relaid, multiply_relaid, deadline_s)
 
 
-def _panel_gain(
-    weights: Sequence[Tensor], layout: PlainLayout, deadline_s: float, clock: Callable[[], float]
-) -> float | None:
+def _panel_gain(weights: Sequence[Tensor], layout: PlainLayout, deadline_s: float) -> float | None:
     """The gain of panels: 0 if they do not give the same product, None without time to measure it."""
 
     def multiply(rows: Tensor, panels: Tensor) -> Tensor:
@@ -330,7 +324,7 @@ def _panel_gain(
     panels = [lay_out_panels(weight, layout) for weight in weights]
     if not _agrees(weights[0], panels[0], multiply):
         return 0.0
-    return _mean_gain(weights, panels, multiply, deadline_s, clock)
+    return _mean_gain(weights, panels, multiply, deadline_s)
 
 
 def _mean_gain(
@@ -338,14 +332,13 @@ def _mean_gain(
     laid_out: Sequence[Tensor],
     multiply: Multiply,
     deadline_s: float,
-    clock: Callable[[], float],
 ) -> float | None:
     """The geometric mean over numbers of rows; None if there is no time to measure any."""
     gains = []
     for num_rows in _TIMED_ROWS:
-        if clock() < deadline_s:
+        if time.perf_counter() < deadline_s:
             rows = torch.ones(num_rows, weights[0].shape[1], dtype=weights[0].dtype)
-            gains.append(measured_gain(rows, weights, laid_out, multiply, clock))
+            gains.append(measured_gain(rows, weights, laid_out, multiply, time.perf_counter))
     return math.prod(gains) ** (1 / len(gains)) if gains else None
 
 

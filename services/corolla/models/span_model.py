@@ -16,7 +16,7 @@ from corolla.kernels.layouts import Layout
 from corolla.models.adapters.products import AdapterBatch, Place
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.cut_model import (
-    build,
+    build_cut,
     cut_class,
     keep_layers,
     keep_layers_of_config,
@@ -28,7 +28,7 @@ from corolla.models.families import Family, packs_rows, short_factor_length
 from corolla.models.fused import PLACES, FusedSpan, fits
 from corolla.models.linear import TunedLinear, replace_linears, tune
 from corolla.models.long_rope import LongRope
-from corolla.models.packed.choice import fill, layouts_of, types_of
+from corolla.models.packed.choice import layouts_of, types_of
 from corolla.models.packed.modules import make_up_packed, replace_packed
 from corolla.models.quantization import quantize, stored_bytes
 from corolla.wire.span import Span
@@ -100,14 +100,6 @@ class SpanModel:
     def modules(self) -> Iterator[nn.Module]:
         """All that the blocks are made of, as `nn.Module.modules` gives it."""
         return self._base.modules()
-
-    def layer_indices(self, blocks: Span) -> range:
-        """The cache indices of `blocks`.
-
-        Raises:
-            ValueError: the span does not hold them all.
-        """
-        return self.span.indices(blocks)
 
     def make_fused(self, tuning_budget_s: float = 2.0) -> None:
         """Prepares the fastest way to run the blocks on this machine, for good; a fused way is the only one then.
@@ -209,7 +201,7 @@ class SpanModel:
     def _view(self, blocks: Span) -> PreTrainedModel:
         view = self._views.get(blocks)
         if view is None:
-            view = self._views[blocks] = self._cut_view(self.layer_indices(blocks))
+            view = self._views[blocks] = self._cut_view(self.span.indices(blocks))
         return view
 
     def _cut_view(self, indices: range) -> PreTrainedModel:
@@ -280,15 +272,19 @@ def load_span(
             f"{checkpoint.name} has {checkpoint.num_blocks} blocks, so it has no span {span}; ask for blocks within "
             f"0:{checkpoint.num_blocks}."
         )
-    names = span_tensors(checkpoint, prefix_of(checkpoint), span)
-    empty = functools.partial(_empty_span, checkpoint, span)
-    with checkpoint.open_tensors(names, dtype) as tensors:
-        layouts = layouts_of(checkpoint, names, quantization, device, empty, tensors)
-        config, cut = _cut_class_of(checkpoint, span, layouts, dtype)
-        expanded = {name: tensor for name, tensor in tensors.items() if name not in layouts}
-        base = build(checkpoint, cut, config, expanded, dtype=dtype, attention=attention)
-        fill(base, checkpoint, layouts, names, tensors)
-    return _finished(base, span, checkpoint.family, device, quantization)
+    config = copy.deepcopy(checkpoint.config)
+    base = build_cut(
+        checkpoint,
+        model_class_of(AutoModel, config),
+        config,
+        functools.partial(_cut_to_span, family=checkpoint.family, span=span),
+        span_tensors(checkpoint, span),
+        dtype=dtype,
+        device=device,
+        quantization=quantization,
+        attention=attention,
+    )
+    return _finished(base, span, checkpoint.family, quantization)
 
 
 def make_span(
@@ -305,12 +301,12 @@ def make_span(
         StartupError: the weights cannot be quantised so.
     """
     device = torch.device(device)
-    names = span_tensors(checkpoint, prefix_of(checkpoint), span)
+    names = span_tensors(checkpoint, span)
     layouts = layouts_of(checkpoint, names, quantization, device, functools.partial(_empty_span, checkpoint, span))
     config, cut = _cut_class_of(checkpoint, span, layouts, dtype)
     base = make_up(cut, config, dtype=dtype, attention="sdpa")
     make_up_packed(base)
-    return _finished(base, span, checkpoint.family, device, quantization)
+    return _finished(cast(Any, base).to(device), span, checkpoint.family, quantization)
 
 
 def fetch_span(checkpoint: Checkpoint, span: Span) -> None:
@@ -320,18 +316,13 @@ def fetch_span(checkpoint: Checkpoint, span: Span) -> None:
         CheckpointError: it cannot be had.
         HubUnavailable: the hub cannot be reached.
     """
-    checkpoint.fetch(span_tensors(checkpoint, prefix_of(checkpoint), span).values())
-
-
-def prefix_of(checkpoint: Checkpoint) -> str:
-    """What the names of the base model's tensors begin with in a file of the whole model."""
-    return model_class_of(AutoModel, checkpoint.config).base_model_prefix
+    checkpoint.fetch(span_tensors(checkpoint, span).values())
 
 
 def weight_types(checkpoint: Checkpoint, quantization: str) -> tuple[list[str], list[str]]:
     """The formats of packed weights: those that stay so, and those of which some tensor is expanded. Reads nothing."""
     largest = Span(checkpoint.largest_block, checkpoint.largest_block + 1)
-    names = span_tensors(checkpoint, prefix_of(checkpoint), largest)
+    names = span_tensors(checkpoint, largest)
     return types_of(checkpoint, quantization, names, functools.partial(_empty_span, checkpoint, largest))
 
 
@@ -353,14 +344,14 @@ def _cut_class_of(
     return config, cut_class(model_class_of(AutoModel, config), cut)
 
 
-def _finished(base: PreTrainedModel, span: Span, family: Family, device: torch.device, quantization: str) -> SpanModel:
-    base = cast(Any, base).to(device)
+def _finished(base: PreTrainedModel, span: Span, family: Family, quantization: str) -> SpanModel:
     quantize(base, quantization, family.read_weights)
     return SpanModel(base, span, family)
 
 
-def span_tensors(checkpoint: Checkpoint, prefix: str, span: Span) -> dict[str, str]:
-    """The span's tensors: name in the cut base model -> name in the files."""
+def span_tensors(checkpoint: Checkpoint, span: Span) -> dict[str, str]:
+    """The span's tensors: name in the cut base model -> name in the files, which may begin with that of the base."""
+    prefix = model_class_of(AutoModel, checkpoint.config).base_model_prefix
     layer = re.compile(rf"(?:{re.escape(prefix)}\.)?{re.escape(checkpoint.family.layers)}\.(\d+)\.(.+)")
     names: dict[str, str] = {}
     for stored in checkpoint.weight_index:

@@ -54,46 +54,30 @@ class RouterMetrics:
             "corolla_registered_servers", "Block servers with a lease, by state.", ["model", "state"], registry=registry
         )
         self._sessions = Gauge("corolla_sessions", "Session records in the store.", ["model"], registry=registry)
-        self._store_up = Gauge("corolla_store_up", "1 while Redis answers and has room, else 0.", registry=registry)
-        self._unreadable_records = Counter(
+        self.store_up = Gauge("corolla_store_up", "1 while Redis answers and has room, else 0.", registry=registry)
+        self.unreadable_records = Counter(
             "corolla_unreadable_records",
             "Readings of records in Redis that could not be read and were passed over, by kind: server, chain (of a "
             "session), order (to move), model (a name), key (a whole one).",
             ["model", "kind"],
             registry=registry,
         )
-        self._script_seconds = Histogram(
+        self.script_seconds = Histogram(
             "corolla_redis_script_seconds", "Duration of a Redis script in seconds, failed ones included.", ["script"],
             buckets=SCRIPT_BUCKETS, registry=registry,
         )  # fmt: skip
-        self._pod_watch_up = Gauge(
+        self.pod_watch_up = Gauge(
             "corolla_pod_watch_up",
             "1 while this router knows the states of its block servers' pods from Kubernetes, else 0.",
             registry=registry,
         )
-        self._kubernetes_calls = Counter(
+        self.kubernetes_calls = Counter(
             "corolla_kubernetes_calls",
             "Calls of the Kubernetes API, by call (list, watch, patch, event) and outcome (ok, forbidden, failed).",
             ["call", "outcome"],
             registry=registry,
         )
         self._spans: dict[str, set[str]] = {}
-
-    def script_done(self, script: str, seconds: float) -> None:
-        self._script_seconds.labels(script).observe(seconds)
-
-    def record_unreadable(self, model: str, kind: str) -> None:
-        self._unreadable_records.labels(model, kind).inc()
-
-    def store_up(self, up: bool) -> None:
-        self._store_up.set(1 if up else 0)
-
-    def pod_watch_up(self, up: bool) -> None:
-        self._pod_watch_up.set(1 if up else 0)
-
-    def kubernetes_called(self, call: str, outcome: str) -> None:
-        """From any thread."""
-        self._kubernetes_calls.labels(call, outcome).inc()
 
     def move_ordered(self, model: str, *, covers: bool) -> None:
         self._moves.labels(model, MOVE_REASONS[0] if covers else MOVE_REASONS[1]).inc()

@@ -4,11 +4,10 @@ Pure: turns what servers report into what placement and planner reckon with, and
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from corolla.chassis.errors import CorollaError
-from corolla.planning.bookings import Booked
 from corolla.planning.candidates import candidates, chain_of, counted_speed, speed_bounds
 from corolla.planning.planner import Candidate, least_uncovered, plan_around_suspects
 from corolla.router.placement import ENOUGH, HostedSpan, WeightMemory, throughput
@@ -94,22 +93,9 @@ class Roster:
         )
         return replace(self, servers=kept)
 
-    def candidates(
-        self,
-        *,
-        fingerprint: str = "",
-        num_tokens: int = 0,
-        excluded: Collection[str] = (),
-        booked: Mapping[str, Booked] | None = None,
-    ) -> list[Candidate]:
-        """The ready servers with these weights (empty: any), save the excluded ones, by server id."""
-        return candidates(
-            self.servers, fingerprint=fingerprint, num_tokens=num_tokens, excluded=excluded, booked=booked
-        )
-
     def carries(self, chain: common_pb2.Chain, *, fingerprint: str = "", excluded: Collection[str] = ()) -> bool:
         """Whether every hop of a recorded chain can be used now, by the incarnation that it names."""
-        ready = {each.server_id: each for each in self.candidates(fingerprint=fingerprint, excluded=excluded)}
+        ready = {each.server_id: each for each in candidates(self.servers, fingerprint=fingerprint, excluded=excluded)}
         return bool(chain.hops) and all(
             hop.server_id in ready
             and ready[hop.server_id].fingerprint == chain.fingerprint
@@ -142,7 +128,7 @@ class Roster:
 
     def _by_fingerprint(self) -> Collection[list[Candidate]]:
         groups: dict[str, list[Candidate]] = {}
-        for candidate in self.candidates():
+        for candidate in candidates(self.servers):
             groups.setdefault(candidate.fingerprint, []).append(candidate)
         return groups.values()
 
@@ -159,7 +145,7 @@ class Roster:
         )
         if self.is_known:
             try:
-                planned = plan_around_suspects(self.candidates(), self.num_blocks)
+                planned = plan_around_suspects(candidates(self.servers), self.num_blocks)
                 message.cheapest_chain.CopyFrom(chain_of(planned.hops, planned.fingerprint))
             except CorollaError:
                 message.ClearField("cheapest_chain")

@@ -13,7 +13,6 @@ from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, TaskMetrics, ne
 from corolla.chassis.rpc_server import RpcServer
 from corolla.chassis.tasks import TaskGroup
 from corolla.router.cluster.keeper import ClusterKeeper
-from corolla.router.cluster.waits import DEFAULT_WAITS, ApiWaits
 from corolla.router.metrics import RouterMetrics
 from corolla.router.pace import USUAL_PACE, RouterPace
 from corolla.router.quotas import Quotas
@@ -38,16 +37,13 @@ class RouterProcess:
     """One router in this process.
 
     Args:
-        pace: how often it looks.
-        api_waits: for the Kubernetes API, where there is one.
+        pace: how often it looks, and how long it waits.
 
     Raises:
         StartupError: ports are taken, or the Redis address is none.
     """
 
-    def __init__(
-        self, settings: RouterSettings, *, pace: RouterPace = USUAL_PACE, api_waits: ApiWaits = DEFAULT_WAITS
-    ) -> None:
+    def __init__(self, settings: RouterSettings, *, pace: RouterPace = USUAL_PACE) -> None:
         self.settings = settings
         self._pace = pace
         metrics_registry = new_registry()
@@ -74,7 +70,7 @@ class RouterProcess:
             with_reflection=settings.reflection,
             credentials=self._network.rpc_credentials(),
         )
-        self._cluster = ClusterKeeper(self._registry, self._metrics, settings, pace, self._tasks.subgroup(), api_waits)
+        self._cluster = ClusterKeeper(self._registry, self._metrics, settings, pace, self._tasks.subgroup())
         servicer = RouterServicer(
             settings,
             self._registry,
@@ -150,13 +146,13 @@ class RouterProcess:
             try:
                 await self._store.check()
             except StoreUnavailable:
-                self._metrics.store_up(False)
+                self._metrics.store_up.set(0)
                 if not has_logged:
                     log.warning("waiting for redis; nothing is served until it answers")
                 has_logged = True
                 await asyncio.sleep(self._pace.relist_s)
             else:
-                self._metrics.store_up(True)
+                self._metrics.store_up.set(1)
                 return
 
     async def stop(self) -> None:

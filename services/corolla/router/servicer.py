@@ -10,7 +10,7 @@ from corolla.chassis.audit import Caller
 from corolla.chassis.errors import InvalidRequest, ModelNotFound, RouteUnknown
 from corolla.chassis.handlers import Call
 from corolla.planning.bookings import Bookings
-from corolla.planning.candidates import chain_of
+from corolla.planning.candidates import candidates, chain_of
 from corolla.planning.pairing import with_partners
 from corolla.planning.planner import plan_around_suspects
 from corolla.router import quotas, validation
@@ -110,13 +110,13 @@ class RouterServicer:
         if pinned is not None and roster.carries(pinned, fingerprint=request.fingerprint, excluded=excluded):
             return pb.PlanChainResponse(chain=pinned, by_affinity=True)
         bookings, now_s = self._bookings[request.model], asyncio.get_running_loop().time()
-        candidates = roster.candidates(
-            fingerprint=request.fingerprint, num_tokens=request.num_tokens, excluded=excluded,
+        usable = candidates(
+            roster.servers, fingerprint=request.fingerprint, num_tokens=request.num_tokens, excluded=excluded,
             booked=bookings.unreported(roster.servers, now_s),
         )  # fmt: skip
         # The planner keeps to the order between equals: shuffled, they share the sessions.
-        random.shuffle(candidates)
-        planned = with_partners(plan_around_suspects(candidates, roster.num_blocks), candidates)
+        random.shuffle(usable)
+        planned = with_partners(plan_around_suspects(usable, roster.num_blocks), usable)
         chain = chain_of(planned.hops, planned.fingerprint)
         bookings.book(chain.hops, request.num_tokens, now_s)
         return pb.PlanChainResponse(chain=chain)

@@ -134,7 +134,7 @@ class Store:
             async with self._translated(name, model):
                 return await script(keys=[key_prefix(model)], args=arguments)
         finally:
-            self._metrics.script_done(name, time.perf_counter() - started)
+            self._metrics.script_seconds.labels(name).observe(time.perf_counter() - started)
 
     async def remember_model(self, model: str) -> None:
         async with self._translated("remember_model"):
@@ -163,7 +163,7 @@ class Store:
 
     def skip(self, kind: str, model: str, name: str) -> None:
         """Counts a record that cannot be read, and says so in the log the first time."""
-        self._metrics.record_unreadable(model, kind)
+        self._metrics.unreadable_records.labels(model, kind).inc()
         record = (kind, model, name)
         if record not in self._logged and len(self._logged) < _MOST_LOGGED:
             self._logged.add(record)
@@ -211,7 +211,7 @@ class Store:
             raise StoreUnavailable("the store does not answer")
 
     def _note(self, *, up: bool, cause: str) -> None:
-        self._metrics.store_up(up)
+        self._metrics.store_up.set(up)
         if up is not self._is_up:
             if up:
                 log.info("redis is back")

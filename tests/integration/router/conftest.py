@@ -16,7 +16,6 @@ from corolla.chassis.errors import CorollaError
 from corolla.chassis.settings import load
 from corolla.chassis.status import from_rpc_error
 from corolla.router import store
-from corolla.router.cluster.waits import DEFAULT_WAITS, ApiWaits
 from corolla.router.pace import RouterPace
 from corolla.router.service import RouterProcess
 from corolla.router.settings import RouterSettings
@@ -52,11 +51,9 @@ class Router:
 
 
 @asynccontextmanager
-async def running_router(
-    redis_url: str, *, pace: RouterPace = FAST_PACE, api_waits: ApiWaits = DEFAULT_WAITS, **overrides: Any
-) -> AsyncIterator[Router]:
+async def running_router(redis_url: str, *, pace: RouterPace = FAST_PACE, **overrides: Any) -> AsyncIterator[Router]:
     settings = load(RouterSettings, **{**FAST, "redis_url": redis_url, **overrides})
-    process = RouterProcess(settings, pace=pace, api_waits=api_waits)
+    process = RouterProcess(settings, pace=pace)
     channel = open_channel(f"127.0.0.1:{process.port}")
     try:
         await process.start()

@@ -12,7 +12,6 @@ from typing import Any, Final
 import pytest
 from redis.asyncio import Redis
 
-from corolla.router.cluster.waits import ApiWaits
 from corolla.v1 import router_pb2 as pb
 from tests.integration.metrics import sample
 from tests.integration.router.conftest import FAST_PACE, BlockServer, Router, StartRouter, spans
@@ -24,7 +23,7 @@ from tests.unit.router.cluster.described import described_pod
 
 SELECTOR: Final = "app.kubernetes.io/component=block-server"
 # Hanging calls hang for a minute, so a component that waits for one is noticed.
-PATIENT: Final = ApiWaits(answer_s=60.0)
+PATIENT: Final = {"kubernetes_answer_s": 60.0}
 OWN_POD: Final = {"pod_name": "router-0", "pod_uid": "router-uid"}
 
 
@@ -39,6 +38,11 @@ async def empty_store(redis_url: str) -> None:
 def kubernetes() -> Iterator[KubernetesServer]:
     with kubernetes_server() as server:
         yield server
+
+
+def at_pace(inside: dict[str, Any], **seconds: float) -> dict[str, Any]:
+    """The settings, with a router that looks or waits otherwise."""
+    return {**inside, "pace": replace(inside["pace"], **seconds)}
 
 
 @pytest.fixture
@@ -110,7 +114,7 @@ async def test_a_deleted_pod_gets_no_more_sessions_and_watchers_are_notified(
     for name in "ab":
         kubernetes.put(described_pod(name))
     # No timer helps here: neither the list of pods nor the placement is read again by itself.
-    router = await start_router(**{**inside, "pace": replace(FAST_PACE, list_pods_s=600.0, relist_s=60.0)})
+    router = await start_router(**at_pace(inside, list_pods_s=600.0, relist_s=60.0))
     await watched(router)
     going, staying = server_in(router, model, "a"), server_in(router, model, "b")
     async with serving(going, staying):
@@ -344,7 +348,7 @@ async def test_the_router_works_without_permission_and_logs_it_once(
     kubernetes.faults.update(list=403, watch=403, patch=403, event=403)
     kubernetes.put(described_pod("a", deleted=True))
     with caplog.at_level(logging.INFO):
-        router = await start_router(**inside, api_waits=ApiWaits(after_forbidden_s=0.1))
+        router = await start_router(**at_pace(inside, after_forbidden_s=0.1))
         server = server_in(router, model, "a")
         async with serving(server):
 
@@ -372,7 +376,7 @@ async def test_the_router_skips_forbidden_writes_and_logs_it_once(
 ) -> None:
     kubernetes.faults[call] = 403
     kubernetes.put(described_pod("a"))
-    router = await start_router(**inside, api_waits=ApiWaits(after_failures_s=0.3))
+    router = await start_router(**at_pace(inside, after_failures_s=0.3))
     await watched(router)
     with caplog.at_level(logging.INFO):
         server = server_in(router, model, "a")
@@ -402,7 +406,7 @@ async def test_routing_survives_every_fault_of_the_api(
         fault = 429
     kubernetes.put(described_pod("a"))
     kubernetes.faults[call] = fault
-    router = await start_router(**inside, api_waits=PATIENT)
+    router = await start_router(**at_pace(inside, **PATIENT))
     server = server_in(router, model, "a")
     async with serving(server):
         longest_s = 0.0
@@ -423,7 +427,7 @@ async def test_a_hanging_api_delays_no_request(
 ) -> None:
     kubernetes.put(described_pod("a"))
     kubernetes.faults[call] = "hang"
-    router = await start_router(**inside, api_waits=PATIENT)
+    router = await start_router(**at_pace(inside, **PATIENT))
     server = server_in(router, model, "a")
     await server.join()
     async with server.beating():

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from corolla.block_server.books import BOOKS, PAGES_PER_PART, Book, Breach, breaches, compare
+from corolla.block_server.books import BOOKS, PAGES_PER_PART, Book, Breach, compare
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.hop_session import OpenRequest
 from corolla.block_server.sessions import SessionTable
@@ -44,11 +44,10 @@ class Server:
         )
 
     def books(self, now_s: float = 1.0) -> set[Book]:
-        found = breaches(self.sessions, self.outputs, lambda client: self.streams.get(client, ()), now_s)
-        return {breach.book for breach in found}
+        return {breach.book for part in self.compare(now_s) for breach in part}
 
-    def compare(self) -> Iterator[list[Breach]]:
-        return compare(self.sessions, self.outputs, lambda client: self.streams.get(client, ()), 1.0)
+    def compare(self, now_s: float = 1.0) -> Iterator[list[Breach]]:
+        return compare(self.sessions, self.outputs, lambda client: self.streams.get(client, ()), now_s)
 
 
 def leak_a_page(server: Server) -> None:

@@ -50,7 +50,7 @@ def happen(table: Table, event: SessionEvent) -> None:
             happening: dict[SessionEvent, Callable[[], None]] = {
                 E.ARRIVED: lambda: table.arrived(held, is_idle=False),
                 E.ARRIVED_PARKED: lambda: table.arrived(held, is_idle=True),
-                E.LAST_PART_READ: lambda: table.mark_leaving(held),
+                E.LAST_PART_READ: lambda: held.apply(E.LAST_PART_READ),
                 E.STAYS: lambda: table.cancel_leaving(b"s", held.version),
             }
             happening[event]()

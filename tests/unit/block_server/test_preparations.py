@@ -65,7 +65,7 @@ async def test_the_sampler_has_drawn_everything_when_it_comes() -> None:
     making, peer = Making(), Peer(b"c", UnreadStream())
     making.start(an_open(), peer)
     await making.finish()
-    assert [sampler and sampler.num_skipped for sampler in making.made] == [0]
+    assert [sampler and sampler.sampler.num_skipped for sampler in making.made] == [0]
     assert making.refused == []
 
 

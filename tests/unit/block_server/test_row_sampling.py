@@ -267,7 +267,7 @@ def test_a_text_that_pauses_does_so_before_the_end_of_the_answer() -> None:
 
 
 def test_a_drafter_that_fails_does_not_fail_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: PromptLookup, num_tokens: int) -> list[int]:
+    def fail(self: PromptLookup, num_tokens: int, sampler: object) -> list[int]:
         raise MemoryError
 
     record = SamplerRecord(SamplingParams(), 0, [1, 2, 3, 1, 2, 3, 1], max_new_tokens=100, drafts=LOOKUP)

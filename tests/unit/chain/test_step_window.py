@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from corolla.chain.pending import RowFuture, RowResult
+from corolla.chain.pending import HiddenStates, RowFuture
 from corolla.chain.step_window import StepWindow
+from corolla.v1 import blocks_pb2 as pb
 
-RESULT = RowResult(b"", 0, 0, 0)
+RESULT = HiddenStates(b"", 0, pb.TENSOR_TYPE_UNSPECIFIED, 0)
 
 
 @pytest.mark.parametrize("max_steps, expected", [(0, 4), (1, 1), (3, 3)])
@@ -16,7 +17,7 @@ async def test_a_window_has_room_for_so_many_steps(max_steps: int, expected: int
     sent: list[int] = []
     answered: list[int] = []
 
-    def note(step: int, _: Sequence[RowResult]) -> None:
+    def note(step: int, _: Sequence[HiddenStates]) -> None:
         answered.append(step)
 
     futures: list[RowFuture] = [asyncio.get_running_loop().create_future() for _ in range(6)]

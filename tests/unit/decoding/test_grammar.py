@@ -18,8 +18,9 @@ from corolla.decoding.batched_sampling import sample_together
 from corolla.decoding.grammar import AnswerGrammar
 from corolla.decoding.grammar_text import UnreadableGrammar, grammar_tokenizer, read_grammar
 from corolla.decoding.parameters import SampledToken, SamplingParams
+from corolla.decoding.prompt_lookup import PromptLookup
 from corolla.decoding.sampling import Sampler
-from corolla.decoding.speculator import GrammarDrafter, LookupDrafter
+from corolla.decoding.speculator import GrammarDrafter
 from corolla.models.tokenizer_text import tokenizer_text
 from tests.checkpoints import VOCAB_SIZE, make_tokenizer
 from tests.json_schemas import SCHEMAS, SUITE
@@ -164,7 +165,7 @@ def test_tokens_that_only_the_tokenizer_knows_bar_nothing() -> None:
 
 
 def drafts_after(grammar: AnswerGrammar, text: Sequence[int], num_tokens: int) -> list[int]:
-    drafter = GrammarDrafter(LookupDrafter(), grammar)
+    drafter = GrammarDrafter(PromptLookup(), grammar)
     drafter.extend(text)
     drafter.read_chunk()
     if drafter.evidence is None:

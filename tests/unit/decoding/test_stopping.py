@@ -47,7 +47,6 @@ def test_any_cutting_agrees_with_a_search_over_the_whole_text(pieces: list[str],
 
     start = first_complete_match(text, sequences)
     assert matched is (start is not None)
-    assert matched is matcher.matched
     assert emitted == (text if start is None else text[:start])
 
 
@@ -84,8 +83,6 @@ def test_an_empty_stop_sequence_is_refused_by_its_index() -> None:
         (StopDecider(3, frozenset({2, 5})), 5, 3, 0.0, FinishReason.EOS),
         (StopDecider(3, frozenset({5}), ignore_eos=True), 5, 1, 0.0, None),
         (StopDecider(3, frozenset({5}), ignore_eos=True), 5, 3, 0.0, FinishReason.LENGTH),
-        (StopDecider(3, frozenset({2}), frozenset({5})), 5, 1, 0.0, FinishReason.STOP_SEQUENCE),
-        (StopDecider(3, frozenset({5}), frozenset({5}), ignore_eos=True), 5, 1, 0.0, FinishReason.STOP_SEQUENCE),
         (StopDecider(3, time_limit_s=2.0), 5, 1, 1.9, None),
         (StopDecider(3, time_limit_s=2.0), 5, 1, 2.0, FinishReason.TIME_LIMIT),
         (StopDecider(3, time_limit_s=2.0), 5, 3, 2.0, FinishReason.LENGTH),

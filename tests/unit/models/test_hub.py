@@ -22,7 +22,6 @@ from safetensors.torch import load_file, save_file
 from corolla.chassis.errors import CheckpointError, HubUnavailable
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.local import preparation
-from corolla.models.checked_files import CheckedFiles
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import edge_tensors, fetch_edges, load_edges
 from corolla.models.hub import Hub
@@ -74,7 +73,7 @@ def shards_of(checkpoint: Checkpoint, span: Span) -> set[str]:
 
 def of_another_process(hub: Hub) -> Hub:
     """Of a process that has read no cached file yet."""
-    return replace(hub, checked=CheckedFiles())
+    return replace(hub, checked={})
 
 
 def test_opening_fetches_no_weights(hub: Hub, server: HubServer) -> None:
@@ -463,7 +462,6 @@ if "no-sockets" in sys.argv:
             raise RuntimeError("a socket was opened")
     sys.addaudithook(refuse)
 import torch
-from corolla.models.checked_files import CheckedFiles
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.span_model import load_span
 from corolla.client.text.tokenizer import TextTokenizer

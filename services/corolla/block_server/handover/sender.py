@@ -9,14 +9,13 @@ from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import ID_BYTES
 from corolla.block_server.handover.link import HandoverLink
 from corolla.block_server.handover.plan import Progress
-from corolla.block_server.hop_session import OpenRequest
+from corolla.block_server.hop_session import OpenRequest, SessionEvent
 from corolla.block_server.sessions import SessionTable
 from corolla.cache.store import SessionCache
 from corolla.cache.transfer import TokenCopy, read_tokens, state_bytes, token_bytes
 from corolla.chassis.errors import ChecksumMismatch, HopUnavailable, MessageTooLarge, PositionGap
 from corolla.chassis.status import from_reason
 from corolla.v1 import blocks_pb2 as pb
-from corolla.v1 import common_pb2
 from corolla.wire.span import Span
 from corolla.wire.stream import between_servers
 from corolla.wire.tensors import describe_prompts, to_payload
@@ -121,7 +120,7 @@ class HandoverSender:
         copy = read_tokens(cache, layers, start, num_tokens, has_states=is_last)
         cache.num_unchanged_tokens = copy.end
         if is_last:
-            self._sessions.mark_leaving(session)
+            session.apply(SessionEvent.LAST_PART_READ)
         frame = pb.HandoverTokens(
             session_id=session_id, epoch=session.request.epoch, position=start, num_tokens=num_tokens,
             first_tokens=copy.first_tokens, checksum=zlib.crc32(copy.payload), is_last=is_last, is_idle=session.is_idle,
@@ -132,7 +131,7 @@ class HandoverSender:
 def _offer(request: OpenRequest, transfer_id: bytes) -> tuple[pb.Handover, memoryview | bytes]:
     offer = pb.Handover(
         session_id=request.session_id, epoch=request.epoch, tenant=request.tenant, client_id=request.client_id,
-        max_tokens=request.max_tokens, blocks=common_pb2.BlockSpan(start=request.blocks.start, end=request.blocks.end),
+        max_tokens=request.max_tokens, blocks=request.blocks.to_message(),
         lease_ms=round(request.lease_s * 1000), transient=request.transient, keep_activations=request.keep_activations,
         transfer_id=transfer_id, capability=request.capability,
         adapter=None if request.adapter_version is None else request.adapter_version.to_message(),

@@ -23,7 +23,6 @@ from corolla.cache.store import SessionCache
 from corolla.chassis.errors import CorollaError, HopSessionLost
 from corolla.chassis.fair_queueing import FairQueueing
 from corolla.v1 import blocks_pb2 as pb
-from corolla.v1 import common_pb2
 from corolla.wire.span import Span
 
 _LONGEST_ROUND_S: Final = 5.0
@@ -217,6 +216,5 @@ class FirstHop:
         return "" if session is None else session.request.tenant
 
     def _step(self, route: _Route, rows: Sequence[pb.StepRow]) -> pb.Step:
-        blocks = common_pb2.BlockSpan(start=route.blocks.start, end=route.blocks.end)
         ring = pb.Ring(first_address=route.ring.first_address, microbatch=self._newest_number)
-        return pb.Step(rows=rows, blocks=blocks, route=route.ring.route, samples=True, ring=ring)
+        return pb.Step(rows=rows, blocks=route.blocks.to_message(), route=route.ring.route, samples=True, ring=ring)

@@ -1,7 +1,7 @@
 """Attention as transformers computes it with torch's SDPA: the reference, bit for bit, and for any device."""
 
-from dataclasses import dataclass
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,14 +9,6 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 
 from corolla.cache.store import gathered
 from corolla.compute.attention.batch import AttentionBatch, LayerInput, PackedRow
-
-
-@dataclass(frozen=True, slots=True)
-class _Module:
-    """What transformers' function wants to know of an attention module."""
-
-    num_key_value_groups: int
-    is_causal: bool = True
 
 
 class SdpaAttention:
@@ -37,7 +29,8 @@ class SdpaAttention:
             keys, values = (batch.store.decoded(gathered(tensor, extents)).unsqueeze(0) for tensor in tensors)
             mask = _mask(row, first_key, window, query.device)
             if softcap is None:
-                module = cast(Any, _Module(query.shape[1] // given.key.shape[1]))
+                # What the library's function wants to know of an attention module.
+                module: Any = SimpleNamespace(num_key_value_groups=query.shape[1] // given.key.shape[1], is_causal=True)
                 output = sdpa_attention_forward(module, queries, keys, values, mask, scaling=scaling)[0]
             else:
                 output = _attend_capped(queries, keys, values, mask, scaling, softcap)

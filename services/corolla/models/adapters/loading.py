@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -10,39 +10,24 @@ from torch import Tensor
 from corolla.chassis.errors import AdapterError
 from corolla.models.adapters.file import AdapterContents, ProductPart, read_adapter, read_parts
 from corolla.models.adapters.products import LowRank, PlaceKey, SpanAdapter
-from corolla.models.families import Family
-from corolla.models.span_model import LinearPlace
-from corolla.wire.span import Span
+from corolla.models.span_model import SpanModel
 
 _DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class AdaptedSpan(Protocol):
-    """What an adapter is laid out for, whatever computes it: see `SpanModel`."""
-
-    span: Span
-    family: Family
-    dtype: torch.dtype
-    device: torch.device
-
-    def linear_place(self, layer: int, path: str) -> LinearPlace | None:
-        """See `SpanModel.linear_place`."""
-        ...
-
-
-def adapter_bytes(folder: Path, model: AdaptedSpan) -> int:
+def adapter_bytes(folder: Path, model: SpanModel) -> int:
     """What an adapter's products for a span take. Raises AdapterError: it cannot be served."""
     num_values = sum(part.num_values for part in read_parts(folder) if _is_within(part, model))
     return num_values * model.dtype.itemsize
 
 
-def _is_within(part: ProductPart, model: AdaptedSpan) -> bool:
+def _is_within(part: ProductPart, model: SpanModel) -> bool:
     return model.span.start <= part.block < model.span.end
 
 
 def load_adapter(
     folder: Path,
-    model: AdaptedSpan,
+    model: SpanModel,
     num_blocks: int,
     *,
     digest: str = "",
@@ -70,7 +55,7 @@ def load_adapter(
     return SpanAdapter(_placed(contents, model))
 
 
-def _placed(contents: AdapterContents, model: AdaptedSpan) -> dict[PlaceKey, list[LowRank]]:
+def _placed(contents: AdapterContents, model: SpanModel) -> dict[PlaceKey, list[LowRank]]:
     factors = {(part.block, part.module, part.part): part for part in contents.data}
     placed: dict[PlaceKey, list[LowRank]] = {}
     for block, module, kind in factors:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from corolla.models.quantized.description import Quantization
 from corolla.models.quantized.floats import FLOATS
-from corolla.models.quantized.parts import Parts, Stored, Unfit, allow, expect, need, shape_of
+from corolla.models.quantized.parts import Parts, Unfit, allow, expect, need, shape_of
 
 _STATES: Final = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
 _NESTED: Final = ("nested_absmax", "nested_quant_map")
@@ -109,14 +109,10 @@ def _read_state(parts: Parts) -> _State:
     (num_bytes,) = shape_of(parts, named[0], {"U8"}, 1)
     if num_bytes > _MAX_STATE_BYTES:
         raise Unfit(f"has a quant_state of {num_bytes} bytes")
-    state = _state_of(_read_bytes(parts[named[0]]))
+    state = _state_of(bytes(parts[named[0]][...].tolist()))
     if "nested_absmax" in parts and not (state.nested_block_size and math.isfinite(state.nested_offset)):
         raise Unfit("has a quant_state that does not say how its scales are nested")
     return state
-
-
-def _read_bytes(stored: Stored) -> bytes:
-    return bytes(stored[...].tolist())
 
 
 def _state_of(text: bytes) -> _State:

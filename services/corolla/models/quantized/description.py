@@ -117,14 +117,6 @@ def _gptq_scheme(stored: Mapping[str, Any], otherwise: Mapping[str, Any]) -> Sch
     return Scheme(bits, _group_size(merged, "group_size", default=128))
 
 
-def _fp8(stored: Mapping[str, Any]) -> Quantization:
-    return Quantization("fp8", (Scheme(8, block=_block(stored, "weight_block_size")),))
-
-
-def _fbgemm_fp8(_stored: Mapping[str, Any]) -> Quantization:
-    return Quantization("fp8", (Scheme(8),))
-
-
 def _compressed_tensors(stored: Mapping[str, Any]) -> Quantization:
     if stored.get("sparsity_config"):
         raise CheckpointError(f"Sparse weights of compressed-tensors are not served; {_WHAT_TO_DO}.")
@@ -152,22 +144,14 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> Quantization:
     return Quantization("compressed-tensors", tuple(dict.fromkeys(schemes)))
 
 
-def _mxfp4(_stored: Mapping[str, Any]) -> Quantization:
-    return Quantization("mxfp4")
-
-
-def _bitsandbytes(_stored: Mapping[str, Any]) -> Quantization:
-    return Quantization("bitsandbytes")
-
-
 METHODS: Final[Mapping[str, Callable[[Mapping[str, Any]], Quantization]]] = {
     "awq": _awq,
-    "bitsandbytes": _bitsandbytes,
+    "bitsandbytes": lambda _: Quantization("bitsandbytes"),
     "compressed-tensors": _compressed_tensors,
-    "fbgemm_fp8": _fbgemm_fp8,
-    "fp8": _fp8,
+    "fbgemm_fp8": lambda _: Quantization("fp8", (Scheme(8),)),
+    "fp8": lambda stored: Quantization("fp8", (Scheme(8, block=_block(stored, "weight_block_size")),)),
     "gptq": _gptq,
-    "mxfp4": _mxfp4,
+    "mxfp4": lambda _: Quantization("mxfp4"),
 }
 """By the value of `quant_method`."""
 

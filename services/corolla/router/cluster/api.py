@@ -164,7 +164,7 @@ class KubernetesApi:
             outcome = "forbidden" if isinstance(failure, ApiForbidden) else "failed"
             raise
         finally:
-            self._metrics.kubernetes_called(call, outcome)
+            self._metrics.kubernetes_calls.labels(call, outcome).inc()
 
 
 @contextmanager

@@ -21,7 +21,6 @@ from corolla.router.cluster.events import PodRef
 from corolla.router.cluster.pod_recorder import PodRecorder
 from corolla.router.cluster.pod_watch import PodWatch, Update
 from corolla.router.cluster.pods import PodTable, Withheld, withheld_servers
-from corolla.router.cluster.waits import DEFAULT_WAITS, ApiWaits
 from corolla.router.metrics import RouterMetrics
 from corolla.router.pace import RouterPace
 from corolla.router.registry import Registry
@@ -39,7 +38,6 @@ class ClusterKeeper:
 
     Args:
         tasks: of the keeper alone.
-        waits: for the API.
     """
 
     def __init__(
@@ -49,14 +47,12 @@ class ClusterKeeper:
         settings: RouterSettings,
         pace: RouterPace,
         tasks: TaskGroup,
-        waits: ApiWaits = DEFAULT_WAITS,
     ) -> None:
         self._registry = registry
         self._metrics = metrics
         self._settings = settings
         self._pace = pace
         self._tasks = tasks
-        self._waits = waits
         # Repeated in time, however rarely this router looks.
         self._mark_ms = max(settings.lease_ms, round(3000 * pace.relist_s))
         self._pods = PodTable()
@@ -78,7 +74,7 @@ class ClusterKeeper:
             return
         try:
             api = await in_daemon_thread(
-                lambda: KubernetesApi(kubeconfig, settings.pod_selector, self._metrics, self._waits.answer_s)
+                lambda: KubernetesApi(kubeconfig, settings.pod_selector, self._metrics, self._pace.kubernetes_answer_s)
             )
         except ApiUnavailable as failure:
             self._complaints.about("watch", failure)
@@ -90,12 +86,12 @@ class ClusterKeeper:
             tell=lambda update: post(loop, lambda: self._learn(update)),
             complain=lambda failure: post(loop, lambda: self._complaints.about("watch", failure)),
             fail=lambda failure: post(loop, lambda: self._watch_failed(failure)),
-            after_forbidden_s=self._waits.after_forbidden_s,
+            after_forbidden_s=self._pace.after_forbidden_s,
         )
         own_pod = PodRef(settings.pod_name, settings.pod_uid)
         self._recorder = PodRecorder(
             api, self._registry, own_pod, self._complaints,
-            after_failures_s=self._waits.after_failures_s, lead_ms=2 * self._mark_ms,
+            after_failures_s=self._pace.after_failures_s, lead_ms=2 * self._mark_ms,
         )  # fmt: skip
         watch.start()
         try:
@@ -125,7 +121,7 @@ class ClusterKeeper:
 
     def _learn(self, update: Update) -> None:
         update(self._pods)
-        self._metrics.pod_watch_up(self._pods.is_current)
+        self._metrics.pod_watch_up.set(self._pods.is_current)
         self._has_news.set()
 
     def _watch_failed(self, failure: Exception) -> None:

@@ -190,7 +190,7 @@ def test_a_span_needs_only_its_own_shards(tmp_path: Path) -> None:
     folder, _ = make_packed_checkpoint("llama", tmp_path, FORMATS["gptq"]())
     checkpoint = Checkpoint.from_pretrained(str(folder))
     whole = load_span(checkpoint, Span(2, 3), dtype=torch.float32)
-    needed = {checkpoint.weight_index[name] for name in span_tensors(checkpoint, "model", Span(2, 3)).values()}
+    needed = {checkpoint.weight_index[name] for name in span_tensors(checkpoint, Span(2, 3)).values()}
     others = set(checkpoint.weight_index.values()) - needed
     assert others
     for shard in others:
