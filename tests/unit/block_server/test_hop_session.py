@@ -99,7 +99,7 @@ def test_an_older_version_does_not_change_a_session() -> None:
     versions.append(table.open(a_request(epoch=2), 0.0).version)
     table.end(b"s", 2)
     held = table.open(a_request(), 0.0)
-    table.mark_leaving(held)
+    held.apply(E.LAST_PART_READ)
     for version in versions:
         assert version != held.version
         with pytest.raises(HopSessionLost):
@@ -116,7 +116,7 @@ def test_a_parked_session_must_be_opened_again_after_a_failed_handover() -> None
     table = a_table()
     held = table.open(a_request(), 0.0)
     table.end_stream(CLIENTS[0])
-    table.mark_leaving(held)
+    held.apply(E.LAST_PART_READ)
     table.cancel_leaving(b"s", held.version)
     with pytest.raises(HopSessionLost):
         step(table, held.request, 0, 1)

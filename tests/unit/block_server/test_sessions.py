@@ -11,7 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from corolla.block_server.books import compare
 from corolla.block_server.boundary_activations import BoundaryActivations
-from corolla.block_server.hop_session import UNCLAIMED_LEASE_S, HopSession, OpenRequest, SessionState
+from corolla.block_server.hop_session import UNCLAIMED_LEASE_S, HopSession, OpenRequest, SessionEvent, SessionState
 from corolla.block_server.sessions import SessionTable
 from corolla.cache.pages import PagePool
 from corolla.cache.session_pages import SessionPages
@@ -510,7 +510,7 @@ def test_a_draining_server_opens_no_session_and_keeps_its_own_until_they_have_mo
         table.receive(a_request(b"new"), TRANSFER, 0.0)
     reopened = table.open(a_request(epoch=2), 0.0)
     step(table, reopened.request, 0, 1)
-    table.mark_leaving(held)
+    held.apply(SessionEvent.LAST_PART_READ)
     with pytest.raises(HopLeaving):
         step(table, reopened.request, 1, 1)
     with pytest.raises(HopLeaving):
