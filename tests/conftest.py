@@ -2,7 +2,9 @@
 
 import gc
 import os
+import re
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,8 +87,9 @@ def _few_descriptors() -> Iterator[None]:
     """A process of tests that holds more and more files open leaks them."""
     yield
     gc.collect()
-    held = len(os.listdir("/dev/fd"))
-    assert held < MOST_DESCRIPTORS, f"{held} descriptors are open after all tests of this process"
+    held = [os.path.realpath(f"/dev/fd/{number}") for number in os.listdir("/dev/fd")]
+    kinds = Counter(re.sub(r"\d+", "N", name) for name in held)
+    assert len(held) < MOST_DESCRIPTORS, f"{len(held)} descriptors are open after all tests: {kinds.most_common(12)}"
 
 
 @pytest.hookimpl(tryfirst=True)
