@@ -18,7 +18,9 @@ class RunningUp:
 
     def __init__(self, folder: Path, *options: str, corolla: Sequence[str] = COROLLA) -> None:
         self.log_folder = folder / "logs"
-        command = [*corolla, "up", "--json", "--port", "0", "--router-port", "0", "--log-folder", str(self.log_folder)]
+        # Others have stacks up at the same time.
+        ports = ["--port", "0", "--http-port", "0", "--router-port", "0"]
+        command = [*corolla, "up", "--json", *ports, "--log-folder", str(self.log_folder)]
         self._errors = (folder / "errors").open("wb")
         self.process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=self._errors, text=True)
         self.events: list[dict[str, Any]] = []

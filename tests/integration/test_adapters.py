@@ -119,7 +119,13 @@ async def test_a_cached_beginning_serves_no_other_adapter(swarm: Swarm, llama: S
 
 async def test_models_are_listed_and_named_with_their_adapters(swarm: Swarm, llama: Stand) -> None:
     async with swarm.connect() as client:
-        assert [each.name for each in await client.models()] == ["tiny", "tiny:one", "tiny:three", "tiny:two"]
+
+        async def are_listed() -> bool:
+            listed = [each.name for each in await client.models()]
+            return listed == ["tiny", "tiny:one", "tiny:three", "tiny:two"]
+
+        # Of one that was registered just now, a client service learns with the placement.
+        await until(are_listed)
         assert (await client.model("tiny:two")).adapter == "two"
         generation = await client.generate(PROMPT, model="tiny:two", max_tokens=NUM_TOKENS, ignore_eos=True)
         assert list(generation.token_ids) == llama.expected("two")
