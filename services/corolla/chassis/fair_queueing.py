@@ -2,7 +2,7 @@
 
 
 class FairQueueing:
-    """Says when tenants are due. Whoever keeps the line serves the lowest stamp first.
+    """Says when tenants are due. The caller keeps the line, and serves the lowest stamp first.
 
     A stamp is the service, in whatever unit, after which a tenant is due: where what it asked for before ends, but not
     before what is served at present. So over any time in which two tenants both wait, what they get differs by no more

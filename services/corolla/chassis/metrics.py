@@ -186,7 +186,7 @@ class MetricsEndpoint:
         self.port: int = self._server.server_port
 
     def start(self) -> None:
-        """Serves. Whoever has called before gets an answer now."""
+        """Begins to serve, and answers the callers that have connected since the port was taken."""
         self._thread.start()
 
     def close(self) -> None:

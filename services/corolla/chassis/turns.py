@@ -15,14 +15,14 @@ class Turns:
 
     Args:
         most_waiting: of all tenants. Where more come, the tenant with the longest line has its latest one refused.
-        refusal: why, for who is refused.
+        refusal: the sentence that a refused caller gets.
     """
 
     def __init__(self, most_waiting: int, refusal: str) -> None:
         self._most_waiting = most_waiting
         self._refusal = refusal
         self._queueing = FairQueueing()
-        # By tenant, none of them empty. Who has had a turn goes behind the others that are due at the same time.
+        # By tenant, without empty lines. A tenant that has had a turn moves behind others with the same stamp.
         self._lines: dict[str, list[asyncio.Future[bool]]] = {}
         self._current: asyncio.Future[bool] | None = None
 
@@ -57,7 +57,7 @@ class Turns:
             refused.set_result(False)
 
     def _begin_next(self) -> None:
-        """Where a turn ends, the next one begins, so that nobody who comes in between is before it."""
+        """Begins the next turn as soon as one ends, so that no newcomer can come in between."""
         self._current = None
         if self._lines:
             tenant = min(self._lines, key=self._queueing.start)

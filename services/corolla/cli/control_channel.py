@@ -14,12 +14,12 @@ from corolla.v1.router_pb2_grpc import RouterServiceStub
 
 @contextmanager
 def control_channel(address: str, unreached: CorollaError) -> Iterator[grpc.Channel]:
-    """With the operator's certificate, where `COROLLA_TLS_DIR` or a stack on this machine gives one.
+    """Opens a channel with the operator's certificate, where `COROLLA_TLS_DIR` or a stack on this machine gives one.
 
     Calls that fail within raise an error of the tree.
 
     Args:
-        unreached: which one where nobody answers.
+        unreached: the error where nothing answers at the address.
 
     Raises:
         SettingsError: the folder does not hold a certificate.

@@ -10,7 +10,7 @@ from corolla.v1.admin_pb2_grpc import AdminServiceStub
 
 def run_drain(address: str, timeout_s: float) -> int:
     """Asks a block server to leave, and waits until it has. Returns 0 also where sessions are left to be replayed."""
-    # Not as a client service that nobody reaches: to start a stack is no advice here.
+    # The advice for a client service that does not answer, to start a stack, would mislead here.
     with control_channel(address, StartupError(f"no block server answers at {address}")) as channel:
         answer = AdminServiceStub(channel).Drain(admin_pb2.DrainRequest(), timeout=timeout_s)
     left = answer.num_sessions_left

@@ -38,7 +38,7 @@ Stamp = tuple[int, int, int]
 """What changes when a file is replaced: its inode, size and time of change."""
 
 _CHECKED: Final[dict[Path, Stamp]] = {}
-"""Of this process. Incarnations of a block server follow each other in one, and need not read again what they share."""
+"""Files that this process has checked. Block servers that follow each other in one process share it."""
 
 
 @dataclass(frozen=True)
