@@ -155,7 +155,7 @@ class RequestParser:
 
 
 def token_ids(field: str, given: Sequence[int], vocab_size: int) -> tuple[int, ...]:
-    """The ids as they are. Raises InvalidRequest where one is none of the vocabulary."""
+    """The token ids, unchanged. Raises InvalidRequest where an id is not in the vocabulary."""
     checked = tuple(given)
     if checked and (largest := max(checked)) >= vocab_size:
         index = checked.index(largest)

@@ -1,4 +1,4 @@
-"""GenerationService: whoever may ask is answered."""
+"""GenerationService: checks who calls, has the message parsed, and streams the answers."""
 
 import asyncio
 import math
@@ -280,7 +280,9 @@ class GenerationServicer:
     def _caller(
         self, scope: Scope, message: AnyMessage, call: Call[KeyHolder], *, is_streamed: bool = False
     ) -> tuple[Caller, str]:
-        """Who asks, and with which adapter. Of a message whose sender may not ask, only names are read.
+        """The caller, and the adapter that it names.
+
+        Only names are read from the message before the key's scope is checked.
 
         Raises ModelNotFound, InvalidRequest, ScopeDenied.
         """
@@ -307,7 +309,7 @@ class GenerationServicer:
 
 
 async def _collected(deltas: Answers) -> list[tuple[int, replies.Collected]]:
-    """Whole answers, by their index."""
+    """Waits for the whole answers, and sorts them by their index."""
     answers: dict[int, replies.Collected] = {}
     async with aclosing(deltas):
         async for index, delta in deltas:

@@ -51,7 +51,7 @@ class KeyHolder:
 
 
 class Tokens:
-    """Whom the tokens of an issuer name."""
+    """Finds the key holder that a token of an issuer names."""
 
     def __init__(self, rules: TokenRules, keys: IssuerKeys) -> None:
         self._rules = rules

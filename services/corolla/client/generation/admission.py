@@ -47,7 +47,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks.
+    """The caller of one request.
 
     Attributes:
         until_s: when it no longer waits, by the event loop's clock.

@@ -44,8 +44,8 @@ from corolla.v1 import blocks_pb2, common_pb2, router_pb2
 from corolla.wire.adapter_version import AdapterVersion
 
 NextPrompt = Callable[[router_pb2.SessionRecord], tuple[int, Sequence[int]]]
-"""A session's record to its new token log, and how many of its first tokens are those of the old one. The record of a
-request without a session is empty."""
+"""Takes a session's record, which is empty for a request without a session. Returns how many first tokens the new token
+log shares with the old one, and the new log."""
 
 RecordTurn = Callable[[router_pb2.SessionRecord, Message], None]
 """Writes a finished turn's answer into the record."""

@@ -14,7 +14,7 @@ Prompt = TypeVar("Prompt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerRequest(Generic[Prompt]):
-    """Who asks, for what, how answers are to be made and when they end.
+    """A caller, its prompt, and how its answers are made and end.
 
     Attributes:
         num_bytes: of the message.

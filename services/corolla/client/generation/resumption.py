@@ -32,7 +32,7 @@ class Resumption:
         return self._digest("turn", tenant).hex()[:32] if self.request_id else ""
 
     def seeded(self, params: SamplingParams, tenant: str) -> SamplingParams:
-        """With a seed wherever there is a name, so that whoever answers draws the same numbers."""
+        """Adds a seed for a request that has a name, so that every client service draws the same numbers for it."""
         if params.seed is not None or not self.request_id:
             return params
         return replace(params, seed=int.from_bytes(self._digest("seed", tenant)[:7]))

@@ -28,9 +28,9 @@ _CALLERS_FAULTS: Final = MappingProxyType(
         "RESOURCE_EXHAUSTED": 429,
     }
 )
-"""Statuses by gRPC's code, of errors that are the caller's fault."""
+"""HTTP statuses of errors that are the caller's fault, by gRPC's code."""
 _OTHER_FAULTS: Final = MappingProxyType({"INTERNAL": 500, "DATA_LOSS": 500, "DEADLINE_EXCEEDED": 504})
-"""Of others; 503 by every other code."""
+"""HTTP statuses of all other errors, by gRPC's code. Codes that are not here give 503."""
 _TYPES: Final = MappingProxyType(
     {
         400: "invalid_request_error",
@@ -50,7 +50,7 @@ _TYPES: Final = MappingProxyType(
 _CODES: Final = MappingProxyType(
     {"INTERNAL": "internal_error", "QUOTA_EXCEEDED": "rate_limit_exceeded", "UNAUTHENTICATED": "invalid_api_key"}
 )
-"""By the label of the error tree, where OpenAI has another name than that."""
+"""OpenAI's codes by the label of the error tree, where the two differ."""
 
 CLIENT_CLOSED: Final = 499
 """What metrics say of a request whose caller has left."""
