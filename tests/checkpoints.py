@@ -277,7 +277,7 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
         "ffn_config": {"hidden_size": HIDDEN_SIZE, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "axk1": {**_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1},
-    # As many keys as a whole text has: of more, equal tokens are equally good, and torch chooses by its shapes.
+    # It keeps all keys of a text. Where it drops some, equal tokens tie, and torch breaks ties by a tensor's shape.
     "doge": {"keep_window_size": 512},
     "granite_swa": {**_GRANITE, **_WINDOW},
     "granitemoe_swa": {

@@ -124,7 +124,7 @@ async def test_models_are_listed_and_named_with_their_adapters(swarm: Swarm, lla
             listed = [each.name for each in await client.models()]
             return listed == ["tiny", "tiny:one", "tiny:three", "tiny:two"]
 
-        # Of one that was registered just now, a client service learns with the placement.
+        # The client service learns of an adapter with the next placement.
         await until(are_listed)
         assert (await client.model("tiny:two")).adapter == "two"
         generation = await client.generate(PROMPT, model="tiny:two", max_tokens=NUM_TOKENS, ignore_eos=True)

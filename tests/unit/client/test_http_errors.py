@@ -30,7 +30,7 @@ LABELS = {
     },
     504: {"DEADLINE_EXCEEDED"},
 }  # fmt: skip
-"""By status."""
+"""Labels of the error tree by their HTTP status."""
 
 
 def tree(root: type[errors.CorollaError]) -> Iterator[type[errors.CorollaError]]:
@@ -45,7 +45,7 @@ KINDS = list(dict.fromkeys(tree(errors.CorollaError)))
 
 
 def made(kind: type[errors.CorollaError]) -> errors.CorollaError:
-    """As a peer's word for it is read."""
+    """An error of this kind, made as from a peer's answer."""
     return from_reason(kind.reason, "it failed")
 
 
