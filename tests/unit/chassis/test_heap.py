@@ -5,10 +5,18 @@ import gc
 import mmap
 import sys
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
 from corolla.chassis import heap
+
+
+@pytest.fixture(autouse=True)
+def _stays_settled() -> Iterator[None]:
+    """Lets the collector pass over what the test session has imported again, as it did before the test."""
+    yield
+    heap.settle()
 
 
 class Node:
