@@ -1,6 +1,7 @@
 """A real model with a vocabulary of 262,144 tokens and windows of 512, served by `corolla up`."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,28 +33,26 @@ CASES: dict[str, tuple[str, Sampling]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningUp]:
-    running = RunningUp(tmp_path_factory.mktemp("up"), "--model", str(gemma_checkpoint()), "--servers", "2")
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[RunningUp]:
+    running = RunningUp(tmp_path, "--model", str(gemma_checkpoint()), "--servers", "2")
     yield running
     assert running.end() == 0
 
 
-@pytest.fixture(scope="module")
-def unsplit() -> Unsplit:
-    return Unsplit(unpacked_gemma())
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_it_answers_as_the_unsplit_model(up: RunningUp, unsplit: Unsplit, name: str) -> None:
-    text, sampling = CASES[name]
-    prompt_ids = unsplit.encode(text)
-    assert (len(prompt_ids) > 512) == (name == "beyond the window")
-    expected = unsplit.generate(prompt_ids, NUM_NEW_TOKENS, sampling)
-    assert smallest_gap(expected, sampling) > SAFE_GAP, "a tie proves nothing; take another prompt"
+def test_it_answers_as_the_unsplit_model_and_the_server_of_the_head_has_the_fewest_blocks(up: RunningUp) -> None:
+    unsplit = Unsplit(unpacked_gemma())
+    with router_stub(up.addresses["router"]) as stub:
+        placement = stub.GetPlacement(router_pb2.GetPlacementRequest())
+    assert sorted(str(Span.of(each.span)) for each in placement.servers) == ["0:17", "17:18"]
     with Client(up.addresses["client"]) as client:
-        answer = client.generate(text, max_tokens=NUM_NEW_TOKENS, **sampling)
-    assert list(answer.token_ids) == expected.token_ids
+        for name, (text, sampling) in CASES.items():
+            prompt_ids = unsplit.encode(text)
+            assert (len(prompt_ids) > 512) == (name == "beyond the window")
+            expected = unsplit.generate(prompt_ids, NUM_NEW_TOKENS, sampling)
+            assert smallest_gap(expected, sampling) > SAFE_GAP, "a tie proves nothing; take another prompt"
+            answer = client.generate(text, max_tokens=NUM_NEW_TOKENS, **sampling)
+            assert list(answer.token_ids) == expected.token_ids, name
 
 
 def test_auto_gives_the_server_of_the_head_fewer_blocks() -> None:
@@ -70,9 +69,3 @@ def test_auto_gives_the_server_of_the_head_fewer_blocks() -> None:
     assert uncovered(servers, 18) == []
     first, within, last = sorted((each.span for each in servers), key=lambda span: span.start)
     assert max(len(first), len(last)) <= 5 < len(within)
-
-
-def test_the_server_of_the_head_has_the_fewest_blocks(up: RunningUp) -> None:
-    with router_stub(up.addresses["router"]) as stub:
-        placement = stub.GetPlacement(router_pb2.GetPlacementRequest())
-    assert sorted(str(Span.of(each.span)) for each in placement.servers) == ["0:17", "17:18"]
