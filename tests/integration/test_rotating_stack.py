@@ -26,7 +26,7 @@ from tests.identities import Identities
 from tests.reference import Sampling, Unsplit
 
 NUM_ROTATIONS: Final = int(os.environ.get("COROLLA_TEST_ROTATIONS", "2"))
-NUM_STREAMS: Final = int(os.environ.get("COROLLA_TEST_STREAMS", "8"))
+NUM_STREAMS: Final = int(os.environ.get("COROLLA_TEST_STREAMS", "4"))
 PERIOD_S: Final = 15.0
 LIFE: Final = datetime.timedelta(seconds=3 * PERIOD_S)
 TAKEN_S: Final = 6.0
