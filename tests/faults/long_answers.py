@@ -29,8 +29,8 @@ class LongRepertoire:
     async def undisturbed(self, question: Question, num_tokens: int) -> list[int]:
         """The first tokens of the answer. Nothing may be broken meanwhile."""
         if len(self._undisturbed[question]) < num_tokens:
-            # Others will be a little longer; what has all tokens of the longest answer serves them too.
-            longer = Question(question.prompt, min(_MAX_TOKENS, num_tokens * 3 // 2), question.options)
+            # Others will be a little longer: these tokens serve them, too.
+            longer = Question(question.prompt, min(_MAX_TOKENS, num_tokens * 5 // 4), question.options)
             answer = Answer(longer)
             await listen(self.stand.client, answer)
             self._undisturbed[question] = answer.token_ids
