@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc
@@ -114,9 +113,7 @@ class AsyncCalls:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_failure: object) -> None:
         await self.close()
 
     async def _call(
