@@ -68,10 +68,10 @@ def test_sessions_that_lose_the_same_server_together_are_one_entry() -> None:
     log.add(report(0.1))
     log.add(report(0.3, ()))
     log.add(report(0.2))
-    assert [(each.number, each.num_sessions, each.seconds) for each in log] == [(1, 2, 0.2), (2, 1, 0.3)]
+    assert [(each.number, each.answers, each.seconds) for each in log] == [(1, 2, 0.2), (2, 1, 0.3)]
     now_s += TOGETHER_S
     log.add(report(0.4))
-    assert [(each.number, each.began_s) for each in log] == [(1, 1000.0), (2, 1000.0), (3, now_s)]
+    assert [(each.number, each.time) for each in log] == [(1, 1000.0), (2, 1000.0), (3, now_s)]
 
 
 def test_old_recoveries_make_way_for_new_ones() -> None:
