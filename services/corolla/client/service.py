@@ -39,11 +39,11 @@ from corolla.client.generation.waiting_line import WaitingLine
 from corolla.client.http.door import Door
 from corolla.client.http.exchange import HeldBytes, Limits
 from corolla.client.http.metrics import HttpMetrics
+from corolla.client.http.openapi import router
 from corolla.client.http.origins import OwnPages
 from corolla.client.http.placement_facts import PlacementFacts, placement_facts
 from corolla.client.http.placement_stream import PlacementStream
 from corolla.client.http.recovery_log import RecoveryLog
-from corolla.client.http.routes import router
 from corolla.client.http.server import HttpServer
 from corolla.client.http.surface import Surface
 from corolla.client.metrics import ClientMetrics

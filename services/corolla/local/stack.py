@@ -12,7 +12,6 @@ import grpc
 
 from corolla.chassis.errors import StartupError
 from corolla.local import processes, readiness
-from corolla.local.events import Report, StackEvent, ignore
 from corolla.local.fork_server import Exit, ForkServer
 from corolla.local.identities import StackIdentities
 from corolla.local.log_files import LogFile
@@ -26,7 +25,7 @@ from corolla.local.options import (
 from corolla.local.ports import Ports
 from corolla.local.processes import LOOPBACK, ManagedProcess
 from corolla.local.redis_server import write_configuration
-from corolla.local.supervisor import Supervisor
+from corolla.local.supervisor import Report, StackEvent, Supervisor, ignore
 from corolla.trust.loopback import VARIABLE
 from corolla.trust.workload import Role
 from corolla.v1 import router_pb2

@@ -7,8 +7,7 @@ from itertools import count
 
 import pytest
 
-from corolla.chain.moved_blocks import MovedBlocks
-from corolla.chain.recovery_budget import RecoveryReport
+from corolla.chain.recovery_budget import MovedBlocks, RecoveryReport
 from corolla.chassis.errors import QueueFull, ServiceStopping, Unauthenticated
 from corolla.client.api.tenants import KeyHolder
 from corolla.client.http.placement_facts import PlacementFacts, name_of, placement_facts
