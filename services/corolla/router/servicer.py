@@ -135,7 +135,7 @@ class RouterServicer:
         model = request.model or await self._only_model()
         if not model:
             return pb.Placement()
-        placement = (await self._registry.snapshot_with_adapters(model)).placement()
+        placement = (await self._registry.snapshot(model, with_adapters=True)).placement()
         return shown_to(workload_of_call(call.context.auth_context()), placement)
 
     async def _only_model(self) -> str:
