@@ -369,11 +369,11 @@ class ChainSessions:
         routes: Routes,
         plane: DataPlane,
         limits: ChainLimits,
-        on_recovery: Callable[[RecoveryReport], None],
+        on_recovery: Callable[[RecoveryReport], None] = lambda report: None,
     ) -> None:
-        self._reservations = Reservations(routes, plane, limits)
-        replayer = Replayer(self._reservations, plane, limits)
-        self._recovery = Recovery(routes, self._reservations, replayer, plane.handovers, limits, on_recovery)
+        self.reservations = Reservations(routes, plane, limits)
+        replayer = Replayer(self.reservations, plane, limits)
+        self.recovery = Recovery(routes, self.reservations, replayer, plane.handovers, limits, on_recovery)
         self._plane = plane
         self._limits = limits
         self._on_pace = routes.observe_pace
@@ -408,9 +408,9 @@ class ChainSessions:
             sampler.pauses_at = short_length + 1
         open_options = replace(open_options, samplers=[sampler], long_factors=long_factors)
         session = ChainSession(
-            await self._reservations.reserve([identity], open_options, until_s),
+            await self.reservations.reserve([identity], open_options, until_s),
             self._plane,
-            self._recovery,
+            self.recovery,
             RecoveryBudget(self._limits.max_recoveries, on_recovery, until_s),
             self._limits,
             sampler,
