@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from corolla.client.http import chat_replies
+from corolla.client.http import chat_replies, completions
 from corolla.client.http.response_replies import Reply
 from corolla.client.http.responses import ResponseRequest
 from corolla.v1 import generation_pb2 as pb

@@ -2,13 +2,13 @@
 
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, Field
 
 from corolla.chassis.errors import InvalidRequest
 from corolla.client.http.answers import DONE, FINISH_REASONS, Usage, compact, escaped, ids_text, new_id, now_s, usage_of
-from corolla.client.http.fields import AnswerFields, ListOf, ResponseFormat, TokenId, response_format
+from corolla.client.http.fields import AnswerFields, Int32, ListOf, ResponseFormat, TokenId, response_format
 from corolla.v1 import generation_pb2 as pb
 
 MAX_PROMPTS: Final = 64
@@ -20,7 +20,7 @@ class CompletionRequest(AnswerFields):
     prompt: str | ListOf[str] | ListOf[TokenId] | ListOf[ListOf[TokenId]] = Field(
         description=f"A text or token ids, or up to {MAX_PROMPTS} of them; with a session_id just one."
     )
-    logprobs: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = Field(None, description="0 to 20.")
+    logprobs: Int32 | None = Field(None, description="0 to 20.")
     response_format: ResponseFormat | None = None
     echo: Literal[False] | None = Field(None, description="Prompts are not repeated.")
     suffix: Literal[""] | None = Field(None, description="Texts are not inserted.")
