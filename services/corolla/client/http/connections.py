@@ -91,8 +91,8 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is not None and not self.speaker.flow.read_paused:
             self._transport.resume_reading()
 
-    def eof_received(self) -> bool | None:
-        return self.speaker.eof_received()
+    def eof_received(self) -> None:
+        self.speaker.eof_received()
 
     def pause_writing(self) -> None:
         self.speaker.pause_writing()
