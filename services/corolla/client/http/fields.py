@@ -92,10 +92,6 @@ class AnswerFields(SamplingFields):
     store: bool | None = Tolerated
 
     @property
-    def streams(self) -> bool:
-        return bool(self.stream)
-
-    @property
     def has_usage(self) -> bool:
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage

@@ -111,7 +111,7 @@ class Surface:
         body = await exchange.read(ChatCompletionRequest)
         request = body.as_protocol()
         wishes = {"has_logprobs": bool(body.logprobs), "has_token_ids": body.has_token_ids}
-        if body.streams:
+        if body.stream:
             chunks = self._servicer.ChatStream(request, call)
             await exchange.stream(
                 chat_replies.events(chunks, body.model or self._model, has_usage=body.has_usage, **wishes)
@@ -158,7 +158,7 @@ class Surface:
         body = await exchange.read(CompletionRequest)
         requests = body.as_protocol()
         wishes = {"has_logprobs": body.logprobs is not None, "has_token_ids": body.has_token_ids}
-        if body.streams:
+        if body.stream:
             chunks = merge([self._servicer.GenerateStream(each, call) for each in requests])
             model, num_completions = body.model or self._model, 1 if body.n is None else body.n
             await exchange.stream(
