@@ -1,8 +1,7 @@
 """Writes the blocking Python client from the one for asyncio: `python tools/sync_client.py services/corolla/sdk`.
 
-The sources are `async_calls.py`, `async_client.py` and `async_sessions.py`. Words are replaced and `async` and `await`
-left out, as httpcore's `unasync.py` does; what differs for other reasons stands in `streams.py` and `transport.py`, by
-hand.
+The source is `async_client.py`. Words are replaced and `async` and `await` left out, as httpcore's `unasync.py` does;
+what differs for other reasons stands in `streams.py` and `transport.py`, by hand.
 """
 
 import re
@@ -12,7 +11,7 @@ from pathlib import Path
 
 SDK = Path(__file__).resolve().parent.parent / "services" / "corolla" / "sdk"
 
-WRITTEN = {f"{name}.py": f"async_{name}.py" for name in ("calls", "client", "sessions")}
+SOURCE, WRITTEN = "async_client.py", "client.py"
 
 # In this order.
 REPLACED = (
@@ -23,9 +22,8 @@ REPLACED = (
     (r"\basync (def|with|for)\b", r"\1"),
     (r"\bawait ", ""),
     (r"__a(enter|exit)__", r"__\1__"),
-    (r"\bAsync(Calls|Client|Session|Chat|Stream|ApiKey)\b", r"\1"),
+    (r"\bAsync(Client|Session|Chat|Stream|ApiKey)\b", r"\1"),
     (r"\basync_(begun|call_metadata)\b", r"\1"),
-    (r"corolla\.sdk\.async_", "corolla.sdk."),
     (r"from grpc import aio\n", ""),
     (r"\baio\.", "grpc."),
     (r"import asyncio\n", "import threading\n"),
@@ -36,16 +34,16 @@ REPLACED = (
 )
 
 
-def blocking(source: str, name: str) -> str:
-    """The blocking twin of a module's text; `name` is the module's."""
+def blocking(source: str) -> str:
+    """The blocking twin of the module's text."""
     for pattern, replacement in REPLACED:
         source = re.sub(pattern, replacement, source)
     docstring, rest = source.split("\n", 1)
-    note = f"# Written by tools/sync_client.py from {name}; change that, then run `make sync-client`."
+    note = f"# Written by tools/sync_client.py from {SOURCE}; change that, then run `make sync-client`."
     text = f"{docstring}\n\n{note}\n{rest}"
     for command in (["check", "--quiet", "--select", "I", "--fix"], ["format", "--quiet"]):
         done = subprocess.run(
-            ["ruff", *command, "--stdin-filename", str(SDK / "client.py"), "-"],
+            ["ruff", *command, "--stdin-filename", str(SDK / WRITTEN), "-"],
             input=text, capture_output=True, text=True, check=True,
         )  # fmt: skip
         text = done.stdout
@@ -53,8 +51,7 @@ def blocking(source: str, name: str) -> str:
 
 
 def main(folder: Path) -> None:
-    for written, source in WRITTEN.items():
-        (folder / written).write_text(blocking((SDK / source).read_text(), source))
+    (folder / WRITTEN).write_text(blocking((SDK / SOURCE).read_text()))
 
 
 if __name__ == "__main__":

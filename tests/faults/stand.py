@@ -15,13 +15,13 @@ from pathlib import Path
 
 import grpc
 
-from corolla.local.events import StackEvent
 from corolla.local.log_files import LogFile
 from corolla.local.options import StackOptions
 from corolla.local.ports import Ports
 from corolla.local.processes import ManagedProcess, client_process
 from corolla.local.readiness import knows_a_chain
 from corolla.local.stack import Stack
+from corolla.local.supervisor import StackEvent
 from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import blocks_pb2, blocks_pb2_grpc, router_pb2
 from tests.checkpoints import make_tiny_checkpoint

@@ -17,7 +17,6 @@ from corolla.block_server.books import Breach
 from corolla.block_server.handover.link import HandoverLink
 from corolla.block_server.service import BlockServer
 from corolla.block_server.settings import BlockServerSettings
-from corolla.client.api.servicer import FAREWELL_S
 from corolla.client.bounds import USUAL_BOUNDS, ClientBounds
 from corolla.client.service import ClientService
 from corolla.client.settings import ClientSettings
@@ -209,15 +208,13 @@ class Swarm:
         self.servers.append(server)
         return server
 
-    async def add_client(
-        self, *, bounds: ClientBounds | None = None, farewell_s: float = FAREWELL_S, **settings_of_this: Any
-    ) -> ClientService:
+    async def add_client(self, *, bounds: ClientBounds | None = None, **settings_of_this: Any) -> ClientService:
         tls_dir = self._tls_dir(Role.CLIENT, len(self._wires))
         given = {"port": 0, "model": self._model, **_HERE, "tls_dir": tls_dir, **self._client_settings}
         given |= settings_of_this
         settings = ClientSettings(router=self.router_address, **given)
         wires = Wires(Network.of(settings.tls_dir))
-        client = ClientService(settings, network=wires.network, bounds=bounds or self._bounds, farewell_s=farewell_s)
+        client = ClientService(settings, network=wires.network, bounds=bounds or self._bounds)
         self._wires[client] = wires
         await client.start()
         self.clients.append(client)

@@ -14,8 +14,7 @@ import pytest_asyncio
 import torch
 
 from corolla.models.demo import demo_checkpoint
-from corolla.sdk.async_client import AsyncClient
-from corolla.sdk.async_sessions import AsyncChat
+from corolla.sdk.async_client import AsyncChat, AsyncClient
 from corolla.sdk.results import FinishReason, Reply
 from tests.integration.swarm import Swarm
 from tests.reference import Sampling, Unsplit

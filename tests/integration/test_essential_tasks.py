@@ -17,10 +17,10 @@ from grpc_health.v1 import health_pb2
 from corolla import Client
 from corolla.chassis.failpoints import VARIABLE
 from corolla.chassis.lifecycle import EXIT_FAILED
-from corolla.local.events import StackEvent
 from corolla.local.options import StackOptions
 from corolla.local.ports import Ports, is_free
 from corolla.local.stack import Stack
+from corolla.local.supervisor import StackEvent
 from tests.checkpoints import make_tiny_checkpoint
 
 Answer = TypeVar("Answer")

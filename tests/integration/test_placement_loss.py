@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from corolla.block_server.service import BlockServer
 from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import NoChain, NonFiniteOutput, RouterUnavailable
+from corolla.client.bounds import ClientBounds
 from corolla.local.ports import Ports
 from corolla.router.service import RouterProcess
 from corolla.sdk.async_client import AsyncClient
@@ -194,7 +195,7 @@ async def test_a_recovery_waits_no_longer_than_its_caller(
     async with AsyncExitStack() as stack:
         swarm = await stack.enter_async_context(Swarm(tmp_path, model, ["0:2", "2:5"], num_clients=0))
         # The machine may pause in just the moment in which the caller can still be told.
-        await swarm.add_client(farewell_s=3.0)
+        await swarm.add_client(bounds=ClientBounds(farewell_s=3.0))
         await swarm.until_ready()
         channel = await stack.enter_async_context(open_channel(swarm.address))
         stopping = pb.StoppingParameters(max_tokens=5000, ignore_eos=True, time_limit_ms=time_limit_ms)

@@ -1,12 +1,10 @@
 """Sequences that are open together on the hops of a chain: of a client service's session one, of a batch all rows."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from corolla.chain.history import History
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.recovery import Recovery
-from corolla.chain.recovery_budget import RecoveryBudget
 from corolla.chain.reservations import ChainBinding
 from corolla.chain.streams import DataPlane
 from corolla.chassis.errors import CorollaError, HopLeaving
@@ -36,14 +34,14 @@ class OpenSequences:
         """As which they are open on every hop, or are about to be."""
         return self._binding.identities
 
-    async def with_recovery(
+    async def _with_recovery(
         self, take_step: Callable[[], Awaitable[Result]], recover: Callable[[CorollaError], Awaitable[None]]
     ) -> Result:
         """Takes a step, again after each failure that a recovery repairs; raises the others.
 
         Args:
-            recover: brings the sequences back, as by `recover`, or raises why not. It is also called before a step is
-                sent, where a hop has handed some of them over.
+            recover: brings the sequences back, or raises why not. It is also called before a step is sent, where a hop
+                has handed some of them over.
         """
         while True:
             try:
@@ -53,26 +51,11 @@ class OpenSequences:
             except CorollaError as failure:
                 await recover(failure)
 
-    async def recover(
-        self,
-        sequences: Sequence[History],
-        failure: CorollaError,
-        budget: RecoveryBudget,
-        ambiguous: frozenset[int] = frozenset(),
-    ) -> None:
-        """Brings all back after a failure, or raises why not.
-
-        Args:
-            sequences: the past of each.
-            ambiguous: the numbers of those of which hops hold nothing that anybody could be sure of.
-        """
-        await self._recovery.recover(self._binding, sequences, failure, budget, ambiguous)
-
-    def holders(self, number: int = 0) -> list[common_pb2.Hop]:
+    def _holders(self, number: int = 0) -> list[common_pb2.Hop]:
         """The hops that hold one of them, also where one has just handed it over."""
         return self._plane.handovers.hops_holding(self.chain, self._binding.open_identities[number])
 
     def close(self) -> None:
         """Frees all on every hop."""
         for number, identity in enumerate(self.identities):
-            self._plane.close_session(self.holders(number), identity)
+            self._plane.close_session(self._holders(number), identity)

@@ -9,9 +9,8 @@ from typing import Final
 
 from corolla.chain.handovers import Handovers
 from corolla.chain.history import History
-from corolla.chain.moved_blocks import moved_blocks
 from corolla.chain.quarantine import LostServers
-from corolla.chain.recovery_budget import RECOVERABLE, RecoveryBudget, RecoveryReport
+from corolla.chain.recovery_budget import RECOVERABLE, RecoveryBudget, RecoveryReport, moved_blocks
 from corolla.chain.recovery_plan import CLIENT, HopState, plan_lanes
 from corolla.chain.replay import Replayer
 from corolla.chain.reservations import LONGEST_BUSY_PAUSE_S, ChainBinding, ChainLimits, NotOpened, Reservations

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from corolla.chain.moved_blocks import MovedBlocks
 from corolla.chassis.errors import (
     CorollaError,
     HopLeaving,
@@ -19,6 +18,7 @@ from corolla.chassis.errors import (
     RouteUnknown,
     StepFailed,
 )
+from corolla.v1 import common_pb2
 from corolla.wire.span import Span
 
 RECOVERABLE: Final = (
@@ -37,6 +37,26 @@ MAX_DEATHS: Final = 2
 
 MAX_REPLAY_DEATHS: Final = 4
 """Servers that may die while they get a request's past, which others have borne. More than that is no chance."""
+
+
+@dataclass(frozen=True, slots=True)
+class MovedBlocks:
+    """A run of blocks that went from one server to another one; both by their ids."""
+
+    blocks: Span
+    lost: str
+    found: str
+
+
+def moved_blocks(before: common_pb2.Chain, after: common_pb2.Chain) -> tuple[MovedBlocks, ...]:
+    """The longest runs that went from the same server to the same one, in order. Both chains cover the same blocks."""
+    return tuple(
+        MovedBlocks(Span(max(lost.span.start, found.span.start), end), lost.server_id, found.server_id)
+        for lost in before.hops
+        for found in after.hops
+        if lost.server_id != found.server_id
+        and max(lost.span.start, found.span.start) < (end := min(lost.span.end, found.span.end))
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,10 @@
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol
 
 from corolla.chain.history import TokenHistory
 from corolla.chain.identity import SessionIdentity
@@ -27,8 +27,6 @@ from corolla.decoding.sampler_record import SamplerRecord
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.page_hashes import TextDigests
-
-Result = TypeVar("Result")
 
 MIN_CHUNK_TOKENS: Final = 64
 """Fewer rows than this multiply a matrix at a clearly higher price each."""
@@ -58,7 +56,7 @@ class TokenReader(Protocol):
         """Takes the next token; whether another one is wanted behind it."""
 
 
-class ChainSession:
+class ChainSession(OpenSequences):
     """A session that is open on every hop of a chain. Its last hop chooses the tokens.
 
     `position` is the one authoritative count of processed tokens: it moves when a step came back from the last hop, and
@@ -81,11 +79,8 @@ class ChainSession:
         sampler: SamplerRecord,
         on_pace: Callable[[common_pb2.Chain, float], None],
     ) -> None:
+        super().__init__(binding, plane, recovery)
         self.num_cached_tokens = binding.num_cached_tokens
-        self._open = OpenSequences(binding, plane, recovery)
-        self._binding = binding
-        self._plane = plane
-        self._recovery = recovery
         self._budget = budget
         self._limits = limits
         self._sampler = sampler
@@ -95,10 +90,6 @@ class ChainSession:
         self._on_pace = on_pace
         # When the first token came, and the position behind it; None where nothing follows of it.
         self._first_token: tuple[float, int] | None = None
-
-    @property
-    def chain(self) -> common_pb2.Chain:
-        return self._binding.chain
 
     @property
     def identity(self) -> SessionIdentity:
@@ -158,7 +149,7 @@ class ChainSession:
         start = self.position
         with spans.span("prefill", position=start, tokens=len(token_ids)):
             rounds = await self._with_recovery(
-                lambda: self._send_prompt(token_ids[self.position - start :], waits=waits)
+                lambda: self._send_prompt(token_ids[self.position - start :], waits=waits), self._recover
             )
         self._first_token = None if waits else (_now_s(), self.position)
         self._read(rounds.sampled, reader)
@@ -183,7 +174,7 @@ class ChainSession:
             except CorollaError as failure:
                 # Whatever hops hold by now is the prompt's beginning: they held nothing before.
                 await self._recover(failure)
-                rounds = await self._with_recovery(lambda: self._round(token_ids[-1]))
+                rounds = await self._with_recovery(lambda: self._round(token_ids[-1]), self._recover)
         self._history.append(token_ids[-1:], is_prompt=True)
         self._read(rounds.sampled, reader)
 
@@ -202,7 +193,7 @@ class ChainSession:
         else:
             if self._outgrows_short_factors:
                 await self._take_long_factors()
-            rounds = await self._with_recovery(lambda: self._round(newest_id))
+            rounds = await self._with_recovery(lambda: self._round(newest_id), self._recover)
         num_taken = self._read(rounds.sampled, reader)
         token_ids = [newest_id, *(token.token_id for token in rounds.sampled.tokens)]
         self._history.append(token_ids[:num_taken], is_prompt=False)
@@ -299,13 +290,13 @@ class ChainSession:
         """Frees the session's pages on every hop, which may keep what they hold for texts that begin alike."""
         self.end_ring()
         self._send_digests(self.position)
-        self._open.close()
+        super().close()
 
     def _send_digests(self, num_tokens: int) -> None:
         """Sends every hop the page hashes of the tokens that it holds."""
         identity = self.identity
         text = TextDigests(self._history.token_ids[:num_tokens], self._binding.open_options.cache_salt)
-        for hop in self._open.holders():
+        for hop in self._holders():
             page_tokens = self._plane.page_tokens(hop.address)
             if 0 < page_tokens <= num_tokens:
                 holds = pb.Holds(session_id=identity.session_id, epoch=identity.epoch, text=text.of(page_tokens))
@@ -315,13 +306,10 @@ class ChainSession:
     def _chunk_tokens(self) -> int:
         return min(self._limits.prefill_chunk_tokens, self._binding.max_step_tokens)
 
-    async def _with_recovery(self, take_step: Callable[[], Awaitable[Result]]) -> Result:
-        return await self._open.with_recovery(take_step, self._recover)
-
     async def _recover(self, failure: CorollaError) -> None:
         self.end_ring()
         self._first_token = None
-        await self._open.recover([self._history], failure, self._budget)
+        await self._recovery.recover(self._binding, [self._history], failure, self._budget)
 
     async def _send_prompt(self, token_ids: Sequence[int], *, waits: bool) -> RoundTokens:
         """Sends all chunks. Returns what was chosen behind the last one, with which the ring begins."""
@@ -381,11 +369,11 @@ class ChainSessions:
         routes: Routes,
         plane: DataPlane,
         limits: ChainLimits,
-        on_recovery: Callable[[RecoveryReport], None],
+        on_recovery: Callable[[RecoveryReport], None] = lambda report: None,
     ) -> None:
-        self._reservations = Reservations(routes, plane, limits)
-        replayer = Replayer(self._reservations, plane, limits)
-        self._recovery = Recovery(routes, self._reservations, replayer, plane.handovers, limits, on_recovery)
+        self.reservations = Reservations(routes, plane, limits)
+        replayer = Replayer(self.reservations, plane, limits)
+        self.recovery = Recovery(routes, self.reservations, replayer, plane.handovers, limits, on_recovery)
         self._plane = plane
         self._limits = limits
         self._on_pace = routes.observe_pace
@@ -420,9 +408,9 @@ class ChainSessions:
             sampler.pauses_at = short_length + 1
         open_options = replace(open_options, samplers=[sampler], long_factors=long_factors)
         session = ChainSession(
-            await self._reservations.reserve([identity], open_options, until_s),
+            await self.reservations.reserve([identity], open_options, until_s),
             self._plane,
-            self._recovery,
+            self.recovery,
             RecoveryBudget(self._limits.max_recoveries, on_recovery, until_s),
             self._limits,
             sampler,

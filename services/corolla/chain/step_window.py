@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Final, Generic, Self, TypeVar
 
 from corolla.chain.pending import HiddenStates, RowFuture, discard, wait_for_result
@@ -37,9 +36,7 @@ class StepWindow(Generic[Step]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, failure: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_failure: object) -> None:
         discard(future for _, futures in self._under_way for future in futures)
 
     def add(self, step: Step, futures: Sequence[RowFuture]) -> None:

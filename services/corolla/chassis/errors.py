@@ -86,9 +86,10 @@ class InvalidRequest(CorollaError):
     code = grpc.StatusCode.INVALID_ARGUMENT
     reason = "INVALID_REQUEST"
     is_callers_fault = True
+    violations: Sequence[tuple[str, str]] = ()
 
     def __init__(self, field: str, description: str, *more: tuple[str, str]) -> None:
-        self.violations: Sequence[tuple[str, str]] = ((field, description), *more)
+        self.violations = ((field, description), *more)
         super().__init__("; ".join(f"{name}: {text}" for name, text in self.violations))
 
 
@@ -179,6 +180,7 @@ class ResourceNotFound(CorollaError):
     reason = "NOT_FOUND"
     is_callers_fault = True
     resource_type: ClassVar[str] = "resource"
+    resource_name = ""
 
     def __init__(self, message: str, resource_name: str = "") -> None:
         super().__init__(message)
@@ -310,9 +312,12 @@ class HopUnavailable(CorollaError):
     reason = "HOP_UNAVAILABLE"
     retry_after_default_s = 1.0
 
+    reporter = ""
+    """Who could not reach it; empty where our stream broke."""
+
     def __init__(self, message: str, address: str = "") -> None:
         super().__init__(message)
-        self.address, self.reporter = address, ""  # reporter: who could not reach it; empty where our stream broke
+        self.address = address
 
 
 class RouteUnknown(HopUnavailable):

@@ -4,13 +4,14 @@ just the moment that they mean.
 `COROLLA_FAILPOINT=before_send:12` ends the process with SIGKILL when it gets there for the twelfth time.
 `COROLLA_FAILPOINT=fail:engine:12` raises InjectedFailure inside the task `engine` when it goes on for the twelfth time,
 wherever it was waiting. `fail:engine:12@/tmp/now` counts from when that file exists, so that a test is ready first.
-Without the variable nothing is counted, and passing a place costs a call of an empty function.
+Without the variable nothing is counted, and passing a place costs a call of a function.
 """
 
 import os
 import re
 import signal
 from collections.abc import Callable, Coroutine, Generator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, TypeVar, get_args
 
@@ -47,33 +48,40 @@ class InjectedFailure(BaseException):
     """What a background task fails of that was given to: a bug that no `except Exception` on its way catches."""
 
 
-def _go_on(place: Place) -> None:
-    """Nothing was asked for."""
+@dataclass(slots=True)
+class _Armed:
+    """What was asked for: the name of a place or of a task, and how often it is passed until then."""
+
+    name: str
+    is_task: bool
+    num_left: int
+    starting_file: str
+
+    def is_now(self, name: str) -> bool:
+        if name != self.name or (self.starting_file and not os.path.exists(self.starting_file)):
+            return False
+        self.num_left -= 1
+        return self.num_left == 0
 
 
-def _as_it_is(task: str, work: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
-    """Nothing was asked for."""
-    return work
-
-
-_passed: Callable[[Place], None] = _go_on
-_within: Callable[[str, Coroutine[Any, Any, Any]], Coroutine[Any, Any, Any]] = _as_it_is
+_armed: _Armed | None = None
 
 
 def passed(place: Place) -> None:
     """Says that the process has got to `place`."""
-    _passed(place)
+    if _armed is not None and not _armed.is_task and _armed.is_now(place):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def within(task: str, work: Coroutine[Any, Any, Result]) -> Coroutine[Any, Any, Result]:
     """What the task of this name runs: `work`, and the failure where one was asked for."""
-    return _within(task, work)
+    return _fail(work, partial(_armed.is_now, task)) if _armed is not None and _armed.is_task else work
 
 
 def arm(environment: Mapping[str, str]) -> None:
     """Reads what was asked for, at the start of a process. Raises SettingsError where it is no place and no task."""
-    global _passed, _within
-    _passed, _within = _go_on, _as_it_is
+    global _armed
+    _armed = None
     given = environment.get(VARIABLE, "")
     if not given:
         return
@@ -82,26 +90,11 @@ def arm(environment: Mapping[str, str]) -> None:
     wanted, _, count = counted.partition(":")
     if wanted not in get_args(Task if is_task else Place) or not re.fullmatch(r"[1-9][0-9]{0,8}", count or "1"):
         raise SettingsError(f"{VARIABLE}={given!r}: must be such as before_send, before_send:12 or fail:engine:12")
-    num_left = int(count or "1")
+    _armed = _Armed(wanted, is_task, int(count or "1"), starting_file)
 
-    def is_now(name: str) -> bool:
-        nonlocal num_left
-        if name != wanted or (starting_file and not os.path.exists(starting_file)):
-            return False
-        num_left -= 1
-        return num_left == 0
 
-    def die(place: Place) -> None:
-        if is_now(place):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    async def fail(task: str, work: Coroutine[Any, Any, Any]) -> Any:
-        return await _Failing(work, lambda: is_now(task))
-
-    if is_task:
-        _within = fail
-    else:
-        _passed = die
+async def _fail(work: Coroutine[Any, Any, Any], is_now: Callable[[], bool]) -> Any:
+    return await _Failing(work, is_now)
 
 
 class _Failing:

@@ -6,8 +6,8 @@ gRPC reads a single request before it calls a handler, and a caller who is refus
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Container
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final
 
 import grpc
@@ -142,16 +142,9 @@ class _Responses:
 
 def _unary_unary(guard: Guard, behaviour: Any, parse: Callable[[bytes], message.Message], traced_as: str | None) -> Any:
     async def handle(requests: object, context: Context) -> Any:
-        call = guard.begin(context)
-        try:
-            await guard.let_in(call)
+        async with _guarded(guard, context) as call:
             with _span(traced_as, context):
-                response = await behaviour(parse(await _request(context)), call)
-        except BaseException as failure:
-            await _abort(context, guard.failed(call, failure))
-            raise
-        guard.done(call)
-        return response
+                return await behaviour(parse(await _request(context)), call)
 
     return handle
 
@@ -160,28 +153,31 @@ def _unary_stream(
     guard: Guard, behaviour: Any, parse: Callable[[bytes], message.Message], reader_timeout_s: float | None
 ) -> Any:
     async def handle(requests: object, context: Context) -> None:
-        call = guard.begin(context)
-        try:
-            await guard.let_in(call)
+        async with _guarded(guard, context) as call:
             responses = _Responses(behaviour(parse(await _request(context)), call), reader_timeout_s, guard.stalled)
             # The servicer's own clean-up runs now, not when the garbage collector comes by.
             async with aclosing(responses):
                 async for response in responses.generator:
                     await responses.send(response, context)
-        except BaseException as failure:
-            await _abort(context, guard.failed(call, failure))
-            raise
-        guard.done(call)
 
     return handle
+
+
+@asynccontextmanager
+async def _guarded(guard: Guard, context: Context) -> AsyncIterator[Call[Any]]:
+    """A call, let in; its caller learns what it fails of."""
+    call = guard.begin(context)
+    try:
+        await guard.let_in(call)
+        yield call
+    except BaseException as failure:
+        if (error := guard.failed(call, failure)) is not None:
+            await context.abort(error.code, error.message, trailing_metadata=trailing_metadata(error))
+        raise
+    guard.done(call)
 
 
 def _span(method: str | None, context: Context) -> spans.Span:
     if method is None or not spans.is_collected():
         return spans.NOT_SAMPLED
     return spans.served(method, trace_parent(dict(context.invocation_metadata() or ())))
-
-
-async def _abort(context: Context, error: errors.CorollaError | None) -> None:
-    if error is not None:
-        await context.abort(error.code, error.message, trailing_metadata=trailing_metadata(error))

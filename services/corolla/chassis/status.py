@@ -79,12 +79,8 @@ def from_reason(
     if isinstance(error, errors.PositionGap):
         held = facts.get("num_cached_tokens", "")
         error.held = int(held) if held.isdecimal() else 0
-    elif isinstance(error, errors.InvalidRequest):
-        error.violations = ()
-    elif isinstance(error, errors.ResourceNotFound):
-        error.resource_name = ""
     elif isinstance(error, errors.HopUnavailable):
-        error.address, error.reporter = address, ""
+        error.address = address
     return error
 
 

@@ -1,11 +1,12 @@
 """What tenants may use, from the configured file."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
 from typing import Annotated, Final, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from corolla.v1 import router_pb2 as pb
 
 _SECOND_MS: Final = 1000
 _MINUTE_MS: Final = 60_000
@@ -23,21 +24,6 @@ _GUARANTEES: Final = {"guaranteed_tokens": "reserved_tokens", "guaranteed_sequen
 """And the quota that bounds the same."""
 
 _Limit = Annotated[int, Field(ge=1, le=10**12)]
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """What a request has used of one quota so far, and whether it is refused if there is not so much left.
-
-    Attributes:
-        period_ms: in which `limit` comes anew; 0: of what is held, and given back at the request's end.
-    """
-
-    quota: str
-    amount: int
-    limit: int
-    must_fit: bool
-    period_ms: int
 
 
 class TenantLimits(BaseModel):
@@ -95,10 +81,10 @@ class TenantLimits(BaseModel):
         """Whether anything has to be counted to keep them."""
         return any(getattr(self, quota) is not None for quota in COUNTED)
 
-    def uses(self, amounts: dict[str, int], *, must_fit: bool) -> tuple[Use, ...]:
+    def uses(self, amounts: dict[str, int], *, must_fit: bool) -> tuple[pb.QuotaUse, ...]:
         """Amounts by quota; those without a limit are left out."""
         return tuple(
-            Use(quota, amount, limit, must_fit, PERIODS_MS.get(quota, 0))
+            pb.QuotaUse(quota=quota, amount=amount, limit=limit, period_ms=PERIODS_MS.get(quota, 0), must_fit=must_fit)
             for quota, amount in amounts.items()
             if (limit := getattr(self, quota)) is not None
         )

@@ -1,8 +1,9 @@
 """The options of the commands that ask a running service."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -16,59 +17,33 @@ DEFAULT_SERVER = "127.0.0.1:50051"
 _ANSWER = "How the answer is made"
 _PLACE = "Where to ask"
 
-Server = Annotated[
-    str,
-    typer.Option(
-        "--server",
-        "-s",
-        envvar="COROLLA_SERVER",
-        metavar="HOST:PORT",
-        help="The client service.",
-        rich_help_panel=_PLACE,
-    ),
-]
-ApiKey = Annotated[
-    str | None,
-    typer.Option(
-        "--api-key", envvar="COROLLA_API_KEY", help="Key, where the service wants one.", rich_help_panel=_PLACE
-    ),
-]
+
+def _place(name: str, text: str, *more_names: str, **more: Any) -> Any:
+    return typer.Option(f"--{name}", *more_names, help=text, rich_help_panel=_PLACE, **more)
+
+
+def _answer(name: str, text: str, **more: Any) -> Any:
+    return typer.Option(f"--{name}", help=text, rich_help_panel=_ANSWER, show_default=False, **more)
+
+
+_IS_FILE: Final[Mapping[str, Any]] = {"exists": True, "dir_okay": False, "readable": True}
+
+Server = Annotated[str, _place("server", "The client service.", "-s", envvar="COROLLA_SERVER", metavar="HOST:PORT")]
+ApiKey = Annotated[str | None, _place("api-key", "Key, where the service wants one.", envvar="COROLLA_API_KEY")]
 ApiKeyFile = Annotated[
     Path | None,
-    typer.Option(
-        "--api-key-file",
-        envvar="COROLLA_API_KEY_FILE",
-        help="File with key or token, read at each request, in place of --api-key.",
-        rich_help_panel=_PLACE,
-        exists=True,
-        dir_okay=False,
-        readable=True,
+    _place(
+        "api-key-file", "File with key or token, read at each request, in place of --api-key.",
+        envvar="COROLLA_API_KEY_FILE", **_IS_FILE,
     ),
-]
-Tls = Annotated[
-    bool, typer.Option("--tls", help="Encrypt, and believe the authorities of the web.", rich_help_panel=_PLACE)
-]
+]  # fmt: skip
+Tls = Annotated[bool, _place("tls", "Encrypt, and believe the authorities of the web.")]
 CaFile = Annotated[
     Path | None,
-    typer.Option(
-        "--ca-file",
-        envvar="COROLLA_CA_FILE",
-        help="Encrypt, and believe the authorities in this file (PEM).",
-        rich_help_panel=_PLACE,
-        exists=True,
-        dir_okay=False,
-        readable=True,
-    ),
+    _place("ca-file", "Encrypt, and believe the authorities in this file (PEM).", envvar="COROLLA_CA_FILE", **_IS_FILE),
 ]
-Model = Annotated[str, typer.Option("--model", "-m", help="Model, where there are several.", rich_help_panel=_PLACE)]
-Timeout = Annotated[
-    float | None, typer.Option("--timeout", help="Give up after this many seconds.", rich_help_panel=_PLACE)
-]
-
-
-def _answer(name: str, text: str) -> Any:
-    return typer.Option(f"--{name}", help=text, rich_help_panel=_ANSWER, show_default=False)
-
+Model = Annotated[str, _place("model", "Model, where there are several.", "-m")]
+Timeout = Annotated[float | None, _place("timeout", "Give up after this many seconds.")]
 
 MaxTokens = Annotated[int | None, _answer("max-tokens", "New tokens at most.")]
 Temperature = Annotated[float | None, _answer("temperature", "0 always takes the likeliest token.")]
@@ -80,15 +55,7 @@ PresencePenalty = Annotated[float | None, _answer("presence-penalty", "Above 0: 
 FrequencyPenalty = Annotated[float | None, _answer("frequency-penalty", "Above 0: fewer tokens used often.")]
 Seed = Annotated[int | None, _answer("seed", "The same seed gives the same answer.")]
 Tools = Annotated[
-    Path | None,
-    typer.Option(
-        help="Tools that the model may call: a list in JSON, as in the OpenAI API.",
-        rich_help_panel=_ANSWER,
-        show_default=False,
-        exists=True,
-        dir_okay=False,
-        readable=True,
-    ),
+    Path | None, _answer("tools", "Tools that the model may call: a list in JSON, as in the OpenAI API.", **_IS_FILE)
 ]
 ToolChoice = Annotated[str | None, _answer("tool-choice", "Whether tools are called: auto, none or required.")]
 Stop = Annotated[list[str] | None, _answer("stop", "End before this text; may be given several times.")]
@@ -98,15 +65,7 @@ Speculation = Annotated[
     str | None, _answer("speculation", "Draft tokens ahead: off, prompt_lookup or draft_model. Tokens stay the same.")
 ]
 JsonSchema = Annotated[
-    Path | None,
-    typer.Option(
-        "--json-schema",
-        help="The answer is JSON that fits the schema in this file.",
-        rich_help_panel=_ANSWER,
-        exists=True,
-        dir_okay=False,
-        readable=True,
-    ),
+    Path | None, _answer("json-schema", "The answer is JSON that fits the schema in this file.", **_IS_FILE)
 ]
 Regex = Annotated[str | None, _answer("regex", "The answer is a text that this expression matches.")]
 

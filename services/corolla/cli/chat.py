@@ -11,10 +11,9 @@ from corolla.chassis.errors import CorollaError, InvalidRequest, SessionNotFound
 from corolla.cli.advice import sentence_of
 from corolla.cli.generate import usage_text
 from corolla.cli.interruption import interruption
-from corolla.sdk.client import Client
+from corolla.sdk.client import Chat, Client
 from corolla.sdk.conversation import Turn
 from corolla.sdk.results import Message, ToolCall
-from corolla.sdk.sessions import Chat
 
 _HELP = "/reset starts a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 

@@ -1,28 +1,30 @@
 """Commands that run one service in this process."""
 
+import sys
 from typing import Annotated, Any
 
 import typer
 
 _PANEL = "Run one service"
 
+
+def _option(text: str, **more: Any) -> Any:
+    return typer.Option(help=text, show_default=False, **more)
+
+
 Settings = Annotated[
     bool, typer.Option("--settings", help="Print every setting with its variable and default, and end.")
 ]
-Port = Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.", show_default=False)]
-Host = Annotated[str | None, typer.Option(help="Address to listen on.", show_default=False)]
-MetricsPort = Annotated[int | None, typer.Option(help="Port of the metrics.", show_default=False)]
-LogLevel = Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.", show_default=False)]
-Model = Annotated[str | None, typer.Option(help="Checkpoint folder, GGUF file, hub id, or demo.", show_default=False)]
-Router = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The router.", show_default=False)]
-Dtype = Annotated[
-    str | None, typer.Option(help="float32 (fp32), bfloat16 (bf16) or float16 (fp16).", show_default=False)
-]
-Quantization = Annotated[
-    str | None, typer.Option(help="Of the block servers' weights: none, int8, int4 or packed.", show_default=False)
-]
-Threads = Annotated[int | None, typer.Option(help="Torch threads.", show_default=False)]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1.", show_default=False)]
+Port = Annotated[int | None, _option("Port to listen on; 0 takes a free one.")]
+Host = Annotated[str | None, _option("Address to listen on.")]
+MetricsPort = Annotated[int | None, _option("Port of the metrics.")]
+LogLevel = Annotated[str | None, _option("DEBUG, INFO, WARNING or ERROR.")]
+Model = Annotated[str | None, _option("Checkpoint folder, GGUF file, hub id, or demo.")]
+Router = Annotated[str | None, _option("The router.", metavar="HOST:PORT")]
+Dtype = Annotated[str | None, _option("float32 (fp32), bfloat16 (bf16) or float16 (fp16).")]
+Quantization = Annotated[str | None, _option("Of the block servers' weights: none, int8, int4 or packed.")]
+Threads = Annotated[int | None, _option("Torch threads.")]
+Device = Annotated[str | None, _option("cpu, cuda or cuda:1.")]
 
 _REST = "What has no option here is set by a variable COROLLA_...; --settings lists them all."
 
@@ -37,7 +39,7 @@ def add_to(app: typer.Typer) -> None:
 def router(
     port: Port = None,
     host: Host = None,
-    redis_url: Annotated[str | None, typer.Option(help="Redis that holds all state.", show_default=False)] = None,
+    redis_url: Annotated[str | None, _option("Redis that holds all state.")] = None,
     metrics_port: MetricsPort = None,
     log_level: LogLevel = None,
     settings: Settings = False,
@@ -54,26 +56,18 @@ def router(
 
 def block_server(
     model: Model = None,
-    blocks: Annotated[
-        str | None, typer.Option(help="start:end, or auto: the router chooses.", show_default=False)
-    ] = None,
-    capacity_blocks: Annotated[
-        int | None, typer.Option(help="How many blocks fit, when auto.", show_default=False)
-    ] = None,
+    blocks: Annotated[str | None, _option("start:end, or auto: the router chooses.")] = None,
+    capacity_blocks: Annotated[int | None, _option("How many blocks fit, when auto.")] = None,
     router: Router = None,
     port: Port = None,
     host: Host = None,
-    advertised_host: Annotated[
-        str | None, typer.Option(help="Address by which others reach this server.", show_default=False)
-    ] = None,
+    advertised_host: Annotated[str | None, _option("Address by which others reach this server.")] = None,
     dtype: Dtype = None,
     quantization: Quantization = None,
     device: Device = None,
     threads: Threads = None,
-    kv_cache_mib: Annotated[int | None, typer.Option(help="Memory for the KV cache.", show_default=False)] = None,
-    control_port: Annotated[
-        int | None, typer.Option(help="Port of gRPC, for health and status.", show_default=False)
-    ] = None,
+    kv_cache_mib: Annotated[int | None, _option("Memory for the KV cache.")] = None,
+    control_port: Annotated[int | None, _option("Port of gRPC, for health and status.")] = None,
     metrics_port: MetricsPort = None,
     log_level: LogLevel = None,
     settings: Settings = False,
@@ -96,17 +90,12 @@ def client(
     model: Model = None,
     router: Router = None,
     port: Port = None,
-    http_port: Annotated[
-        int | None, typer.Option(help="Port of HTTP, in OpenAI's dialect; 0 takes a free one.", show_default=False)
-    ] = None,
+    http_port: Annotated[int | None, _option("Port of HTTP, in OpenAI's dialect; 0 takes a free one.")] = None,
     host: Host = None,
     dtype: Dtype = None,
     quantization: Quantization = None,
     api_keys_file: Annotated[
-        str | None,
-        typer.Option(
-            help="File with a line tenant:key for each caller; a key has at least 16 characters.", show_default=False
-        ),
+        str | None, _option("File with a line tenant:key for each caller; a key has at least 16 characters.")
     ] = None,
     metrics_port: MetricsPort = None,
     log_level: LogLevel = None,
@@ -130,9 +119,16 @@ def drain(
     timeout_s: Annotated[float, typer.Option(help="Seconds to wait until it has ended.")] = 60.0,
 ) -> int:
     """Makes a block server hand its sessions over and end; waits until it is done."""
-    from corolla.cli.drain import run_drain
+    from corolla.chassis.errors import StartupError
+    from corolla.cli.control_channel import control_channel
+    from corolla.v1 import admin_pb2
+    from corolla.v1.admin_pb2_grpc import AdminServiceStub
 
-    return run_drain(address, timeout_s)
+    # The advice for a client service that does not answer, to start a stack, would mislead here.
+    with control_channel(address, StartupError(f"no block server answers at {address}")) as channel:
+        left = AdminServiceStub(channel).Drain(admin_pb2.DrainRequest(), timeout=timeout_s).num_sessions_left
+    sys.stdout.write("drained" + (f"; nobody had room for {left} sessions, they are replayed" if left else "") + "\n")
+    return 0
 
 
 def _print_settings(model: Any) -> int:

@@ -14,6 +14,7 @@ class ClientBounds:
         open_timeout_s: that a block server which lives may take to open a session, then it is avoided; far more than
             one needs that has a long step before it.
         http_read_timeout_s: in which the head of an HTTP request must have come, and then its body.
+        farewell_s: before its deadline, a caller is notified that there will be no answer.
         reader_timeout_s: that a caller may take nothing of what it is sent, with full buffers; then its answer ends.
         quota_timeout_s: that a router may take to count quotas, then the client service enforces its share.
         max_watchers: callers that watch the placement at a time, a quarter of them of one tenant where there are
@@ -27,6 +28,7 @@ class ClientBounds:
     silence_s: float = 2.0
     open_timeout_s: float = 15.0
     http_read_timeout_s: float = 30.0
+    farewell_s: float = 0.2
     reader_timeout_s: float = 120.0
     quota_timeout_s: float = 0.5
     max_watchers: int = 64

@@ -28,7 +28,7 @@ from corolla.chassis.rpc_server import RpcServer
 from corolla.chassis.tasks import TaskGroup
 from corolla.client.adapters import ModelNames
 from corolla.client.api.issuer import issuer_keys
-from corolla.client.api.servicer import FAREWELL_S, GenerationServicer
+from corolla.client.api.servicer import GenerationServicer
 from corolla.client.api.tenants import Tenants, Tokens
 from corolla.client.api.tokens import TokenRules
 from corolla.client.bounds import USUAL_BOUNDS, ClientBounds
@@ -39,11 +39,11 @@ from corolla.client.generation.waiting_line import WaitingLine
 from corolla.client.http.door import Door
 from corolla.client.http.exchange import HeldBytes, Limits
 from corolla.client.http.metrics import HttpMetrics
+from corolla.client.http.openapi import router
 from corolla.client.http.origins import OwnPages
 from corolla.client.http.placement_facts import PlacementFacts, placement_facts
 from corolla.client.http.placement_stream import PlacementStream
 from corolla.client.http.recovery_log import RecoveryLog
-from corolla.client.http.routes import router
 from corolla.client.http.server import HttpServer
 from corolla.client.http.surface import Surface
 from corolla.client.metrics import ClientMetrics
@@ -79,7 +79,6 @@ class ClientService:
     Args:
         network: to router and block servers; None: as the settings say.
         bounds: for how long it waits for others.
-        farewell_s: how long before its deadline a caller is notified that there will be no answer.
     """
 
     def __init__(
@@ -88,7 +87,6 @@ class ClientService:
         *,
         network: Network | None = None,
         bounds: ClientBounds = USUAL_BOUNDS,
-        farewell_s: float = FAREWELL_S,
     ) -> None:
         self.settings = settings
         if settings.max_held_request_bytes < settings.max_request_bytes:
@@ -96,7 +94,6 @@ class ClientService:
         self._cache_salts = CacheSalts(settings.cache_secret.get_secret_value())
         self._network = network or Network.of(settings.tls_dir)
         self._bounds = bounds
-        self._farewell_s = farewell_s
         self._hub = Hub(settings.offline, settings.hub_patience_s)
         self._tokens = _tokens(settings, bounds)
         self._tenants = Tenants(settings.api_keys_file, self._tokens)
@@ -233,7 +230,7 @@ class ClientService:
         )  # fmt: skip
         servicer = GenerationServicer(
             model, self._quotas, answering, tokenizations, transcripts, sessions, placement, tokenizer,
-            chat, self._cache_salts, farewell_s=self._farewell_s,
+            chat, self._cache_salts, farewell_s=bounds.farewell_s,
         )  # fmt: skip
         service = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
         handler = service_handler(

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from corolla.chassis.errors import InvalidRequest
-
 
 class FinishReason(StrEnum):
     """Why an answer ended. The values are labels of metrics and of the command line's JSON."""
@@ -26,21 +24,12 @@ class StopDecider:
         max_new_tokens: at least 1.
         eos_token_ids: the tokens by which the model itself ends an answer; `ignore_eos` continues after them.
         time_limit_s: seconds that the answer may take; None for no limit.
-
-    Raises:
-        InvalidRequest: a limit is out of range.
     """
 
     max_new_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     time_limit_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise InvalidRequest("max_new_tokens", "must be at least 1")
-        if self.time_limit_s is not None and not self.time_limit_s > 0:
-            raise InvalidRequest("time_limit_s", "must be more than 0 seconds")
 
     def finish_reason(self, token_id: int, num_generated_tokens: int, elapsed_s: float = 0.0) -> FinishReason | None:
         """Why the answer ends with `token_id`, its newest token of `num_generated_tokens`, or None when it continues.
@@ -62,14 +51,11 @@ class StopMatcher:
     The match that is complete first wins; of several that are complete at the same character, the longest. So the
     result does not depend on how the text was cut into pieces.
 
-    Raises:
-        InvalidRequest: a stop sequence is empty.
+    Args:
+        stop_sequences: none of them empty.
     """
 
     def __init__(self, stop_sequences: Sequence[str]) -> None:
-        for index, sequence in enumerate(stop_sequences):
-            if not sequence:
-                raise InvalidRequest(f"stop_sequences[{index}]", "must not be empty")
         self._sequences = tuple(dict.fromkeys(stop_sequences))
         self._max_held_chars = max((len(sequence) for sequence in self._sequences), default=1) - 1
         self._held = ""

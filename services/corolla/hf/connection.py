@@ -17,10 +17,8 @@ from corolla.chain.cache_salts import CacheSalts
 from corolla.chain.control import ControlPlane
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.placement import PlacementWatch
-from corolla.chain.recovery import Recovery
-from corolla.chain.recovery_budget import RecoveryBudget, RecoveryReport
-from corolla.chain.replay import Replayer
-from corolla.chain.reservations import ChainLimits, OpenOptions, Reservations
+from corolla.chain.recovery_budget import RecoveryBudget
+from corolla.chain.reservations import ChainLimits, OpenOptions
 from corolla.chain.routes import Routes
 from corolla.chain.session import ChainSession, ChainSessions
 from corolla.chain.streams import DataPlane
@@ -204,7 +202,7 @@ class Connection:
     ) -> AsyncIterator[ChainSession]:
         """A session on a chain whose last hop chooses the tokens; the hops free it with the context."""
         identity = SessionIdentity(secrets.token_bytes(16), 1, tenant)
-        async with self._planes.sessions.open(identity, open_options, sampler, _ignore) as session:
+        async with self._planes.sessions.open(identity, open_options, sampler, lambda report: None) as session:
             try:
                 yield session
             finally:
@@ -231,17 +229,17 @@ class Connection:
                 identities = (*kept, *(replace(identity, epoch=kept[0].epoch) for identity in new))
                 open_options = replace(open_options, recorded_chain=earlier.chain, only_chain=earlier.chain)
             try:
-                binding = await self._planes.reservations.reserve(identities, open_options)
+                binding = await self._planes.sessions.reservations.reserve(identities, open_options)
                 break
             except BaseException as failure:
                 if earlier is None:
                     raise
                 # Its hops keep what was opened on a chain that has sessions already; those that are new go.
-                self._planes.reservations.give_back(identities[len(kept) :], earlier.chain.hops)
+                self._planes.sessions.reservations.give_back(identities[len(kept) :], earlier.chain.hops)
                 if not isinstance(failure, CorollaError):
                     raise
                 await earlier.recover(failure, budget)
-        return RowGroup(binding, self._planes.data, self._planes.recovery, LIMITS, earlier)
+        return RowGroup(binding, self._planes.data, self._planes.sessions.recovery, LIMITS, earlier)
 
 
 class _Planes:
@@ -266,10 +264,8 @@ class _Planes:
         )
         self.tasks.start_essential(placement.run, "placement_watch")
         self.routes = Routes(self.control, placement, model.fingerprint, model.num_blocks)
-        self.reservations = Reservations(self.routes, self.data, chain_limits)
-        replayer = Replayer(self.reservations, self.data, chain_limits)
-        self.recovery = Recovery(self.routes, self.reservations, replayer, self.data.handovers, chain_limits)
-        self.sessions = ChainSessions(self.routes, self.data, chain_limits, _ignore)
+        # Nobody here asks for recoveries: the caller gets the same tokens.
+        self.sessions = ChainSessions(self.routes, self.data, chain_limits)
 
     async def close(self) -> None:
         await self.tasks.close()
@@ -281,7 +277,3 @@ class _Planes:
 async def _connect(model: ServedModel) -> _Planes:
     """In the thread, whose event loop they are of."""
     return _Planes(model)
-
-
-def _ignore(report: RecoveryReport) -> None:
-    """A recovery is nobody's business here: the caller gets the same tokens."""

@@ -1,6 +1,6 @@
 """What `generate` over remote blocks cannot do, each in one sentence. Nothing is silently left out."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from transformers import GenerationConfig
@@ -48,8 +48,8 @@ def refuse_unsupported(arguments: Mapping[str, Any], config: GenerationConfig) -
     for name, reason in _OPTIONS.items():
         if _is_asked_for(getattr(config, name, None)):
             raise ValueError(f"`{name}` is not supported over remote blocks: {reason}.")
-    for applies, sentence in _CONDITIONS:
-        if applies(arguments, config):
+    for applies, sentence in _further_refusals(arguments, config):
+        if applies:
             raise ValueError(sentence)
 
 
@@ -90,41 +90,19 @@ def _is_asked_for(value: object) -> bool:
     return value is not None and value is not False
 
 
-def _has_right_padding(arguments: Mapping[str, Any], _config: GenerationConfig) -> bool:
-    mask = arguments.get("attention_mask")
-    return mask is not None and mask.dim() == 2 and mask.shape[1] > 0 and bool((mask[:, -1] == 0).any())
-
-
-def _has_mask_by_query(arguments: Mapping[str, Any], _config: GenerationConfig) -> bool:
-    mask = arguments.get("attention_mask")
-    return mask is not None and mask.dim() != 2
-
-
-def _has_foreign_cache(arguments: Mapping[str, Any], _config: GenerationConfig) -> bool:
-    cache = arguments.get("past_key_values")
-    return cache is not None and not isinstance(cache, RemotePastKeyValues)
-
-
-def _needs_foreign_code(arguments: Mapping[str, Any], _config: GenerationConfig) -> bool:
-    return isinstance(arguments.get("custom_generate"), str)
-
-
-def _is_contrastive(_arguments: Mapping[str, Any], config: GenerationConfig) -> bool:
-    return bool(config.penalty_alpha) and (config.top_k or 0) > 1 and not config.do_sample
-
-
-def _has_beam_groups(_arguments: Mapping[str, Any], config: GenerationConfig) -> bool:
-    return (config.num_beam_groups or 1) > 1
-
-
-_CONDITIONS: Final[tuple[tuple[Callable[[Mapping[str, Any], GenerationConfig], bool], str], ...]] = (
-    (_has_right_padding, "`attention_mask` ends in padding; pad on the left (`tokenizer.padding_side = 'left'`)."),
-    (_has_mask_by_query, "`attention_mask` must have the shape [batch, tokens]; which token sees which is not free."),
-    (_has_foreign_cache, "`past_key_values` must be what this library returned: the cache of a remote session."),
-    (_needs_foreign_code, "`custom_generate` must be a function; code from a repository is never run."),
-    (
-        _is_contrastive,
-        "`penalty_alpha` (contrastive search) runs with code from the hub, and remote code is never run.",
-    ),
-    (_has_beam_groups, "`num_beam_groups` runs with code from the hub, and remote code is never run."),
-)
+def _further_refusals(arguments: Mapping[str, Any], config: GenerationConfig) -> Iterator[tuple[Any, str]]:
+    """Whether something is asked for that only a closer look tells, and the sentence for it."""
+    mask, cache = arguments.get("attention_mask"), arguments.get("past_key_values")
+    if mask is not None and mask.dim() != 2:
+        yield True, "`attention_mask` must have the shape [batch, tokens]; which token sees which is not free."
+    elif mask is not None and mask.shape[1] > 0:
+        is_padded = bool((mask[:, -1] == 0).any())
+        yield is_padded, "`attention_mask` ends in padding; pad on the left (`tokenizer.padding_side = 'left'`)."
+    is_foreign = cache is not None and not isinstance(cache, RemotePastKeyValues)
+    yield is_foreign, "`past_key_values` must be what this library returned: the cache of a remote session."
+    is_named = isinstance(arguments.get("custom_generate"), str)
+    yield is_named, "`custom_generate` must be a function; code from a repository is never run."
+    is_contrastive = config.penalty_alpha and (config.top_k or 0) > 1 and not config.do_sample
+    code = "runs with code from the hub, and remote code is never run."
+    yield is_contrastive, f"`penalty_alpha` (contrastive search) {code}"
+    yield (config.num_beam_groups or 1) > 1, f"`num_beam_groups` {code}"

@@ -16,7 +16,6 @@ from corolla.chain.streams import DataPlane
 from corolla.chassis.errors import CorollaError, InternalError, OutOfPages
 from corolla.hf.state_history import StateHistory, as_hidden_states
 from corolla.v1 import blocks_pb2 as pb
-from corolla.v1 import common_pb2
 from corolla.wire.tensors import from_payload
 
 
@@ -39,7 +38,7 @@ class RowStep:
     source: int | None = None
 
 
-class RowGroup:
+class RowGroup(OpenSequences):
     """Sequences that are open on every hop of one chain; row `i` is the binding's `i`-th identity.
 
     A step that hops lost is sent again once they are replaced and filled with what went into the first block, which
@@ -62,22 +61,12 @@ class RowGroup:
         limits: ChainLimits,
         earlier: "RowGroup | None" = None,
     ) -> None:
-        self._open = OpenSequences(binding, plane, recovery)
-        self._binding = binding
-        self._plane = plane
+        super().__init__(binding, plane, recovery)
         self._limits = limits
         self.num_cached_tokens = binding.num_cached_tokens if earlier is None else 0
         self._has_stepped = False
         known: list[StateHistory] = earlier._histories if earlier is not None else []
         self._histories: list[StateHistory] = [*known, *(StateHistory() for _ in binding.identities[len(known) :])]
-
-    @property
-    def identities(self) -> tuple[SessionIdentity, ...]:
-        return self._binding.identities
-
-    @property
-    def chain(self) -> common_pb2.Chain:
-        return self._binding.chain
 
     def raise_epoch(self) -> tuple[SessionIdentity, ...]:
         """Its sequences as they are to be opened once more. However that ends, `close` frees them."""
@@ -119,7 +108,7 @@ class RowGroup:
             if has_sent:
                 to_send[:] = [replace(row, source=None) for row in to_send]
 
-        outputs = await self._open.with_recovery(send, recover)
+        outputs = await self._with_recovery(send, recover)
         for row, past in zip(rows, pasts, strict=True):
             past.append(row.hidden)
             self._histories[row.row] = past
@@ -129,7 +118,7 @@ class RowGroup:
         self, failure: CorollaError, budget: RecoveryBudget, ambiguous: frozenset[int] = frozenset()
     ) -> None:
         """Brings all sequences back after a failure, or raises why not. Of `ambiguous` rows hops hold nothing."""
-        await self._open.recover(self._histories, failure, budget, ambiguous)
+        await self._recovery.recover(self._binding, self._histories, failure, budget, ambiguous)
 
     def _skip_cached(self, row: RowStep) -> RowStep:
         num_cached = self.num_cached_tokens
@@ -175,10 +164,6 @@ class RowGroup:
                 window.add(*self._send(rows, start, chunk_tokens))
             await window.drain()
         return [_joined(parts, row.hidden) for parts, row in zip(results, rows, strict=True)]
-
-    def close(self) -> None:
-        """Frees all sequences on every hop."""
-        self._open.close()
 
     def _send(
         self, rows: Sequence[RowStep], start: int, chunk_tokens: int

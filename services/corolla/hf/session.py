@@ -4,7 +4,6 @@ import operator
 import weakref
 from collections.abc import Sequence
 from contextvars import ContextVar
-from types import TracebackType
 from typing import Final, Self
 
 import torch
@@ -79,9 +78,7 @@ class InferenceSession:
         self.activate()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, failure: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_failure: object) -> None:
         self.deactivate()
         self.close()
 

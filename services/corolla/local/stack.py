@@ -6,14 +6,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
 from typing import Self
 
 import grpc
 
 from corolla.chassis.errors import StartupError
 from corolla.local import processes, readiness
-from corolla.local.events import Report, StackEvent, ignore
 from corolla.local.fork_server import Exit, ForkServer
 from corolla.local.identities import StackIdentities
 from corolla.local.log_files import LogFile
@@ -27,7 +25,7 @@ from corolla.local.options import (
 from corolla.local.ports import Ports
 from corolla.local.processes import LOOPBACK, ManagedProcess
 from corolla.local.redis_server import write_configuration
-from corolla.local.supervisor import Supervisor
+from corolla.local.supervisor import Report, StackEvent, Supervisor, ignore
 from corolla.trust.loopback import VARIABLE
 from corolla.trust.workload import Role
 from corolla.v1 import router_pb2
@@ -186,9 +184,7 @@ class Stack:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_failure: object) -> None:
         self.stop()
 
     def _choose_addresses(self) -> None:

@@ -3,13 +3,36 @@
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
 
 from corolla.chassis.backoff import Backoff
-from corolla.local.events import Report, StackEvent
 from corolla.local.fork_server import Exit
 from corolla.local.processes import ManagedProcess
 
 _POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class StackEvent:
+    """One thing that happened.
+
+    Attributes:
+        kind: a "step" of the start, "ready" at its end, a "problem", or what was "recovered".
+        source: the process that it is about, "model" or "stack".
+        text: for people.
+    """
+
+    kind: Literal["step", "ready", "problem", "recovered"]
+    source: str
+    text: str
+
+
+Report = Callable[[StackEvent], None]
+
+
+def ignore(_event: StackEvent) -> None:
+    """Reports nothing."""
 
 
 class Supervisor:

@@ -1,6 +1,7 @@
 """What the router counts."""
 
 import collections
+from functools import partial
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -21,61 +22,51 @@ class RouterMetrics:
     """Gauges show the store's state as this router last read it; every router of one store shows the same."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._ready_replicas = Gauge(
-            "corolla_span_ready_replicas", "Ready block servers by the span that they hold.", ["model", "span"],
-            registry=registry,
-        )  # fmt: skip
-        self._uncovered_blocks = Gauge(
-            "corolla_uncovered_blocks",
-            "Blocks of the model without a ready block server.",
-            ["model"],
-            registry=registry,
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        self._ready_replicas = gauge(
+            "corolla_span_ready_replicas", "Ready block servers by the span that they hold.", ["model", "span"]
         )
-        self._single_copy_blocks = Gauge(
-            "corolla_single_copy_blocks",
-            "Blocks of the model that one ready block server alone holds.",
-            ["model"],
-            registry=registry,
+        self._uncovered_blocks = gauge(
+            "corolla_uncovered_blocks", "Blocks of the model without a ready block server.", ["model"]
         )
-        self._slowest_block = Gauge(
+        self._single_copy_blocks = gauge(
+            "corolla_single_copy_blocks", "Blocks of the model that one ready block server alone holds.", ["model"]
+        )
+        self._slowest_block = gauge(
             "corolla_slowest_block_tokens_per_second",
             "Tokens per second that the ready servers of the slowest block can decode, as they measured themselves.",
             ["model"],
-            registry=registry,
         )
-        self._moves = Counter(
+        self._moves = counter(
             "corolla_moves_ordered",
             "Moves of block servers to other spans that this router ordered: to cover blocks that had no server, or to "
             "make the slowest block faster.",
             ["model", "reason"],
-            registry=registry,
         )
-        self._servers = Gauge(
-            "corolla_registered_servers", "Block servers with a lease, by state.", ["model", "state"], registry=registry
-        )
-        self._sessions = Gauge("corolla_sessions", "Session records in the store.", ["model"], registry=registry)
-        self.store_up = Gauge("corolla_store_up", "1 while Redis answers and has room, else 0.", registry=registry)
-        self.unreadable_records = Counter(
+        self._servers = gauge("corolla_registered_servers", "Block servers with a lease, by state.", ["model", "state"])
+        self._sessions = gauge("corolla_sessions", "Session records in the store.", ["model"])
+        self.store_up = gauge("corolla_store_up", "1 while Redis answers and has room, else 0.")
+        self.unreadable_records = counter(
             "corolla_unreadable_records",
             "Readings of records in Redis that could not be read and were passed over, by kind: server, chain (of a "
             "session), order (to move), model (a name), key (a whole one).",
             ["model", "kind"],
-            registry=registry,
         )
-        self.script_seconds = Histogram(
-            "corolla_redis_script_seconds", "Duration of a Redis script in seconds, failed ones included.", ["script"],
-            buckets=SCRIPT_BUCKETS, registry=registry,
-        )  # fmt: skip
-        self.pod_watch_up = Gauge(
+        self.script_seconds = histogram(
+            "corolla_redis_script_seconds",
+            "Duration of a Redis script in seconds, failed ones included.",
+            ["script"],
+            buckets=SCRIPT_BUCKETS,
+        )
+        self.pod_watch_up = gauge(
             "corolla_pod_watch_up",
             "1 while this router knows the states of its block servers' pods from Kubernetes, else 0.",
-            registry=registry,
         )
-        self.kubernetes_calls = Counter(
+        self.kubernetes_calls = counter(
             "corolla_kubernetes_calls",
             "Calls of the Kubernetes API, by call (list, watch, patch, event) and outcome (ok, forbidden, failed).",
             ["call", "outcome"],
-            registry=registry,
         )
         self._spans: dict[str, set[str]] = {}
 
@@ -108,7 +99,5 @@ class RouterMetrics:
             self._ready_replicas.remove(model, span)
         for name in _STATES.values():
             self._servers.remove(model, name)
-        self._uncovered_blocks.remove(model)
-        self._single_copy_blocks.remove(model)
-        self._slowest_block.remove(model)
-        self._sessions.remove(model)
+        for gauge in (self._uncovered_blocks, self._single_copy_blocks, self._slowest_block, self._sessions):
+            gauge.remove(model)

@@ -185,14 +185,13 @@ class Registry:
         """Takes a server out at once; an unknown one is no error. Raises AddressNotYours: it is another workload's."""
         _check_theirs(await self._store.call("deregister", model, server_id, workload))
 
-    async def snapshot(self, model: str) -> Roster:
-        """The servers whose leases run now. One that has just lost its lease is taken out, as a change."""
-        roster, _ = await self.snapshot_for(model, "")
-        return roster
+    async def snapshot(self, model: str, *, with_adapters: bool = False) -> Roster:
+        """The servers whose leases run now. One that has just lost its lease is taken out, as a change.
 
-    async def snapshot_with_adapters(self, model: str) -> Roster:
-        """The same, with the adapters: there may be many, and no chain depends on them."""
-        roster, _ = await self.snapshot_for(model, "", with_adapters=True)
+        Args:
+            with_adapters: there may be many, and no chain depends on them.
+        """
+        roster, _ = await self.snapshot_for(model, "", with_adapters=with_adapters)
         return roster
 
     async def snapshot_for(

@@ -14,12 +14,12 @@ from corolla.planning.candidates import candidates, chain_of
 from corolla.planning.pairing import with_partners
 from corolla.planning.planner import plan_around_suspects
 from corolla.router import quotas, validation
-from corolla.router.adapters import shown_to
 from corolla.router.registry import Registry
 from corolla.router.sessions import SessionRecords
 from corolla.router.settings import RouterSettings
 from corolla.router.watch import PlacementWatches
 from corolla.trust.credentials import workload_of_call
+from corolla.trust.workload import Role, Workload
 from corolla.v1 import router_pb2 as pb
 
 # From the plan until the last hop has opened the session.
@@ -135,7 +135,7 @@ class RouterServicer:
         model = request.model or await self._only_model()
         if not model:
             return pb.Placement()
-        placement = (await self._registry.snapshot_with_adapters(model)).placement()
+        placement = (await self._registry.snapshot(model, with_adapters=True)).placement()
         return shown_to(workload_of_call(call.context.auth_context()), placement)
 
     async def _only_model(self) -> str:
@@ -235,3 +235,26 @@ class RouterServicer:
 
     def _lock_ms(self, asked_ms: int) -> int:
         return validation.check_duration("lock_ms", asked_ms, validation.MOST_LOCK_MS, _TURN_LOCK_MS)
+
+
+def shown_to(caller: Workload | None, placement: pb.Placement) -> pb.Placement:
+    """What a caller may know of the adapters in a placement; None: nobody is asked who they are.
+
+    Where files are is for block servers and operators. A library, which is a tenant's own process, learns of that
+    tenant's adapters and of no others.
+    """
+    has_any = placement.adapters or placement.removed_adapters
+    if caller is None or caller.role not in (Role.CLIENT, Role.LIBRARY) or not has_any:
+        return placement
+    shown = pb.Placement()
+    shown.CopyFrom(placement)
+    del shown.adapters[:]
+    for each in placement.adapters:
+        if caller.role is Role.CLIENT:
+            shown.adapters.add(version=each.version, tenants=each.tenants)
+        elif not each.tenants or caller.name in each.tenants:
+            shown.adapters.add(version=each.version)
+    if caller.role is Role.LIBRARY:
+        # Whose they were is not known any more; hops refuse what was taken out.
+        del shown.removed_adapters[:]
+    return shown

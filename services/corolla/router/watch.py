@@ -115,7 +115,7 @@ class PlacementWatches:
         older_since = math.inf
         while True:
             try:
-                roster = await self._restored(feed, await self._registry.snapshot_with_adapters(model))
+                roster = await self._restored(feed, await self._registry.snapshot(model, with_adapters=True))
                 self._last.pop(model, None)
                 before = feed.placement
                 # A lower version is a store that has lost its memory, not a cluster that has lost its servers: they
@@ -145,7 +145,7 @@ class PlacementWatches:
             return roster
         with suppress(CorollaError):  # the servers are pushed nevertheless
             await self._registry.restore_adapters(roster.model, lost)
-            return await self._registry.snapshot_with_adapters(roster.model)
+            return await self._registry.snapshot(roster.model, with_adapters=True)
         return roster
 
 

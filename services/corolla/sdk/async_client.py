@@ -1,13 +1,31 @@
 """The Python client for asyncio."""
 
-from typing import Unpack
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Self, TypeVar, Unpack
 
-from corolla.sdk.async_calls import AsyncCalls
-from corolla.sdk.async_sessions import AsyncChat, AsyncSession
-from corolla.sdk.requests import ChatOptions
+import grpc
+from google.protobuf.message import Message as ProtoMessage
+from grpc import aio
+
+from corolla.chassis.errors import CorollaError, SessionBusy
+from corolla.sdk import requests, responses
+from corolla.sdk.conversation import SETTLE_INTERVAL_S, SETTLE_S, Conversation, Turn
+from corolla.sdk.messages import AnyMessage
+from corolla.sdk.requests import ChatOptions, GenerateOptions, Prompt
+from corolla.sdk.results import Generation, Model, Reply, SessionInfo, Tokens, Usage
+from corolla.sdk.streams import AsyncStream
+from corolla.sdk.tools import AnyTool
+from corolla.sdk.transport import CHANNEL_OPTIONS, AsyncApiKey, async_begun, async_call_metadata, error_of
+from corolla.v1 import generation_pb2 as pb
+from corolla.v1.generation_pb2_grpc import GenerationServiceStub
+
+Answered = TypeVar("Answered", bound=ProtoMessage)
 
 
-class AsyncClient(AsyncCalls):
+class AsyncClient:
     """Talks to a Corolla client service. Made and used in one event loop.
 
         async with AsyncClient("127.0.0.1:50051") as client:
@@ -24,9 +42,91 @@ class AsyncClient(AsyncCalls):
         credentials: for TLS, for example `grpc.ssl_channel_credentials()`; None is plain text.
     """
 
+    def __init__(
+        self,
+        address: str,
+        *,
+        api_key: AsyncApiKey = None,
+        timeout: float | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self.address = address
+        self._api_key = api_key
+        self._timeout_s = timeout
+        self._channel = (
+            aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            if credentials is None
+            else aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+        )
+        self._stub = GenerationServiceStub(self._channel)
+
+    async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
+        """Completes a prompt: text, or token ids. The options are those of `GenerateOptions`."""
+        request = requests.generate_request(prompt, options)
+        return responses.generation(await self._call(self._stub.Generate, request, timeout_s=options.get("timeout")))
+
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncStream:
+        """Completes a prompt chunk by chunk."""
+        request = requests.generate_request(prompt, options)
+        return self._stream(self._stub.GenerateStream, request, timeout_s=options.get("timeout"))
+
+    async def complete_chat(
+        self, messages: Sequence[AnyMessage], *, session: str = "", **options: Unpack[ChatOptions]
+    ) -> Reply:
+        """Answers a whole conversation, or what is new of a session's. It may call tools; see `ChatOptions`."""
+        request = requests.chat_request(messages, options, session)
+        return responses.reply(await self._call(self._stub.Chat, request, timeout_s=options.get("timeout")))
+
+    def stream_chat(
+        self, messages: Sequence[AnyMessage], *, session: str = "", **options: Unpack[ChatOptions]
+    ) -> AsyncStream:
+        """`complete_chat`, chunk by chunk."""
+        request = requests.chat_request(messages, options, session)
+        return self._stream(self._stub.ChatStream, request, timeout_s=options.get("timeout"))
+
+    async def create_session(self, model: str = "", adapter: str = "") -> SessionInfo:
+        request = pb.CreateSessionRequest(model=model, adapter=adapter)
+        return responses.session(await self._call(self._stub.CreateSession, request))
+
+    async def get_session(self, session_id: str) -> SessionInfo:
+        request = pb.GetSessionRequest(session_id=session_id)
+        return responses.session(await self._call(self._stub.GetSession, request))
+
+    async def delete_session(self, session_id: str) -> None:
+        await self._call(self._stub.DeleteSession, pb.DeleteSessionRequest(session_id=session_id))
+
+    async def tokenize(
+        self,
+        text: str | Sequence[AnyMessage],
+        *,
+        model: str = "",
+        special_tokens: bool = True,
+        tools: Sequence[AnyTool] | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> Tokens:
+        """A text's tokens, or a conversation's after the model's chat template.
+
+        Args:
+            special_tokens: whether the tokens that the tokenizer adds of itself are among them.
+            tools, template_arguments: of a conversation; see `ChatOptions`.
+        """
+        request = requests.tokenize_request(
+            text, model, special_tokens=special_tokens, tools=tools, template_arguments=template_arguments
+        )
+        return responses.tokens(await self._call(self._stub.Tokenize, request))
+
+    async def models(self) -> tuple[Model, ...]:
+        """The models that the service has."""
+        listed = await self._call(self._stub.ListModels, pb.ListModelsRequest())
+        return tuple(responses.model(each) for each in listed.models)
+
+    async def model(self, name: str) -> Model:
+        """One model by its name; see `models`."""
+        return responses.model(await self._call(self._stub.GetModel, pb.GetModelRequest(model=name)))
+
     def chat(
         self, *, system: str | None = None, session: str | None = None, **options: Unpack[ChatOptions]
-    ) -> AsyncChat:
+    ) -> "AsyncChat":
         """A conversation that the service keeps.
 
         Args:
@@ -36,10 +136,175 @@ class AsyncClient(AsyncCalls):
         """
         return AsyncChat(self, system=system, session_id=session, options=options)
 
-    def session(self, session_id: str | None = None, *, model: str = "", adapter: str = "") -> AsyncSession:
+    def session(self, session_id: str | None = None, *, model: str = "", adapter: str = "") -> "AsyncSession":
         """A session for `generate` and `stream`: a new one, deleted at the end, or an existing one by its id.
 
         Args:
             adapter: with which all turns of a new one are computed.
         """
         return AsyncSession(self, session_id=session_id, model=model, adapter=adapter)
+
+    async def close(self) -> None:
+        """Closes the connection; what still runs is cancelled."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_failure: object) -> None:
+        await self.close()
+
+    async def _call(
+        self,
+        method: "aio.UnaryUnaryMultiCallable[Any, Answered]",
+        request: ProtoMessage,
+        *,
+        timeout_s: float | None = None,
+    ) -> Answered:
+        try:
+            metadata = await async_call_metadata(self._api_key)
+            return await method(request, timeout=self._limit(timeout_s), metadata=metadata)
+        except grpc.RpcError as failure:
+            raise error_of(failure, self.address) from None
+
+    def _stream(
+        self, method: "aio.UnaryStreamMultiCallable[Any, Any]", request: ProtoMessage, *, timeout_s: float | None = None
+    ) -> AsyncStream:
+        call = partial(method, request, timeout=self._limit(timeout_s))
+        return AsyncStream(async_begun(call, self._api_key), self.address)
+
+    def _limit(self, timeout_s: float | None) -> float | None:
+        return self._timeout_s if timeout_s is None else timeout_s
+
+
+class AsyncSession:
+    """A sequence that the service keeps: each prompt is appended to what it holds. Made at the first use."""
+
+    def __init__(self, client: AsyncClient, *, session_id: str | None, model: str, adapter: str = "") -> None:
+        self._client = client
+        self._model = model
+        self._adapter = adapter
+        self._id = session_id
+        self._is_own = session_id is None
+        # Where several use it first at the same time, one of them makes it.
+        self._opening = asyncio.Lock()
+
+    async def open(self) -> str:
+        """The session's id, 128 random bits in hexadecimal. The first use makes the session."""
+        async with self._opening:
+            if self._id is None:
+                self._id = (await self._client.create_session(self._model, self._adapter)).session_id
+            return self._id
+
+    async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
+        return await self._client.generate(prompt, **await self._turn(options))
+
+    async def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncStream:
+        return self._client.stream(prompt, **await self._turn(options))
+
+    async def _turn(self, options: GenerateOptions) -> GenerateOptions:
+        """Each turn names what the session was made with: a key may be for that alone."""
+        return {"model": self._model, "adapter": self._adapter, **options, "session": await self.open()}
+
+    async def info(self) -> SessionInfo:
+        return await self._client.get_session(await self.open())
+
+    async def delete(self) -> None:
+        """Deletes the session; the next use would make a new one."""
+        if self._id is not None:
+            await self._client.delete_session(self._id)
+            self._id, self._is_own = None, True
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: object, failure: BaseException | None, trace: object) -> None:
+        if not self._is_own:
+            return
+        try:
+            await self.delete()
+        except CorollaError:
+            # It expires by itself; an error that is on its way says more than this one.
+            if failure is None:
+                raise
+
+
+class AsyncChat:
+    """A conversation. Each turn sends only what is new; the service keeps the rest.
+
+    async with client.chat(system="Answer in one sentence.") as chat:
+        print(await chat.send("What is a corolla?"))
+        async for chunk in await chat.stream("And a petal?"):
+            print(chunk.text, end="")
+        print(chat.usage.cached_tokens)
+    """
+
+    def __init__(
+        self, client: AsyncClient, *, system: str | None, session_id: str | None, options: ChatOptions
+    ) -> None:
+        self._client = client
+        self._options = options
+        self._session = AsyncSession(
+            client, session_id=session_id, model=options.get("model", ""), adapter=options.get("adapter", "")
+        )
+        self._conversation = Conversation(system, resumed=session_id is not None)
+        self._running: AsyncStream | None = None
+
+    @property
+    def usage(self) -> Usage | None:
+        """Of the last turn that came to its end."""
+        return self._conversation.usage
+
+    async def open(self) -> str:
+        """The session's id. The first use makes the session."""
+        return await self._session.open()
+
+    async def send(self, turn: Turn, **options: Unpack[ChatOptions]) -> Reply:
+        """One turn, answered at once: what a user says, or messages."""
+        await self._settle()
+        messages = self._conversation.messages(turn)
+        merged: ChatOptions = {**self._options, **options}
+        session_id = await self._session.open()
+        # If no answer comes, the service may have kept the turn all the same.
+        self._conversation.begin()
+        reply = await self._client.complete_chat(messages, session=session_id, **merged)
+        self._conversation.end(reply.usage)
+        return reply
+
+    async def stream(self, turn: Turn, **options: Unpack[ChatOptions]) -> AsyncStream:
+        """One turn, chunk by chunk. Closing the stream early ends the turn there."""
+        await self._settle()
+        messages = self._conversation.messages(turn)
+        merged: ChatOptions = {**self._options, **options}
+        self._running = self._client.stream_chat(messages, session=await self._session.open(), **merged)
+        self._conversation.begin(self._running)
+        return self._running
+
+    async def info(self) -> SessionInfo:
+        return await self._session.info()
+
+    async def close(self) -> None:
+        """Ends a running turn, and deletes the session unless it existed before."""
+        await self.__aexit__(None, None, None)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: object, failure: BaseException | None, trace: object) -> None:
+        if self._running is not None:
+            self._running.close()
+        await self._session.__aexit__(kind, failure, trace)
+
+    async def _settle(self) -> None:
+        """Waits until the service has wound up a turn that was left early, and learns what it kept."""
+        if self._conversation.is_settled:
+            self._conversation.end()
+            return
+        if self._running is not None:
+            self._running.close()
+        give_up = time.monotonic() + SETTLE_S
+        while (info := await self._session.info()).busy:
+            if time.monotonic() > give_up:
+                raise SessionBusy("the turn before was cancelled but has not ended yet")
+            await asyncio.sleep(SETTLE_INTERVAL_S)
+        self._conversation.settle(info)

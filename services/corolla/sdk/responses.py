@@ -1,6 +1,7 @@
 """Answers of the service as values of `corolla.sdk.results`."""
 
 from collections.abc import Iterable
+from dataclasses import fields
 
 from corolla.sdk import results
 from corolla.v1 import generation_pb2 as pb
@@ -25,16 +26,7 @@ def usage(message: pb.Usage) -> results.Usage:
 
 
 def generation(message: pb.GenerateResponse) -> results.Generation:
-    completions = tuple(
-        results.Completion(
-            index=each.index,
-            text=each.text,
-            token_ids=tuple(each.token_ids),
-            finish_reason=_FINISH_REASONS.get(each.finish_reason),
-            logprobs=_logprobs(each.logprobs),
-        )
-        for each in message.completions
-    )
+    completions = tuple(_completion(each, each.text) for each in message.completions)
     return results.Generation(message.model, completions, usage(message.usage))
 
 
@@ -49,17 +41,26 @@ def reply(message: pb.ChatResponse) -> results.Reply:
         reasoning=message.message.reasoning,
         tool_calls=_tool_calls(message.message),
         others=tuple(
-            results.Completion(
-                index=each.index,
-                text=each.message.content,
-                token_ids=tuple(each.token_ids),
-                finish_reason=_FINISH_REASONS.get(each.finish_reason),
-                logprobs=_logprobs(each.logprobs),
-                reasoning=each.message.reasoning,
-                tool_calls=_tool_calls(each.message),
-            )
+            _completion(each, each.message.content, each.message.reasoning, _tool_calls(each.message))
             for each in message.others
         ),
+    )
+
+
+def _completion(
+    message: pb.Completion | pb.ChatCompletion,
+    text: str,
+    reasoning: str = "",
+    tool_calls: tuple[results.ToolCall, ...] = (),
+) -> results.Completion:
+    return results.Completion(
+        index=message.index,
+        text=text,
+        token_ids=tuple(message.token_ids),
+        finish_reason=_FINISH_REASONS.get(message.finish_reason),
+        logprobs=_logprobs(message.logprobs),
+        reasoning=reasoning,
+        tool_calls=tool_calls,
     )
 
 
@@ -92,18 +93,8 @@ def tokens(message: pb.TokenizeResponse) -> results.Tokens:
 
 
 def model(message: pb.Model) -> results.Model:
-    return results.Model(
-        name=message.name,
-        family=message.family,
-        num_blocks=message.num_blocks,
-        context_length=message.context_length,
-        vocab_size=message.vocab_size,
-        dtype=message.dtype,
-        fingerprint=message.fingerprint,
-        has_chat_template=message.has_chat_template,
-        ready=message.ready,
-        adapter=message.adapter,
-    )
+    # Its fields have the names that they have in the protocol.
+    return results.Model(**{each.name: getattr(message, each.name) for each in fields(results.Model)})
 
 
 def session(message: pb.Session) -> results.SessionInfo:

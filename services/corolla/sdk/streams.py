@@ -3,7 +3,6 @@
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Iterator
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
@@ -53,9 +52,7 @@ class Stream(Answer):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_failure: object) -> None:
         self.close()
 
 
@@ -112,7 +109,5 @@ class AsyncStream(Answer):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_failure: object) -> None:
         self.close()

@@ -252,8 +252,8 @@ class Forgotten(Registry):
         self.num_forgotten = 0
         self._other = other
 
-    async def snapshot(self, model: str) -> Roster:
-        roster = await super().snapshot(model)
+    async def snapshot(self, model: str, *, with_adapters: bool = False) -> Roster:
+        roster = await super().snapshot(model, with_adapters=with_adapters)
         self.num_forgotten += 1
         await self._other.forget(model)
         return roster

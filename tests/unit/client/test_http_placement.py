@@ -7,8 +7,7 @@ from itertools import count
 
 import pytest
 
-from corolla.chain.moved_blocks import MovedBlocks
-from corolla.chain.recovery_budget import RecoveryReport
+from corolla.chain.recovery_budget import MovedBlocks, RecoveryReport
 from corolla.chassis.errors import QueueFull, ServiceStopping, Unauthenticated
 from corolla.client.api.tenants import KeyHolder
 from corolla.client.http.placement_facts import PlacementFacts, name_of, placement_facts
@@ -68,10 +67,10 @@ def test_sessions_that_lose_the_same_server_together_are_one_entry() -> None:
     log.add(report(0.1))
     log.add(report(0.3, ()))
     log.add(report(0.2))
-    assert [(each.number, each.num_sessions, each.seconds) for each in log] == [(1, 2, 0.2), (2, 1, 0.3)]
+    assert [(each.number, each.answers, each.seconds) for each in log] == [(1, 2, 0.2), (2, 1, 0.3)]
     now_s += TOGETHER_S
     log.add(report(0.4))
-    assert [(each.number, each.began_s) for each in log] == [(1, 1000.0), (2, 1000.0), (3, now_s)]
+    assert [(each.number, each.time) for each in log] == [(1, 1000.0), (2, 1000.0), (3, now_s)]
 
 
 def test_old_recoveries_make_way_for_new_ones() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from corolla.client.http import chat_replies, completion_replies
+from corolla.client.http import chat_replies, completions
 from corolla.client.http.response_replies import Reply
 from corolla.client.http.responses import ResponseRequest
 from corolla.v1 import generation_pb2 as pb
@@ -59,14 +59,14 @@ async def test_no_text_ends_a_line_of_events_whatever_its_reader_takes_for_one(k
         yield chunk
         yield last
 
-    async def completions() -> AsyncGenerator[tuple[int, pb.GenerateChunk], None]:
+    async def texts() -> AsyncGenerator[tuple[int, pb.GenerateChunk], None]:
         yield 0, pb.GenerateChunk(text_delta=LINE_ENDS)
         yield 0, pb.GenerateChunk(finish_reason=pb.FINISH_REASON_EOS)
 
     wishes = {"has_usage": False, "has_logprobs": False, "has_token_ids": False}
     events = {
         "chat": lambda: chat_replies.events(chats(), "tiny", **wishes),
-        "completion": lambda: completion_replies.events(completions(), "tiny", 1, **wishes),
+        "completion": lambda: completions.events(texts(), "tiny", 1, **wishes),
         "response": lambda: Reply(ResponseRequest.model_validate({"input": "Hi"}), "resp_1", "tiny").events(chats()),
     }[kind]()
     text = b"".join([part async for part in events]).decode()

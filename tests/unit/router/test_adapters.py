@@ -1,6 +1,6 @@
 """What a library learns of the adapters of others: nothing."""
 
-from corolla.router.adapters import shown_to
+from corolla.router.servicer import shown_to
 from corolla.trust.workload import Workload
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb

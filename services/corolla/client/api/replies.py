@@ -5,8 +5,6 @@ from typing import Final
 
 from corolla.client.generation.admission import Usage
 from corolla.client.generation.answer import Delta
-from corolla.client.speech.pieces import Piece, Said
-from corolla.client.text.conversation import Message
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.decoding.parameters import SampledToken
 from corolla.decoding.stopping import FinishReason
@@ -64,13 +62,29 @@ def session(record: router_pb2.SessionRecord) -> pb.Session:
     )
 
 
-def chat_completion(tokenizer: TextTokenizer, index: int, answer: "Collected") -> pb.ChatCompletion:
-    """One of a chat's answers."""
+def completion(tokenizer: TextTokenizer, index: int, answer: Delta) -> pb.Completion:
+    """One of the answers to a text, whole."""
+    return pb.Completion(
+        index=index,
+        text=answer.text,
+        token_ids=[token.token_id for token in answer.tokens],
+        finish_reason=finish_reason(answer.finish_reason),
+        logprobs=logprobs(tokenizer, answer.tokens),
+    )
+
+
+def chat_completion(tokenizer: TextTokenizer, index: int, answer: Delta) -> pb.ChatCompletion:
+    """One of a chat's answers, whole."""
     return pb.ChatCompletion(
         index=index,
-        message=chat_message(answer.said.message),
+        message=pb.ChatMessage(
+            role="assistant",
+            content=answer.text,
+            reasoning=answer.reasoning,
+            tool_calls=[pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in answer.calls],
+        ),
         token_ids=[token.token_id for token in answer.tokens],
-        finish_reason=answer.finish_reason,
+        finish_reason=finish_reason(answer.finish_reason),
         logprobs=logprobs(tokenizer, answer.tokens),
     )
 
@@ -90,31 +104,3 @@ def chat_chunk(tokenizer: TextTokenizer, index: int, delta: Delta, counted: Usag
         finish_reason=finish_reason(delta.finish_reason),
         usage=None if counted is None else usage(counted),
     )
-
-
-def chat_message(message: Message) -> pb.ChatMessage:
-    """An assistant's message."""
-    return pb.ChatMessage(
-        role=message.role,
-        content=str(message.content),
-        reasoning=message.reasoning,
-        tool_calls=[pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in message.tool_calls],
-    )
-
-
-class Collected:
-    """An answer put together for a unary reply."""
-
-    def __init__(self) -> None:
-        self.tokens: list[SampledToken] = []
-        self.said = Said()
-        self.finish_reason = pb.FINISH_REASON_UNSPECIFIED
-
-    @property
-    def text(self) -> str:
-        return "".join(self.said.texts)
-
-    def add(self, delta: Delta) -> None:
-        self.tokens.extend(delta.tokens)
-        self.said.add(Piece(delta.text, delta.reasoning, delta.calls))
-        self.finish_reason = finish_reason(delta.finish_reason)

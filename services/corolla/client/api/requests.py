@@ -28,9 +28,7 @@ MAX_TIME_LIMIT_MS: Final = 24 * 3600 * 1000
 
 _SPECULATION_MODES: Final[dict[pb.SpeculationMode.ValueType, SpeculationMode | None]] = {
     pb.SPECULATION_MODE_UNSPECIFIED: None,
-    pb.SPECULATION_MODE_OFF: SpeculationMode.OFF,
-    pb.SPECULATION_MODE_PROMPT_LOOKUP: SpeculationMode.PROMPT_LOOKUP,
-    pb.SPECULATION_MODE_DRAFT_MODEL: SpeculationMode.DRAFT_MODEL,
+    **{pb.SpeculationMode.Value(f"SPECULATION_MODE_{mode.name}"): mode for mode in SpeculationMode},
 }
 
 

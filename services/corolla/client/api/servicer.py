@@ -2,10 +2,10 @@
 
 import asyncio
 import math
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Final
 
 from corolla.chain.cache_salts import CacheSalts
 from corolla.chain.identity import SessionIdentity
@@ -21,7 +21,7 @@ from corolla.client.api.keys import Scope
 from corolla.client.api.requests import REQUEST_ID, AnyMessage, ChatRequest, RequestParser, TextRequest
 from corolla.client.api.tenants import KeyHolder
 from corolla.client.generation.admission import Admission, Caller, Usage
-from corolla.client.generation.answer import Delta
+from corolla.client.generation.answer import Delta, joined
 from corolla.client.generation.answering import Answering
 from corolla.client.quotas.keeper import QuotaKeeper
 from corolla.client.speech.reading import SpeechFormat
@@ -32,7 +32,6 @@ from corolla.client.transcripts import Transcripts
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2
 
-FAREWELL_S: Final = 0.2
 Answers = AsyncGenerator[tuple[int, Delta], None]
 
 
@@ -58,7 +57,7 @@ class GenerationServicer:
         chat: ChatTemplate,
         cache_salts: CacheSalts,
         *,
-        farewell_s: float = FAREWELL_S,
+        farewell_s: float,
     ) -> None:
         self._model = model
         self._quotas = quotas
@@ -83,16 +82,7 @@ class GenerationServicer:
         answers = await _collected(self._text_answers(request, call))
         return pb.GenerateResponse(
             model=self._names.with_adapter(request.adapter),
-            completions=[
-                pb.Completion(
-                    index=index,
-                    text=collected.text,
-                    token_ids=[token.token_id for token in collected.tokens],
-                    finish_reason=collected.finish_reason,
-                    logprobs=replies.logprobs(self._tokenizer, collected.tokens),
-                )
-                for index, collected in answers
-            ],
+            completions=[replies.completion(self._tokenizer, *each) for each in answers],
             usage=replies.usage(request.caller.usage),
         )
 
@@ -308,13 +298,13 @@ class GenerationServicer:
         return Caller(tenant, usage, until_s, trace, is_streamed, limits.answer_seconds), adapter
 
 
-async def _collected(deltas: Answers) -> list[tuple[int, replies.Collected]]:
+async def _collected(deltas: Answers) -> list[tuple[int, Delta]]:
     """Waits for the whole answers, and sorts them by their index."""
-    answers: dict[int, replies.Collected] = {}
+    answers: defaultdict[int, list[Delta]] = defaultdict(list)
     async with aclosing(deltas):
         async for index, delta in deltas:
-            answers.setdefault(index, replies.Collected()).add(delta)
-    return sorted(answers.items())
+            answers[index].append(delta)
+    return [(index, joined(parts)) for index, parts in sorted(answers.items())]
 
 
 async def _with_good_key(call: Call[KeyHolder], deltas: Answers) -> Answers:

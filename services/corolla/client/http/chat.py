@@ -1,14 +1,23 @@
 """`/v1/chat/completions`: its request as the protocol's."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from google.protobuf.struct_pb2 import Struct
 from pydantic import Field
 
 from corolla.chassis.errors import InvalidRequest
 from corolla.client.api.conversations import MAX_ARGUMENT_DEPTH, depth_of
-from corolla.client.http.fields import AnswerFields, Fields, ListOf, ResponseFormat, Tolerated, as_json, response_format
+from corolla.client.http.fields import (
+    AnswerFields,
+    Fields,
+    Int32,
+    ListOf,
+    ResponseFormat,
+    Tolerated,
+    as_json,
+    response_format,
+)
 from corolla.v1 import generation_pb2 as pb
 
 
@@ -82,11 +91,9 @@ class ChatCompletionRequest(AnswerFields):
     """A conversation to be answered."""
 
     messages: ListOf[ChatMessage] = Field(description="With a session_id: what is new since its last turn.")
-    max_completion_tokens: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = Field(
-        None, description="Another name of max_tokens."
-    )
+    max_completion_tokens: Int32 | None = Field(None, description="Another name of max_tokens.")
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = Field(None, description="0 to 20.")
+    top_logprobs: Int32 | None = Field(None, description="0 to 20.")
     response_format: ResponseFormat | None = None
     tools: ListOf[Tool] | None = None
     tool_choice: ToolMode | NamedTool | None = None

@@ -3,47 +3,16 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final, cast
+from typing import Final, cast
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _BYTES_PER_TURN: Final = 1024
 """A chunk of a body may be one byte, and costs about 20 microseconds."""
 _WHOLE_BODY_BYTES_PER_TURN: Final = 64 << 10
 """Of a body whose length was said, which has no chunks."""
-
-
-class _Transport:
-    """A transport as uvicorn has it.
-
-    Attributes:
-        is_paused: whether uvicorn wants nothing to be read.
-    """
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self.is_paused = False
-
-    def pause_reading(self) -> None:
-        self.is_paused = True
-        self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        self.is_paused = False
-        self._transport.resume_reading()
-
-    def rest(self) -> None:
-        """Reads nothing more in this turn of the event loop."""
-        self._transport.pause_reading()
-        asyncio.get_running_loop().call_soon(self._read_on)
-
-    def _read_on(self) -> None:
-        if not self.is_paused:
-            self._transport.resume_reading()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -58,14 +27,14 @@ class Connection(asyncio.BufferedProtocol):
         speaker: what is given the bytes; it is set before the connection begins.
     """
 
-    speaker: asyncio.Protocol
+    speaker: H11Protocol
 
     def __init__(self, head_timeout_s: float) -> None:
         self._loop = asyncio.get_running_loop()
         self._head_timeout_s = head_timeout_s
         self._buffer = bytearray()
         self._num_whole_bytes = 0
-        self._transport: _Transport | None = None
+        self._transport: asyncio.Transport | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._num_requests = 0
         self.lost: asyncio.Future[None] = self._loop.create_future()
@@ -98,9 +67,9 @@ class Connection(asyncio.BufferedProtocol):
     # --- what the event loop calls ---------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = _Transport(cast(asyncio.Transport, transport))
+        self._transport = cast(asyncio.Transport, transport)
         self._watch_head()
-        self.speaker.connection_made(cast(asyncio.Transport, self._transport))
+        self.speaker.connection_made(self._transport)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         size = min(self._num_whole_bytes, _WHOLE_BODY_BYTES_PER_TURN)
@@ -113,12 +82,17 @@ class Connection(asyncio.BufferedProtocol):
         self._num_whole_bytes -= nbytes
         data, self._buffer = bytes(memoryview(self._buffer)[:nbytes]), bytearray()
         self.speaker.data_received(data)
-        if self._transport is not None and not self._transport.is_paused:
+        if self._transport is not None and not self.speaker.flow.read_paused:
             # uvloop would read on in the same turn.
-            self._transport.rest()
+            self._transport.pause_reading()
+            self._loop.call_soon(self._read_on)
 
-    def eof_received(self) -> bool | None:
-        return self.speaker.eof_received()
+    def _read_on(self) -> None:
+        if self._transport is not None and not self.speaker.flow.read_paused:
+            self._transport.resume_reading()
+
+    def eof_received(self) -> None:
+        self.speaker.eof_received()
 
     def pause_writing(self) -> None:
         self.speaker.pause_writing()

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -65,35 +66,28 @@ class Door:
         await _refuse(exchange, 404, "not_found", "there is nothing at this path")
 
 
+@dataclass(frozen=True, slots=True)
 class Endpoint:
     """An ASGI application for one route."""
 
-    def __init__(
-        self,
-        behaviours: Mapping[str, Behaviour],
-        guards: Mapping[str, Guard],
-        metrics: HttpMetrics,
-        limits: Limits,
-        check: HeaderCheck | None,
-    ) -> None:
-        self._behaviours = behaviours
-        self._guards = guards
-        self._check = check
-        self._metrics = metrics
-        self._limits = limits
+    behaviours: Mapping[str, Behaviour]
+    guards: Mapping[str, Guard]
+    metrics: HttpMetrics
+    limits: Limits
+    check: HeaderCheck | None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send, self._limits, self._metrics)
-        behaviour = self._behaviours.get(scope["method"])
+        exchange = Exchange(scope, receive, send, self.limits, self.metrics)
+        behaviour = self.behaviours.get(scope["method"])
         if behaviour is None:
-            allowed = ", ".join(sorted(self._behaviours))
+            allowed = ", ".join(sorted(self.behaviours))
             await _refuse(exchange, 405, "method_not_allowed", f"must be asked by {allowed}", allow=allowed)
             return
-        guard = self._guards[scope["method"]]
+        guard = self.guards[scope["method"]]
         call = guard.begin(exchange)
         try:
-            if self._check is not None:
-                self._check(exchange.headers)
+            if self.check is not None:
+                self.check(exchange.headers)
             await guard.let_in(call)
             await behaviour(exchange, call)
         except BaseException as failure:

@@ -12,8 +12,6 @@ from corolla.v1 import generation_pb2 as pb
 DEFAULT_TEMPERATURE: Final = 1.0
 """OpenAI's. gRPC's own default is greedy."""
 
-_INT32: Final = (1 << 31) - 1
-_INT64: Final = (1 << 63) - 1
 
 Element = TypeVar("Element")
 Name = TypeVar("Name")
@@ -22,7 +20,9 @@ ListOf = Annotated[list[Element], Field(fail_fast=True)]
 MappingOf = Annotated[dict[Name, Element], Field(fail_fast=True)]
 """Refused at the first element that is wrong: each further fault would take memory and time for nobody."""
 
-Count = Annotated[int, Field(ge=0, le=_INT32)]
+Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
+Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenId = Annotated[int, Field(ge=0, le=(1 << 32) - 1)]
 Tolerated = Field(None, description="Taken, and without effect here.")
 
@@ -66,36 +66,30 @@ class SamplingFields(Fields):
 class AnswerFields(SamplingFields):
     """How an answer is made, of completions and of chats."""
 
-    n: Annotated[int, Field(ge=-_INT32, le=_INT32)] | None = Field(None, description="Answers, 1 to 16.")
+    n: Int32 | None = Field(None, description="Answers, 1 to 16.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: str | ListOf[str] | None = Field(None, description="The answer ends before the first of these texts.")
-    seed: Annotated[int, Field(ge=-_INT64, le=_INT64)] | None = None
-    max_tokens: Annotated[int, Field(ge=-_INT32, le=_INT32)] | None = None
+    seed: Int64 | None = None
+    max_tokens: Int32 | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: MappingOf[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float] | None = Field(
         None, description="Added to the logits of these tokens, which are named by their ids."
     )
-    top_k: Annotated[int, Field(ge=-_INT32, le=_INT32)] | None = Field(None, description="0 is off.")
+    top_k: Int32 | None = Field(None, description="0 is off.")
     min_p: float | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool = False
-    time_limit_ms: Annotated[int, Field(ge=-_INT64, le=_INT64)] | None = Field(
-        None, description="The answer ends then with what there is."
-    )
+    time_limit_ms: Int64 | None = Field(None, description="The answer ends then with what there is.")
     speculation: Literal["off", "prompt_lookup", "draft_model"] | None = None
-    max_draft_tokens: Annotated[int, Field(ge=-_INT32, le=_INT32)] | None = None
+    max_draft_tokens: Int32 | None = None
     session_id: str = Field("", description="Continue this session: only what is new is sent.")
     request_id: str = Field("", description="Names the request, so that it can go on after its stream broke.")
     resume_from: Count = Field(0, description="With a request_id: so many tokens of the answer have come.")
     received: ListOf[TokenId] = Field([], description="Just these tokens, from a caller that still has them.")
     return_token_ids: bool | None = Field(None, description="Ids of tokens; unset: where there is a request_id.")
     store: bool | None = Tolerated
-
-    @property
-    def streams(self) -> bool:
-        return bool(self.stream)
 
     @property
     def has_usage(self) -> bool:

@@ -1,5 +1,7 @@
 """What is counted of HTTP."""
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from corolla.chassis.calls import Outcome
@@ -17,12 +19,12 @@ class HttpMetrics:
 
     def __init__(self, registry: CollectorRegistry, rpc: RpcMetrics) -> None:
         self._rpc = rpc
-        self._requests = Counter(
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        self._requests = counter(
             "corolla_http_requests",
             "HTTP requests by route, status, and whose fault a failure is: none, caller or service. 499: the caller "
             "left. A stream that fails after its beginning counts with the status that its error would have had.",
             ["route", "status", "fault"],
-            registry=registry,
         )
         self._seconds = Histogram(
             "corolla_http_request_seconds",
@@ -31,17 +33,11 @@ class HttpMetrics:
             buckets=REQUEST_BUCKETS,
             registry=registry,
         )
-        self.open_streams = Gauge(
-            "corolla_http_open_streams", "Answers that are being streamed over HTTP.", registry=registry
-        )
-        self.watchers = Gauge(
-            "corolla_http_watchers", "Callers that watch the placement, such as the page does.", registry=registry
-        )
-        self.connections = Gauge("corolla_http_connections", "Open HTTP connections.", registry=registry)
-        self.refused_connections = Counter(
-            "corolla_http_refused_connections",
-            "HTTP connections refused since there were COROLLA_MAX_CONNECTIONS.",
-            registry=registry,
+        self.open_streams = gauge("corolla_http_open_streams", "Answers that are being streamed over HTTP.")
+        self.watchers = gauge("corolla_http_watchers", "Callers that watch the placement, such as the page does.")
+        self.connections = gauge("corolla_http_connections", "Open HTTP connections.")
+        self.refused_connections = counter(
+            "corolla_http_refused_connections", "HTTP connections refused since there were COROLLA_MAX_CONNECTIONS."
         )
 
     def done(self, method: str, outcome: Outcome, seconds: float, fault: Fault = "none") -> None:

@@ -1,27 +1,32 @@
-"""What can be asked over HTTP, in one table, and the OpenAPI document that is made from it."""
+"""What can be asked over HTTP, in one table, and what is made from it: the OpenAPI document, and the routes."""
 
+import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from typing import Any, Final
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.routing import Route, Router
 
 from corolla.chassis.calls import Call
 from corolla.client.api.tenants import KeyHolder
 from corolla.client.http import (
     chat_replies,
-    completion_replies,
+    completions,
     placement_facts,
     response_replies,
-    sessions,
     surface,
     tokenization,
 )
 from corolla.client.http.chat import ChatCompletionRequest
 from corolla.client.http.completions import CompletionRequest
+from corolla.client.http.door import Door
 from corolla.client.http.errors import ErrorReply
 from corolla.client.http.exchange import Exchange
+from corolla.client.http.page import pages
 from corolla.client.http.responses import ResponseRequest
 from corolla.client.http.surface import Surface
 
@@ -69,13 +74,11 @@ OPERATIONS: Final = (
     Operation(
         "/v1/chat/completions", "POST", Surface.chat, chat_replies.ChatCompletion, ChatCompletionRequest, streams=True
     ),
-    Operation(
-        "/v1/completions", "POST", Surface.complete, completion_replies.Completion, CompletionRequest, streams=True
-    ),
+    Operation("/v1/completions", "POST", Surface.complete, completions.Completion, CompletionRequest, streams=True),
     Operation("/v1/responses", "POST", Surface.respond, response_replies.Response, ResponseRequest, streams=True),
-    Operation("/v1/sessions", "POST", Surface.create_session, sessions.SessionFacts, sessions.SessionRequest),
-    Operation("/v1/sessions/{session_id}", "GET", Surface.get_session, sessions.SessionFacts),
-    Operation("/v1/sessions/{session_id}", "DELETE", Surface.delete_session, sessions.DeletedSession),
+    Operation("/v1/sessions", "POST", Surface.create_session, surface.SessionFacts, surface.SessionRequest),
+    Operation("/v1/sessions/{session_id}", "GET", Surface.get_session, surface.SessionFacts),
+    Operation("/v1/sessions/{session_id}", "DELETE", Surface.delete_session, surface.DeletedSession),
     Operation("/tokenize", "POST", Surface.tokenize, tokenization.Tokenized, tokenization.TokenizeRequest),
     Operation("/detokenize", "POST", Surface.detokenize, tokenization.Detokenized, tokenization.DetokenizeRequest),
     Operation("/health", "GET", Surface.health, surface.Health, is_open=True),
@@ -143,3 +146,24 @@ def _contents(operation: Operation, named: Mapping[Any, Any]) -> Iterator[tuple[
     yield "application/json", {"schema": reply}
     if operation.streams:
         yield "text/event-stream", {"schema": {"type": "string"}}
+
+
+def router(door: Door, surface: Surface, *, has_page: bool) -> Router:
+    """The application that serves all of them."""
+    operations = (*OPERATIONS, *(OF_THE_PAGE if has_page else ()))
+    described = json.dumps(document(operations)).encode()
+
+    async def openapi(exchange: Exchange, call: object) -> None:
+        await exchange.without_body()
+        await exchange.reply(described)
+
+    routes = [Route("/openapi.json", door.endpoint("/openapi.json", {"GET": openapi}, is_open=True))]
+    for path, group in groupby(operations, lambda each: each.path):
+        found = list(group)
+        behaviours = {each.method: partial(each.does, surface) for each in found}
+        endpoint = door.endpoint(path, behaviours, is_open=found[0].is_open, is_of_page=found[0].is_watch)
+        # Names of models of a hub have slashes.
+        routes.append(Route(path.replace("{model}", "{model:path}"), endpoint))
+    for path, show in pages() if has_page else ():
+        routes.append(Route(path, door.endpoint("/page", {"GET": show}, is_open=True)))
+    return Router(routes, redirect_slashes=False, default=door.not_found)

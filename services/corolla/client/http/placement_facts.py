@@ -9,7 +9,6 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, Field
 
-from corolla.client.http.recovery_log import RecoveryEntry
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span, gaps
 
@@ -73,7 +72,7 @@ def placement_facts(
     num_blocks: int,
     servers: Sequence[pb.PlacedServer],
     num_answers: Mapping[str, int],
-    recoveries: Iterable[RecoveryEntry],
+    recoveries: Iterable[RecoveryFacts],
 ) -> PlacementFacts:
     """What is pushed to those who watch.
 
@@ -88,7 +87,7 @@ def placement_facts(
         num_blocks=num_blocks,
         uncovered=[(each.start, each.end) for each in gaps(ready, Span(0, num_blocks))],
         servers=sorted(found, key=lambda each: (each.blocks, each.name)),
-        recoveries=[_recovery(each) for each in recoveries],
+        recoveries=list(recoveries),
     )
 
 
@@ -110,18 +109,4 @@ def _server(placed: pb.PlacedServer, num_answers: int) -> ServerFacts:
         waiting_steps=load.num_queued_steps,
         batch_rows=round(load.decode_batch_rows, 2),
         step_seconds=round(load.decode_step_seconds, 6),
-    )
-
-
-def _recovery(entry: RecoveryEntry) -> RecoveryFacts:
-    return RecoveryFacts(
-        number=entry.number,
-        time=round(entry.began_s, 3),
-        cause=entry.cause,
-        answers=entry.num_sessions,
-        seconds=round(entry.seconds, 4),
-        moved=[
-            Moved(blocks=(each.blocks.start, each.blocks.end), lost=name_of(each.lost), found=name_of(each.found))
-            for each in entry.moved
-        ],
     )

@@ -5,33 +5,14 @@ Pure: the clock is passed in.
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from typing import Final
 
-from corolla.chain.moved_blocks import MovedBlocks
 from corolla.chain.recovery_budget import RecoveryReport
+from corolla.client.http.placement_facts import Moved, RecoveryFacts, name_of
 
 MAX_ENTRIES: Final = 16
 TOGETHER_S: Final = 5.0
 """Sessions that lose the same servers within this time are one entry."""
-
-
-@dataclass(frozen=True, slots=True)
-class RecoveryEntry:
-    """What happened to one session, or to several at once.
-
-    Attributes:
-        number: counts entries, from 1.
-        began_s: when the first session continued, in seconds since 1970.
-        seconds: from the failure until the session that took longest continued.
-    """
-
-    number: int
-    began_s: float
-    cause: str
-    moved: tuple[MovedBlocks, ...]
-    num_sessions: int
-    seconds: float
 
 
 class RecoveryLog:
@@ -43,23 +24,28 @@ class RecoveryLog:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._entries: deque[RecoveryEntry] = deque(maxlen=MAX_ENTRIES)
+        self._entries: deque[RecoveryFacts] = deque(maxlen=MAX_ENTRIES)
         self._num_entries = 0
 
-    def __iter__(self) -> Iterator[RecoveryEntry]:
+    def __iter__(self) -> Iterator[RecoveryFacts]:
         """Oldest first."""
         return iter(self._entries)
 
     def add(self, report: RecoveryReport) -> None:
         """A session has recovered just now."""
-        now_s = self._clock()
+        now_s, seconds = round(self._clock(), 3), round(report.seconds, 4)
+        moved = [
+            Moved(blocks=(each.blocks.start, each.blocks.end), lost=name_of(each.lost), found=name_of(each.found))
+            for each in report.moved
+        ]
         for index, entry in enumerate(self._entries):
-            is_alike = (entry.cause, entry.moved) == (report.cause, report.moved)
-            if is_alike and now_s - entry.began_s < TOGETHER_S:
-                self._entries[index] = replace(
-                    entry, num_sessions=entry.num_sessions + 1, seconds=max(entry.seconds, report.seconds)
-                )
+            if (entry.cause, entry.moved) == (report.cause, moved) and now_s - entry.time < TOGETHER_S:
+                together = {"answers": entry.answers + 1, "seconds": max(entry.seconds, seconds)}
+                self._entries[index] = entry.model_copy(update=together)
                 return
         self._num_entries += 1
-        entry = RecoveryEntry(self._num_entries, now_s, report.cause, report.moved, 1, report.seconds)
-        self._entries.append(entry)
+        self._entries.append(
+            RecoveryFacts(
+                number=self._num_entries, time=now_s, cause=report.cause, answers=1, seconds=seconds, moved=moved
+            )
+        )

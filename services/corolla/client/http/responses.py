@@ -10,7 +10,17 @@ from pydantic import Discriminator, Field, Tag
 
 from corolla.chassis.errors import InvalidRequest, ResourceNotFound
 from corolla.client.http.chat import Function, FunctionName, ToolMode, struct_of, tool_choice_of, tool_of
-from corolla.client.http.fields import Fields, ListOf, SamplingFields, Tolerated, json_schema_format
+from corolla.client.http.fields import (
+    Fields,
+    Int32,
+    JsonObjectFormat,
+    JsonSchema,
+    ListOf,
+    SamplingFields,
+    TextFormat,
+    Tolerated,
+    json_schema_format,
+)
 from corolla.v1 import generation_pb2 as pb
 
 _ID: Final = re.compile(r"resp_([0-9a-f]{32})([0-9a-f]{8})")
@@ -92,24 +102,13 @@ class NamedFunction(FunctionName):
     type: Literal["function"]
 
 
-class PlainText(Fields):
-    type: Literal["text"]
-
-
-class JsonObject(Fields):
-    type: Literal["json_object"]
-
-
-class JsonSchemaText(Fields):
+class JsonSchemaText(JsonSchema):
     type: Literal["json_schema"]
-    name: str | None = None
-    description: str | None = Tolerated
     json_schema: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = Tolerated
 
 
 class TextOptions(Fields):
-    format: Annotated[PlainText | JsonObject | JsonSchemaText, Field(discriminator="type")] | None = None
+    format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaText, Field(discriminator="type")] | None = None
     verbosity: str | None = Tolerated
 
 
@@ -132,14 +131,14 @@ class ResponseRequest(SamplingFields):
     store: bool | None = Field(None, description="Unset: true. Only a stored response can be continued.")
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    max_output_tokens: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    max_output_tokens: Int32 | None = None
     tools: ListOf[FunctionTool] | None = None
     tool_choice: ToolMode | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: ListOf[str] | None = Field(None, description="`message.output_text.logprobs`; others have no effect.")
-    top_logprobs: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = Field(None, description="0 to 20.")
+    top_logprobs: Int32 | None = Field(None, description="0 to 20.")
     truncation: Literal["disabled"] | None = Field(None, description="Conversations are never cut.")
     background: Literal[False] | None = Field(None, description="Responses are made while their callers wait.")
     max_tool_calls: int | None = Tolerated
@@ -255,7 +254,7 @@ def _set_text(message: pb.ChatMessage, content: str | list[ContentPart]) -> None
 
 def _format_of(options: TextOptions | None) -> pb.ResponseFormat | None:
     match options.format if options is not None else None:
-        case JsonObject():
+        case JsonObjectFormat():
             return pb.ResponseFormat(json_object=pb.JsonObject())
         case JsonSchemaText(json_schema=schema):
             return json_schema_format(schema, "text.format.schema")

@@ -12,15 +12,15 @@ from corolla.chassis.errors import CorollaError, ServiceUnavailable
 from corolla.chassis.merge import merge
 from corolla.client.api.servicer import GenerationServicer
 from corolla.client.api.tenants import KeyHolder
-from corolla.client.http import chat_replies, completion_replies
+from corolla.client.http import chat_replies, completions
 from corolla.client.http.answers import now_s
 from corolla.client.http.chat import ChatCompletionRequest
 from corolla.client.http.completions import CompletionRequest
 from corolla.client.http.exchange import Exchange
+from corolla.client.http.fields import Fields
 from corolla.client.http.placement_stream import PlacementStream
 from corolla.client.http.response_replies import Reply
 from corolla.client.http.responses import ResponseRequest, Turn, check_stored, new_response_id
-from corolla.client.http.sessions import DeletedSession, SessionRequest, facts_of
 from corolla.client.http.tokenization import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from corolla.v1 import generation_pb2 as pb
 
@@ -39,6 +39,30 @@ class ModelFacts(BaseModel):
 class ModelList(BaseModel):
     object: str = "list"
     data: list[ModelFacts]
+
+
+class SessionRequest(Fields):
+    """A session to be made."""
+
+    model: str = Field("", max_length=512, description="Empty: the only model that the service has.")
+
+
+class SessionFacts(BaseModel):
+    """A session. Whoever created it owns it; to others it does not exist."""
+
+    id: str
+    object: Literal["session"] = "session"
+    model: str
+    num_tokens: int = Field(description="Tokens of prompts and answers so far.")
+    num_turns: int
+    busy: bool = Field(description="Whether a turn is running.")
+    expires_in_seconds: float = Field(description="Seconds until it expires when it stays idle.")
+
+
+class DeletedSession(BaseModel):
+    id: str
+    object: Literal["session.deleted"] = "session.deleted"
+    deleted: Literal[True] = True
 
 
 class Health(BaseModel):
@@ -87,7 +111,7 @@ class Surface:
         body = await exchange.read(ChatCompletionRequest)
         request = body.as_protocol()
         wishes = {"has_logprobs": bool(body.logprobs), "has_token_ids": body.has_token_ids}
-        if body.streams:
+        if body.stream:
             chunks = self._servicer.ChatStream(request, call)
             await exchange.stream(
                 chat_replies.events(chunks, body.model or self._model, has_usage=body.has_usage, **wishes)
@@ -134,17 +158,17 @@ class Surface:
         body = await exchange.read(CompletionRequest)
         requests = body.as_protocol()
         wishes = {"has_logprobs": body.logprobs is not None, "has_token_ids": body.has_token_ids}
-        if body.streams:
+        if body.stream:
             chunks = merge([self._servicer.GenerateStream(each, call) for each in requests])
             model, num_completions = body.model or self._model, 1 if body.n is None else body.n
             await exchange.stream(
-                completion_replies.events(chunks, model, num_completions, has_usage=body.has_usage, **wishes)
+                completions.events(chunks, model, num_completions, has_usage=body.has_usage, **wishes)
             )
             return
         # At the same time; the first failure ends them all.
         found = {index: each async for index, each in merge([self._generated(each, call) for each in requests])}
         responses = [found[index] for index in range(len(requests))]
-        await exchange.reply(completion_replies.reply(responses, **wishes))
+        await exchange.reply(completions.reply(responses, **wishes))
 
     async def tokenize(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Cuts a text or a conversation into tokens."""
@@ -169,13 +193,13 @@ class Surface:
         """Makes a session."""
         body = await exchange.read(SessionRequest)
         created = await self._servicer.CreateSession(pb.CreateSessionRequest(model=body.model), call)
-        await _reply(exchange, facts_of(created))
+        await _reply(exchange, _session_facts(created))
 
     async def get_session(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Tells how a session is."""
         await exchange.without_body()
         request = pb.GetSessionRequest(session_id=exchange.path_parameters["session_id"])
-        await _reply(exchange, facts_of(await self._servicer.GetSession(request, call)))
+        await _reply(exchange, _session_facts(await self._servicer.GetSession(request, call)))
 
     async def delete_session(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Ends a session."""
@@ -212,3 +236,14 @@ async def _until_kept(
 
 async def _reply(exchange: Exchange, value: BaseModel) -> None:
     await exchange.reply(value.model_dump_json().encode())
+
+
+def _session_facts(session: pb.Session) -> SessionFacts:
+    return SessionFacts(
+        id=session.session_id,
+        model=session.model,
+        num_tokens=session.num_tokens,
+        num_turns=session.num_turns,
+        busy=session.busy,
+        expires_in_seconds=session.expires_in_seconds,
+    )

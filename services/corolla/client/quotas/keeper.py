@@ -14,7 +14,7 @@ from typing import Final
 from corolla.chain.control import ControlPlane
 from corolla.chassis.breaker import Breaker
 from corolla.chassis.errors import CorollaError, QuotaExceeded
-from corolla.chassis.tenant_limits import QuotaTable, TenantLimits, Use
+from corolla.chassis.tenant_limits import QuotaTable, TenantLimits
 from corolla.client.generation.admission import Usage
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.share import StaticShare
@@ -54,34 +54,6 @@ class _Running:
     renewed_s: float
     num_noted_tokens: int
     held: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _Take:
-    """What a request has used by now; a bill of generated tokens is one that has used nothing else."""
-
-    tenant: str
-    request_id: str
-    uses: tuple[Use, ...]
-    lease_s: float
-
-    @property
-    def counts_request(self) -> bool:
-        return any(use.quota == _RATE for use in self.uses)
-
-    def may_fit_soon(self, refusal: QuotaExceeded) -> bool:
-        """Whether it was refused by what others hold, and not by what flows."""
-        return any(use.quota == refusal.metadata.get("quota") and not use.period_ms for use in self.uses)
-
-    def to_message(self) -> pb.QuotaTake:
-        uses = [
-            pb.QuotaUse(
-                quota=use.quota, amount=use.amount, limit=use.limit, period_ms=use.period_ms, must_fit=use.must_fit
-            )
-            for use in self.uses
-        ]
-        lease_ms = round(self.lease_s * 1000)
-        return pb.QuotaTake(tenant=self.tenant, request_id=self.request_id, lease_ms=lease_ms, uses=uses)
 
 
 class QuotaKeeper:
@@ -131,7 +103,7 @@ class QuotaKeeper:
         self._running: dict[str, _Running] = {}
         self._num_unbilled_tokens: Counter[str] = Counter()
         # With the time since when each is there.
-        self._bills: list[tuple[_Take, float]] = []
+        self._bills: list[tuple[pb.QuotaTake, float]] = []
         # By request that has ended: its tenant, and until when the router would hold its part for it.
         self._ended: dict[str, tuple[str, float]] = {}
         self._has_ended = asyncio.Event()
@@ -221,7 +193,7 @@ class QuotaKeeper:
             if each.held and now_s - each.renewed_s >= self._lease_s / _RENEWALS_IN_A_LEASE
         ]
         takes = [
-            *(bill.to_message() for bill, _ in bills),
+            *(bill for bill, _ in bills),
             *map(self._renewal, renewed),
             *(pb.QuotaTake(tenant=tenant, request_id=request_id) for request_id, (tenant, _) in ended),
         ]
@@ -243,24 +215,26 @@ class QuotaKeeper:
 
     # --- one take -------------------------------------------------------------------------------------------------
 
-    async def take_more(self, tenant: str, request_id: str, uses: Sequence[Use]) -> None:
+    async def take_more(self, tenant: str, request_id: str, uses: Sequence[pb.QuotaUse]) -> None:
         """Counts what else a running request is going to use. Raises QuotaExceeded."""
         await self.take(tenant, request_id, uses)
         if (running := self._running.get(request_id)) is not None:
             running.held.update(_held(uses))
 
-    async def take(self, tenant: str, request_id: str, uses: Sequence[Use], lease_s: float | None = None) -> None:
+    async def take(
+        self, tenant: str, request_id: str, uses: Sequence[pb.QuotaUse], lease_s: float | None = None
+    ) -> None:
         """Counts what a request has used by now. Raises QuotaExceeded."""
-        take = _Take(tenant, request_id, tuple(uses), lease_s or self._lease_s)
+        take = _message(tenant, request_id, uses, lease_s or self._lease_s)
         with self.counted_refusals():
             try:
                 return await self._take(take)
             except QuotaExceeded as refusal:
-                if not take.may_fit_soon(refusal) or self._num_patient[tenant] >= _MOST_PATIENT:
+                if not _may_fit_soon(take, refusal) or self._num_patient[tenant] >= _MOST_PATIENT:
                     raise
             return await self._take_patiently(take)
 
-    async def _take_patiently(self, take: _Take) -> None:
+    async def _take_patiently(self, take: pb.QuotaTake) -> None:
         self._num_patient[take.tenant] += 1
         try:
             for wait_s in _LETTING_GO_S[:-1]:
@@ -272,13 +246,14 @@ class QuotaKeeper:
         finally:
             self._num_patient[take.tenant] -= 1
 
-    async def _take(self, take: _Take) -> None:
+    async def _take(self, take: pb.QuotaTake) -> None:
         if not take.uses:
             return
-        if take.counts_request and (wait_s := self._refused_until_s.get(take.tenant, 0.0) - self._now_s()) > 0:
+        counts_request = any(use.quota == _RATE for use in take.uses)
+        if counts_request and (wait_s := self._refused_until_s.get(take.tenant, 0.0) - self._now_s()) > 0:
             raise QuotaExceeded.of(_RATE, wait_s)
         try:
-            if self._breaker.admits(self._now_s()) and await self._sent([take.to_message()]):
+            if self._breaker.admits(self._now_s()) and await self._sent([take]):
                 return
         except QuotaExceeded as refusal:
             if refusal.metadata.get("quota") == _RATE and refusal.retry_after_s is not None:
@@ -286,9 +261,7 @@ class QuotaKeeper:
             raise
         self._metrics.local_quota_takes.inc()
         held = self._held_here(take.tenant)
-        shortage = self._share.take(take.tenant, take.uses, held, self._now_s(), self._num_takers)
-        if shortage is not None:
-            raise QuotaExceeded.of(shortage.quota, shortage.wait_s)
+        self._share.take(take.tenant, take.uses, held, self._now_s(), self._num_takers)
 
     async def _sent(self, takes: Iterable[pb.QuotaTake]) -> bool:
         """Whether a router has counted them. Raises QuotaExceeded."""
@@ -326,7 +299,7 @@ class QuotaKeeper:
     def _renewal(self, request_id: str) -> pb.QuotaTake:
         running = self._running[request_id]
         uses = self.limits(running.tenant).uses(running.held, must_fit=False)
-        return _Take(running.tenant, request_id, uses, self._lease_s).to_message()
+        return _message(running.tenant, request_id, uses, self._lease_s)
 
     # --- generated tokens -----------------------------------------------------------------------------------------
 
@@ -342,7 +315,7 @@ class QuotaKeeper:
         for tenant, num_tokens in self._num_unbilled_tokens.items():
             uses = self.limits(tenant).uses({"generated_tokens_per_minute": num_tokens}, must_fit=False)
             if uses:
-                take = _Take(tenant, secrets.token_hex(16), uses, _BILL_LEASE_S)
+                take = _message(tenant, secrets.token_hex(16), uses, _BILL_LEASE_S)
                 self._bills.append((take, self._now_s()))
         self._num_unbilled_tokens.clear()
 
@@ -383,5 +356,15 @@ class Allowance:
         await self.keeper.take_more(self.tenant, self.request_id, self.limits.uses(amounts, must_fit=True))
 
 
-def _held(uses: Iterable[Use]) -> dict[str, int]:
+def _message(tenant: str, request_id: str, uses: Iterable[pb.QuotaUse], lease_s: float) -> pb.QuotaTake:
+    """What a request has used by now; a bill of generated tokens is one that has used nothing else."""
+    return pb.QuotaTake(tenant=tenant, request_id=request_id, lease_ms=round(lease_s * 1000), uses=uses)
+
+
+def _may_fit_soon(take: pb.QuotaTake, refusal: QuotaExceeded) -> bool:
+    """Whether it was refused by what others hold, and not by what flows."""
+    return any(use.quota == refusal.metadata.get("quota") and not use.period_ms for use in take.uses)
+
+
+def _held(uses: Iterable[pb.QuotaUse]) -> dict[str, int]:
     return {use.quota: use.amount for use in uses if not use.period_ms}

@@ -8,15 +8,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from corolla.chassis.tenant_limits import Use
-
-
-@dataclass(frozen=True, slots=True)
-class Shortage:
-    """Of which quota there is too little, and in how many seconds there is enough; 0: when another request ends."""
-
-    quota: str
-    wait_s: float
+from corolla.chassis.errors import QuotaExceeded
+from corolla.v1 import router_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +28,9 @@ class StaticShare:
         self._windows: dict[int, _Window] = {}
 
     def take(
-        self, tenant: str, uses: Sequence[Use], held: Mapping[str, int], now_s: float, num_services: int
-    ) -> Shortage | None:
-        """Counts what a request is going to use, or nothing where a use that must fit does not.
+        self, tenant: str, uses: Sequence[pb.QuotaUse], held: Mapping[str, int], now_s: float, num_services: int
+    ) -> None:
+        """Counts what a request is going to use. Raises QuotaExceeded, and counts nothing, where it does not fit.
 
         Args:
             held: by quota, what the tenant's requests hold here already.
@@ -49,18 +42,17 @@ class StaticShare:
                 # What exceeds a whole share is taken from a window in which nothing was used yet.
                 is_first = use.period_ms and not used
                 if not is_first and used + use.amount > max(1.0, use.limit / num_services):
-                    return Shortage(use.quota, self._rest_s(use, now_s))
+                    raise QuotaExceeded.of(use.quota, self._rest_s(use, now_s))
         for use in uses:
             if use.period_ms:
                 self._window(use, now_s).used[tenant, use.quota] += use.amount
-        return None
 
-    def _window(self, use: Use, now_s: float) -> _Window:
+    def _window(self, use: pb.QuotaUse, now_s: float) -> _Window:
         number = int(now_s * 1000 // use.period_ms)
         if (window := self._windows.get(use.period_ms)) is None or window.number != number:
             window = self._windows[use.period_ms] = _Window(number)
         return window
 
-    def _rest_s(self, use: Use, now_s: float) -> float:
+    def _rest_s(self, use: pb.QuotaUse, now_s: float) -> float:
         """Seconds until the next window; 0 of what is held."""
         return (use.period_ms - now_s * 1000 % use.period_ms) / 1000 if use.period_ms else 0.0

@@ -1,6 +1,7 @@
 """A checkpoint's chat template: text from messages, as `apply_chat_template` of transformers makes it.
 
-It needs nothing but jinja2, so that the process that renders is small and starts at once.
+It needs nothing but jinja2, so that the process that renders is small and starts at once: as a program, this module is
+the other end of `template_process`.
 """
 
 import json
@@ -16,6 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from corolla.client.text.bounded_worker import Answer, serve
 from corolla.client.text.template_facts import facts_of
 
 RESERVED_NAMES: Final = frozenset(
@@ -181,3 +183,27 @@ class _Namespace(Namespace):
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise SecurityError(f"a chat template cannot keep {name!r}")
+
+
+def begin(first: Sequence[Any]) -> Answer:
+    """Takes a source and its special tokens. The source is read with the first conversation: that may run away, too."""
+    source, special_tokens = first
+    template: Template | None = None
+
+    def render(conversation: Mapping[str, Any]) -> dict[str, str]:
+        nonlocal template
+        try:
+            template = template or Template(source, special_tokens)
+            return {"text": str(template.render(**conversation))}
+        except MemoryError:
+            raise
+        except TemplateRefusal as refusal:
+            return {"refusal": refusal.sentence}
+        except Exception:  # a template is a program of the checkpoint's
+            return {"refusal": ""}
+
+    return render
+
+
+if __name__ == "__main__":
+    raise SystemExit(serve(begin))

@@ -18,7 +18,7 @@ class TemplateProcess:
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any], *, longest_wait_s: float = 10.0) -> None:
         self._worker = WorkerProcess(
-            "corolla.client.text.template_worker",
+            "corolla.client.text.template",
             [source, dict(special_tokens)],
             "renders chat templates",
             longest_wait_s=longest_wait_s,

@@ -70,7 +70,7 @@ async def replies_to(method: str, message: WatchedMessage, scope: Scope) -> list
     servicer = GenerationServicer(
         pb.Model(name="m", vocab_size=10, context_length=100),
         tokenizations=unused, transcripts=unused, sessions=unused, placement=unused,
-        tokenizer=TOKENIZER, cache_salts=SALTS, **parts,
+        tokenizer=TOKENIZER, cache_salts=SALTS, farewell_s=0.2, **parts,
     )  # fmt: skip
     call: Any = SimpleNamespace(
         caller=KeyHolder("acme", NewKey("acme", scopes=[scope]).record),

@@ -8,9 +8,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from corolla.chassis.errors import SettingsError
-from corolla.chassis.tenant_limits import COUNTED, NO_LIMITS, PERIODS_MS, QUOTAS, QuotaTable, TenantLimits, Use
+from corolla.chassis.tenant_limits import COUNTED, NO_LIMITS, PERIODS_MS, QUOTAS, QuotaTable, TenantLimits
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.keeper import QuotaKeeper
+from corolla.v1 import router_pb2 as pb
 
 
 def parse(value: Any) -> QuotaTable:
@@ -78,8 +79,8 @@ def test_what_is_no_json_is_refused() -> None:
 def test_only_what_is_limited_is_counted() -> None:
     limits = TenantLimits(requests_per_second=5, reserved_tokens=100)
     assert limits.uses({"requests_per_second": 1, "running_requests": 1, "reserved_tokens": 7}, must_fit=True) == (
-        Use("requests_per_second", 1, 5, must_fit=True, period_ms=1000),
-        Use("reserved_tokens", 7, 100, must_fit=True, period_ms=0),
+        pb.QuotaUse(quota="requests_per_second", amount=1, limit=5, must_fit=True, period_ms=1000),
+        pb.QuotaUse(quota="reserved_tokens", amount=7, limit=100, must_fit=True),
     )
 
 
