@@ -199,9 +199,9 @@ def _piece(shape: HeadShape) -> str:
         low = function.let(f"sub i64 {seen}, {tile}")
         high = function.let(f"call i64 @llvm.umin.i64(i64 {function.let(f'sub i64 {end}, {tile}')}, i64 {LANES})")
         with function.loop("heads", shape.num_shared, shape.num_at_once) as heads:
-            shared = heads["number"]
-            head_query = function.at(queries, function.let(f"mul i64 {shared}, {shape.key_size * shape.element_bytes}"))
-            head_state = function.at(state, function.let(f"mul i64 {shared}, {shape.head_floats}"), "float")
+            query_at = function.let(f"mul i64 {heads['number']}, {shape.key_size * shape.element_bytes}")
+            head_query = function.at(queries, query_at)
+            head_state = function.at(state, function.let(f"mul i64 {heads['number']}, {shape.head_floats}"), "float")
             lines.append(
                 f"  call void @tile(ptr {head_query}, ptr {tile_keys}, ptr {tile_values}, i64 {fields['key_slot']}, "
                 f"i64 {fields['value_slot']}, i64 {low}, i64 {high}, float {scaling}, ptr {fields['constants']}, "
