@@ -74,11 +74,11 @@ class Function:
 
         Yields:
             For each of the vectors its name; what stands there afterwards is what it becomes, and what it is in the end
-            is called `%LABEL_NAME_after`. `number` is the loop's.
+            is called `%LABEL_NAME_after`. `number` is the loop's, and `step` that of a round, which may set another.
         """
         self.lines.append(f"  br label %{label}_start\n{label}_start:\n  br label %{label}_loop\n{label}_loop:")
         self.lines.append(f"  %{label}_number = phi i64 [{start}, %{label}_start], [%{label}_next, %{label}_end]")
-        names = {"number": f"%{label}_number"}
+        names = {"number": f"%{label}_number", "step": str(step)}
         for name, first in carried.items():
             names[name] = f"%{label}_{name}"
             after = f"%{label}_{name}_after"
@@ -87,7 +87,7 @@ class Function:
         self.lines.append(f"  br label %{label}_end\n{label}_end:")
         for name in carried:
             self.lines.append(f"  %{label}_{name}_after = freeze {FLOATS} {names[name]}")
-        self.lines.append(f"  %{label}_next = add i64 %{label}_number, {step}")
+        self.lines.append(f"  %{label}_next = add i64 %{label}_number, {names['step']}")
         self.lines.append(f"  %{label}_is_more = icmp ult i64 %{label}_next, {end}")
         self.lines.append(f"  br i1 %{label}_is_more, label %{label}_loop, label %{label}_done\n{label}_done:")
 

@@ -231,11 +231,6 @@ def _unpack(layout: Layout, rows: Rows) -> str:
 
 
 _ORDER: Final = ", ptr %order"
-_POINTERS: Final = """\
-  %order = load ptr, ptr %weights, align 8
-  %second = getelementptr ptr, ptr %weights, i64 1
-  %panels_at = load ptr, ptr %second, align 8
-"""
 _PASSED: Final[Fields] = (*JOB[:7], ("i64", "first"), ("i64", "end"))
 _ARGUMENTS: Final = ", ".join(f"{kind} %{name}" for kind, name in _PASSED)
 
@@ -253,103 +248,79 @@ def _part(
     Args:
         unpacked: how a group's weights are unpacked first, and read for all rows; None: they are not.
     """
+    function = Function()
+    lines = function.lines
+    lines.append(f"define internal void @{'few' if unpacked is None else 'many'}({_ARGUMENTS}) #0 {{\nentry:")
+    weights, order = "%weights", ""
+    if is_ordered:
+        order = f", ptr {function.let('load ptr, ptr %weights, align 8')}"
+        weights = function.let(f"load ptr, ptr {function.at('%weights', 8)}, align 8")
+
+    def bytes_of(read: Layout | PlainLayout) -> str:
+        return function.let(f"mul i64 {function.let(f'udiv i64 %columns, {read.block_weights}')}, {read.block_bytes}")
+
+    panel_bytes, y_columns = bytes_of(layout), function.let(f"mul i64 %panels, {LANES}")
+    unpacked_bytes = "" if unpacked is None else bytes_of(unpacked)
     widths = [width for width in _PANELS if width <= UNPACKED_PANELS or unpacked is None]
-    wide = "%four" if unpacked is None else "%two"
-    name, tile, w_group, stride = (
-        ("few", "tile", "%w_group", "%panel_bytes")
-        if unpacked is None
-        else ("many", "unpacked", "%scratch", "%unpacked_bytes")
-    )
-    read = layout if unpacked is None else unpacked
-    weights, order = ("%panels_at", _ORDER) if is_ordered else ("%weights", "")
-    lines = [
-        f"""\
-define internal void @{name}({_ARGUMENTS}) #0 {{
-entry:
-{_POINTERS if is_ordered else ""}\
-  %rounds = udiv i64 %columns, {read.block_weights}
-  %unpacked_bytes = mul i64 %rounds, {read.block_bytes}
-  %blocks = udiv i64 %columns, {layout.block_weights}
-  %panel_bytes = mul i64 %blocks, {layout.block_bytes}
-  %y_columns = mul i64 %panels, {LANES}
-  br label %groups
-groups:
-  %panel = phi i64 [%first, %entry], [%panel_after, %group_done]
-  %is_last = icmp uge i64 %panel, %end
-  br i1 %is_last, label %out, label %group
-group:
-  %left = sub i64 %end, %panel
-  %is_four = icmp uge i64 %left, 4
-  %is_two = icmp uge i64 %left, 2
-  %two = select i1 %is_two, i64 2, i64 1
-  %four = select i1 %is_four, i64 4, i64 %two
-  %w_offset = mul i64 %panel, %panel_bytes
-  %w_group = getelementptr i8, ptr {weights}, i64 %w_offset
-  %y_offset = mul i64 %panel, {LANES}
-  %y_group = getelementptr float, ptr %y, i64 %y_offset
-{"  br label %rows_start" if unpacked is None else _UNPACKING}
-rows_start:
-  br label %rows_left
-rows_left:
-  %row = phi i64 [0, %rows_start], [%row_after, %tile_done]
-  %more = sub i64 %rows, %row
-  %x_offset = mul i64 %row, %columns
-  %x_row = getelementptr {rows.value}, ptr %x, i64 %x_offset
-  %y_row_offset = mul i64 %row, %y_columns
-  %y_row = getelementptr float, ptr %y_group, i64 %y_row_offset
-  %is_group_done = icmp uge i64 %row, %rows
-  br i1 %is_group_done, label %group_done, label %choice_0"""
-    ]
-    heights = sorted({height for height, _ in tiles}, reverse=True)
-    for index, height in enumerate(heights):
-        lines.append(f"choice_{index}:")
-        if index + 1 < len(heights):
-            lines.append(f"  %fits_{height} = icmp uge i64 %more, {height}")
-            lines.append(f"  br i1 %fits_{height}, label %rows_{height}, label %choice_{index + 1}\nrows_{height}:")
-        cases = " ".join(f"i64 {width}, label %do_{height}_{width}" for width in widths[:-1])
-        lines.append(f"  switch i64 {wide}, label %do_{height}_1 [{cases}]")
-        for width in widths:
-            lines.append(f"do_{height}_{width}:")
-            at_once = max(size for tall, size in tiles if tall == height and size <= width)
-            for first in range(0, width, at_once):
-                place = f"{height}_{width}_{first}"
-                lines.append(f"  %o_{place} = mul i64 {stride}, {first}")
-                lines.append(f"  %w_{place} = getelementptr i8, ptr {w_group}, i64 %o_{place}")
-                lines.append(f"  %y_{place} = getelementptr float, ptr %y_row, i64 {LANES * first}")
-                lines.append(
-                    f"  call void @{tile}_{height}_{at_once}(ptr %x_row, i64 %columns, ptr %w_{place}, i64 {stride}, "
-                    f"ptr %y_{place}, i64 %y_columns{order})"
-                )
-            lines.append("  br label %tile_done")
-    sources = ", ".join(f"[{height}, %do_{height}_{width}]" for height in heights for width in widths)
-    lines.append(
-        f"""\
-tile_done:
-  %tall = phi i64 {sources}
-  %row_after = add i64 %row, %tall
-  br label %rows_left
-group_done:
-  %panel_after = add i64 %panel, {wide}
-  br label %groups
-out:
-  ret void
-}}"""
-    )
+    with function.loop("groups", "%end", start="%first") as groups:
+        left, num_panels = function.let(f"sub i64 %end, {groups['number']}"), "1"
+        for width in sorted(widths)[1:]:
+            fits = function.let(f"icmp uge i64 {left}, {width}")
+            num_panels = function.let(f"select i1 {fits}, i64 {width}, i64 {num_panels}")
+        groups["step"] = num_panels
+        w = function.at(weights, function.let(f"mul i64 {groups['number']}, {panel_bytes}"))
+        y = function.at("%y", function.let(f"mul i64 {groups['number']}, {LANES}"), "float")
+        read_from, stride = w, panel_bytes
+        if unpacked is not None:
+            read_from, stride = "%scratch", unpacked_bytes
+            with function.loop("unpacking", num_panels) as names:
+                packed = function.at(w, function.let(f"mul i64 {names['number']}, {panel_bytes}"))
+                target = function.at("%scratch", function.let(f"mul i64 {names['number']}, {unpacked_bytes}"))
+                lines.append(f"  call void @unpack(ptr {packed}, i64 %columns, ptr {target})")
+
+        with function.loop("rows", "%rows") as names:
+            x_row = function.at("%x", function.let(f"mul i64 {names['number']}, %columns"), rows.value)
+            y_row = function.at(y, function.let(f"mul i64 {names['number']}, {y_columns}"), "float")
+            left = function.let(f"sub i64 %rows, {names['number']}")
+            name = "tile" if unpacked is None else "unpacked"
+            for height, width in _chosen_tiles(function, tiles, widths, left, num_panels):
+                at_once = max(size for tall, size in tiles if tall == height and size <= width)
+                for first in range(0, width, at_once):
+                    w_tile = function.at(read_from, function.let(f"mul i64 {stride}, {first}"))
+                    y_tile = function.at(y_row, LANES * first, "float")
+                    lines.append(
+                        f"  call void @{name}_{height}_{at_once}(ptr {x_row}, i64 %columns, ptr {w_tile}, "
+                        f"i64 {stride}, ptr {y_tile}, i64 {y_columns}{order})"
+                    )
+            names["step"] = "%height"
+    lines.append("  ret void\n}")
     return "\n".join(lines)
 
 
-_UNPACKING: Final = """\
-  br label %unpacking
-unpacking:
-  %done = phi i64 [0, %group], [%done_after, %unpacking]
-  %from_offset = mul i64 %done, %panel_bytes
-  %from = getelementptr i8, ptr %w_group, i64 %from_offset
-  %to_offset = mul i64 %done, %unpacked_bytes
-  %to = getelementptr i8, ptr %scratch, i64 %to_offset
-  call void @unpack(ptr %from, i64 %columns, ptr %to)
-  %done_after = add i64 %done, 1
-  %is_more_to_do = icmp ult i64 %done_after, %two
-  br i1 %is_more_to_do, label %unpacking, label %rows_start"""
+def _chosen_tiles(
+    function: Function, tiles: Tiles, widths: Sequence[int], num_rows: str, num_panels: str
+) -> Iterator[tuple[int, int]]:
+    """Yields each number of rows and of panels, for which lines are to be added; one runs. `%height` is its rows then.
+
+    Args:
+        num_rows: those that are left.
+        num_panels: one of the widths.
+    """
+    lines, heights = function.lines, sorted({height for height, _ in tiles}, reverse=True)
+    lines.append(f"  br label %height_{heights[0]}")
+    for height, lower in zip(heights, [*heights[1:], None], strict=True):
+        lines.append(f"height_{height}:")
+        if lower is not None:
+            fits = function.let(f"icmp uge i64 {num_rows}, {height}")
+            lines.append(f"  br i1 {fits}, label %width_{height}, label %height_{lower}\nwidth_{height}:")
+        cases = " ".join(f"i64 {width}, label %do_{height}_{width}" for width in widths[:-1])
+        lines.append(f"  switch i64 {num_panels}, label %do_{height}_1 [{cases}]")
+        for width in widths:
+            lines.append(f"do_{height}_{width}:")
+            yield height, width
+            lines.append("  br label %tile_done")
+    sources = ", ".join(f"[{height}, %do_{height}_{width}]" for height in heights for width in widths)
+    lines.append(f"tile_done:\n  %height = phi i64 {sources}")
 
 
 def _all_or_few(*, unpacks: bool) -> str:

@@ -100,6 +100,8 @@ class Kernel:
             raise ValueError(f"an order does not fit {num_columns} columns")
         weights = weights_of(panels, order)
         product = torch.empty(num_rows, num_panels * LANES, dtype=torch.float32)
+        if not num_rows:
+            return product
         are_many = num_rows * num_columns * num_panels * LANES >= LEAST_PRODUCTS_OF_THREADS
         num_threads = torch.get_num_threads() if are_many else 1
         # In fours, which are multiplied at once.
