@@ -211,8 +211,8 @@ declare i32 @sched_yield()
 class _BlockFunction(Function):
     """Lines of a function over vectors of one type of numbers."""
 
-    def __init__(self, shape: BlockShape) -> None:
-        super().__init__()
+    def __init__(self, shape: BlockShape, signature: str, *, is_internal: bool = True) -> None:
+        super().__init__(signature, is_internal=is_internal)
         self.shape = shape
 
     def row(self, base: str, name: str, size: int, num_bytes: int) -> str:
@@ -294,9 +294,8 @@ class _BlockFunction(Function):
 
 def _adapt(shape: BlockShape) -> str:
     """Adds the products of a token's adapter to what a projection gave: rank by rank, in float32."""
-    function = _BlockFunction(shape)
+    function = _BlockFunction(shape, "@adapt(ptr %place, ptr %input, i64 %inputs, ptr %product)")
     lines = function.lines
-    lines.append("define internal void @adapt(ptr %place, ptr %input, i64 %inputs, ptr %product) #0 {\nentry:")
     down, count = function.field("%place", PLACE, "down"), function.field("%place", PLACE, "factors")
     down_bytes = function.let(f"mul i64 %inputs, {shape.element_bytes}")
     factors = function.at("%place", 8 * [name for _, name in PLACE].index("up_0"))
@@ -320,8 +319,8 @@ def _adapt(shape: BlockShape) -> str:
                 changed = function.sum_of_product(numbers, inner, function.load(FLOATS, at, align=4))
                 function.store(changed, at)
             lines.append(f"  store ptr {function.at(row, down_bytes)}, ptr %down_at")
-    lines.append("  br label %none\nnone:\n  ret void\n}")
-    return "\n".join(lines)
+    lines.append("  br label %none\nnone:")
+    return function.source()
 
 
 def _apply_adapter(function: _BlockFunction, projection: str, source: str) -> None:
@@ -345,13 +344,7 @@ def _apply_adapter(function: _BlockFunction, projection: str, source: str) -> No
 
 
 def _begin(shape: BlockShape, name: str) -> _BlockFunction:
-    function = _BlockFunction(shape)
-    function.lines.append(f"define internal void @{name}(ptr %step, ptr %layer, i64 %token) #0 {{\nentry:")
-    return function
-
-
-def _end(function: _BlockFunction) -> str:
-    return "\n".join([*function.lines, "  ret void\n}"])
+    return _BlockFunction(shape, f"@{name}(ptr %step, ptr %layer, i64 %token)")
 
 
 def _normalise(shape: BlockShape) -> str:
@@ -362,7 +355,7 @@ def _normalise(shape: BlockShape) -> str:
         number = function.load_numbers(hidden, names["number"])
         names["sum"] = function.sum_of_product(number, number, names["sum"])
     _store_normed(function, hidden, "%squares_sum_after", "%layer", "attention")
-    return _end(function)
+    return function.source()
 
 
 def _store_normed(function: _BlockFunction, hidden: str, squares: str, layer: str, norm: str) -> None:
@@ -418,7 +411,7 @@ def _prepare_heads(shape: BlockShape) -> str:
             else:
                 _prepare_head(function, name, source, own_bias, rotary, place)
         first += num_heads * size
-    return _end(function)
+    return function.source()
 
 
 def _fill_jobs(function: _BlockFunction, group: str) -> None:
@@ -484,7 +477,7 @@ def _round_attended(shape: BlockShape) -> str:
     target = function.row("%step", "input", size, shape.multiplied_bytes)
     with function.loop("round", size, LANES) as names:
         function.store_multiplied(function.load_floats(source, names["number"]), target, names["number"])
-    return _end(function)
+    return function.source()
 
 
 def _add_attention(shape: BlockShape) -> str:
@@ -492,7 +485,7 @@ def _add_attention(shape: BlockShape) -> str:
     function = _begin(shape, "add_attention")
     hidden, squares = _add(function, "output")
     _store_normed(function, hidden, squares, "%layer", "mlp")
-    return _end(function)
+    return function.source()
 
 
 def _add_mlp(shape: BlockShape) -> str:
@@ -503,7 +496,7 @@ def _add_mlp(shape: BlockShape) -> str:
     is_more = function.let(f"icmp ult ptr {after}, {function.field('%step', STEP, 'end')}")
     function.lines.append(f"  br i1 {is_more}, label %more, label %last\nlast:\n  ret void\nmore:")
     _store_normed(function, hidden, squares, after, "attention")
-    return _end(function)
+    return function.source()
 
 
 def _add(function: _BlockFunction, projection: str) -> tuple[str, str]:
@@ -552,17 +545,14 @@ def _gate(shape: BlockShape) -> str:
         share = function.let(f"fdiv {FLOATS} {numerator}, {function.sum(small, one)}")
         activated = function.rounded(function.product(gate, share))
         function.store_multiplied(function.product(activated, other), target, number)
-    return _end(function)
+    return function.source()
 
 
 def _of_some_tokens(stage: str) -> str:
-    function = Function()
-    function.lines.append(
-        f"define internal void @{stage}_some(ptr %step, ptr %layer, i64 %first, i64 %end) #0 {{\nentry:"
-    )
+    function = Function(f"@{stage}_some(ptr %step, ptr %layer, i64 %first, i64 %end)")
     with function.loop("tokens", "%end", start="%first") as names:
         function.lines.append(f"  call void @{stage}(ptr %step, ptr %layer, i64 {names['number']})")
-    return "\n".join([*function.lines, "  ret void\n}"])
+    return function.source()
 
 
 def _await(pauses: bool) -> str:
@@ -597,9 +587,8 @@ class _Team:
 
     def __init__(self, shape: BlockShape) -> None:
         self._shape = shape
-        self._function = function = _BlockFunction(shape)
+        self._function = function = _BlockFunction(shape, "@team(ptr %call)", is_internal=False)
         self._num_phases = 0
-        function.lines.append("define void @team(ptr %call) #0 {\nentry:")
         step, layers = (function.let(f"load ptr, ptr {function.at('%call', 8 * index)}") for index in range(2))
         self._step = step
         names = ("tokens", "threads", "normed", "product", "attended", "input", "groups", "scratch", "scratch_bytes")

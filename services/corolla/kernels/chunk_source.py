@@ -81,11 +81,9 @@ class _Product:
     is_corrected: bool
 
     def source(self) -> str:
-        function = Function()
-        lines = function.lines
-        lines.append(
-            f"define internal void @{self.name}(ptr noalias %rows, ptr noalias %matrix, i64 %count, "
-            "ptr noalias %sums, ptr noalias %corrections) #0 {\nentry:"
+        function = Function(
+            f"@{self.name}(ptr noalias %rows, ptr noalias %matrix, i64 %count, "
+            "ptr noalias %sums, ptr noalias %corrections)"
         )
         rows, vectors = range(self.num_rows), range(self.num_vectors)
         places = {
@@ -111,8 +109,7 @@ class _Product:
                     names[name] = function.sum_of_product(numbers[vector], lanes, names[name])
         for name, place in places.items():
             function.store(f"%lines_{name}_after", place)
-        lines.append("  ret void\n}")
-        return "\n".join(lines)
+        return function.source()
 
 
 def _product_of_keys(shape: HeadShape) -> _Product:
@@ -133,9 +130,7 @@ def _products_of_values(shape: HeadShape) -> list[_Product]:
 
 def _transpose(shape: HeadShape) -> str:
     """16 keys, to the vectors of each of their numbers, each of which is part of a line of the tile."""
-    function = Function()
-    lines = function.lines
-    lines.append("define internal void @transpose(ptr noalias %keys, i64 %key_slot, ptr noalias %to) #0 {\nentry:")
+    function = Function("@transpose(ptr noalias %keys, i64 %key_slot, ptr noalias %to)")
     keys = [function.at("%keys", function.let(f"mul i64 %key_slot, {number}")) for number in range(LANES)]
     for part in range(shape.key_size // LANES):
         vectors = [numbers_of(function, shape, key, part) for key in keys]
@@ -152,31 +147,25 @@ def _transpose(shape: HeadShape) -> str:
             vectors, distance = moved, 2 * distance
         for number, vector in enumerate(vectors):
             function.store(vector, function.at("%to", 4 * TILE_KEYS * (LANES * part + number)))
-    lines.append("  ret void\n}")
-    return "\n".join(lines)
+    return function.source()
 
 
 def _copy(shape: HeadShape) -> str:
     """16 values, as they lie side by side."""
-    function = Function()
-    lines = function.lines
-    lines.append("define internal void @copy(ptr noalias %values, i64 %value_slot, ptr noalias %to) #0 {\nentry:")
+    function = Function("@copy(ptr noalias %values, i64 %value_slot, ptr noalias %to)")
     for number in range(LANES):
         value = function.at("%values", function.let(f"mul i64 %value_slot, {number}"))
         for part in range(shape.value_size // LANES):
             place = function.at("%to", 4 * (shape.value_size * number + LANES * part))
             function.store(numbers_of(function, shape, value, part), place)
-    lines.append("  ret void\n}")
-    return "\n".join(lines)
+    return function.source()
 
 
 def _weigh() -> str:
     """Turns the scores of 12 queries into weights, and says what their sums so far are to be multiplied by."""
-    function = Function()
-    lines = function.lines
-    lines.append(
-        "define internal void @weigh(ptr noalias %weights, ptr noalias %last, i64 %window, i64 %tile, "
-        "ptr noalias %constants, ptr noalias %corrections, ptr noalias %sums, ptr noalias %largest) #0 {\nentry:"
+    function = Function(
+        "@weigh(ptr noalias %weights, ptr noalias %last, i64 %window, i64 %tile, "
+        "ptr noalias %constants, ptr noalias %corrections, ptr noalias %sums, ptr noalias %largest)"
     )
     numbers = ", ".join(f"i32 {lane}" for lane in range(LANES))
     tile = function.splat(function.let("trunc i64 %tile to i32"), "i32")
@@ -213,8 +202,7 @@ def _weigh() -> str:
             function.store(weights, place)
         for value, place in ((largest, largest_at), (total, sums_at), (correction, correction_at)):
             function.store(value, place)
-    lines.append("  ret void\n}")
-    return "\n".join(lines)
+    return function.source()
 
 
 def _larger(function: Function, vector: str, other: str) -> str:
@@ -228,9 +216,8 @@ class _Block:
 
     def __init__(self, shape: HeadShape, scores: _Product, values: Sequence[_Product]) -> None:
         self._shape, self._scores, self._values = shape, scores, values
-        self._function = function = Function()
+        self._function = function = Function("@block(ptr %job, i64 %item)", is_internal=False)
         self._num_rows = num_rows = _num_rows(shape)
-        function.lines.append("define void @block(ptr %job, i64 %item) #0 {\nentry:")
         self._scratch = {
             name: function.let(f"alloca [{floats} x float], align 64")
             for name, floats in (
@@ -255,7 +242,7 @@ class _Block:
         self._prepare()
         self._go_through_keys()
         self._finish()
-        return "\n".join([*self._function.lines, "  ret void\n}"])
+        return self._function.source()
 
     def _prepare(self) -> None:
         """Queries are scaled, and widened; what fills the block up sees nothing."""

@@ -19,11 +19,20 @@ Fields = Sequence[tuple[str, str]]
 
 
 class Function:
-    """Lines of a function that is being written."""
+    """Lines of a function that is being written, and returns nothing.
 
-    def __init__(self) -> None:
-        self.lines: list[str] = []
+    Args:
+        signature: its name and arguments.
+        is_internal: whether it is for the module's own functions only.
+    """
+
+    def __init__(self, signature: str, *, is_internal: bool = True) -> None:
+        self.lines = [f"define {'internal ' if is_internal else ''}void {signature} #0 {{\nentry:"]
         self._count = 0
+
+    def source(self) -> str:
+        """All of it."""
+        return "\n".join([*self.lines, "  ret void\n}"])
 
     def let(self, value: str) -> str:
         """A new name for a value."""

@@ -66,11 +66,9 @@ def _tile(shape: HeadShape) -> str:
     All 16 keys are read, since they lie on the same page; of the values only those that are seen, since what was never
     written may be anything.
     """
-    function = Function()
-    lines = function.lines
-    lines.append(
-        "define internal void @tile(ptr noalias %query, ptr noalias %keys, ptr noalias %values, i64 %key_slot, "
-        "i64 %value_slot, i64 %low, i64 %high, float %scaling, ptr noalias %constants, ptr noalias %state) #0 {\nentry:"
+    function = Function(
+        "@tile(ptr noalias %query, ptr noalias %keys, ptr noalias %values, i64 %key_slot, "
+        "i64 %value_slot, i64 %low, i64 %high, float %scaling, ptr noalias %constants, ptr noalias %state)"
     )
     heads, parts = range(shape.num_at_once), range(shape.value_size // LANES)
     weights_at = function.let(f"alloca [{LANES * shape.num_at_once} x float], align 64")
@@ -106,8 +104,7 @@ def _tile(shape: HeadShape) -> str:
                 names[name] = function.sum_of_product(numbers, weights[head], names[name])
     for name, place in states.items():
         function.store(f"%values_{name}_after", place)
-    lines.append("  ret void\n}")
-    return "\n".join(lines)
+    return function.source()
 
 
 def _weigh(
@@ -145,20 +142,17 @@ def _weigh(
 
 def _fetch(shape: HeadShape, size: int) -> str:
     """Has the processor bring 16 heads of so many numbers to its caches: it does not foresee steps as long as these."""
-    function = Function()
-    function.lines.append(f"define internal void @fetch_{size}(ptr %numbers, i64 %slot_bytes) #0 {{\nentry:")
+    function = Function(f"@fetch_{size}(ptr %numbers, i64 %slot_bytes)")
     for number in range(LANES):
         head = function.at("%numbers", function.let(f"mul i64 %slot_bytes, {number}"))
         for line in range(0, size * shape.element_bytes, _LINE_BYTES):
             function.lines.append(f"  call void @llvm.prefetch.p0(ptr {function.at(head, line)}, i32 0, i32 3, i32 1)")
-    return "\n".join([*function.lines, "  ret void\n}"])
+    return function.source()
 
 
 def _piece(shape: HeadShape) -> str:
     """A piece of a row's keys, for the queries of one key head: a state, whatever was there before."""
-    function = Function()
-    lines = function.lines
-    lines.append("define void @piece(ptr %job, i64 %item) #0 {\nentry:")
+    function = Function("@piece(ptr %job, i64 %item)", is_internal=False)
     fields = {name: function.field("%job", JOB, name) for _, name in JOB}
     number, head = item_of(function)
     piece = function.at(fields["pieces"], function.let(f"mul i64 {number}, 16"))
@@ -194,7 +188,7 @@ def _piece(shape: HeadShape) -> str:
         for base, name, size in ((keys, "key", shape.key_size), (values, "value", shape.value_size)):
             stride = fields[f"{name}_slot"]
             place = function.at(base, function.let(f"mul i64 {next_slot}, {stride}"))
-            lines.append(f"  call void @fetch_{size}(ptr {place}, i64 {stride})")
+            function.lines.append(f"  call void @fetch_{size}(ptr {place}, i64 {stride})")
         seen = function.let(f"call i64 @llvm.umax.i64(i64 {first}, i64 {tile})")
         low = function.let(f"sub i64 {seen}, {tile}")
         high = function.let(f"call i64 @llvm.umin.i64(i64 {function.let(f'sub i64 {end}, {tile}')}, i64 {LANES})")
@@ -202,20 +196,17 @@ def _piece(shape: HeadShape) -> str:
             query_at = function.let(f"mul i64 {heads['number']}, {shape.key_size * shape.element_bytes}")
             head_query = function.at(queries, query_at)
             head_state = function.at(state, function.let(f"mul i64 {heads['number']}, {shape.head_floats}"), "float")
-            lines.append(
+            function.lines.append(
                 f"  call void @tile(ptr {head_query}, ptr {tile_keys}, ptr {tile_values}, i64 {fields['key_slot']}, "
                 f"i64 {fields['value_slot']}, i64 {low}, i64 {high}, float {scaling}, ptr {fields['constants']}, "
                 f"ptr {head_state})"
             )
-    lines.append("  ret void\n}")
-    return "\n".join(lines)
+    return function.source()
 
 
 def _merge(shape: HeadShape) -> str:
     """The output of a query's heads that share a key head, from the states of its pieces."""
-    function = Function()
-    lines = function.lines
-    lines.append("define void @merge(ptr %job, i64 %item) #0 {\nentry:")
+    function = Function("@merge(ptr %job, i64 %item)", is_internal=False)
     key_heads, constants = (function.field("%job", JOB, name) for name in ("key_heads", "constants"))
     number, head = item_of(function)
     row = function.at(function.field("%job", JOB, "first_pieces"), function.let(f"mul i64 {number}, 12"))
@@ -256,5 +247,4 @@ def _merge(shape: HeadShape) -> str:
         for part in parts:
             quotient = function.let(f"fdiv {FLOATS} %pieces_part_{part}_after, {totals}")
             function.store(quotient, function.at(target, 4 * LANES * part))
-    lines.append("  ret void\n}")
-    return "\n".join(lines)
+    return function.source()

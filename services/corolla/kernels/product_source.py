@@ -190,12 +190,11 @@ def _rounded_pairs(function: Function, layout: Layout | PlainLayout, panel: str,
 
 def _tile(tile: _FloatTile, name: str) -> str:
     """Some rows times some panels, whose sums stay in registers from the first column to the last."""
-    function, element = Function(), tile.rows.value
-    lines = function.lines
-    lines.append(
-        f"define internal void @{name}_{tile.num_rows}_{tile.num_panels}(ptr noalias %x, i64 %columns, "
+    element = tile.rows.value
+    function = Function(
+        f"@{name}_{tile.num_rows}_{tile.num_panels}(ptr noalias %x, i64 %columns, "
         "ptr noalias %w, i64 %panel_bytes, ptr noalias %y, i64 %y_columns"
-        f"{_ORDER if tile.is_ordered else ''}) #0 {{\nentry:"
+        f"{_ORDER if tile.is_ordered else ''})"
     )
     num_units = function.let(f"udiv i64 %columns, {tile.layout.step}")
     rows, panels = range(tile.num_rows), range(tile.num_panels)
@@ -210,24 +209,21 @@ def _tile(tile: _FloatTile, name: str) -> str:
         names |= {f"sum_{row}_{panel}": value for (row, panel), value in sums.items()}
     for row, panel in places:
         function.store(f"%units_sum_{row}_{panel}_after", function.at(y[row], LANES * panel, "float"))
-    lines.append("  ret void\n}")
-    return "\n".join(lines)
+    return function.source()
 
 
 def _unpack(layout: Layout, rows: Rows) -> str:
     """A panel to that of plain weights."""
-    function, unpacked = Function(), unpacked_layout(rows)
-    lines = function.lines
-    lines.append("define internal void @unpack(ptr noalias %w, i64 %columns, ptr noalias %to) #0 {\nentry:")
+    unpacked = unpacked_layout(rows)
+    function = Function("@unpack(ptr noalias %w, i64 %columns, ptr noalias %to)")
     kind, blocks = (FLOATS, columns) if rows is Rows.FLOAT32 else (_PAIRS, _rounded_pairs)
     unit_bytes = UNIT // unpacked.block_weights * unpacked.block_bytes
     with function.loop("units", function.let(f"udiv i64 %columns, {UNIT}")) as names:
         target = function.at("%to", function.let(f"mul i64 {names['number']}, {unit_bytes}"))
         for number, weights in enumerate(blocks(function, layout, "%w", names["number"])):
             place = function.at(target, number * unpacked.block_bytes)
-            lines.append(f"  store {kind} {weights}, ptr {place}, align {LANES}")
-    lines.append("  ret void\n}")
-    return "\n".join(lines)
+            function.lines.append(f"  store {kind} {weights}, ptr {place}, align {LANES}")
+    return function.source()
 
 
 _ORDER: Final = ", ptr %order"
@@ -248,9 +244,7 @@ def _part(
     Args:
         unpacked: how a group's weights are unpacked first, and read for all rows; None: they are not.
     """
-    function = Function()
-    lines = function.lines
-    lines.append(f"define internal void @{'few' if unpacked is None else 'many'}({_ARGUMENTS}) #0 {{\nentry:")
+    function = Function(f"@{'few' if unpacked is None else 'many'}({_ARGUMENTS})")
     weights, order = "%weights", ""
     if is_ordered:
         order = f", ptr {function.let('load ptr, ptr %weights, align 8')}"
@@ -276,7 +270,7 @@ def _part(
             with function.loop("unpacking", num_panels) as names:
                 packed = function.at(w, function.let(f"mul i64 {names['number']}, {panel_bytes}"))
                 target = function.at("%scratch", function.let(f"mul i64 {names['number']}, {unpacked_bytes}"))
-                lines.append(f"  call void @unpack(ptr {packed}, i64 %columns, ptr {target})")
+                function.lines.append(f"  call void @unpack(ptr {packed}, i64 %columns, ptr {target})")
 
         with function.loop("rows", "%rows") as names:
             x_row = function.at("%x", function.let(f"mul i64 {names['number']}, %columns"), rows.value)
@@ -288,13 +282,12 @@ def _part(
                 for first in range(0, width, at_once):
                     w_tile = function.at(read_from, function.let(f"mul i64 {stride}, {first}"))
                     y_tile = function.at(y_row, LANES * first, "float")
-                    lines.append(
+                    function.lines.append(
                         f"  call void @{name}_{height}_{at_once}(ptr {x_row}, i64 %columns, ptr {w_tile}, "
                         f"i64 {stride}, ptr {y_tile}, i64 {y_columns}{order})"
                     )
             names["step"] = "%height"
-    lines.append("  ret void\n}")
-    return "\n".join(lines)
+    return function.source()
 
 
 def _chosen_tiles(
@@ -342,9 +335,7 @@ keep:
 
 def _share() -> str:
     """An item of a job: its panels, of which others take the rest."""
-    function = Function()
-    lines = function.lines
-    lines.append("define void @share(ptr %job, i64 %item) #0 {\nentry:")
+    function = Function("@share(ptr %job, i64 %item)", is_internal=False)
     fields = {name: function.field("%job", JOB, name) for _, name in JOB}
     first = function.let(f"mul i64 %item, {fields['size']}")
     after = function.let(f"add i64 {first}, {fields['size']}")
@@ -352,14 +343,13 @@ def _share() -> str:
     scratch = function.at(fields["scratch"], function.let(f"mul i64 %item, {fields['scratch_bytes']}"))
     values = {**fields, "scratch": scratch, "first": first, "end": end}
     passed = ", ".join(f"{kind} {values[name]}" for kind, name in _PASSED)
-    lines.append(f"  call void @part({passed})\n  ret void\n}}")
-    return "\n".join(lines)
+    function.lines.append(f"  call void @part({passed})")
+    return function.source()
 
 
 def _expand(layout: Layout) -> str:
-    function = Function()
+    function = Function("@expand(ptr %ids, i64 %count, i64 %columns, ptr %w, ptr %y)", is_internal=False)
     lines = function.lines
-    lines.append("define void @expand(ptr %ids, i64 %count, i64 %columns, ptr %w, ptr %y) #0 {\nentry:")
     units = function.let(f"udiv i64 %columns, {UNIT}")
     blocks = function.let(f"udiv i64 %columns, {layout.block_weights}")
     panel_bytes = function.let(f"mul i64 {blocks}, {layout.block_bytes}")
@@ -375,5 +365,5 @@ def _expand(layout: Layout) -> str:
             for column, weights in enumerate(columns(function, layout, panel, inner["number"])):
                 one = function.let(f"extractelement {FLOATS} {weights}, i64 {lane}")
                 lines.append(f"  store float {one}, ptr {function.at(place, column, 'float')}, align 4")
-    lines.append("  br label %none\nnone:\n  ret void\n}")
-    return "\n".join(lines)
+    lines.append("  br label %none\nnone:")
+    return function.source()
