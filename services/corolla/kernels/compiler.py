@@ -3,7 +3,7 @@
 import ctypes
 import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,11 +41,15 @@ class Compiled:
 
     Args:
         source: a module, as LLVM's text.
+
+    Attributes:
+        address: gives that of a function, for other compiled ones; as long as the module is kept.
     """
 
     def __init__(self, source: str) -> None:
         with _LOCK:
             self._engine = _compiled(source)
+        self.address: Callable[[str], int] = functools.cache(self._engine.get_function_address)
 
     def function(self, name: str, *arguments: Any) -> Any:
         """One that returns nothing, and keeps the module. The interpreter's lock is released while it runs.
@@ -56,11 +60,6 @@ class Compiled:
         function: Any = ctypes.CFUNCTYPE(None, *arguments)(self.address(name))
         function.module = self
         return function
-
-    def address(self, name: str) -> int:
-        """Of a function, for other compiled ones; as long as the module is kept."""
-        found: int = self._engine.get_function_address(name)
-        return found
 
 
 def in_threads(function: int, argument: int, num_threads: int) -> None:
