@@ -1,4 +1,4 @@
-"""What the ways to pack weights have in common; each has a module beside this one."""
+"""What the ways to pack weights have in common; each has a module next to this one."""
 
 import abc
 from collections.abc import Collection, Mapping
