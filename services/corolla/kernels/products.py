@@ -64,7 +64,8 @@ class Kernel:
         is_ordered: bool = False,
     ) -> None:
         self._layout, self._rows, self._is_ordered = layout, rows, is_ordered
-        check_support()
+        if (reason := objection()) is not None:
+            raise StartupError(f"COROLLA_QUANTIZATION=packed does not work here: {reason}. Set it to none.")
         tilings = tilings or (WIDE if processor_features().get("avx512f") else NARROW)
         source = module_source(
             layout, rows, packed_tiles=tilings.packed, plain_tiles=tilings.plain, is_ordered=is_ordered
@@ -184,9 +185,3 @@ def _kernel(layout: Layout | PlainLayout, rows: Rows, is_ordered: bool) -> Kerne
 def _multiplies_pairs() -> bool:
     """Whether this processor has instructions for pairs of bfloat16."""
     return bool(processor_features().get("avx512bf16"))
-
-
-def check_support() -> None:
-    """Raises StartupError: packed weights cannot be multiplied here."""
-    if (reason := objection()) is not None:
-        raise StartupError(f"COROLLA_QUANTIZATION=packed does not work here: {reason}. Set it to none.")
