@@ -35,7 +35,7 @@ from corolla.kernels.block_source import (
     counter_bytes,
     module_source,
 )
-from corolla.kernels.compiler import Compiled, has_openmp, max_sums, processor_features
+from corolla.kernels.compiler import Compiled, in_threads, max_sums, processor_features
 from corolla.kernels.llvm_text import LANES
 from corolla.kernels.product_source import scratch_bytes
 from corolla.kernels.products import DTYPES, kernel_of, rows_of, weights_of
@@ -113,7 +113,8 @@ class CompiledBlocks:
         for shape, run in itertools.groupby(layers, key=self._shapes.__getitem__):
             indices = list(run)
             step[_END] = first + (indices[-1] + 1) * LAYER_BYTES
-            _run_function(shape)(step, first + indices[0] * LAYER_BYTES)
+            call = (ctypes.c_int64 * 3)(ctypes.addressof(step), first + indices[0] * LAYER_BYTES, 0)
+            in_threads(_compiled(shape).address("team"), ctypes.addressof(call), num_threads)
             step[_COUNTERS] += counter_bytes(len(indices))
         del kept
         return output
@@ -281,10 +282,9 @@ def _head_shape(layer: FusedLayer, dtype: torch.dtype) -> HeadShape:
 
 
 @functools.cache
-def _run_function(shape: BlockShape) -> Any:
+def _compiled(shape: BlockShape) -> Compiled:
     """The process's only one for a shape."""
-    source = module_source(shape, has_threads=has_openmp(), pauses="avx" in processor_features())
-    return Compiled(source).function("run", _Step, ctypes.c_void_p)
+    return Compiled(module_source(shape, pauses="avx" in processor_features()))
 
 
 class _Places:

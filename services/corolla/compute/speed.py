@@ -3,8 +3,7 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -61,22 +60,9 @@ class DecodeSpeed:
         return 1 / min(self._seconds_per_block) if self._seconds_per_block else 0.0
 
 
-@contextmanager
-def decode_step(runner: Runner) -> Iterator[Callable[[], object]]:
-    """What computes one token through all blocks of the runner's span, always the same one. Uses one page meanwhile."""
-    cache = runner.new_cache()
-    cache.reserve(1)
-    hidden = torch.zeros(1, runner.model.hidden_size)
-    try:
-        yield lambda: runner.forward_each([RowWork(cache, 0, 1)], hidden, runner.span)
-    finally:
-        cache.clear()
-
-
 def measure_decode_step(runner: Runner) -> float:
-    """Seconds of one token through all blocks of the runner's span; the best of a few. Uses one page."""
-    with decode_step(runner) as step:
-        return _best_seconds(step)
+    """Seconds of one token through all blocks of the runner's span; the best of a few. Uses one page meanwhile."""
+    return _best_seconds(runner.warm_up)
 
 
 def measure_speed(
@@ -159,8 +145,7 @@ def _page_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: str, new_run
     block = Span(checkpoint.caching_block, checkpoint.caching_block + 1)
     model = make_span(checkpoint, block, dtype=dtype, device=device)
     runner = new_runner(model, num_pages=1, page_tokens=1, attention="auto", is_fused=False)
-    with decode_step(runner) as step:
-        step()
+    runner.warm_up()
     return runner.store.page_bytes
 
 
@@ -169,8 +154,7 @@ def state_bytes(model: SpanModel) -> int:
     if not recurrent_layers(model.config):
         return 0
     runner = Runner(model, num_pages=1, is_fused=False)
-    with decode_step(runner) as step:
-        step()
+    runner.warm_up()
     return sum(shape.nbytes for shape in runner.store.state_shapes.values())
 
 

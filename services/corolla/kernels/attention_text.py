@@ -1,10 +1,9 @@
 """What all compiled attention has in common: the shape of heads, the exponential function, and jobs."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from corolla.kernels.llvm_text import FLOATS, FMA, INTS, LANES, Function
+from corolla.kernels.llvm_text import FLOATS, FMA, INTS, LANES, Fields, Function
 
 CONSTANTS: Final = (
     -87.0,  # below, the result would have fewer bits
@@ -73,9 +72,6 @@ class HeadShape:
         return max(each for each in range(1, most + 1) if self.num_shared % each == 0)
 
 
-Fields = Sequence[tuple[str, str]]
-"""Of a job, 64 bits each: the kind, `ptr` or `i64`, and the name."""
-
 COMMON_FIELDS: Final[Fields] = (
     ("ptr", "query"),  # [tokens, heads, key size]
     ("ptr", "keys"),  # [slots, key heads, key size], strided; values likewise
@@ -83,8 +79,6 @@ COMMON_FIELDS: Final[Fields] = (
     ("ptr", "output"),  # float32 [tokens, heads, value size]
     ("ptr", "pages"),
     ("ptr", "constants"),  # see `CONSTANTS`
-    ("i64", "taken"),  # how many items threads have taken, 0 at first
-    ("i64", "items"),  # pieces or blocks, times key heads
     ("i64", "key_heads"),
     ("i64", "page_tokens"),  # a multiple of 16
     ("i64", "key_slot"),  # bytes from slot to slot, and from head to head
@@ -96,17 +90,6 @@ COMMON_FIELDS: Final[Fields] = (
 """The first ones of every job."""
 
 
-def field_place(function: Function, fields: Fields, name: str, job: str = "%job") -> str:
-    """Where a field lies."""
-    return function.at(job, 8 * next(number for number, (_, each) in enumerate(fields) if each == name))
-
-
-def field(function: Function, fields: Fields, name: str, job: str = "%job") -> str:
-    """The value of a field."""
-    kind = next(kind for kind, each in fields if each == name)
-    return function.let(f"load {kind}, ptr {field_place(function, fields, name, job)}")
-
-
 def slot_of(function: Function, pages: str, key: str, page_tokens: str) -> str:
     """The slot of a key, by its number from the first of a row's pages on."""
     page = function.load("i32", function.at(pages, function.let(f"udiv i64 {key}, {page_tokens}"), "i32"), align=4)
@@ -114,37 +97,10 @@ def slot_of(function: Function, pages: str, key: str, page_tokens: str) -> str:
     return function.let(f"add i64 {first_slot}, {function.let(f'urem i64 {key}, {page_tokens}')}")
 
 
-def items_source(work: str, *, has_threads: bool) -> str:
-    """`WORK_all(job, threads)`, which calls `WORK(job, number, head)` for all items, by so many threads.
-
-    The last ones are the first that are taken: of a chunk they see most keys.
-    """
-    function = Function()
-    lines = function.lines
-    lines.append(f"define internal void @{work}_items(ptr %job) #0 {{\nentry:")
-    taken = field_place(function, COMMON_FIELDS, "taken")
-    items, key_heads = (field(function, COMMON_FIELDS, name) for name in ("items", "key_heads"))
-    lines.append("  br label %take\ntake:")
-    item = function.let(f"atomicrmw add ptr {taken}, i64 1 monotonic")
-    is_one = function.let(f"icmp ult i64 {item}, {items}")
-    lines.append(f"  br i1 {is_one}, label %one, label %done\none:")
-    left = function.let(f"sub i64 {function.let(f'sub i64 {items}, {item}')}, 1")
-    number, head = function.let(f"udiv i64 {left}, {key_heads}"), function.let(f"urem i64 {left}, {key_heads}")
-    lines.append(f"  call void @{work}(ptr %job, i64 {number}, i64 {head})\n  br label %take\ndone:\n  ret void\n}}")
-    lines.append(f"define internal void @{work}_all(ptr %job, i64 %threads) #0 {{\nentry:")
-    if has_threads:
-        lines.append(
-            f"""\
-  %is_alone = icmp ule i64 %threads, 1
-  br i1 %is_alone, label %alone, label %together
-together:
-  %threads32 = trunc i64 %threads to i32
-  call void @GOMP_parallel(ptr @{work}_items, ptr %job, i32 %threads32, i32 0)
-  ret void
-alone:"""
-        )
-    lines.append(f"  call void @{work}_items(ptr %job)\n  ret void\n}}")
-    return "\n".join(lines)
+def item_of(function: Function) -> tuple[str, str]:
+    """The number of a piece, a merge or a block, and the key head: each is an item for each key head."""
+    key_heads = function.field("%job", COMMON_FIELDS, "key_heads")
+    return function.let(f"udiv i64 %item, {key_heads}"), function.let(f"urem i64 %item, {key_heads}")
 
 
 def exponential_of_difference(function: Function, constants: str, left: str, right: str) -> str:

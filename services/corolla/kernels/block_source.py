@@ -13,19 +13,13 @@ up.
 """
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from corolla.kernels.attention_text import (
-    COMMON_FIELDS,
-    Fields,
-    exponential_of_difference,
-    field,
-    field_place,
-)
-from corolla.kernels.llvm_text import ATTRIBUTES, FLOATS, FMA, INTS, LANES, OPENMP, Function
+from corolla.kernels.attention_text import COMMON_FIELDS, exponential_of_difference
+from corolla.kernels.llvm_text import ATTRIBUTES, FLOATS, FMA, INTS, LANES, Fields, Function
 from corolla.kernels.products import LEAST_PRODUCTS_OF_THREADS
 
 PROJECTIONS: Final = ("query_key_value", "output", "gate_up", "down")
@@ -186,11 +180,13 @@ def counter_bytes(num_layers: int) -> int:
     return (1 + num_layers * _MAX_PHASES) * _COUNTER_BYTES
 
 
-def module_source(shape: BlockShape, *, has_threads: bool, pauses: bool) -> str:
-    """A module with one function, `run(step, layers)`: of a `STEP`, and of the `LAYER`s from an address on.
+def module_source(shape: BlockShape, *, pauses: bool) -> str:
+    """A module with one function, `team(call)`, which each of the threads calls.
+
+    A call is three numbers of 64 bits: where a `STEP` lies, and the `LAYER`s from an address on, and how many threads
+    have come so far, 0 at first.
 
     Args:
-        has_threads: whether the functions of OpenMP can be linked.
         pauses: whether the processor has an instruction for waiting, as x86 does.
     """
     stages = [_normalise(shape), _prepare_heads(shape), _add_attention(shape), _gate(shape), _add_mlp(shape)]
@@ -199,15 +195,7 @@ def module_source(shape: BlockShape, *, has_threads: bool, pauses: bool) -> str:
         stages.append(_round_attended(shape))
         names.append("round_attended")
     stages += map(_of_some_tokens, names)
-    parts = [
-        _HEAD,
-        OPENMP if has_threads else "",
-        _adapt(shape),
-        *stages,
-        _await(pauses),
-        _Team(shape, has_threads).source(),
-    ]
-    return "\n".join([*parts, _run(has_threads), ATTRIBUTES])
+    return "\n".join([_HEAD, _adapt(shape), *stages, _await(pauses), _Team(shape).source(), ATTRIBUTES])
 
 
 _HEAD: Final = f"""\
@@ -223,17 +211,9 @@ declare i32 @sched_yield()
 class _BlockFunction(Function):
     """Lines of a function over vectors of one type of numbers."""
 
-    def __init__(self, shape: BlockShape) -> None:
-        super().__init__()
+    def __init__(self, shape: BlockShape, signature: str, *, is_internal: bool = True) -> None:
+        super().__init__(signature, is_internal=is_internal)
         self.shape = shape
-
-    def field(self, base: str, fields: Fields, name: str) -> str:
-        """The value of a field."""
-        return field(self, fields, name, base)
-
-    def number(self, base: str, fields: Fields, name: str) -> str:
-        """The float32 whose bits a field has."""
-        return self.let(f"bitcast i32 {self.let(f'trunc i64 {self.field(base, fields, name)} to i32')} to float")
 
     def row(self, base: str, name: str, size: int, num_bytes: int) -> str:
         """Where the token's numbers begin in a buffer of the step, of `size` numbers for each token."""
@@ -305,37 +285,6 @@ class _BlockFunction(Function):
     def sum(self, left: str, right: str) -> str:
         return self.let(f"fadd {FLOATS} {left}, {right}")
 
-    @contextmanager
-    def loop(self, label: str, end: int | str, step: int = 1, carried: Sequence[str] = ()) -> Iterator[dict[str, str]]:
-        """Goes through numbers from 0 on, at least once.
-
-        Args:
-            carried: vectors that are zero at first.
-
-        Yields:
-            For each of these its name; what stands there afterwards is what it becomes. `number` is the loop's.
-        """
-        self.lines.append(f"  br label %{label}_start\n{label}_start:\n  br label %{label}\n{label}:")
-        self.lines.append(f"  %{label}_number = phi i64 [0, %{label}_start], [%{label}_next, %{label}_end]")
-        names = {"number": f"%{label}_number"}
-        for name in carried:
-            names[name] = f"%{label}_{name}"
-            after = f"%{label}_{name}_after"
-            self.lines.append(
-                f"  {names[name]} = phi {FLOATS} [zeroinitializer, %{label}_start], [{after}, %{label}_end]"
-            )
-        yield names
-        self.lines.append(f"  br label %{label}_end\n{label}_end:")
-        for name in carried:
-            self.lines.append(f"  %{label}_{name}_after = freeze {FLOATS} {names[name]}")
-        self.lines.append(f"  %{label}_next = add i64 %{label}_number, {step}")
-        self.lines.append(f"  %{label}_is_more = icmp ult i64 %{label}_next, {end}")
-        self.lines.append(f"  br i1 %{label}_is_more, label %{label}, label %{label}_done\n{label}_done:")
-
-    def total(self, vector: str) -> str:
-        """The sum of 16 numbers."""
-        return self.let(f"call reassoc float @llvm.vector.reduce.fadd.v16f32(float 0.0, {FLOATS} {vector})")
-
     def inverse_root(self, squares: str, count: int, epsilon: str) -> str:
         """Of the mean of squares, whose sums 16 lanes have, in all lanes."""
         mean = self.let(f"fdiv float {self.total(squares)}, {float(count)}")
@@ -345,9 +294,8 @@ class _BlockFunction(Function):
 
 def _adapt(shape: BlockShape) -> str:
     """Adds the products of a token's adapter to what a projection gave: rank by rank, in float32."""
-    function = _BlockFunction(shape)
+    function = _BlockFunction(shape, "@adapt(ptr %place, ptr %input, i64 %inputs, ptr %product)")
     lines = function.lines
-    lines.append("define internal void @adapt(ptr %place, ptr %input, i64 %inputs, ptr %product) #0 {\nentry:")
     down, count = function.field("%place", PLACE, "down"), function.field("%place", PLACE, "factors")
     down_bytes = function.let(f"mul i64 %inputs, {shape.element_bytes}")
     factors = function.at("%place", 8 * [name for _, name in PLACE].index("up_0"))
@@ -359,7 +307,7 @@ def _adapt(shape: BlockShape) -> str:
         target = function.at("%product", column, "float")
         with function.loop("ranks", rank) as ranks:
             row = function.let("load ptr, ptr %down_at")
-            with function.loop("down", "%inputs", LANES, ("sum",)) as names:
+            with function.loop("down", "%inputs", LANES, {"sum": "zeroinitializer"}) as names:
                 number = function.load_multiplied("%input", names["number"])
                 factor_numbers = function.load_numbers(row, names["number"])
                 names["sum"] = function.sum_of_product(number, factor_numbers, names["sum"])
@@ -369,10 +317,10 @@ def _adapt(shape: BlockShape) -> str:
                 at = function.at(target, names["number"], "float")
                 numbers = function.load_numbers(own_up, names["number"])
                 changed = function.sum_of_product(numbers, inner, function.load(FLOATS, at, align=4))
-                lines.append(f"  store {FLOATS} {changed}, ptr {at}, align 4")
+                function.store(changed, at)
             lines.append(f"  store ptr {function.at(row, down_bytes)}, ptr %down_at")
-    lines.append("  br label %none\nnone:\n  ret void\n}")
-    return "\n".join(lines)
+    lines.append("  br label %none\nnone:")
+    return function.source()
 
 
 def _apply_adapter(function: _BlockFunction, projection: str, source: str) -> None:
@@ -396,31 +344,25 @@ def _apply_adapter(function: _BlockFunction, projection: str, source: str) -> No
 
 
 def _begin(shape: BlockShape, name: str) -> _BlockFunction:
-    function = _BlockFunction(shape)
-    function.lines.append(f"define internal void @{name}(ptr %step, ptr %layer, i64 %token) #0 {{\nentry:")
-    return function
-
-
-def _end(function: _BlockFunction) -> str:
-    return "\n".join([*function.lines, "  ret void\n}"])
+    return _BlockFunction(shape, f"@{name}(ptr %step, ptr %layer, i64 %token)")
 
 
 def _normalise(shape: BlockShape) -> str:
     """The token's hidden states, for attention."""
     function = _begin(shape, "normalise")
     hidden = function.row("%step", "hidden", shape.hidden_size, shape.element_bytes)
-    with function.loop("squares", shape.hidden_size, LANES, ("sum",)) as names:
+    with function.loop("squares", shape.hidden_size, LANES, {"sum": "zeroinitializer"}) as names:
         number = function.load_numbers(hidden, names["number"])
         names["sum"] = function.sum_of_product(number, number, names["sum"])
     _store_normed(function, hidden, "%squares_sum_after", "%layer", "attention")
-    return _end(function)
+    return function.source()
 
 
 def _store_normed(function: _BlockFunction, hidden: str, squares: str, layer: str, norm: str) -> None:
     shape = function.shape
     normed = function.row("%step", "normed", shape.hidden_size, shape.multiplied_bytes)
     weight = function.field(layer, LAYER, f"{norm}_norm")
-    epsilon = function.number(layer, LAYER, f"{norm}_epsilon")
+    epsilon = function.float_field(layer, LAYER, f"{norm}_epsilon")
     inverse = function.inverse_root(squares, shape.hidden_size, epsilon)
     with function.loop("norm", shape.hidden_size, LANES) as names:
         number = function.load_numbers(hidden, names["number"])
@@ -469,7 +411,7 @@ def _prepare_heads(shape: BlockShape) -> str:
             else:
                 _prepare_head(function, name, source, own_bias, rotary, place)
         first += num_heads * size
-    return _end(function)
+    return function.source()
 
 
 def _fill_jobs(function: _BlockFunction, group: str) -> None:
@@ -481,7 +423,7 @@ def _fill_jobs(function: _BlockFunction, group: str) -> None:
         is_any = function.let(f"icmp ne ptr {job}, null")
         lines.append(f"  br i1 {is_any}, label %fill_{name}, label %filled_{name}\nfill_{name}:")
         for each in ("keys", "values"):
-            place = field_place(function, COMMON_FIELDS, each, job)
+            place = function.field_at(job, COMMON_FIELDS, each)
             lines.append(f"  store ptr {function.field('%layer', LAYER, each)}, ptr {place}")
         lines.append(f"  br label %filled_{name}\nfilled_{name}:")
     lines.append("  br label %filled\nfilled:")
@@ -497,20 +439,20 @@ def _projected(function: _BlockFunction, product: str, bias: str, index: str) ->
 
 def _prepare_head(function: _BlockFunction, name: str, product: str, bias: str, rotary: str, place: str) -> None:
     shape, size = function.shape, function.shape.head_size
-    with function.loop(f"{name}_squares", size, LANES, ("sum",)) as names:
+    with function.loop(f"{name}_squares", size, LANES, {"sum": "zeroinitializer"}) as names:
         value = _projected(function, product, bias, names["number"])
         names["sum"] = function.sum_of_product(value, value, names["sum"])
         at = function.at("%head", names["number"], "float")
-        function.lines.append(f"  store {FLOATS} {value}, ptr {at}, align 64")
+        function.store(value, at, 64)
     if shape.norms_heads:
         weight = function.field("%layer", LAYER, f"{name}_norm")
-        epsilon = function.number("%layer", LAYER, f"{name}_epsilon")
+        epsilon = function.float_field("%layer", LAYER, f"{name}_epsilon")
         inverse = function.inverse_root(f"%{name}_squares_sum_after", size, epsilon)
         with function.loop(f"{name}_norm", size, LANES) as names:
             at = function.at("%head", names["number"], "float")
             value = function.rounded(function.product(function.load(FLOATS, at), inverse))
             value = function.rounded(function.product(value, function.load_floats(weight, names["number"])))
-            function.lines.append(f"  store {FLOATS} {value}, ptr {at}, align 64")
+            function.store(value, at, 64)
     if not shape.rotates:
         with function.loop(f"{name}_store", size, LANES) as names:
             function.store_numbers(function.load_floats("%head", names["number"]), place, names["number"])
@@ -535,7 +477,7 @@ def _round_attended(shape: BlockShape) -> str:
     target = function.row("%step", "input", size, shape.multiplied_bytes)
     with function.loop("round", size, LANES) as names:
         function.store_multiplied(function.load_floats(source, names["number"]), target, names["number"])
-    return _end(function)
+    return function.source()
 
 
 def _add_attention(shape: BlockShape) -> str:
@@ -543,7 +485,7 @@ def _add_attention(shape: BlockShape) -> str:
     function = _begin(shape, "add_attention")
     hidden, squares = _add(function, "output")
     _store_normed(function, hidden, squares, "%layer", "mlp")
-    return _end(function)
+    return function.source()
 
 
 def _add_mlp(shape: BlockShape) -> str:
@@ -554,7 +496,7 @@ def _add_mlp(shape: BlockShape) -> str:
     is_more = function.let(f"icmp ult ptr {after}, {function.field('%step', STEP, 'end')}")
     function.lines.append(f"  br i1 {is_more}, label %more, label %last\nlast:\n  ret void\nmore:")
     _store_normed(function, hidden, squares, after, "attention")
-    return _end(function)
+    return function.source()
 
 
 def _add(function: _BlockFunction, projection: str) -> tuple[str, str]:
@@ -565,7 +507,7 @@ def _add(function: _BlockFunction, projection: str) -> tuple[str, str]:
     product = function.row("%step", "product", shape.hidden_size, 4)
     has_bias = shape.has_bias[PROJECTIONS.index(projection)]
     bias = function.field("%layer", LAYER, f"{projection}_bias") if has_bias else ""
-    with function.loop("add", shape.hidden_size, LANES, ("sum",)) as names:
+    with function.loop("add", shape.hidden_size, LANES, {"sum": "zeroinitializer"}) as names:
         change = _projected(function, product, bias, names["number"])
         if shape.residual_multiplier != 1.0:
             factor = function.let(f"fadd float 0.0, {_literal(shape.residual_multiplier)}")
@@ -603,23 +545,14 @@ def _gate(shape: BlockShape) -> str:
         share = function.let(f"fdiv {FLOATS} {numerator}, {function.sum(small, one)}")
         activated = function.rounded(function.product(gate, share))
         function.store_multiplied(function.product(activated, other), target, number)
-    return _end(function)
+    return function.source()
 
 
 def _of_some_tokens(stage: str) -> str:
-    return f"""\
-define internal void @{stage}_some(ptr %step, ptr %layer, i64 %first, i64 %end) #0 {{
-entry:
-  br label %loop
-loop:
-  %token = phi i64 [%first, %entry], [%next, %loop]
-  call void @{stage}(ptr %step, ptr %layer, i64 %token)
-  %next = add i64 %token, 1
-  %is_more = icmp ult i64 %next, %end
-  br i1 %is_more, label %loop, label %done
-done:
-  ret void
-}}"""
+    function = Function(f"@{stage}_some(ptr %step, ptr %layer, i64 %first, i64 %end)")
+    with function.loop("tokens", "%end", start="%first") as names:
+        function.lines.append(f"  call void @{stage}(ptr %step, ptr %layer, i64 {names['number']})")
+    return function.source()
 
 
 def _await(pauses: bool) -> str:
@@ -652,18 +585,15 @@ out:
 class _Team:
     """Writes what each thread does: all phases of all layers."""
 
-    def __init__(self, shape: BlockShape, has_threads: bool) -> None:
+    def __init__(self, shape: BlockShape) -> None:
         self._shape = shape
-        self._function = function = _BlockFunction(shape)
+        self._function = function = _BlockFunction(shape, "@team(ptr %call)", is_internal=False)
         self._num_phases = 0
-        function.lines.append("define internal void @team(ptr %call) #0 {\nentry:")
         step, layers = (function.let(f"load ptr, ptr {function.at('%call', 8 * index)}") for index in range(2))
         self._step = step
         names = ("tokens", "threads", "normed", "product", "attended", "input", "groups", "scratch", "scratch_bytes")
         self._fields = {name: function.field(step, STEP, name) for name in (*names, "end", "counters")}
-        number = "0"
-        if has_threads:
-            number = function.let(f"zext i32 {function.let('call i32 @omp_get_thread_num()')} to i64")
+        number = function.let(f"atomicrmw add ptr {function.at('%call', 16)}, i64 1 monotonic")
         offset = function.let(f"mul i64 {number}, {self._fields['scratch_bytes']}")
         self._scratch = function.at(self._fields["scratch"], offset)
         self._num_token_pieces = self._rounded_up(self._fields["tokens"], _PIECE_TOKENS)
@@ -781,49 +711,12 @@ done:
 
     def _attention(self, name: str, job: str, count: str, size: int) -> None:
         """Pieces, merges or blocks, each for a key head; the last ones first, which of a chunk see most keys."""
-        function, lines = self._function, self._function.lines
+        function = self._function
         group = function.at(self._fields["groups"], function.field("%layer", LAYER, "group"))
         job_at = function.field(group, GROUP, job)
         attend = function.field("%layer", LAYER, f"attend_{name}")
         with self._phase(name, self._rounded_up(count, size)) as piece:
             first, end = self._range(piece, size, count)
-            lines.append(f"  br label %{name}_each\n{name}_each:")
-            lines.append(f"  %{name}_item = phi i64 [{first}, %{name}_work], [%{name}_item_after, %{name}_each]")
-            left = function.let(f"sub i64 {function.let(f'sub i64 {count}, %{name}_item')}, 1")
-            heads = self._shape.num_key_heads
-            number, head = function.let(f"udiv i64 {left}, {heads}"), function.let(f"urem i64 {left}, {heads}")
-            lines.append(
-                f"""\
-  call void {attend}(ptr {job_at}, i64 {number}, i64 {head})
-  %{name}_item_after = add i64 %{name}_item, 1
-  %{name}_are_more = icmp ult i64 %{name}_item_after, {end}
-  br i1 %{name}_are_more, label %{name}_each, label %{name}_end
-{name}_end:"""
-            )
-
-
-def _run(has_threads: bool) -> str:
-    together = "  br label %alone"
-    if has_threads:
-        together = """\
-  %threads32 = trunc i64 %threads to i32
-  call void @GOMP_parallel(ptr @team, ptr %call, i32 %threads32, i32 0)
-  ret void"""
-    threads_at = 8 * next(number for number, (_, name) in enumerate(STEP) if name == "threads")
-    return f"""\
-define void @run(ptr %step, ptr %layers) #0 {{
-entry:
-  %call = alloca [2 x ptr]
-  store ptr %step, ptr %call
-  %layers_at = getelementptr i8, ptr %call, i64 8
-  store ptr %layers, ptr %layers_at
-  %threads_at = getelementptr i8, ptr %step, i64 {threads_at}
-  %threads = load i64, ptr %threads_at
-  %are_several = icmp ugt i64 %threads, 1
-  br i1 %are_several, label %together, label %alone
-together:
-{together}
-alone:
-  call void @team(ptr %call)
-  ret void
-}}"""
+            with function.loop(f"{name}_each", end, start=first) as names:
+                item = function.let(f"sub i64 {function.let(f'sub i64 {count}, 1')}, {names['number']}")
+                function.lines.append(f"  call void {attend}(ptr {job_at}, i64 {item})")

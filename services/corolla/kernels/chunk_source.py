@@ -17,13 +17,12 @@ from corolla.kernels.attention_text import (
     LEAST,
     HeadShape,
     exponential_of_difference,
-    field,
-    items_source,
+    item_of,
     largest_of,
     numbers_of,
     slot_of,
 )
-from corolla.kernels.llvm_text import ATTRIBUTES, FLOATS, FMA, INTS, LANES, OPENMP, Function
+from corolla.kernels.llvm_text import ATTRIBUTES, FLOATS, INTS, LANES, Function
 
 TILE_KEYS: Final = 64
 _TILE_RUNS: Final = TILE_KEYS // LANES
@@ -48,18 +47,15 @@ def block_tokens(shape: HeadShape) -> int:
     return max(1, _BLOCK_ROWS // shape.num_shared)
 
 
-def module_source(shape: HeadShape, *, has_threads: bool) -> str:
-    """A module with two functions, whose counts are int64 and whose tables are int32:
+def module_source(shape: HeadShape) -> str:
+    """A module with one function, `block(job, item)`, whose counts are int64 and whose tables are int32.
 
-    `attend(job, threads)`, where a job is numbers of 64 bits, see `JOB`, and is written to.
-
-    `block(job, number, key_head)`: what it consists of. That writes to no job.
+    A job is numbers of 64 bits, see `JOB`; items are blocks times key heads.
     """
     scores, values = _product_of_keys(shape), _products_of_values(shape)
-    parts = [HEAD, OPENMP if has_threads else "", _transpose(shape), _copy(shape), _weigh()]
+    parts = [HEAD, _transpose(shape), _copy(shape), _weigh()]
     parts += [each.source() for each in dict.fromkeys([scores, *values])]
-    parts += [_Block(shape, scores, values).source(), items_source("block", has_threads=has_threads)]
-    return "\n".join([*parts, _ATTEND, ATTRIBUTES])
+    return "\n".join([*parts, _Block(shape, scores, values).source(), ATTRIBUTES])
 
 
 def _num_rows(shape: HeadShape) -> int:
@@ -85,44 +81,35 @@ class _Product:
     is_corrected: bool
 
     def source(self) -> str:
-        function = Function()
-        lines = function.lines
-        lines.append(
-            f"define internal void @{self.name}(ptr noalias %rows, ptr noalias %matrix, i64 %count, "
-            "ptr noalias %sums, ptr noalias %corrections) #0 {\nentry:"
+        function = Function(
+            f"@{self.name}(ptr noalias %rows, ptr noalias %matrix, i64 %count, "
+            "ptr noalias %sums, ptr noalias %corrections)"
         )
         rows, vectors = range(self.num_rows), range(self.num_vectors)
         places = {
-            (row, vector): function.at("%sums", 4 * (self.sum_floats * row + LANES * vector))
+            f"sum_{row}_{vector}": function.at("%sums", 4 * (self.sum_floats * row + LANES * vector))
             for row in rows
             for vector in vectors
         }
         before = dict.fromkeys(places, "zeroinitializer")
-        if self.is_corrected:
-            corrections = [function.load(FLOATS, "%corrections", 4 * LANES * row, 4) for row in rows]
-            for (row, vector), place in places.items():
-                sums = function.load(FLOATS, place, align=4)
-                before[row, vector] = function.let(f"fmul {FLOATS} {sums}, {corrections[row]}")
-        lines.append("  br label %loop\nloop:\n  %number = phi i64 [0, %entry], [%next, %loop]")
-        for row, vector in places:
-            name = f"{row}_{vector}"
-            lines.append(f"  %sum_{name} = phi {FLOATS} [{before[row, vector]}, %entry], [%new_{name}, %loop]")
-        line = function.at("%matrix", function.let(f"mul i64 %number, {4 * self.line_floats}"))
-        numbers = [function.load(FLOATS, line, 4 * LANES * vector, 4) for vector in vectors]
-        column = function.at("%rows", "%number", "float")
-        for row in rows:
-            one = function.let(f"load float, ptr {function.at(column, 4 * self.row_floats * row)}, align 4")
-            lanes = function.splat(one)
-            for vector in vectors:
-                arguments = f"{FLOATS} {numbers[vector]}, {FLOATS} {lanes}, {FLOATS} %sum_{row}_{vector}"
-                lines.append(f"  %new_{row}_{vector} = call {FLOATS} @{FMA}({arguments})")
-        lines.append("  %next = add i64 %number, 1\n  %is_more = icmp ult i64 %next, %count")
-        lines.append("  br i1 %is_more, label %loop, label %done\ndone:")
-        lines += [
-            f"  store {FLOATS} %new_{row}_{vector}, ptr {place}, align 4" for (row, vector), place in places.items()
-        ]
-        lines.append("  ret void\n}")
-        return "\n".join(lines)
+        for row in rows if self.is_corrected else ():
+            correction = function.load(FLOATS, "%corrections", 4 * LANES * row, 4)
+            for name in (f"sum_{row}_{vector}" for vector in vectors):
+                sums = function.load(FLOATS, places[name], align=4)
+                before[name] = function.let(f"fmul {FLOATS} {sums}, {correction}")
+        with function.loop("lines", "%count", 1, before) as names:
+            line = function.at("%matrix", function.let(f"mul i64 {names['number']}, {4 * self.line_floats}"))
+            numbers = [function.load(FLOATS, line, 4 * LANES * vector, 4) for vector in vectors]
+            column = function.at("%rows", names["number"], "float")
+            for row in rows:
+                one = function.let(f"load float, ptr {function.at(column, 4 * self.row_floats * row)}, align 4")
+                lanes = function.splat(one)
+                for vector in vectors:
+                    name = f"sum_{row}_{vector}"
+                    names[name] = function.sum_of_product(numbers[vector], lanes, names[name])
+        for name, place in places.items():
+            function.store(f"%lines_{name}_after", place)
+        return function.source()
 
 
 def _product_of_keys(shape: HeadShape) -> _Product:
@@ -143,9 +130,7 @@ def _products_of_values(shape: HeadShape) -> list[_Product]:
 
 def _transpose(shape: HeadShape) -> str:
     """16 keys, to the vectors of each of their numbers, each of which is part of a line of the tile."""
-    function = Function()
-    lines = function.lines
-    lines.append("define internal void @transpose(ptr noalias %keys, i64 %key_slot, ptr noalias %to) #0 {\nentry:")
+    function = Function("@transpose(ptr noalias %keys, i64 %key_slot, ptr noalias %to)")
     keys = [function.at("%keys", function.let(f"mul i64 %key_slot, {number}")) for number in range(LANES)]
     for part in range(shape.key_size // LANES):
         vectors = [numbers_of(function, shape, key, part) for key in keys]
@@ -161,72 +146,63 @@ def _transpose(shape: HeadShape) -> str:
                     moved[number | distance] = function.let(f"shufflevector {both}, {INTS} <{upper}>")
             vectors, distance = moved, 2 * distance
         for number, vector in enumerate(vectors):
-            place = function.at("%to", 4 * TILE_KEYS * (LANES * part + number))
-            lines.append(f"  store {FLOATS} {vector}, ptr {place}, align 4")
-    lines.append("  ret void\n}")
-    return "\n".join(lines)
+            function.store(vector, function.at("%to", 4 * TILE_KEYS * (LANES * part + number)))
+    return function.source()
 
 
 def _copy(shape: HeadShape) -> str:
     """16 values, as they lie side by side."""
-    function = Function()
-    lines = function.lines
-    lines.append("define internal void @copy(ptr noalias %values, i64 %value_slot, ptr noalias %to) #0 {\nentry:")
+    function = Function("@copy(ptr noalias %values, i64 %value_slot, ptr noalias %to)")
     for number in range(LANES):
         value = function.at("%values", function.let(f"mul i64 %value_slot, {number}"))
         for part in range(shape.value_size // LANES):
             place = function.at("%to", 4 * (shape.value_size * number + LANES * part))
-            lines.append(f"  store {FLOATS} {numbers_of(function, shape, value, part)}, ptr {place}, align 4")
-    lines.append("  ret void\n}")
-    return "\n".join(lines)
+            function.store(numbers_of(function, shape, value, part), place)
+    return function.source()
 
 
 def _weigh() -> str:
     """Turns the scores of 12 queries into weights, and says what their sums so far are to be multiplied by."""
-    function = Function()
-    lines = function.lines
-    lines.append(
-        "define internal void @weigh(ptr noalias %weights, ptr noalias %last, i64 %window, i64 %tile, "
-        "ptr noalias %constants, ptr noalias %corrections, ptr noalias %sums, ptr noalias %largest) #0 {\nentry:"
+    function = Function(
+        "@weigh(ptr noalias %weights, ptr noalias %last, i64 %window, i64 %tile, "
+        "ptr noalias %constants, ptr noalias %corrections, ptr noalias %sums, ptr noalias %largest)"
     )
     numbers = ", ".join(f"i32 {lane}" for lane in range(LANES))
     tile = function.splat(function.let("trunc i64 %tile to i32"), "i32")
     window = function.let("trunc i64 %window to i32")
     from_tile = function.let(f"add {INTS} {tile}, <{numbers}>")
-    lines.append("  br label %rows\nrows:\n  %row = phi i64 [0, %entry], [%row_after, %rows]")
-    of_row = function.at("%weights", function.let(f"mul i64 %row, {4 * TILE_KEYS}"))
-    places = [function.at(of_row, 4 * LANES * run) for run in range(_TILE_RUNS)]
-    last_one = function.load("i32", function.at("%last", "%row", "i32"), align=4)
-    last = function.splat(last_one, "i32")
-    before = function.splat(function.let(f"sub i32 {last_one}, {window}"), "i32")
-    seen, scores, larger = [], [], ""
-    for run, place in enumerate(places):
-        position = function.let(f"add {INTS} {from_tile}, splat (i32 {LANES * run})")
-        not_later = function.let(f"icmp sle {INTS} {position}, {last}")
-        in_window = function.let(f"icmp sgt {INTS} {position}, {before}")
-        seen.append(function.let(f"and <{LANES} x i1> {not_later}, {in_window}"))
-        given = function.load(FLOATS, place, align=4)
-        scores.append(function.let(f"select <{LANES} x i1> {seen[run]}, {FLOATS} {given}, {FLOATS} {LEAST}"))
-        larger = _larger(function, scores[run], larger) if run else scores[0]
-    lane = function.let(f"mul i64 %row, {4 * LANES}")
-    largest_at, sums_at, correction_at = (function.at(name, lane) for name in ("%largest", "%sums", "%corrections"))
-    largest_before = function.load(FLOATS, largest_at, align=4)
-    largest = _larger(function, function.splat(largest_of(function, larger)), largest_before)
-    # A query that has seen no key yet has no sums that could be corrected.
-    has_seen = function.let(f"fcmp one {FLOATS} {largest_before}, {LEAST}")
-    raised = exponential_of_difference(function, "%constants", largest_before, largest)
-    correction = function.let(f"select <{LANES} x i1> {has_seen}, {FLOATS} {raised}, {FLOATS} zeroinitializer")
-    total = function.let(f"fmul {FLOATS} {function.load(FLOATS, sums_at, align=4)}, {correction}")
-    for run, place in enumerate(places):
-        raised = exponential_of_difference(function, "%constants", scores[run], largest)
-        weights = function.let(f"select <{LANES} x i1> {seen[run]}, {FLOATS} {raised}, {FLOATS} zeroinitializer")
-        total = function.let(f"fadd {FLOATS} {total}, {weights}")
-        lines.append(f"  store {FLOATS} {weights}, ptr {place}, align 4")
-    for value, place in ((largest, largest_at), (total, sums_at), (correction, correction_at)):
-        lines.append(f"  store {FLOATS} {value}, ptr {place}, align 4")
-    lines.append(f"  %row_after = add i64 %row, 1\n  %is_more = icmp ult i64 %row_after, {_ROWS}")
-    lines.append("  br i1 %is_more, label %rows, label %done\ndone:\n  ret void\n}")
-    return "\n".join(lines)
+    with function.loop("rows", _ROWS) as names:
+        of_row = function.at("%weights", function.let(f"mul i64 {names['number']}, {4 * TILE_KEYS}"))
+        places = [function.at(of_row, 4 * LANES * run) for run in range(_TILE_RUNS)]
+        last_one = function.load("i32", function.at("%last", names["number"], "i32"), align=4)
+        last = function.splat(last_one, "i32")
+        before = function.splat(function.let(f"sub i32 {last_one}, {window}"), "i32")
+        seen, scores, larger = [], [], ""
+        for run, place in enumerate(places):
+            position = function.let(f"add {INTS} {from_tile}, splat (i32 {LANES * run})")
+            not_later = function.let(f"icmp sle {INTS} {position}, {last}")
+            in_window = function.let(f"icmp sgt {INTS} {position}, {before}")
+            seen.append(function.let(f"and <{LANES} x i1> {not_later}, {in_window}"))
+            given = function.load(FLOATS, place, align=4)
+            scores.append(function.let(f"select <{LANES} x i1> {seen[run]}, {FLOATS} {given}, {FLOATS} {LEAST}"))
+            larger = _larger(function, scores[run], larger) if run else scores[0]
+        lane = function.let(f"mul i64 {names['number']}, {4 * LANES}")
+        largest_at, sums_at, correction_at = (function.at(name, lane) for name in ("%largest", "%sums", "%corrections"))
+        largest_before = function.load(FLOATS, largest_at, align=4)
+        largest = _larger(function, function.splat(largest_of(function, larger)), largest_before)
+        # A query that has seen no key yet has no sums that could be corrected.
+        has_seen = function.let(f"fcmp one {FLOATS} {largest_before}, {LEAST}")
+        raised = exponential_of_difference(function, "%constants", largest_before, largest)
+        correction = function.let(f"select <{LANES} x i1> {has_seen}, {FLOATS} {raised}, {FLOATS} zeroinitializer")
+        total = function.let(f"fmul {FLOATS} {function.load(FLOATS, sums_at, align=4)}, {correction}")
+        for run, place in enumerate(places):
+            raised = exponential_of_difference(function, "%constants", scores[run], largest)
+            weights = function.let(f"select <{LANES} x i1> {seen[run]}, {FLOATS} {raised}, {FLOATS} zeroinitializer")
+            total = function.let(f"fadd {FLOATS} {total}, {weights}")
+            function.store(weights, place)
+        for value, place in ((largest, largest_at), (total, sums_at), (correction, correction_at)):
+            function.store(value, place)
+    return function.source()
 
 
 def _larger(function: Function, vector: str, other: str) -> str:
@@ -240,9 +216,8 @@ class _Block:
 
     def __init__(self, shape: HeadShape, scores: _Product, values: Sequence[_Product]) -> None:
         self._shape, self._scores, self._values = shape, scores, values
-        self._function = function = Function()
+        self._function = function = Function("@block(ptr %job, i64 %item)", is_internal=False)
         self._num_rows = num_rows = _num_rows(shape)
-        function.lines.append("define void @block(ptr %job, i64 %number, i64 %head) #0 {\nentry:")
         self._scratch = {
             name: function.let(f"alloca [{floats} x float], align 64")
             for name, floats in (
@@ -252,47 +227,49 @@ class _Block:
                 ("output", num_rows * shape.value_size),
             )
         }  # fmt: skip
-        self._fields = {name: field(function, JOB, name) for _, name in JOB}
-        block = function.at(self._fields["blocks"], function.let("mul i64 %number, 16"))
+        self._fields = {name: function.field("%job", JOB, name) for _, name in JOB}
+        number, self._head = item_of(function)
+        block = function.at(self._fields["blocks"], function.let(f"mul i64 {number}, 16"))
         self._first, self._count, self._key, page_at = (
             function.let(f"zext i32 {function.load('i32', block, 4 * index, 4)} to i64") for index in range(4)
         )
         self._pages = function.at(self._fields["pages"], page_at, "i32")
         self._rows = function.let(f"mul i64 {self._count}, {shape.num_shared}")
         self._heads = function.let(f"mul i64 {self._fields['key_heads']}, {shape.num_shared}")
-        self._first_head = function.let(f"mul i64 %head, {shape.num_shared}")
+        self._first_head = function.let(f"mul i64 {self._head}, {shape.num_shared}")
 
     def source(self) -> str:
         self._prepare()
         self._go_through_keys()
         self._finish()
-        return "\n".join(self._function.lines)
+        return self._function.source()
 
     def _prepare(self) -> None:
         """Queries are scaled, and widened; what fills the block up sees nothing."""
         function, shape = self._function, self._shape
-        bits = function.let(f"trunc i64 {self._fields['scaling']} to i32")
-        scaling = function.splat(function.let(f"bitcast i32 {bits} to float"))
-        self._add("  br label %prepare\nprepare:\n  %row = phi i64 [0, %entry], [%row_after, %prepared]")
-        self._store_all([self._of_row("sums", LANES, "%row")], "zeroinitializer")
-        self._store_all([self._of_row("largest", LANES, "%row")], LEAST)
-        self._store_all(self._parts(self._of_row("output", shape.value_size, "%row"), shape.value_size))
-        queries = self._parts(self._of_row("query", shape.key_size, "%row"), shape.key_size)
-        last = self._of_row("last", 1, "%row")
-        token = function.let(f"udiv i64 %row, {shape.num_shared}")
-        is_one = function.let(f"icmp ult i64 %row, {self._rows}")
-        self._add(f"  br i1 {is_one}, label %is_query, label %is_none\nis_query:")
-        at = function.let(f"mul i64 {self._number_of('%row')}, {shape.key_size * shape.element_bytes}")
-        given = function.at(self._fields["query"], at)
-        for part, place in enumerate(queries):
-            scaled = function.let(f"fmul {FLOATS} {numbers_of(function, shape, given, part)}, {scaling}")
-            self._store_all([place], scaled)
-        position = function.let(f"trunc i64 {function.let(f'add i64 {self._key}, {token}')} to i32")
-        self._add(f"  store i32 {position}, ptr {last}, align 4\n  br label %prepared\nis_none:")
-        self._store_all(queries)
-        self._add(f"  store i32 -1, ptr {last}, align 4\n  br label %prepared\nprepared:")
-        self._add(f"  %row_after = add i64 %row, 1\n  %more_rows = icmp ult i64 %row_after, {self._num_rows}")
-        self._add("  br i1 %more_rows, label %prepare, label %begin\nbegin:")
+        scaling = function.splat(function.float_field("%job", JOB, "scaling"))
+        with function.loop("prepare", self._num_rows) as names:
+            row = names["number"]
+            function.store("zeroinitializer", self._of_row("sums", LANES, row))
+            function.store(LEAST, self._of_row("largest", LANES, row))
+            for place in self._parts(self._of_row("output", shape.value_size, row), shape.value_size):
+                function.store("zeroinitializer", place)
+            queries = self._parts(self._of_row("query", shape.key_size, row), shape.key_size)
+            last = self._of_row("last", 1, row)
+            token = function.let(f"udiv i64 {row}, {shape.num_shared}")
+            is_one = function.let(f"icmp ult i64 {row}, {self._rows}")
+            self._add(f"  br i1 {is_one}, label %is_query, label %is_none\nis_query:")
+            at = function.let(f"mul i64 {self._number_of(row)}, {shape.key_size * shape.element_bytes}")
+            given = function.at(self._fields["query"], at)
+            for part, place in enumerate(queries):
+                function.store(
+                    function.let(f"fmul {FLOATS} {numbers_of(function, shape, given, part)}, {scaling}"), place
+                )
+            position = function.let(f"trunc i64 {function.let(f'add i64 {self._key}, {token}')} to i32")
+            self._add(f"  store i32 {position}, ptr {last}, align 4\n  br label %prepared\nis_none:")
+            for place in queries:
+                function.store("zeroinitializer", place)
+            self._add(f"  store i32 -1, ptr {last}, align 4\n  br label %prepared\nprepared:")
 
     def _go_through_keys(self) -> None:
         """From the tile with the first key that the first token sees to that of the last token."""
@@ -301,61 +278,47 @@ class _Block:
         start = function.let(f"sub i64 {function.let(f'add i64 {self._key}, 1')}, {fields['window']}")
         start = function.let(f"call i64 @llvm.smax.i64(i64 {start}, i64 0)")
         start = function.let(f"and i64 {start}, {-TILE_KEYS}")
-        self._add(f"  br label %tiles\ntiles:\n  %tile = phi i64 [{start}, %begin], [%tile_after, %tile_done]")
-        left = function.let(f"sub i64 {end}, %tile")
-        needed = function.let(f"call i64 @llvm.umin.i64(i64 {left}, i64 {TILE_KEYS})")
-        self._read_tile(needed)
-        self._add("  br label %groups\ngroups:\n  %group = phi i64 [0, %read], [%group_after, %weighed]")
-        self._score(needed)
-        last = self._of_row("last", 1, "%group")
-        sums, largest = (self._of_row(name, LANES, "%group") for name in ("sums", "largest"))
-        self._add(
-            f"  call void @weigh(ptr {scratch['weights']}, ptr {last}, i64 {fields['window']}, i64 %tile, "
-            f"ptr {fields['constants']}, ptr {scratch['corrections']}, ptr {sums}, ptr {largest})"
-        )
-        self._add_values(needed)
-        self._add(
-            f"""\
-  br label %weighed
-weighed:
-  %group_after = add i64 %group, {_ROWS}
-  %more_groups = icmp ult i64 %group_after, {self._rows}
-  br i1 %more_groups, label %groups, label %tile_done
-tile_done:
-  %tile_after = add i64 %tile, {TILE_KEYS}
-  %more_tiles = icmp ult i64 %tile_after, {end}
-  br i1 %more_tiles, label %tiles, label %finish"""
-        )
+        with function.loop("tiles", end, TILE_KEYS, start=start) as names:
+            tile = names["number"]
+            left = function.let(f"sub i64 {end}, {tile}")
+            needed = function.let(f"call i64 @llvm.umin.i64(i64 {left}, i64 {TILE_KEYS})")
+            self._read_tile(tile, needed)
+            with function.loop("groups", self._rows, _ROWS) as groups:
+                group = groups["number"]
+                self._score(group, needed)
+                last = self._of_row("last", 1, group)
+                sums, largest = (self._of_row(name, LANES, group) for name in ("sums", "largest"))
+                self._add(
+                    f"  call void @weigh(ptr {scratch['weights']}, ptr {last}, i64 {fields['window']}, i64 {tile}, "
+                    f"ptr {fields['constants']}, ptr {scratch['corrections']}, ptr {sums}, ptr {largest})"
+                )
+                self._add_values(group, needed)
 
-    def _read_tile(self, needed: str) -> None:
+    def _read_tile(self, tile: str, needed: str) -> None:
         """Runs of 16 keys and values, which lie on one page each."""
         function, fields, scratch = self._function, self._fields, self._scratch
-        self._add("  br label %runs\nruns:\n  %run = phi i64 [0, %tiles], [%run_after, %runs]")
-        slot = slot_of(function, self._pages, function.let("add i64 %tile, %run"), fields["page_tokens"])
-        keys, values = (self._of_slot(name, slot) for name in ("key", "value"))
-        to_keys = function.at(scratch["keys"], "%run", "float")
-        to_values = self._of_row("values", self._shape.value_size, "%run")
-        self._add(f"  call void @transpose(ptr {keys}, i64 {fields['key_slot']}, ptr {to_keys})")
-        self._add(f"  call void @copy(ptr {values}, i64 {fields['value_slot']}, ptr {to_values})")
-        self._add(f"  %run_after = add i64 %run, {LANES}\n  %more_runs = icmp ult i64 %run_after, {needed}")
-        self._add("  br i1 %more_runs, label %runs, label %read\nread:")
+        with function.loop("runs", needed, LANES) as names:
+            run = names["number"]
+            slot = slot_of(function, self._pages, function.let(f"add i64 {tile}, {run}"), fields["page_tokens"])
+            keys, values = (self._of_slot(name, slot) for name in ("key", "value"))
+            to_keys = function.at(scratch["keys"], run, "float")
+            to_values = self._of_row("values", self._shape.value_size, run)
+            self._add(f"  call void @transpose(ptr {keys}, i64 {fields['key_slot']}, ptr {to_keys})")
+            self._add(f"  call void @copy(ptr {values}, i64 {fields['value_slot']}, ptr {to_values})")
 
-    def _score(self, needed: str) -> None:
+    def _score(self, group: str, needed: str) -> None:
         """The scores of a group of queries; those of keys that nobody sees may be anything."""
-        function, scratch, product = self._function, self._scratch, self._scores
-        self._add("  br label %scores\nscores:\n  %scored = phi i64 [0, %groups], [%scored_after, %scores]")
-        query = self._of_row("query", self._shape.key_size, "%group")
-        keys, scores = (function.at(scratch[name], "%scored", "float") for name in ("keys", "weights"))
-        for row in range(0, _ROWS, product.num_rows):
-            queries, sums = function.at(query, 4 * self._shape.key_size * row), function.at(scores, 4 * TILE_KEYS * row)
-            self._call(product, queries, keys, str(self._shape.key_size), sums, "null")
-        self._add(f"  %scored_after = add i64 %scored, {LANES * product.num_vectors}")
-        self._add(f"  %more_scores = icmp ult i64 %scored_after, {needed}")
-        self._add("  br i1 %more_scores, label %scores, label %scored_all\nscored_all:")
+        function, scratch, product, size = self._function, self._scratch, self._scores, self._shape.key_size
+        with function.loop("scores", needed, LANES * product.num_vectors) as names:
+            query = self._of_row("query", size, group)
+            keys, scores = (function.at(scratch[name], names["number"], "float") for name in ("keys", "weights"))
+            for row in range(0, _ROWS, product.num_rows):
+                queries, sums = function.at(query, 4 * size * row), function.at(scores, 4 * TILE_KEYS * row)
+                self._call(product, queries, keys, str(size), sums, "null")
 
-    def _add_values(self, needed: str) -> None:
+    def _add_values(self, group: str, needed: str) -> None:
         function, size = self._function, self._shape.value_size
-        output = self._of_row("output", size, "%group")
+        output = self._of_row("output", size, group)
         for row in range(0, _ROWS, _VALUE_ROWS):
             weights = function.at(self._scratch["weights"], 4 * TILE_KEYS * row)
             corrections = function.at(self._scratch["corrections"], 4 * LANES * row)
@@ -370,30 +333,20 @@ tile_done:
 
     def _of_slot(self, name: str, slot: str) -> str:
         function, fields = self._function, self._fields
-        base = function.at(fields[f"{name}s"], function.let(f"mul i64 %head, {fields[f'{name}_head']}"))
+        base = function.at(fields[f"{name}s"], function.let(f"mul i64 {self._head}, {fields[f'{name}_head']}"))
         return function.at(base, function.let(f"mul i64 {slot}, {fields[f'{name}_slot']}"))
 
     def _finish(self) -> None:
-        function, shape = self._function, self._shape
-        self._add("finish:\n  %done = phi i64 [0, %tile_done], [%done_after, %finish]")
-        sums = function.load(FLOATS, self._of_row("sums", LANES, "%done"), align=4)
-        total = function.let(f"call reassoc float @llvm.vector.reduce.fadd.v16f32(float 0.0, {FLOATS} {sums})")
-        totals = function.splat(total)
-        target = function.at(
-            self._fields["output"], function.let(f"mul i64 {self._number_of('%done')}, {shape.value_size}"), "float"
-        )
-        done = self._parts(self._of_row("output", shape.value_size, "%done"), shape.value_size)
-        for own, place in zip(done, self._parts(target, shape.value_size), strict=True):
-            self._store_all([place], function.let(f"fdiv {FLOATS} {function.load(FLOATS, own, align=4)}, {totals}"))
-        self._add(
-            f"""\
-  %done_after = add i64 %done, 1
-  %more_done = icmp ult i64 %done_after, {self._rows}
-  br i1 %more_done, label %finish, label %out
-out:
-  ret void
-}}"""
-        )
+        function, size = self._function, self._shape.value_size
+        with function.loop("finish", self._rows) as names:
+            row = names["number"]
+            totals = function.splat(function.total(function.load(FLOATS, self._of_row("sums", LANES, row), align=4)))
+            target = function.at(
+                self._fields["output"], function.let(f"mul i64 {self._number_of(row)}, {size}"), "float"
+            )
+            done = self._parts(self._of_row("output", size, row), size)
+            for own, place in zip(done, self._parts(target, size), strict=True):
+                function.store(function.let(f"fdiv {FLOATS} {function.load(FLOATS, own, align=4)}, {totals}"), place)
 
     def _of_row(self, name: str, num_floats: int, row: str) -> str:
         """Where a row has its place in scratch memory."""
@@ -409,17 +362,5 @@ out:
     def _parts(self, base: str, num_floats: int) -> list[str]:
         return [self._function.at(base, 4 * LANES * part) for part in range(num_floats // LANES)]
 
-    def _store_all(self, places: list[str], vector: str = "zeroinitializer") -> None:
-        for place in places:
-            self._add(f"  store {FLOATS} {vector}, ptr {place}, align 4")
-
     def _add(self, lines: str) -> None:
         self._function.lines.append(lines)
-
-
-_ATTEND: Final = """\
-define void @attend(ptr %job, i64 %threads) #0 {
-  call void @block_all(ptr %job, i64 %threads)
-  ret void
-}
-"""

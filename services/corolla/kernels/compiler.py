@@ -3,13 +3,12 @@
 import ctypes
 import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-_OPENMP: Final = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 _LOCK: Final = threading.Lock()
 
 
@@ -37,28 +36,20 @@ def max_sums() -> int:
     return 24 if processor_features().get("avx512f") else 6
 
 
-@functools.cache
-def has_openmp() -> bool:
-    """Whether compiled functions can call torch's own OpenMP, so that both share threads."""
-    folder, llvm = Path(torch.__file__).parent, _library()
-    for path in (*sorted((folder / "lib").glob("libgomp*")), *sorted(folder.with_name("torch.libs").glob("libgomp*"))):
-        library = ctypes.CDLL(str(path))
-        for name in _OPENMP:
-            llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
-        return True
-    return False
-
-
 class Compiled:
     """Functions of a module.
 
     Args:
-        source: a module, as LLVM's text; its functions may call OpenMP where `has_openmp`.
+        source: a module, as LLVM's text.
+
+    Attributes:
+        address: gives that of a function, for other compiled ones; as long as the module is kept.
     """
 
     def __init__(self, source: str) -> None:
         with _LOCK:
             self._engine = _compiled(source)
+        self.address: Callable[[str], int] = functools.cache(self._engine.get_function_address)
 
     def function(self, name: str, *arguments: Any) -> Any:
         """One that returns nothing, and keeps the module. The interpreter's lock is released while it runs.
@@ -70,10 +61,75 @@ class Compiled:
         function.module = self
         return function
 
-    def address(self, name: str) -> int:
-        """Of a function, for other compiled ones; as long as the module is kept."""
-        found: int = self._engine.get_function_address(name)
-        return found
+
+def in_threads(function: int, argument: int, num_threads: int) -> None:
+    """Calls a compiled function in so many threads at once, those of torch's own OpenMP, so that both share threads.
+
+    Where torch has another OpenMP than GNU's it is called in one thread, which has to do the work of all.
+
+    Args:
+        function: the address of one that is given a pointer.
+        argument: that pointer.
+    """
+    parallel = _parallel()
+    if parallel is None or num_threads <= 1:
+        _Team(function)(argument)
+    else:
+        parallel(function, argument, num_threads, 0)
+
+
+def share(function: int, job: int, num_items: int, num_threads: int) -> None:
+    """Has threads take items of a job one by one, the last ones first: of a chunk they see most keys.
+
+    Args:
+        function: the address of one that is given the job and the number of an item.
+        job: where it lies.
+    """
+    call = (ctypes.c_int64 * 4)(function, job, num_items, 0)
+    in_threads(_taking().address("take_all"), ctypes.addressof(call), num_threads)
+
+
+_Team: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+_TAKING: Final = """\
+define void @take_all(ptr %call) nounwind {
+  %function = load ptr, ptr %call
+  %job_at = getelementptr ptr, ptr %call, i64 1
+  %job = load ptr, ptr %job_at
+  %items_at = getelementptr i64, ptr %call, i64 2
+  %items = load i64, ptr %items_at
+  %taken = getelementptr i64, ptr %call, i64 3
+  br label %take
+take:
+  %number = atomicrmw add ptr %taken, i64 1 monotonic
+  %is_one = icmp ult i64 %number, %items
+  br i1 %is_one, label %one, label %done
+one:
+  %after = sub i64 %items, %number
+  %item = sub i64 %after, 1
+  call void %function(ptr %job, i64 %item)
+  br label %take
+done:
+  ret void
+}
+"""
+
+
+@functools.cache
+def _taking() -> Compiled:
+    return Compiled(_TAKING)
+
+
+@functools.cache
+def _parallel() -> Any:
+    """`GOMP_parallel` of torch's library; None where there is none."""
+    folder = Path(torch.__file__).parent
+    places = (*sorted((folder / "lib").glob("libgomp*")), *sorted(folder.with_name("torch.libs").glob("libgomp*")))
+    if not places:
+        return None
+    parallel = ctypes.CDLL(str(places[0])).GOMP_parallel
+    parallel.argtypes, parallel.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+    return parallel
 
 
 def _compiled(source: str) -> Any:

@@ -1,5 +1,7 @@
 """Lines of LLVM's text, and the vectors that all compiled functions use."""
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 LANES: Final = 16
@@ -12,19 +14,25 @@ FMA: Final = "llvm.fma.v16f32"
 # What is broken up into 16 numbers must stay one register where the machine has such.
 ATTRIBUTES: Final = 'attributes #0 = { nounwind "prefer-vector-width"="512" "min-legal-vector-width"="512" }\n'
 
-OPENMP: Final = """\
-declare void @GOMP_parallel(ptr, ptr, i32, i32)
-declare i32 @omp_get_thread_num()
-declare i32 @omp_get_num_threads()
-"""
+Fields = Sequence[tuple[str, str]]
+"""Of what a function is given in memory, 64 bits each: the kind, `ptr` or `i64`, and the name."""
 
 
 class Function:
-    """Lines of a function that is being written."""
+    """Lines of a function that is being written, and returns nothing.
 
-    def __init__(self) -> None:
-        self.lines: list[str] = []
+    Args:
+        signature: its name and arguments.
+        is_internal: whether it is for the module's own functions only.
+    """
+
+    def __init__(self, signature: str, *, is_internal: bool = True) -> None:
+        self.lines = [f"define {'internal ' if is_internal else ''}void {signature} #0 {{\nentry:"]
         self._count = 0
+
+    def source(self) -> str:
+        """All of it."""
+        return "\n".join([*self.lines, "  ret void\n}"])
 
     def let(self, value: str) -> str:
         """A new name for a value."""
@@ -48,3 +56,54 @@ class Function:
         vector = f"<{LANES} x {kind}>"
         lane = self.let(f"insertelement {vector} poison, {kind} {number}, i32 0")
         return self.let(f"shufflevector {vector} {lane}, {vector} poison, {INTS} zeroinitializer")
+
+    def field_at(self, base: str, fields: Fields, name: str) -> str:
+        """Where a field lies."""
+        return self.at(base, 8 * [each for _, each in fields].index(name))
+
+    def field(self, base: str, fields: Fields, name: str) -> str:
+        """The value of a field."""
+        kind = next(kind for kind, each in fields if each == name)
+        return self.let(f"load {kind}, ptr {self.field_at(base, fields, name)}")
+
+    def float_field(self, base: str, fields: Fields, name: str) -> str:
+        """The float32 whose bits a field has."""
+        return self.let(f"bitcast i32 {self.let(f'trunc i64 {self.field(base, fields, name)} to i32')} to float")
+
+    @contextmanager
+    def loop(
+        self, label: str, end: int | str, step: int = 1, carried: Mapping[str, str] = {}, *, start: int | str = 0
+    ) -> Iterator[dict[str, str]]:
+        """Goes through numbers, at least once.
+
+        Args:
+            end: where it ends, by the first number beyond.
+            carried: vectors, by name, and what they are at first.
+            start: the first number.
+
+        Yields:
+            For each of the vectors its name; what stands there afterwards is what it becomes, and what it is in the end
+            is called `%LABEL_NAME_after`. `number` is the loop's, and `step` that of a round, which may set another.
+        """
+        self.lines.append(f"  br label %{label}_start\n{label}_start:\n  br label %{label}_loop\n{label}_loop:")
+        self.lines.append(f"  %{label}_number = phi i64 [{start}, %{label}_start], [%{label}_next, %{label}_end]")
+        names = {"number": f"%{label}_number", "step": str(step)}
+        for name, first in carried.items():
+            names[name] = f"%{label}_{name}"
+            after = f"%{label}_{name}_after"
+            self.lines.append(f"  {names[name]} = phi {FLOATS} [{first}, %{label}_start], [{after}, %{label}_end]")
+        yield names
+        self.lines.append(f"  br label %{label}_end\n{label}_end:")
+        for name in carried:
+            self.lines.append(f"  %{label}_{name}_after = freeze {FLOATS} {names[name]}")
+        self.lines.append(f"  %{label}_next = add i64 %{label}_number, {names['step']}")
+        self.lines.append(f"  %{label}_is_more = icmp ult i64 %{label}_next, {end}")
+        self.lines.append(f"  br i1 %{label}_is_more, label %{label}_loop, label %{label}_done\n{label}_done:")
+
+    def total(self, vector: str) -> str:
+        """The sum of 16 numbers."""
+        return self.let(f"call reassoc float @llvm.vector.reduce.fadd.v16f32(float 0.0, {FLOATS} {vector})")
+
+    def store(self, value: str, place: str, align: int = 4) -> None:
+        """A vector of floats."""
+        self.lines.append(f"  store {FLOATS} {value}, ptr {place}, align {align}")

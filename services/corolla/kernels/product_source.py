@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from corolla.kernels.layouts import PLAIN_BFLOAT16, PLAIN_FLOAT32, UNIT, Layout, PlainLayout
-from corolla.kernels.llvm_text import ATTRIBUTES, FLOATS, FMA, INTS, LANES, OPENMP, Function
+from corolla.kernels.llvm_text import ATTRIBUTES, FLOATS, FMA, INTS, LANES, Fields, Function
 from corolla.kernels.weights_source import columns, panel_part
 
 _PAIRS: Final = f"<{2 * LANES} x bfloat>"
@@ -26,7 +26,7 @@ MAX_FEW_ROWS: Final = 8
 
 _HEAD: Final = f"""\
 declare {FLOATS} @{FMA}({FLOATS}, {FLOATS}, {FLOATS})
-{OPENMP}%job = type {{ ptr, i64, i64, ptr, ptr, i64, ptr, i64 }}
+declare i64 @llvm.umin.i64(i64, i64)
 """
 _HEAD_OF_PAIRS: Final = f"""\
 declare {FLOATS} @{_DOT}({FLOATS}, {_PAIRS}, {_PAIRS})
@@ -41,34 +41,38 @@ class Rows(enum.Enum):
     BFLOAT16 = "bfloat"
 
 
+JOB: Final[Fields] = (
+    ("ptr", "x"),  # [rows, columns]
+    ("i64", "rows"),
+    ("i64", "columns"),
+    ("ptr", "weights"),
+    ("ptr", "y"),  # float32 [rows, 16 * panels]
+    ("i64", "panels"),
+    ("ptr", "scratch"),  # of each item, see `scratch_bytes`; of a packed matrix and many rows only
+    ("i64", "scratch_bytes"),
+    ("i64", "size"),  # panels of an item
+)
+"""What `share` is given."""
+
 Tiles = Sequence[tuple[int, int]]
 """Rows and panels that are multiplied at once, as many as registers allow; for each number of rows there is one with a
 single panel, and for a single row, too."""
 
 
 def module_source(
-    layout: Layout | PlainLayout,
-    rows: Rows,
-    *,
-    packed_tiles: Tiles,
-    plain_tiles: Tiles,
-    has_threads: bool,
-    is_ordered: bool = False,
+    layout: Layout | PlainLayout, rows: Rows, *, packed_tiles: Tiles, plain_tiles: Tiles, is_ordered: bool = False
 ) -> str:
     """A module with three functions, of plain weights only the first two; all their counts are int64:
 
-    `multiply(x, rows, columns, weights, y, panels, scratch, scratch_bytes, threads)`: `[rows, columns]` times a matrix,
-    to float32 `[rows, 16 * panels]`. Many rows times a packed one need `scratch_bytes` for each thread, see
-    `scratch_bytes`.
+    `share(job, item)`: `[rows, columns]` times some panels of a matrix; see `JOB`.
 
-    `part(x, rows, columns, weights, y, panels, scratch, first, end)`: the same for some of the panels, by one thread.
+    `part(x, rows, columns, weights, y, panels, scratch, first, end)`: the same for panels that are named.
 
     `expand(ids, count, columns, weights, y)`: rows of the matrix, by their numbers, to float32 `[count, columns]`.
 
     Args:
         packed_tiles: for weights that are unpacked while they are multiplied.
         plain_tiles: for plain ones, and for those that are unpacked first, since there are more rows.
-        has_threads: whether the functions of OpenMP can be linked.
         is_ordered: whether columns are for inputs in another order, of packed weights: `weights` of the first two
             functions then are two pointers, to an int32 for each column, the number of its input, and to the panels.
     """
@@ -84,10 +88,8 @@ def module_source(
         parts += [_unpack(layout, rows), *(_tile(tile(unpacked, *size, is_ordered), "unpacked") for size in few)]
         parts += [_part(layout, packed_tiles, rows, is_ordered=is_ordered)]
         parts += [_part(layout, few, rows, unpacked, is_ordered=is_ordered)]
-        parts.append(_all_or_few(unpacks=True))
-    parts += [_SHARE if has_threads else "", _multiply(has_threads)]
-    parts += ["" if isinstance(layout, PlainLayout) else _expand(layout), ATTRIBUTES]
-    return "\n".join(parts)
+        parts += [_all_or_few(unpacks=True), _expand(layout)]
+    return "\n".join([*parts, _share(), ATTRIBUTES])
 
 
 def unpacked_layout(rows: Rows) -> PlainLayout:
@@ -96,7 +98,7 @@ def unpacked_layout(rows: Rows) -> PlainLayout:
 
 
 def scratch_bytes(num_columns: int, rows: Rows) -> int:
-    """Of a thread: a group of unpacked panels."""
+    """Of an item or a thread: a group of unpacked panels."""
     layout = unpacked_layout(rows)
     return UNPACKED_PANELS * num_columns // layout.block_weights * layout.block_bytes
 
@@ -127,15 +129,16 @@ class _FloatTile:
         return [function.let(f"zext i32 {function.let(f'load i32, ptr {each}, align 4')} to i64") for each in at]
 
     def add(
-        self, function: Function, first: str, inputs: Sequence[str], panels: Sequence[str], sums: dict[_Place, str]
+        self, function: Function, unit: str, inputs: Sequence[str], panels: Sequence[str], sums: dict[_Place, str]
     ) -> None:
-        """Adds the products of the round `%unit` to the sums, which get new names.
+        """Adds the products of a round to the sums, which get new names.
 
         Args:
-            first: the round's first column.
+            unit: the number of the round.
             inputs: where rows begin.
         """
-        units = [columns(function, self.layout, panel) for panel in panels]
+        first = function.let(f"mul i64 {unit}, {self.layout.step}")
+        units = [columns(function, self.layout, panel, unit) for panel in panels]
         for column, weights in enumerate(zip(*units, strict=True)):
             (place,) = self.places(function, first, column, 1)
             for row, base in enumerate(inputs):
@@ -151,9 +154,10 @@ class _PairTile(_FloatTile):
     rows = Rows.BFLOAT16
 
     def add(
-        self, function: Function, first: str, inputs: Sequence[str], panels: Sequence[str], sums: dict[_Place, str]
+        self, function: Function, unit: str, inputs: Sequence[str], panels: Sequence[str], sums: dict[_Place, str]
     ) -> None:
-        units = [_rounded_pairs(function, self.layout, panel) for panel in panels]
+        first = function.let(f"mul i64 {unit}, {self.layout.step}")
+        units = [_rounded_pairs(function, self.layout, panel, unit) for panel in panels]
         for pair, weights in enumerate(zip(*units, strict=True)):
             places = self.places(function, first, 2 * pair, 2)
             for row, base in enumerate(inputs):
@@ -172,13 +176,13 @@ def _pair(function: Function, places: Sequence[str]) -> str:
     return function.let(f"or i32 {low}, {function.let(f'shl i32 {high}, 16')}")
 
 
-def _rounded_pairs(function: Function, layout: Layout | PlainLayout, panel: str) -> Iterator[str]:
+def _rounded_pairs(function: Function, layout: Layout | PlainLayout, panel: str, unit: str) -> Iterator[str]:
     """Two columns of each row of a panel side by side, in bfloat16."""
     if isinstance(layout, PlainLayout):
-        yield function.load(_PAIRS, panel_part(function, layout, panel))
+        yield function.load(_PAIRS, panel_part(function, layout, panel, unit))
         return
     order = ", ".join(f"i32 {lane + half}" for lane in range(LANES) for half in (0, LANES))
-    singly = columns(function, layout, panel)
+    singly = columns(function, layout, panel, unit)
     for first, second in zip(singly, singly, strict=True):
         apart = function.let(f"call {_PAIRS} @{_ROUND}({FLOATS} {second}, {FLOATS} {first})")
         yield function.let(f"shufflevector {_PAIRS} {apart}, {_PAIRS} poison, <{2 * LANES} x i32> <{order}>")
@@ -186,75 +190,45 @@ def _rounded_pairs(function: Function, layout: Layout | PlainLayout, panel: str)
 
 def _tile(tile: _FloatTile, name: str) -> str:
     """Some rows times some panels, whose sums stay in registers from the first column to the last."""
-    function, element = Function(), tile.rows.value
-    lines = function.lines
-    lines.append(
-        f"define internal void @{name}_{tile.num_rows}_{tile.num_panels}(ptr noalias %x, i64 %columns, "
+    element = tile.rows.value
+    function = Function(
+        f"@{name}_{tile.num_rows}_{tile.num_panels}(ptr noalias %x, i64 %columns, "
         "ptr noalias %w, i64 %panel_bytes, ptr noalias %y, i64 %y_columns"
-        f"{_ORDER if tile.is_ordered else ''}) #0 {{\nentry:"
+        f"{_ORDER if tile.is_ordered else ''})"
     )
-    lines.append(f"  %units = udiv i64 %columns, {tile.layout.step}")
+    num_units = function.let(f"udiv i64 %columns, {tile.layout.step}")
     rows, panels = range(tile.num_rows), range(tile.num_panels)
     x = [function.at("%x", function.let(f"mul i64 %columns, {row}"), element) for row in rows]
     y = [function.at("%y", function.let(f"mul i64 %y_columns, {row}"), "float") for row in rows]
     w = [function.at("%w", function.let(f"mul i64 %panel_bytes, {panel}")) for panel in panels]
-    lines.append("  br label %loop\nloop:\n  %unit = phi i64 [0, %entry], [%next, %loop]")
     places = list(itertools.product(rows, panels))
+    carried = {f"sum_{row}_{panel}": "zeroinitializer" for row, panel in places}
+    with function.loop("units", num_units, 1, carried) as names:
+        sums = {(row, panel): names[f"sum_{row}_{panel}"] for row, panel in places}
+        tile.add(function, names["number"], x, w, sums)
+        names |= {f"sum_{row}_{panel}": value for (row, panel), value in sums.items()}
     for row, panel in places:
-        lines.append(f"  %sum_{row}_{panel} = phi {FLOATS} [zeroinitializer, %entry], [%new_{row}_{panel}, %loop]")
-    sums = {(row, panel): f"%sum_{row}_{panel}" for row, panel in places}
-    first = function.let(f"mul i64 %unit, {tile.layout.step}")
-    tile.add(function, first, x, w, sums)
-    for row, panel in places:
-        # The loop's own names for its last values.
-        lines.append(f"  %new_{row}_{panel} = freeze {FLOATS} {sums[row, panel]}")
-    lines.append("  %next = add i64 %unit, 1\n  %is_more = icmp ult i64 %next, %units")
-    lines.append("  br i1 %is_more, label %loop, label %done\ndone:")
-    for row, panel in places:
-        lines.append(f"  store {FLOATS} %new_{row}_{panel}, ptr {function.at(y[row], LANES * panel, 'float')}, align 4")
-    lines.append("  ret void\n}")
-    return "\n".join(lines)
+        function.store(f"%units_sum_{row}_{panel}_after", function.at(y[row], LANES * panel, "float"))
+    return function.source()
 
 
 def _unpack(layout: Layout, rows: Rows) -> str:
     """A panel to that of plain weights."""
-    function = Function()
-    lines = function.lines
-    lines.append(
-        f"""\
-define internal void @unpack(ptr noalias %w, i64 %columns, ptr noalias %to) #0 {{
-entry:
-  %units = udiv i64 %columns, {UNIT}
-  br label %loop
-loop:
-  %unit = phi i64 [0, %entry], [%next, %loop]"""
-    )
     unpacked = unpacked_layout(rows)
-    target = function.at("%to", function.let(f"mul i64 %unit, {UNIT // unpacked.block_weights * unpacked.block_bytes}"))
-    is_float = rows is Rows.FLOAT32
-    kind, blocks = (FLOATS, columns) if is_float else (_PAIRS, _rounded_pairs)
-    for number, weights in enumerate(blocks(function, layout, "%w")):
-        place = function.at(target, number * unpacked.block_bytes)
-        lines.append(f"  store {kind} {weights}, ptr {place}, align {LANES}")
-    lines.append(
-        """\
-  %next = add i64 %unit, 1
-  %is_more = icmp ult i64 %next, %units
-  br i1 %is_more, label %loop, label %done
-done:
-  ret void
-}"""
-    )
-    return "\n".join(lines)
+    function = Function("@unpack(ptr noalias %w, i64 %columns, ptr noalias %to)")
+    kind, blocks = (FLOATS, columns) if rows is Rows.FLOAT32 else (_PAIRS, _rounded_pairs)
+    unit_bytes = UNIT // unpacked.block_weights * unpacked.block_bytes
+    with function.loop("units", function.let(f"udiv i64 %columns, {UNIT}")) as names:
+        target = function.at("%to", function.let(f"mul i64 {names['number']}, {unit_bytes}"))
+        for number, weights in enumerate(blocks(function, layout, "%w", names["number"])):
+            place = function.at(target, number * unpacked.block_bytes)
+            function.lines.append(f"  store {kind} {weights}, ptr {place}, align {LANES}")
+    return function.source()
 
 
 _ORDER: Final = ", ptr %order"
-_POINTERS: Final = """\
-  %order = load ptr, ptr %w, align 8
-  %second = getelementptr ptr, ptr %w, i64 1
-  %panels_at = load ptr, ptr %second, align 8
-"""
-_ARGUMENTS: Final = "ptr %x, i64 %rows, i64 %columns, ptr %w, ptr %y, i64 %panels, ptr %scratch, i64 %first, i64 %end"
+_PASSED: Final[Fields] = (*JOB[:7], ("i64", "first"), ("i64", "end"))
+_ARGUMENTS: Final = ", ".join(f"{kind} %{name}" for kind, name in _PASSED)
 
 
 def _part(
@@ -270,232 +244,126 @@ def _part(
     Args:
         unpacked: how a group's weights are unpacked first, and read for all rows; None: they are not.
     """
+    function = Function(f"@{'few' if unpacked is None else 'many'}({_ARGUMENTS})")
+    weights, order = "%weights", ""
+    if is_ordered:
+        order = f", ptr {function.let('load ptr, ptr %weights, align 8')}"
+        weights = function.let(f"load ptr, ptr {function.at('%weights', 8)}, align 8")
+
+    def bytes_of(read: Layout | PlainLayout) -> str:
+        return function.let(f"mul i64 {function.let(f'udiv i64 %columns, {read.block_weights}')}, {read.block_bytes}")
+
+    panel_bytes, y_columns = bytes_of(layout), function.let(f"mul i64 %panels, {LANES}")
+    unpacked_bytes = "" if unpacked is None else bytes_of(unpacked)
     widths = [width for width in _PANELS if width <= UNPACKED_PANELS or unpacked is None]
-    wide = "%four" if unpacked is None else "%two"
-    name, tile, w_group, stride = (
-        ("few", "tile", "%w_group", "%panel_bytes")
-        if unpacked is None
-        else ("many", "unpacked", "%scratch", "%unpacked_bytes")
-    )
-    read = layout if unpacked is None else unpacked
-    weights, order = ("%panels_at", _ORDER) if is_ordered else ("%w", "")
-    lines = [
-        f"""\
-define internal void @{name}({_ARGUMENTS}) #0 {{
-entry:
-{_POINTERS if is_ordered else ""}\
-  %rounds = udiv i64 %columns, {read.block_weights}
-  %unpacked_bytes = mul i64 %rounds, {read.block_bytes}
-  %blocks = udiv i64 %columns, {layout.block_weights}
-  %panel_bytes = mul i64 %blocks, {layout.block_bytes}
-  %y_columns = mul i64 %panels, {LANES}
-  br label %groups
-groups:
-  %panel = phi i64 [%first, %entry], [%panel_after, %group_done]
-  %is_last = icmp uge i64 %panel, %end
-  br i1 %is_last, label %out, label %group
-group:
-  %left = sub i64 %end, %panel
-  %is_four = icmp uge i64 %left, 4
-  %is_two = icmp uge i64 %left, 2
-  %two = select i1 %is_two, i64 2, i64 1
-  %four = select i1 %is_four, i64 4, i64 %two
-  %w_offset = mul i64 %panel, %panel_bytes
-  %w_group = getelementptr i8, ptr {weights}, i64 %w_offset
-  %y_offset = mul i64 %panel, {LANES}
-  %y_group = getelementptr float, ptr %y, i64 %y_offset
-{"  br label %rows_start" if unpacked is None else _UNPACKING}
-rows_start:
-  br label %rows_left
-rows_left:
-  %row = phi i64 [0, %rows_start], [%row_after, %tile_done]
-  %more = sub i64 %rows, %row
-  %x_offset = mul i64 %row, %columns
-  %x_row = getelementptr {rows.value}, ptr %x, i64 %x_offset
-  %y_row_offset = mul i64 %row, %y_columns
-  %y_row = getelementptr float, ptr %y_group, i64 %y_row_offset
-  %is_group_done = icmp uge i64 %row, %rows
-  br i1 %is_group_done, label %group_done, label %choice_0"""
-    ]
-    heights = sorted({height for height, _ in tiles}, reverse=True)
-    for index, height in enumerate(heights):
-        lines.append(f"choice_{index}:")
-        if index + 1 < len(heights):
-            lines.append(f"  %fits_{height} = icmp uge i64 %more, {height}")
-            lines.append(f"  br i1 %fits_{height}, label %rows_{height}, label %choice_{index + 1}\nrows_{height}:")
+    with function.loop("groups", "%end", start="%first") as groups:
+        left, num_panels = function.let(f"sub i64 %end, {groups['number']}"), "1"
+        for width in sorted(widths)[1:]:
+            fits = function.let(f"icmp uge i64 {left}, {width}")
+            num_panels = function.let(f"select i1 {fits}, i64 {width}, i64 {num_panels}")
+        groups["step"] = num_panels
+        w = function.at(weights, function.let(f"mul i64 {groups['number']}, {panel_bytes}"))
+        y = function.at("%y", function.let(f"mul i64 {groups['number']}, {LANES}"), "float")
+        read_from, stride = w, panel_bytes
+        if unpacked is not None:
+            read_from, stride = "%scratch", unpacked_bytes
+            with function.loop("unpacking", num_panels) as names:
+                packed = function.at(w, function.let(f"mul i64 {names['number']}, {panel_bytes}"))
+                target = function.at("%scratch", function.let(f"mul i64 {names['number']}, {unpacked_bytes}"))
+                function.lines.append(f"  call void @unpack(ptr {packed}, i64 %columns, ptr {target})")
+
+        with function.loop("rows", "%rows") as names:
+            x_row = function.at("%x", function.let(f"mul i64 {names['number']}, %columns"), rows.value)
+            y_row = function.at(y, function.let(f"mul i64 {names['number']}, {y_columns}"), "float")
+            left = function.let(f"sub i64 %rows, {names['number']}")
+            name = "tile" if unpacked is None else "unpacked"
+            for height, width in _chosen_tiles(function, tiles, widths, left, num_panels):
+                at_once = max(size for tall, size in tiles if tall == height and size <= width)
+                for first in range(0, width, at_once):
+                    w_tile = function.at(read_from, function.let(f"mul i64 {stride}, {first}"))
+                    y_tile = function.at(y_row, LANES * first, "float")
+                    function.lines.append(
+                        f"  call void @{name}_{height}_{at_once}(ptr {x_row}, i64 %columns, ptr {w_tile}, "
+                        f"i64 {stride}, ptr {y_tile}, i64 {y_columns}{order})"
+                    )
+            names["step"] = "%height"
+    return function.source()
+
+
+def _chosen_tiles(
+    function: Function, tiles: Tiles, widths: Sequence[int], num_rows: str, num_panels: str
+) -> Iterator[tuple[int, int]]:
+    """Yields each number of rows and of panels, for which lines are to be added; one runs. `%height` is its rows then.
+
+    Args:
+        num_rows: those that are left.
+        num_panels: one of the widths.
+    """
+    lines, heights = function.lines, sorted({height for height, _ in tiles}, reverse=True)
+    lines.append(f"  br label %height_{heights[0]}")
+    for height, lower in zip(heights, [*heights[1:], None], strict=True):
+        lines.append(f"height_{height}:")
+        if lower is not None:
+            fits = function.let(f"icmp uge i64 {num_rows}, {height}")
+            lines.append(f"  br i1 {fits}, label %width_{height}, label %height_{lower}\nwidth_{height}:")
         cases = " ".join(f"i64 {width}, label %do_{height}_{width}" for width in widths[:-1])
-        lines.append(f"  switch i64 {wide}, label %do_{height}_1 [{cases}]")
+        lines.append(f"  switch i64 {num_panels}, label %do_{height}_1 [{cases}]")
         for width in widths:
             lines.append(f"do_{height}_{width}:")
-            at_once = max(size for tall, size in tiles if tall == height and size <= width)
-            for first in range(0, width, at_once):
-                place = f"{height}_{width}_{first}"
-                lines.append(f"  %o_{place} = mul i64 {stride}, {first}")
-                lines.append(f"  %w_{place} = getelementptr i8, ptr {w_group}, i64 %o_{place}")
-                lines.append(f"  %y_{place} = getelementptr float, ptr %y_row, i64 {LANES * first}")
-                lines.append(
-                    f"  call void @{tile}_{height}_{at_once}(ptr %x_row, i64 %columns, ptr %w_{place}, i64 {stride}, "
-                    f"ptr %y_{place}, i64 %y_columns{order})"
-                )
+            yield height, width
             lines.append("  br label %tile_done")
     sources = ", ".join(f"[{height}, %do_{height}_{width}]" for height in heights for width in widths)
-    lines.append(
-        f"""\
-tile_done:
-  %tall = phi i64 {sources}
-  %row_after = add i64 %row, %tall
-  br label %rows_left
-group_done:
-  %panel_after = add i64 %panel, {wide}
-  br label %groups
-out:
-  ret void
-}}"""
-    )
-    return "\n".join(lines)
-
-
-_UNPACKING: Final = """\
-  br label %unpacking
-unpacking:
-  %done = phi i64 [0, %group], [%done_after, %unpacking]
-  %from_offset = mul i64 %done, %panel_bytes
-  %from = getelementptr i8, ptr %w_group, i64 %from_offset
-  %to_offset = mul i64 %done, %unpacked_bytes
-  %to = getelementptr i8, ptr %scratch, i64 %to_offset
-  call void @unpack(ptr %from, i64 %columns, ptr %to)
-  %done_after = add i64 %done, 1
-  %is_more_to_do = icmp ult i64 %done_after, %two
-  br i1 %is_more_to_do, label %unpacking, label %rows_start"""
+    lines.append(f"tile_done:\n  %height = phi i64 {sources}")
 
 
 def _all_or_few(*, unpacks: bool) -> str:
     """`part`, which has weights unpacked first where there are many rows, or never."""
-    passed = _ARGUMENTS
     if not unpacks:
-        return f"define void @part({_ARGUMENTS}) #0 {{\n  call void @few({passed})\n  ret void\n}}"
+        return f"define void @part({_ARGUMENTS}) #0 {{\n  call void @few({_ARGUMENTS})\n  ret void\n}}"
     return f"""\
 define void @part({_ARGUMENTS}) #0 {{
   %are_many = icmp ugt i64 %rows, {MAX_FEW_ROWS}
   br i1 %are_many, label %unpack, label %keep
 unpack:
-  call void @many({passed})
+  call void @many({_ARGUMENTS})
   ret void
 keep:
-  call void @few({passed})
+  call void @few({_ARGUMENTS})
   ret void
 }}"""
 
 
-# What each thread does: its share of the panels, in whole groups.
-_SHARE: Final = """\
-define internal void @share(ptr %job) #0 {
-  %values = load %job, ptr %job
-  %x = extractvalue %job %values, 0
-  %rows = extractvalue %job %values, 1
-  %columns = extractvalue %job %values, 2
-  %w = extractvalue %job %values, 3
-  %y = extractvalue %job %values, 4
-  %panels = extractvalue %job %values, 5
-  %all_scratch = extractvalue %job %values, 6
-  %scratch_bytes = extractvalue %job %values, 7
-  %number32 = call i32 @omp_get_thread_num()
-  %threads32 = call i32 @omp_get_num_threads()
-  %number = zext i32 %number32 to i64
-  %threads = zext i32 %threads32 to i64
-  %up = add i64 %panels, 3
-  %groups = udiv i64 %up, 4
-  %up2 = add i64 %groups, %threads
-  %up3 = sub i64 %up2, 1
-  %each = udiv i64 %up3, %threads
-  %size = mul i64 %each, 4
-  %first = mul i64 %number, %size
-  %wanted = add i64 %first, %size
-  %end = call i64 @llvm.umin.i64(i64 %wanted, i64 %panels)
-  %scratch_offset = mul i64 %number, %scratch_bytes
-  %scratch = getelementptr i8, ptr %all_scratch, i64 %scratch_offset
-  call void @part(ptr %x, i64 %rows, i64 %columns, ptr %w, ptr %y, i64 %panels, ptr %scratch, i64 %first, i64 %end)
-  ret void
-}
-declare i64 @llvm.umin.i64(i64, i64)
-"""
-
-
-def _multiply(has_threads: bool) -> str:
-    alone = """\
-alone:
-  call void @part(ptr %x, i64 %rows, i64 %columns, ptr %w, ptr %y, i64 %panels, ptr %scratch, i64 0, i64 %panels)
-  ret void
-}
-"""
-    head = (
-        "define void @multiply(ptr %x, i64 %rows, i64 %columns, ptr %w, ptr %y, i64 %panels, ptr %scratch, "
-        "i64 %scratch_bytes, i64 %threads) #0 {\nentry:"
-    )
-    if not has_threads:
-        return f"{head}\n  br label %alone\n{alone}"
-    fields = [("ptr", "%x"), ("i64", "%rows"), ("i64", "%columns"), ("ptr", "%w"), ("ptr", "%y"), ("i64", "%panels")]
-    fields += [("ptr", "%scratch"), ("i64", "%scratch_bytes")]
-    filled, lines = "poison", []
-    for index, (kind, value) in enumerate(fields):
-        lines.append(f"  %job_{index} = insertvalue %job {filled}, {kind} {value}, {index}")
-        filled = f"%job_{index}"
-    insertions = "\n".join(lines)
-    return f"""\
-{head}
-  %job = alloca %job
-  %is_alone = icmp ule i64 %threads, 1
-  br i1 %is_alone, label %alone, label %together
-together:
-{insertions}
-  store %job {filled}, ptr %job
-  %threads32 = trunc i64 %threads to i32
-  call void @GOMP_parallel(ptr @share, ptr %job, i32 %threads32, i32 0)
-  ret void
-{alone}"""
+def _share() -> str:
+    """An item of a job: its panels, of which others take the rest."""
+    function = Function("@share(ptr %job, i64 %item)", is_internal=False)
+    fields = {name: function.field("%job", JOB, name) for _, name in JOB}
+    first = function.let(f"mul i64 %item, {fields['size']}")
+    after = function.let(f"add i64 {first}, {fields['size']}")
+    end = function.let(f"call i64 @llvm.umin.i64(i64 {after}, i64 {fields['panels']})")
+    scratch = function.at(fields["scratch"], function.let(f"mul i64 %item, {fields['scratch_bytes']}"))
+    values = {**fields, "scratch": scratch, "first": first, "end": end}
+    passed = ", ".join(f"{kind} {values[name]}" for kind, name in _PASSED)
+    function.lines.append(f"  call void @part({passed})")
+    return function.source()
 
 
 def _expand(layout: Layout) -> str:
-    function = Function()
+    function = Function("@expand(ptr %ids, i64 %count, i64 %columns, ptr %w, ptr %y)", is_internal=False)
     lines = function.lines
-    lines.append(
-        f"""\
-define void @expand(ptr %ids, i64 %count, i64 %columns, ptr %w, ptr %y) #0 {{
-entry:
-  %blocks = udiv i64 %columns, {layout.block_weights}
-  %units = udiv i64 %columns, {UNIT}
-  %panel_bytes = mul i64 %blocks, {layout.block_bytes}
-  %is_any = icmp ugt i64 %count, 0
-  br i1 %is_any, label %row, label %out
-row:
-  %index = phi i64 [0, %entry], [%index_after, %row_done]
-  %id_at = getelementptr i64, ptr %ids, i64 %index
-  %id = load i64, ptr %id_at, align 8
-  %number = udiv i64 %id, {LANES}
-  %lane = urem i64 %id, {LANES}
-  %w_offset = mul i64 %number, %panel_bytes
-  %panel = getelementptr i8, ptr %w, i64 %w_offset
-  %y_offset = mul i64 %index, %columns
-  %y_row = getelementptr float, ptr %y, i64 %y_offset
-  br label %loop
-loop:
-  %unit = phi i64 [0, %row], [%next, %loop]"""
-    )
-    target = function.at("%y_row", function.let(f"mul i64 %unit, {UNIT}"), "float")
-    for column, weights in enumerate(columns(function, layout, "%panel")):
-        one = function.let(f"extractelement {FLOATS} {weights}, i64 %lane")
-        lines.append(f"  store float {one}, ptr {function.at(target, column, 'float')}, align 4")
-    lines.append(
-        """\
-  %next = add i64 %unit, 1
-  %is_more = icmp ult i64 %next, %units
-  br i1 %is_more, label %loop, label %row_done
-row_done:
-  %index_after = add i64 %index, 1
-  %are_more = icmp ult i64 %index_after, %count
-  br i1 %are_more, label %row, label %out
-out:
-  ret void
-}"""
-    )
-    return "\n".join(lines)
+    units = function.let(f"udiv i64 %columns, {UNIT}")
+    blocks = function.let(f"udiv i64 %columns, {layout.block_weights}")
+    panel_bytes = function.let(f"mul i64 {blocks}, {layout.block_bytes}")
+    lines.append("  %is_any = icmp ugt i64 %count, 0\n  br i1 %is_any, label %some, label %none\nsome:")
+    with function.loop("rows", "%count") as names:
+        row = function.let(f"load i64, ptr {function.at('%ids', names['number'], 'i64')}, align 8")
+        lane = function.let(f"urem i64 {row}, {LANES}")
+        panel_at = function.let(f"mul i64 {function.let(f'udiv i64 {row}, {LANES}')}, {panel_bytes}")
+        panel = function.at("%w", panel_at)
+        target = function.at("%y", function.let(f"mul i64 {names['number']}, %columns"), "float")
+        with function.loop("units", units) as inner:
+            place = function.at(target, function.let(f"mul i64 {inner['number']}, {UNIT}"), "float")
+            for column, weights in enumerate(columns(function, layout, panel, inner["number"])):
+                one = function.let(f"extractelement {FLOATS} {weights}, i64 {lane}")
+                lines.append(f"  store float {one}, ptr {function.at(place, column, 'float')}, align 4")
+    lines.append("  br label %none\nnone:")
+    return function.source()

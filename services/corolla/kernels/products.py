@@ -6,16 +6,16 @@ llvmlite brings the compiler; where the server runs, there need be none. It take
 import ctypes
 import functools
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from corolla.chassis.errors import StartupError
-from corolla.kernels.compiler import Compiled, has_openmp, objection, processor_features
+from corolla.kernels.compiler import Compiled, objection, processor_features, share
 from corolla.kernels.layouts import PLAIN_BFLOAT16, PLAIN_FLOAT32, Layout, PlainLayout
 from corolla.kernels.llvm_text import LANES
-from corolla.kernels.product_source import MAX_FEW_ROWS, Rows, Tiles, module_source, scratch_bytes
+from corolla.kernels.product_source import JOB, MAX_FEW_ROWS, Rows, Tiles, module_source, scratch_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ NARROW: Final = Tilings(
 )
 """For smaller registers, or fewer."""
 DTYPES: Final = {Rows.FLOAT32: torch.float32, Rows.BFLOAT16: torch.bfloat16}
+_Job: Final = ctypes.c_int64 * len(JOB)
 LEAST_PRODUCTS_OF_THREADS: Final = 1 << 19
 """Fewer products take less time than it takes to wake another thread."""
 
@@ -63,20 +64,14 @@ class Kernel:
         is_ordered: bool = False,
     ) -> None:
         self._layout, self._rows, self._is_ordered = layout, rows, is_ordered
-        check_support()
+        if (reason := objection()) is not None:
+            raise StartupError(f"COROLLA_QUANTIZATION=packed does not work here: {reason}. Set it to none.")
         tilings = tilings or (WIDE if processor_features().get("avx512f") else NARROW)
         source = module_source(
-            layout, rows, packed_tiles=tilings.packed, plain_tiles=tilings.plain, has_threads=has_openmp(),
-            is_ordered=is_ordered,
-        )  # fmt: skip
-        self._compiled = Compiled(source)
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self._multiply: Any = self._compiled.function(
-            "multiply", pointer, number, number, pointer, pointer, number, pointer, number, number
+            layout, rows, packed_tiles=tilings.packed, plain_tiles=tilings.plain, is_ordered=is_ordered
         )
-        self._expand: Any = None
-        if not isinstance(layout, PlainLayout):
-            self._expand = self._compiled.function("expand", pointer, number, number, pointer, pointer)
+        self._compiled = Compiled(source)
+        self._share = self._compiled.address("share")
 
     @property
     def part_address(self) -> int:
@@ -106,26 +101,30 @@ class Kernel:
             raise ValueError(f"an order does not fit {num_columns} columns")
         weights = weights_of(panels, order)
         product = torch.empty(num_rows, num_panels * LANES, dtype=torch.float32)
+        if not num_rows:
+            return product
         are_many = num_rows * num_columns * num_panels * LANES >= LEAST_PRODUCTS_OF_THREADS
         num_threads = torch.get_num_threads() if are_many else 1
-        scratch, num_scratch_bytes = None, scratch_bytes(num_columns, self._rows)
-        if self._unpacks(num_rows):
-            scratch = torch.empty(num_threads * num_scratch_bytes, dtype=torch.uint8)
-        # The interpreter's lock is released meanwhile.
-        self._multiply(
+        # In fours, which are multiplied at once.
+        size = -(-num_panels // (4 * num_threads)) * 4
+        num_items = -(-num_panels // size)
+        unpacks = not isinstance(self._layout, PlainLayout) and num_rows > MAX_FEW_ROWS
+        num_scratch_bytes = scratch_bytes(num_columns, self._rows) if unpacks else 0
+        scratch = torch.empty(num_items * num_scratch_bytes, dtype=torch.uint8)
+        job = _Job(
             rows.data_ptr(), num_rows, num_columns, weights.data_ptr(), product.data_ptr(), num_panels,
-            None if scratch is None else scratch.data_ptr(), num_scratch_bytes, num_threads,
+            scratch.data_ptr(), num_scratch_bytes, size,
         )  # fmt: skip
+        share(self._share, ctypes.addressof(job), num_items, num_threads)
         return product
-
-    def _unpacks(self, num_rows: int) -> bool:
-        return not isinstance(self._layout, PlainLayout) and num_rows > MAX_FEW_ROWS
 
     def expand(self, row_ids: Tensor, panels: Tensor, num_columns: int) -> Tensor:
         """Rows of the matrix, float32 `[R, in]`, by their int64 `[R]` numbers, which must be within it."""
         row_ids = row_ids.contiguous()
         rows = torch.empty(len(row_ids), num_columns, dtype=torch.float32)
-        self._expand(row_ids.data_ptr(), len(row_ids), num_columns, panels.data_ptr(), rows.data_ptr())
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        expand = self._compiled.function("expand", pointer, number, number, pointer, pointer)
+        expand(row_ids.data_ptr(), len(row_ids), num_columns, panels.data_ptr(), rows.data_ptr())
         return rows
 
 
@@ -186,9 +185,3 @@ def _kernel(layout: Layout | PlainLayout, rows: Rows, is_ordered: bool) -> Kerne
 def _multiplies_pairs() -> bool:
     """Whether this processor has instructions for pairs of bfloat16."""
     return bool(processor_features().get("avx512bf16"))
-
-
-def check_support() -> None:
-    """Raises StartupError: packed weights cannot be multiplied here."""
-    if (reason := objection()) is not None:
-        raise StartupError(f"COROLLA_QUANTIZATION=packed does not work here: {reason}. Set it to none.")

@@ -204,15 +204,10 @@ def _bits(content: Tensor) -> Tensor:
     return (content[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1).reshape(len(content), -1)
 
 
-def _of_q4(blocks: Tensor, *, has_minimum: bool) -> Numbers:
-    data = 4 if has_minimum else 2
-    minima = _halves(blocks, 2) if has_minimum else None
-    return Numbers(_nibbles(blocks[:, None, data:]), _halves(blocks, 0), minima)
-
-
-def _of_q5(blocks: Tensor, *, has_minimum: bool) -> Numbers:
-    data = 4 if has_minimum else 2
-    codes = _nibbles(blocks[:, None, data + 4 :]) | _bits(blocks[:, data : data + 4]) << 4
+def _of_q45(blocks: Tensor, *, bits: int, has_minimum: bool) -> Numbers:
+    codes = _nibbles(blocks[:, None, -16:])
+    if bits == 5:
+        codes = codes | _bits(blocks[:, -20:-16]) << 4
     return Numbers(codes, _halves(blocks, 0), _halves(blocks, 2) if has_minimum else None)
 
 
@@ -241,10 +236,10 @@ def _of_q6_k(blocks: Tensor) -> Numbers:
 
 
 _READERS: Final[Mapping[str, Callable[[Tensor], Numbers]]] = {
-    "Q4_0": lambda blocks: _of_q4(blocks, has_minimum=False),
-    "Q4_1": lambda blocks: _of_q4(blocks, has_minimum=True),
-    "Q5_0": lambda blocks: _of_q5(blocks, has_minimum=False),
-    "Q5_1": lambda blocks: _of_q5(blocks, has_minimum=True),
+    "Q4_0": lambda blocks: _of_q45(blocks, bits=4, has_minimum=False),
+    "Q4_1": lambda blocks: _of_q45(blocks, bits=4, has_minimum=True),
+    "Q5_0": lambda blocks: _of_q45(blocks, bits=5, has_minimum=False),
+    "Q5_1": lambda blocks: _of_q45(blocks, bits=5, has_minimum=True),
     "Q8_0": _of_q8_0,
     "Q4_K": lambda blocks: _of_q45_k(blocks, bits=4),
     "Q5_K": lambda blocks: _of_q45_k(blocks, bits=5),

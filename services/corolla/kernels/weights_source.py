@@ -117,25 +117,26 @@ class _Unit:
         return code
 
 
-def columns(function: Function, layout: Layout | PlainLayout, panel: str) -> Iterator[str]:
+def columns(function: Function, layout: Layout | PlainLayout, panel: str, unit: str) -> Iterator[str]:
     """Yields `layout.step` columns of 16 rows, float32, of which each is made when it is asked for.
 
     Args:
-        function: to which lines are added; there `%unit` counts rounds of so many columns from the beginning of a row.
+        function: to which lines are added.
         panel: where the panel begins.
+        unit: the number of rounds of so many columns from the beginning of a row.
     """
     if isinstance(layout, PlainLayout):
-        return _plain_columns(function, layout, panel)
+        return _plain_columns(function, layout, panel, unit)
     if layout.units == 1:
-        block = function.at(panel, function.let(f"mul i64 %unit, {layout.block_bytes}"))
+        block = function.at(panel, function.let(f"mul i64 {unit}, {layout.block_bytes}"))
         return _Unit(function, layout, block, "").columns()
-    number = function.let(f"udiv i64 %unit, {layout.units}")
+    number = function.let(f"udiv i64 {unit}, {layout.units}")
     block = function.at(panel, function.let(f"mul i64 {number}, {layout.block_bytes}"))
-    return _Unit(function, layout, block, function.let(f"urem i64 %unit, {layout.units}")).columns()
+    return _Unit(function, layout, block, function.let(f"urem i64 {unit}, {layout.units}")).columns()
 
 
-def _plain_columns(function: Function, layout: PlainLayout, panel: str) -> Iterator[str]:
-    part = panel_part(function, layout, panel)
+def _plain_columns(function: Function, layout: PlainLayout, panel: str, unit: str) -> Iterator[str]:
+    part = panel_part(function, layout, panel, unit)
     if layout.block_weights == 1:
         yield function.load(FLOATS, part)
         return
@@ -145,6 +146,6 @@ def _plain_columns(function: Function, layout: PlainLayout, panel: str) -> Itera
         yield function.let(f"bitcast {INTS} {function.let(bits)} to {FLOATS}")
 
 
-def panel_part(function: Function, layout: PlainLayout, panel: str) -> str:
-    """Where the columns of the round `%unit` lie."""
-    return function.at(panel, function.let(f"mul i64 %unit, {layout.block_bytes}"))
+def panel_part(function: Function, layout: PlainLayout, panel: str, unit: str) -> str:
+    """Where the columns of a round lie."""
+    return function.at(panel, function.let(f"mul i64 {unit}, {layout.block_bytes}"))

@@ -100,7 +100,7 @@ class Checkpoint:
             a GGUF file are not in it.
         config: the model's configuration.
         family: its row in the table of families.
-        weight_index: each stored tensor's name and the shard that holds it.
+        shards: each stored tensor's name and the one that holds it; none of a GGUF file.
         snapshot: where further shards come from; None: all are here.
         gguf: the weights of a GGUF file; None: they are safetensors.
         quantization: how the weights are packed, by somebody who quantised them before; None: they are not.
@@ -110,7 +110,7 @@ class Checkpoint:
     folder: Path
     config: PretrainedConfig
     family: Family
-    weight_index: Mapping[str, Path] = field(repr=False)
+    shards: Mapping[str, Path] = field(repr=False)
     snapshot: HubSnapshot | None = field(default=None, repr=False)
     gguf: GgufWeights | None = field(default=None, repr=False)
     quantization: Quantization | None = None
@@ -153,7 +153,12 @@ class Checkpoint:
         config, _ = _read_config(folder)
         setattr(config, GGUF_FILE, str(path))
         weights = GgufWeights(path, header, config)
-        return cls(weights.name, folder, config, family_of(config), weights.index, gguf=weights)
+        return cls(weights.name, folder, config, family_of(config), {}, gguf=weights)
+
+    @property
+    def weight_index(self) -> Mapping[str, Path]:
+        """Each stored tensor's name and the file that holds it."""
+        return self.shards if self.gguf is None else self.gguf.index
 
     @property
     def num_blocks(self) -> int:

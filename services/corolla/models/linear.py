@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final, cast
 
@@ -219,11 +219,9 @@ def tune(
                     leave = _discard if layer.weight.nbytes > max_bytes else None
                     layer.use_panels(lay_out_panels(layer.weight, group.layout, room, leave))
     for group in groups:
-        if group.layers[0].panels is None and (tried := _tried(group.timed, group.lay_out, deadline_s)):
-            given = deque(tried)
-            tried.clear()
+        if group.layers[0].panels is None and (group.relaid_gain(deadline_s) or 0.0) > _MIN_GAIN:
             for layer in group.layers:
-                _replace(layer, group.pieces(layer), given, group.lay_out, group.is_held)
+                group.relay(layer)
 
 
 class _Group:
@@ -241,10 +239,6 @@ class _Group:
         self._is_copied = not is_held or layers[0].weight.nbytes <= MAX_COPIED_BYTES
         self._max_bytes = max_bytes
 
-    def lay_out(self, weight: Tensor) -> Tensor:
-        """For oneDNN."""
-        return relay(weight) if self._is_copied else weight
-
     def pieces(self, layer: TunedLinear) -> tuple[Tensor, ...]:
         """A layer's weight, or runs of its rows if it has more bytes: until one is laid out anew it is there twice."""
         weight = layer.weight
@@ -260,6 +254,29 @@ class _Group:
         num_timed = max(1, min(_MAX_TIMED_LAYERS, self._max_bytes // max(1, self.pieces(self.layers[0])[0].nbytes)))
         return list(itertools.islice(pieces, num_timed))
 
+    def relaid_gain(self, deadline_s: float) -> float | None:
+        """The gain of weights laid out for oneDNN: 0 if they do not give the same product, None without time."""
+        weights = self.timed
+        try:
+            relaid = [self._lay_out(weight) for weight in weights]
+            if not _agrees(weights[0], relaid[0], multiply_relaid):
+                return 0.0
+        except (RuntimeError, AttributeError):
+            return 0.0  # no kernel for this type on this machine
+        return _mean_gain(weights, relaid, multiply_relaid, deadline_s)
+
+    def relay(self, layer: TunedLinear) -> None:
+        """Has a layer use what is laid out for oneDNN, piece by piece."""
+        pieces, relaid = self.pieces(layer), []
+        for piece in pieces:
+            relaid.append(self._lay_out(piece))
+            if len(pieces) > 1 and not self.is_held:
+                _discard(piece)
+        layer.use(*relaid)
+
+    def _lay_out(self, weight: Tensor) -> Tensor:
+        return relay(weight) if self._is_copied else weight
+
 
 def _panels_win(groups: Iterable[_Group], deadline_s: float) -> bool:
     """Whether panels are about as fast as the fastest way, over all layers that can have some: only together they
@@ -267,52 +284,15 @@ def _panels_win(groups: Iterable[_Group], deadline_s: float) -> bool:
     shares = []
     for group in groups:
         if group.layout is not None and time.perf_counter() < deadline_s:
-            panel_gain = _panel_gain(group.timed, group.layout, deadline_s)
-            # What was laid out goes at once: it would be there three times.
-            gain = _relaid(group.timed, group.lay_out, deadline_s)[1]
+            panel_gain, gain = _panel_gain(group.timed, group.layout, deadline_s), group.relaid_gain(deadline_s)
             if panel_gain is None or gain is None:
                 break
             shares.append(panel_gain / max(1.0, gain))
     return bool(shares) and math.prod(shares) > _MIN_SHARE_OF_PANELS ** len(shares)
 
 
-def _replace(
-    layer: TunedLinear,
-    pieces: Sequence[Tensor],
-    given: deque[Tensor],
-    lay_out: Callable[[Tensor], Tensor],
-    is_held: bool,
-) -> None:
-    """Has a layer use what is given first, and then what is laid out piece by piece."""
-    relaid = []
-    for piece in pieces:
-        relaid.append(given.popleft() if given else lay_out(piece))
-        if len(pieces) > 1 and not is_held:
-            _discard(piece)
-    layer.use(*relaid)
-
-
 def _discard(part: Tensor) -> None:
     heap.discard(part.data_ptr(), part.nbytes)
-
-
-def _tried(weights: Sequence[Tensor], lay_out: Callable[[Tensor], Tensor], deadline_s: float) -> list[Tensor]:
-    """The weights, laid out for oneDNN, if that gains; else nothing."""
-    relaid, gain = _relaid(weights, lay_out, deadline_s)
-    return relaid if gain is not None and gain > _MIN_GAIN else []
-
-
-def _relaid(
-    weights: Sequence[Tensor], lay_out: Callable[[Tensor], Tensor], deadline_s: float
-) -> tuple[list[Tensor], float | None]:
-    """The weights, laid out for oneDNN, and the gain: 0 if it does not give the same product, None without time."""
-    try:
-        relaid = [lay_out(weight) for weight in weights]
-        if not _agrees(weights[0], relaid[0], multiply_relaid):
-            return [], 0.0
-    except (RuntimeError, AttributeError):
-        return [], 0.0  # no kernel for this type on this machine
-    return relaid, _mean_gain(weights, relaid, multiply_relaid, deadline_s)
 
 
 def _panel_gain(weights: Sequence[Tensor], layout: PlainLayout, deadline_s: float) -> float | None:

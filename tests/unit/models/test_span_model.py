@@ -140,7 +140,7 @@ def test_blocks_behind_those_of_the_configuration_are_left(tmp_path: Path) -> No
     checkpoint = Checkpoint.from_pretrained(str(folder))
     assert any(".layers.3." in name for name in checkpoint.weight_index)
     more = {f"mtp.layers.0.part_{number}.weight": folder for number in range(200)}
-    assert dataclasses.replace(checkpoint, weight_index={**checkpoint.weight_index, **more}).largest_block == 2
+    assert dataclasses.replace(checkpoint, shards={**checkpoint.weight_index, **more}).largest_block == 2
     assert checkpoint.num_blocks == len(load_span(checkpoint, Span(0, 3), dtype=torch.float32).span)
     assert not any(".layers." in name for name in edge_tensors(checkpoint).values())
 

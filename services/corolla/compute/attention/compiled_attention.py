@@ -22,7 +22,7 @@ from corolla.compute.attention.run_attention import RunAttention
 from corolla.kernels import chunk_source, next_token_source
 from corolla.kernels.attention_text import CONSTANTS, HeadShape
 from corolla.kernels.chunk_source import TILE_KEYS, block_tokens
-from corolla.kernels.compiler import Compiled, has_openmp, max_sums, objection
+from corolla.kernels.compiler import Compiled, max_sums, objection, share
 from corolla.kernels.llvm_text import LANES
 from corolla.kernels.next_token_source import JOB
 
@@ -96,11 +96,17 @@ class CompiledAttention:
         call = AttentionCall(
             shape, query.data_ptr(), keys, values, output.data_ptr(), tables, page_tokens, float_bits(given.scaling)
         )
+        num_key_heads, num_threads = keys.shape[1], torch.get_num_threads()
         if len(tables.queries):
             job, _states = call.next_token_job()
-            _next_token_function(shape)(job, call.num_next_token_threads)
+            at, functions = ctypes.addressof(job), next_token_module(shape)
+            share(functions.address("piece"), at, len(tables.pieces) * num_key_heads, call.num_next_token_threads)
+            # They are little work.
+            share(functions.address("merge"), at, len(tables.queries) * num_key_heads, 1)
         if len(tables.blocks):
-            _chunk_function(shape)(call.chunk_job(given.window), torch.get_num_threads())
+            chunks = call.chunk_job(given.window)
+            block, num_items = chunk_module(shape).address("block"), len(tables.blocks) * num_key_heads
+            share(block, ctypes.addressof(chunks), num_items, num_threads)
         return output.to(query.dtype)
 
 
@@ -128,27 +134,25 @@ class AttentionCall:
         return torch.get_num_threads() if self.tables.num_keys >= _LEAST_KEYS_OF_THREADS else 1
 
     def next_token_job(self) -> tuple[Any, Tensor]:
-        """For `attend` of `next_token_module`, and memory that it works in."""
-        tables, num_key_heads = self.tables, self.keys.shape[1]
-        states = torch.empty(len(tables.pieces) * num_key_heads * self.shape.state_floats)
-        job = _Job(
-            *self._common_fields(len(tables.pieces)), states.data_ptr(), tables.pieces.data_ptr(),
-            tables.queries.data_ptr(), len(tables.queries) * num_key_heads,
-        )  # fmt: skip
-        return job, states
+        """For `next_token_module`, and memory that it works in."""
+        tables = self.tables
+        states = torch.empty(len(tables.pieces) * self.keys.shape[1] * self.shape.state_floats)
+        fields = (states.data_ptr(), tables.pieces.data_ptr(), tables.queries.data_ptr())
+        return _Job(*self._common_fields, *fields), states
 
     def chunk_job(self, window: int | None) -> Any:
-        """For `attend` of `chunk_module`."""
-        blocks = self.tables.blocks
-        return _ChunkJob(*self._common_fields(len(blocks)), blocks.data_ptr(), min(window or _ALL_KEYS, _ALL_KEYS))
+        """For `chunk_module`."""
+        window = min(window or _ALL_KEYS, _ALL_KEYS)
+        return _ChunkJob(*self._common_fields, self.tables.blocks.data_ptr(), window)
 
-    def _common_fields(self, num_parts: int) -> tuple[int, ...]:
-        """See `COMMON_FIELDS`. Args: pieces or blocks of each key head."""
-        size, num_key_heads = self.shape.element_bytes, self.keys.shape[1]
+    @property
+    def _common_fields(self) -> tuple[int, ...]:
+        """See `COMMON_FIELDS`."""
+        size = self.shape.element_bytes
         strides = (*self.keys.stride()[:2], *self.values.stride()[:2])
         return (
             self.query, self.keys.data_ptr(), self.values.data_ptr(), self.output, self.tables.pages.data_ptr(),
-            EXPONENTIAL.data_ptr(), 0, num_parts * num_key_heads, num_key_heads, self.page_tokens,
+            EXPONENTIAL.data_ptr(), self.keys.shape[1], self.page_tokens,
             *(stride * size for stride in strides), self.scaling_bits,
         )  # fmt: skip
 
@@ -173,23 +177,13 @@ def float_bits(number: float) -> int:
 @functools.cache
 def next_token_module(shape: HeadShape) -> Compiled:
     """The process's only one for a shape."""
-    return Compiled(next_token_source.module_source(shape, has_threads=has_openmp()))
+    return Compiled(next_token_source.module_source(shape))
 
 
 @functools.cache
 def chunk_module(shape: HeadShape) -> Compiled:
     """Likewise."""
-    return Compiled(chunk_source.module_source(shape, has_threads=has_openmp()))
-
-
-@functools.cache
-def _next_token_function(shape: HeadShape) -> Any:
-    return next_token_module(shape).function("attend", _Job, ctypes.c_int64)
-
-
-@functools.cache
-def _chunk_function(shape: HeadShape) -> Any:
-    return chunk_module(shape).function("attend", _ChunkJob, ctypes.c_int64)
+    return Compiled(chunk_source.module_source(shape))
 
 
 def tables_of(batch: AttentionBatch, layer: int, window: int | None, shape: HeadShape) -> Tables:

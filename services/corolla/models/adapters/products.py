@@ -40,14 +40,6 @@ class LowRank:
     first_column: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Factor:
-    """The second factors of one layer: `[adapters, rank, out]`."""
-
-    up: Tensor
-    first_column: int
-
-
 class PlaceProducts:
     """The products at one place, of one adapter or of several. Ranks are those of the largest one, filled with zeros.
 
@@ -56,7 +48,8 @@ class PlaceProducts:
     """
 
     def __init__(self, of_adapters: Sequence[Sequence[LowRank]]) -> None:
-        self._factors: list[_Factor] = []
+        # Of each layer the second factors, `[adapters, rank, out]`, and its first column.
+        self._ups: list[tuple[Tensor, int]] = []
         downs: list[Tensor] = []
         for column in sorted({product.first_column for products in of_adapters for product in products}):
             chosen = [
@@ -64,22 +57,18 @@ class PlaceProducts:
             ]
             rank = max(len(each.down) for each in chosen if each is not None)
             downs.append(_side_by_side([None if each is None else each.down for each in chosen], rank))
-            self._factors.append(
-                _Factor(_side_by_side([None if each is None else each.up for each in chosen], rank), column)
-            )
+            self._ups.append((_side_by_side([None if each is None else each.up for each in chosen], rank), column))
         self._down = downs[0] if len(downs) == 1 else torch.cat(downs, dim=1)
 
     @property
     def nbytes(self) -> int:
-        return self._down.nbytes + sum(factor.up.nbytes for factor in self._factors)
+        return self._down.nbytes + sum(up.nbytes for up, _ in self._ups)
 
     @property
     def products(self) -> tuple[LowRank, ...]:
         """Where they are those of one adapter: views, which take no memory."""
-        downs = torch.split(self._down[0], [factor.up.shape[1] for factor in self._factors])
-        return tuple(
-            LowRank(down, factor.up[0], factor.first_column) for down, factor in zip(downs, self._factors, strict=True)
-        )
+        downs = torch.split(self._down[0], [up.shape[1] for up, _ in self._ups])
+        return tuple(LowRank(down, up[0], column) for down, (up, column) in zip(downs, self._ups, strict=True))
 
     @property
     def down(self) -> Tensor:
@@ -101,10 +90,10 @@ class PlaceProducts:
         if groups is not None and groups.filled is not None:
             inner.masked_fill_(groups.filled, 0.0)
         start = 0
-        for factor in self._factors:
-            rank, width = factor.up.shape[1:]
-            part = output.narrow(1, factor.first_column, width)
-            change = torch.bmm(inner.narrow(2, start, rank), factor.up).view(-1, width)
+        for up, first_column in self._ups:
+            rank, width = up.shape[1:]
+            part = output.narrow(1, first_column, width)
+            change = torch.bmm(inner.narrow(2, start, rank), up).view(-1, width)
             if groups is not None and groups.index is not None:
                 part.index_add_(0, groups.index, change)
             else:

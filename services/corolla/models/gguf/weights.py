@@ -43,10 +43,10 @@ class GgufWeights:
         """What the model is called: as the file, without what says that it is one of several parts."""
         return re.sub(r"-\d{5}-of-\d{5}$", "", part_names(self.path)[0].stem)
 
-    @property
+    @functools.cached_property
     def index(self) -> Mapping[str, Path]:
-        """Maps transformers' name of each tensor to the file that holds it; which they are is found out when asked."""
-        return _Index(self)
+        """Maps transformers' name of each tensor to the file that holds it. Only a process with torch can find out."""
+        return {name: self.tensors.stored(name)[0].path for name in self.tensors}
 
     @functools.cached_property
     def tensors(self) -> "GgufTensors":
@@ -80,19 +80,3 @@ class GgufWeights:
                 f"{self.path} has no weights for block {absent[0]} although it promises {num_blocks} blocks; fetch it "
                 "again."
             )
-
-
-class _Index(Mapping[str, Path]):
-    """By transformers' names, which only a process with torch can find out."""
-
-    def __init__(self, weights: GgufWeights) -> None:
-        self._weights = weights
-
-    def __getitem__(self, name: str) -> Path:
-        return self._weights.tensors.stored(name)[0].path
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights.tensors)
-
-    def __len__(self) -> int:
-        return len(self._weights.tensors)

@@ -4,15 +4,15 @@ Eight outputs share a word, in the order 0, 2, 4, 6, 1, 3, 5, 7: so the kernels 
 """
 
 from collections.abc import Collection, Mapping
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
 
 from corolla.kernels.layouts import Layout
 from corolla.kernels.repacking import Numbers
-from corolla.models.quantized.description import Quantization
 from corolla.models.quantized.floats import FLOATS
+from corolla.models.quantized.format import Format
 from corolla.models.quantized.groups import BITS, MIDDLE, layout_of_groups, numbers_of_blocks
 from corolla.models.quantized.integers import unpacked
 from corolla.models.quantized.parts import Parts, Unfit, allow, expect, shape_of
@@ -22,23 +22,19 @@ _PER_WORD: Final = 32 // BITS
 _PLACES: Final = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
-class Awq:
+class Awq(Format):
     """A weight's parts: `qweight` int32 `[in, out / 8]`, `qzeros` int32 `[groups, out / 8]` and `scales`
     `[groups, out]`.
     """
 
-    endings: Final = {".qweight": ".weight", ".qzeros": ".weight", ".scales": ".weight"}
-    step: Final = _PER_WORD
-
-    def __init__(self, quantization: Quantization) -> None:
-        self._group_size = quantization.schemes[0].group_size
+    endings: ClassVar[Mapping[str, str]] = {".qweight": ".weight", ".qzeros": ".weight", ".scales": ".weight"}
+    step = _PER_WORD
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
-        """`[out, in]`. Raises Unfit."""
         allow(parts, "qweight", "qzeros", "scales")
         num_inputs, num_words = shape_of(parts, "qweight", {"I32"}, 2)
         num_outputs = num_words * _PER_WORD
-        group_size = self._group_size or num_inputs
+        group_size = self._schemes[0].group_size or num_inputs
         if num_inputs % group_size:
             raise Unfit(f"has {num_inputs} inputs, which groups of {group_size} do not divide")
         expect(parts, "qzeros", {"I32"}, (num_inputs // group_size, num_words))
@@ -46,7 +42,6 @@ class Awq:
         return num_outputs, num_inputs
 
     def rows(self, parts: Mapping[str, Tensor], start: int, end: int) -> Tensor:
-        """The weights of some outputs, float32 `[end - start, in]`."""
         words = slice(start // _PER_WORD, end // _PER_WORD)
         numbers = _in_order(parts["qweight"][:, words]).float()
         zeros = _in_order(parts["qzeros"][:, words]).float()
@@ -55,22 +50,16 @@ class Awq:
         grouped = numbers.view(num_groups, -1, end - start).sub_(zeros.unsqueeze(1)).mul_(scales.unsqueeze(1))
         return grouped.flatten(0, 1).T
 
-    def likely_layout(self, _roles: Collection[str], num_inputs: int) -> Layout:
-        """See `GroupFormat`."""
-        return layout_of_groups(BITS, self._group_size, num_inputs, has_zeros=True)
+    def likely_layout(self, roles: Collection[str], num_inputs: int) -> Layout:
+        return layout_of_groups(BITS, self._schemes[0].group_size, num_inputs, has_zeros=True)
 
     def layout(self, parts: Parts) -> Layout:
-        """See `GroupFormat`."""
-        num_inputs = parts["qweight"].get_shape()[0]
-        return layout_of_groups(BITS, self._group_size, num_inputs, parts["scales"].get_dtype(), has_zeros=True)
-
-    def order(self, _parts: Mapping[str, Tensor]) -> None:
-        """See `GroupFormat`."""
+        num_inputs, dtype = parts["qweight"].get_shape()[0], parts["scales"].get_dtype()
+        return layout_of_groups(BITS, self._schemes[0].group_size, num_inputs, dtype, has_zeros=True)
 
     def numbers(
-        self, parts: Mapping[str, Tensor], start: int, end: int, layout: Layout, _order: Tensor | None
+        self, parts: Mapping[str, Tensor], start: int, end: int, layout: Layout, order: Tensor | None
     ) -> Numbers:
-        """See `GroupFormat`."""
         words = slice(start // _PER_WORD, end // _PER_WORD)
         zeros = _in_order(parts["qzeros"][:, words]).T.to(torch.int8) - MIDDLE
         return numbers_of_blocks(

@@ -4,13 +4,13 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 
-from corolla.models.quantized.description import Quantization
 from corolla.models.quantized.floats import FLOATS
+from corolla.models.quantized.format import Format
 from corolla.models.quantized.parts import Parts, Unfit, allow, expect, need, shape_of
 
 _STATES: Final = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
@@ -30,25 +30,21 @@ class _State:
     nested_offset: float
 
 
-class BitsAndBytes:
+class BitsAndBytes(Format):
     """A weight's parts: four bits are `weight` (the bytes, whatever their type), `absmax` for each block, `quant_map`
     float32 `[16]` and a small JSON text; `absmax` may be quantised in turn. int8 is `weight` `[out, in]` and `SCB`
     `[out]`.
     """
 
-    endings: Final = {
+    endings: ClassVar[Mapping[str, str]] = {
         **{f".weight.{role}": ".weight" for role in ("absmax", "quant_map", *_NESTED, *_STATES)},
         ".SCB": ".weight",
         ".weight_format": ".weight",
     }
     # A byte holds two numbers, and a row may have an odd number of them.
-    step: Final = 2
-
-    def __init__(self, quantization: Quantization) -> None:
-        del quantization  # the tensors say all
+    step = 2
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
-        """`[out, in]`. Raises Unfit."""
         if "SCB" in parts:
             shape = shape_of(parts, "weight", {"I8"}, 2)
             allow(parts, "weight", "SCB", "weight_format")
@@ -75,7 +71,6 @@ class BitsAndBytes:
         return state.shape
 
     def rows(self, parts: Mapping[str, Tensor], start: int, end: int) -> Tensor:
-        """The weights of some outputs, float32 `[end - start, in]`."""
         if "SCB" in parts:
             return parts["weight"][start:end].float().mul_(parts["SCB"][start:end].view(-1, 1)).mul_(_INT8_UNIT)
         state = _state_of(bytes(next(parts[role] for role in _STATES if role in parts).tolist()))

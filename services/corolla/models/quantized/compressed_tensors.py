@@ -4,15 +4,16 @@ Where its models quantise activations too (w8a8, fp8), only the weights are read
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
 
 from corolla.kernels.layouts import Layout
 from corolla.kernels.repacking import Numbers
-from corolla.models.quantized.description import Quantization, Scheme
+from corolla.models.quantized.description import Scheme
 from corolla.models.quantized.floats import FLOATS, FLOATS_OF_8_BITS, SCALES, e2m1, scale_numbers
+from corolla.models.quantized.format import Format
 from corolla.models.quantized.fp8 import spread
 from corolla.models.quantized.groups import BITS, input_order, layout_of_groups, numbers_of_blocks
 from corolla.models.quantized.integers import num_words, unpacked
@@ -26,7 +27,7 @@ _OCTETS: Final = FLOATS_OF_8_BITS | {"I8"}
 _NVFP4, _MXFP4 = Scheme(4, group_size=16), Scheme(4, group_size=32)
 
 
-class CompressedTensors:
+class CompressedTensors(Format):
     """A weight's parts: the numbers are
 
     - `weight_packed` int32, with `weight_shape`: integers of 1 to 8 bits;
@@ -38,14 +39,9 @@ class CompressedTensors:
     scales.
     """
 
-    endings: Final = {f".{role}": ".weight" for role in _ROLES}
-    step: Final = 1
-
-    def __init__(self, quantization: Quantization) -> None:
-        self._schemes = quantization.schemes
+    endings: ClassVar[Mapping[str, str]] = {f".{role}": ".weight" for role in _ROLES}
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
-        """`[out, in]`. Raises Unfit."""
         need(parts, "weight_scale")
         if "weight_packed" not in parts:
             shape = shape_of(parts, "weight", _OCTETS, 2)
@@ -70,7 +66,6 @@ class CompressedTensors:
         return shape
 
     def rows(self, parts: Mapping[str, Tensor], start: int, end: int) -> Tensor:
-        """The weights of some outputs, float32 `[end - start, in]`."""
         scales = parts["weight_scale"]
         numbers, zeros, scheme = self._numbers(parts, start, end)
         if scheme.block is not None:
@@ -89,7 +84,6 @@ class CompressedTensors:
         return numbers.mul_(_of_inputs(factors, scheme, groups))
 
     def likely_layout(self, roles: Collection[str], num_inputs: int) -> Layout:
-        """See `GroupFormat`."""
         scheme = next((each for each in self._schemes if each.bits == BITS), None)
         if "weight_shape" not in roles or scheme is None:
             raise Unfit("is not of integers of four bits")
@@ -97,7 +91,6 @@ class CompressedTensors:
         return layout_of_groups(scheme.bits, scheme.group_size, num_inputs, has_zeros=has_zeros)
 
     def layout(self, parts: Parts) -> Layout:
-        """See `GroupFormat`."""
         if "weight_shape" not in parts:
             raise Unfit("is not of integers of four bits")
         shape = _packed_shape(parts)
@@ -112,13 +105,11 @@ class CompressedTensors:
         return layout
 
     def order(self, parts: Mapping[str, Tensor]) -> Tensor | None:
-        """See `GroupFormat`."""
         return _input_order(parts["weight_g_idx"], parts["weight_scale"].shape) if "weight_g_idx" in parts else None
 
     def numbers(
         self, parts: Mapping[str, Tensor], start: int, end: int, layout: Layout, order: Tensor | None
     ) -> Numbers:
-        """See `GroupFormat`."""
         num_outputs, num_inputs = (int(size) for size in parts["weight_shape"])
         codes = unpacked(parts["weight_packed"][start:end], BITS, num_inputs)
         zeros = self._zeros(parts, BITS, num_outputs)

@@ -1,26 +1,22 @@
 """Floats of eight bits, with a scale for the whole weight, for each output or for each block, as DeepSeek's."""
 
 from collections.abc import Mapping
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
 
-from corolla.models.quantized.description import Quantization
 from corolla.models.quantized.floats import FLOATS_OF_8_BITS, SCALES, scale_numbers
+from corolla.models.quantized.format import Format
 from corolla.models.quantized.parts import Parts, Unfit, allow, expect, shape_of
 
 _SCALES: Final = ("scale_inv", "weight_scale")
 
 
-class Fp8:
+class Fp8(Format):
     """A weight's parts: `weight` `[..., out, in]`, and `scale_inv` or `weight_scale`, by which it is multiplied."""
 
-    endings: Final = {"_scale_inv": "", ".weight_scale": ".weight"}
-    step: Final = 1
-
-    def __init__(self, quantization: Quantization) -> None:
-        self._block = quantization.schemes[0].block
+    endings: ClassVar[Mapping[str, str]] = {"_scale_inv": "", ".weight_scale": ".weight"}
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
         """`[..., out, in]`. Raises Unfit."""
@@ -32,8 +28,8 @@ class Fp8:
         *outer, num_outputs, num_inputs = shape
         fitting = [(), (1,), (1,) * len(shape), (*outer, 1, 1), (*outer, num_outputs, 1)]
         fitting += [(num_outputs,)] if not outer else [tuple(outer)]
-        if self._block is not None:
-            high, wide = self._block
+        if (block := self._schemes[0].block) is not None:
+            high, wide = block
             fitting.append((*outer, -(-num_outputs // high), -(-num_inputs // wide)))
         expect(parts, named[0], SCALES, *fitting)
         return shape
@@ -54,7 +50,8 @@ class Fp8:
             return numbers.mul_(scales.flatten())
         if scales.dim() == 1 or scales.shape == (len(weight), 1):
             return numbers.mul_(scales.view(-1, 1)[start:end])
-        return numbers.mul_(spread(scales, self._block or (1, 1), range(start, start + len(numbers)), weight.shape[1]))
+        block, rows = self._schemes[0].block or (1, 1), range(start, start + len(numbers))
+        return numbers.mul_(spread(scales, block, rows, weight.shape[1]))
 
 
 def spread(scales: Tensor, block: tuple[int, int], rows: range, num_columns: int) -> Tensor:

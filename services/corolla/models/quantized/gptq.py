@@ -5,34 +5,34 @@ next to each other: `g_idx` says of each input which group it is of.
 """
 
 from collections.abc import Collection, Mapping
-from typing import Final
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from corolla.kernels.layouts import Layout
 from corolla.kernels.repacking import Numbers
-from corolla.models.quantized.description import Quantization, Scheme
+from corolla.models.quantized.description import Scheme
 from corolla.models.quantized.floats import FLOATS
+from corolla.models.quantized.format import Format
 from corolla.models.quantized.groups import BITS, MIDDLE, input_order, layout_of_groups, numbers_of_blocks
 from corolla.models.quantized.integers import num_words, unpacked
 from corolla.models.quantized.parts import Parts, Unfit, allow, expect, need, shape_of
 
 
-class Gptq:
+class Gptq(Format):
     """A weight's parts: `qweight` int32 `[in * bits / 32, out]`, `qzeros` int32 `[groups, out * bits / 32]`, `scales`
     `[groups, out]`, and where it is stored `g_idx` int32 `[in]`.
     """
 
-    endings: Final = {".qweight": ".weight", ".qzeros": ".weight", ".scales": ".weight", ".g_idx": ".weight"}
-    step: Final = 1
-
-    def __init__(self, quantization: Quantization) -> None:
-        self._schemes = quantization.schemes
-        self._zero_offset = quantization.zero_offset
+    endings: ClassVar[Mapping[str, str]] = {
+        ".qweight": ".weight",
+        ".qzeros": ".weight",
+        ".scales": ".weight",
+        ".g_idx": ".weight",
+    }
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
-        """`[out, in]`. Raises Unfit."""
         allow(parts, "qweight", "qzeros", "scales", "g_idx")
         need(parts, "qweight", "qzeros", "scales")
         qweight, qzeros = (shape_of(parts, role, {"I32"}, 2) for role in ("qweight", "qzeros"))
@@ -46,7 +46,6 @@ class Gptq:
         return num_outputs, num_inputs
 
     def rows(self, parts: Mapping[str, Tensor], start: int, end: int) -> Tensor:
-        """The weights of some outputs, float32 `[end - start, in]`."""
         scales, qweight, qzeros = parts["scales"], parts["qweight"], parts["qzeros"]
         num_outputs = scales.shape[1]
         scheme, num_inputs = self._scheme(qweight.shape, qzeros.shape, scales.shape)
@@ -57,12 +56,10 @@ class Gptq:
         zeros_of_inputs = zeros.T.float()[:, groups]
         return numbers.float().sub_(zeros_of_inputs).mul_(scales[:, start:end].T.float()[:, groups])
 
-    def likely_layout(self, _roles: Collection[str], num_inputs: int) -> Layout:
-        """See `GroupFormat`."""
+    def likely_layout(self, roles: Collection[str], num_inputs: int) -> Layout:
         return layout_of_groups(self._schemes[0].bits, self._schemes[0].group_size, num_inputs, has_zeros=True)
 
     def layout(self, parts: Parts) -> Layout:
-        """See `GroupFormat`."""
         qweight, qzeros, scales = (tuple(parts[role].get_shape()) for role in ("qweight", "qzeros", "scales"))
         scheme, num_inputs = self._scheme(qweight, qzeros, scales)
         dtype = parts["scales"].get_dtype()
@@ -72,7 +69,6 @@ class Gptq:
         return layout
 
     def order(self, parts: Mapping[str, Tensor]) -> Tensor | None:
-        """See `GroupFormat`."""
         if "g_idx" not in parts:
             return None
         num_groups = len(parts["scales"])
@@ -81,7 +77,6 @@ class Gptq:
     def numbers(
         self, parts: Mapping[str, Tensor], start: int, end: int, layout: Layout, order: Tensor | None
     ) -> Numbers:
-        """See `GroupFormat`."""
         scales, qweight = parts["scales"], parts["qweight"]
         codes = unpacked(qweight[:, start:end].T, BITS, len(qweight) * 32 // BITS)
         zeros = self._zeros(parts["qzeros"], BITS, scales.shape[1])[:, start:end].T - MIDDLE
@@ -90,7 +85,7 @@ class Gptq:
 
     def _zeros(self, qzeros: Tensor, bits: int, num_outputs: int) -> Tensor:
         """int32 `[groups, out]`."""
-        zeros = unpacked(qzeros, bits, num_outputs).int().add_(self._zero_offset)
+        zeros = unpacked(qzeros, bits, num_outputs).int().add_(self._quantization.zero_offset)
         # In the number's bits, as it was stored: a zero point of 0 became the largest number there is.
         return zeros.bitwise_and_(2**bits - 1)
 

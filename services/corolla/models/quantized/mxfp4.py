@@ -1,25 +1,21 @@
 """MXFP4, as gpt-oss keeps its experts: 32 numbers of four bits share a power of two."""
 
 from collections.abc import Mapping
-from typing import Final
+from typing import ClassVar, Final
 
 from torch import Tensor
 
-from corolla.models.quantized.description import Quantization
 from corolla.models.quantized.floats import e2m1, scale_numbers
+from corolla.models.quantized.format import Format
 from corolla.models.quantized.parts import Parts, allow, expect, shape_of
 
 _OCTETS: Final = 16
 
 
-class Mxfp4:
+class Mxfp4(Format):
     """A weight's parts: `blocks` uint8 `[experts, out, groups, 16]`, `scales` uint8 `[experts, out, groups]`."""
 
-    endings: Final = {"_blocks": "", "_scales": ""}
-    step: Final = 1
-
-    def __init__(self, quantization: Quantization) -> None:
-        del quantization  # the tensors say all
+    endings: ClassVar[Mapping[str, str]] = {"_blocks": "", "_scales": ""}
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
         """`[experts, in, out]`, as the family's own code has them. Raises Unfit."""

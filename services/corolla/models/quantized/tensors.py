@@ -8,7 +8,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from corolla.models.quantized.bitsandbytes import BitsAndBytes
 from corolla.models.quantized.compressed_tensors import CompressedTensors
 from corolla.models.quantized.description import Quantization
 from corolla.models.quantized.floats import FLOATS
+from corolla.models.quantized.format import Format
 from corolla.models.quantized.fp8 import Fp8
 from corolla.models.quantized.gptq import Gptq
 from corolla.models.quantized.mxfp4 import Mxfp4
@@ -33,66 +34,6 @@ _UNUSED: Final = (
     ".input_scale", ".input_zero_point", ".input_global_scale", ".input_scale_ub", ".activation_scale", ".output_scale",
     ".output_zero_point", ".k_scale", ".v_scale", ".q_scale",
 )  # fmt: skip
-
-
-class Format(Protocol):
-    """One way to pack weights."""
-
-    @property
-    def endings(self) -> Mapping[str, str]:
-        """Endings of the names of a weight's parts, and what stands for each in the weight's own name."""
-        ...
-
-    @property
-    def step(self) -> int:
-        """Rows are expanded from and up to multiples of it, the last one apart."""
-        ...
-
-    def shape(self, parts: Parts) -> tuple[int, ...]:
-        """The shape of the weight that the parts hold.
-
-        Nothing is read but what a part of some bytes says of the others.
-
-        Raises:
-            Unfit: they hold none.
-        """
-        ...
-
-    def rows(self, parts: Mapping[str, Tensor], start: int, end: int) -> Tensor:
-        """The weight's entries `[start, end)` of its first dimension, float32, in memory of their own.
-
-        The parts are those that `shape` found right.
-        """
-        ...
-
-
-@runtime_checkable
-class GroupFormat(Format, Protocol):
-    """One that kernels multiply by as it is, where it has four bits."""
-
-    def likely_layout(self, roles: Collection[str], num_inputs: int) -> Layout:
-        """That of a weight that was not read: what it has parts for. Raises Unfit."""
-        ...
-
-    def layout(self, parts: Parts) -> Layout:
-        """How the weight lies in memory if it stays packed.
-
-        The parts are those that `shape` found right.
-
-        Raises:
-            Unfit: it has to be expanded; the sentence says why.
-        """
-        ...
-
-    def order(self, parts: Mapping[str, Tensor]) -> Tensor | None:
-        """The input that each column of the packed weight takes, int32 `[in]`; None where the order is the same."""
-        ...
-
-    def numbers(
-        self, parts: Mapping[str, Tensor], start: int, end: int, layout: Layout, order: Tensor | None
-    ) -> Numbers:
-        """The weight's rows `[start, end)`, of which `start` is a multiple of 16, with columns in this order."""
-        ...
 
 
 FORMATS: Final[Mapping[str, Callable[[Quantization], Format]]] = {
@@ -124,25 +65,19 @@ class PackedWeight:
         self._lock = lock
 
     def layout(self) -> Layout:
-        """See `GroupFormat`. Raises Unfit."""
-        return self._group_format().layout(self._parts)
+        """See `Format`. Raises Unfit."""
+        return self._format.layout(self._parts)
 
     def panels(self) -> Panels:
         """The weight as `layout` says. Raises Unfit."""
-        unpack = self._group_format()
-        layout = unpack.layout(self._parts)
+        layout = self.layout()
         parts = {role: stored[...] for role, stored in self._parts.items()}
-        order = unpack.order(parts)
+        order = self._format.order(parts)
 
         def read(start: int, end: int) -> Numbers:
-            return unpack.numbers(parts, start, end, layout, order)
+            return self._format.numbers(parts, start, end, layout, order)
 
         return Panels(repack_numbers(read, self.shape[0], self.shape[1], layout), order)
-
-    def _group_format(self) -> GroupFormat:
-        if not isinstance(self._format, GroupFormat):
-            raise Unfit("is of a format that has no kernel")
-        return self._format
 
     def __getitem__(self, index: Any) -> Tensor:
         with self._lock:
@@ -205,10 +140,9 @@ def likely_layouts(
     unpack = FORMATS[quantization.method](quantization)
     packed = {name: roles for name, roles in grouped(names, unpack.endings).items() if roles.keys() != {"weight"}}
     found: dict[str, Layout | None] = dict.fromkeys(packed)
-    if isinstance(unpack, GroupFormat):
-        for name in packed.keys() & shapes.keys():
-            with contextlib.suppress(Unfit):
-                found[name] = unpack.likely_layout(packed[name], shapes[name][1])
+    for name in packed.keys() & shapes.keys():
+        with contextlib.suppress(Unfit):
+            found[name] = unpack.likely_layout(packed[name], shapes[name][1])
     return found
 
 
