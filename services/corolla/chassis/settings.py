@@ -32,6 +32,12 @@ REMOVED: Final = frozenset(
 Dtype = Annotated[DtypeName, BeforeValidator(full_dtype_name)]
 """A dtype by its name, or by its abbreviation."""
 
+LogLevel = Annotated[
+    Literal["DEBUG", "INFO", "WARNING", "ERROR"],
+    BeforeValidator(lambda given: given.upper() if isinstance(given, str) else given),
+]
+"""A level of the log in any case: `info` is `INFO`."""
+
 
 class ServiceSettings(BaseSettings):
     """What every service has.
@@ -60,7 +66,7 @@ class ServiceSettings(BaseSettings):
         "certificates or, for callers, without a certificate and keys or tokens. The log says so every minute.",
     )
     reflection: bool = Field(True, description="Whether gRPC reflection is served.")
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least severe level logged.")
+    log_level: LogLevel = Field("INFO", description="Least severe level logged, in any case: `info` is `INFO`.")
     log_format: Literal["text", "json"] = Field("text", description="Log lines for people or for machines.")
     audit: bool = Field(
         True,
