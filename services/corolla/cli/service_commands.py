@@ -5,14 +5,15 @@ from typing import Annotated, Any
 import typer
 
 _PANEL = "Run one service"
+_PORT: dict[str, Any] = {"min": 0, "max": 65535, "metavar": "PORT", "show_default": False}
 
 Settings = Annotated[
     bool, typer.Option("--settings", help="Print every setting with its variable and default, and end.")
 ]
-Port = Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.", show_default=False)]
+Port = Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.", **_PORT)]
 Host = Annotated[str | None, typer.Option(help="Address to listen on.", show_default=False)]
-MetricsPort = Annotated[int | None, typer.Option(help="Port of the metrics.", show_default=False)]
-LogLevel = Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.", show_default=False)]
+MetricsPort = Annotated[int | None, typer.Option(help="Port of the metrics; 0 takes a free one.", **_PORT)]
+LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.", show_default=False)]
 Model = Annotated[str | None, typer.Option(help="Checkpoint folder, GGUF file, hub id, or demo.", show_default=False)]
 Router = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The router.", show_default=False)]
 Dtype = Annotated[
@@ -71,9 +72,7 @@ def block_server(
     device: Device = None,
     threads: Threads = None,
     kv_cache_mib: Annotated[int | None, typer.Option(help="Memory for the KV cache.", show_default=False)] = None,
-    control_port: Annotated[
-        int | None, typer.Option(help="Port of gRPC, for health and status.", show_default=False)
-    ] = None,
+    control_port: Annotated[int | None, typer.Option(help="Port of gRPC, for health and status.", **_PORT)] = None,
     metrics_port: MetricsPort = None,
     log_level: LogLevel = None,
     settings: Settings = False,
@@ -97,7 +96,7 @@ def client(
     router: Router = None,
     port: Port = None,
     http_port: Annotated[
-        int | None, typer.Option(help="Port of HTTP, in OpenAI's dialect; 0 takes a free one.", show_default=False)
+        int | None, typer.Option(help="Port of HTTP, in OpenAI's dialect; 0 takes a free one.", **_PORT)
     ] = None,
     host: Host = None,
     dtype: Dtype = None,
@@ -136,13 +135,16 @@ def drain(
 
 
 def _print_settings(model: Any) -> int:
+    """Each setting with its default, and below that what it means: no column is too narrow for it at 80 columns."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.padding import Padding
+    from rich.text import Text
 
-    table = Table("variable", "default", "meaning", header_style="dim", box=None)
+    console = Console(highlight=False)
     for name, field in model.model_fields.items():
         default = field.get_default()
         shown = default.get_secret_value() if hasattr(default, "get_secret_value") else default
-        table.add_row(f"COROLLA_{name.upper()}", "" if shown in (None, "") else str(shown), field.description or "")
-    Console(highlight=False).print(table)
+        value = "" if shown in (None, "") else f"={shown}"
+        console.print(Text.assemble((f"COROLLA_{name.upper()}", "bold"), value), soft_wrap=True)
+        console.print(Padding(Text(field.description or ""), (0, 0, 0, 4)))
     return 0
