@@ -42,7 +42,7 @@ def lines_of(text: str) -> list[str]:
 
 
 def placement(*servers: tuple[str, str]) -> router_pb2.Placement:
-    """Of 126 blocks and busy servers, each an address and a dtype."""
+    """A placement of 126 blocks on busy servers, each with an address and a dtype."""
     placed = [
         router_pb2.PlacedServer(
             server=router_pb2.ServerDescription(address=address, dtype=dtype),

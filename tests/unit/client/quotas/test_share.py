@@ -16,7 +16,7 @@ from corolla.client.quotas.share import Shortage, StaticShare
 
 
 def flow(amount: int, limit: int = 10, *, must_fit: bool = True) -> Use:
-    """Of a limit that comes anew each second."""
+    """A use of a limit that comes anew each second."""
     return Use("flow", amount, limit, must_fit, 1000)
 
 
