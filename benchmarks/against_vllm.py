@@ -55,7 +55,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
     hops = f"{options.servers} hops"
     for dtype in options.dtypes:
         with ExitStack() as exits:
-            # As vLLM's, the chain's prefix cache is off.
+            # The chain's prefix cache is off, and so is vLLM's.
             settings = {"COROLLA_MAX_MICROBATCHES": str(options.microbatches), "COROLLA_PREFIX_CACHE": "false"}
             chain = exits.enter_context(
                 Chain(options.model, options.servers, dtype=dtype, num_threads=options.threads, environment=settings)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.crowd --streams 64 256 1000
 
-Two hops of one tiny block each. All streams begin at once and have equally many tokens; whoever asks for them runs on
-the same processors. What counts is all tokens over the time from the first request to the last answer.
+Two hops of one tiny block each. All streams begin at once and have equally many tokens; their caller runs on the same
+processors. What counts is all tokens over the time from the first request to the last answer.
 """
 
 import argparse

@@ -73,12 +73,12 @@ def figure(name: str, unit: str, values: Iterable[float], target: Target | None 
 
 
 def ratio(name: str, above: Sequence[float], below: Sequence[float], target: Target | None = None) -> Figure:
-    """Of two rows of rounds, formed within each round."""
+    """The ratio of two rows of rounds, formed within each round."""
     return figure(name, "x", [one / other for one, other in zip(above, below, strict=True)], target)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least so many percent of all are no larger than."""
+    """The smallest value that at least this many percent of all values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 

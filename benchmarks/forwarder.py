@@ -113,7 +113,7 @@ class Forwarders:
             process.wait()
 
     def round_trip_us(self, message_bytes: int, num_messages: int) -> float:
-        """Of a message through all of them, in microseconds; one at a time."""
+        """The time of a message through all forwarders, in microseconds; one message travels at a time."""
         return _loop().run_until_complete(self._round_trip_us(bytes(message_bytes), num_messages))
 
     async def _round_trip_us(self, message: bytes, num_messages: int) -> float:

@@ -134,7 +134,7 @@ class _Hop:
 
     @classmethod
     async def begun(cls, checkpoint: Checkpoint, num_rows: int, num_steps: int) -> "_Hop":
-        """With its sessions open."""
+        """Makes a hop, and opens its sessions."""
         hop = cls(checkpoint, num_rows, num_steps)
         hop._running = asyncio.create_task(hop._engine.run())
         hop._from_client(Frame(pb.Hello(fingerprint=_FINGERPRINT, client_id=_CLIENT_ID), b""))
@@ -151,7 +151,7 @@ class _Hop:
         return hop
 
     async def step_us(self, num_steps: int) -> float:
-        """From the bytes that came to those that go."""
+        """The time from the arrival of a frame's bytes to the sending of the next one's."""
         times_s = []
         for _ in range(num_steps):
             data = next(self._steps)

@@ -85,7 +85,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
 
 
 def _slopes(rounds_by_hops: list[list[float]]) -> list[float]:
-    """Of a line through the times with 1, 2, ... hops, round by round."""
+    """The slope of a line through the times with 1, 2, ... hops, round by round."""
     hops = range(1, len(rounds_by_hops) + 1)
     return [float(np.polyfit(hops, each, 1)[0]) for each in zip(*rounds_by_hops, strict=True)]
 

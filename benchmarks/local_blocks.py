@@ -32,7 +32,7 @@ class LocalBlocks:
 
     @property
     def cache_bytes_per_token(self) -> float:
-        """Of all blocks; once something was computed."""
+        """The bytes of all blocks' caches; they are known once something was computed."""
         return self._runner.store.page_bytes / self._runner.store.pool.page_tokens
 
     def answer(self, prompt_ids: Sequence[int], num_tokens: int, num_threads: int = 1) -> Timing:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.microbatches --rounds 7
 
-The chain's time is that of all its processes, router and Redis too; who asks is left out. Both sides compute with one
-thread a process, so nobody spins.
+The chain's time is that of all its processes, router and Redis too; the caller's process is left out. Both sides
+compute with one thread a process, so no thread spins.
 """
 
 import argparse

@@ -113,7 +113,7 @@ def _generate(client: Client, prompt: str, options: dict[str, Any]) -> Generatio
 
 
 def figures_of(pairs: Mapping[str, list[Pair]], what: str) -> Iterator[Figure]:
-    """Of one set of texts, and the ratio of each text."""
+    """Yields the figure of one set of texts, and the ratio of each text."""
     every = [pair for each in pairs.values() for pair in each]
     yield figure(f"{what}, drafted / plain", "x", [pair.ratio for pair in every])
     yield figure(f"{what}, plain", "tokens/s", [pair.plain_tokens_per_s for pair in every])

@@ -366,9 +366,9 @@ def make_long_rope_checkpoint(family: str, folder: Path, **config_changes: Any) 
     return make_tiny_checkpoint(family, folder, config_changes={"rope_parameters": rope, **config_changes})
 
 
-# Of weights with which an answer does not just repeat a token or two.
+# These seeds give weights with which an answer does not just repeat a token or two.
 _SEEDS: Mapping[str, int] = {"apertus": 1, "gptj": 1, "persimmon": 1}
-# Of weights whose products are multiplied once more by what states are read with: wider ones blow rounding up.
+# Products of these families are multiplied once more by what states are read with: wider weights blow rounding up.
 _SPREADS: Mapping[str, float] = dict.fromkeys(("falcon_h1", "falcon_mamba", "jamba", "mamba"), 1.0)
 
 
@@ -443,7 +443,7 @@ def _draw_weights(model: torch.nn.Module, seed: int, spread: float) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):
-                # Drawn by nobody's seed otherwise. So small, a state remembers dozens of tokens.
+                # No seed draws these otherwise. With values as small as these, a state remembers dozens of tokens.
                 parameter.uniform_(-5.0, -2.0, generator=generator)
             elif parameter.dim() >= 2:
                 fan_in = parameter.shape[-1]

@@ -52,7 +52,7 @@ class HubServer:
 
     @property
     def store_url(self) -> str:
-        """Where large files are: under another name, as of the hub, whose store is none of its own hosts."""
+        """The place of large files, which has another name: the hub's own store is on other hosts, too."""
         return f"http://localhost:{self._server.server_port}"
 
     def __enter__(self) -> "HubServer":
@@ -65,7 +65,7 @@ class HubServer:
         self.close()
 
     def close(self) -> None:
-        """From now on connections are refused."""
+        """Stops; connections are refused afterwards."""
         if self._thread.is_alive():
             self._server.shutdown()
             self._server.server_close()

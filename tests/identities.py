@@ -36,7 +36,7 @@ class Identities:
 
     @classmethod
     def found_in(cls, folder: Path) -> Self:
-        """Of processes whose certificates another authority has signed; this one is not believed yet."""
+        """The identities of processes whose certificates another authority has signed; this one is not believed yet."""
         issued: dict[Path, Workload] = {}
         for found in folder.glob(f"*/{CERTIFICATE_FILE}"):
             workload = workload_of_certificate(x509.load_pem_x509_certificate(found.read_bytes()))
@@ -52,7 +52,7 @@ class Identities:
         addresses: tuple[str, ...] = HERE,
         until: datetime.datetime | None = None,
     ) -> Path:
-        """Of a workload; made the first time, with a certificate that ends at `until` if not with the authority."""
+        """The folder of a workload, made at the first call; its certificate ends at `until`, or with the authority."""
         folder = self._folder / f"{role.value}-{name}"
         if not folder.exists():
             self._issued[folder] = (Workload(self._trust_domain, role, name), addresses)
@@ -60,7 +60,7 @@ class Identities:
         return folder
 
     def believe(self, *authorities: Authority) -> None:
-        """From now on every workload believes whom these have signed for."""
+        """Has every workload believe these authorities, and no others."""
         self.believe_pem(*(each.certificate_pem for each in authorities))
 
     def believe_pem(self, *authorities: bytes) -> None:
@@ -69,7 +69,7 @@ class Identities:
             write_private(folder / AUTHORITY_FILE, b"".join(authorities))
 
     def certificate_of(self, role: Role, name: str) -> bytes:
-        """Of a workload, in PEM."""
+        """The certificate of a workload, in PEM."""
         return (self.folder_of(role, name) / CERTIFICATE_FILE).read_bytes()
 
     def revoke(self, *folders: Path) -> None:

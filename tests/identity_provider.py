@@ -33,7 +33,7 @@ class SigningKey:
 
     @property
     def described(self) -> dict[str, Any]:
-        """As a JSON Web Key."""
+        """The key as a JSON Web Key."""
         of_kind: Any = ECAlgorithm if self.algorithm == "ES256" else RSAAlgorithm
         public: dict[str, Any] = of_kind.to_jwk(self.private.public_key(), as_dict=True)
         return {**public, "kid": self.id, "use": "sig"}
@@ -91,11 +91,11 @@ class IdentityProvider:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of a client service that takes its tokens."""
+        """The settings of a client service that takes this provider's tokens."""
         return {"oidc_issuer": self.issuer, "oidc_audience": AUDIENCE, "oidc_ca_file": self.ca_file}
 
     def claims(self, **others: Any) -> dict[str, Any]:
-        """Of a token that holds for a minute. None leaves one out."""
+        """The claims of a token that holds for a minute. None leaves one out."""
         now = int(time.time())
         usual = {"iss": self.issuer, "aud": AUDIENCE, "sub": "ada", "iat": now, "exp": now + 60}
         return {name: value for name, value in {**usual, **others}.items() if value is not None}

@@ -21,14 +21,15 @@ def paged_definition(
     block_table: Tensor,
     **_options: Any,
 ) -> Tensor:
-    """As `torch.nn.attention.varlen.varlen_attn`, for keys and values `[pages, page tokens, key heads, head_dim]`.
+    """Attends as `torch.nn.attention.varlen.varlen_attn` does.
 
-    It may be recorded: it looks at tensors with tensors only.
+    Keys and values are `[pages, page tokens, key heads, head_dim]`. The function may be recorded: it looks at tensors
+    with tensors only.
     """
     num_rows, num_pages = block_table.shape
     entries = torch.arange(len(query), device=query.device)
     row = torch.searchsorted(first_queries[1:], entries.to(first_queries.dtype), right=True)
-    # Of a row's queries the last one is as far as its last key.
+    # A row's last query is as far as its last key.
     place = seqused_k[row] - first_queries[row + 1] + entries
     position = torch.arange(num_pages * keys.shape[1], device=query.device)
     seen = position[None, :] <= place[:, None]
@@ -39,7 +40,7 @@ def paged_definition(
         part[block_table.long()].reshape(num_rows, len(position), *part.shape[2:])[row].repeat_interleave(groups, dim=2)
         for part in (keys, values)
     )
-    # Memory that nobody wrote may hold anything.
+    # Memory that was never written may hold anything.
     keys, values = (part.masked_fill(~seen[:, :, None, None], 0.0) for part in (keys, values))
     scores = torch.einsum("qhd,qkhd->qhk", query.float(), keys.float()) * scale
     weights = scores.masked_fill(~seen[:, None, :], -torch.inf).softmax(dim=-1)

@@ -114,7 +114,7 @@ def _parts_of(name: str, weight: Tensor, made: Made, plain: tuple[str, ...], wit
 
 
 def compressed_tensors(layout: str, *, ignore: tuple[str, ...] = ("lm_head",), **arguments: Any) -> Made:
-    """By the library: its observers' rule, its compressor, its decompressor."""
+    """Quantises by the library: its observers' rule, its compressor, its decompressor."""
     args = QuantizationArgs(**arguments)
     scheme = QuantizationScheme(targets=["Linear"], weights=args, format=layout)
     compressor = BaseCompressor.get_value_from_registry(layout)
@@ -172,7 +172,7 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def awq(group_size: int = 32) -> Made:
-    """As AutoAWQ's `WQLinear_GEMM.from_linear` packs; compressed-tensors' converter expands."""
+    """Packs as AutoAWQ's `WQLinear_GEMM.from_linear` does; compressed-tensors' converter expands."""
     config = {
         "quant_method": "awq", "bits": 4, "group_size": group_size, "version": "gemm", "zero_point": True,
         "modules_to_not_convert": None,
@@ -210,7 +210,7 @@ def gptq(
     bits: int = 4, group_size: int = 32, *, layout: str = "gptq", is_ordered: bool = False, has_g_idx: bool = True,
     is_symmetric: bool = False, seed: int = 0,
 ) -> Made:  # fmt: skip
-    """As AutoGPTQ's and GPTQModel's `pack`; what is expanded is known."""
+    """Packs as AutoGPTQ's and GPTQModel's `pack` does; what is expanded is known."""
     config = {
         "quant_method": "gptq", "bits": bits, "group_size": group_size, "desc_act": is_ordered, "sym": is_symmetric,
         "checkpoint_format": layout,
@@ -276,7 +276,7 @@ def _integers(
 
 
 def fp8(block: tuple[int, int] | None = (32, 32), *, scale_type: torch.dtype = torch.float32) -> Made:
-    """By transformers' own quantiser and its inverse; None: one scale for a weight."""
+    """Quantises by transformers' own quantiser and its inverse; None: one scale for a weight."""
     library: Any = FineGrainedFP8Config
     settings = library(weight_block_size=block)
     holder = SimpleNamespace(quantization_config=settings)
@@ -332,7 +332,7 @@ def mxfp4() -> Made:
 
 
 def bitsandbytes_4bit(kind: str = "nf4", *, is_nested: bool = False, storage: torch.dtype = torch.uint8) -> Made:
-    """By the library, which on CPUs expands rows that are no multiple of a block wrongly, and so is given one row."""
+    """Quantises by the library. On CPUs it expands rows wrongly that fill no whole blocks, and so is given one row."""
     options: dict[str, Any] = {
         "blocksize": 64,
         "compress_statistics": is_nested,
@@ -354,7 +354,7 @@ def bitsandbytes_4bit(kind: str = "nf4", *, is_nested: bool = False, storage: to
 
 
 def bitsandbytes_8bit() -> Made:
-    """By the library."""
+    """Quantises by the library."""
 
     def pack(weight: Tensor) -> Packed:
         numbers, scales, _ = bnb.int8_vectorwise_quant(weight.half())

@@ -49,7 +49,7 @@ class Unsplit:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         eos_token_id = self.model.generation_config.eos_token_id
         self.eos_token_ids: tuple[int, ...] = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)
-        # Of the checkpoint's own generation config only the end tokens count: all else is said in each call.
+        # Only the end tokens of the checkpoint's own generation config count: all else is said in each call.
         self.model.generation_config.eos_token_id = None
 
     @classmethod
@@ -123,7 +123,7 @@ class Unsplit:
 
 
 def smallest_gap(reference: Reference, sampling: Sampling) -> float:
-    """By how much the winner won where it was closest, in units of the logits.
+    """How far the winner was ahead where it was closest, in units of the logits.
 
     For greedy choice that is the distance of the best two scores. A drawn token is the winner of a race too: torch
     divides each probability by an exponential draw and takes the largest quotient. So the draws are repeated here.

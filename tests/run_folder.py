@@ -16,7 +16,7 @@ _VARIABLE: Final = "COROLLA_TEST_RUN_FOLDER"
 
 @functools.cache
 def run_folder() -> Path:
-    """Whoever calls this first makes the folder; its child processes find it by their environment."""
+    """The first caller makes the folder; its child processes find it by their environment."""
     if inherited := os.environ.get(_VARIABLE):
         return Path(inherited)
     folder = Path(tempfile.mkdtemp(prefix="corolla-tests-"))

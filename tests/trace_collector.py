@@ -73,7 +73,7 @@ class TraceCollector:
     def Export(
         self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
     ) -> trace_service_pb2.ExportTraceServiceResponse:
-        """As of `TraceService`."""
+        """Takes spans, as the method of `TraceService`."""
         with self._changed:
             self.metadata = {str(key): value for key, value in context.invocation_metadata()}
             for of_process in request.resource_spans:

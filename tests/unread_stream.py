@@ -1,4 +1,4 @@
-"""A stream whose other end nobody looks at."""
+"""A stream whose other end reads nothing."""
 
 import asyncio
 

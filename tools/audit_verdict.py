@@ -1,8 +1,8 @@
 """Says what a report of pip-audit means, which it reads; the argument names the lock that was audited.
 
 Exit status 1: a package has a known vulnerability. Where the advisories were out of reach, the snapshot counts that
-`make advisories` has stored, for packages of the versions that it names. What neither knows is no failure, and said
-loudly: a machine without advisories must be able to verify everything else.
+`make advisories` has stored, for packages of the versions that it names. A package that neither knows passes, and the
+verdict says so loudly: a machine without advisories must be able to verify everything else.
 """
 
 import json

@@ -209,7 +209,7 @@ DASHBOARDS: Final[dict[str, tuple[str, Sequence[Panel]]]] = {
 
 
 def dashboard(name: str) -> dict[str, Any]:
-    """As Grafana imports it."""
+    """The dashboard as Grafana imports it."""
     title, panels = DASHBOARDS[name]
     source = {"type": "prometheus", "uid": "${datasource}"}
     return {

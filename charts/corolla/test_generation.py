@@ -13,7 +13,7 @@ from corolla import Client, errors
 
 
 def num_counted_tokens() -> float:
-    """Of all client services together."""
+    """The tokens that all client services together have counted."""
     host, port = os.environ["METRICS_HOST"], int(os.environ["METRICS_PORT"])
     addresses = {each[4][0] for each in socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)}
     total = 0.0

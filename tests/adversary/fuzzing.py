@@ -80,13 +80,13 @@ class Handovers:
         assert self._store.pool.num_available == NUM_PAGES
 
     def _take_part(self, cache: kv.SessionCache, given: Any) -> None:
-        """As a receiver does."""
+        """Takes a part of a session, as a receiver does."""
         position, num_tokens = (given.ConsumeIntInRange(0, MAX_TOKENS) for _ in range(2))
         if position + num_tokens > MAX_TOKENS or not cache.can_continue_from(position):
             return
         firsts = tuple(given.ConsumeIntInRange(0, MAX_TOKENS * 2) for _ in WINDOWS)
         num_bytes = given.ConsumeIntInRange(0, 16 * len(WINDOWS) * num_tokens)
-        # Of the right size, and of any content: sizes alone are soon refused.
+        # The payload has the right size and any content: wrong sizes alone are soon refused.
         payload = given.ConsumeBytes(num_bytes).ljust(num_bytes, b"\x00")
         layers = range(len(WINDOWS))
         with contextlib.suppress(MalformedMessage, OutOfPages):
@@ -126,7 +126,7 @@ def take_sampler(data: bytes) -> None:
 
 
 def take_template(data: bytes) -> None:
-    """A template is one or is none. What one may cost is bounded by the process that it runs in, which is not here."""
+    """A template is read or refused. The process that it runs in bounds what one may cost; that is not tested here."""
     source = data.decode(errors="replace")
     if not re.search(r"\*|\d{4}", source):
         with contextlib.suppress(TemplateError, SyntaxError, MemoryError, RecursionError):

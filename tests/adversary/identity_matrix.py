@@ -1,4 +1,4 @@
-"""Who may ask for what: every method between services and every kind of frame, put by somebody to real processes.
+"""Asks real processes for every method between services, and sends every kind of frame, as each role and as strangers.
 
 As a program it runs where only Corolla is installed, by `python - PLACES FOLDER < identity_matrix.py`: both are as
 `Places` and `issue` make them, the first in JSON. It prints the outcomes of each asker as JSON.
@@ -40,7 +40,7 @@ UNREACHED: Final = "no handshake"
 ROGUE: Final = "rogue"
 """The name of each asker's workload."""
 
-# The request of a drain makes no sense: whoever may ask for one learns that, and the server stays.
+# The request of a drain makes no sense: an asker who may drain learns that, and the server stays.
 _REQUESTS: Final = {"AdminService/Drain": b"\xff"}
 _SERVICES: Final = [each for file in (router_pb2, pb, admin_pb2) for each in file.DESCRIPTOR.services_by_name.values()]
 
@@ -95,7 +95,7 @@ class Places:
 
 
 def issue(folder: Path, authority: Authority, trust_domain: str) -> None:
-    """Writes what each asker shows; whoever shows nothing, not even who it believes, has no folder."""
+    """Writes the certificates that each asker shows; an asker without any, not even an authority's, has no folder."""
     for asker in ASKERS:
         own = folder / asker.name
         domain = "elsewhere" if asker.name == "of-another-trust-domain" else trust_domain

@@ -32,7 +32,7 @@ def _reasons(cls: type[CorollaError]) -> frozenset[str]:
 
 
 REASONS: Final = _reasons(CorollaError) - {"INTERNAL"}
-"""What a refusal may say, which is never that something failed that nobody foresaw."""
+"""The reasons that a refusal may have; none of them means a failure that the service did not foresee."""
 
 
 def _slowness() -> float:
@@ -67,7 +67,7 @@ class Running:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Meanwhile the loop never stands still for long, and the process does not become much larger."""
-        # Tests hold far more than services do: to look through that is no stall, and to log to them no leak.
+        # Tests hold far more objects than services do: a look through them would count as a stall, their log as a leak.
         gc.collect()
         gc.freeze()
         gc.callbacks.append(self._on_collection)
@@ -83,7 +83,7 @@ class Running:
             gc.unfreeze()
             gc.collect()
         num_more_mib = (self._own.memory_info().rss - num_bytes) / (1 << 20)
-        # Whoever else is on the machine may have come or gone meanwhile.
+        # Other processes of the machine may have come or gone meanwhile.
         assert self.longest_s < LONGEST_STALL_S * max(slowness, _slowness())
         assert num_more_mib < MOST_MIB
 
@@ -96,7 +96,7 @@ class Running:
         self._watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
-        """By the thread's own time: a machine that others have for a while is no stall."""
+        """Measures the thread's own time: while others have the processor, the loop does not count as stalled."""
         last_s = time.thread_time() - self._not_stalled_s
         while True:
             await asyncio.sleep(_TICK_S)

@@ -84,7 +84,7 @@ def client_hello() -> bytes:
 
 
 def large_metadata() -> bytes:
-    """Of 64 KiB, in as many frames as it takes."""
+    """A block of 64 KiB of metadata, in as many frames as it takes."""
     data = block({f"x-{number}": "v" * 1024 for number in range(64)})
     pieces = [data[start : start + LARGEST_FRAME] for start in range(0, len(data), LARGEST_FRAME)]
     last = len(pieces) - 1

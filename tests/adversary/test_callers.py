@@ -56,7 +56,7 @@ async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm
 async def sent(swarm: Swarm, num_bytes: int, num_calls: int, compression: str) -> tuple[list[str], float]:
     """What the calls got, and by how many MiB this process, which serves them, was larger at its largest."""
     async with open_channel(swarm.address) as channel:
-        # What any first call costs is no attack.
+        # The first call pays for what any first call costs, so that this does not count as the attack's.
         await GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="the"))
     own = psutil.Process()
     before = largest = own.memory_info().rss

@@ -85,7 +85,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
 
 @pytest.mark.parametrize("num_examples", [20, pytest.param(300, marks=pytest.mark.full)])
 def test_a_damaged_record_is_an_error_that_is_known(redis: EmbeddedRedis, num_examples: int) -> None:
-    """Of what the store holds for a session any field may be anything; INTERNAL may say that it cannot be read."""
+    """Any field of what the store holds for a session may be anything; INTERNAL may say that it cannot be read."""
     services, stack = running(), AsyncExitStack()
     session_id = secrets.token_hex(16)
     hop = common_pb2.Hop(server_id="s", address="a:1", span=common_pb2.BlockSpan(start=0, end=5))
@@ -117,7 +117,7 @@ def test_a_damaged_record_is_an_error_that_is_known(redis: EmbeddedRedis, num_ex
                     await call
                 except grpc.aio.AioRpcError as failure:
                     error = from_rpc_error(failure)
-                    # So the guard of a method names what nobody foresaw.
+                    # The guard of a method gives this message where a failure was not foreseen.
                     assert error.message != "internal error"
                     found.append(error.reason)
             return found

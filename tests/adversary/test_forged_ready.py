@@ -29,7 +29,7 @@ MOST_TIMES_ASKED = 2
 
 @pytest.fixture(autouse=True)
 def _impatient() -> Iterator[None]:
-    """As a service is: a test's connections otherwise bear a minute of silence."""
+    """Connections end after seconds of silence, as those of services do; those of tests otherwise bear a minute."""
     patient_s = stream.between_servers().silence_s
     stream.tolerate_silence(3)
     yield

@@ -67,7 +67,7 @@ class Connection:
         await self.write(join([encode(control, payload)]))
 
     async def answer(self, number: int) -> Any:
-        """To what has this number; None where the server has ended the stream."""
+        """The answer to the frame of this number; None where the server has ended the stream."""
         async with asyncio.timeout(30):
             while not self.ended.is_set():
                 for frame in self.frames:

@@ -19,9 +19,9 @@ from tests.identities import Identities
 from tests.integration.swarm import Swarm
 
 OUT_S: Final = 10.0
-"""Within which whoever is not believed any more is out."""
+"""Services drop a peer that they no longer believe within these seconds."""
 LIFETIME_S: Final = 15.0
-"""Of a certificate that ends. It is good for long enough to connect with it."""
+"""Seconds for which a short certificate holds: long enough to connect with it."""
 HANGS_S: Final = 30.0
 _TICK_S: Final = 0.1
 

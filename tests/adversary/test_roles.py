@@ -1,4 +1,4 @@
-"""Who has a certificate, and asks for what its role does not give: refused by real processes, each by its table."""
+"""Real processes refuse each role what its row of their table does not give."""
 
 import asyncio
 import secrets
@@ -188,7 +188,7 @@ async def test_nobody_goes_on_with_the_stream_of_another(swarm: Swarm) -> None:
     for role, name, other_id in others:
         assert isinstance(await Caller(swarm, role, name, other_id, stream_id).fate(), RoleDenied)
     assert isinstance(await Caller(swarm, Role.CLIENT, "1", client_id, b"short").fate(), MalformedMessage)
-    # As a caller of an earlier version says.
+    # Callers of an earlier version say goodbye like this.
     client.stream.send(pb.GoAway())
     session_id = secrets.token_bytes(16)
     assert isinstance(await client.open(session_id, "acme"), pb.Opened)
@@ -200,7 +200,7 @@ async def test_nobody_goes_on_with_the_stream_of_another(swarm: Swarm) -> None:
     await client.fate()
     # The session has not ended with the connection that it was opened on.
     assert (await again.open(session_id, "acme")).reason == "STALE_EPOCH"
-    # There is no third connection.
+    # The stream has no third connection to go on with, so this frame makes no sense.
     again.stream.send(pb.GoAway(is_last=True))
     assert isinstance(await again.fate(), MalformedMessage)
 

@@ -1,4 +1,4 @@
-"""Who reaches a router and means harm: names of models that do not exist, and servers that are not what they say."""
+"""A router bears peers that mean harm: models that do not exist, and servers that are not what they say."""
 
 import asyncio
 import secrets
@@ -18,7 +18,7 @@ from tests.integration.router.conftest import BlockServer, Router, refusal, runn
 
 @pytest.fixture(scope="module")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of these tests alone: they look at all of its keys."""
+    """A Redis for these tests alone: they look at all of its keys."""
     server = EmbeddedRedis.start(tmp_path_factory.mktemp("redis"))
     yield server.url
     server.stop()

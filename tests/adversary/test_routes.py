@@ -214,7 +214,7 @@ async def test_while_no_router_answers_a_client_service_says_who_has_joined(
             ready = router_pb2.SERVER_STATE_READY
             return (joined.server_id, ready) in [(each.server.server_id, each.state) for each in placement.servers]
 
-        # As soon as the client service knows of it: block servers ask once a second.
+        # The session goes there once the client service knows of the server: block servers ask once a second.
         await until(is_placed)
         await swarm.router.stop()
         async with asyncio.timeout(60):

@@ -102,7 +102,7 @@ async def test_a_crowd_of_strangers_disturbs_nobody(stand: Stand, port: str, kin
 
 @dataclass(frozen=True)
 class Figures:
-    """By how much a process grew, and the 99th percentile of waits before the crowd came and while it came."""
+    """What one run measured: growth of a process, and the 99th percentile of waits before the crowd and during it."""
 
     num_mib: float
     usual_s: float

@@ -1,4 +1,4 @@
-"""Who reaches a block server in the clear, tries texts in the name of a victim."""
+"""An intruder who reaches a block server in the clear tries texts in the name of a victim."""
 
 import asyncio
 import secrets

@@ -222,7 +222,7 @@ def verdict(report: str, lock: str) -> "subprocess.CompletedProcess[str]":
 
 
 def snapshot_of(*reports: str) -> "subprocess.CompletedProcess[str]":
-    """Of what was reported for two locks."""
+    """The snapshot of what was reported for two locks."""
     script = [sys.executable, str(TOOLS / "advisories.py"), "2"]
     return subprocess.run(script, input="\n".join(reports), capture_output=True, text=True)
 

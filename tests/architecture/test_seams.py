@@ -15,7 +15,7 @@ import pytest
 from tests.architecture.sources import ROOT, identify, own_modules, walk
 
 TESTS: Final = ROOT / "tests"
-# Of libraries that have no public way to the same.
+# Private names of libraries that have no public way to the same, and each one's reason.
 ALLOWED: Final[dict[tuple[str, str], str]] = {
     ("tests/charts/test_monitoring.py", "_collector_to_names"): "prometheus_client tells the names of samples only",
     ("tests/charts/test_monitoring.py", "_labelnames"): "prometheus_client tells labels only of samples that exist",

@@ -16,7 +16,7 @@ _NAMES: Final = ("chromium", "chromium-browser", "google-chrome")
 
 
 class NoBrowser(Exception):
-    """There is none to be led, or nothing that leads it; the sentence says how to install it."""
+    """A browser, or the package that leads it, is missing; the sentence says how to install it."""
 
 
 def package(name: str) -> Any:

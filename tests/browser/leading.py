@@ -33,7 +33,7 @@ def wait_for_end(page: Any) -> str:
 
 
 def holder_of(page: Any, block: int) -> str:
-    """Who holds a block, as the page calls it."""
+    """The servers that hold a block, as the page calls them."""
     return str(page.locator(".block").nth(block).get_attribute("data-holder"))
 
 

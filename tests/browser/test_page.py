@@ -72,7 +72,7 @@ def cut(route: Any) -> None:
 
 
 def refusal(status: int, code: str, **headers: str) -> Callable[[Any], None]:
-    """A reply that is none."""
+    """Returns a reply that is broken."""
     error = {"message": "not now", "type": "server_error", "param": None, "code": code}
 
     def refuse(route: Any) -> None:
@@ -112,7 +112,7 @@ def test_a_chat_has_sessions_that_stay_in_the_tab(page: Any, stack: Stack) -> No
     ask(page, question)
     assert wait_for_end(page) == undisturbed(stack, question, 40)
     ask(page, "And of Italy?")
-    assert "Rome" in wait_for_end(page)  # which nobody knows without the first question
+    assert "Rome" in wait_for_end(page)  # the first question alone says what is asked for
     assert page.locator("#log article").count() == 4
     page.get_by_role("button", name="New", exact=True).click()
     assert page.locator("#log article").count() == 0

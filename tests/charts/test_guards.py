@@ -1,4 +1,4 @@
-"""Who is asked who they are, and that nobody is let in unasked but on purpose."""
+"""Each door of the chart asks callers who they are, unless its values say on purpose that it need not."""
 
 from typing import Final
 

@@ -151,7 +151,7 @@ def test_a_release_judges_its_own_namespace(tmp_path: Path) -> None:
         subprocess.run([promtool, "check", "rules", tmp_path / "rules.yaml"], check=True)
 
 
-# What every answer counts, or the routers' own days: whoever looks has seen it before.
+# Every answer, or a router's ordinary day, raises these counters: an operator has seen each of them before.
 NEVER_RARE: Final = {
     "corolla_hop_batch_rows", "corolla_hop_faults_total", "corolla_hop_step_seconds_bucket", "corolla_hop_tokens_total",
     "corolla_http_request_seconds_bucket", "corolla_http_requests_total",

@@ -198,7 +198,7 @@ def test_the_defaults_start_on_two_processors_and_six_gib() -> None:
 
 @pytest.mark.parametrize("file", [None, *CI_VALUES], ids=lambda file: file.stem if file else "defaults")
 def test_client_pods_have_room_for_the_renderer_and_for_what_they_hold(file: Path | None) -> None:
-    """As measured in a pod: 141 MiB while it starts, 96 then, and 21 for the process that renders conversations."""
+    """A pod was measured: 141 MiB while it starts, 96 then, and 21 for the process that renders conversations."""
     objects = render(files=[file] if file else [])
     given = named(objects, "ConfigMap", "rel-corolla-client")["data"]
     usual = ClientSettings.model_fields["max_held_request_bytes"].default
@@ -591,7 +591,7 @@ def test_redis_takes_any_password_knows_its_memory_limit_and_ends_on_sigterm(tmp
     process = subprocess.Popen([*container["command"], script], env=environment, process_group=0)
     try:
         assert asyncio.run(room_of_redis(port)) == 384 << 20
-        # As the kubelet does, to the container's first process alone.
+        # The kubelet signals the container's first process alone, too.
         process.terminate()
         assert process.wait(10) == 0
     finally:

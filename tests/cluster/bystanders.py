@@ -37,7 +37,7 @@ class Bystander:
 
 IDENTITIES: Final = "/etc/identities"
 TESTER: Final = Bystander("tester", {**release.SELECTOR, "app.kubernetes.io/component": "test"})
-"""With the network access of `helm test`'s pod."""
+"""A pod with the network access of `helm test`'s pod."""
 
 
 @contextmanager

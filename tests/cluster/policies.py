@@ -30,7 +30,7 @@ _CHART: Final = release.RELEASE
 
 
 class Path(NamedTuple):
-    """From a pod to a port of another one, open only as long as all of `policies` are there."""
+    """A way from a pod to a port of another one, open only as long as all of `policies` are there."""
 
     source: str
     target: str
@@ -69,9 +69,9 @@ PATHS: Final = (
 
 POLICIES: Final = (_CHART, *(f"{_CHART}-{each}" for each in ("client", "block-server", "router", "redis", "test")))
 OPENED: Final[dict[str, frozenset[Way]]] = {_CHART: frozenset({("redis", "client", PUBLIC)})}
-"""By the policy: what is open without it. Only that of all pods keeps Redis from calling others."""
+"""The ways that a missing policy opens, by its name. Only the one for all pods keeps Redis from calling others."""
 CALLERS: Final = frozenset({CALLER.name, TESTER.name})
-"""Who reaches the public port where `callers` names `CALLER`; `helm test` always does."""
+"""The pods that reach the public port where `callers` names `CALLER`; `helm test` always does."""
 
 PORTS: Final = (
     *((target, METRICS) for target in ("client", "block-server", "router")),

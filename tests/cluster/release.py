@@ -132,7 +132,7 @@ def events(reason: str) -> list[dict[str, Any]]:
 
 
 def minor_version() -> int:
-    """Of the cluster: 20 for Kubernetes 1.20."""
+    """The minor version of the cluster's Kubernetes: 20 for 1.20."""
     version = json.loads(run("kubectl", "version", "--output", "json"))["serverVersion"]
     return int(re.sub(r"\D", "", version["minor"]))
 
@@ -179,12 +179,12 @@ def _num_computed_tokens(pod: str) -> float:
 
 
 def kill(pod: str) -> None:
-    """Without notice."""
+    """Ends a pod without notice."""
     kubectl("delete", "pod", pod, "--force", "--grace-period=0", "--wait=false")
 
 
 def evict(pod: str) -> None:
-    """As `kubectl drain` does. Raises CommandFailed where the budget forbids it."""
+    """Evicts a pod, as `kubectl drain` does. Raises CommandFailed where the budget forbids it."""
     eviction = {"apiVersion": "policy/v1beta1", "kind": "Eviction", "metadata": {"name": pod, "namespace": NAMESPACE}}
     if "policy/v1\n" in run("kubectl", "api-versions"):
         eviction["apiVersion"] = "policy/v1"
@@ -212,7 +212,7 @@ def forwarded(target: str, port: int = CLIENT_PORT) -> Iterator[str]:
 
 
 def router_channel(router: str, identity: Path) -> grpc.Channel:
-    """To a forwarded port, where the router's name is another than its address."""
+    """Opens a channel to a forwarded port, where the router's name is another than its address."""
     options = [("grpc.ssl_target_name_override", ROUTER_NAME)]
     return grpc.secure_channel(router, Credentials(identity).for_channels(), options)
 

@@ -28,7 +28,7 @@ def cost(pod: dict[str, Any]) -> int:
 
 
 def usefulness(pool: str) -> list[int]:
-    """Of each pod of a pool: its cost without the digit for its sessions."""
+    """The costs of a pool's pods, without the digit for their sessions."""
     return [cost(pod) // 10 * 10 for pod in release.pods("block-server", pool=pool)]
 
 
@@ -41,7 +41,7 @@ def wait_for_costs(front: list[int], back: list[int]) -> None:
 
 
 def state_of(router: str, identities: Path, pod_uid: str) -> int:
-    """Of the block server in a pod; 0 when it is not registered."""
+    """The state of the block server in a pod; 0 when it is not registered."""
     with release.router_channel(router, identities / "operator") as channel:
         placement = router_pb2_grpc.RouterServiceStub(channel).GetPlacement(pb.GetPlacementRequest(), timeout=10)
     return next((int(each.state) for each in placement.servers if each.server.pod_uid == pod_uid), 0)

@@ -32,7 +32,7 @@ _CHURNED: Final = "churned"
 
 
 async def adapters(stand: Stand, rng: random.Random, runs: range) -> int:
-    """Of each run: 1 to 4 streams with adapters or without, one server killed, and an adapter that comes and goes."""
+    """Each run has 1 to 4 streams with adapters or without, one killed server, and an adapter that comes and goes."""
     figures = Figures()
     with tempfile.TemporaryDirectory(prefix="corolla-adapters-") as name:
         folders = await asyncio.to_thread(_make, Path(stand.stack.options.model), Path(name))

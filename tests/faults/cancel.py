@@ -32,7 +32,7 @@ async def cancel(stand: Stand, rng: random.Random, runs: range) -> int:
 
 
 async def _leave(stand: Stand, rng: random.Random) -> None:
-    """With a connection of its own every other time, which then ends with the stream."""
+    """Cancels an answer; every other time its connection is its own, and ends with the stream."""
     answer = Answer(Question.draw(rng, rng.randint(1, 60), 200))
     is_cut_off = rng.random() < 0.5
     client = AsyncClient(stand.service.address) if is_cut_off else stand.client

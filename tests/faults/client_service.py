@@ -22,7 +22,7 @@ _PLACES = ("before_commit", "after_commit")
 
 
 async def client_service(stand: Stand, rng: random.Random, runs: range) -> int:
-    """Of each run: 1 to 4 streams, of which half are turns of sessions; the two services die in turn.
+    """Each run has 1 to 4 streams, of which half are turns of sessions; the two services die in turn.
 
     Every third one dies as it writes a turn back.
     """

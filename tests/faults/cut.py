@@ -40,7 +40,7 @@ class _Edge:
 
 
 async def cut(stand: Stand, rng: random.Random, runs: range) -> int:
-    """Of each run: two streams that outlast the cut of one wire, the first hop's, the next one's..."""
+    """Each run has two streams that outlast the cut of one wire, the first hop's, the next one's..."""
     figures = Figures()
     async with _relayed(stand) as wires:
         repertoire = LongRepertoire(stand, rng)
@@ -74,7 +74,7 @@ async def _run(
     await until(is_connected)
     cut_s = time.monotonic()
     wire.cut(source, direction)
-    # Who was paused has not yet waited for signs of life in vain.
+    # A process that was paused has not yet waited for signs of life in vain.
     await PAUSES.sleep(_CUT_S)
     if not edge.is_of_chain:
         newcomer = Answer(Question.draw(rng, 4, 16))
@@ -85,11 +85,11 @@ async def _run(
     num_tokens = await answers.end(figures)
     num_recoveries = await stand.metric("corolla_session_recoveries_total") - recoveries_before
     if not edge.is_of_chain:
-        # Whoever had no time was silent, too.
+        # A process that got no processor time was silent, too.
         were_silent = PAUSES.num_seconds(cut_s) > _SILENT_S
         are_none = num_recoveries == 0 or were_silent
         figures.check(are_none, f"{num_recoveries:.0f} recoveries, though the chain was whole")
-    # From hop to hop nothing but signs of life comes back.
+    # Between hops only signs of life come back.
     elif edge.source == stand.service.name or direction != "out":
         figures.check(num_recoveries > 0, "the cut was not noticed")
     await answers.compare(figures)

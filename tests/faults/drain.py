@@ -14,7 +14,7 @@ MAX_EXIT_S = 30.0
 
 
 async def drain(stand: Stand, rng: random.Random, runs: range) -> int:
-    """Of each run: every server ends and comes back, one after the other, while streams follow each other."""
+    """In each run every server ends and comes back, one after the other, while streams follow each other."""
     figures = Figures()
     for _ in runs:
         figures.num_runs += 1
@@ -56,7 +56,7 @@ async def _run(stand: Stand, rng: random.Random, figures: Figures) -> None:
     num_recomputed = await stand.metric("corolla_recomputed_tokens_total") - recomputed_before
     figures.check(num_recomputed == 0, f"{num_recomputed:.0f} tokens were computed again")
     figures.check(num_moved > 0, "no stream was hit")
-    # On a busy machine tokens are waited for without any drain, too.
+    # Tokens are late on a busy machine without any drain, too.
     usual_s = percentile([answer.longest_wait_s(0) for answer in undisturbed], 0.95)
     say(f"run {figures.num_runs}: {num_moved} moves in {len(figures.stalls_s)} answers, "
         f"{num_recomputed:.0f} tokens recomputed, "

@@ -35,15 +35,15 @@ _NUM_SCHEMAS: Final = 300
 _MAX_TOKENS: Final = 400
 _AT_A_TIME: Final = 64
 _SCHEMAS_AT_A_TIME: Final = 32
-"""Of which last hops still have the grammars when the answers are asked for again, so that all run at once."""
+"""Schemas whose grammars the last hops still have when the answers are asked for again, so that all run at once."""
 _MOST_TRIES: Final = 20
-"""Of an answer to be hit: it may run on the other server of the span, or end before."""
+"""Times that an answer is asked for until the kill hits it: it may run on the other server, or end before."""
 _LATEST_KILL: Final = 0.4
-"""Of all tokens of the answers that run together."""
+"""Part of all tokens of the answers that run together, after which the kill comes at the latest."""
 _NUM_FULL_SPEED: Final = 2
 """Tries before the victim is slowed down: a short answer has often ended when its first token arrives here."""
 _SLOW_KILLS: Final = (0.2, 0.4)
-"""Of all tokens of the answers that run together: most of those of the other server."""
+"""Parts of all tokens of the answers that run together: most tokens of the other server come within them."""
 _PROMPT: Final = "the thin the thin"
 _CLOSING_BIAS: Final = 6.0
 _CHATS: Final = "/v1/chat/completions"
@@ -209,7 +209,7 @@ class Asker:
 
 
 async def forms(stand: Stand, rng: random.Random, runs: range) -> int:
-    """Of so many schemas: every answer, each hop lost once, many at a time."""
+    """Each run has a number of schemas: every answer of them is asked for, many at a time, and loses each hop once."""
     figures = Figures()
     limits = httpx2.Limits(max_connections=_AT_A_TIME)
     async with httpx2.AsyncClient(base_url=f"http://{stand.stack.http_address}", timeout=120, limits=limits) as http:

@@ -13,7 +13,7 @@ MAX_STALL_S = 4.0
 
 
 async def freeze(stand: Stand, rng: random.Random, runs: range, frozen_s: float = 10.0) -> int:
-    """Of each run: two streams that outlast the frozen time, and one server frozen."""
+    """Each run has two streams that outlast the frozen time, and one frozen server."""
     figures, repertoire = Figures(), LongRepertoire(stand, rng)
     for number in runs:
         figures.num_runs += 1

@@ -15,7 +15,7 @@ _NUM_QUESTIONS = 8
 
 
 async def herd(stand: Stand, rng: random.Random, runs: range) -> int:
-    """Of each run: 64 streams, and the busier server of a span killed in their midst."""
+    """Each run has 64 streams, and the busier server of a span is killed in their midst."""
     figures = Figures()
     repertoire = Repertoire(stand.client)
     questions = [Question.draw(rng, rng.randint(1, 20), _MAX_TOKENS) for _ in range(_NUM_QUESTIONS)]

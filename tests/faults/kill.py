@@ -16,7 +16,7 @@ CONTEXT_TOKENS = 256
 
 
 async def kill(stand: Stand, rng: random.Random, runs: range, max_streams: int = 4) -> int:
-    """Of each run: 1 to `max_streams` streams of up to 256 tokens of context, and one server killed."""
+    """Each run has 1 to `max_streams` streams of up to 256 tokens of context, and one killed server."""
     figures = Figures()
     repertoire = Repertoire(stand.client)
     for number in runs:

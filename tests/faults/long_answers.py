@@ -57,7 +57,7 @@ class LongAnswers:
         await until_tokens(self._answers[0], num_tokens, self._tasks[0])
 
     async def end(self, figures: Figures) -> list[int]:
-        """To be called as soon as the fault is over: sees that they go on, and ends them.
+        """Sees that the answers go on, and ends them; to be called as soon as the fault is over.
 
         Returns:
             How many tokens each has.
@@ -76,7 +76,7 @@ class LongAnswers:
         return num_tokens
 
     async def compare(self, figures: Figures) -> None:
-        """With undisturbed answers of the same lengths, once the stack is whole."""
+        """Compares with undisturbed answers of the same lengths, once the stack is whole."""
         await self._repertoire.stand.until_whole()
         for answer in self._answers:
             expected = await self._repertoire.undisturbed(answer.question, len(answer.token_ids))
@@ -84,7 +84,7 @@ class LongAnswers:
             figures.check(answer.token_ids == expected, "the tokens are not those of the undisturbed answer")
 
     def longest_waits_s(self, since_s: float) -> list[float]:
-        """Of each, from `since_s` on."""
+        """The longest wait of each answer from `since_s` on."""
         return [answer.longest_wait_s(since_s) for answer in self._answers]
 
     def _go_on(self, before: Sequence[int]) -> bool:

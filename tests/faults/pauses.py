@@ -60,4 +60,4 @@ class Pauses:
 
 
 PAUSES: Final = Pauses()
-"""Of the process in which a row runs."""
+"""The pauses of the process in which a row runs."""

@@ -21,7 +21,7 @@ PLACES = [place for place in get_args(failpoints.Place) if "commit" not in place
 
 
 async def places(stand: Stand, rng: random.Random, runs: range) -> int:
-    """Of each run: streams that follow each other until a server has died at the next place."""
+    """In each run streams follow each other until a server has died at the next place."""
     figures = Figures()
     questions = [Question.draw(rng, rng.randint(1, 20), rng.randint(32, 96)) for _ in range(_NUM_QUESTIONS)]
     repertoire = Repertoire(stand.client)

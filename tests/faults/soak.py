@@ -29,7 +29,7 @@ _WATCHED = ("client", "router", "server-1")
 
 @dataclass
 class _Sizes:
-    """Of one process over time: resident bytes and open descriptors."""
+    """Resident bytes and open descriptors of one process over time."""
 
     rss: list[int] = field(default_factory=list)
     descriptors: list[int] = field(default_factory=list)

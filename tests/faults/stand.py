@@ -118,7 +118,7 @@ class Stand:
             return await stub.GetStatus(blocks_pb2.GetBlockServerStatusRequest(), timeout=5, wait_for_ready=True)
 
     async def busiest(self, span: str) -> ManagedProcess:
-        """Of the servers of a span the one with most sessions."""
+        """The server with most sessions among those of a span."""
         replicas = [server for server in self.servers if server.blocks == span]
         statuses = await asyncio.gather(*map(self.status, replicas))
         return max(zip(statuses, replicas, strict=True), key=lambda pair: pair[0].num_sessions)[1]

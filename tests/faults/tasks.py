@@ -49,7 +49,7 @@ TASKS: Final[dict[EssentialTask, tuple[str, int, int]]] = {
 
 
 async def tasks(stand: Stand, rng: random.Random, runs: range) -> int:
-    """Of each run: streams that follow each other until the next essential task has ended its process."""
+    """In each run streams follow each other until the next essential task has ended its process."""
     missing = set(get_args(EssentialTask)) - TASKS.keys()
     if missing:
         raise LookupError(f"no process is known for {missing}")
@@ -147,7 +147,7 @@ def _without_blocks(server: ManagedProcess) -> ManagedProcess:
 
 
 async def _seconds_to_end(stand: Stand, process: ManagedProcess) -> tuple[float, str]:
-    """From the line that says that the task has ended to the end of the process; and how that ended, in words."""
+    """The seconds from the log line of the task's end to the end of the process; and how that ended, in words."""
     stand.forget_ends()
     log = LogFile(process.log.path)
     log.new_lines()  # those of earlier runs

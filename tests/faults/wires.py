@@ -42,7 +42,7 @@ class Wires:
         self.num_held = 0
         self._tasks = TaskGroup()
         self._server: asyncio.Server | None = None
-        # By the process at the other end; "in" is towards the server.
+        # The key is the process at the other end; "in" is towards the server.
         self._directions: dict[tuple[int, str], _Direction] = {}
 
     async def start(self) -> None:

@@ -28,7 +28,7 @@ SAMPLINGS: Final[tuple[Sampling, ...]] = (
 )
 
 _SEED_CHANGES: Final[dict[str, int]] = {"english-address": 100, "german": 100}
-"""For prompts whose first seed led to a choice too close to prove anything."""
+"""Changed seeds of prompts whose first seed led to a choice too close to prove anything."""
 
 SAFE_GAP: Final = 5e-4
 """Logits of equal arithmetic in another order differ by up to about a tenth of it; closer choices prove nothing."""
@@ -54,20 +54,20 @@ class GoldenAnswer:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name that messages show."""
         options = ", ".join(f"{name}={value}" for name, value in self.sampling.items())
         return f"{self.prompt} ({options or 'greedy'})"
 
 
 @functools.cache
 def golden_answers() -> tuple[GoldenAnswer, ...]:
-    """As kept: for each prompt a greedy and a sampled answer."""
+    """The kept answers: for each prompt a greedy and a sampled one."""
     kept = json.loads(ANSWERS.read_text(encoding="utf-8"))
     return tuple(GoldenAnswer(**answer) for answer in kept["answers"])
 
 
 def prompt_texts() -> dict[str, str]:
-    """All prompts by name; the newline that ends each file is no part of it."""
+    """All prompts by name, without the newline that ends each file."""
     return {
         path.stem: path.read_text(encoding="utf-8").removesuffix("\n")
         for path in sorted((FOLDER / "prompts").glob("*.txt"))

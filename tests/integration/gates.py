@@ -14,7 +14,7 @@ from tests.integration.waiting import until
 def held_up(server: BlockServer) -> Iterator[None]:
     """No answer through the server ends meanwhile, however long what the test does takes.
 
-    The server waits only where it computes: it says that it lives, so nobody gives it up.
+    The server waits only where it computes: it says that it lives, so no client gives it up.
     """
     runner, may_go_on = server.engine.runner, threading.Event()
 

@@ -1,4 +1,4 @@
-"""Requests with adapters: a chain equals PEFT on the unsplit model, and nobody gets another one's answer."""
+"""Requests with adapters: a chain equals PEFT on the unsplit model, and no request gets another one's answer."""
 
 import asyncio
 import re
@@ -279,8 +279,9 @@ async def test_a_server_that_leaves_hands_sessions_over_to_one_that_loads_their_
         assert len((await swarm.statuses())[-1].adapters) == len(NAMES)
 
 
+@pytest.mark.full
 async def test_the_examples_of_the_page_run(llama: Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they stand in docs/models.md, with a tiny model."""
+    """The examples of docs/models.md run as they stand there, with a tiny model."""
     section = (ROOT / "docs" / "models.md").read_text("utf-8").partition("\n## Adapters\n")[2].partition("\n## ")[0]
     commands, program = re.findall(r"^```\w+\n(.*?)^```", section, re.DOTALL | re.M)
     adds, removal = commands.rstrip().rsplit("\n", 1)

@@ -1,4 +1,4 @@
-"""The audit log: every call of a caller, every act of a service, and whoever is denied something."""
+"""The audit log: every call of a caller, every act of a service, and every denial."""
 
 import logging
 from collections.abc import AsyncIterator, Iterator

@@ -156,7 +156,7 @@ def refused_key(name: str, api_key: str | None) -> list[Row]:
 
 
 NAN, INF = math.nan, math.inf
-INVALID_UTF8 = b"\x12\x02\xff\xfe"  # field 2 of GenerateRequest and Tokenize, a string, with bytes that are no UTF-8
+INVALID_UTF8 = b"\x12\x02\xff\xfe"  # field 2 of GenerateRequest and Tokenize, a string, with bytes that UTF-8 never has
 CONTEXT_FILLING = pb.TokenIds(ids=[40] * CONTEXT_LENGTH)
 
 ROWS: list[Row] = [

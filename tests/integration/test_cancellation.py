@@ -61,7 +61,7 @@ async def complaints() -> list[str]:
 
 
 def moment_s(chance: random.Random) -> float:
-    """From before the first frame goes out to the middle of decoding."""
+    """A moment from before the first frame goes out to the middle of decoding."""
     return chance.choice((0.0, chance.uniform(0, 0.05), chance.uniform(0, 0.8)))
 
 
@@ -234,7 +234,7 @@ async def test_a_cancelled_turn_does_not_change_the_conversation(swarm: Swarm, c
 
 
 async def test_a_session_is_freed_at_once_when_its_first_turn_is_cancelled(swarm: Swarm) -> None:
-    """At any moment: the client service releases the lock with the caller, before its time is over."""
+    """The client service releases the lock with the caller at any moment, before the lock's time is over."""
     async with swarm.connect() as client, open_channel(swarm.address) as channel:
         stub = GenerationServiceStub(channel)
         for number in range(30):

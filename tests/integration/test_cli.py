@@ -132,13 +132,6 @@ async def test_the_router_takes_block_servers_of_the_stacks_model_only(up: Runni
     assert from_rpc_error(refused.value).reason == SpanRefused.reason
 
 
-def test_two_stacks_do_not_share_a_port(up: RunningUp, tmp_path: Path) -> None:
-    port = up.addresses["client"].rpartition(":")[2]
-    done = corolla("up", "--port", port, "--log-folder", str(tmp_path))
-    assert done.returncode == 1
-    assert f"port {port} for the client service is taken" in done.stderr
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows titles")
 def test_processes_show_role_span_and_port(up: RunningUp) -> None:
     shown = {name: " ".join(psutil.Process(pid).cmdline()).strip() for name, pid in up.pids.items()}
@@ -176,14 +169,6 @@ def test_every_process_ends_with_a_killed_parent(tmp_path: Path) -> None:
     assert set(running.pids) == {"redis", "router", "server-1", "client"}
     assert running.end(signal.SIGKILL) == -signal.SIGKILL
     assert all_gone(running.pids)
-
-
-@pytest.mark.full
-def test_corolla_up_reports_a_missing_model_and_leaves_no_process(tmp_path: Path) -> None:
-    done = corolla("up", "--model", str(tmp_path / "nowhere"), "--port", "0", "--log-folder", str(tmp_path))
-    assert done.returncode == 1
-    assert "nowhere" in done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
 
 
 @pytest.mark.full

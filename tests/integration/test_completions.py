@@ -81,7 +81,7 @@ async def test_the_prompt_is_processed_once(tmp_path: Path, family: str, has_pre
 
 @pytest.mark.full
 async def test_each_completion_ends_by_itself(tmp_path: Path) -> None:
-    """The first, from which the others were forked, is no exception."""
+    """Each is equal, also the first one, from which the others were forked."""
     model = checkpoint(tmp_path)
     answers = await expected(model, 8, 200, ignore_eos=False)
     assert len({len(answer) for answer in answers}) > 1

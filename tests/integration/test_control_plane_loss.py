@@ -133,7 +133,7 @@ FAULTS: dict[str, Fault] = {
 
 @asynccontextmanager
 async def swarm_with_router_of_its_own(folder: Path, model: Path) -> AsyncIterator[Swarm]:
-    # Of a port that it got from the system, others might have made a connection when it comes back.
+    # A port that the system chose could be taken by another connection while the router is away.
     router = {**ROUTER, "port": Ports().free()}
     async with Swarm(folder, model, ["0:2", "2:5"], router=router, own_redis=True) as swarm:
         await swarm.router.stop()
@@ -194,7 +194,7 @@ async def test_running_answers_do_not_notice_a_control_plane_outage_and_routes_c
     async with swarm_with_router_of_its_own(tmp_path, model) as swarm, swarm.connect() as client:
         num_tokens = 400
         expected = (await client.generate(PROMPT, max_tokens=num_tokens, **SEEDED)).token_ids
-        # Of tenants' turns, one runs through the outage.
+        # One tenant's turn runs through the outage.
         async with client.session() as calm:
             turns = [await calm.generate(PROMPT, max_tokens=20, **SEEDED) for _ in range(2)]
         session = (await client.create_session()).session_id

@@ -374,7 +374,7 @@ def faulty(swarm: Swarm, **faults: Any) -> Iterator[None]:
 
 
 async def test_an_unreadable_output_fails_only_its_own_steps(swarm: Swarm) -> None:
-    """As when a device has no room to put the rows of a result together."""
+    """Reading fails as it does when a device has no room to put the rows of a result together."""
 
     def unreadable(output: BatchOutput) -> BatchOutput:
         return BatchOutput(output.hidden.to("meta"), output.finite)
@@ -598,7 +598,7 @@ async def test_garbage_in_a_stream_ends_it_and_frees_its_sessions(swarm: Swarm) 
 
 
 async def test_sessions_of_an_old_stream_are_freed_although_the_newer_stream_ended_first(swarm: Swarm) -> None:
-    """As when a server that was frozen finds both streams of a client, and the ends of both."""
+    """A server that was frozen finds both streams of a client, and the ends of both, in this order."""
     async with calling(swarm) as older:
         async with calling(swarm):
             pass

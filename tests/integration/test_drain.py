@@ -31,7 +31,7 @@ RECOMPUTED = "corolla_recomputed_tokens_total"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With room for answers that last until they are disturbed."""
+    """A tiny model with room for answers that last until they are disturbed."""
     folder = tmp_path_factory.mktemp("drain") / "tiny"
     return make_tiny_checkpoint("llama", folder, config_changes={"max_position_embeddings": 8192})
 
@@ -238,7 +238,7 @@ async def test_a_later_hop_of_the_same_chain_is_no_peer_and_keeps_its_own_blocks
         await swarm.die(victim)
         await until_held(whole, 1)
         swarm.servers.remove(leaving)
-        # Nobody else could take it: it serves it to its end.
+        # No other server could take it: this one serves it to its end.
         await asyncio.wait_for(leaving.stop(), 60)
         given = await answer
         assert given.token_ids == undisturbed

@@ -31,7 +31,7 @@ CHAINS = {
     "five hops": ["0:7", "7:9", "9:20", "20:21", "21:30"],
 }
 MAX_STREAMS = 40
-# By the kernels that servers choose where people are served.
+# Servers in production choose their kernels by measuring for this long.
 TUNED = {"tuning_budget_s": 2.0}
 # Nothing dies here, and this runs with what others leave of the processors: slowness is never a loss.
 PATIENT_ROUTER = {"lease_ms": 120_000, "redis_timeout_ms": 10_000}
@@ -84,7 +84,10 @@ async def test_chains_equal_the_unsplit_model_in_every_case(tmp_path: Path, unsp
 async def assert_chain_equals(folder: Path, chain: str, answers: Sequence[GoldenAnswer], unsplit: Unsplit) -> None:
     """All cases, many at once; every wrong one is named."""
     places = asyncio.Semaphore(MAX_STREAMS)
-    async with patient_swarm(folder, chain, server=TUNED if len(CHAINS[chain]) <= 2 else None) as swarm, swarm.connect() as client:
+    async with (
+        patient_swarm(folder, chain, server=TUNED if len(CHAINS[chain]) <= 2 else None) as swarm,
+        swarm.connect() as client,
+    ):
 
         async def fault_of(answer: GoldenAnswer) -> str | None:
             async with places:
@@ -99,7 +102,7 @@ async def assert_chain_equals(folder: Path, chain: str, answers: Sequence[Golden
 
 
 def prompt_of(answer: GoldenAnswer) -> str | list[int]:
-    """As text, unless the kept prompt is only its beginning."""
+    """The prompt as text, unless the kept prompt is only its beginning."""
     text = prompt_texts()[answer.prompt]
     return answer.prompt_ids if answer.prompt == LONGEST else text
 

@@ -22,7 +22,7 @@ KEYS = {tenant: f"key-of-{tenant}-0123456789" for tenant in ("noisy", "quiet")}
 GUARANTEED_TOKENS = 8192
 LONG = 12_000
 SHORTEST = 6000
-"""Of answers that do not come to their end while nobody takes them; fewer tokens than that are
+"""Tokens of answers that do not come to their end while no caller takes them; fewer tokens than that are
 left where there is no room for another one."""
 
 
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of keys and of quotas."""
+    """The files of keys and of quotas."""
     folder = tmp_path_factory.mktemp("files")
     (folder / "keys").write_text("".join(f"{tenant}:{key}\n" for tenant, key in KEYS.items()))
     quotas = {"tenants": {"quiet": {"guaranteed_tokens": GUARANTEED_TOKENS, "guaranteed_sequences": 2}}}
@@ -57,7 +57,7 @@ def connect(swarm: Swarm, tenant: str, client: int = 0) -> AsyncClient:
 
 
 async def fill_pages(swarm: Swarm, noisy: AsyncClient, stack: AsyncExitStack) -> int:
-    """As many answers begin as there are pages for, and are not taken. Returns how many there are."""
+    """Begins as many answers as there are pages for, and takes nothing of them. Returns how many there are."""
     num_tokens, num_open = LONG, 0
     while num_tokens >= SHORTEST:
         stream = noisy.stream([1, 2, 3], max_tokens=num_tokens, ignore_eos=True)
@@ -95,13 +95,13 @@ async def test_pages_are_there_for_whom_they_are_guaranteed(swarm: Swarm) -> Non
 async def test_places_are_there_for_whom_they_are_guaranteed(
     swarm: Swarm, files: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Here nobody waits: who cannot run is refused."""
+    """No request waits here: one that cannot run is refused."""
     service = await swarm.add_client(
         api_keys_file=files["keys"], quotas_file=files["quotas"], max_running_requests=6, max_waiting_requests=8
     )
     number = swarm.clients.index(service)
     async with connect(swarm, "noisy", number) as noisy, connect(swarm, "quiet", number) as quiet:
-        # Of those that run, nobody takes more than the first token.
+        # The caller takes only the first token of those that run.
         streams = [noisy.stream([1, 2, 3], max_tokens=LONG, ignore_eos=True) for _ in range(4 + 8)]
         begun = [asyncio.ensure_future(anext(each)) for each in streams]
 

@@ -72,7 +72,7 @@ async def test_the_receiver_takes_only_parts_that_fit_and_an_aborted_handover_le
     async with a_taker(tmp_path, model) as (_, link, bytes_per_token):
         payload = bytes(4 * bytes_per_token)
         answer = await link.request(a_part(payload, 4), payload)
-        assert answer.reason == "HOP_SESSION_LOST"  # nobody offered it
+        assert answer.reason == "HOP_SESSION_LOST"  # no server offered it
         answer = await link.request(an_offer())
         assert (answer.reason, answer.num_tokens) == ("", 0)
         bad: list[tuple[dict[str, Any], bytes, str]] = [

@@ -1,4 +1,4 @@
-"""Who is let in by HTTP, within which bounds, and what is left of them: that of gRPC, since it is the same path."""
+"""HTTP lets in the same callers as gRPC, within the same bounds, and leaves the same traces: it is the same path."""
 
 import asyncio
 import json
@@ -121,7 +121,7 @@ async def test_requests_are_counted_and_audited(swarm: Swarm, caplog: pytest.Log
     facts = [vars(each) for each in caplog.records if vars(each).get("method") == labels["route"]]
     assert [(each["outcome"], each["tenant"]) for each in facts] == [("OK", "bob")] * 2
     assert (facts[0]["prompt_tokens"], facts[0]["generated_tokens"]) == (3, 8)
-    # By the name that the reply has, whoever gave it.
+    # The log has the name that the reply has, whether the caller or the service gave it.
     assert facts[0]["x_request_id"] == "mine"
     assert [each["x_request_id"] for each in facts] == [each.headers["x-request-id"] for each in replies]
 

@@ -53,7 +53,7 @@ async def test_each_server_of_a_chain_fetches_its_own_files(
     tmp_path: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cache(name: str) -> Path:
-        """From now on; a cache of its own for each, as each pod has."""
+        """Gives the following starts a cache of their own, as each pod has."""
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / name))
         return tmp_path / name
 

@@ -29,7 +29,7 @@ CASES = [f"{kind} {family}" for kind in ("fp8", "int8") for family in ("llama", 
 
 
 def rounded(numbers: Tensor, kind: str) -> Tensor:
-    """By the definition of the types."""
+    """Rounds by the definition of the types."""
     if kind == "fp8":
         return numbers.clamp(-448, 448).to(torch.float8_e4m3fn).float()
     unit = torch.exp2(torch.floor(torch.log2(numbers.abs().amax(-1, keepdim=True) / 127)) + 1)

@@ -85,7 +85,7 @@ async def test_an_interrupt_drains_a_block_server_and_a_second_one_ends_it_at_on
             answer = asyncio.create_task(client.generate("the thin man", **OPTIONS))
             await until_generating(swarm)
             process.send_signal(signal.SIGINT)
-            # Nobody else could serve the answer: it serves it to its end.
+            # No other server could serve the answer: this one serves it to its end.
             assert (await answer).token_ids == undisturbed
             assert (await answer).usage.recoveries == 0
             assert await ended(process) == 0

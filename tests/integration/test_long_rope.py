@@ -83,7 +83,7 @@ async def test_pages_of_short_texts_are_not_those_of_long_ones(tmp_path: Path) -
 
 async def test_draft_tokens_do_not_go_beyond_the_short_factors(tmp_path: Path) -> None:
     model = make_long_rope_checkpoint("phi3", tmp_path / "tiny")
-    # Of so few tokens that what follows often followed before.
+    # The bias leaves so few tokens that what follows often followed before.
     options: dict[str, Any] = {"max_tokens": 80, "ignore_eos": True, "logit_bias": {5: 20.0, 6: 20.0, 7: 20.0}}
     plainly = {"adaptive_drafts": False}
     async with swarm_of(tmp_path, model, CHAINS[1], client=plainly) as swarm, swarm.connect() as client:

@@ -27,7 +27,7 @@ PROMPT = "the thin man"
 OPTIONS: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True, "temperature": 0.9, "seed": 3}
 # Leases, settling and the patience of recoveries are those that everybody has.
 ENVIRONMENT = {
-    # Alike as they are, they share two cores with other tests: what they measure is no reason to move.
+    # The servers are alike, and share two cores with other tests: what they measure must not move any of them.
     "COROLLA_REBALANCE_MIN_GAIN": "10",
 }
 

@@ -1,7 +1,8 @@
 """One quiet tenant next to a crowd of another one's callers, who ask for all that there is and read slowly.
 
 Processes of their own on this machine. Times are printed, as ratios of phases that take turns: they are the machine's.
-What is asserted holds on any: nobody is refused within a guarantee, and nobody has what is kept for others.
+The test asserts what holds on any machine: no request is refused within a guarantee, and no tenant has what is kept
+for others.
 """
 
 import asyncio
@@ -79,7 +80,7 @@ async def quiet_phase(chain: Chain) -> Phase:
 
 
 async def num_sessions(chain: Chain) -> list[int]:
-    """On each hop."""
+    """The number of sessions on each hop."""
     return [each.num_sessions for each in await asyncio.to_thread(chain.server_statuses)]
 
 

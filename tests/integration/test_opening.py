@@ -137,7 +137,7 @@ async def test_a_request_gives_up_on_a_slow_server_in_time(
         async with swarm.connect() as connected:
             with stuck(swarm.servers[1]), pytest.raises((HopUnavailable, NoChain)):
                 await asyncio.wait_for(connected.generate(PROMPT, **OPTIONS, **options), 20)
-            # It is well again, and nobody need wait until that is known.
+            # The server is well again, and no caller need wait until that is known.
             await connected.generate(PROMPT, **OPTIONS)
         await swarm.until_empty()
 

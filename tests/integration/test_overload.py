@@ -82,7 +82,7 @@ class Visitors:
 
 
 async def fill(swarm: Swarm, visitors: Visitors) -> list[asyncio.Task[None]]:
-    """As many of one tenant's requests as run and wait; to be called while none can end."""
+    """Sends as many of one tenant's requests as run and wait; to be called while none can end."""
     tasks = [asyncio.create_task(visitors.visit("ada")) for _ in range(NUM_RUNNING + NUM_WAITING)]
 
     await until(partial(is_held, swarm, NUM_RUNNING + NUM_WAITING))
@@ -132,7 +132,7 @@ async def test_a_refusal_comes_at_once_and_says_when_to_come_back(swarm: Swarm) 
             refused = await refusal(channel, "GenerateStream", request, api_key=KEYS["ada"])
         assert (refused.code, refused.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
         assert refused.retry_after_s > 0
-        # It waited for nobody: all places are still taken.
+        # The refusal waited for no other request: all places are still taken.
         assert not any(task.done() for task in tasks)
     await asyncio.gather(*tasks)
     await swarm.until_empty()
@@ -282,7 +282,7 @@ async def test_a_turn_that_is_too_long_for_its_session_does_not_wait_to_be_refus
     async with swarm.connect() as client, client.session() as session, open_channel(swarm.address) as channel:
         await session.generate(PROMPT, max_tokens=16, ignore_eos=True)
         before = await session.info()
-        # By itself it would fit.
+        # The prompt alone would fit.
         ids = pb.TokenIds(ids=[40] * (CONTEXT_LENGTH - before.num_tokens))
         request = pb.GenerateRequest(tokens=ids, session_id=before.session_id)
         visitors = Visitors(swarm)
@@ -301,7 +301,7 @@ async def test_a_turn_that_is_too_long_for_its_session_does_not_wait_to_be_refus
 
 async def test_the_line_is_bounded_in_bytes(swarm: Swarm) -> None:
     visitors = Visitors(swarm)
-    # A field that nobody knows is carried along.
+    # A field that the service does not know is carried along.
     padding = MAX_BYTES * 2 // 3
     tag_and_length = bytes([0xFA, 0x3F, *(padding >> shift & 0x7F | 0x80 for shift in (0, 7)), padding >> 14])
     large = a_request(max_tokens=4).SerializeToString() + tag_and_length + bytes(padding)

@@ -36,7 +36,7 @@ OPTIONS: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With room for answers that last until they are disturbed."""
+    """A tiny model with room for answers that last until they are disturbed."""
     folder = tmp_path_factory.mktemp("placement") / "tiny"
     return make_tiny_checkpoint("llama", folder, config_changes={"max_position_embeddings": 8192})
 
@@ -135,8 +135,8 @@ async def test_a_hop_lost_in_mid_answer_is_replaced_and_every_answer_goes_on(
         assert [each.token_ids for each in given] == [undisturbed[0]] * 2 + [undisturbed[1]] * 2
         assert given_turn.token_ids == expected_turn
         assert all(each.usage.recoveries == 1 and each.usage.stall_s > 0 for each in (*given, given_turn))
-        # Of the short texts the first hop had kept all that it sent on, so only the lost span was computed again. Of
-        # the long ones it had found the beginning in its cache, and had computed no outputs to keep.
+        # The first hop had kept all outputs of the short texts, so only the lost span was computed again. It had found
+        # the beginning of the long texts in its cache, and had computed no outputs to keep.
         port = swarm.clients[0].metrics_port
         name = "corolla_session_recoveries_total"
         assert await sample(port, name, cause="hop_unavailable", method="outputs") == 3
@@ -222,7 +222,7 @@ async def test_a_server_that_stops_has_left_the_placement_for_good(tmp_path: Pat
 
 
 async def test_without_a_router_only_sessions_fail(tmp_path: Path, model: Path) -> None:
-    # Of a port that it got from the system, others might have made a connection when it comes back.
+    # A port that the system chose could be taken by another connection while the router is away.
     router = {"port": Ports().free()}
     async with Swarm(tmp_path, model, ["0:2", "2:5"], router=router) as swarm, swarm.connect() as client:
         expected = await client.generate(PROMPT, **OPTIONS)

@@ -285,7 +285,7 @@ async def test_a_stream_is_open_until_its_answer_was_taken(swarm: Swarm) -> None
         async with open_channel(swarm.address_of(0)) as channel:
             refused = await refusal(channel, "GenerateStream", asking(), api_key=key_of("streaming"), timeout_s=60)
         assert quota_of(refused) == ("open_streams", 1.0)
-        # One that comes as a whole is none.
+        # An answer that comes as a whole does not count as streaming.
         await answer(swarm, "streaming", asking())
     async with long_answer(swarm, "streaming", client=0):
         pass

@@ -1,4 +1,4 @@
-"""Hops that die at the worst moments: in a prompt, in a replay, two at once; and outputs that are no numbers."""
+"""Hops that die at the worst moments: in a prompt, in a replay, two at once; and outputs of NaN and infinity."""
 
 import asyncio
 import time
@@ -51,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def swarm_of(folder: Path, model: Path, spans: list[str], **client: Any) -> Swarm:
-    """Without shared beginnings, which would spare the hops the work in which they are to die."""
+    """A swarm whose texts share no beginnings, which would spare the hops the work in which they are to die."""
     settings = {"prefill_chunk_tokens": 16, "recovery_patience_s": 30.0, **client}
     return Swarm(folder, model, spans, server={"prefix_cache": False}, client=settings)
 
@@ -171,7 +171,7 @@ async def test_a_request_that_kills_servers_is_stopped_after_the_second(tmp_path
         with pytest.raises(RequestKillsServers):
             await client.generate(PROMPT, **{**OPTIONS, "max_tokens": 300})
         assert sum(map(len, deaths)) == 2
-        # The others serve whoever does no harm.
+        # The other servers serve requests that do no harm.
         assert (await undisturbed(swarm))[0] == expected
         await end(swarm, [server for server, death in zip(doomed, deaths, strict=True) if death])
 
@@ -235,7 +235,7 @@ def cut(swarm: Swarm, server: BlockServer, position: int, num_losses: int = 1000
 async def test_a_request_waits_for_a_replacement_no_longer_than_configured(tmp_path: Path, model: Path) -> None:
     """Also where the lost server is asked again and again meanwhile."""
     waits_s: list[float] = []
-    # With as much again after the last attempt it would be eight or nine, each time.
+    # If as long a wait again followed the last attempt, it would be eight or nine seconds, each time.
     while not waits_s or (waits_s[-1] >= 7 and len(waits_s) < 3):
         async with swarm_of(tmp_path, model, SPANS, recovery_patience_s=5.0) as swarm, swarm.connect() as client:
             _, num_prompt_tokens = await undisturbed(swarm)
@@ -252,7 +252,7 @@ async def test_a_request_waits_for_a_replacement_no_longer_than_configured(tmp_p
 async def test_a_conversation_whose_stream_broke_between_two_steps_goes_on(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As while its caller does not read. When the next step is taken, the stream is there again."""
+    """The stream breaks while its caller does not read. When the next step is taken, the stream is there again."""
     decode, reached, go_on = ChainSession.decode, asyncio.Event(), asyncio.Event()
 
     async def decode_later(self: ChainSession, reader: TokenReader) -> tuple[int, int]:
@@ -393,7 +393,7 @@ async def test_a_step_that_a_server_cannot_compute_is_tried_on_one_other_server(
             num_recovered += answer.usage.recoveries
         if num_sick == 1:
             assert num_recovered >= 1
-            # That is no reason to leave a server out: it answers, and may be right about other requests.
+            # The failure must not leave a server out: it answers, and may be right about other requests.
             name, cause = "corolla_session_recoveries_total", sickness.reason.lower()
             assert await sample(swarm.clients[0].metrics_port, name, cause=cause) == num_recovered
             assert await faults(swarm, sickness.reason) >= num_recovered
@@ -413,7 +413,7 @@ class FromTomorrow(CorollaError):
 
 
 async def test_an_unknown_reason_ends_only_its_own_answer(tmp_path: Path, model: Path) -> None:
-    """As when block servers are upgraded before client services."""
+    """Block servers send such a reason when they are upgraded before client services."""
     async with swarm_of(tmp_path, model, SPANS) as swarm, swarm.connect() as client:
         expected, _ = await undisturbed(swarm)
         engine = swarm.servers[1].engine

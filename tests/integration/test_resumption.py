@@ -33,7 +33,7 @@ MAX_TOKENS = 48
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "seeded": {"temperature": 1.2, "top_p": 0.95, "seed": 7},
-    # Nobody chose its random numbers, and yet they are the same everywhere.
+    # The caller chose no seed, and yet the random numbers are the same everywhere.
     "without a seed": {"temperature": 1.2},
     "penalties": {"temperature": 1.2, "top_k": 40, "repetition_penalty": 1.3, "presence_penalty": 0.5},
     "draft tokens": {"speculation": "prompt_lookup", "temperature": 0.7},
@@ -80,7 +80,7 @@ async def test_another_client_service_sends_only_the_missing_tokens(
 async def test_received_tokens_are_processed_in_no_thread_that_all_answers_share(
     clients: Sequence[AsyncClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With thousands of them, the event loop or the thread that computes would stand still for everybody."""
+    """Thousands of them would stop the event loop, or the thread that computes, for all other answers."""
     threads: dict[str, set[str]] = {"text": set(), "random numbers": set()}
     num_drawn = 0
     replay_into, skip = Resumption.replay_into, Sampler.skip

@@ -39,7 +39,7 @@ _SAMPLED: Final[Sampling] = {"temperature": 0.9, "top_p": 0.95, "seed": 5}
 
 
 def question(number: int) -> tuple[list[int], Sampling]:
-    """Of a caller: greedy, or sampled with a seed."""
+    """The question of a caller: greedy, or sampled with a seed."""
     return [1, 2, 3 + number % NUM_QUESTIONS], _SAMPLED if number % 4 == 3 else {}
 
 

@@ -1,4 +1,4 @@
-"""Certificates and their authority are replaced while answers run: nobody notices, and nothing recovers."""
+"""Certificates and their authority are replaced while answers run: no caller notices, and nothing recovers."""
 
 import asyncio
 from pathlib import Path

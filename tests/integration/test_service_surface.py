@@ -34,7 +34,7 @@ SERVICES = {
 }
 each_service = pytest.mark.parametrize("kind", SERVICES)
 
-# Of the names that are promised to dashboards and alerts, those whose subject exists.
+# The names that are promised to dashboards and alerts, as far as their subject exists here.
 PROMISED = {
     "router": {"corolla_span_ready_replicas", "corolla_uncovered_blocks", "corolla_rpc_seconds", "corolla_rpcs"},
     "block server": {
@@ -82,7 +82,7 @@ def services(swarm: Swarm) -> dict[str, Any]:
 
 
 def address(service: Any) -> str:
-    """Of its gRPC."""
+    """The address of a service's gRPC."""
     return f"127.0.0.1:{service.control_port if isinstance(service, BlockServer) else service.port}"
 
 
@@ -131,7 +131,7 @@ async def test_health_says_not_serving_before_the_service_stops(
         await router.start()
         service = {**services(swarm), "router": router}[kind]
         async with open_channel(address(service)) as channel, swarm.connect() as client:
-            # Without a request: one that is still being sent when the refusal comes fails with another status.
+            # The call sends no request: one that is still being sent when the refusal comes fails with another status.
             reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
             assert await reflection.ServerReflectionInfo().code() is grpc.StatusCode.UNIMPLEMENTED
             stub: Any = health_pb2_grpc.HealthStub(channel)

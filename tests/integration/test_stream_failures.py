@@ -33,7 +33,7 @@ def failing_once(kind: type, num_frames: int) -> Callable[[str, Frame], Frame]:
 @pytest.mark.parametrize("where", ["client service", "block server"])
 async def test_no_stream_is_half_alive_and_no_token_changes(tmp_path: Path, where: str, is_encrypted: bool) -> None:
     model = make_tiny_checkpoint("llama", tmp_path / "tiny")
-    # Whoever waits for a lost step learns of it by the stream, or not within this test's time.
+    # A client that waits for a lost step learns of it by the stream, or not within this test's time.
     patient, bounds = {"step_timeout_s": 600.0}, ClientBounds(open_timeout_s=600.0)
     swarm = Swarm(tmp_path, model, ["0:2", "2:5"] * 2, client=patient, bounds=bounds, is_encrypted=is_encrypted)
     async with swarm, swarm.connect() as client:

@@ -90,7 +90,7 @@ async def test_other_tenants_do_not_see_a_session(swarm: Swarm) -> None:
     [
         ALICE, f"Basic {ALICE}", "Bearer", "Bearer key", f"Bearer {ALICE.upper()}", f"Bearer alice:{ALICE}",
         f"Bearer {ALICE} {BOB}", "",
-        # Of lines that are comments, though indented.
+        # These lines are comments, though indented.
         f"Bearer {EVES}",
     ],
 )  # fmt: skip
@@ -206,7 +206,7 @@ async def test_an_answer_ends_with_the_key_that_it_runs_under(swarm: Swarm, tmp_
         return False
 
     async with AsyncClient(address, api_key=revoked.key) as one, AsyncClient(address, api_key=kept.key) as other:
-        # Nobody takes their tokens meanwhile, so neither comes to its end.
+        # No caller takes their tokens meanwhile, so neither comes to its end.
         ending, going = (each.stream([1, 2, 3], max_tokens=LONG, ignore_eos=True) for each in (one, other))
         for stream in (ending, going):
             await anext(stream)

@@ -175,7 +175,7 @@ async def test_an_answer_ends_with_its_token(swarm: Swarm, provider: IdentityPro
         AsyncClient(swarm.address, api_key=provider.token(exp=time.time() + 13)) as one,
         AsyncClient(swarm.address, api_key=provider.token()) as other,
     ):
-        # Nobody takes their tokens meanwhile, so neither comes to its end.
+        # No caller takes their tokens meanwhile, so neither comes to its end.
         ending, going = (each.stream([1, 2, 3], max_tokens=LONG, ignore_eos=True) for each in (one, other))
         for stream in (ending, going):
             await anext(stream)
@@ -330,7 +330,7 @@ async def test_known_keys_stay_in_force_while_the_issuer_is_away(swarm: Swarm, p
         assert await is_up(0)
     finally:
         provider.status = 0
-    # It is asked again soon, though nobody shows a new key.
+    # The provider is asked again soon, though no token names a new key.
     await until(lambda: _has_been_asked(provider, before), 10)
     await until(lambda: is_taken(swarm.address, new.sign(provider.claims())), 10)
     assert await is_up(1)

@@ -1,4 +1,4 @@
-"""What a collector is sent of requests: who did what for how long, on every hop, and nothing of what was said."""
+"""A collector gets, for each request, what each service did for how long on every hop, and nothing of what was said."""
 
 import asyncio
 import signal

@@ -44,7 +44,7 @@ async def converse(clients: list[AsyncClient], order: list[int], **options: Any)
     replies = []
     for client, text in zip(order, TURNS, strict=True):
         replies.append(await clients[client].chat(session=session_id).send(text, **OPTIONS, **options))
-    # Whoever deletes it frees what others have opened.
+    # A client service that deletes it frees what others have opened.
     await clients[1 - order[-1]].delete_session(session_id)
     return replies
 

@@ -62,7 +62,7 @@ class Wires:
 
     @property
     def network(self) -> Network:
-        """For the service."""
+        """The network that the service gets."""
         return replace(self.beneath, channels=self.open, connect=self.connect, listen=self.listen)
 
     def open(self, address: str) -> grpc.aio.Channel:
@@ -81,7 +81,7 @@ class Wires:
         return listener
 
     async def hang_up(self) -> None:
-        """All streams that others have to the service break, and nobody gets another one."""
+        """Breaks all streams that others have to the service, and lets no new one begin."""
         for listener in self._listening:
             await listener.close()
 

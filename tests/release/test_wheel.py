@@ -28,7 +28,7 @@ def run(*command: str | Path, where: Path) -> str:
 
 
 def build_wheel(folder: Path) -> Path:
-    """From a clone of what is committed."""
+    """Builds the wheel from a clone of what is committed."""
     run("git", "clone", "--quiet", "--shared", ROOT, folder / "clone", where=folder)
     options = ("--no-deps", "--no-build-isolation", "--wheel-dir", folder)
     run(*PIP, "wheel", *options, folder / "clone", where=folder)
@@ -37,7 +37,7 @@ def build_wheel(folder: Path) -> Path:
 
 
 def make_environment(folder: Path, wheel: Path) -> Path:
-    """With the wheel, and from the environment of the tests all packages but Corolla. Returns its folder of commands.
+    """Makes an environment with the wheel, and the tests' packages but for Corolla. Returns its folder of commands.
 
     A path file adds the packages' folder, and reads none of that folder's own, so the checkout stays out of sight.
     """

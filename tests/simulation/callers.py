@@ -25,7 +25,7 @@ from tests.simulation.scenario import Conversation, Turn
 from tests.simulation.toy_model import ToyModel
 
 MOST_SECONDS: Final = 60.0
-"""Of one request."""
+"""The longest time that one request may take."""
 
 _RETRIES: Final = 40
 _RETRY_INTERVAL_S: Final = 1.0

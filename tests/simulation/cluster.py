@@ -62,7 +62,7 @@ FINGERPRINT: Final = "toy"
 MODEL: Final = "toy"
 ROUTER: Final = "router:1"
 LEASE_S: Final = 6.0
-"""Of sessions on hops; of conversations as well."""
+"""The lease of sessions on hops; that of conversations as well."""
 
 _ROUTER: Final = router_pb2.DESCRIPTOR.services_by_name["RouterService"]
 

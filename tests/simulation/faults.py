@@ -36,11 +36,11 @@ class Faults:
         self._handovers: list[_Handovers] = []
 
     def schedule(self, fault: Fault) -> None:
-        """From the start of the run on."""
+        """Plans a fault, by its time since the start of the run."""
         self._cluster.loop.at(self._cluster.loop.time() + fault.at_s, lambda: self._begin(fault))
 
     def happened(self, session: HopSession[Any], event: SessionEvent) -> None:
-        """To a session on a hop: it may be the moment of a mishap."""
+        """Takes note of what happened to a session on a hop: it may be the moment of a mishap."""
         process, session_id = current_process(), session.request.session_id
         server = next((each for each in self._cluster.servers if each.process is process), None)
         if server is None:
@@ -58,7 +58,7 @@ class Faults:
         self._begin(fault)
 
     def _as_fault(self, mishap: Mishap, handovers: "_Handovers", session: HopSession[Any]) -> Fault | None:
-        """None where nobody is left whom it could hit."""
+        """None where no process is left that it could hit."""
         heir, client = handovers.heirs[session.request.session_id], self._client_of(session)
         if client is None and CLIENT in (mishap.who, mishap.other):
             return None

@@ -40,7 +40,7 @@ def run_script(text: str, keys: list[bytes], arguments: list[bytes], command: Ca
 
     Raises:
         ResponseError: the reply is an error.
-        lua51.LuaError: the script is none, or fails.
+        lua51.LuaError: the text does not parse, or the script fails.
     """
     lua = _interpreter()
 
@@ -89,7 +89,7 @@ def _reply(value: Any) -> Any:
             return status
         if (error := value[b"err"]) is not None:
             raise ResponseError(error.decode())
-        # As Redis reads a list: up to the first nil.
+        # Redis reads a list up to the first nil, too.
         found: list[Any] = []
         while (each := value[len(found) + 1]) is not None:
             found.append(_reply(each))

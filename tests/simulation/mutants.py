@@ -215,7 +215,7 @@ def _always_stays() -> AbstractContextManager[object]:
 
 
 def _sampler_one_draw_off() -> AbstractContextManager[object]:
-    """Whoever makes a sampler anew draws one choice too few again."""
+    """A hop that makes a sampler anew draws one choice too few again."""
 
     def make(right: Callable[..., Any]) -> Callable[..., Any]:
         def message(self: SamplerRecord) -> pb.Sampler:
@@ -278,4 +278,4 @@ MUTANTS: Final[Mapping[str, Mutant]] = {
     "sampler kept": _sampler_kept,
     "answer forgotten by penalties": _answer_forgotten_by_penalties,
 }
-"""By name."""
+"""The mutants by name."""

@@ -27,9 +27,9 @@ from tests.frame_bytes import decode, join
 from tests.simulation.loop import Process, VirtualLoop
 
 KEEPALIVE_S: Final = 3.0
-"""Of gRPC: how long a silent end is borne."""
+"""How long gRPC bears a silent end."""
 STREAM_SILENCE_S: Final = 2.0
-"""Of the streams of the data plane."""
+"""How long the streams of the data plane bear a silent end."""
 CONNECT_TIMEOUT_S: Final = 2.0
 _CONNECT_RETRY_S: Final = 0.1
 _WAKING_S: Final = 0.02

@@ -15,7 +15,7 @@ MARGIN_S: Final = 9.0
 """So long after a fault its server may still be of no use: it registers again, or is left out by those it failed."""
 
 GRACE_S: Final = 6.0
-"""How long a server that leaves serves those whom nobody takes."""
+"""How long a server that leaves serves the sessions that no other server takes."""
 
 _SERVER_FAULTS: Final = ("kill", "kill", "freeze", "freeze", "cut", "cut", "cut peer", "reset", "bad numbers", "drain")
 _CONTROL_FAULTS: Final = ("router kill", "redis gone", "redis frozen", "redis flush", "redis rollback", "redis full")
@@ -193,7 +193,7 @@ def possible_heirs(fault: Fault, spans: Sequence[Span]) -> frozenset[int]:
 
 
 def covers(spans: Sequence[Span], faults: Sequence[Fault], num_blocks: int) -> bool:
-    """Whether the servers that are well hold all blocks at any time, whoever is the heir of whom."""
+    """Whether the servers that are well hold all blocks at any time, whichever of them takes another one's place."""
     heirs = [sorted(possible_heirs(fault, spans)) or [fault.target] for fault in faults]
     return all(_covers(spans, faults, each, num_blocks) for each in product(*heirs))
 

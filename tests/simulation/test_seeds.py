@@ -31,7 +31,7 @@ def test_seeds_hold(part: int, record_property: Callable[[str, object], None]) -
     record_property(PROPERTY, sorted(map(in_words, taken)))
 
 
-# Once they ended in an error though every block had a server: nobody waited for the only one, which was slow or lost.
+# Once they ended in an error though every block had a server: no client waited for the only one, slow or lost.
 ONCE_BROKEN = (3500, 3618, 3861, 5991, 700438, 700988, 800515, 800586, 800967)
 
 

@@ -8,13 +8,13 @@ import pytest
 from corolla.block_server.hop_session import TRANSITIONS, SessionEvent, SessionState
 
 NUM_PARTS: Final = 20
-"""Of the seeds of `make test-all`."""
+"""The number of parts in which `make test-all` runs its seeds."""
 
 PROPERTY: Final = "transitions"
-"""Under which a part of the seeds records them."""
+"""The name by which a part of the seeds records its transitions."""
 
 MOST_NOT_TAKEN: Final = 8
-"""By all the seeds of `make test-all`, of 40.
+"""The number of transitions, of 40, that all the seeds of `make test-all` together may leave out.
 
 None is impossible: a few thousand seeds take each. Those that 500 seeds may miss need two events within a few
 hundredths of a second:

@@ -99,7 +99,7 @@ livenessProbe:
 - name: hub
   secret:
     secretName: {{ . }}
-    # The pod's group may read it; nobody else.
+    # Only the pod's group may read it.
     defaultMode: 0440
     items: [{key: {{ $.Values.model.hub.tokenKey }}, path: token}]
 {{- end }}

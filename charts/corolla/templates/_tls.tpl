@@ -26,7 +26,7 @@ COROLLA_TLS_DIR: /etc/corolla/tls
 - name: tls
   secret:
     secretName: {{ include "corolla.tlsSecret" . }}
-    # The pod's group may read it; nobody else.
+    # Only the pod's group may read it.
     defaultMode: 0440
 {{- end }}
 {{- end }}

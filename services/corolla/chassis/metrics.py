@@ -179,7 +179,7 @@ class MetricsEndpoint:
             self._server = make_server(host, port, answer, _MetricsServer, _Handler)
         except OSError as failure:
             raise StartupError(
-                f"cannot serve metrics on {host}:{port} ({failure.strerror}); set another COROLLA_METRICS_PORT"
+                f"cannot serve metrics on {host}:{port} ({failure.strerror}); choose another COROLLA_METRICS_PORT"
             ) from None
         # A stopping event loop waits in `close` for as long as the server looks at its socket only.
         self._thread = Thread(target=self._server.serve_forever, kwargs={"poll_interval": _POLL_S}, daemon=True)

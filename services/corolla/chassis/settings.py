@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, WithJsonSchema
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from corolla.chassis.errors import SettingsError
@@ -31,6 +31,14 @@ REMOVED: Final = frozenset(
 
 Dtype = Annotated[DtypeName, BeforeValidator(full_dtype_name)]
 """A dtype by its name, or by its abbreviation."""
+
+_LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR")
+LogLevel = Annotated[
+    Literal["DEBUG", "INFO", "WARNING", "ERROR"],
+    BeforeValidator(lambda given: given.upper() if isinstance(given, str) else given),
+    WithJsonSchema({"enum": [*_LEVELS, *map(str.lower, _LEVELS)], "type": "string"}),
+]
+"""A level of the log in any case: `info` is `INFO`."""
 
 
 class ServiceSettings(BaseSettings):
@@ -60,7 +68,7 @@ class ServiceSettings(BaseSettings):
         "certificates or, for callers, without a certificate and keys or tokens. The log says so every minute.",
     )
     reflection: bool = Field(True, description="Whether gRPC reflection is served.")
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least severe level logged.")
+    log_level: LogLevel = Field("INFO", description="Least severe level logged, in any case: `info` is `INFO`.")
     log_format: Literal["text", "json"] = Field("text", description="Log lines for people or for machines.")
     audit: bool = Field(
         True,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 if TYPE_CHECKING:
-    from corolla.v1.router_pb2 import Placement
+    from corolla.v1.router_pb2 import Placement, RegisteredAdapter
     from corolla.v1.router_pb2_grpc import RouterServiceStub
 
 _TIMEOUT_S: Final = 5.0
@@ -66,16 +66,13 @@ def add(
 
 @adapters.command("list")
 def list_adapters(router: Router = "127.0.0.1:50050", model: ModelName = "") -> int:
-    """Lists the adapters that are registered."""
+    """Lists the adapters that are registered: the name of each, and below it digest, source and tenants."""
     from corolla.cli.control_channel import router_stub
 
     with router_stub(router) as stub:
         placement = _placement(stub, model)
     for each in placement.adapters:
-        facts = [each.version.name, each.version.digest, each.source]
-        facts += [f"@{each.revision}"] if each.revision else []
-        facts += [f"for {', '.join(each.tenants)}"] if each.tenants else []
-        sys.stdout.write("  ".join(facts) + "\n")
+        sys.stdout.write("\n".join(adapter_lines(each)) + "\n")
     return 0
 
 
@@ -90,6 +87,17 @@ def remove(name: Name, router: Router = "127.0.0.1:50050", model: ModelName = ""
         stub.RemoveAdapter(request, timeout=_TIMEOUT_S)
     sys.stdout.write(f"removed {name}\n")
     return 0
+
+
+def adapter_lines(adapter: "RegisteredAdapter") -> list[str]:
+    """The name, and below it a line for each fact: a digest fills most of a terminal's line."""
+    facts = {
+        "digest": adapter.version.digest,
+        "source": adapter.source,
+        "revision": adapter.revision,
+        "tenants": ", ".join(adapter.tenants),
+    }
+    return [adapter.version.name, *(f"    {name:<8}  {value}" for name, value in facts.items() if value)]
 
 
 def _read(source: str, revision: str) -> tuple[str, str, str]:

@@ -1,10 +1,24 @@
 """Failures as one sentence that says what to do."""
 
+from typing import overload
+
 from corolla.chassis import errors
 
 
-def sentence_of(failure: errors.CorollaError) -> str:
-    """The error's message, with advice where a newcomer needs it."""
+@overload
+def sentence_of(failure: errors.CorollaError) -> str: ...
+
+
+@overload
+def sentence_of(failure: Exception) -> str | None: ...
+
+
+def sentence_of(failure: Exception) -> str | None:
+    """The error's message, with advice where a newcomer needs it. Returns None for a bug, whose traceback is needed."""
+    if isinstance(failure, OSError) and failure.filename is not None:
+        return f"cannot use {failure.filename}: {failure.strerror}; correct the path or its permissions"
+    if not isinstance(failure, errors.CorollaError):
+        return None
     if isinstance(failure, errors.ServiceUnavailable):
         return f"{failure.message}; start a stack with `corolla up`, or name another address with --server"
     if isinstance(failure, errors.RouterUnavailable):

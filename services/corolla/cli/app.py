@@ -12,6 +12,7 @@ from corolla.cli import adapter_commands, ask_commands, key_commands, service_co
 from corolla.cli.interruption import EXIT_INTERRUPTED
 
 EXIT_FAILED = 1
+_INTERRUPTED = "a signal ended the command before it was done; run it again to begin anew"
 
 app = typer.Typer(
     name="corolla",
@@ -55,12 +56,20 @@ def version() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns the exit status: 0, 1 for a failure, 2 for a wrong call, 130 after Ctrl-C."""
-    # Else gRPC, which reads this when it is imported, prints notes of ended connections between a command's output.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    """Runs one command. Returns the exit status: 0, 1 for a failure, 2 for a wrong call, 130 after Ctrl-C.
+
+    A command that fails, or is interrupted before it is done, says so in one sentence on standard error.
+    """
+    # gRPC reads this when it is imported. Otherwise it prints notes of its own between a command's output, and before
+    # the sentence that says what failed.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
-        return _run(sys.argv[1:] if arguments is None else list(arguments))
+        status = _run(sys.argv[1:] if arguments is None else list(arguments))
+        if status == EXIT_INTERRUPTED:
+            _complain(_INTERRUPTED)
+        return status
     except KeyboardInterrupt:
+        _complain(_INTERRUPTED)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # Whoever read the output has enough. Python would complain once more when it closes the stream.
@@ -82,13 +91,12 @@ def _run(arguments: list[str]) -> int:
     except typer.Abort:
         return EXIT_INTERRUPTED
     except Exception as failure:
-        from corolla.chassis.errors import CorollaError
-
-        if not isinstance(failure, CorollaError):
-            raise
         from corolla.cli.advice import sentence_of
 
-        _complain(sentence_of(failure))
+        sentence = sentence_of(failure)
+        if sentence is None:
+            raise
+        _complain(sentence)
         return EXIT_FAILED
     return int(status or 0)
 

@@ -59,7 +59,8 @@ def run_demo(options: StackOptions) -> int:
     except Interrupted:
         return EXIT_INTERRUPTED
     console.print(Rule("Result", align="left"))
-    console.print(_summary(usages, stack, time.perf_counter() - started))
+    start_s = sum(seconds for stage, seconds in stack.start_s.items() if stage != "imports")
+    console.print(summary_table(usages, len(stack.servers), start_s, time.perf_counter() - started))
     console.print("\nRun it yourself: [bold]corolla up[/bold]")
     return 0
 
@@ -96,7 +97,8 @@ def _show(console: Console, before: str, stream: Stream) -> Usage:
     return stream.usage
 
 
-def _summary(usages: list[tuple[str, Usage]], stack: Stack, total_s: float) -> Table:
+def summary_table(usages: list[tuple[str, Usage]], num_servers: int, start_s: float, total_s: float) -> Table:
+    """What each answer cost, and below the table how long everything took."""
     table = Table(header_style="dim", box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("", "tokens/s", "first token", "prompt", "cached", "new tokens"):
         table.add_column(heading, justify="left" if not heading else "right")
@@ -109,7 +111,6 @@ def _summary(usages: list[tuple[str, Usage]], stack: Stack, total_s: float) -> T
             str(usage.cached_tokens),
             str(usage.completion_tokens),
         )
-    start_s = sum(seconds for stage, seconds in stack.start_s.items() if stage != "imports")
-    table.caption = f"{len(stack.servers)} block servers, started in {start_s:.1f} s; all in {total_s:.1f} s"
+    table.caption = f"{num_servers} block servers, started in {start_s:.1f} s; all in {total_s:.1f} s"
     table.caption_justify = "left"
     return table

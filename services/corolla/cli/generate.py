@@ -56,6 +56,9 @@ def _print_stream(client: Client, prompt: str, options: dict[str, Any], *, as_js
                 sys.stdout.write(chunk.text)
             sys.stdout.flush()
     if interrupted.came:
+        # The sentence that main writes begins a line of its own.
+        sys.stdout.write("" if as_json else "\n")
+        sys.stdout.flush()
         return EXIT_INTERRUPTED
     if not as_json:
         if not with_index:

@@ -56,7 +56,7 @@ def new(
 
 @keys.command("list")
 def list_keys(file: File) -> int:
-    """Lists the keys of a file, without their secrets."""
+    """Lists the keys of a file, without their secrets; below each key stands what it is limited to."""
     now = datetime.now(UTC)
     for record in _parse(file, _read(file)).records:
         if record.is_simple:
@@ -65,8 +65,11 @@ def list_keys(file: File) -> int:
         facts = [record.id, record.tenant, f"since {record.created:%Y-%m-%d}"]
         if record.expires is not None:
             facts.append(f"{'expired' if record.expires <= now else 'until'} {record.expires:%Y-%m-%d}")
-        facts += sorted(record.models) + sorted(scope.value for scope in record.scopes)
         sys.stdout.write("  ".join(facts) + "\n")
+        # Below the key, each in a line of its own, since names of models are long.
+        sys.stdout.writelines(f"    only model {name}\n" for name in sorted(record.models))
+        if record.scopes:
+            sys.stdout.write(f"    only for {', '.join(sorted(scope.value for scope in record.scopes))}\n")
     return 0
 
 
@@ -111,7 +114,7 @@ def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        raise StartupError(f"{file} cannot be read") from None
+        raise StartupError(f"{file} cannot be read; check its path and permissions") from None
 
 
 def _parse(file: Path, text: str) -> "KeyTable":

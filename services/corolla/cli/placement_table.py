@@ -18,7 +18,10 @@ _BAR_WIDTH = 50
 
 
 def placement_table(placement: router_pb2.Placement, num_sessions: int | None = None) -> RenderableType:
-    """Each server with its span, then a bar of how many ready servers each block has."""
+    """Each server with its span, then a bar of how many ready servers each block has, and the dtypes.
+
+    The table fits 80 columns: dtypes stand below it, since a GGUF file's take half a line.
+    """
     table = Table(
         title=_title(placement, num_sessions),
         title_justify="left",
@@ -27,11 +30,11 @@ def placement_table(placement: router_pb2.Placement, num_sessions: int | None = 
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
-    table.add_column("server", no_wrap=True)
-    table.add_column("state")
+    # A long name goes on in the next line; nothing of it is cut off.
+    table.add_column("server", overflow="fold")
+    table.add_column("state", no_wrap=True)
     for heading in ("blocks", "sessions", "free pages", "step"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("dtype")
     for placed in _in_order(placement):
         state, colour = _STATES.get(placed.state, ("unknown", "red"))
         load = placed.load
@@ -42,9 +45,8 @@ def placement_table(placement: router_pb2.Placement, num_sessions: int | None = 
             str(load.num_sessions),
             f"{load.num_free_pages}/{load.num_pages}" if load.num_pages else "",
             f"{load.decode_step_seconds * 1000:.1f} ms" if load.decode_step_seconds else "",
-            placed.server.dtype,
         )
-    return Group(table, _coverage(placement))
+    return Group(table, _coverage(placement), *_dtypes(placement))
 
 
 def placement_facts(placement: router_pb2.Placement, num_sessions: int) -> dict[str, Any]:
@@ -90,6 +92,19 @@ def _title(placement: router_pb2.Placement, num_sessions: int | None) -> str:
 
 def _in_order(placement: router_pb2.Placement) -> list[router_pb2.PlacedServer]:
     return sorted(placement.servers, key=lambda placed: (placed.span.start, placed.span.end, placed.server.address))
+
+
+def _dtypes(placement: router_pb2.Placement) -> list[Text]:
+    """One line where all servers have the same dtype, else a line for each dtype, with its servers."""
+    addresses: dict[str, list[str]] = {}
+    for placed in _in_order(placement):
+        addresses.setdefault(placed.server.dtype, []).append(placed.server.address)
+    if len(addresses) == 1:
+        return [Text.assemble(("dtype    ", "dim"), dtype) for dtype in addresses]
+    return [
+        Text.assemble(("dtype    ", "dim"), dtype, (f" on {', '.join(servers)}", "dim"))
+        for dtype, servers in addresses.items()
+    ]
 
 
 def _coverage(placement: router_pb2.Placement) -> Text:

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 _PANEL = "Run one service"
+_PORT: dict[str, Any] = {"min": 0, "max": 65535, "metavar": "PORT"}
 
 
 def _option(text: str, **more: Any) -> Any:
@@ -15,10 +16,10 @@ def _option(text: str, **more: Any) -> Any:
 Settings = Annotated[
     bool, typer.Option("--settings", help="Print every setting with its variable and default, and end.")
 ]
-Port = Annotated[int | None, _option("Port to listen on; 0 takes a free one.")]
+Port = Annotated[int | None, _option("Port to listen on; 0 takes a free one.", **_PORT)]
 Host = Annotated[str | None, _option("Address to listen on.")]
-MetricsPort = Annotated[int | None, _option("Port of the metrics.")]
-LogLevel = Annotated[str | None, _option("DEBUG, INFO, WARNING or ERROR.")]
+MetricsPort = Annotated[int | None, _option("Port of the metrics; 0 takes a free one.", **_PORT)]
+LogLevel = Annotated[str | None, _option("debug, info, warning or error.")]
 Model = Annotated[str | None, _option("Checkpoint folder, GGUF file, hub id, or demo.")]
 Router = Annotated[str | None, _option("The router.", metavar="HOST:PORT")]
 Dtype = Annotated[str | None, _option("float32 (fp32), bfloat16 (bf16) or float16 (fp16).")]
@@ -67,7 +68,7 @@ def block_server(
     device: Device = None,
     threads: Threads = None,
     kv_cache_mib: Annotated[int | None, _option("Memory for the KV cache.")] = None,
-    control_port: Annotated[int | None, _option("Port of gRPC, for health and status.")] = None,
+    control_port: Annotated[int | None, _option("Port of gRPC, for health and status.", **_PORT)] = None,
     metrics_port: MetricsPort = None,
     log_level: LogLevel = None,
     settings: Settings = False,
@@ -90,7 +91,7 @@ def client(
     model: Model = None,
     router: Router = None,
     port: Port = None,
-    http_port: Annotated[int | None, _option("Port of HTTP, in OpenAI's dialect; 0 takes a free one.")] = None,
+    http_port: Annotated[int | None, _option("Port of HTTP, in OpenAI's dialect; 0 takes a free one.", **_PORT)] = None,
     host: Host = None,
     dtype: Dtype = None,
     quantization: Quantization = None,
@@ -125,20 +126,25 @@ def drain(
     from corolla.v1.admin_pb2_grpc import AdminServiceStub
 
     # The advice for a client service that does not answer, to start a stack, would mislead here.
-    with control_channel(address, StartupError(f"no block server answers at {address}")) as channel:
+    with control_channel(
+        address, StartupError(f"no block server answers at {address}; name its control port")
+    ) as channel:
         left = AdminServiceStub(channel).Drain(admin_pb2.DrainRequest(), timeout=timeout_s).num_sessions_left
     sys.stdout.write("drained" + (f"; nobody had room for {left} sessions, they are replayed" if left else "") + "\n")
     return 0
 
 
 def _print_settings(model: Any) -> int:
+    """Each setting with its default, and below that what it means: no column is too narrow for it at 80 columns."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.padding import Padding
+    from rich.text import Text
 
-    table = Table("variable", "default", "meaning", header_style="dim", box=None)
+    console = Console(highlight=False)
     for name, field in model.model_fields.items():
         default = field.get_default()
         shown = default.get_secret_value() if hasattr(default, "get_secret_value") else default
-        table.add_row(f"COROLLA_{name.upper()}", "" if shown in (None, "") else str(shown), field.description or "")
-    Console(highlight=False).print(table)
+        value = "" if shown in (None, "") else f"={shown}"
+        console.print(Text.assemble((f"COROLLA_{name.upper()}", "bold"), value), soft_wrap=True)
+        console.print(Padding(Text(field.description or ""), (0, 0, 0, 4)))
     return 0

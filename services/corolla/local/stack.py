@@ -196,7 +196,9 @@ class Stack:
         try:
             options.log_folder.mkdir(parents=True, exist_ok=True)
         except OSError as failure:
-            raise StartupError(f"cannot make the log folder {options.log_folder}: {failure.strerror}") from None
+            raise StartupError(
+                f"cannot make the log folder {options.log_folder}: {failure.strerror}; choose another one"
+            ) from None
         planned = []
         private = options.log_folder
         if options.is_secure:

@@ -502,6 +502,11 @@ class FrameStream(asyncio.Protocol):
             self._state = state
 
 
+def _unavailable(place: str, failure: OSError) -> str:
+    """The sentence for an address on which a process cannot listen."""
+    return f"cannot listen on {place} ({failure.strerror or failure}); choose another port, or stop what listens there"
+
+
 def _tls_options(trust: StreamTrust | None, limits: StreamLimits) -> dict[str, Any]:
     """Of a listener. Who does not shake hands has no longer than who does not greet."""
     if trust is None:
@@ -558,7 +563,7 @@ class StreamListener:
                 self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             self._socket.bind(address)
         except OSError as failure:
-            raise StartupError(f"cannot listen on {host}:{port}: {failure.strerror or failure}") from None
+            raise StartupError(_unavailable(f"{host}:{port}", failure)) from None
         self.port: int = self._socket.getsockname()[1]
         self._server: asyncio.Server | None = None
         self._streams: set[FrameStream] = set()
@@ -582,7 +587,7 @@ class StreamListener:
                 make, sock=self._socket, backlog=_BACKLOG, **_tls_options(trust, limits)
             )
         except OSError as failure:  # another process that had bound the port as well listens by now
-            raise StartupError(f"cannot listen on port {self.port}: {failure.strerror or failure}") from None
+            raise StartupError(_unavailable(f"port {self.port}", failure)) from None
 
     def release(self) -> None:
         """Lets go of the port; takes no more streams."""

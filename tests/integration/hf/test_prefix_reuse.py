@@ -76,7 +76,7 @@ def test_rows_of_a_batch_reuse_a_prefix_and_continue_from_the_same_position(pair
     batch = torch.cat([PROMPT, PROMPT, torch.cat([PROMPT[:, :50], draw_prompts(1, 50)], dim=1)])
     output, num_reused = generate(model, batch)
     assert torch.equal(output, pair.unsplit.generate(batch, **NEW))
-    # Who holds more goes back to where all can go on from; a sliding window cannot.
+    # A hop that holds more goes back to where all can go on from; a sliding window cannot.
     assert num_reused == (PAGE_TOKENS if pair.unsplit.config.model_type == "llama" else 0)
     mask = left_padding(100, 0, 60, 3)
     output, _ = generate(model, batch, attention_mask=mask)

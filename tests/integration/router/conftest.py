@@ -74,7 +74,7 @@ async def start_router(redis_url: str) -> AsyncIterator[StartRouter]:
         async def start(**overrides: Any) -> Router:
             url = overrides.pop("redis_url", None)
             if url is None:
-                # Which nobody freezes: where it is silent for half a second, the machine was.
+                # No test freezes this Redis: where it is silent for half a second, the machine was.
                 url = redis_url
                 overrides.setdefault("redis_timeout_ms", 5000)
             return await stack.enter_async_context(running_router(url, **overrides))
@@ -162,7 +162,7 @@ class BlockServer:
         await self.router.stub.Heartbeat(request, timeout=30)
 
     async def beat_in_full(self) -> pb.HeartbeatResponse:
-        """As a real one does: with all that the router needs to register it again."""
+        """Sends a heartbeat as a real server does: with all that the router needs to register it again."""
         request = pb.HeartbeatRequest(
             model=self.description.model,
             server_id=self.server_id,

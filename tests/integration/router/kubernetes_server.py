@@ -31,7 +31,7 @@ class KubernetesServer:
         self._lock = threading.Lock()
         self._watchers: list[queue.Queue[Described | None]] = []
         self._version = 100
-        # Of one store, routers that watch the same pods have one leader.
+        # Routers with one store that watch the same pods have one leader.
         self.namespace = f"ns-{secrets.token_hex(4)}"
         self.pods: dict[str, Described] = {}
         self.events: list[Described] = []
@@ -49,7 +49,7 @@ class KubernetesServer:
         return sum(name == call for name, _ in self.calls)
 
     def reasons(self) -> list[str]:
-        """Of the Events, oldest first."""
+        """The reasons of the Events, oldest first."""
         return [str(each["reason"]) for each in self.events]
 
     def put(self, pod: Described) -> None:
@@ -78,7 +78,7 @@ class KubernetesServer:
             return {"metadata": {"resourceVersion": str(self._version)}, "items": list(self.pods.values())}
 
     def merge(self, name: str, patch: Described) -> Described | None:
-        """As RFC 7386 says, of the metadata's maps."""
+        """Merges the metadata's maps as RFC 7386 says."""
         if name not in self.pods:
             return None
         pod: Described = json.loads(json.dumps(self.pods[name]))

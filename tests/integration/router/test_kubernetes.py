@@ -143,7 +143,7 @@ async def test_a_pod_that_vanishes_gets_no_sessions_though_its_lease_runs(
     async with serving(*servers):
         kubernetes.remove("pod-a")
         await becomes(router, model, "a", DRAINING)
-        # This one goes while nobody watches.
+        # This one goes while no router watches.
         kubernetes.faults["watch"] = 503
         kubernetes.cut_watches()
         await asyncio.sleep(0.2)
@@ -165,7 +165,7 @@ async def test_a_pod_that_is_not_ready_comes_last_until_it_is_ready_again(
         kubernetes.put(described_pod("a", ready="False"))
         await becomes(router, model, "a", READY, suspected=True)
         assert await chosen(router, model) == {other.server_id}
-        # With nobody else left, what it says itself counts: a cluster that errs must not stop the model.
+        # Its own word counts where no other block server is left: a cluster that errs must not stop the model.
         kubernetes.put(described_pod("b", deleted=True))
         await becomes(router, model, "b", DRAINING)
         assert await chosen(router, model) == {one.server_id}
@@ -500,7 +500,7 @@ async def test_the_router_ignores_servers_of_other_releases_in_its_store(
 async def test_a_pod_that_cannot_be_tagged_does_not_stop_the_others(
     start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
 ) -> None:
-    """As an admission webhook may refuse it."""
+    """An admission webhook may refuse a change like this."""
     for name in "abc":
         kubernetes.put(described_pod(name))
     kubernetes.untouchable.add("pod-a")

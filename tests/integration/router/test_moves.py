@@ -91,7 +91,7 @@ async def test_a_server_that_is_not_needed_moves_to_the_blocks_of_a_lost_one(
 
 
 async def test_servers_move_one_at_a_time_to_the_slowest_blocks(router: Router, model: str) -> None:
-    # By what they said at the start all are equal; then it turns out that one alone is a tenth as fast.
+    # All servers said the same speed at the start; then it turns out that one alone is a tenth as fast.
     servers = [MovingServer(router, model) for _ in range(6)]
     assert [await each.join() for each in servers] == ["0:3", "3:6"] * 3
     for each in servers:
@@ -139,7 +139,7 @@ async def test_unstable_speeds_move_servers_ever_more_rarely(start_router: Start
             if (num_moves := sum(len(each.moves) for each in servers)) > len(moved_s):
                 moved_s.append(asyncio.get_running_loop().time() - began_s)
                 assert num_moves == len(moved_s)
-            # Whoever is alone is slow.
+            # A server without a replica is slow.
             held = [each.held for each in servers]
             for each in servers:
                 speed = 10 if held.count(each.held) == 1 else 100

@@ -139,7 +139,7 @@ async def test_silence_does_not_count_while_redis_is_frozen(
         assert error.retry_after_s
         for _ in range(100):
             assert isinstance(await refusal(plan(router, model)), StoreUnavailable)
-        # Without the breaker, each of them would wait for two time-outs of 250 ms.
+        # Each of them would wait for two time-outs of 250 ms if there were no breaker.
         assert time.monotonic() - started < 100 * 0.5 / 2
     async with asyncio.timeout(30):
         while True:
@@ -149,7 +149,7 @@ async def test_silence_does_not_count_while_redis_is_frozen(
             except Exception:
                 await asyncio.sleep(0.05)
     assert listed == {server.server_id}
-    # From then on it counts again.
+    # The store counts again afterwards.
     await until_empty(router, model)
 
 
@@ -233,7 +233,7 @@ async def test_a_turn_survives_a_lock_that_expired_without_another_turn(router: 
 def test_a_connection_that_is_reset_just_before_it_is_written_to(
     redis_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the loop that routers run on, which says so with an error of its own."""
+    """The loop that routers run on reports such a connection with an error of its own."""
     num_resets = 0
 
     async def reset(connection: Connection) -> None:

@@ -56,7 +56,7 @@ async def test_a_draft_model_takes_memory_and_time_with_the_last_block(router: R
     facts = {"num_model_blocks": 20, "capacity_blocks": 20, "draft_blocks": 6.0}
     servers = [BlockServer(router, model, **facts, weight_blocks=13.0) for _ in range(2)]
     assert [await each.join() for each in servers] == ["0:13", "13:20"]
-    # By time: as many more as would not make the last block slower than the first one.
+    # The time decides: it gets as many blocks more as would not make the last block slower than the first one.
     others = [BlockServer(router, f"{model}-2", **{**facts, "capacity_blocks": 15}) for _ in range(2)]
     assert [await each.join() for each in others] == ["0:15", "12:20"]
 
@@ -286,7 +286,7 @@ async def test_the_router_validates_registrations(router: Router, model: str) ->
 
 
 async def test_the_router_validates_other_requests(router: Router, model: str) -> None:
-    # Of a single model the placement may be asked for without its name.
+    # The placement of a single model may be asked for without its name.
     for each in ("one", "other"):
         await BlockServer(router, f"{each}-{model}").join()
     server = BlockServer(router, model)

@@ -47,7 +47,7 @@ class Session:
             record=self.record(**facts), turn_id=turn_id, ttl_ms=ttl_ms, discard=discard))  # fmt: skip
 
     async def move(self, hop: common_pb2.Hop) -> None:
-        """From the server of `CHAIN`."""
+        """Moves the session from the server of `CHAIN` to another hop."""
         await self._call("MoveSession", self._named(
             pb.MoveSessionRequest, tenant=self.tenant, server_id=CHAIN.hops[0].server_id, hop=hop))  # fmt: skip
 
@@ -237,7 +237,7 @@ async def test_a_turn_of_the_same_name_takes_the_lock_over(session: Session) -> 
         assert (await refusal(late)).reason == "SESSION_BUSY"
     await session.end("name.second", num_turns=1)
     assert (await session.get()).num_turns == 1
-    # The name is no key to a session that is free again: this is a turn like any other.
+    # A session that is free again does not remember the name: this is a turn like any other.
     assert (await session.begin("name.first")).epoch == 3
 
 
@@ -324,7 +324,7 @@ async def test_a_session_moves_only_to_a_server_that_is_placed(session: Session)
 
 
 async def a_hop(session: Session) -> common_pb2.Hop:
-    """Of a server that could take the session over from the one that has it."""
+    """A hop on a server that could take the session over from the one that has it."""
     server = BlockServer(session.router, session.model, capacity_blocks=30)
     span = CHAIN.hops[0].span
     await server.register(f"{span.start}:{span.end}")
@@ -354,7 +354,7 @@ async def test_a_deletion_whose_first_answer_is_lost_still_gives_the_record(
 
 
 def twice(call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """As a connection to the store that loses the first answer and asks again."""
+    """Calls as a connection to the store does that loses the first answer and asks again."""
 
     async def call_twice(*args: Any, **arguments: Any) -> Any:
         await call(*args, **arguments)

@@ -169,7 +169,7 @@ async def test_the_router_skips_a_server_with_a_bad_record(
     assert seen.uncovered
     logged = [each for each in caplog.records if "cannot be read" in each.message]
     assert [vars(each)["record"] for each in logged] == [pair.servers[1].server_id]
-    # Whoever registers takes its place.
+    # A server that registers takes its place.
     replacement = BlockServer(pair.router, pair.model, address=pair.servers[1].description.address)
     assert await replacement.join("10:20") == "10:20"
     while (await watch.read()).uncovered:

@@ -108,7 +108,7 @@ async def test_a_stopping_router_ends_its_watches(redis_url: str, model: str, mo
         started = time.monotonic()
         stopping = asyncio.create_task(process.stop())
         assert (await reading).reason == "SERVICE_STOPPING"
-        # Who watches it again at once would hold it up.
+        # A watcher that asks again at once would hold it up.
         again = router.stub.WatchPlacement(pb.WatchPlacementRequest(model=model), timeout=30)
         assert (await refusal(again.read())).reason == "SERVICE_STOPPING"
         may_stop.set()

@@ -83,7 +83,7 @@ class Stand:
         self.subject.on_placement(self.placement)
 
     async def load_in_the_end(self, version: AdapterVersion) -> None:
-        """As one who asks again and again does."""
+        """Asks again and again, as a client does, until the adapter is loaded."""
 
         async def is_loaded() -> bool:
             with contextlib.suppress(errors.QueueFull, errors.NoAdapterRoom):

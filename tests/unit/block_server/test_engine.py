@@ -38,7 +38,7 @@ REQUEST = OpenRequest(
 
 @pytest.fixture
 def runner(tmp_path: Path) -> Runner:
-    """With two pages in all."""
+    """A runner with two pages in all."""
     model = load_span(
         Checkpoint.from_pretrained(str(make_tiny_checkpoint("llama", tmp_path))), SPAN, dtype=torch.float32
     )

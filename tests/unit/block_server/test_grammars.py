@@ -104,7 +104,7 @@ async def test_each_grammar_is_read_once_however_many_wait_and_nobody_elses_work
     try:
         assert await asyncio.wait_for(asyncio.to_thread(lambda: "done"), 30) == "done"
         assert not has(grammars, FORM)
-        # Nobody waits for a grammar any more that was not begun.
+        # No session waits any more for a grammar that was not begun.
         for each in waiting[50:]:
             each.cancel()
     finally:

@@ -31,7 +31,7 @@ WAYS: dict[SessionState, tuple[SessionEvent, ...]] = {
 
 
 def happen(table: Table, event: SessionEvent) -> None:
-    """As the servers and clients around bring it about."""
+    """Has an event happen as the servers and clients around bring it about."""
     held = table.get(b"s")
     epoch = held.request.epoch if held is not None else 0
     match event:

@@ -74,7 +74,7 @@ class Sessions:
             self._table.end(bytes([name]), 1)
 
     def step(self, rows: dict[int, tuple[int, int]]) -> list[Admitted]:
-        """For each name position and number of new tokens; all in one step."""
+        """Admits one step; `rows` has position and number of new tokens for each name."""
         message, states = pb.Step(dtype=pb.TENSOR_TYPE_FLOAT32, hidden_size=self._hidden_size), []
         admitted = []
         offset = 0
@@ -206,7 +206,7 @@ def test_memory_that_the_processor_does_not_have_is_recognised() -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_tokens_chosen_together_are_those_that_are_chosen_row_by_row(tmp_path: Path, num_threads: int) -> None:
-    """As on a device, where threads draw the random numbers meanwhile."""
+    """Threads draw the random numbers meanwhile, as on a device."""
     checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint("llama", tmp_path)))
     span = Span(2, checkpoint.num_blocks)
     edges = load_edges(checkpoint, dtype=torch.float32, has_embedding=False)

@@ -1,4 +1,4 @@
-"""Who is at the other end of a stream, and does not read what it is sent."""
+"""The other end of a stream: whether it is a client service, and what happens where it does not read."""
 
 import pytest
 from google.protobuf.message import Message
@@ -40,7 +40,7 @@ def test_only_client_services_count_as_such() -> None:
         return peers.are_client_services(pb.Next(rows=[pb.StepRow(client_id=each) for each in client_ids]))
 
     assert are_client_services(b"c", b"d")
-    assert are_client_services(b"n")  # nobody is asked
+    assert are_client_services(b"n")  # without certificates every peer counts
     assert not are_client_services(b"c", b"l")
     assert not are_client_services(b"c", b"gone")
     assert not are_client_services()

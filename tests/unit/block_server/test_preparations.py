@@ -92,7 +92,7 @@ async def test_nobody_gets_what_nobody_wants_any_more() -> None:
     making.subject.cancel(an_open(2).session_id, 3)
     await making.finish()
     assert len(making.made) == 1
-    # Whoever opens it once more gets one sampler, not two.
+    # A client that opens it once more gets one sampler, not two.
     making.go_on.clear()
     making.start(an_open(1, epoch=4), peer)
     making.subject.cancel(an_open(1).session_id, 5)

@@ -153,7 +153,7 @@ def test_no_step_starves_behind_those_that_keep_coming(
 
 @given(st.data(), st.sampled_from([True, False]))
 def test_tenants_shares_differ_by_at_most_the_longest_step_of_each(data: st.DataObject, is_decode: bool) -> None:
-    """As long as each of them has steps that could run, and under any flood of one of them."""
+    """The bound holds as long as each of them has steps that could run, and under any flood of one of them."""
     scheduler: Scheduler[str] = Scheduler(BUDGET, max_queued_steps=100_000)
     longest = {tenant: data.draw(st.integers(1, MAX_STEP_TOKENS), label=tenant) for tenant in TENANTS}
     sessions = count()
@@ -168,7 +168,7 @@ def test_tenants_shares_differ_by_at_most_the_longest_step_of_each(data: st.Data
 
     for flooding in data.draw(st.lists(st.sampled_from(TENANTS), min_size=5, max_size=25), label="floods"):
         for tenant in TENANTS:
-            # What one iteration can take, so that nobody runs dry within it.
+            # Each tenant gets what one iteration can take, so that its queue never runs dry within it.
             while tenant == flooding or waiting[tenant] <= BUDGET + longest[tenant]:
                 arrive(tenant, data.draw(st.integers(1, longest[tenant])))
                 if waiting[tenant] > 4 * (BUDGET + longest[tenant]):

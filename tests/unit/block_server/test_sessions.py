@@ -297,7 +297,7 @@ def test_a_step_comes_once_and_in_order() -> None:
         return table.note_step(request.session_id, epoch, client_id, step_id)
 
     assert [is_new(step_id) for step_id in (3, 3, 2, 4, 3)] == [True, False, False, True, False]
-    # What `for_step` refuses is no copy, and leaves the session's own steps alone.
+    # A step that `for_step` refuses does not count as a copy, and leaves the session's own steps alone.
     assert [is_new(9, epoch=2), is_new(9, client_id=CLIENTS[1]), is_new(5)] == [True, True, True]
     table.open(replace(request, epoch=2), 0.0)
     assert [is_new(step_id, epoch=2) for step_id in (5, 6, 6)] == [False, True, False]
@@ -471,7 +471,7 @@ def test_a_server_takes_no_second_run_of_blocks_of_a_session(state: str) -> None
         table.receive(replace(request, blocks=BLOCKS[1]), b"y" * 16, 1.0)
     assert table.get(b"s") is held
     assert held.cache.num_tokens == 5
-    # What is left there from an earlier time is nobody's any more.
+    # Tokens that are left there from an earlier time belong to no session any more.
     assert table.receive(replace(request, epoch=4, blocks=BLOCKS[1]), TRANSFER, 1.0).cache.num_tokens == 0
 
 

@@ -27,7 +27,7 @@ def test_a_short_row_takes_no_less_than_any_other() -> None:
 
 @pytest.mark.parametrize("follows_lengths", [False, True])
 def test_predictions_err_on_the_long_side_for_what_is_larger(follows_lengths: bool) -> None:
-    """Of steps that take 1 ms for themselves, 0.1 ms for each row and, at most, a microsecond for each token."""
+    """Steps take 1 ms for themselves, 0.1 ms for each row and, at most, a microsecond for each token."""
 
     def seconds(num_seen: list[int]) -> float:
         return 1e-3 + 1e-4 * len(num_seen) + 1e-6 * follows_lengths * sum(num_seen)

@@ -230,7 +230,7 @@ def test_only_held_pages_can_be_released() -> None:
 
 
 def test_a_text_that_was_computed_again_is_as_new_in_all_groups() -> None:
-    """Of one whose pages were evicted in one group only, the pages of the others would be the next to go."""
+    """A text's pages were evicted in one group only; those of the other groups would be the next to go."""
     pool = PagePool(24, PAGE_TOKENS)
     rules = (GroupRule(5, MAX_STEP), GroupRule(None, MAX_STEP))
 

@@ -23,7 +23,7 @@ def test_without_a_secret_the_digests_are_of_the_texts_and_the_request_alone() -
 
 
 def test_client_services_of_all_versions_meet_in_one_cache() -> None:
-    # By `openssl dgst -sha256 -mac HMAC`.
+    # `openssl dgst -sha256 -mac HMAC` gives this digest.
     assert (
         CacheSalts(SECRET).of("acme", "s").hex() == "b27f4a7f6abf856df08888a1dace1ce980716622a5168b8b3ce459afeb963089"
     )

@@ -1,4 +1,4 @@
-"""Who computes which blocks after a recovery."""
+"""Blocks that a recovery moves: which servers compute them afterwards."""
 
 from itertools import pairwise
 

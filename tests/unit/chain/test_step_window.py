@@ -1,4 +1,4 @@
-"""As many steps are under way as keep the hops busy, or fewer where that is said."""
+"""The window holds as many steps under way as keep the hops busy, or fewer where that is said."""
 
 import asyncio
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ async def test_a_window_has_room_for_so_many_steps(max_steps: int, expected: int
 
         sending = asyncio.create_task(send())
         for num_answered, future in enumerate(futures):
-            # Whoever waits is told in the loop's next rounds.
+            # A step that waits is woken in the loop's next rounds.
             for _ in range(10):
                 await asyncio.sleep(0)
             assert answered == list(range(num_answered))

@@ -30,7 +30,7 @@ async def test_tokens_come_in_order_and_what_comes_again_or_from_another_epoch_d
     assert tokens_of.push(row(5, 4, 1), tokens(7))
     assert not tokens_of.push(row(5, 4, 1), tokens(8)), "a copy"
     assert not tokens_of.push(row(9, epoch=1), tokens(8)), "of an epoch that is over"
-    # Of three draft tokens two are right: the next step begins behind them.
+    # Two of three draft tokens are right: the next step begins behind them.
     assert tokens_of.push(row(9, 4, 4), tokens(1, 2, 3))
     assert not tokens_of.push(row(13), tokens(8)), "it would leave a token out"
     assert tokens_of.push(row(12), tokens(4))

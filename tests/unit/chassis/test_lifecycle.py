@@ -17,7 +17,7 @@ from corolla.router.settings import RouterSettings
 
 
 class OwnSettings(ServiceSettings):
-    """Of the services below."""
+    """The settings of the services below."""
 
     host: str = "127.0.0.1"
     size: int = Field(1, ge=1, description="Some size.")

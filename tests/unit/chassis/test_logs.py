@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from corolla.chassis import audit, logs
+from corolla.chassis.errors import SettingsError
+from corolla.chassis.settings import ServiceSettings, load
 
 HOSTILE = "a\nERROR fake=1\x1b[31m\u2028b"
 
@@ -49,3 +51,15 @@ def test_the_audit_log_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> No
     logs.configure("DEBUG", "json", with_audit=False)
     audit.write("call", {"tenant": "t"})
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("written", ["debug", "Debug", "DEBUG"])
+def test_a_level_may_be_written_in_any_case(written: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load(ServiceSettings, log_level=written).log_level == "DEBUG"
+    monkeypatch.setenv("COROLLA_LOG_LEVEL", written)
+    assert load(ServiceSettings).log_level == "DEBUG"
+
+
+def test_a_level_that_does_not_exist_is_refused_by_name() -> None:
+    with pytest.raises(SettingsError, match="COROLLA_LOG_LEVEL='LOUD'"):
+        load(ServiceSettings, log_level="loud")

@@ -24,7 +24,7 @@ def fatal() -> asyncio.Event:
 
 @pytest.fixture
 async def group(fatal: asyncio.Event) -> AsyncIterator[TaskGroup]:
-    """Of a service."""
+    """The tasks of a service."""
     group = TaskGroup(fatal.set)
     yield group
     await group.close()

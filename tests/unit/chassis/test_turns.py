@@ -1,4 +1,4 @@
-"""Tenants take turns, and nobody's turn is lost."""
+"""Tenants take turns, and no tenant loses its turn."""
 
 import asyncio
 from collections import Counter

@@ -91,7 +91,7 @@ def test_a_table_for_people(server: GenerationServer, capsys: pytest.CaptureFixt
 
 
 def test_ctrl_c_prints_what_was_measured_so_far(server: GenerationServer) -> None:
-    # With five under way at a time, the tenth is asked only when it has the answers of five.
+    # Five requests run at a time, so the tenth is sent only when five answers have come.
     run = [*RUN, "--seconds", "600", "--concurrency", "5"]
     command = [sys.executable, "-m", "corolla", *run, "--server", server.address, "--json"]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ)

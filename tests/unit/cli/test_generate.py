@@ -119,10 +119,11 @@ def test_a_missing_key_is_advised(server: GenerationServer, capsys: pytest.Captu
     assert "--api-key or COROLLA_API_KEY" in capsys.readouterr().err
 
 
-def test_ctrl_c_cancels_the_call_and_is_no_failure_to_explain(server: GenerationServer) -> None:
+def test_ctrl_c_cancels_the_call_and_one_sentence_says_so(server: GenerationServer) -> None:
     terminal = Terminal([sys.executable, "-m", "corolla", "generate", "endless"])
     terminal.wait_for("on and on")
     terminal.type("\x03")
+    terminal.wait_for("\r\ncorolla: a signal ended the command before it was done")
     assert terminal.close() == 130
     assert server.servicer.cancelled.wait(30)
     assert "Traceback" not in terminal.shown

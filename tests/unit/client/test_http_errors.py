@@ -58,7 +58,7 @@ def test_each_label_has_its_status(kind: type[errors.CorollaError]) -> None:
 def test_whose_fault_it_is_shows_in_the_status(kind: type[errors.CorollaError]) -> None:
     facts = facts_of(made(kind))
     assert (facts["type"], facts["code"]) == (facts["type"].lower(), facts["code"].lower())
-    if kind is not errors.QueueFull:  # to whom a full queue is, their own share is no other
+    if kind is not errors.QueueFull:  # its status is the same where only the tenant's own share is full
         assert (status_of(made(kind)) < 500) == kind.is_callers_fault
 
 

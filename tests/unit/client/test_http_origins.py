@@ -1,4 +1,4 @@
-"""Which pages are let in where nobody is asked for a key."""
+"""The origins of pages that a service lets in where it asks no caller for a key."""
 
 import pytest
 

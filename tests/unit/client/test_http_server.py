@@ -138,7 +138,7 @@ async def test_what_fails_in_a_stream_is_its_last_event_and_says_nothing_of_its_
 
 @pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 def runner(request: pytest.FixtureRequest) -> Iterator[asyncio.Runner]:
-    """On Python's event loop, and on the one that services run on."""
+    """Runs on Python's event loop, and on the one that services run on."""
     with asyncio.Runner(loop_factory=request.param) as runner:
         yield runner
 

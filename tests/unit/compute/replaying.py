@@ -27,7 +27,7 @@ MAX_STEP_TOKENS = 2 * PAGE_TOKENS
 
 
 def make_runner(folder: Path, **options: Any) -> Runner:
-    """With the definition of attention in the place of the kernel that only GPUs have."""
+    """Makes a runner with the definition of attention in the place of the kernel that only GPUs have."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(backends.BACKENDS, "paged", lambda: PagedFlash(paged_definition))
         runner = Runner(
@@ -90,7 +90,7 @@ class Pair:
         """Runs (session, position, new tokens) rows of random hidden states. Whether that was a replay."""
         hidden = torch.randn(sum(row[2] for row in rows), self.plain.model.hidden_size, generator=self._generator)
         num_replays, padding = self.graphs.num_replays, slice(len(rows), None)
-        # What nobody wrote may hold anything, and is nobody's business.
+        # Memory that was never written may hold anything, and no output may depend on it.
         self.graphs.buffers.hidden[padding] = torch.nan
         self._spoil_scratch_page()
         expected = self.plain.forward([RowWork(row.plain, start, count) for row, start, count in rows], hidden, blocks)

@@ -37,7 +37,7 @@ STEPS = ((70, 3, 1), (1, 1, 9), (8, 40, 1), (1, 1, 1), (2, 1, 300))
 
 @pytest.fixture(autouse=True)
 def panels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of matrices as small as these, calling takes longer than multiplying."""
+    """Says that panels are faster. With matrices as small as these, a call takes longer than the product."""
     monkeypatch.setattr(linear, "measured_gain", lambda *_: 2.0)
 
 
@@ -70,7 +70,7 @@ def caches_of(runner: Runner, count: int) -> list[SessionCache]:
 
 
 def inputs(runner: Runner, steps: tuple[tuple[int, ...], ...] = STEPS) -> list[list[Tensor]]:
-    """Of each step, for each session."""
+    """The inputs of each step, for each session."""
     generator = torch.Generator().manual_seed(0)
     size, dtype = runner.model.hidden_size, runner.model.dtype
     return [[torch.randn(count, size, generator=generator).to(dtype) for count in step] for step in steps]

@@ -164,7 +164,7 @@ class Conversations(RuleBasedStateMachine):
     @precondition(lambda self: self.sessions)
     @rule(data=st.data())
     def goes_back(self, data: st.DataObject) -> None:
-        """By the position of its next step."""
+        """Takes a session back, to an earlier position of its next step."""
         session = data.draw(st.sampled_from(self.sessions))
         if session.num_tokens:
             position = session.plain.nearest_position(data.draw(st.integers(0, session.num_tokens - 1)))

@@ -22,7 +22,7 @@ from tests.paged_kernel import paged_definition
 from tests.recorded_steps import record
 from tests.unit.compute.replaying import PAGE_TOKENS, SPAN, choose, make_runner
 
-# Memory that nobody wrote may hold any numbers, and none.
+# Memory that was never written may hold any numbers, NaN included.
 WRONG = "its results differ by|not finite"
 
 
@@ -132,7 +132,7 @@ def test_a_step_that_cannot_be_recorded_is_refused(
 def test_a_step_that_depends_on_more_than_its_buffers_is_refused(
     caplog: pytest.LogCaptureFixture, folder: Path
 ) -> None:
-    """As Python that looks at the rows would: in a recording it looked once."""
+    """Python that looks at the rows depends on more: in a recording it looked only once."""
     runner = make_runner(folder)
     runner.backend = Odd(lambda output, batch: output * (1.0 if batch.rows else 0.9))
     assert_refused(caplog, runner, WRONG)
@@ -157,7 +157,7 @@ def test_buffers_that_are_not_written_are_noticed(
 
 
 def described_without(buffer: str, row: PackedRow) -> Any:
-    """As much of the row as is written, where that for one buffer is what padding has there, or nothing."""
+    """Describes the row as far as it is written; the one buffer has there what padding has, or nothing."""
     cache, page_tokens = row.cache, row.cache.store.pool.page_tokens
     scratch_page = cache.store.scratch_page
     assert scratch_page is not None

@@ -303,7 +303,7 @@ def test_rows_of_different_lengths_share_a_batch(make_chain: MakeChain, family: 
 def test_laid_out_weights_give_the_same_products(
     make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """As they do wherever a measurement finds that way faster."""
+    """Weights are laid out so wherever a measurement finds that way faster."""
     monkeypatch.setattr(linear, "measured_gain", lambda *_: 2.0)
     chain = make_chain(family, {"tuning_budget_s": 60.0})
     chain.edges.tune_head()

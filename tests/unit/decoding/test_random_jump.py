@@ -11,7 +11,7 @@ BLOCK = 624
 
 
 def state_of(seed: int, num_outputs: int) -> bytes:
-    """Of a generator that has given so many outputs of 32 bits."""
+    """The state of a generator that has given so many outputs of 32 bits."""
     generator = torch.Generator().manual_seed(seed)
     if num_outputs:
         torch.empty(num_outputs, dtype=torch.int32).random_(generator=generator)

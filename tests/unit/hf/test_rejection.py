@@ -39,7 +39,7 @@ def test_the_result_has_the_targets_distribution(target: torch.Tensor, draft: to
     assert not counts[~possible].any()
     expected = NUM_DRAWS * target[possible]
     assert float(((counts[possible] - expected) ** 2 / expected).sum()) < MOST_CHI_SQUARE
-    # As many draft tokens stay as can: the part that both distributions have in common.
+    # The most draft tokens stay that can: the part that both distributions have in common.
     stayed = float((drawn == draft_tokens).float().mean())
     assert stayed == pytest.approx(float(torch.minimum(target, draft).sum()), abs=0.03)
 

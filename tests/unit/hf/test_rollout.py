@@ -149,7 +149,7 @@ def test_rollouts_may_be_trained_on(model: Any, tokenizer: Any, prompts: Tensor)
 def test_own_functions_for_inputs_and_arguments_are_called_for_each_token(
     model: Any, tokenizer: Any, prompts: Tensor
 ) -> None:
-    """Without a cache: the whole text each time."""
+    """There is no cache: each call gets the whole text."""
     masks: list[list[int]] = []
 
     def prepare(input_ids: Tensor, pad_token_id: int, **model_kwargs: Any) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def shards_of(checkpoint: Checkpoint, span: Span) -> set[str]:
 
 
 def of_another_process(hub: Hub) -> Hub:
-    """Of a process that has read no cached file yet."""
+    """The hub as a process sees it that has read no cached file yet."""
     return replace(hub, checked={})
 
 

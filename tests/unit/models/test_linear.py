@@ -88,7 +88,7 @@ def gain(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 @pytest.fixture
 def no_panels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where nothing can be compiled."""
+    """Leaves weights as they are, as where nothing can be compiled."""
     monkeypatch.setattr(linear, "plain_layout", lambda _: None)
 
 

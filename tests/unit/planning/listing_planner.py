@@ -38,7 +38,8 @@ def cheapest(group: Sequence[Candidate], blocks: Span, costs: LinkCosts) -> Plan
         for end in boundaries
         if each.span.start <= start < end <= each.span.end
     ]
-    # From left to right: the optimum, except that a long server may be left for a faster one inside it and taken again.
+    # The search goes from left to right and finds the optimum, except that a long server may be left for a faster one
+    # inside it and taken again.
     route = _relax(sorted(hops, key=lambda hop: hop.span.start), blocks, costs)
     if route is not None and _repeats(route):
         # Server by server (the sort is stable), in order of where they end: none can come twice, and wherever there is

@@ -86,7 +86,7 @@ def follow(members: Sequence[Member], num_blocks: int, min_gain: float = 0.0, **
         assert len(move.span) == len(mover.hosted.span)
         assert move.span != mover.hosted.span
         assert mover.memory.holds(move.span, num_blocks)
-        # While it is on its way, nobody misses it.
+        # No block loses a server while this one is on its way.
         staying = [each for each in way[-1] if each is not mover]
         assert covered(staying, num_blocks) == covered(way[-1], num_blocks)
         way.append(after(way[-1], move))
@@ -156,7 +156,7 @@ def test_unstable_speeds_do_not_move_servers_back_and_forth(pool: tuple[list[Mem
             rests.append(worth(members, num_blocks))
             continue
         members = after(members, move)
-    # By the speeds as they are, each rest is better than the one before: 5 % up or down is no gain of 25 %.
+    # The true speeds make each rest better than the one before: 5 % up or down does not count as a gain of 25 %.
     assert rests == sorted(rests)
     assert len(set(rests)) <= 3 + num_blocks
     assert len(rests) >= 25

@@ -1,4 +1,4 @@
-"""At which addresses a block server may register."""
+"""The addresses at which a block server may register."""
 
 import pytest
 

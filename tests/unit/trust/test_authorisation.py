@@ -8,7 +8,7 @@ from corolla.trust.workload import Role, Workload
 from corolla.v1 import admin_pb2, blocks_pb2, router_pb2
 from corolla.wire.frames import CONTROL_CLASSES
 
-# Of a connection itself, and what block servers say to those who called them.
+# Frames of a connection itself, and those with which block servers answer.
 OF_STREAMS = {blocks_pb2.Ping, blocks_pb2.Pong, blocks_pb2.End, blocks_pb2.GoAway}
 ANSWERS = {
     blocks_pb2.Welcome, blocks_pb2.Opened, blocks_pb2.Result, blocks_pb2.Fault, blocks_pb2.Moved,

@@ -66,7 +66,7 @@ def test_whom_an_authority_signed_for_counts_as_long_as_that_is_believed(tmp_pat
 
 
 def test_a_certificate_of_an_intermediate_counts_while_all_stay_believed_that_were(tmp_path: Path) -> None:
-    """Nobody shows intermediates here: this one is signed by none of the authorities."""
+    """No service shows intermediates here: none of the authorities has signed this one."""
     root, other, intermediate = Authority(), Authority(), Authority()
     pem = certificate_of(tmp_path, intermediate)
     first = Beliefs(root.certificate_pem, NONE)

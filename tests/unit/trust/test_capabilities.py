@@ -55,7 +55,7 @@ def signed_by(capabilities: Capabilities, **changes: Any) -> pb.Open:
 
 
 def with_certificate_of(folder: Path, opening: pb.Open) -> pb.Open:
-    """Signed anew by the key in a folder, whoever has it."""
+    """The capability, signed anew by the key in a folder, whichever workload's that is."""
     signer = Signer((folder / CERTIFICATE_FILE).read_bytes(), (folder / KEY_FILE).read_bytes())
     opening.capability.signature = signer.sign(b"corolla capability 1\0" + opening.capability.capability)
     opening.capability.certificates[:] = signer.certificates
@@ -253,7 +253,7 @@ def test_an_open_costs_little(identities: Identities, hop: Capabilities) -> None
         lambda: key.sign(data, algorithm),
         lambda: public_key.verify(signature, data, algorithm),
     ]
-    # By turns: what slows one for a while slows all of them.
+    # The works take turns: what slows one for a while slows all of them.
     times_s = [list(map(took_s, works)) for _ in range(300)]
     signing_s, verifying_s, *bare_s = map(min, zip(*times_s, strict=True))
     assert signing_s + verifying_s < 2.3 * sum(bare_s)

@@ -38,7 +38,7 @@ def credentials_of(identities: Identities, workload: Workload) -> Credentials:
 
 @asynccontextmanager
 async def serving(credentials: Credentials | PublicCertificate) -> AsyncIterator[int]:
-    """A server whose methods answer who calls, and which certificate whoever watches has shown."""
+    """A server that tells callers their workload, and watchers the certificate that they have shown."""
 
     async def who(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
         return str(workload_of_call(context.auth_context())).encode()

@@ -182,7 +182,7 @@ async def test_another_role_ends_the_stream(tmp_path: Path, role: Role) -> None:
 
 
 async def test_who_answers_and_is_no_block_server_learns_nothing(tmp_path: Path) -> None:
-    """As a process that took the address of one."""
+    """A process that took the address of a block server answers here."""
     impostor, client = networks(Identities(tmp_path), (Role.CLIENT, "1"), (Role.CLIENT, "2"))
     async with accepting(trust=impostor.callers) as acceptor:
         stream = connect(acceptor.address, lambda _: lambda _: None, LIMITS, trust=client.servers)
@@ -193,7 +193,7 @@ async def test_who_answers_and_is_no_block_server_learns_nothing(tmp_path: Path)
 
 
 async def test_connections_that_begin_after_a_renewal_use_the_new_certificates(tmp_path: Path) -> None:
-    """Of a new authority, too: that of the old one is no longer believed."""
+    """The new authority counts, too: the old one is no longer believed."""
     old, new = Identities(tmp_path / "old"), Identities(tmp_path / "new")
     block, client = networks(old, (Role.BLOCK, "1"), (Role.CLIENT, "2"))
     async with accepting(trust=block.callers) as acceptor:
@@ -212,7 +212,7 @@ async def test_connections_that_begin_after_a_renewal_use_the_new_certificates(t
 
 
 async def test_where_nobody_listens_a_stream_is_lost() -> None:
-    """As where the port is taken, and its owner is not ready yet."""
+    """The port is taken, and its owner is not ready yet."""
     listener = StreamListener("127.0.0.1", 0)
     stream = await Caller().connect(f"127.0.0.1:{listener.port}")
     assert (await stream.ended).cause is StreamCause.LOST

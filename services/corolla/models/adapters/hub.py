@@ -41,5 +41,5 @@ def adapter_folder(source: str, revision: str, root: Path | None = None, hub: Hu
         if not folder.is_relative_to(root.resolve()):
             raise AdapterError("the adapter's folder is outside of COROLLA_ADAPTERS_DIR")
     if not folder.is_dir():
-        raise AdapterError("the adapter's folder is not there")
+        raise AdapterError("the adapter's folder is not there; name the one that PEFT wrote")
     return folder

@@ -324,7 +324,7 @@ def test_the_next_step_begins_with_the_newest_token_behind_those_that_hops_hold(
     row = row_of(session, 5, num_tokens, num_result_tokens)
     (next_row,) = ring.last_hop.next_rows([choice(session, row, *token_ids, drafts=range(20))])
     assert (next_row.position, next_row.token_ids[0], next_row.client_id) == (position, 7, CLIENT)
-    # As many draft tokens as a step has room for.
+    # The row has as many draft tokens as a step has room for.
     assert next_row.token_ids[1:] == list(range(7))
     assert next_row.num_tokens == next_row.num_result_tokens == 8
 
@@ -334,7 +334,7 @@ def test_an_answer_that_ended_does_not_go_on() -> None:
     session = ring.open(b"1")
     row = row_of(session, 5, 1, 1)
     assert ring.last_hop.next_rows([choice(session, row, 7, is_last=True), choice(session, row)]) == []
-    # A first hop has to know of each of its microbatches that it came round; a client's step is none of them.
+    # A first hop waits for each of its own microbatches to come round; a client's step does not count among them.
     step = pb.Step(blocks=common_pb2.BlockSpan(start=2, end=4), ring=pb.Ring(first_address="a:1"))
     ring.last_hop.send_next(step, [])
     assert ring.relayed == []

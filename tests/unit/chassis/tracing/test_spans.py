@@ -1,4 +1,4 @@
-"""Spans: what is under what, what they say of failures, and that nothing is made where nobody collects."""
+"""Spans: what is under what, what they say of failures, and that none is made where no collector is named."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator

@@ -168,7 +168,7 @@ def test_a_guaranteed_place_is_there_however_many_others_come() -> None:
         line.admit()
     assert (line.num_taken_places, line.num_waiting, line.num_bytes) == (6, 2, 100)
     for ticket in ("q0", "q1"):
-        # Whatever the line holds, nobody leaves it for this one.
+        # Whatever the line holds, no request leaves it for this one.
         assert line.enter("quiet", ticket, 10) == []
         assert line.admit() == [ticket]
     with pytest.raises(QueueFull):

@@ -17,7 +17,7 @@ from corolla.v1 import router_pb2 as pb
 
 
 def flow(amount: int, limit: int = 10, *, must_fit: bool = True) -> pb.QuotaUse:
-    """Of a limit that comes anew each second."""
+    """A use of a limit that comes anew each second."""
     return pb.QuotaUse(quota="flow", amount=amount, limit=limit, must_fit=must_fit, period_ms=1000)
 
 

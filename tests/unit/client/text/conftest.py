@@ -24,7 +24,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_level() -> Any:
-    """As GPT-2, Llama 3, Qwen: every id is a run of bytes."""
+    """A tokenizer like those of GPT-2, Llama 3 and Qwen: every id is a run of bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -36,7 +36,7 @@ def byte_level() -> Any:
 
 
 def byte_fallback() -> Any:
-    """As Llama 2, Mistral, Gemma: spaces become "▁", unknown characters become one token per byte."""
+    """A tokenizer like those of Llama 2, Mistral and Gemma: spaces become "▁", unknown characters bytes."""
     pieces = Tokenizer(models.BPE())
     pieces.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     pieces.train_from_iterator(LINES[:3], trainers.BpeTrainer(vocab_size=150))
@@ -60,7 +60,7 @@ def byte_fallback() -> Any:
 
 
 def word_piece() -> Any:
-    """As BERT: the decoder puts the spaces."""
+    """A tokenizer like that of BERT: the decoder puts the spaces."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)

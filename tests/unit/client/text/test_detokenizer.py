@@ -26,7 +26,7 @@ def decoded(tokenizer: TextTokenizer, ids: Sequence[int], prompt_ids: Sequence[i
 @given(raw_ids=IDS, prompt=TEXTS)
 @example(raw_ids=[], prompt="")
 def test_byte_level_is_exact_for_any_ids(byte_level_tokenizer: TextTokenizer, raw_ids: list[int], prompt: str) -> None:
-    # Most random ids are no UTF-8, and some are special tokens between the bytes of one character.
+    # Most random ids do not make UTF-8, and some are special tokens between the bytes of one character.
     ids = [raw_id % byte_level_tokenizer.vocab_size for raw_id in raw_ids]
     prompt_ids = byte_level_tokenizer.encode(prompt)
     pieces = streamed(byte_level_tokenizer, ids, prompt_ids)

@@ -31,7 +31,7 @@ def test_backends_equal_the_definition_in_float64(
 @pytest.mark.parametrize("window", [None, 4, 40])
 @pytest.mark.parametrize("page_tokens", [4, 32])
 def test_page_tables_lead_to_the_right_keys(window: int | None, page_tokens: int) -> None:
-    """With the definition in the place of the kernel, which runs on GPUs only."""
+    """The definition takes the place of the kernel, which runs on GPUs only."""
     assert largest_difference(PagedFlash(paged_definition), CPU, torch.float32, page_tokens, window) <= 2e-6
 
 

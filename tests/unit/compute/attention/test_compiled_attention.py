@@ -44,7 +44,7 @@ class Rows:
         return outputs
 
     def expected(self, number: int, num_new: int = 1) -> Tensor:
-        """By the definition, in float64."""
+        """The output by the definition, in float64."""
         query, keys, values = (part[number].double() for part in (self.queries, self.keys, self.values))
         groups = query.shape[1] // keys.shape[1]
         keys, values = (tensor.repeat_interleave(groups, dim=1) for tensor in (keys, values))

@@ -76,7 +76,7 @@ def test_flash_reads_keys_as_they_lie() -> None:
 
 @kernels
 def test_heads_may_lie_number_by_number(kernel: Kernel) -> None:
-    """As products come that were computed column by column."""
+    """Products that were computed column by column come like this."""
     query, keys, values = (draw(1, 2, 6, 16, seed=seed) for seed in range(3))
     scattered = [tensor.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0) for tensor in (query, keys, values)]
     assert all(tensor.stride(-1) != 1 for tensor in scattered)

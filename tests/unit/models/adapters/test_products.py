@@ -16,7 +16,7 @@ PLACES: list[tuple[PlaceKey, int, tuple[int, ...]]] = [
 
 
 def draw_adapter(rng: random.Random) -> SpanAdapter:
-    """Of ranks of its own, not at every place, and not for every layer of a place."""
+    """Draws an adapter with ranks of its own, not at every place, and not for every layer of a place."""
     places: dict[PlaceKey, list[LowRank]] = {}
     for key, num_in, widths in PLACES:
         column = 0

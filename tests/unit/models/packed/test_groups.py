@@ -170,7 +170,7 @@ def checkpoint_of(folder: Path, name: str, family: str = "llama", **options: Any
 
 
 def logits(checkpoint: Checkpoint, spans: list[Span], quantization: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Of a chain of servers, of which the first one embeds and the last one has the head."""
+    """The logits of a chain of servers, of which the first one embeds and the last one has the head."""
     token_ids = torch.arange(5, 45)
     edges = load_edges(checkpoint, dtype=dtype, quantization=quantization)
     hidden = edges.embed(token_ids, torch.arange(40))
@@ -244,7 +244,7 @@ def test_inputs_come_in_the_order_of_the_columns_and_layers_of_one_order_are_joi
 
 
 def test_what_cannot_stay_packed_is_expanded_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Experts are no linear layers of their own; and of a model with several schemes, one may have eight bits."""
+    """Experts are parts of one tensor, not linear layers; and one of a model's several schemes may have eight bits."""
     packed, expanded = checkpoint_of(tmp_path / "moe", "awq", "qwen3_moe", plain=("k_proj",))
     with caplog.at_level(logging.INFO, "corolla.models.packed.choice"):
         model = load_span(packed, WHOLE, dtype=torch.float32, quantization="packed")

@@ -35,7 +35,7 @@ def file_of(folder: Path, family: str = "llama", kind: str = "Q4_1") -> Checkpoi
 
 
 def logits(checkpoint: Checkpoint, spans: list[Span], quantization: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Of a chain of servers, of which the first one embeds and the last one has the head."""
+    """The logits of a chain of servers, of which the first one embeds and the last one has the head."""
     positions = torch.arange(len(TOKEN_IDS))
     first = load_edges(checkpoint, dtype=dtype, has_head=False, quantization=quantization)
     last = load_edges(checkpoint, dtype=dtype, has_embedding=False, quantization=quantization)

@@ -133,7 +133,7 @@ def test_a_model_that_compressed_tensors_saved_is_what_it_expands(tmp_path: Path
 
 @pytest.mark.parametrize("block", [(40, 48), (64, 96), (7, 11)])
 def test_blocks_need_not_divide_a_weight(tmp_path: Path, block: tuple[int, int]) -> None:
-    """As in DeepSeek's models; transformers' own functions take only blocks that do."""
+    """DeepSeek's models have such weights; transformers' own functions take only blocks that do divide them."""
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(64, 96, generator=generator).to(torch.float8_e4m3fn)
     scales = torch.rand(-(-64 // block[0]), -(-96 // block[1]), generator=generator) + 0.5

@@ -29,7 +29,7 @@ def test_the_only_server_of_blocks_costs_most_and_more_with_more_blocks() -> Non
 
 
 def test_the_scarcest_block_decides() -> None:
-    # Of the wide one's blocks only the last has no second server.
+    # Only the last block of the wide one has no second server.
     wide, narrow = placed("a", "0:11"), placed("b", "0:10")
     assert costs(wide, narrow) == [1010, 500]
 

@@ -92,7 +92,7 @@ def test_a_pod_missing_from_a_later_list_is_leaving_and_may_return() -> None:
     table.listed([Pod("a", "pod-a"), Pod("b", "pod-b")])
     table.listed([Pod("b", "pod-b")])
     assert [table.withheld(uid) for uid in "ab"] == [Withheld.LEAVING, None]
-    # As when somebody takes the label off, and puts it on again.
+    # Somebody has taken the label off, and puts it on again.
     table.changed(Pod("a", "pod-a"))
     assert table.withheld("a") is None
     table.listed([])

@@ -1,0 +1,156 @@
+"""Every example of README.md and docs/*.md runs, against the stack that the README starts."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+from corolla.chassis.tenant_limits import QuotaTable
+from tests.architecture.sources import ROOT
+from tests.charts.rendering import ALL_APIS, helm, render
+from tests.examples import PAGES, Example, examples_of
+from tests.http_clients import command_of, variables
+from tests.integration.running_up import RunningUp
+
+TIMEOUT_S: Final = 120
+NUM_TOKENS: Final = 8
+"""Every example runs with answers as short as these, since their length proves nothing."""
+LANGUAGES: Final = ("console", "json", "python", "sh", "yaml")
+
+TESTED_ELSEWHERE: Final = {
+    # These tests also compare the values that the examples leave behind.
+    "docs/library.md": "tests/integration/hf/test_library_docs.py",
+    "docs/models.md": "tests/integration/test_adapters.py",
+}
+
+BEFORE: Final = {
+    # Names that the sentences around an example introduce.
+    "README.md": "import torch; input_ids = torch.tensor([[504, 3575, 282, 4649, 314]])",
+    "docs/reliability.md": (
+        "import secrets, time; from corolla import Client; "
+        "from corolla.chassis.errors import ServiceStopping, ServiceUnavailable; "
+        "client, prompt = Client('127.0.0.1:50051'), 'Once upon a time'"
+    ),
+}
+
+# Programs that cannot run here, and what stands in for each:
+# - docker, kind, minikube, kubectl: there is no container runtime and no cluster; tests/cluster runs them.
+# - helm: without a cluster the chart is rendered instead of installed, as for a cluster with every API.
+# - make: its targets run these tests; only the target's existence is checked.
+# - pip: the packages are installed already.
+# - corolla up, demo, router, block-server, client: the stack is up already; only the options are checked.
+STAND_INS: Final = r"""
+set -e -o pipefail
+docker() { :; }
+kind() { :; }
+minikube() { :; }
+kubectl() { :; }
+pip() { :; }
+helm() {
+  if [ "$1" = install ]; then command helm template "${@:2}" $APIS >rendered.yaml; fi
+}
+make() { grep -q "^$1:" "$ROOT/Makefile" || { echo "there is no target $1"; return 1; }; }
+curl() {
+  if [ "$1" = -N ]; then command curl --max-time 2 "$@" || [ $? = 28 ]; else command curl --fail-with-body "$@"; fi
+}
+corolla() {
+  case $1 in
+    up | demo | router | block-server | client) command corolla "$@" --help >options ;;
+    chat) echo "Name a colour." | command corolla "$@" --max-tokens 8 ;;
+    bench) command corolla "$@" --rate 2 --seconds 1 --prompt-tokens 16 --answer-tokens 4 ;;
+    generate) command corolla "$@" --max-tokens 8 ;;
+    *) command corolla "$@" ;;
+  esac
+}
+"""
+
+
+def start_command() -> list[str]:
+    """The options of the README's `corolla up`."""
+    (shown,) = (each.text for each in examples_of("README.md") if each.language == "console")
+    return shlex.split(shown.partition("corolla up")[2].partition("\n")[0])
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningUp]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COROLLA_DEFAULT_MAX_TOKENS", str(2 * NUM_TOKENS))
+        running = RunningUp(tmp_path_factory.mktemp("up"), *start_command())
+    yield running
+    if running.process.poll() is None:
+        running.end()
+
+
+def addressed(text: str, addresses: Mapping[str, Any]) -> str:
+    """The text with this stack's addresses in place of the usual ones, and with short answers."""
+    for usual, name in (("50051", "client"), ("8080", "http"), ("50050", "router")):
+        text = text.replace(f"127.0.0.1:{usual}", addresses[name])
+    text = re.sub(r"(max_(?:new_)?tokens=)\d+", rf"\g<1>{NUM_TOKENS}", text)
+    return text.replace("HOST:PORT", addresses["client"]).replace(".venv/bin/", "")
+
+
+def run_shell(example: Example, up: RunningUp, folder: Path) -> None:
+    text = example.text
+    if example.language == "console":
+        text = "\n".join(line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ "))
+    environment = {
+        **os.environ,
+        "ROOT": str(ROOT),
+        "APIS": " ".join(f"--api-versions {each}" for each in ALL_APIS),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), str(Path(helm()).parent), os.environ["PATH"]]),
+        "COROLLA_SERVER": up.addresses["client"],
+        "COROLLA_ROUTER": up.addresses["router"],
+    }
+    check(["bash", "-c", STAND_INS + addressed(text, up.addresses)], environment, folder, str(example))
+
+
+def run_python(examples: list[Example], page: str, up: RunningUp, folder: Path) -> None:
+    """Runs the examples of a page one after the other in one process, since later ones use names of earlier ones."""
+    program = "\n".join([BEFORE.get(page, ""), *(each.text for each in examples)])
+    program = addressed(program, up.addresses).replace("./my-checkpoint", "demo")
+    has_openai = re.search(r"^from openai import", program, re.MULTILINE)
+    command = command_of("-c", program) if has_openai else [sys.executable, "-W", "ignore", "-c", program]
+    check(command, variables() if has_openai else os.environ, folder, page)
+
+
+def check(command: list[str], environment: Mapping[str, str], folder: Path, what: str) -> None:
+    done = subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
+    )
+    assert done.returncode == 0, f"{what}\n{done.stdout}\n{done.stderr}"
+
+
+def test_every_example_has_a_language_that_is_run() -> None:
+    assert {example.language for page in PAGES for example in examples_of(page)} <= set(LANGUAGES)
+    for page, file in TESTED_ELSEWHERE.items():
+        assert Path(page).name in (ROOT / file).read_text(encoding="utf-8")
+
+
+@pytest.mark.full
+@pytest.mark.model
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page not in TESTED_ELSEWHERE and any(True for _ in examples_of(page))]
+)
+def test_the_examples_of_a_page_run(page: str, up: RunningUp, tmp_path: Path) -> None:
+    assert shutil.which("curl") is not None, "the examples need curl"
+    (tmp_path / "charts").symlink_to(ROOT / "charts")
+    examples = list(examples_of(page))
+    for example in examples:
+        if example.language in ("sh", "console"):
+            run_shell(example, up, tmp_path)
+        elif example.language == "yaml":
+            assert render(yaml.safe_load(example.text)), str(example)
+        elif example.language == "json":
+            assert set(json.loads(example.text)) == {"default", "tenants"}, "this test knows files of quotas only"
+            QuotaTable.parse(example.text.encode())
+    if programs := [example for example in examples if example.language == "python"]:
+        run_python(programs, page, up, tmp_path)
