@@ -3,12 +3,13 @@
     python -m tests.faults kill --runs 100 --seed 1
     python -m tests.faults all
 
-One subcommand for each kind of fault; the exit status is 0 only if every figure held.
+The exit status is 0 only if every figure held.
 """
 
 import argparse
 import asyncio
 import random
+import re
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -38,8 +39,7 @@ from tests.faults.tasks import tasks
 
 Row = Callable[[Stand, random.Random, range], Awaitable[int]]
 
-# What breaks, how often it is broken, how often a run of the gate breaks it, and what that is. Those that take longest
-# come first, so that `all` leaves no long one for the end of those that run side by side.
+# What breaks, how often it is broken, how often a run of the gate breaks it, and what that is.
 ROWS: dict[str, tuple[Row, int, int, str]] = {
     "kill": (kill, 100, 5, "kill -9 of each hop at a random token"),
     "adapters": (adapters, 100, 5, "adapters loaded, unloaded and taken out under traffic, and kill -9 of each hop"),
@@ -62,36 +62,54 @@ _ALONE: Final = frozenset({"drain"})
 _IN_THE_CLEAR: Final = frozenset({"cut"})
 # Drafts are always as long as they may be: they are what is to be wrong at times.
 _SETTINGS: Final = {"adapters": ADAPTER_SETTINGS, "forms": {"COROLLA_ADAPTIVE_DRAFTS": "false"}}
+# A stack takes as long to start as some rows take. Those that add a client service are apart.
+_ON_ONE_STACK: Final = (("redis", "tasks", "places", "herd", "cancel"), ("freeze", "client", "kill", "library"))
+_ENDED: Final = re.compile(r"^(\w+) ended with \d+ after (\d+) s$", re.MULTILINE)
 # A soak that is short tells nothing that the others do not.
 _LONG: Final = frozenset({"soak"})
 
 
-async def run(row: str, model: str, spans: str, seed: int, runs: range, outage_s: float) -> int:
+async def run(row: str, stand: Stand, seed: int, runs: range) -> int:
+    """Does a row's runs on a stack that is whole, and leaves it whole. Returns the exit status."""
     work, _, _, what = ROWS[row]
-    say(f"==> {what}: {len(runs)} runs from number {runs.start} on {model} as {spans}, seed {seed}")
-    is_secure = row not in _IN_THE_CLEAR
-    async with standing(model, spans, _SETTINGS.get(row), outage_s=outage_s, is_secure=is_secure) as stand:
+    say(f"==> {what}: {len(runs)} runs from number {runs.start}, seed {seed}")
+    # No two rows ask the same questions: of the second one, servers would hold what they computed for the first.
+    return await work(stand, random.Random(f"{row} {seed}"), runs)
+
+
+async def run_together(
+    rows: Sequence[str], model: str, spans: str, seed: int, runs_of: Callable[[str], range], outage_s: float
+) -> int:
+    """Does rows that need the same settings, one after the other, on one stack."""
+    status, is_secure = 0, rows[0] not in _IN_THE_CLEAR
+    async with standing(model, spans, _SETTINGS.get(rows[0]), outage_s=outage_s, is_secure=is_secure) as stand:
         # The callers are here: what was imported took the collector half a second, in which no token could arrive.
         settle()
-        with PAUSES.watched():
-            return await work(stand, random.Random(seed), runs)
+        for row in rows:
+            started_s = time.monotonic()
+            with PAUSES.watched():
+                row_status = await run(row, stand, seed, runs_of(row))
+            status |= row_status
+            say(f"{row} ended with {row_status} after {time.monotonic() - started_s:.0f} s\n")
+    return status
 
 
 async def run_all(arguments: Sequence[str], num_jobs: int) -> tuple[int, dict[str, float]]:
-    """Each row in a process and on a stack of its own, `num_jobs` at a time. Says what a row said when it ends.
+    """Does all rows in processes, each with a stack for its rows, `num_jobs` at a time. Shows their words at their end.
 
     Returns:
         The exit status, and the seconds that each row took.
     """
-    together = [row for row in ROWS if row not in _ALONE | _LONG]
+    shared = {row for rows in _ON_ONE_STACK for row in rows}
+    groups = [*_ON_ONE_STACK, *((row,) for row in ROWS if row not in shared | _ALONE | _LONG)]
     statuses: list[int] = []
     took_s: dict[str, float] = {}
 
-    async def run_rows(waiting: list[str]) -> None:
+    async def run_groups(waiting: list[tuple[str, ...]]) -> None:
         while waiting:
-            row, started_s = waiting.pop(0), time.monotonic()
+            rows = waiting.pop(0)
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "tests.faults", row, *arguments,
+                sys.executable, "-m", "tests.faults", *rows, *arguments,
                 stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             )  # fmt: skip
             try:
@@ -100,22 +118,26 @@ async def run_all(arguments: Sequence[str], num_jobs: int) -> tuple[int, dict[st
                 if process.returncode is None:
                     process.terminate()
                     await process.wait()
+            said = output.decode(errors="replace")
             statuses.append(process.returncode or 0)
-            took_s[row] = time.monotonic() - started_s
-            say(output.decode(errors="replace") + f"{row} ended with {statuses[-1]} after {took_s[row]:.0f} s\n")
+            took_s.update((row, float(seconds)) for row, seconds in _ENDED.findall(said))
+            say(said + f"{' '.join(rows)}: the process ended with {statuses[-1]}\n")
 
     async with asyncio.TaskGroup() as jobs:
         for _ in range(num_jobs):
-            jobs.create_task(run_rows(together))
-    await run_rows(sorted(_ALONE))
+            jobs.create_task(run_groups(groups))
+    await run_groups([(row,) for row in sorted(_ALONE)])
     return int(any(statuses)), took_s
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="corolla-faults", description=(__doc__ or "").partition("\n\n")[0])
     rows = "; ".join(f"{name}: {what}" for name, (_, _, _, what) in ROWS.items())
-    parser.add_argument("row", choices=[*ROWS, "all"], help=f"{rows}; all: every one but `soak`")
-    parser.add_argument("--jobs", type=int, default=1, help="of `all`: rows at a time, each on a stack of its own")
+    parser.add_argument(
+        "rows", nargs="+", choices=[*ROWS, "all"], metavar="ROW",
+        help=f"{rows}; all: every one but `soak`. Several rows share a stack",
+    )  # fmt: skip
+    parser.add_argument("--jobs", type=int, default=1, help="of `all`: stacks at a time")
     parser.add_argument("--runs", type=int, default=0, help="how often; each row has a default")
     parser.add_argument(
         "--turn", type=int, metavar="N", help="the few runs of the gate, beginning where the N-th turn is"
@@ -127,14 +149,20 @@ def main() -> int:
     parser.add_argument("--outage", type=float, help="seconds that Redis or the router stays away: 60, in `all` 15")
     parser.add_argument("--record-durations", type=Path, metavar="FILE", help="of `all`: writes how long each row took")
     given = parser.parse_args()
-    outage_s = given.outage or (15.0 if given.row == "all" else 60.0)
+    is_all = "all" in given.rows
+    if not is_all and len({(row in _IN_THE_CLEAR, row if row in _SETTINGS else "") for row in given.rows}) > 1:
+        parser.error("these rows need stacks of different settings; give one of them, or all")
+    outage_s = given.outage or (15.0 if is_all else 60.0)
     num_runs = given.runs or round(3 * given.minutes)
-    if given.row != "all":
-        _, default_runs, few_runs, _ = ROWS[given.row]
-        num_runs = num_runs or (default_runs if given.turn is None else few_runs)
-        first = 0 if given.turn is None else given.turn * num_runs
-        runs = range(first, first + num_runs)
-        return asyncio.run(run(given.row, given.model, given.spans, given.seed, runs, outage_s))
+
+    def runs_of(row: str) -> range:
+        _, default_runs, few_runs, _ = ROWS[row]
+        count = num_runs or (default_runs if given.turn is None else few_runs)
+        first = 0 if given.turn is None else given.turn * count
+        return range(first, first + count)
+
+    if not is_all:
+        return asyncio.run(run_together(given.rows, given.model, given.spans, given.seed, runs_of, outage_s))
     passed_on = {
         "runs": num_runs,
         "seed": given.seed,

@@ -1,7 +1,7 @@
 """The measurements of a row of faults, and whether they held."""
 
-import math
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -27,11 +27,13 @@ class Figures:
         num_runs: runs so far.
         stalls_s: the longest wait for a token of each stream that was hit.
         failures: sentences about what did not hold.
+        began_s: when the row began, by `time.monotonic()`.
     """
 
     num_runs: int = 0
     stalls_s: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    began_s: float = field(default_factory=time.monotonic)
 
     def check(self, holds: bool, otherwise: str) -> None:
         if not holds:
@@ -51,7 +53,7 @@ class Figures:
                 f"longest {max(stalls):.2f} s; limit of p{share * 100:.0f} {max_stall_s:.1f} s")  # fmt: skip
             reached_s = percentile(stalls, share)
             self.check(reached_s <= max_stall_s, f"the stall's p{share * 100:.0f} is {reached_s:.2f} s")
-        if paused_s := PAUSES.num_seconds(-math.inf):
+        if paused_s := PAUSES.num_seconds(self.began_s):
             say(f"this machine paused for {paused_s:.1f} s in all, which no wait includes")
         num_bad = len({failure.partition(":")[0] for failure in self.failures})
         say(f"{self.num_runs - num_bad} of {self.num_runs} runs held")

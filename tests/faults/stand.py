@@ -30,6 +30,7 @@ from tests.integration.waiting import until
 
 NUM_BLOCKS = 6
 TINY_SPANS = "0:3,0:3,3:6,3:6"
+_SECOND_CLIENT = "client-2"
 _RECOVERY_TIMEOUT_S = 60.0
 # In turn, of a server that is slowed down.
 _STOPPED_S = 0.05
@@ -82,10 +83,12 @@ class Stand:
         return next(process for process in self.stack.processes if process.name == name)
 
     async def add_service(self) -> ManagedProcess:
-        """One more client service, ready."""
+        """The second client service, ready. The first call starts it."""
+        if running := [process for process in self.stack.processes if process.name == _SECOND_CLIENT]:
+            return running[0]
         ports, options = Ports(), self.stack.options
         process = client_process(options, ports.free(), ports.free(), ports.free(), self.stack.router_address)
-        process = replace(process, name="client-2", log=LogFile(options.log_folder / "client-2.log"))
+        process = replace(process, name=_SECOND_CLIENT, log=LogFile(options.log_folder / f"{_SECOND_CLIENT}.log"))
         self.stack.launch(process)
         await self.until_serving(process)
         return process
