@@ -1,4 +1,4 @@
-"""How to choose tokens, and what was chosen. Pure."""
+"""The parameters by which tokens are chosen, and the chosen tokens. Pure."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,7 +10,7 @@ MAX_LOGPROBS: Final = 20
 MAX_BIASED_TOKENS: Final = 1024
 
 _MIN_TEMPERATURE: Final = 1e-4
-"""Below it `logits / temperature` leaves the range in which a float32 softmax has meaning; 0 is greedy."""
+"""With a lower temperature, `logits / temperature` overflows what a float32 softmax can represent; 0 is greedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class SpeculationMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SpeculationOptions:
-    """What a caller may say about speculation; None leaves it to the service."""
+    """A caller's choices for speculation. The service decides about each one that is None."""
 
     mode: SpeculationMode | None = None
     max_draft_tokens: int | None = None
