@@ -1,4 +1,4 @@
-"""Failures as one sentence that says what to do."""
+"""Turns a failure into one sentence that says what to do."""
 
 from typing import overload
 

@@ -17,8 +17,7 @@ from corolla.decoding.sampling import Sampler
 
 @torch.inference_mode()
 def sample_together(samplers: Sequence[Sampler], logits: Tensor) -> list[SampledToken | CorollaError]:
-    """One token for each row of `logits`, float32 `[R, V]`, chosen by the sampler of the same index. No sampler occurs
-    twice.
+    """One token for each row of `logits`, float32 `[R, V]`, by the sampler of the same index; no sampler occurs twice.
 
     A row that is not finite, or whose grammar fails, gets an error and leaves its sampler as it was.
     """
@@ -63,8 +62,7 @@ def _scores(samplers: Sequence[Sampler], logits: Tensor) -> tuple[Tensor, dict[i
 
 
 def _filtered(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """The scores, with minus Inf for each token that a filter excludes: the processors of `transformers`, in their
-    order."""
+    """The scores, with minus Inf for tokens that the filters of `transformers`, in their order, exclude."""
     vocabulary_size = scores.shape[-1]
 
     def column(values: Sequence[float]) -> Tensor:

@@ -32,8 +32,7 @@ def num_weights(checkpoint: Checkpoint) -> int:
 
 @dataclass(frozen=True)
 class DraftModel:
-    """A model with the target's vocabulary: it gives logits `[vocab_size]` for texts of at most `context_length`
-    tokens."""
+    """A model that gives logits `[vocab_size]`, the target's vocabulary, for at most `context_length` tokens."""
 
     causal_model: PreTrainedModel
     context_length: int
@@ -71,16 +70,14 @@ class DraftModel:
 
     @torch.inference_mode()
     def logits(self, token_ids: list[int], cache: DynamicCache) -> Tensor:
-        """The logits after `token_ids`, which follow the tokens in `cache`: float32 `[vocabulary of the target]` on the
-        CPU."""
+        """The logits, float32 `[vocab_size]` on the CPU, after `token_ids`, which follow the tokens in `cache`."""
         # The target's embedding may have more rows. This model reads its last token in place of a token that it lacks:
         # later draft tokens may be worse, but the answer stays the same.
         embedding: Any = self.causal_model.get_input_embeddings()
         ids = torch.tensor([token_ids], device=self.causal_model.device).clamp(max=embedding.weight.shape[0] - 1)
         output = self.causal_model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         logits = cast(Tensor, output.logits)[0, -1].float().cpu()[: self.vocab_size]
-        # The two embeddings may have different paddings. The random stream takes one number for each logit, so both
-        # models must have equally many logits.
+        # The random stream takes one number for each logit, so both models need equally many, whatever their padding.
         missing = self.vocab_size - logits.shape[0]
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
@@ -114,13 +111,11 @@ class DraftReading:
         return bool(chunk) and self.num_tokens_left > 0
 
     def logits_after(self, newest: int) -> Tensor:
-        """The logits, float32 `[vocabulary of the target]`, after the text's last token or a draft token that follows
-        it."""
+        """The logits, float32 `[vocab_size]`, after the text's last token or a draft token that follows it."""
         return self._read([newest])
 
     def forget_rejected_tokens(self) -> None:
-        """Drops cached tokens from the first one on that differs from the text, and the text's last token, which is
-        read again."""
+        """Drops cached tokens from the first that differs from the text; the text's last token is read again."""
         num_right = min(len(self._cached_ids), len(self.token_ids) - 1)
         for index in range(max(0, num_right - _MOST_DRAFT_TOKENS), num_right):
             if self._cached_ids[index] != self.token_ids[index]:

@@ -49,8 +49,7 @@ class AnswerGrammar:
         return not token_ids or self._matcher.consume_tokens(list(token_ids))
 
     def forced(self) -> list[int]:
-        """The usual tokens of the text that must follow; empty where several texts may. Other tokens may spell it,
-        too."""
+        """The usual tokens of the text that must follow, if any; other tokens may spell it, too."""
         return self._matcher.compute_ff_tokens()
 
     def possible(self, token_ids: Sequence[int]) -> list[int]:

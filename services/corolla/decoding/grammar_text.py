@@ -56,8 +56,7 @@ def grammar_tokenizer(text: str, vocab_size: int, end_token_ids: Sequence[int]) 
 
 
 def read_grammar(tokenizer: LLTokenizer, text: str) -> LLMatcher:
-    """A matcher at the beginning of an answer; copies of it follow answers. Reading recurses as deep as the grammar's
-    rules.
+    """A matcher at an answer's beginning, to be copied for each answer. Recurses as deep as the grammar's rules.
 
     Raises:
         UnreadableGrammar: the text is not a grammar, is too large, or no answer can ever fit it.

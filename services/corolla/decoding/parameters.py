@@ -10,7 +10,7 @@ MAX_LOGPROBS: Final = 20
 MAX_BIASED_TOKENS: Final = 1024
 
 _MIN_TEMPERATURE: Final = 1e-4
-"""With a lower temperature, `logits / temperature` overflows what a float32 softmax can represent; 0 is greedy."""
+"""Below it, `logits / temperature` leaves the range in which a float32 softmax has meaning; 0 is greedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class SpeculationMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SpeculationOptions:
-    """A caller's choices for speculation. The service decides about each one that is None."""
+    """A caller's choices for speculation. None leaves a choice to the service."""
 
     mode: SpeculationMode | None = None
     max_draft_tokens: int | None = None

@@ -61,8 +61,7 @@ class PromptLookup:
     def draft(self, num_tokens: int, sampler: object) -> list[int]:
         """The tokens that followed the latest occurrence of the longest match; empty where nothing matches.
 
-        A draft that reaches the text's end goes on with its own tokens, so it also continues a text that repeats
-        itself. The sampler is not used.
+        A draft that reaches the text's end goes on with its own tokens, as a text that repeats itself would.
         """
         match = self._match()
         if match is None:

@@ -100,8 +100,7 @@ def _lower_terms() -> tuple[int, ...]:
     def times(polynomial: int, one: int, other: int) -> int:
         return polynomial << one ^ polynomial << other
 
-    # MT19937 has words of 32 bits and takes the lower 31 bits of one word; the matrix has the bits of `_MATRIX` in its
-    # last row.
+    # MT19937 takes the lower 31 bits of a word of 32 bits; `_MATRIX` is the last row of its matrix.
     powers = [1]
     for _ in range(31):
         powers.append(times(powers[-1], _NUM_WORDS - 1, _MIDDLE - 1))

@@ -26,8 +26,7 @@ class SamplerRecord:
         grammar: the grammar that the answer must fit; empty allows any text.
 
     Attributes:
-        pauses_at: the hop stops choosing tokens when prompt and answer together have this many; None: it goes on to the
-            answer's end.
+        pauses_at: the number of prompt and answer tokens at which the hop stops choosing; None: at the answer's end.
     """
 
     def __init__(
@@ -62,8 +61,7 @@ class SamplerRecord:
         return len(self._prompt_ids) + len(self._generated_ids)
 
     def accept(self, token_ids: Sequence[int], state: bytes = b"") -> None:
-        """Takes the answer's next tokens. `state`, if the hop sent it, is the random stream's state after the last
-        one."""
+        """Takes the answer's next tokens. `state`, if the hop sent it, is the random stream after the last one."""
         self._generated_ids.extend(token_ids)
         if self.params.is_greedy:
             return

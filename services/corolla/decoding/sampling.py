@@ -35,8 +35,7 @@ _MOST_DRAWN = 1 << 21
 
 
 class TokenPenalties:
-    """Repetition, presence and frequency penalty of one sequence. The cost of a new token does not depend on the
-    length.
+    """Repetition, presence and frequency penalty of one sequence. Each new token takes the same time.
 
     The repetition penalty is that of `transformers`, over prompt and answer: a seen token's logit is divided by it
     when positive and multiplied when negative, once per token, bit for bit as `RepetitionPenaltyLogitsProcessor` does.
@@ -80,8 +79,7 @@ class TokenPenalties:
         return copied
 
     def apply(self, logits: Tensor) -> Tensor:
-        """The penalised scores, float32 `[V]`, of `logits`, float32 `[V]`, on the same device; `logits` are not
-        changed."""
+        """The penalised scores of `logits`, both float32 `[V]` on one device; `logits` are not changed."""
         self._move_to(logits.device)
         scores = logits
         if self._is_seen is not None:
@@ -104,8 +102,7 @@ class TokenPenalties:
 
 
 class QuickTopP(LogitsProcessor):
-    """Does the same as `TopPLogitsWarper` with 0 < `top_p` < 1, bit for bit: it keeps the same tokens with their
-    scores.
+    """Equals `TopPLogitsWarper` with 0 < `top_p` < 1, bit for bit: it keeps the same tokens and their scores.
 
     The library's filter sorts the vocabulary with its indices, which for 49152 tokens takes 3 ms on a CPU: a third of
     the head, and for each row. Which tokens stay depends on the sorted values alone, which sort thirty times as fast.
@@ -123,8 +120,7 @@ class QuickTopP(LogitsProcessor):
         is_removed[-1] = False
         num_removed = int(is_removed.sum())
         is_kept = scores >= ascending[0, num_removed]
-        # Sums grow, so the removed tokens come first. Among tokens with equal scores, the library's own sorting
-        # decides.
+        # Sums grow, so the removed tokens come first. Among equal scores, the library's own sorting decides.
         if int(is_kept.sum()) == len(is_removed) - num_removed:
             return scores.masked_fill(~is_kept, -torch.inf)
         return cast(Tensor, self._exact(input_ids, scores))
@@ -139,8 +135,7 @@ class Sampler:
     Args:
         prompt_ids: the tokens before the answer; only penalties look at them.
         generated_ids: tokens of the answer that another sampler chose already.
-        num_skipped: the number of choices that other samplers made with the same seed; the random stream continues
-            after them.
+        num_skipped: how many choices other samplers made with the same seed; the random stream continues after them.
         state: what `state()` returned; the random stream continues from there, and `params.seed` has no effect.
         grammar: it has read `generated_ids`, and no other sampler uses it; tokens that would break it are never chosen.
 
@@ -248,8 +243,7 @@ class Sampler:
             self._grammar.add(token_id)
 
     def bar_ahead(self) -> None:
-        """Computes which tokens the grammar allows next, before the logits are there. Any thread may call it, as
-        `draw_ahead`.
+        """Computes which tokens the grammar allows next, before the logits are there, in any thread.
 
         Raises:
             InvalidRequest: the grammar has become too complex; the choice raises that again.
@@ -300,8 +294,7 @@ class Sampler:
         return copied
 
     def state(self) -> bytes:
-        """The state of the random stream: 9 bytes for a greedy sampler, else about 5 KB. It holds no text and no
-        tokens."""
+        """The state of the random stream: 9 bytes for a greedy sampler, else about 5 KB, without text or tokens."""
         stream = b"" if self._generator is None else self._generator.get_state().numpy().tobytes()
         return _STATE_HEADER.pack(_STATE_MAGIC, _STATE_VERSION, len(stream)) + stream
 
@@ -328,8 +321,7 @@ class Sampler:
         return numbers.exponential_(generator=self._generator)
 
     def with_logprobs(self, token_id: int, logits: Tensor) -> SampledToken:
-        """The token with the log probabilities that the parameters ask for, from the model's own logits, float32
-        `[V]`."""
+        """The token with the log probabilities that `params` ask for, from the model's logits, float32 `[V]`."""
         if self.params.num_logprobs is None:
             return SampledToken(token_id)
         logprobs = logits.log_softmax(dim=-1)
@@ -339,8 +331,7 @@ class Sampler:
 
 
 def _barred(allowed: bytes, num_logits: int, device: torch.device) -> Tensor:
-    """A float32 `[V]` with minus Inf for each token that is barred and 0 for the others, from one bit for each
-    token."""
+    """Minus Inf for barred tokens and 0 for others, float32 `[V]` on `device`, from one bit for each token."""
     groups = torch.frombuffer(bytearray(allowed), dtype=torch.uint8).to(device).int()
     return _barred_of_byte(device)[groups].flatten()[:num_logits]
 

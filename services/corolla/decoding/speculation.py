@@ -79,8 +79,7 @@ class DraftLength:
         return best or min(num_affordable, _PROBE_TOKENS)
 
     def observe(self, evidence: int | None, num_drafted: int, num_accepted: int, seconds: float) -> None:
-        """Learns from a step that took `seconds`, drafting included. A plain step has `evidence` None or `num_drafted`
-        0.
+        """Learns from a step of `seconds`, drafting included. A plain step has no evidence or no draft tokens.
 
         Args:
             num_accepted: how many draft tokens were right before the first wrong one.
@@ -121,8 +120,7 @@ class _Line:
 
 
 class _StepCost:
-    """Estimates a step's duration from the length of its draft: a line through the measured steps, the newest counting
-    most."""
+    """Estimates a step's duration from its draft's length: a line through the steps, the newest counting most."""
 
     def __init__(self) -> None:
         self._weight = self._sum_tokens = self._sum_squares = self._sum_seconds = self._sum_products = 0.0
@@ -135,8 +133,7 @@ class _StepCost:
         self._sum_products = _COST_DECAY * self._sum_products + num_drafted * seconds
 
     def line(self, plain_s: float) -> _Line:
-        """The line of seconds by draft tokens, never below a plain step; without measurements, an estimate from
-        `plain_s`."""
+        """The line of seconds by draft tokens, never below `plain_s`; it begins as an estimate from `plain_s`."""
         weight, tokens, squares = self._weight, self._sum_tokens, self._sum_squares
         seconds, products = self._sum_seconds, self._sum_products
         for prior_tokens, prior_steps in _PRIOR_COSTS:

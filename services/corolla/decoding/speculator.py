@@ -56,8 +56,7 @@ class Speculator:
         self._drafter.read_chunk()
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
-        """Learns from a step that checked `num_drafted` draft tokens. It learns nothing from the answer's first
-        step."""
+        """Learns from a step that checked `num_drafted` draft tokens, except from the answer's first step."""
         if self._step_began_s is not None:
             self._length.observe(self._evidence, num_drafted, num_accepted, time.monotonic() - self._step_began_s)
 
@@ -84,7 +83,7 @@ class Speculator:
         try:
             return self._drafter.draft(num_tokens, sampler)
         except NonFiniteOutput:
-            return [] # the draft model's output is not finite; the target's own output decides
+            return []  # the draft model's output is not finite; the target's own output decides
 
 
 def make_speculator(
