@@ -15,8 +15,8 @@ NO_CROP = "This model has a recurrent state, from which tokens cannot be taken b
 class RemotePastKeyValues(Cache):
     """Presents a session as a cache of transformers.
 
-    Cropping and reordering send nothing: the next step tells the hops which positions remain, and whose tokens each
-    replaced row has.
+    Cropping and reordering send nothing: the next step tells hops which positions remain, and for each replaced row,
+    whose tokens it has.
 
     Args:
         is_croppable: whether hops can remove tokens; False for a model with a recurrent state.

@@ -49,7 +49,7 @@ class RemoteSpan:
 class HopSessions:
     """One session on every hop for each row. The class does not know the rows' tokens.
 
-    To get more room, rows are opened again on the same hops, in the next epoch; the hops keep the tokens. Each opening
+    For more room, rows are opened again on the same hops in the next epoch, and the hops keep the tokens. Each opening
     sends the rows' trained prompts.
 
     Args:

@@ -152,8 +152,8 @@ def is_sequence_finished(unfinished_sequences: Tensor) -> bool:
     """Whether all rows of all processes have ended.
 
     Args:
-        unfinished_sequences: int64 `[B]`, 1 for each row that continues. If torch.distributed is initialised, all its
-            processes must call this together.
+        unfinished_sequences: int64 `[B]`, 1 for rows that continue. All processes of a torch.distributed group call
+            this together.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         unfinished_sequences = unfinished_sequences.sum()

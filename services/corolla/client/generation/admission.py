@@ -20,7 +20,7 @@ from corolla.decoding.stopping import FinishReason
 class Usage:
     """The counts of one request while it runs; times are in seconds from its start.
 
-    `withholds_cached_tokens`: whether the caller is not told the number of cached tokens.
+    `withholds_cached_tokens`: whether the caller does not see the number of cached tokens.
     """
 
     prompt_tokens: int = 0

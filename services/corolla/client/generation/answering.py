@@ -86,8 +86,7 @@ class SpeculationDefaults:
 
 @dataclass(frozen=True, slots=True)
 class _Completion:
-    """The data that the answers to one prompt share. `until_s`, by the event loop's clock, is when callers stop
-    waiting."""
+    """The data that the answers to one prompt share. The caller waits until `until_s` of the event loop's clock."""
 
     request: AnyRequest
     prompt_ids: Sequence[int]
@@ -250,8 +249,7 @@ class Answering:
 
     @asynccontextmanager
     async def _entered(self, request: AnyRequest) -> AsyncIterator[tuple[Allowance, AdmissionTicket, RequestMeter]]:
-        """Holds a request's quotas and its place until its end. Raises QuotaExceeded, QueueFull, and InvalidRequest for
-        its form."""
+        """Holds a request's quotas and place until its end. Raises QuotaExceeded, QueueFull, or InvalidRequest."""
         caller, num_sequences = request.caller, request.num_completions
         with self._traces.request(request):
             async with (
@@ -276,8 +274,7 @@ class Answering:
             await self._grammars.admit(request.caller.tenant, request.form, received_ids)
 
     async def _check_turn(self, request: AnyRequest, next_prompt: NextPrompt) -> None:
-        """Checks a turn's limits before it waits, so that a request that cannot succeed fails at once: sessions only
-        grow."""
+        """Checks a turn's limits before it waits, so that a hopeless request fails at once: sessions only grow."""
         try:
             record = await self._transcripts.get(request.session_id, request.caller.tenant)
         except (RouterUnavailable, StoreUnavailable):
@@ -326,7 +323,7 @@ class Answering:
     async def _open(
         self, job: _Completion, text_ids: Sequence[int], sampler: SamplerRecord, chain: common_pb2.Chain | None
     ) -> AsyncIterator[ChainSession]:
-        """Opens a session for this context, on the given chain only, or on the best one if `chain` is None."""
+        """Opens a session for this context, on the given chain only, or without one on the best chain."""
         identity = SessionIdentity(secrets.token_bytes(16), 1, job.request.caller.tenant)
         max_tokens = len(job.prompt_ids) + job.max_tokens
         open_options = OpenOptions(
@@ -435,8 +432,7 @@ class Answering:
     async def _answer_of_turn(
         self, prompt_ids: Sequence[int], max_tokens: int, request: AnyRequest
     ) -> tuple[Answer, AnyRequest]:
-        """The answer of a turn. If its caller has all tokens, the last one is generated again, so that the turn can
-        end."""
+        """The answer of a turn. If its caller has all tokens, the last one is generated again to end the turn."""
         answer = await self._begun_answer(prompt_ids, max_tokens, request)
         if answer.finish_reason is None:
             return answer, request

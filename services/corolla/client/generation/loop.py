@@ -74,8 +74,7 @@ async def generate(
 ) -> AsyncGenerator[Sequence[Delta], None]:
     """Generates one answer token by token. While tokens are decoded to text, the hops compute the next ones.
 
-    Tokens that arrive while the caller handles the last ones are yielded together, so a slow caller gets fewer and
-    larger messages.
+    Tokens that arrive while the caller handles the last ones are yielded together: a slow caller gets fewer messages.
 
     A step may carry draft tokens. Every token is the choice of the session's sampler from the chain's logits, in order
     and with the same random stream; a draft token only decides whether the logits after it are there already. So the

@@ -18,8 +18,8 @@ from corolla.decoding.stopping import FinishReason
 class Resumption:
     """The state of an answer that may have begun in another client service: the caller has `num_received` tokens.
 
-    `received_ids` are those tokens, if the caller sent them; then they need not be generated again. A request without a
-    name has not begun before.
+    `received_ids` are those tokens, if the caller sent them; then they need not be generated again. Without a name, no
+    answer has begun.
     """
 
     request_id: str = ""
@@ -37,8 +37,7 @@ class Resumption:
         return replace(params, seed=int.from_bytes(self._digest("seed", tenant)[:7]))
 
     def replay_into(self, answer: Answer) -> None:
-        """Adds the received tokens to the answer, which may end with the last one. Raises InvalidRequest if it ends
-        before."""
+        """Adds the received tokens to the answer. Raises InvalidRequest if it ends before the last of them."""
         for token_id in self.received_ids:
             if answer.finish_reason is not None:
                 raise _too_many(len(answer.tokens))
@@ -50,8 +49,7 @@ class Resumption:
         return replace(self, received_ids=self.received_ids[:-1])
 
     def unsent_of(self, deltas: Iterable[Delta]) -> Iterator[Delta]:
-        """The deltas of a whole answer that the caller lacks, and its end. Raises InvalidRequest if it has fewer
-        tokens."""
+        """The rest of a whole answer, with its end. Raises InvalidRequest if the caller claims to have more of it."""
         unsent = UnsentDeltas(replace(self, received_ids=()))
         return (left for delta in deltas if (left := unsent.select([delta])) is not None)
 
