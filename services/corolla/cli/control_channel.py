@@ -14,7 +14,7 @@ from corolla.v1.router_pb2_grpc import RouterServiceStub
 
 @contextmanager
 def control_channel(address: str, unreached: CorollaError) -> Iterator[grpc.Channel]:
-    """Opens a channel with the operator's certificate, where `COROLLA_TLS_DIR` or a stack on this machine gives one.
+    """Opens a channel, with the operator's certificate if `COROLLA_TLS_DIR` or a stack on this machine has one.
 
     Calls that fail inside raise an error of `corolla.errors`.
 

@@ -56,7 +56,7 @@ def new(
 
 @keys.command("list")
 def list_keys(file: File) -> int:
-    """Lists the keys of a file, without their secrets; below each key stands what it is limited to."""
+    """Lists the keys of a file without their secrets, each with its limits in the lines below."""
     now = datetime.now(UTC)
     for record in _parse(file, _read(file)).records:
         if record.is_simple:

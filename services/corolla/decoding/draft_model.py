@@ -83,7 +83,7 @@ class DraftModel:
 
 
 class DraftReading:
-    """What the draft model has read of one text, `token_ids`, and of its own draft tokens. Its methods block."""
+    """The draft model's cache for one text, `token_ids`, and for its own draft tokens. Its methods block."""
 
     def __init__(self, model: DraftModel) -> None:
         self.token_ids: list[int] = []

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class AnswerGrammar:
-    """Which tokens may follow those of one answer.
+    """Says which tokens may come next in one answer.
 
     Args:
         matcher: the matcher of this answer; no other answer uses it.
@@ -44,7 +44,7 @@ class AnswerGrammar:
         self._matcher.consume_token(token_id)
 
     def add_all(self, token_ids: Sequence[int]) -> bool:
-        """Takes note of the next tokens. Returns False where the grammar does not allow them; it is unusable then."""
+        """Takes note of the next tokens. Returns False if the grammar does not allow them; it is unusable then."""
         self._allowed = None
         return not token_ids or self._matcher.consume_tokens(list(token_ids))
 

@@ -54,7 +54,7 @@ class PromptLookup:
 
     @property
     def evidence(self) -> int | None:
-        """The kind of match, 0 for the longest; None where the text's end has not occurred before."""
+        """The kind of match, 0 for the longest; None if the text's end has not occurred before."""
         match = self._match()
         return None if match is None else match[0]
 

@@ -15,7 +15,7 @@ class SamplerRecord:
     has sent, and the number of choices since then. So tokens that a hop chose but that never arrived are chosen again.
 
     Args:
-        seed: where the random stream begins, unless `state` says so.
+        seed: the seed of the random stream; `state` has precedence.
         prompt_ids: the tokens before the answer.
         generated_ids: tokens of the answer that were chosen already.
         state: the state of the random stream, as a hop sent it.

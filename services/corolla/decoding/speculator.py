@@ -1,4 +1,4 @@
-"""Speculation within one answer, where its tokens are chosen: the drafter, the draft length, and what it learns."""
+"""Speculation within one answer, on the hop that chooses its tokens: the drafters, and the choice of draft lengths."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -31,7 +31,7 @@ class Drafter(Protocol):
 
     @property
     def evidence(self) -> int | None:
-        """The kind of evidence for a draft now; None where there is nothing to draft from."""
+        """The kind of evidence for a draft now; None if there is nothing to draft from."""
 
     def draft(self, num_tokens: int, sampler: Sampler) -> list[int]:
         """Drafts at most `num_tokens` tokens. The sampler is the answer's own, and is not changed."""
@@ -89,7 +89,7 @@ class Speculator:
 def make_speculator(
     message: pb.Sampler, draft_model: DraftModel | None, grammar: AnswerGrammar | None = None
 ) -> Speculator | None:
-    """The speculator that a session's sampler asks for; None where it asks for none, or the draft model is missing.
+    """The speculator that a session's sampler asks for; None without drafts, or if the draft model is missing.
 
     Args:
         grammar: the grammar of the session's sampler.

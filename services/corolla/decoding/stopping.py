@@ -21,7 +21,7 @@ class StopDecider:
     """Decides after each token whether the answer ends with it.
 
     Args:
-        max_new_tokens: at least 1.
+        max_new_tokens: the most tokens of the answer, at least 1.
         eos_token_ids: the tokens by which the model itself ends an answer; `ignore_eos` continues after them.
         time_limit_s: seconds that the answer may take; None for no limit.
     """
@@ -52,7 +52,7 @@ class StopMatcher:
     result does not depend on how the text was cut into pieces.
 
     Args:
-        stop_sequences: none of them empty.
+        stop_sequences: the stop sequences, which must not be empty.
     """
 
     def __init__(self, stop_sequences: Sequence[str]) -> None:

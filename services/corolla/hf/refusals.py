@@ -40,7 +40,7 @@ def refuse_unsupported(arguments: Mapping[str, Any], config: GenerationConfig) -
         config: the generation config with the call's own options applied.
 
     Raises:
-        ValueError: with the argument's name and the reason.
+        ValueError: an argument is not supported; the message has its name and the reason.
     """
     for name, reason in _ARGUMENTS.items():
         if _is_asked_for(arguments.get(name)):
@@ -57,7 +57,7 @@ def refuse_alone(arguments: Mapping[str, Any]) -> None:
     """Checks a call without a session: without a cache, the mask must have the shape of the given tokens.
 
     Raises:
-        ValueError: with the argument's name and the reason.
+        ValueError: an argument is not supported; the message has its name and the reason.
     """
     mask = arguments.get("attention_mask")
     given = [arguments[name] for name in ("inputs", "input_ids", "inputs_embeds") if arguments.get(name) is not None]
@@ -71,7 +71,7 @@ def refuse_in_session(arguments: Mapping[str, Any], config: GenerationConfig, *,
     """Checks a call in a session that stays open after it.
 
     Raises:
-        ValueError: with the argument's name and the reason.
+        ValueError: an argument is not supported; the message has its name and the reason.
     """
     if arguments.get("past_key_values") is not None:
         raise ValueError("`past_key_values` and a session both say where the call goes on; give one of them.")

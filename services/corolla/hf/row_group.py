@@ -26,7 +26,7 @@ class RowStep:
     Attributes:
         row: the index of the sequence.
         position: the number of its tokens before this step; hops forget its tokens beyond them.
-        hidden: `[T, H]`, the input of block 0 for its new tokens; T is at least 1.
+        hidden: `[T, H]` on the CPU in the blocks' dtype, the input of the first block for T >= 1 new tokens.
         num_results: for how many of the last new tokens the output is wanted.
         source: the sequence that it forks first; None keeps its own tokens. All rows of a step fork at once.
     """

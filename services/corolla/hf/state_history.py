@@ -47,5 +47,5 @@ class StateHistory:
 
 
 def as_hidden_states(hidden: torch.Tensor) -> HiddenStates:
-    """Hidden states `[T, H]` in the form in which they are sent."""
+    """Hidden states `[T, H]`, on any device, in the form in which they are sent."""
     return HiddenStates(to_payload(hidden), len(hidden), tensor_type(hidden.dtype), hidden.shape[1])

@@ -50,7 +50,7 @@ class Answer:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """None while the completion is still growing."""
+        """The reason why the completion ended; None while it grows."""
         return self.completion(0).finish_reason
 
     @property

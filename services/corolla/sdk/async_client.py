@@ -39,7 +39,7 @@ class AsyncClient:
         api_key: key or token, where the service wants one. A function is called at each call and returns the current
             key or token, so that it can renew tokens that expire; it caches them itself.
         timeout: seconds that a call may take, unless the call has its own timeout; None is without limit.
-        credentials: for TLS, for example `grpc.ssl_channel_credentials()`; None is plain text.
+        credentials: the credentials for TLS, such as `grpc.ssl_channel_credentials()`; None is plain text.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class AsyncSession:
 
 
 class AsyncChat:
-    """A conversation. Each turn sends only what is new; the service keeps the rest.
+    """A conversation. Each turn sends only new messages; the service keeps the others.
 
     async with client.chat(system="Answer in one sentence.") as chat:
         print(await chat.send("What is a corolla?"))

@@ -40,7 +40,7 @@ class Client:
         api_key: key or token, where the service wants one. A function is called at each call and returns the current
             key or token, so that it can renew tokens that expire; it caches them itself.
         timeout: seconds that a call may take, unless the call has its own timeout; None is without limit.
-        credentials: for TLS, for example `grpc.ssl_channel_credentials()`; None is plain text.
+        credentials: the credentials for TLS, such as `grpc.ssl_channel_credentials()`; None is plain text.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class Session:
 
 
 class Chat:
-    """A conversation. Each turn sends only what is new; the service keeps the rest.
+    """A conversation. Each turn sends only new messages; the service keeps the others.
 
     with client.chat(system="Answer in one sentence.") as chat:
         print(chat.send("What is a corolla?"))

@@ -156,7 +156,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The model's turn in a conversation. `others` are the further answers, where several were asked for."""
+    """The model's turn in a conversation. `others` are the further answers, if several were asked for."""
 
     model: str
     text: str

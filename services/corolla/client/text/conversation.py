@@ -36,7 +36,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that a model may call; `parameters` is a JSON Schema of an object, None where it has none.
+    """A function that a model may call; `parameters` is a JSON Schema of an object, or None.
 
     `is_strict`: whether arguments must fit the schema.
     """
