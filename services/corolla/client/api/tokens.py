@@ -106,7 +106,7 @@ class TokenRules:
     scopes_claim: str = ""
 
     def key_id(self, token: str) -> str | None:
-        """The id of the key by which a token is signed; None if the token cannot be valid with any key."""
+        """The id of the key that a token names; None if the token cannot be valid with any key."""
         if len(token) > MAX_TOKEN_CHARS:
             return None
         try:

@@ -235,8 +235,7 @@ class Answering:
                             meter.count_tokens(0, len(deltas))
                             left = unsent.select(deltas)
                             if deltas[-1].finish_reason is not None:
-                                # The record is written before the caller gets the end: the next turn may follow at
-                                # once.
+                                # The record is written before the end is sent: the next turn may follow at once.
                                 _write_back(record, session, prompt_ids, answer, sampler, turn_name, record_turn)
                                 await turn.commit()
                                 position = session.position
@@ -285,7 +284,8 @@ class Answering:
     async def _prompt_of_turn(
         self, record: router_pb2.SessionRecord, next_prompt: NextPrompt, request: AnyRequest
     ) -> tuple[int, Sequence[int], int]:
-        """How many first tokens the next token log shares with the old one, that log, and the most new tokens."""
+        """The number of first tokens that the next token log shares with the old one, the next log, and the most new
+        tokens."""
         await self._names.of_session(record, request.adapter, record.tenant)
         num_kept_tokens, prompt_ids = await self._in_thread(next_prompt, record)
         return num_kept_tokens, prompt_ids, self._max_tokens(len(prompt_ids), request)

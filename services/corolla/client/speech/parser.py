@@ -119,7 +119,7 @@ class SpeechParser:
         self._has_ended = True
         return self.push("")
 
-    # --- steps: each returns whether the next step can use the held text ----- --------------------------------------
+    # --- steps: each returns whether the next step can use the held text ------------------------------------------
 
     def _to(self, state: State) -> bool:
         self._state = state

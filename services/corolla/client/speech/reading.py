@@ -126,7 +126,7 @@ class Speech:
 
 
 def beginning(reasoning: ReasoningFormat | None, prompt_tail: str, begun: str | None) -> State:
-    """The first state of a parser: the prompt may have begun the reasoning, or the answer may continue a message."""
+    """The first state of a parser. It depends on reasoning that the prompt began, and on a message to continue."""
     if reasoning is not None and begun is not None and begun.rfind(reasoning.opening) > begun.rfind(reasoning.closing):
         return State.REASONING_BEGINNING if begun.rstrip().endswith(reasoning.opening) else State.REASONING
     if reasoning is not None and re.search(re.escape(reasoning.opening) + r"\s*\Z", prompt_tail):

@@ -60,7 +60,7 @@ class GrammarProcess:
             raise QueueFull("the forms of others take too long to read") from None
 
     def check(self, form: AnswerFormat, received_ids: Sequence[int] = ()) -> None:
-        """Returns if answers of this form can be made, and an answer with these tokens can be continued. It blocks.
+        """Checks that answers of this form can be made, and an answer with these tokens continued. It blocks.
 
         Raises:
             InvalidRequest: the form is invalid, takes too long or too much memory, or the tokens do not fit it.
