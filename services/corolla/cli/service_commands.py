@@ -130,7 +130,7 @@ def drain(
         address, StartupError(f"no block server answers at {address}; name its control port")
     ) as channel:
         left = AdminServiceStub(channel).Drain(admin_pb2.DrainRequest(), timeout=timeout_s).num_sessions_left
-    sys.stdout.write("drained" + (f"; nobody had room for {left} sessions, they are replayed" if left else "") + "\n")
+    sys.stdout.write("drained" + (f"; {left} sessions found no room and are replayed" if left else "") + "\n")
     return 0
 
 

@@ -27,8 +27,8 @@ class SamplingParams:
         frequency_penalty: like the presence penalty, times the number of occurrences.
         seed: equal seeds give equal answers; None draws a fresh one.
         num_logprobs: None for no log probabilities, 0 for that of the chosen token only, up to 20 for alternatives.
-        logit_bias: at most 1024 pairs of a token id, each once, and a number from -100 to 100, which is added to its
-            logit first.
+        logit_bias: at most 1024 pairs of a token id, each once, and a number from -100 to 100. It is added to the
+            token's logit before all other changes.
 
     Raises:
         InvalidRequest: fields are out of range; the error has one violation per field.

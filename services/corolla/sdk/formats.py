@@ -43,6 +43,6 @@ def set_format(message: pb.ResponseFormat, given: object) -> None:
             case "regex" | "lark":
                 setattr(message, kind, form[kind])
             case _:
-                raise InvalidRequest("response_format", "'type' is none that is known")
+                raise InvalidRequest("response_format", "'type' is unknown")
     except (KeyError, TypeError, ValueError):
-        raise InvalidRequest("response_format", f"{kind} is not described as it should be") from None
+        raise InvalidRequest("response_format", f"the description of {kind} is missing or not valid") from None

@@ -78,7 +78,7 @@ def error_of(failure: grpc.RpcError, address: str) -> errors.CorollaError:
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return errors.MessageTooLarge("a message is larger than the service or this connection takes")
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return errors.ServiceUnavailable(f"what answers at {address} is no Corolla client service of this version")
+        return errors.ServiceUnavailable(f"{address} is not a Corolla client service of this version")
     if code is None or code in _UNREACHED:
         return errors.ServiceUnavailable(f"no service answers at {address}")
     return errors.InternalError(f"the call to {address} failed with {code.name}")

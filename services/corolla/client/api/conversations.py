@@ -84,7 +84,7 @@ def call_rules(request: pb.ChatRequest, tools: Sequence[Tool]) -> CallRules:
     choice = request.tool_choice
     several = request.parallel_tool_calls if request.HasField("parallel_tool_calls") else True
     if choice.mode not in _MODES:
-        raise InvalidRequest("tool_choice.mode", "is none that this service knows")
+        raise InvalidRequest("tool_choice.mode", "is unknown to this service")
     if choice.name and choice.mode != pb.ToolChoice.MODE_NAMED:
         raise InvalidRequest("tool_choice.name", "only MODE_NAMED has a name")
     if choice.mode not in _REQUIRING_MODES:
@@ -93,7 +93,7 @@ def call_rules(request: pb.ChatRequest, tools: Sequence[Tool]) -> CallRules:
     if not tools:
         raise InvalidRequest("tool_choice.mode", "there are no tools to call")
     if request.HasField("response_format"):
-        raise InvalidRequest("response_format", "is of an answer's text, and calls are required")
+        raise InvalidRequest("response_format", "is a form of text, but calls are required")
     if choice.mode == pb.ToolChoice.MODE_REQUIRED:
         return CallRules(tuple(tools), is_required=True, may_be_several=several)
     named = tuple(tool for tool in tools if tool.name == choice.name)
@@ -125,7 +125,7 @@ def _json_object(text: str, field: str) -> dict[str, Any]:
         raise InvalidRequest(field, f"must have at most {MAX_SCHEMA_CHARS} characters")
 
     def refuse(name: str) -> None:
-        raise InvalidRequest(field, f"{name} is no number in JSON")
+        raise InvalidRequest(field, f"{name} is not a number in JSON")
 
     try:
         value = json.loads(text, parse_constant=refuse)

@@ -167,7 +167,7 @@ async def _discover(client: httpx2.AsyncClient, issuer: str) -> str:
         described = json.loads(await _get(client, issuer.rstrip("/") + _DISCOVERY))
         name, address = described["issuer"], described["jwks_uri"]
     except (KeyError, TypeError, RecursionError):
-        raise ValueError("the issuer's description is none") from None
+        raise ValueError("the issuer's description is not valid") from None
     if name != issuer:
         raise ValueError("the issuer's description is of another issuer")
     if not isinstance(address, str) or not address.startswith(_HTTPS):

@@ -114,7 +114,7 @@ class RequestParser:
                 if not 1 <= len(sequence) <= MAX_STOP_CHARS
             },
             "speculation.max_draft_tokens": _up_to(MAX_DRAFT_TOKENS, max_draft_tokens),
-            "speculation.mode": (speculation.mode in _SPECULATION_MODES, "is none that this service knows"),
+            "speculation.mode": (speculation.mode in _SPECULATION_MODES, "is unknown to this service"),
             "cache_salt": (len(message.cache_salt) <= MAX_SALT_CHARS, f"must have at most {MAX_SALT_CHARS} characters"),
         }
         violations = [(field, problem) for field, (is_allowed, problem) in in_range.items() if not is_allowed]
@@ -191,7 +191,7 @@ def _form(message: AnyMessage, calls_grammar: str | None) -> AnswerFormat | None
     if form is None and calls_grammar is not None:
         form = formats.lark(calls_grammar, "tools")
     if form is not None and message.stopping.ignore_eos:
-        raise InvalidRequest("stopping.ignore_eos", "an answer of a given format ends where that does")
+        raise InvalidRequest("stopping.ignore_eos", "an answer of a given format ends with that format")
     return form
 
 

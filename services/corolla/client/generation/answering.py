@@ -284,8 +284,7 @@ class Answering:
     async def _prompt_of_turn(
         self, record: router_pb2.SessionRecord, next_prompt: NextPrompt, request: AnyRequest
     ) -> tuple[int, Sequence[int], int]:
-        """The number of first tokens that the next token log shares with the old one, the next log, and the most new
-        tokens."""
+        """How many first tokens the next token log shares with the old one, the next log, and the most new tokens."""
         await self._names.of_session(record, request.adapter, record.tenant)
         num_kept_tokens, prompt_ids = await self._in_thread(next_prompt, record)
         return num_kept_tokens, prompt_ids, self._max_tokens(len(prompt_ids), request)

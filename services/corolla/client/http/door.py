@@ -81,7 +81,7 @@ class Endpoint:
         behaviour = self.behaviours.get(scope["method"])
         if behaviour is None:
             allowed = ", ".join(sorted(self.behaviours))
-            await _refuse(exchange, 405, "method_not_allowed", f"must be asked by {allowed}", allow=allowed)
+            await _refuse(exchange, 405, "method_not_allowed", f"must be requested with {allowed}", allow=allowed)
             return
         guard = self.guards[scope["method"]]
         call = guard.begin(exchange)

@@ -44,7 +44,7 @@ class HeldBytes:
     def take(self, num_bytes: int) -> None:
         """Counts bytes. Raises QueueFull."""
         if num_bytes > self._left:
-            raise QueueFull("the service reads as many requests as it may; try again")
+            raise QueueFull("the service is reading too many requests; try again")
         self._left -= num_bytes
 
     def give_back(self, num_bytes: int) -> None:

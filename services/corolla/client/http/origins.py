@@ -26,13 +26,13 @@ class OwnPages:
         if origin is None:
             return
         if origin.lower().partition("://")[2] != host or (self._is_loopback and not _is_loopback(_name(host))):
-            raise InvalidRequest("origin", "pages of other hosts are not served where nobody is asked for a key")
+            raise InvalidRequest("origin", "pages of other hosts are refused by a service without keys")
 
     def check_reader(self, headers: Mapping[str, str]) -> None:
         """Checks a reading request: browsers send no `origin` from a page of the same host. Raises InvalidRequest."""
         self.check(headers)
         if self._is_loopback and not _is_loopback(_name(headers.get("host", "").lower())):
-            raise InvalidRequest("host", "must be this machine's own where nobody is asked for a key")
+            raise InvalidRequest("host", "must be this machine's own for a service without keys")
 
 
 def _name(host: str) -> str:

@@ -53,7 +53,7 @@ class PlacementStream:
             Unauthenticated: the caller's key is no longer valid.
         """
         if self.num_watchers >= self._max_watchers or self._watchers[caller.tenant] >= self._max_of_tenant():
-            raise QueueFull("as many watch the placement as may; try again", retry_after_s=_RETRY_S)
+            raise QueueFull("too many callers watch the placement; try again", retry_after_s=_RETRY_S)
         if self._closed.is_set():
             raise ServiceStopping("the service stops; watch another one")
         self._watchers[caller.tenant] += 1

@@ -28,7 +28,7 @@ _MORE_ACCEPTS_PER_TURN: Final = 64
 _ACCEPT_REST_S: Final = 1.0
 _LAST_WORD_S: Final = 1.0
 _LOOK_INTERVAL_S: Final = 0.1
-_FULL_BODY: Final = body_of(ServiceUnavailable("the service has as many connections as it takes"))
+_FULL_BODY: Final = body_of(ServiceUnavailable("the service has too many connections"))
 _FULL: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
     b"content-length: %d\r\n\r\n%b" % (len(_FULL_BODY), _FULL_BODY)

@@ -57,7 +57,7 @@ class GrammarProcess:
                 loop = asyncio.get_running_loop()
                 await loop.run_in_executor(self._thread, self.check, form, received_ids)
         except TimeoutError:
-            raise QueueFull("the forms of others take too long to read") from None
+            raise QueueFull("other callers' forms take too long to read") from None
 
     def check(self, form: AnswerFormat, received_ids: Sequence[int] = ()) -> None:
         """Checks that answers of this form can be made, and an answer with these tokens continued. It blocks.

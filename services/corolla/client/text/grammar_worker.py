@@ -22,7 +22,7 @@ def begin(first: Sequence[Any]) -> Answer:
         if matcher.is_error():
             return "grammar", "is too complex, or no text fits it"
         if token_ids and not matcher.consume_tokens(token_ids):
-            return "token_ids", "are no beginning of an answer of this form"
+            return "token_ids", "are not the beginning of an answer of this form"
         return None
 
     return problem

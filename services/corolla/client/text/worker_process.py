@@ -64,7 +64,7 @@ class WorkerProcess:
             InternalError: the process ends again and again.
         """
         if not self._turn.acquire(timeout=self._longest_wait_s):
-            raise QueueFull(f"others take the process that {self._purpose} too long")
+            raise QueueFull(f"other requests keep the process that {self._purpose} busy for too long")
         try:
             for _ in range(2):  # a second try, in case something else ended the process
                 process = self._begun()
