@@ -1,4 +1,4 @@
-"""`corolla adapters`: what a router has registered of a model."""
+"""`corolla adapters`: the adapters of a model that a router has registered."""
 
 import sys
 from pathlib import Path
@@ -14,9 +14,9 @@ _TIMEOUT_S: Final = 5.0
 
 adapters = typer.Typer(help="Registers, lists and removes adapters (LoRA) of a model.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Argument(help="By which callers ask for it, as `adapter` or `<model>:<name>`.")]
+Name = Annotated[str, typer.Argument(help="Name for requests, as `adapter` or `<model>:<name>`.")]
 Router = Annotated[str, typer.Option(help="host:port of the router.", envvar="COROLLA_ROUTER")]
-ModelName = Annotated[str, typer.Option(help="Of which model; the only one that there is if not given.")]
+ModelName = Annotated[str, typer.Option(help="The model; may be left out where there is only one.")]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -43,7 +43,7 @@ def add(
     router: Router = "127.0.0.1:50050",
     model: ModelName = "",
 ) -> int:
-    """Registers an adapter, or its name anew. Block servers load it once a session asks for it."""
+    """Registers an adapter, or replaces the one of that name. Block servers load it once a session asks for it."""
     from corolla.cli.control_channel import router_stub
     from corolla.v1 import common_pb2, router_pb2
 
@@ -90,7 +90,7 @@ def remove(name: Name, router: Router = "127.0.0.1:50050", model: ModelName = ""
 
 
 def adapter_lines(adapter: "RegisteredAdapter") -> list[str]:
-    """The name, and below it a line for each fact: a digest fills most of a terminal's line."""
+    """The lines about an adapter: its name, then one line for each fact, since a digest fills most of a line."""
     facts = {
         "digest": adapter.version.digest,
         "source": adapter.source,
@@ -101,13 +101,13 @@ def adapter_lines(adapter: "RegisteredAdapter") -> list[str]:
 
 
 def _read(source: str, revision: str) -> tuple[str, str, str]:
-    """Source, commit and digest of files that are here, or are fetched for that."""
+    """Source, commit and digest of an adapter's files, which are fetched first if `revision` is set."""
     from corolla.models.adapters.file import digest_of
     from corolla.models.adapters.hub import adapter_folder
 
     folder = adapter_folder(source, revision)
     digest = digest_of(folder)
-    # What was fetched lies in a folder that the commit names.
+    # The folder of fetched files has the commit as its name.
     return (source, folder.name, digest) if revision else (str(Path(source).expanduser().resolve()), "", digest)
 
 

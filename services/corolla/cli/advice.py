@@ -1,4 +1,4 @@
-"""Failures as one sentence that says what to do."""
+"""Turns a failure into one sentence that says what to do."""
 
 from typing import overload
 
@@ -14,7 +14,7 @@ def sentence_of(failure: Exception) -> str | None: ...
 
 
 def sentence_of(failure: Exception) -> str | None:
-    """The error's message, with advice where a newcomer needs it. Returns None for a bug, whose traceback is needed."""
+    """The error's message, with advice for newcomers. None for an unexpected error, which needs its traceback."""
     if isinstance(failure, OSError) and failure.filename is not None:
         return f"cannot use {failure.filename}: {failure.strerror}; correct the path or its permissions"
     if not isinstance(failure, errors.CorollaError):

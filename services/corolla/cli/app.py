@@ -1,4 +1,4 @@
-"""The commands and their options. Whatever is slow to import is imported when a command runs."""
+"""The commands and their options. Modules that are slow to import are imported when a command runs."""
 
 import os
 import sys
@@ -60,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     A command that fails, or is interrupted before it is done, says so in one sentence on standard error.
     """
-    # gRPC reads this when it is imported. Otherwise it prints notes of its own between a command's output, and before
-    # the sentence that says what failed.
+    # gRPC reads this when it is imported. Without it, gRPC prints its own notes into a command's output and before the
+    # sentence that says what failed.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         status = _run(sys.argv[1:] if arguments is None else list(arguments))
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _complain(_INTERRUPTED)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read the output has enough. Python would complain once more when it closes the stream.
+        # The reader of the output closed the pipe. Python would complain again when it closes the stream.
         sys.stdout = None
         return EXIT_FAILED
 
@@ -84,7 +84,7 @@ def _run(arguments: list[str]) -> int:
         context = getattr(failure, "ctx", None)
         command = context.command_path if context is not None else "corolla"
         text = failure.format_message().rstrip(".")
-        # `corolla` alone answers with its help and has nothing to complain about.
+        # `corolla` without a command prints its help and no error.
         if text:
             _complain(f"{text[:1].lower()}{text[1:]}; see {command} --help")
         return failure.exit_code

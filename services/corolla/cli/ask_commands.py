@@ -125,7 +125,7 @@ def status(
     model: Annotated[str, typer.Option("--model", "-m", help="Model, where there are several.")] = "",
     json: Json = False,
 ) -> int:
-    """Shows who holds which blocks. Exit status 1 when a block has no server."""
+    """Shows which server holds which blocks. Exit status 1 when a block has no server."""
     from corolla.cli.status import run_status
 
     return run_status(router, model, as_json=json)
@@ -138,15 +138,15 @@ def bench(
     ca_file: ask.CaFile = None,
     model: ask.Model = "",
     rate: Annotated[float, typer.Option(min=0.001, help="Requests a second, at random times.")] = 1.0,
-    seconds: Annotated[float, typer.Option(min=0.1, help="For so long requests are sent.")] = 30.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long requests are sent.")] = 30.0,
     concurrency: Annotated[
         int | None, typer.Option(min=1, help="Requests under way at a time; more wait here.", show_default=False)
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, drawn at random.")] = 128,
     answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 64,
     first_token_slo: Annotated[float, typer.Option(help="Good answers begin within so many seconds.")] = 2.0,
-    inter_token_slo: Annotated[float, typer.Option(help="And none of their tokens takes longer.")] = 0.5,
-    seed: Annotated[int, typer.Option(help="Of prompts and times.")] = 0,
+    inter_token_slo: Annotated[float, typer.Option(help="Good answers have no longer pause between tokens.")] = 0.5,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and times.")] = 0,
     json: Json = False,
 ) -> int:
     """Loads a service, and measures its answers.

@@ -71,7 +71,7 @@ Regex = Annotated[str | None, _answer("regex", "The answer is a text that this e
 
 
 def form(json_schema: Path | None, regex: str | None) -> dict[str, Any] | None:
-    """What the answer must be, as the SDK takes it. Raises BadParameter."""
+    """The form of the answer as the SDK takes it; None for any text. Raises BadParameter."""
     if json_schema is None:
         return None if regex is None else {"type": "regex", "regex": regex}
     if regex is not None:
@@ -84,7 +84,7 @@ def form(json_schema: Path | None, regex: str | None) -> dict[str, Any] | None:
 
 
 def tools_in(file: Path) -> Any:
-    """What a file of tools holds. Raises InvalidRequest where it is no JSON."""
+    """The tools in a file. Raises InvalidRequest if the file is not JSON."""
     import json
 
     from corolla.chassis.errors import InvalidRequest
@@ -96,12 +96,12 @@ def tools_in(file: Path) -> Any:
 
 
 def api_key(given: str | None, file: Path | None) -> "AnyApiKey":
-    """What is shown; a file is read whenever a request begins, since tokens expire and are renewed there."""
+    """The key to send. A file is read at the beginning of each request, since expired tokens are renewed there."""
     return given if file is None else lambda: file.read_text().strip()
 
 
 def credentials(tls: bool, ca_file: Path | None) -> "grpc.ChannelCredentials | None":
-    """None: in the clear."""
+    """The channel's credentials; None for a connection without TLS."""
     if not tls and ca_file is None:
         return None
     import grpc
@@ -110,8 +110,8 @@ def credentials(tls: bool, ca_file: Path | None) -> "grpc.ChannelCredentials | N
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """Only the options that were given."""
-    # 0 and 0.0 are given, though they equal False.
+    """The options that the caller gave."""
+    # 0 and 0.0 equal False but are values that the caller gave.
     return {
         name: value for name, value in options.items() if not (value is None or value is False or value in ([], ""))
     }

@@ -30,14 +30,14 @@ _FIRST_WORD = 256
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What is asked for.
+    """The load to put on a service.
 
     Attributes:
         rate: requests a second.
-        seconds: in which they are sent.
-        max_concurrency: requests under way at a time; what comes then waits here, and its time runs. None: any number.
-        prompt_tokens, answer_tokens: of each request.
-        seed: of prompts and arrivals.
+        seconds: how long requests are sent.
+        max_concurrency: the most requests at a time; a further one waits here while its time runs. None: any number.
+        prompt_tokens, answer_tokens: tokens of each prompt, and of each answer.
+        seed: the seed of prompts and arrival times.
     """
 
     rate: float
@@ -51,7 +51,7 @@ class BenchOptions:
 def run_bench(
     client: Callable[[], AsyncClient], model: str, options: BenchOptions, level: ServiceLevel, *, as_json: bool
 ) -> int:
-    """Prints what was measured, also after Ctrl-C. Exit status 1 where no request had an answer."""
+    """Loads a service and prints the measurements, also after Ctrl-C. Returns 1 if no request had an answer."""
     load = Load()
     with _progress(as_json=as_json) as show:
         elapsed_s, is_interrupted = asyncio.run(_Bench(options, load, show).run(client, model))
@@ -74,7 +74,7 @@ class _Bench:
         self._places = asyncio.Semaphore(most) if most is not None else contextlib.nullcontext()
 
     async def run(self, client: Callable[[], AsyncClient], model: str) -> tuple[float, bool]:
-        """Seconds until the last answer, and whether Ctrl-C ended it before."""
+        """Sends the requests. Returns the seconds until the last answer, and whether Ctrl-C ended the run early."""
         async with client() as asked:
             models = await asked.models()
             found = next((each for each in models if model in ("", each.name)), models[0])
@@ -121,7 +121,7 @@ class _Bench:
 
 @asynccontextmanager
 async def _interrupted(stop: Callable[[], object]) -> AsyncIterator[Callable[[], bool]]:
-    """Ctrl-C stops, and whether it came."""
+    """Calls `stop` on Ctrl-C. Yields a function that says whether Ctrl-C came."""
     came = False
 
     def on_signal() -> None:
@@ -139,7 +139,7 @@ async def _interrupted(stop: Callable[[], object]) -> AsyncIterator[Callable[[],
 
 @contextmanager
 def _progress(*, as_json: bool) -> Iterator[Callable[[float, Load], None]]:
-    """Shows how far it is on standard error, where somebody is looking."""
+    """Shows the progress on standard error if that is a terminal."""
     if as_json or not sys.stderr.isatty():
         yield lambda elapsed_s, load: None
         return
@@ -155,7 +155,7 @@ def _progress(*, as_json: bool) -> Iterator[Callable[[float, Load], None]]:
 
 
 def bench_report(summary: dict[str, Any], level: ServiceLevel) -> RenderableType:
-    """The percentiles of the times, then what was counted, then what a good answer is; 80 columns hold all of it."""
+    """The report: percentiles of the times, then the counts, then the definition of a good answer, in 80 columns."""
     times = Table(box=box.SIMPLE_HEAD, header_style="dim", pad_edge=False)
     times.add_column("")
     for percent in PERCENTILES:

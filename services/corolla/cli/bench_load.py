@@ -1,7 +1,7 @@
-"""Open-loop load: when requests are sent, and what their times say. Pure: times and random numbers are passed in.
+"""Open-loop load: when requests are sent, and statistics of answers. Pure: times and random numbers are passed in.
 
-Requests come when they come, whether or not the service keeps up, and their times count from when they were meant to be
-sent. So a service that falls behind shows it in each of them, and not in fewer of them.
+Requests are sent on schedule, whether or not the service keeps up, and their times count from the scheduled moment. So
+a service that falls behind has longer times, not fewer requests.
 """
 
 import math
@@ -15,10 +15,10 @@ REFUSED: Final = "RESOURCE_EXHAUSTED"
 
 
 def arrivals_s(seconds: float, gap_s: Callable[[], float]) -> Iterator[float]:
-    """When requests are sent, in seconds from the beginning: the first at once, the last before `seconds` are over.
+    """The times at which requests are sent, in seconds from the start: the first at once, the last before `seconds`.
 
     Args:
-        gap_s: draws the time to the next one; exponentially distributed, they are a Poisson process.
+        gap_s: draws the time to the next request; an exponential distribution gives a Poisson process.
     """
     now_s = 0.0
     while now_s < seconds:
@@ -28,11 +28,11 @@ def arrivals_s(seconds: float, gap_s: Callable[[], float]) -> Iterator[float]:
 
 @dataclass(frozen=True, slots=True)
 class AnswerTimes:
-    """One answer.
+    """The times of one answer.
 
     Attributes:
-        meant_s: when it was meant to be asked for.
-        token_s: when each token came.
+        meant_s: when its request was scheduled.
+        token_s: when each token arrived.
     """
 
     meant_s: float
@@ -44,7 +44,7 @@ class AnswerTimes:
 
     @property
     def gaps_s(self) -> list[float]:
-        """From each token to the next one."""
+        """The seconds from each token to the next one."""
         return [after - before for before, after in zip(self.token_s, self.token_s[1:], strict=False)]
 
     @property
@@ -54,11 +54,11 @@ class AnswerTimes:
 
 @dataclass(frozen=True, slots=True)
 class ServiceLevel:
-    """What an answer has to keep to be a good one.
+    """The time limits that a good answer keeps.
 
     Attributes:
-        first_token_s: it began by then.
-        inter_token_s: no further token took longer.
+        first_token_s: the most seconds until the first token.
+        inter_token_s: the most seconds between two tokens.
     """
 
     first_token_s: float
@@ -70,11 +70,11 @@ class ServiceLevel:
 
 @dataclass(slots=True)
 class Load:
-    """What has come of the requests so far.
+    """The results of the requests so far.
 
     Attributes:
-        failures: by their labels.
-        num_sent: of which some may still be under way.
+        failures: the number of failures by label.
+        num_sent: the number of requests that were sent; some of them may still be running.
     """
 
     num_sent: int = 0
@@ -86,7 +86,7 @@ class Load:
         return len(self.answers) + self.failures.total()
 
     def summary(self, level: ServiceLevel, elapsed_s: float) -> dict[str, Any]:
-        """As `--json` prints it: rates over `elapsed_s`, and times in seconds by percentiles; none without answers."""
+        """The facts that `--json` prints: rates over `elapsed_s`, and percentiles of times in seconds, if any."""
         good = [each for each in self.answers if level.is_kept(each)]
         return {
             "seconds": elapsed_s,
@@ -110,6 +110,6 @@ def num_tokens(answers: Sequence[AnswerTimes]) -> int:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """The smallest value that so many per cent of all do not exceed, for each of PERCENTILES; nothing of nothing."""
+    """The smallest value that so many per cent do not exceed, for each of PERCENTILES; empty without values."""
     ordered = sorted(values)
     return {f"p{percent}": ordered[math.ceil(len(ordered) * percent / 100) - 1] for percent in PERCENTILES if ordered}

@@ -19,7 +19,7 @@ _HELP = "/reset starts a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops 
 
 
 def run_chat(client: Client, system: str | None, session: str | None, options: dict[str, Any], *, as_json: bool) -> int:
-    """Each line is a turn. On a terminal a failed turn is shown and the conversation goes on; over a pipe it ends."""
+    """Runs a chat with one turn for each line. A failed turn ends the command, but on a terminal the chat goes on."""
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
     if is_terminal:
         _say(f"Talking with {client.models()[0].name}. {_HELP}")
@@ -33,8 +33,8 @@ def run_chat(client: Client, system: str | None, session: str | None, options: d
 
 
 def _terminal_talk(chat: Chat) -> bool:
-    """Returns whether another conversation is wanted."""
-    # Line editing and history for `input`.
+    """Talks with the user. Returns whether another conversation is wanted."""
+    # This import gives `input` line editing and a history.
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401
 
@@ -64,7 +64,7 @@ def _terminal_talk(chat: Chat) -> bool:
 
 
 def _talk_about(chat: Chat, text: str) -> None:
-    """A turn, and the turns of the tools that are called."""
+    """Sends a turn, then the results of the tools that the model calls."""
     calls = _answer_on_terminal(chat, text)
     while calls:
         try:
@@ -80,7 +80,7 @@ def _asked(who: str) -> str:
 
 
 def _answer_on_terminal(chat: Chat, turn: Turn) -> tuple[ToolCall, ...]:
-    """Returns the calls that wait for results."""
+    """Shows the answer to a turn. Returns the calls that wait for results."""
     with interruption() as interrupted:
         stream = chat.stream(turn)
         interrupted.closes(stream)
@@ -113,7 +113,7 @@ def _piped_talk(chat: Chat, *, as_json: bool) -> bool:
             return False
         if text == "/reset":
             return True
-        # Whoever gets calls answers each of them with a line.
+        # After an answer with calls, the next lines are their results, one line for each call.
         if len(results) < len(calls):
             results.append(_result(calls[len(results)], text))
             if len(results) < len(calls):
@@ -125,7 +125,7 @@ def _piped_talk(chat: Chat, *, as_json: bool) -> bool:
 
 
 def _piped_answer(chat: Chat, turn: Turn, text: str, *, as_json: bool) -> tuple[ToolCall, ...]:
-    """Returns the calls that wait for results."""
+    """Prints the answer to a turn. Returns the calls that wait for results."""
     if as_json:
         reply = chat.send(turn)
         facts = {"user": text, "session": chat.session_id, **dataclasses.asdict(reply)}
@@ -144,7 +144,7 @@ def _piped_answer(chat: Chat, turn: Turn, text: str, *, as_json: bool) -> tuple[
 
 def _piped_turns() -> Iterator[str]:
     try:
-        # One line at a time, so that whoever writes can wait for an answer before the next turn.
+        # `readline` returns each line at once, so that the writer can wait for an answer before the next turn.
         while line := sys.stdin.readline():
             if text := line.strip():
                 yield text

@@ -1,4 +1,4 @@
-"""The connection of a command to what only operators may ask."""
+"""The connection of a command to services that only operators may call."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,12 +14,12 @@ from corolla.v1.router_pb2_grpc import RouterServiceStub
 
 @contextmanager
 def control_channel(address: str, unreached: CorollaError) -> Iterator[grpc.Channel]:
-    """Opens a channel with the operator's certificate, where `COROLLA_TLS_DIR` or a stack on this machine gives one.
+    """Opens a channel, with the operator's certificate if `COROLLA_TLS_DIR` or a stack on this machine has one.
 
-    Calls that fail within raise an error of the tree.
+    Calls that fail inside raise an error of `corolla.errors`.
 
     Args:
-        unreached: the error where nothing answers at the address.
+        unreached: the error to raise if nothing answers at the address.
 
     Raises:
         SettingsError: the folder does not hold a certificate.
@@ -34,7 +34,7 @@ def control_channel(address: str, unreached: CorollaError) -> Iterator[grpc.Chan
 
 @contextmanager
 def router_stub(address: str) -> Iterator[RouterServiceStub]:
-    """What asks a router, in such a connection."""
+    """A stub of the router at an address, on a `control_channel`."""
     with control_channel(address, RouterUnavailable(f"no router answers at {address}")) as channel:
         yield RouterServiceStub(channel)
 

@@ -1,4 +1,4 @@
-"""`corolla demo`: the main job from end to end, in about a minute."""
+"""`corolla demo`: starts a stack, completes a text and chats, in about a minute."""
 
 import time
 
@@ -28,7 +28,7 @@ def run_demo(options: StackOptions) -> int:
     """Starts a stack, completes a text, holds a chat of two turns, and stops.
 
     Raises:
-        CorollaError: something of this failed.
+        CorollaError: one of these steps failed.
     """
     view = StackConsole()
     console = view.console
@@ -86,7 +86,7 @@ def _show(console: Console, before: str, stream: Stream) -> Usage:
     console.print(Text(before, style="bold"), end="")
     num_chunks = 0
     for chunk in stream:
-        # As it comes: nothing is wrapped or held back, as rich would do with a whole text.
+        # Chunks go to the file directly: rich would wrap the text.
         console.file.write(chunk.text)
         console.file.flush()
         num_chunks += 1
@@ -98,7 +98,7 @@ def _show(console: Console, before: str, stream: Stream) -> Usage:
 
 
 def summary_table(usages: list[tuple[str, Usage]], num_servers: int, start_s: float, total_s: float) -> Table:
-    """What each answer cost, and below the table how long everything took."""
+    """A table of what each answer cost, with the total times in its caption."""
     table = Table(header_style="dim", box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("", "tokens/s", "first token", "prompt", "cached", "new tokens"):
         table.add_column(heading, justify="left" if not heading else "right")

@@ -22,8 +22,8 @@ def run_generate(
     """Prints the completion, or several of them.
 
     Args:
-        prompt: "-" is read from standard input, without the newline at its end.
-        streams: None streams one completion of text.
+        prompt: the text; "-" reads it from standard input, without the newline at its end.
+        streams: whether to print chunks as they come; None: only for one completion without JSON.
     """
     if prompt == "-":
         prompt = read_stdin().removesuffix("\n")
@@ -38,7 +38,7 @@ def run_generate(
 
 
 def read_stdin() -> str:
-    """Bytes that are no text come out as U+FFFD."""
+    """Reads standard input as UTF-8; invalid bytes become U+FFFD."""
     return sys.stdin.buffer.read().decode("utf-8", errors="replace")
 
 
@@ -49,14 +49,14 @@ def _print_stream(client: Client, prompt: str, options: dict[str, Any], *, as_js
             if as_json:
                 sys.stdout.write(json.dumps(dataclasses.asdict(chunk)) + "\n")
             elif with_index:
-                # Several completions grow at once; each is printed when it is whole.
+                # Several completions grow at once; each is printed when it is complete.
                 if chunk.finish_reason is not None:
                     _print_numbered(chunk.index, stream.completion(chunk.index).text)
             else:
                 sys.stdout.write(chunk.text)
             sys.stdout.flush()
     if interrupted.came:
-        # The sentence that main writes begins a line of its own.
+        # `main` writes a sentence next; the newline puts it on its own line.
         sys.stdout.write("" if as_json else "\n")
         sys.stdout.flush()
         return EXIT_INTERRUPTED
@@ -87,7 +87,7 @@ def _print_numbered(index: int, text: str) -> None:
 
 
 def usage_text(usage: Usage, finish_reason: FinishReason | None = None) -> str:
-    """For example `24 tokens, 15.2 tokens/s, first after 0.21 s, 40 of 52 prompt tokens cached`."""
+    """One line such as `24 tokens, 15.2 tokens/s, first after 0.21 s, 40 of 52 prompt tokens cached`."""
     parts = [f"{usage.completion_tokens} tokens"]
     if usage.tokens_per_s:
         parts.append(f"{usage.tokens_per_s:.1f} tokens/s")

@@ -1,4 +1,4 @@
-"""What signals do to a command: they stop a stack in order, and end an answer where it is."""
+"""Handles signals to a command: they stop a stack in order, or end an answer early."""
 
 import signal
 import threading
@@ -11,7 +11,7 @@ EXIT_INTERRUPTED: Final = 130
 
 
 class Interrupted(BaseException):
-    """Somebody wants the command to end."""
+    """A signal asked the command to end."""
 
 
 Handler = Callable[[int, FrameType | None], None]
@@ -19,7 +19,7 @@ Handler = Callable[[int, FrameType | None], None]
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raises Interrupted in the main thread at the first SIGINT or SIGTERM; later ones do not disturb the stopping.
+    """Raises Interrupted in the main thread at the first SIGINT, SIGTERM or SIGHUP, and ignores later ones.
 
     Outside the main thread, signals are left alone.
     """
@@ -41,14 +41,14 @@ class Closable(Protocol):
 
 
 class Interruption:
-    """Whether Ctrl-C came, and the stream that it closes."""
+    """Records whether Ctrl-C came, and closes a stream when it comes."""
 
     def __init__(self) -> None:
         self.came = False
         self._stream: Closable | None = None
 
     def closes(self, stream: Closable) -> None:
-        """From now on; at once if Ctrl-C came already."""
+        """Sets the stream that Ctrl-C closes; closes it at once if Ctrl-C came already."""
         self._stream = stream
         if self.came:
             stream.close()
@@ -63,9 +63,9 @@ class Interruption:
 
 @contextmanager
 def interruption() -> Iterator[Interruption]:
-    """Inside, the first Ctrl-C closes a stream, whose iteration then ends. A second one is a KeyboardInterrupt.
+    """Inside, the first Ctrl-C closes a stream, whose iteration then ends. A second one raises KeyboardInterrupt.
 
-    An exception out of the middle of gRPC's waiting can leave its locks in disorder: the next call would fail or hang.
+    An exception while gRPC waits can leave gRPC's locks broken, and the next call would fail or hang.
     Outside the main thread, signals are left alone.
     """
     interrupted = Interruption()

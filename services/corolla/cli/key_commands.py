@@ -24,7 +24,7 @@ def add_to(app: typer.Typer) -> None:
 @keys.command()
 def new(
     file: File,
-    tenant: Annotated[str, typer.Option(help="Whose key it is.")],
+    tenant: Annotated[str, typer.Option(help="Tenant that owns the key.")],
     expires_days: Annotated[
         int | None, typer.Option(min=1, max=36_500, help="Days for which it holds; for ever if not given.")
     ] = None,
@@ -34,7 +34,7 @@ def new(
         typer.Option(help="Only calls of this kind: generate, chat, sessions or tokenize; may be given several times."),
     ] = None,
 ) -> int:
-    """Prints a new key, which nothing else knows, and adds its hash to the file."""
+    """Prints a new key, and adds its hash to the file. The key is stored nowhere."""
     from corolla.chassis.errors import StartupError
     from corolla.client.api.keys import NewKey, Scope
 
@@ -56,7 +56,7 @@ def new(
 
 @keys.command("list")
 def list_keys(file: File) -> int:
-    """Lists the keys of a file, without their secrets; below each key stands what it is limited to."""
+    """Lists the keys of a file without their secrets, each with its limits in the lines below."""
     now = datetime.now(UTC)
     for record in _parse(file, _read(file)).records:
         if record.is_simple:
@@ -66,7 +66,7 @@ def list_keys(file: File) -> int:
         if record.expires is not None:
             facts.append(f"{'expired' if record.expires <= now else 'until'} {record.expires:%Y-%m-%d}")
         sys.stdout.write("  ".join(facts) + "\n")
-        # Below the key, each in a line of its own, since names of models are long.
+        # Each model has a line of its own below the key, since names of models are long.
         sys.stdout.writelines(f"    only model {name}\n" for name in sorted(record.models))
         if record.scopes:
             sys.stdout.write(f"    only for {', '.join(sorted(scope.value for scope in record.scopes))}\n")
@@ -75,7 +75,7 @@ def list_keys(file: File) -> int:
 
 @keys.command()
 def revoke(
-    file: File, key_id: Annotated[str, typer.Argument(metavar="ID", help="As `corolla keys list` names it.")]
+    file: File, key_id: Annotated[str, typer.Argument(metavar="ID", help="Id of the key, from `corolla keys list`.")]
 ) -> int:
     """Takes a key out of the file. Client services refuse it within five seconds of seeing the change."""
     from corolla.chassis.errors import StartupError
@@ -88,7 +88,7 @@ def revoke(
             raise StartupError(f"{file} has no key {key_id}; `corolla keys list` names those that it has")
         kept = without_key(text, key_id)
         if not any(line.strip() and not line.strip().startswith("#") for line in kept.splitlines()):
-            # Client services take no file without keys: they would go on with the old one, and this key.
+            # Client services reject a file without keys: they would continue with the old file, and this key.
             raise StartupError(f"{key_id} is the only key of {file}; add another one with `corolla keys new` first")
         _write(file, kept)
     sys.stdout.write(f"revoked {key_id} of {records[key_id].tenant}\n")
@@ -97,7 +97,7 @@ def revoke(
 
 @contextmanager
 def _changing(file: Path) -> Iterator[None]:
-    """Nobody else's change comes between, and is lost."""
+    """Locks the file, so that no change of another process gets lost. Raises StartupError if it cannot be written."""
     from corolla.chassis.errors import StartupError
     from corolla.chassis.private_files import changing
 

@@ -1,4 +1,4 @@
-"""A placement as a table for people and as facts for programs."""
+"""Shows a placement as a table, or as facts for programs."""
 
 from typing import Any
 
@@ -18,9 +18,9 @@ _BAR_WIDTH = 50
 
 
 def placement_table(placement: router_pb2.Placement, num_sessions: int | None = None) -> RenderableType:
-    """Each server with its span, then a bar of how many ready servers each block has, and the dtypes.
+    """A table of servers with their spans, a bar with the number of ready servers of each block, and the dtypes.
 
-    The table fits 80 columns: dtypes stand below it, since a GGUF file's take half a line.
+    It fits 80 columns: dtypes stand below the table, since those of a GGUF file take half a line.
     """
     table = Table(
         title=_title(placement, num_sessions),
@@ -30,7 +30,7 @@ def placement_table(placement: router_pb2.Placement, num_sessions: int | None = 
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
-    # A long name goes on in the next line; nothing of it is cut off.
+    # A long name continues in the next line and is not cut off.
     table.add_column("server", overflow="fold")
     table.add_column("state", no_wrap=True)
     for heading in ("blocks", "sessions", "free pages", "step"):
@@ -50,7 +50,7 @@ def placement_table(placement: router_pb2.Placement, num_sessions: int | None = 
 
 
 def placement_facts(placement: router_pb2.Placement, num_sessions: int) -> dict[str, Any]:
-    """The same for `--json`."""
+    """The facts that `corolla status --json` prints."""
     return {
         "model": placement.model,
         "version": placement.version,
@@ -78,7 +78,7 @@ def placement_facts(placement: router_pb2.Placement, num_sessions: int) -> dict[
 
 
 def uncovered_text(placement: router_pb2.Placement) -> str:
-    """Which blocks have no ready server, in words."""
+    """A sentence that names the blocks without a ready server."""
     if not placement.servers:
         return "No block server is known; start one with `corolla block-server`."
     spans = ", ".join(f"{span.start}:{span.end}" for span in placement.uncovered)
@@ -95,7 +95,7 @@ def _in_order(placement: router_pb2.Placement) -> list[router_pb2.PlacedServer]:
 
 
 def _dtypes(placement: router_pb2.Placement) -> list[Text]:
-    """One line where all servers have the same dtype, else a line for each dtype, with its servers."""
+    """One line if all servers have the same dtype, else a line for each dtype with its servers."""
     addresses: dict[str, list[str]] = {}
     for placed in _in_order(placement):
         addresses.setdefault(placed.server.dtype, []).append(placed.server.address)
@@ -117,7 +117,7 @@ def _coverage(placement: router_pb2.Placement) -> Text:
         if placed.state == router_pb2.SERVER_STATE_READY:
             for block in range(placed.span.start, min(placed.span.end, num_blocks)):
                 replicas[block] += 1
-    # One cell a block; several blocks share a cell, which shows the worst of them, where the model has more.
+    # Each block has a cell. In a model with more blocks than cells, a cell shows the worst of several blocks.
     per_cell = -(-num_blocks // _BAR_WIDTH)
     for first in range(0, num_blocks, per_cell):
         fewest = min(replicas[first : first + per_cell])

@@ -23,7 +23,7 @@ LogLevel = Annotated[str | None, _option("debug, info, warning or error.")]
 Model = Annotated[str | None, _option("Checkpoint folder, GGUF file, hub id, or demo.")]
 Router = Annotated[str | None, _option("The router.", metavar="HOST:PORT")]
 Dtype = Annotated[str | None, _option("float32 (fp32), bfloat16 (bf16) or float16 (fp16).")]
-Quantization = Annotated[str | None, _option("Of the block servers' weights: none, int8, int4 or packed.")]
+Quantization = Annotated[str | None, _option("Quantisation of the block servers' weights: none, int8, int4 or packed.")]
 Threads = Annotated[int | None, _option("Torch threads.")]
 Device = Annotated[str | None, _option("cpu, cuda or cuda:1.")]
 
@@ -45,7 +45,7 @@ def router(
     log_level: LogLevel = None,
     settings: Settings = False,
 ) -> int:
-    """Runs a router: it records who holds which blocks, and the sessions."""
+    """Runs a router: it records which servers hold which blocks, and the sessions."""
     if settings:
         from corolla.router.settings import RouterSettings
 
@@ -125,17 +125,17 @@ def drain(
     from corolla.v1 import admin_pb2
     from corolla.v1.admin_pb2_grpc import AdminServiceStub
 
-    # The advice for a client service that does not answer, to start a stack, would mislead here.
+    # The usual advice, to start a stack, is for a client service that does not answer; it would mislead here.
     with control_channel(
         address, StartupError(f"no block server answers at {address}; name its control port")
     ) as channel:
         left = AdminServiceStub(channel).Drain(admin_pb2.DrainRequest(), timeout=timeout_s).num_sessions_left
-    sys.stdout.write("drained" + (f"; nobody had room for {left} sessions, they are replayed" if left else "") + "\n")
+    sys.stdout.write("drained" + (f"; {left} sessions found no room and are replayed" if left else "") + "\n")
     return 0
 
 
 def _print_settings(model: Any) -> int:
-    """Each setting with its default, and below that what it means: no column is too narrow for it at 80 columns."""
+    """Prints each setting with its default, and its meaning in the lines below, which fits 80 columns."""
     from rich.console import Console
     from rich.padding import Padding
     from rich.text import Text

@@ -38,14 +38,14 @@ def up(
     ] = "",
     port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="Of the client service.  [default: 50051, or a free one]"),
+        typer.Option(min=0, max=65535, help="Port of the client service.  [default: 50051, or a free one]"),
     ] = None,
     http_port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="Of its HTTP, in OpenAI's dialect.  [default: 8080, or a free one]"),
+        typer.Option(min=0, max=65535, help="Port of its HTTP, in OpenAI's dialect.  [default: 8080, or a free one]"),
     ] = None,
     router_port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Of the router.  [default: 50050, or a free one]")
+        int | None, typer.Option(min=0, max=65535, help="Port of the router.  [default: 50050, or a free one]")
     ] = None,
     host: Annotated[str, typer.Option(help="Address that the client service listens on.")] = "127.0.0.1",
     redis_url: Annotated[
@@ -55,7 +55,7 @@ def up(
     dtype: Annotated[
         Literal["float32", "fp32", "bfloat16", "bf16", "float16", "fp16"], typer.Option(help="Of weights and cache.")
     ] = "float32",
-    quantization: Annotated[QuantizationName, typer.Option(help="Of the block servers' weights.")] = "none",
+    quantization: Annotated[QuantizationName, typer.Option(help="Quantisation of the weights.")] = "none",
     threads: Threads = None,
     log_folder: LogFolder = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every log line.")] = False,
@@ -93,7 +93,7 @@ def demo(
 
 
 def _num_threads(asked_for: int | None) -> int:
-    """Servers that share processors are fastest where each has all of them in turn."""
+    """The torch threads of each process. Servers that share cores are fastest if each uses all of them in turn."""
     from corolla.chassis.processors import available_cores
 
     return asked_for or min(available_cores(), _MAX_DEFAULT_THREADS)

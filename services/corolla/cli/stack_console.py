@@ -1,4 +1,4 @@
-"""A stack's life on the console: events, log lines with the name of their process, and a live table on a terminal."""
+"""Shows a running stack on the console: events, log lines with their process, and a live table on a terminal."""
 
 import json
 import re
@@ -23,7 +23,7 @@ _EVENT_STYLES = {"problem": "bold red", "recovered": "green", "ready": "bold gre
 
 
 class StackConsole:
-    """Prints what a stack does. On standard error where standard output is for programs."""
+    """Prints what a stack does: as text, or with `as_json` as lines of JSON on standard output."""
 
     def __init__(self, *, verbose: bool = False, as_json: bool = False) -> None:
         self.console = Console(highlight=False, stderr=as_json)
@@ -43,12 +43,12 @@ class StackConsole:
                 self.line(event.source, event.text, _EVENT_STYLES.get(event.kind, ""))
 
     def tell(self, event: str, **facts: Any) -> None:
-        """One JSON line."""
+        """Prints one line of JSON."""
         sys.stdout.write(json.dumps({"event": event, **facts}) + "\n")
         sys.stdout.flush()
 
     def line(self, source: str, text: str, style: str = "") -> None:
-        """One line with its source in front."""
+        """Prints one line with its source in front."""
         colour = self._colours.setdefault(source, _COLOURS[len(self._colours) % len(_COLOURS)])
         line = Text.assemble((f"{source:>{_NAME_WIDTH}} ", colour), ("| ", "dim"), (text, style))
         self.console.print(line, soft_wrap=True)
@@ -59,13 +59,13 @@ class StackConsole:
             return
         for process in stack.processes:
             for text in process.log.new_lines():
-                # Redis warns of settings of the machine that do not matter here.
+                # Redis warns about settings of the machine that do not matter here.
                 is_important = process.name != "redis" and _IMPORTANT.search(text)
                 if text and (self._verbose or is_important):
                     self.line(process.name, text)
 
     def placement(self, placement: router_pb2.Placement | None) -> None:
-        """Shows who holds what: a table that is kept current on a terminal, else one whenever it changed."""
+        """Shows which server holds which blocks: a live table on a terminal, else a new table after each change."""
         if placement is None:
             return
         shape = tuple(
@@ -83,14 +83,14 @@ class StackConsole:
         self._last_placement = shape
 
     def live(self) -> AbstractContextManager[Any]:
-        """While it is held, the placement stands at the bottom of a terminal."""
+        """A context in which the placement stands at the bottom of a terminal."""
         if self._as_json or not self.console.is_terminal:
             return nullcontext()
         self._live = Live(console=self.console, refresh_per_second=4, transient=True)
         return self._live
 
     def end_live(self) -> None:
-        """What comes now is printed plainly again."""
+        """Ends the live table; later lines are printed plainly."""
         if self._live is not None:
             self._live.stop()
             self._live = None

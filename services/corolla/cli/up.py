@@ -18,7 +18,7 @@ def run_up(options: StackOptions, *, verbose: bool, as_json: bool) -> int:
     """Runs a stack until Ctrl-C or SIGTERM.
 
     Returns:
-        0; 130 when it had not come up by then; 2 when whoever reaches it would be let in, and nobody said so.
+        0; 130 if a signal came before the stack was up; 2 if the service would be open to others without being set so.
     """
     if (sentence := _refusal(options.host)) is not None:
         sys.stderr.write(f"corolla: {sentence}\n")
@@ -49,10 +49,10 @@ def run_up(options: StackOptions, *, verbose: bool, as_json: bool) -> int:
 
 
 def _refusal(host: str) -> str | None:
-    """What the client service would end with, once it was started."""
+    """The error with which the client service would refuse to listen on `host`; None if it would start."""
     if host == LOOPBACK:
         return None
-    # Slow to import, and rarely needed.
+    # These modules are slow to import, and rarely needed.
     from corolla.chassis.exposure import check
     from corolla.chassis.settings import load
     from corolla.client.settings import ClientSettings

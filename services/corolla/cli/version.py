@@ -1,4 +1,4 @@
-"""The version of this release, and its commit where one is known."""
+"""The version of this release, and its commit if that is known."""
 
 import subprocess
 from importlib.resources import files
@@ -12,13 +12,13 @@ _CHECKOUT: Final = Path(__file__).resolve().parents[3]
 
 
 def version() -> str:
-    """Like `0.1.0 (5f2c81a07d3e)`."""
+    """The version with its commit, such as `0.1.0 (5f2c81a07d3e)`."""
     commit = _built_from() or _checked_out()
     return f"{__version__} ({commit})" if commit else __version__
 
 
 def _built_from() -> str:
-    """The commit that setup.py wrote into a wheel."""
+    """The commit that setup.py wrote into a wheel; empty without one."""
     try:
         return (_PACKAGE / "commit.txt").read_text(encoding="utf-8").strip()
     except FileNotFoundError:
@@ -26,7 +26,7 @@ def _built_from() -> str:
 
 
 def _checked_out() -> str:
-    """The commit of the checkout that this runs from, if it does."""
+    """The commit of the git checkout that this code runs from; empty outside of one."""
     if not (_CHECKOUT / ".git").exists():
         return ""
     asked = ["git", "-C", str(_CHECKOUT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]

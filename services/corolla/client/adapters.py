@@ -1,4 +1,4 @@
-"""Adapters by name: which one a request means, and whether its tenant may use it."""
+"""Finds the adapter that a request names, and checks that its tenant may use it."""
 
 from collections.abc import Sequence
 
@@ -10,11 +10,11 @@ from corolla.wire.adapter_version import AdapterVersion
 
 
 class ModelNames:
-    """What callers may call the model: by its name, or as `<model>:<adapter>`.
+    """The names by which requests may call the model: its own, or `<model>:<adapter>`.
 
     Args:
         model: the name of the model that is served.
-        placement: says which adapters are registered.
+        placement: the placement, which has the registered adapters.
     """
 
     def __init__(self, model: str, placement: PlacementWatch) -> None:
@@ -22,15 +22,15 @@ class ModelNames:
         self._placement = placement
 
     def adapter_of(self, given: str, adapter: str = "") -> str:
-        """The name of the adapter that a request means; empty: none, or that of its session.
+        """The name of the adapter that a request means; empty for the session's adapter, or none.
 
         Args:
-            given: what the request has for a model.
-            adapter: and for an adapter.
+            given: the request's model.
+            adapter: the request's adapter.
 
         Raises:
             ModelNotFound: the model is another one.
-            InvalidRequest: the two name different adapters.
+            InvalidRequest: `given` and `adapter` name different adapters.
         """
         named = given.removeprefix(f"{self._model}:") if given.startswith(f"{self._model}:") else ""
         if not named and given not in ("", self._model):
@@ -44,23 +44,23 @@ class ModelNames:
         return f"{self._model}:{adapter}" if adapter else self._model
 
     async def resolve(self, name: str, tenant: str) -> AdapterVersion | None:
-        """What is registered under an adapter's name; None for the empty name.
+        """The version that is registered under an adapter's name; None for the empty name.
 
         Raises:
-            AdapterNotFound: nothing is.
-            AdapterDenied: it is for other tenants.
+            AdapterNotFound: no adapter has this name.
+            AdapterDenied: the adapter is for other tenants.
         """
         return await self._placement.adapter(name, tenant) if name else None
 
     async def of_session(self, record: router_pb2.SessionRecord, name: str, tenant: str) -> AdapterVersion | None:
-        """With what a session's turns are computed. None: with none.
+        """The adapter with which a session's turns are computed, if any.
 
         Args:
-            name: that the turn's request gives; empty: none.
+            name: the adapter's name in the turn's request; empty if it has none.
 
         Raises:
-            InvalidRequest: the session has another one.
-            AdapterNotFound, AdapterDenied: as `resolve`; or other bytes are registered under the name by now.
+            InvalidRequest: the session has another adapter.
+            AdapterNotFound, AdapterDenied: as in `resolve`, or the name has other weights now.
         """
         if not record.HasField("adapter"):
             if name:
@@ -74,11 +74,11 @@ class ModelNames:
         return version
 
     def listed(self, tenant: str) -> Sequence[str]:
-        """The adapters that a tenant may use, by name."""
+        """The names of the adapters that a tenant may use."""
         return self._placement.adapters_for(tenant)
 
     def described(self, model: pb.Model, adapter: str) -> pb.Model:
-        """The model with an adapter, as the interface shows it."""
+        """The description of the model with an adapter, as the API shows it."""
         described = pb.Model(adapter=adapter)
         described.MergeFrom(model)
         described.name = self.with_adapter(adapter)

@@ -1,4 +1,4 @@
-"""For how long a client service waits for others: what every deployment has alike."""
+"""The times that a client service waits for others; they are the same in every deployment."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -6,22 +6,22 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class ClientBounds:
-    """What bounds callers, block servers and the issuer of tokens.
+    """Limits for callers, block servers and the issuer of tokens.
 
     Attributes:
-        ping_after_s: of silence, then a block server is asked whether it lives.
-        silence_s: of silence, then it counts as lost: two seconds of an answer are what the loss of a frozen one costs.
-        open_timeout_s: that a block server which lives may take to open a session, then it is avoided; far more than
-            one needs that has a long step before it.
-        http_read_timeout_s: in which the head of an HTTP request must have come, and then its body.
-        farewell_s: before its deadline, a caller is notified that there will be no answer.
-        reader_timeout_s: that a caller may take nothing of what it is sent, with full buffers; then its answer ends.
-        quota_timeout_s: that a router may take to count quotas, then the client service enforces its share.
-        max_watchers: callers that watch the placement at a time, a quarter of them of one tenant where there are
-            several. They have one event in common, so that this bounds connections and not work.
-        token_skew_s: by which the issuer's clock and this one may differ.
-        issuer_refresh_s: until the issuer's key set is fetched again; when a token names a key that is not known,
-            sooner, though never twice in a thirtieth of it.
+        ping_after_s: seconds of silence after which a block server is pinged.
+        silence_s: seconds of silence after which a block server counts as lost. A frozen server delays answers by this.
+        open_timeout_s: seconds that a live block server may take to open a session before it is avoided; far more than
+            a server with a long step before the opening needs.
+        http_read_timeout_s: seconds until the head of an HTTP request must have arrived, and again for its body.
+        farewell_s: how many seconds before its deadline a caller gets the error that there is no answer.
+        reader_timeout_s: seconds that a caller may read nothing, with full buffers, before its answer ends.
+        quota_timeout_s: seconds that a router may take to count quotas before the client service enforces its share.
+        max_watchers: callers that may watch the placement at a time, a quarter of them of one tenant where there are
+            several. All get the same events, so this bounds connections, not work.
+        token_skew_s: seconds by which the clocks of the issuer and of this service may differ.
+        issuer_refresh_s: seconds until the issuer's key set is fetched again; a token with an unknown key causes it
+            earlier, but never twice in a thirtieth of this time.
     """
 
     ping_after_s: float = 1.0

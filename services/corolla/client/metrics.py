@@ -1,4 +1,4 @@
-"""What a client service exports. Base names and buckets are vLLM's, so that known dashboards carry over."""
+"""The metrics of a client service. Base names and buckets are those of vLLM, so that its dashboards can be used."""
 
 from functools import partial
 from itertools import product
@@ -20,7 +20,7 @@ from corolla.chassis.tenant_limits import QUOTAS
 
 
 class ClientMetrics:
-    """Requests and tokens. No label names a session, a request or a tenant."""
+    """The metrics of requests and tokens. No label names a session, a request or a tenant."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)

@@ -1,4 +1,4 @@
-"""Composition root of the client service."""
+"""The client service: it makes all parts, connects them, and starts and stops them."""
 
 import asyncio
 import logging
@@ -66,19 +66,19 @@ from corolla.wire.stream import between_servers
 log = logging.getLogger(__name__)
 
 _LEASE_MS: Final = 60_000
-"""For which hops keep a running session that they hear nothing of: longer than a client service needs to start anew."""
+"""How long hops keep a running session without steps: longer than a client service needs to restart."""
 _MAX_CONNECTION_AGE_S: Final = 3600.0
-"""Then a gRPC connection takes no new call, and its caller opens another one: so callers spread over new replicas."""
+"""A gRPC connection of this age takes no new calls. Its caller connects again, perhaps to a new replica."""
 _FEWER_DURING_DECODE: Final = 4
-"""A prefill step has a quarter of the tokens while others decode on the same chain, whose answers flow evenly then."""
+"""While others decode on the same chain, prefill steps have a quarter of the tokens, to keep decoding even."""
 
 
 class ClientService:
     """One client service in this process.
 
     Args:
-        network: to router and block servers; None: as the settings say.
-        bounds: for how long it waits for others.
+        network: the connections to router and block servers; None: from the settings.
+        bounds: how long the service waits for others.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class ClientService:
 
     @property
     def http_port(self) -> int | None:
-        """None: there is no HTTP."""
+        """The port of HTTP; None without HTTP."""
         return self._http.port if self._http is not None else None
 
     @property
@@ -144,7 +144,7 @@ class ClientService:
 
     @property
     def num_pending(self) -> int:
-        """Steps and openings that block servers have not answered yet; 0 when no request runs."""
+        """The number of steps and openings that block servers have not answered yet; 0 when no request runs."""
         return self._plane.num_pending if self._plane is not None else 0
 
     async def start(self) -> None:
@@ -194,10 +194,10 @@ class ClientService:
         sessions = ChainSessions(routes, plane, _limits(settings, checkpoint), self._on_recovery)
         transcripts = self._transcripts = Transcripts(control, settings.session_ttl_s, self._tasks.subgroup())
         chat = self._chat = ChatTemplate(tokenizer, TemplateProcess)
-        # A tenant that is alone at the moment has no right to the whole, where others may come.
+        # A single tenant does not get the whole line where others may come.
         line = settings.max_waiting_requests, settings.max_held_request_bytes, self._min_shares
         admission = Admission(WaitingLine(settings.max_running_requests, *line, self._quotas.guaranteed_sequences))
-        # One after the other: threads that look up tokens take time from the one that serves answers.
+        # Only one tokenization runs at a time: such threads take time from the thread that serves answers.
         tokenizations = Admission(WaitingLine(1, *line))
         end_token_ids = frozenset(end_token_ids_of(checkpoint.generation_config()))
         grammars = self._grammars = GrammarProcess(
@@ -261,7 +261,7 @@ class ClientService:
         )
 
     async def stop(self) -> None:
-        """Lets running answers end, and frees everything."""
+        """Lets running answers end within the grace period, and frees everything."""
         self._hub.stop()
         if self._placement_stream is not None:
             self._placement_stream.close()
@@ -295,7 +295,7 @@ class ClientService:
         max_watchers = self._bounds.max_watchers
 
         def max_of_tenant() -> int:
-            # A tenant that is alone at the moment has no right to the whole, where others may come.
+            # A single tenant does not get all places where others may come.
             return -(-max_watchers // 4) if self._tenants.are_several else max_watchers
 
         watched = PlacementStream(describe, max_watchers=max_watchers, max_of_tenant=max_of_tenant)
@@ -313,7 +313,7 @@ class ClientService:
         return router(door, surface, has_page=settings.http_page)
 
     def _min_shares(self) -> int:
-        """A tenant that is alone at the moment has no right to the whole, where others may come."""
+        """The least number of shares: 2 if several tenants may come, since a single one must not get the whole."""
         return 2 if self._tenants.are_several else 1
 
     def _on_recovery(self, report: RecoveryReport) -> None:

@@ -187,12 +187,12 @@ class ClientSettings(ServiceSettings):
 
     @property
     def algorithms(self) -> tuple[str, ...]:
-        """By which tokens may be signed."""
+        """The algorithms by which tokens may be signed."""
         return tuple(self.oidc_algorithms.split(","))
 
     @property
     def missing_guards(self) -> tuple[str, ...]:
-        """Of the public port: its callers have no certificates."""
+        """The settings that would guard the public port, whose callers have no certificates, and that are missing."""
         missing = []
         if self.public_tls_dir is None:
             missing.append("COROLLA_PUBLIC_TLS_DIR")

@@ -1,4 +1,4 @@
-"""Conversations between their turns, in the router's keeping, so that any client service can continue them."""
+"""Stores conversations between their turns at the router, so that any client service can continue them."""
 
 import asyncio
 import logging
@@ -33,7 +33,7 @@ _MAX_RELEASES: Final = round(_LOCK_MS / 1000 / _RELEASE_INTERVAL_S)
 
 
 class Turn:
-    """A turn that is running: the record as it was, and as it will be written back."""
+    """A running turn, with the session's record, which the turn changes and writes back."""
 
     def __init__(self, record: pb.SessionRecord, write_back: Callable[[pb.SessionRecord], Awaitable[None]]) -> None:
         self.record = record
@@ -41,9 +41,9 @@ class Turn:
         self._write_back = write_back
 
     async def commit(self) -> None:
-        """Makes what `record` holds the session's, and ends the turn.
+        """Writes `record` back as the session's, and ends the turn.
 
-        Raises RouterUnavailable or StoreUnavailable where it could not be written; the session stays as it was.
+        Raises RouterUnavailable or StoreUnavailable if that fails; the session is unchanged then.
         """
         failpoints.passed("before_commit")
         await self._write_back(self.record)
@@ -68,7 +68,7 @@ class Transcripts:
     ) -> pb.SessionRecord:
         """Makes a session whose turns are computed with `adapter`.
 
-        Raises QuotaExceeded where the tenant has `max_sessions`, `max_bytes`, or what the router allows anybody."""
+        Raises QuotaExceeded if the tenant has `max_sessions` or `max_bytes`, or the router's own limit."""
         record = pb.SessionRecord(session_id=secrets.token_hex(16), tenant=tenant, model=self._control.model)
         if adapter is not None:
             record.adapter.CopyFrom(adapter.to_message())
@@ -81,13 +81,13 @@ class Transcripts:
         return await self._control.call(self._control.stub.CreateSessionRecord, request)
 
     async def get(self, session_id: str, tenant: str) -> pb.SessionRecord:
-        """Raises SessionNotFound, also for another tenant's."""
+        """The session's record. Raises SessionNotFound, also for another tenant's session."""
         model = self._control.model
         request = pb.GetSessionRecordRequest(model=model, session_id=_checked(session_id), tenant=tenant)
         return await self._control.call(self._control.stub.GetSessionRecord, request)
 
     async def delete(self, session_id: str, tenant: str) -> pb.SessionRecord:
-        """The record that was there. Raises SessionNotFound, or SessionBusy while a turn runs."""
+        """Deletes a session and returns its record. Raises SessionNotFound, or SessionBusy while a turn runs."""
         model = self._control.model
         request = pb.DeleteSessionRecordRequest(model=model, session_id=_checked(session_id), tenant=tenant)
         return await self._control.call(self._control.stub.DeleteSessionRecord, request)
@@ -96,11 +96,11 @@ class Transcripts:
     async def turn(
         self, session_id: str, tenant: str, name: str = "", max_bytes: int | None = None
     ) -> AsyncIterator[Turn]:
-        """Locks the session for one turn. A turn that is not committed leaves it as it was.
+        """Locks the session for one turn. A turn that is not committed leaves the session unchanged.
 
         Args:
-            name: a turn of the same name that still holds the lock loses it.
-            max_bytes: that the tenant may have stored before it begins another turn.
+            name: the turn's name; an earlier turn of the same name loses the lock.
+            max_bytes: the most bytes that the tenant may have stored when it begins another turn.
 
         Raises:
             SessionNotFound, SessionBusy, QuotaExceeded, RouterUnavailable, StoreUnavailable
@@ -112,12 +112,12 @@ class Transcripts:
         try:
             yield turn
         except StaleEpoch:
-            # A turn of the same name took the session over, or Redis lost it. The next turn has a higher epoch.
+            # A turn of the same name took over the session, or Redis lost it. The next turn has a higher epoch.
             raise SessionBusy("block servers have opened the session for a later turn") from None
         finally:
             self._tasks.cancel(renewing)
             if not turn.committed:
-                # The lock must go also when the caller is gone.
+                # The lock is released even if the caller has left.
                 await asyncio.shield(asyncio.ensure_future(self._discard(turn.record, turn_id)))
 
     async def close(self) -> None:
@@ -136,7 +136,7 @@ class Transcripts:
         try:
             return await asyncio.shield(beginning)
         except asyncio.CancelledError:
-            # The router may hold the lock for us by now; only its answer tells, so it is waited for all the same.
+            # The router may have given this turn the lock. Only its answer tells, so it is awaited anyway.
             await asyncio.shield(asyncio.ensure_future(self._end_unused(beginning, turn_id)))
             raise
         except (RouterUnavailable, StoreUnavailable):
@@ -151,7 +151,7 @@ class Transcripts:
         await self._discard(record, turn_id)
 
     async def _release(self, session_id: str, tenant: str, turn_id: str) -> None:
-        """Takes back a begin that nobody answered: a store that was frozen may do it when it wakes up."""
+        """Ends a turn whose begin got no answer: a frozen store may still carry the begin out later."""
         record = pb.SessionRecord(session_id=session_id, tenant=tenant, model=self._control.model)
         for _ in range(_MAX_RELEASES):
             await asyncio.sleep(_RELEASE_INTERVAL_S)
@@ -160,17 +160,17 @@ class Transcripts:
             except (RouterUnavailable, StoreUnavailable):
                 continue
             except CorollaError:
-                return None  # it never began, or is over
+                return None  # the turn never began, or is over
 
     async def _write_back(self, record: pb.SessionRecord, turn_id: str) -> None:
-        """Waits for a router or a store that is away: the answer is there, and so is its caller."""
+        """Writes the record. It waits for a router or a store that is away, because the answer is complete."""
         clock = asyncio.get_running_loop().time
         give_up_s = clock() + _WRITE_PATIENCE_S
         while True:
             try:
                 return await self._end(record, turn_id, discard=False)
             except (RouterUnavailable, StoreUnavailable):
-                # The same call again is no error, should the first one have got through.
+                # Repeating the call is correct even if the first one was carried out.
                 if clock() >= give_up_s:
                     raise
             await asyncio.sleep(_WRITE_RETRY_INTERVAL_S)

@@ -1,7 +1,8 @@
-"""The next tokens of several sequences at once, from logits on any device: those that each `Sampler` chooses alone.
+"""Chooses the next tokens of several sequences at once, from logits on any device: the same that each `Sampler` chooses
+alone.
 
 Filters and choice run once for all rows, with one wait for the device. Random numbers come from each sampler's own
-stream on the CPU: so a session gets the same ones wherever it is continued.
+stream on the CPU, so a session gets the same numbers on whichever server it continues.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from corolla.decoding.sampling import Sampler
 
 @torch.inference_mode()
 def sample_together(samplers: Sequence[Sampler], logits: Tensor) -> list[SampledToken | CorollaError]:
-    """One token for each row of `logits`, float32 `[R, V]`, by the sampler of the same index; all are different ones.
+    """One token for each row of `logits`, float32 `[R, V]`, by the sampler of the same index; no sampler occurs twice.
 
     A row that is not finite, or whose grammar fails, gets an error and leaves its sampler as it was.
     """
@@ -46,7 +47,7 @@ def sample_together(samplers: Sequence[Sampler], logits: Tensor) -> list[Sampled
 
 
 def _scores(samplers: Sequence[Sampler], logits: Tensor) -> tuple[Tensor, dict[int, CorollaError]]:
-    """What the rows' tokens are chosen by, and the rows that have nothing of the kind."""
+    """The scores by which tokens are chosen, float32 `[R, V]`, and the errors of the rows whose scores failed."""
     failures: dict[int, CorollaError] = {}
     if not any(sampler.adjusts_logits for sampler in samplers):
         return logits, failures
@@ -61,8 +62,7 @@ def _scores(samplers: Sequence[Sampler], logits: Tensor) -> tuple[Tensor, dict[i
 
 
 def _filtered(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """The scores, those of tokens that are not to be chosen minus Inf: what the processors of `transformers` make of
-    each row, in their order."""
+    """The scores, with minus Inf for tokens that the filters of `transformers`, in their order, exclude."""
     vocabulary_size = scores.shape[-1]
 
     def column(values: Sequence[float]) -> Tensor:
@@ -96,7 +96,7 @@ def _where(
     wants: Callable[[SamplingParams], bool],
     apply: Callable[[Tensor, Sequence[SamplingParams]], Tensor],
 ) -> Tensor:
-    """Only the rows that want a filter pay for it."""
+    """The scores after a filter. The filter runs only on the rows that want it."""
     wanting = [index for index, each in enumerate(params) if wants(each)]
     if not wanting:
         return scores

@@ -15,15 +15,15 @@ from corolla.models.families import recurrent_layers
 from corolla.models.loading import LOADING
 
 DRAFT_MODEL_RATES: Final[tuple[float, ...]] = (0.7,)
-"""How often a draft token is right before anything is known of a text; there is one kind of evidence."""
+"""The expected share of right draft tokens, before any was checked; a draft model has one kind of evidence."""
 
 _CHUNK_TOKENS: Final = 64
 _MOST_DRAFT_TOKENS: Final = 128
-"""No draft is longer, so what was read before those tokens is no draft token."""
+"""No draft is longer, so all tokens that were read before the last 128 belong to the text."""
 
 
 def num_weights(checkpoint: Checkpoint) -> int:
-    """Of a whole model, as its configuration says; nothing is read."""
+    """The number of weights of a whole model. It comes from the configuration; no weights are read."""
     library: Any = AutoModelForCausalLM
     with LOADING, torch.device("meta"):
         model = library.from_config(checkpoint.config)
@@ -32,7 +32,7 @@ def num_weights(checkpoint: Checkpoint) -> int:
 
 @dataclass(frozen=True)
 class DraftModel:
-    """A model with the target's vocabulary: logits `[vocab_size]`, of at most `context_length` tokens."""
+    """A model that gives logits `[vocab_size]`, the target's vocabulary, for at most `context_length` tokens."""
 
     causal_model: PreTrainedModel
     context_length: int
@@ -45,7 +45,7 @@ class DraftModel:
         Raises:
             CheckpointError: its weights cannot be read, or its tokenizer has another vocabulary than the target's.
             UnsupportedFamily: one of the two has a recurrent state.
-            HubUnavailable: they are on the hub, and that cannot be reached.
+            HubUnavailable: the files are on the hub, and the hub cannot be reached.
         """
         if _vocabulary(checkpoint) != _vocabulary(target):
             raise CheckpointError(
@@ -70,25 +70,25 @@ class DraftModel:
 
     @torch.inference_mode()
     def logits(self, token_ids: list[int], cache: DynamicCache) -> Tensor:
-        """Float32 `[vocabulary of the target]` on the CPU, after `token_ids`, which follow what `cache` holds."""
-        # The target's embedding may be padded further. In place of a token that this model lacks it reads its last one:
-        # the draft tokens behind it may be worse, the answer stays the same.
+        """The logits, float32 `[vocab_size]` on the CPU, after `token_ids`, which follow the tokens in `cache`."""
+        # The target's embedding may have more rows. This model reads its last token in place of a token that it lacks:
+        # later draft tokens may be worse, but the answer stays the same.
         embedding: Any = self.causal_model.get_input_embeddings()
         ids = torch.tensor([token_ids], device=self.causal_model.device).clamp(max=embedding.weight.shape[0] - 1)
         output = self.causal_model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         logits = cast(Tensor, output.logits)[0, -1].float().cpu()[: self.vocab_size]
-        # Embeddings may be padded differently. The random stream must not notice: it takes one number for each logit.
+        # The random stream takes one number for each logit, so both models need equally many, whatever their padding.
         missing = self.vocab_size - logits.shape[0]
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
 
 class DraftReading:
-    """What the draft model has read of one text, `token_ids`, and of its own draft tokens. Its methods block."""
+    """The draft model's cache for one text, `token_ids`, and for its own draft tokens. Its methods block."""
 
     def __init__(self, model: DraftModel) -> None:
         self.token_ids: list[int] = []
         self._model = model
-        # Layers of one kind for all: they can forget their newest tokens, whatever window the model looks through.
+        # All layers get a plain cache, which can drop its newest tokens even where the model has a sliding window.
         self._cache = DynamicCache()
         self._cached_ids: list[int] = []
 
@@ -99,11 +99,11 @@ class DraftReading:
 
     @property
     def is_behind(self) -> bool:
-        """Whether some of the text before its last token is not read, and there is room for it."""
+        """Whether some of the text before its last token is not read yet, and the model has room for it."""
         return len(self._cached_ids) < len(self.token_ids) - 1 and self.num_tokens_left > 0
 
     def read_chunk(self) -> bool:
-        """Reads on towards the text's last token, which the first draft token needs; False when there is no more."""
+        """Reads the next chunk of the text before its last token; returns False when nothing is left to read."""
         start = len(self._cached_ids)
         chunk = self.token_ids[start : min(len(self.token_ids) - 1, start + _CHUNK_TOKENS)]
         if chunk and self.num_tokens_left:
@@ -111,11 +111,11 @@ class DraftReading:
         return bool(chunk) and self.num_tokens_left > 0
 
     def logits_after(self, newest: int) -> Tensor:
-        """Float32 `[vocabulary of the target]` after the text's last token, or after a draft token that follows it."""
+        """The logits, float32 `[vocab_size]`, after the text's last token or a draft token that follows it."""
         return self._read([newest])
 
     def forget_rejected_tokens(self) -> None:
-        """Of what was read, only what the text has come to agree with stays; and its last token is read anew."""
+        """Drops cached tokens from the first that differs from the text; the text's last token is read again."""
         num_right = min(len(self._cached_ids), len(self.token_ids) - 1)
         for index in range(max(0, num_right - _MOST_DRAFT_TOKENS), num_right):
             if self._cached_ids[index] != self.token_ids[index]:

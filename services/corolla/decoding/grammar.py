@@ -1,4 +1,4 @@
-"""What an answer must be, followed token by token as it is chosen."""
+"""The grammar of an answer: it says which tokens may come next, and follows the tokens that are chosen."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 from corolla.chassis.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    # Who samples without grammars needs no llguidance.
+    # Sampling without grammars does not need llguidance.
     from llguidance import LLMatcher
 
 
 class AnswerGrammar:
-    """Which tokens may follow those of one answer.
+    """Says which tokens may come next in one answer.
 
     Args:
-        matcher: of this answer only.
+        matcher: the matcher of this answer; no other answer uses it.
     """
 
     def __init__(self, matcher: "LLMatcher") -> None:
@@ -22,13 +22,13 @@ class AnswerGrammar:
         self._allowed: bytes | None = None
 
     def allowed(self) -> bytes:
-        """One bit for each token id, the least significant one first: whether it may come next.
+        """Says for each token id whether it may come next: one bit each, the least significant bit first.
 
-        In whichever thread, while nobody else uses this grammar; it may take milliseconds, without the interpreter's
-        lock. The second call costs nothing.
+        Any thread may call this, but no two at the same time. It may take milliseconds, without the interpreter's lock.
+        A second call returns the same bits at no cost.
 
         Raises:
-            InvalidRequest: nobody can say within the limits.
+            InvalidRequest: the computation exceeded the limits of grammars.
         """
         if self._allowed is None:
             allowed = self._matcher.compute_bitmask()
@@ -44,18 +44,18 @@ class AnswerGrammar:
         self._matcher.consume_token(token_id)
 
     def add_all(self, token_ids: Sequence[int]) -> bool:
-        """Whether these may be the next tokens, of which it takes note; if not, it is of no use any more."""
+        """Takes note of the next tokens. Returns False if the grammar does not allow them; it is unusable then."""
         self._allowed = None
         return not token_ids or self._matcher.consume_tokens(list(token_ids))
 
     def forced(self) -> list[int]:
-        """How the text that must follow, if any must, is usually written in tokens; other tokens may write it, too."""
+        """The usual tokens of the text that must follow, if any; other tokens may spell it, too."""
         return self._matcher.compute_ff_tokens()
 
     def possible(self, token_ids: Sequence[int]) -> list[int]:
-        """The first of these, as many as may come one behind the other."""
+        """The longest beginning of these tokens that the grammar allows."""
         return list(token_ids[: self._matcher.validate_tokens(list(token_ids))])
 
     def fork(self) -> "AnswerGrammar":
-        """The same as it stands; neither notices what is added to the other."""
+        """A copy in the same state. Tokens that are added to one do not change the other."""
         return AnswerGrammar(self._matcher.deep_copy())

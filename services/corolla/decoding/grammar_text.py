@@ -1,4 +1,4 @@
-"""Grammars as text: how answers of a form are described, and read by llguidance. It needs nothing else."""
+"""Grammars as text, which describe a form of answers, and their reading by llguidance, the only library needed here."""
 
 import json
 from collections.abc import Sequence
@@ -8,8 +8,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_GRAMMAR_BYTES: Final = 192 << 10
 
-# Fewer than the library's own, with which the choice of one token could take seconds. With these the costliest choices
-# that the tests know take some 10 ms and the states of one answer some megabytes; ordinary schemas take a hundredth.
+# These limits are below the library's own, with which the choice of one token could take seconds. With these, the
+# costliest choices in the tests take about 10 ms and the states of one answer some megabytes; ordinary schemas take a
+# hundredth of that.
 _LIMITS: Final = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=100_000,
@@ -23,29 +24,29 @@ _MAX_PROBLEM_CHARS: Final = 200
 
 
 class UnreadableGrammar(Exception):
-    """Its text is what is wrong with the grammar, in one sentence for whoever wrote it."""
+    """A grammar that llguidance does not accept. The message says why, in one sentence for the grammar's author."""
 
 
 def as_grammar(kind: str, value: object) -> str:
-    """The text of a grammar of one part, of a kind that llguidance has: `json_schema` or `lark_grammar`."""
+    """The text of a grammar with one part. `kind` is llguidance's name for it: `json_schema` or `lark_grammar`."""
     return json.dumps({"grammars": [{kind: value}]}, ensure_ascii=False, separators=(",", ":"))
 
 
 def regex_grammar(expression: str) -> str:
-    """The text of a grammar of all that an expression matches as a whole."""
+    """The text of a grammar for answers that the regular expression matches as a whole."""
     return LLMatcher.grammar_from_regex(expression)
 
 
 def grammar_tokenizer(text: str, vocab_size: int, end_token_ids: Sequence[int]) -> LLTokenizer:
-    """A model's tokens as grammars know them; it takes about a second.
+    """A model's tokens in the form that llguidance needs. Building it takes about a second.
 
     Args:
-        text: as `models.tokenizer_text` gives it.
-        vocab_size: how many logits there are for a token.
-        end_token_ids: one at least; they may come where an answer is whole, and nowhere else.
+        text: the tokenizer, as `models.tokenizer_text` returns it.
+        vocab_size: the number of logits.
+        end_token_ids: at least one; grammars allow these tokens only where an answer is complete.
 
     Raises:
-        ValueError: llguidance cannot read it.
+        ValueError: llguidance cannot read the tokenizer.
     """
     try:
         return LLTokenizer(text, n_vocab=vocab_size, eos_token=list(end_token_ids))
@@ -55,10 +56,10 @@ def grammar_tokenizer(text: str, vocab_size: int, end_token_ids: Sequence[int]) 
 
 
 def read_grammar(tokenizer: LLTokenizer, text: str) -> LLMatcher:
-    """A matcher that has seen no token; copies of it follow answers. It recurses as deep as the grammar's rules do.
+    """A matcher at an answer's beginning, to be copied for each answer. Recurses as deep as the grammar's rules.
 
     Raises:
-        UnreadableGrammar: it is none, is too large, or no answer can ever fit it.
+        UnreadableGrammar: the text is not a grammar, is too large, or no answer can ever fit it.
     """
     if len(text.encode(errors="surrogatepass")) > MAX_GRAMMAR_BYTES:
         raise UnreadableGrammar(f"must have at most {MAX_GRAMMAR_BYTES >> 10} KiB as a grammar")
@@ -72,7 +73,7 @@ def read_grammar(tokenizer: LLTokenizer, text: str) -> LLMatcher:
 
 
 def _problem(message: str) -> str:
-    """The gist of what llguidance says, which may quote the grammar at length."""
+    """The first error in llguidance's message, shortened: the message may quote the whole grammar."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     gist = next(
         (line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0] if lines else ""

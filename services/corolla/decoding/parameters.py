@@ -1,4 +1,4 @@
-"""How to choose tokens, and what was chosen. Pure."""
+"""The parameters by which tokens are chosen, and the chosen tokens. Pure."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,7 +10,7 @@ MAX_LOGPROBS: Final = 20
 MAX_BIASED_TOKENS: Final = 1024
 
 _MIN_TEMPERATURE: Final = 1e-4
-"""Below it `logits / temperature` leaves the range in which a float32 softmax has meaning; 0 is greedy."""
+"""Below it, `logits / temperature` leaves the range in which a float32 softmax has meaning; 0 is greedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,14 @@ class SamplingParams:
         min_p: only tokens at least this share as probable as the most probable one; 0 switches it off.
         repetition_penalty: over prompt and answer as in `transformers`, from 0.01 to 100; 1 switches it off.
         presence_penalty: over the answer as in the OpenAI API, from -2 to 2; 0 switches it off.
-        frequency_penalty: as the presence penalty, times the number of occurrences.
+        frequency_penalty: like the presence penalty, times the number of occurrences.
         seed: equal seeds give equal answers; None draws a fresh one.
         num_logprobs: None for no log probabilities, 0 for that of the chosen token only, up to 20 for alternatives.
-        logit_bias: at most 1024 token ids, each once, and what is added to their logits before all else, from -100 to
-            100.
+        logit_bias: at most 1024 pairs of a token id, each once, and a number from -100 to 100. It is added to the
+            token's logit before all other changes.
 
     Raises:
-        InvalidRequest: with one violation per field that is out of range.
+        InvalidRequest: fields are out of range; the error has one violation per field.
     """
 
     temperature: float = 0.0
@@ -100,7 +100,7 @@ class SampledToken:
 
 
 class SpeculationMode(StrEnum):
-    """What drafts tokens. The values are those of the setting and of the command line."""
+    """The drafter of tokens. The values are those of the setting and of the command line."""
 
     OFF = "off"
     PROMPT_LOOKUP = "prompt_lookup"
@@ -109,7 +109,7 @@ class SpeculationMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SpeculationOptions:
-    """What a caller may say about speculation; None leaves it to the service."""
+    """A caller's choices for speculation. None leaves a choice to the service."""
 
     mode: SpeculationMode | None = None
     max_draft_tokens: int | None = None

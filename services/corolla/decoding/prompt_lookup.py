@@ -1,7 +1,7 @@
-"""Drafts the next tokens from the text so far: what followed the last time that it ran like this. Pure.
+"""Drafts the next tokens from the text so far: the tokens that followed the last occurrence of its newest tokens. Pure.
 
-Answers that quote, rewrite or correct their prompt repeat long stretches of it; there such draft tokens are mostly
-right. Described as prompt lookup decoding by Apoorv Saxena (2023); `transformers` has it as `prompt_lookup_num_tokens`.
+Answers that quote, rewrite or correct their prompt repeat long parts of it; there such draft tokens are mostly right.
+This is prompt lookup decoding (Apoorv Saxena, 2023); `transformers` has it as `prompt_lookup_num_tokens`.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ _INDEXED_AT_A_TIME: Final = 4096
 _MATCH_LENGTHS: Final = (8, 5, 3, 2)
 
 LOOKUP_RATES: Final[tuple[float, ...]] = (0.9, 0.8, 0.6, 0.4)
-"""How often a draft token is right before anything is known of a text, for each kind of evidence."""
+"""The expected share of right draft tokens for each kind of evidence, before any draft token was checked."""
 
 
 class PromptLookup:
@@ -32,15 +32,15 @@ class PromptLookup:
 
     @property
     def is_behind(self) -> bool:
-        """Whether some of them are not indexed yet."""
+        """Whether some tokens of the text are not indexed yet."""
         return bool(self._unread)
 
     def read_chunk(self) -> None:
-        """Indexes some of them."""
+        """Indexes the next chunk of the text."""
         text = self._token_ids
         for token_id in self._unread[:_INDEXED_AT_A_TIME]:
             end = len(text)
-            # What ends here is indexed once its follower is known; so the text's own end never finds itself.
+            # Tokens are indexed once the token after them is known, so a lookup of the text's end never finds itself.
             for length, followers in zip(_MATCH_LENGTHS, self._followers, strict=True):
                 if end >= length:
                     followers[tuple(text[end - length : end])] = end
@@ -49,20 +49,19 @@ class PromptLookup:
 
     @property
     def num_indexed(self) -> tuple[int, ...]:
-        """Entries of the index, which is what it costs in memory: for each match length, longest first."""
+        """The number of index entries for each match length, longest first; the memory that is used grows with it."""
         return tuple(map(len, self._followers))
 
     @property
     def evidence(self) -> int | None:
-        """The kind of match, 0 for the longest; None where the text's end has not occurred before."""
+        """The kind of match, 0 for the longest; None if the text's end has not occurred before."""
         match = self._match()
         return None if match is None else match[0]
 
     def draft(self, num_tokens: int, sampler: object) -> list[int]:
-        """What followed the latest occurrence of the longest match; empty where there is none.
+        """The tokens that followed the latest occurrence of the longest match; empty where nothing matches.
 
-        Where that runs into the text's end, the draft continues with itself: it follows a text that goes in circles
-        around. The sampler makes no difference.
+        A draft that reaches the text's end goes on with its own tokens, as a text that repeats itself would.
         """
         match = self._match()
         if match is None:

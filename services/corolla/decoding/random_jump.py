@@ -1,4 +1,4 @@
-"""Moves a random stream of torch on by any number of outputs, in about the same time whether few or billions.
+"""Moves a random stream of torch forward by any number of outputs; the time hardly depends on the number.
 
 The generator is MT19937: its words follow a linear recurrence over GF(2), whose characteristic polynomial `p` has
 degree 19937 (Matsumoto and Nishimura 1998). So a word `n` places on is the exclusive or of the words `i` places on, for
@@ -29,22 +29,22 @@ _END: Final = _HEAD.size + 8 * _NUM_WORDS
 
 
 def moved_on(state: bytes, num_outputs: int) -> bytes:
-    """The state of a generator of torch behind its next outputs, 32 bits each."""
+    """The state that a generator of torch has after `num_outputs` more outputs of 32 bits each."""
     seed, _, is_seeded, num_used = _HEAD.unpack_from(state)
     words = np.frombuffer(state[_HEAD.size : _END], np.uint64).astype(np.uint32)
-    # A block is made when its first word is needed; one that was just seeded gives none itself.
+    # The generator computes a block when its first word is needed. The block of a seed gives no outputs itself.
     num_used = (num_used or _NUM_WORDS) + num_outputs
     num_blocks = (num_used - 1) // _NUM_WORDS
     num_used -= num_blocks * _NUM_WORDS
     if num_blocks:
-        # The first word of a seed is no word of the recurrence. All of the block behind it are.
+        # The first word of a seed does not follow the recurrence. All words of the next block do.
         words = _jumped(_continued(words, _NUM_WORDS)[_NUM_WORDS:], (num_blocks - 1) * _NUM_WORDS)
     head = _HEAD.pack(seed, _NUM_WORDS + 1 - num_used, is_seeded, num_used)
     return head + words.astype(np.uint64).tobytes() + state[_END:]
 
 
 def _jumped(words: Words, distance: int) -> Words:
-    """The block that lies so many words behind this one."""
+    """The block that comes `distance` words after this one."""
     terms = np.array([power for power, bit in enumerate(reversed(f"{_power_of_x(distance):b}")) if bit == "1"])
     windows = np.lib.stride_tricks.sliding_window_view(_continued(words, _DEGREE), _NUM_WORDS)
     jumped = np.zeros(_NUM_WORDS, np.uint32)
@@ -54,7 +54,7 @@ def _jumped(words: Words, distance: int) -> Words:
 
 
 def _continued(words: Words, num_more: int) -> Words:
-    """The words, and those that follow them."""
+    """The words, and the `num_more` words after them."""
     every = np.empty(_NUM_WORDS + num_more, np.uint32)
     every[:_NUM_WORDS] = words
     num_at_a_time = _NUM_WORDS - _MIDDLE
@@ -77,7 +77,7 @@ def _power_of_x(exponent: int) -> int:
 
 
 def _squared(polynomial: int) -> int:
-    """Over GF(2) a square has the same coefficients, with zeros between them."""
+    """The square of a polynomial. Over GF(2) it has the same coefficients, with zeros between them."""
     num_bytes = polynomial.bit_length() // 8 + 1
     bits = np.unpackbits(np.frombuffer(polynomial.to_bytes(num_bytes, "little"), np.uint8), bitorder="little")
     spread = np.zeros(2 * len(bits), np.uint8)
@@ -95,12 +95,12 @@ def _reduced(polynomial: int) -> int:
 
 @cache
 def _lower_terms() -> tuple[int, ...]:
-    """The powers of `p`, save the highest."""
+    """The powers of `x` in `p`, without the highest."""
 
     def times(polynomial: int, one: int, other: int) -> int:
         return polynomial << one ^ polynomial << other
 
-    # For words of 32 bits of which 31 go on; the matrix has these bits in its last row.
+    # MT19937 takes the lower 31 bits of a word of 32 bits; `_MATRIX` is the last row of its matrix.
     powers = [1]
     for _ in range(31):
         powers.append(times(powers[-1], _NUM_WORDS - 1, _MIDDLE - 1))

@@ -1,4 +1,4 @@
-"""Where a session's sampler stands: enough to make it anew on any hop. Pure: the seed of a new stream is passed in."""
+"""The state of a session's sampler, from which any hop can rebuild it. Pure: the seed of a new stream is passed in."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,24 +9,24 @@ _NUM_SEEDS = 2**64
 
 
 class SamplerRecord:
-    """What the owner of a session knows of the sampler, which itself lives on the session's last hop.
+    """The session owner's record of the sampler; the sampler itself lives on the session's last hop.
 
-    A sampler follows from its parameters, its random stream and the text. The stream's place is the newest state that
-    the hop has sent, and the number of choices since. So whatever a hop chose that never arrived is chosen again.
+    Parameters, random stream and text determine a sampler. The record keeps the newest state of the stream that the hop
+    has sent, and the number of choices since then. So tokens that a hop chose but that never arrived are chosen again.
 
     Args:
-        seed: where the random stream begins, unless `state` says so.
+        seed: the seed of the random stream; `state` has precedence.
         prompt_ids: the tokens before the answer.
         generated_ids: tokens of the answer that were chosen already.
-        state: of the random stream, as a hop sent it.
-        num_draws: choices since that state, or since the seed.
-        max_new_tokens: of the answer, with those that were chosen already.
+        state: the state of the random stream, as a hop sent it.
+        num_draws: the number of choices since that state, or since the seed.
+        max_new_tokens: the answer's limit, which counts `generated_ids`.
         end_token_ids: tokens that end the answer.
-        drafts: what the hop is to draft.
-        grammar: that the answer is to fit; empty: any text will do.
+        drafts: how the hop drafts tokens.
+        grammar: the grammar that the answer must fit; empty allows any text.
 
     Attributes:
-        pauses_at: where the text has so many tokens, the hop chooses no further ones; None: until the answer ends.
+        pauses_at: the number of prompt and answer tokens at which the hop stops choosing; None: at the answer's end.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class SamplerRecord:
 
     @property
     def num_text_tokens(self) -> int:
-        """Of the prompt, and of the answer so far."""
+        """The number of tokens of the prompt and of the answer so far."""
         return len(self._prompt_ids) + len(self._generated_ids)
 
     def accept(self, token_ids: Sequence[int], state: bytes = b"") -> None:
-        """Takes the answer's next tokens; `state`, if the hop sent it, is that of the stream behind the last one."""
+        """Takes the answer's next tokens. `state`, if the hop sent it, is the random stream after the last one."""
         self._generated_ids.extend(token_ids)
         if self.params.is_greedy:
             return
@@ -71,7 +71,7 @@ class SamplerRecord:
             self.num_draws += len(token_ids)
 
     def message(self) -> pb.Sampler:
-        """What a last hop makes the sampler from."""
+        """The message from which a last hop builds the sampler."""
         params = self.params
         num_tokens_left = self._max_new_tokens - len(self._generated_ids)
         if self.pauses_at is not None:
@@ -97,7 +97,7 @@ class SamplerRecord:
             message.token_ids.extend(self._prompt_ids)
             message.num_prompt_tokens = len(message.token_ids)
         if message.num_prompt_tokens or self._grammar:
-            # A grammar asks for nothing of the prompt.
+            # A grammar does not need the prompt.
             message.token_ids.extend(self._generated_ids)
         if self._grammar:
             message.grammar.text = self._grammar

@@ -1,4 +1,4 @@
-"""Which token comes next: the model's logits in, one token out, as `transformers`' own `generate` would choose."""
+"""Chooses the next token from the model's logits, as `generate` of `transformers` would."""
 
 import copy
 import functools
@@ -31,11 +31,11 @@ _STATE_VERSION = 1
 
 _OUTPUTS_PER_LOGIT = 2
 _MOST_DRAWN = 1 << 21
-"""So many outputs of the generator are drawn, in about 4 ms, where a jump would take longer."""
+"""Up to this many outputs are skipped by drawing them, which takes about 4 ms; a jump would take longer."""
 
 
 class TokenPenalties:
-    """Repetition, presence and frequency penalty of one sequence; each new token costs the same.
+    """Repetition, presence and frequency penalty of one sequence. Each new token takes the same time.
 
     The repetition penalty is that of `transformers`, over prompt and answer: a seen token's logit is divided by it
     when positive and multiplied when negative, once per token, bit for bit as `RepetitionPenaltyLogitsProcessor` does.
@@ -43,7 +43,7 @@ class TokenPenalties:
     `c` times in it is lowered by `presence * (c > 0) + frequency * c`. The repetition penalty comes first.
 
     Args:
-        generated_ids: tokens of the answer that exist already.
+        generated_ids: the tokens of the answer so far.
         repetition: 1 switches it off; for presence and frequency 0 does.
         vocabulary_size: length of the logits. Ids beyond it (an embedding may be larger than the head) are ignored.
     """
@@ -72,14 +72,14 @@ class TokenPenalties:
         return torch.tensor([i for i in token_ids if i < self._vocabulary_size], dtype=torch.int64)
 
     def copy(self) -> "TokenPenalties":
-        """The same as they stand; neither notices what is added to the other."""
+        """A copy in the same state. Tokens that are added to one do not change the other."""
         copied = copy.copy(self)
         copied._is_seen = None if self._is_seen is None else self._is_seen.clone()
         copied._counts = None if self._counts is None else self._counts.clone()
         return copied
 
     def apply(self, logits: Tensor) -> Tensor:
-        """The penalised scores, float32 [vocabulary], on the device of `logits`, which stay as they are."""
+        """The penalised scores of `logits`, both float32 `[V]` on one device; `logits` are not changed."""
         self._move_to(logits.device)
         scores = logits
         if self._is_seen is not None:
@@ -102,7 +102,7 @@ class TokenPenalties:
 
 
 class QuickTopP(LogitsProcessor):
-    """As `TopPLogitsWarper` with 0 < `top_p` < 1, bit for bit: the same tokens stay, and their scores are not touched.
+    """Equals `TopPLogitsWarper` with 0 < `top_p` < 1, bit for bit: it keeps the same tokens and their scores.
 
     The library's filter sorts the vocabulary with its indices, which for 49152 tokens takes 3 ms on a CPU: a third of
     the head, and for each row. Which tokens stay depends on the sorted values alone, which sort thirty times as fast.
@@ -113,21 +113,21 @@ class QuickTopP(LogitsProcessor):
         self._exact = TopPLogitsWarper(top_p)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Filters float32 scores `[1, V]` on the CPU; those of tokens that go become minus Inf."""
+        """Filters float32 scores `[1, V]` on the CPU; the scores of removed tokens become minus Inf."""
         ascending = torch.from_numpy(np.sort(scores.numpy()))
         # The very sums that the library forms, in the same order: rounding decides about the last token.
         is_removed = (ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - self._top_p)[0]
         is_removed[-1] = False
         num_removed = int(is_removed.sum())
         is_kept = scores >= ascending[0, num_removed]
-        # Sums grow, so the removed come first. Which of several equal tokens goes, the library's own sorting must say.
+        # Sums grow, so the removed tokens come first. Among equal scores, the library's own sorting decides.
         if int(is_kept.sum()) == len(is_removed) - num_removed:
             return scores.masked_fill(~is_kept, -torch.inf)
         return cast(Tensor, self._exact(input_ids, scores))
 
 
 class Sampler:
-    """Chooses the tokens of one sequence, and remembers what the next choice depends on.
+    """Chooses the tokens of one sequence, and keeps the state that the next choice depends on.
 
     With a seed, the tokens equal those of `generate(do_sample=True, ...)` after `torch.manual_seed(seed)` on the CPU
     in float32: the same processors in the same order, and a generator of its own with the same stream.
@@ -135,15 +135,15 @@ class Sampler:
     Args:
         prompt_ids: the tokens before the answer; only penalties look at them.
         generated_ids: tokens of the answer that another sampler chose already.
-        num_skipped: choices of other samplers with the same seed; the random stream continues behind them.
-        state: what `state()` gave; the random stream continues from there, and `params.seed` has no effect.
-        grammar: has read `generated_ids`; tokens that would break it are never chosen. It is this sampler's own.
+        num_skipped: how many choices other samplers made with the same seed; the random stream continues after them.
+        state: what `state()` returned; the random stream continues from there, and `params.seed` has no effect.
+        grammar: it has read `generated_ids`, and no other sampler uses it; tokens that would break it are never chosen.
 
     Attributes:
-        num_skipped: choices that it has still to skip.
+        num_skipped: the number of choices that the sampler has still to skip.
 
     Raises:
-        InternalError: `state` is not one, or is of another version.
+        InternalError: `state` is not a sampler's state, or has another version.
     """
 
     def __init__(
@@ -175,12 +175,12 @@ class Sampler:
                 self._generator.manual_seed(params.seed)
 
     def sample(self, logits: Tensor) -> SampledToken:
-        """Chooses the next token from float32 `[V]` logits on the CPU, which stay as they are.
+        """Chooses the next token from float32 `[V]` logits on the CPU, which are not changed.
 
         Among equal scores, greedy choice takes the one that `torch.argmax` takes.
 
         Raises:
-            NonFiniteOutput: NaN or Inf among the logits, or nothing but minus Inf.
+            NonFiniteOutput: the logits have a NaN or Inf, or all are minus Inf.
             InvalidRequest: the grammar has become too complex.
         """
         if logits.dim() != 1 or logits.dtype != torch.float32:
@@ -197,9 +197,9 @@ class Sampler:
         return self._grammar is not None or self.params.has_penalties or bool(self.params.logit_bias)
 
     def scores(self, logits: Tensor) -> Tensor:
-        """The scores, float32 `[V]`, that the next token is chosen by; on the device of `logits`. In inference mode.
+        """The scores, float32 `[V]`, by which the next token is chosen, on the device of `logits`, float32 `[V]`.
 
-        First come biases, then penalties; last of all the tokens that the grammar bars go.
+        Biases come first, then penalties, then the grammar, which bars tokens. The caller has entered inference mode.
 
         Raises:
             InvalidRequest: the grammar has become too complex.
@@ -210,7 +210,7 @@ class Sampler:
         if self.params.has_penalties:
             scores = self._its_penalties(logits.shape[0]).apply(scores)
         if self._grammar is not None:
-            # A sum, so that a logit that is no number stays none.
+            # The grammar's scores are added, not filled in, so that a NaN stays NaN.
             scores = scores + _barred(self._grammar.allowed(), logits.shape[0], logits.device)
         return scores
 
@@ -236,14 +236,14 @@ class Sampler:
         return self._penalties
 
     def add(self, token_id: int) -> None:
-        """Takes note of the token that was chosen by the scores. In inference mode."""
+        """Takes note of the token that was chosen. The caller has entered inference mode."""
         if self._penalties is not None:
             self._penalties.add(token_id)
         if self._grammar is not None:
             self._grammar.add(token_id)
 
     def bar_ahead(self) -> None:
-        """Finds out which tokens may be the next one, which does not depend on its logits. Where `draw_ahead` may run.
+        """Computes which tokens the grammar allows next, before the logits are there, in any thread.
 
         Raises:
             InvalidRequest: the grammar has become too complex; the choice raises that again.
@@ -252,26 +252,26 @@ class Sampler:
             self._grammar.allowed()
 
     def draw_ahead(self, num_logits: int, device: torch.device) -> None:
-        """Draws the random numbers of the next choice, which do not depend on its logits, and brings them to `device`.
+        """Draws the random numbers of the next choice before its logits are there, and moves them to `device`.
 
-        In whichever thread, while nobody else uses this sampler.
+        Any thread may call this, but no other thread may use the sampler meanwhile.
         """
         if self._numbers_ahead is None and not self.params.is_greedy:
-            # Kept at once: numbers that are drawn and lost would change every later token.
+            # The numbers are stored before they are moved: if they were drawn and lost, every later token would change.
             self._numbers_ahead = self._draw(num_logits)
             self._numbers_ahead = self._numbers_ahead.to(device)
 
     def random_numbers(self, num_logits: int, device: torch.device) -> Tensor:
-        """Those of the next choice, float32 `[V]`; each choice takes its own. The token with the largest quotient of
-        probability and number is the one that `torch.multinomial` chooses."""
+        """The random numbers of the next choice, float32 `[V]` on `device`; each call returns new ones.
+        `torch.multinomial` chooses the token with the largest quotient of probability and number."""
         numbers, self._numbers_ahead = self._numbers_ahead, None
         return (self._draw(num_logits) if numbers is None else numbers).to(device)
 
     def skip(self, num_logits: int) -> None:
-        """Leaves out what other samplers drew; the first choice does so where nobody has before.
+        """Skips the random numbers that other samplers drew. Without a call, the first choice does it.
 
-        How many numbers a draw takes depends on nothing but the vocabulary: `torch.multinomial` takes 64 bits for each
-        logit. However many choices there were, this takes some ten milliseconds.
+        The size of a draw depends only on the vocabulary: `torch.multinomial` takes 64 bits for each logit. Skipping
+        takes about ten milliseconds, whatever the number of choices.
         """
         num_outputs = _OUTPUTS_PER_LOGIT * num_logits * self.num_skipped
         if self._generator is not None and num_outputs > _MOST_DRAWN:
@@ -282,7 +282,7 @@ class Sampler:
         self.num_skipped = 0
 
     def fork(self) -> "Sampler":
-        """A sampler that would choose the same next tokens, whatever becomes of this one; without log probabilities."""
+        """An independent sampler that chooses the same next tokens as this one, without log probabilities."""
         copied = copy.copy(self)
         copied.params = replace(self.params, num_logprobs=None)
         if self._penalties is not None:
@@ -294,7 +294,7 @@ class Sampler:
         return copied
 
     def state(self) -> bytes:
-        """The random stream's place, 9 bytes for a greedy sampler and about 5 KB otherwise; never text or tokens."""
+        """The state of the random stream: 9 bytes for a greedy sampler, else about 5 KB, without text or tokens."""
         stream = b"" if self._generator is None else self._generator.get_state().numpy().tobytes()
         return _STATE_HEADER.pack(_STATE_MAGIC, _STATE_VERSION, len(stream)) + stream
 
@@ -321,7 +321,7 @@ class Sampler:
         return numbers.exponential_(generator=self._generator)
 
     def with_logprobs(self, token_id: int, logits: Tensor) -> SampledToken:
-        """The token, with as many log probabilities as are asked for, of the model's own `[V]` logits."""
+        """The token with the log probabilities that `params` ask for, from the model's logits, float32 `[V]`."""
         if self.params.num_logprobs is None:
             return SampledToken(token_id)
         logprobs = logits.log_softmax(dim=-1)
@@ -331,14 +331,14 @@ class Sampler:
 
 
 def _barred(allowed: bytes, num_logits: int, device: torch.device) -> Tensor:
-    """Minus Inf for each token that is not to be chosen and 0 for the others, float32 `[V]`; from one bit for each."""
+    """Minus Inf for barred tokens and 0 for others, float32 `[V]` on `device`, from one bit for each token."""
     groups = torch.frombuffer(bytearray(allowed), dtype=torch.uint8).to(device).int()
     return _barred_of_byte(device)[groups].flatten()[:num_logits]
 
 
 @functools.cache
 def _barred_of_byte(device: torch.device) -> Tensor:
-    """By the value of a byte what its eight bits say, float32 `[256, 8]`."""
+    """A float32 `[256, 8]` table: for each value of a byte, 0 or minus Inf for each of its eight bits."""
     bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
     return torch.zeros(256, 8).masked_fill(bits == 0, -torch.inf).to(device)
 

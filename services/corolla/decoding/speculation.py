@@ -1,7 +1,7 @@
-"""How many tokens to draft before the next step. Pure: times are passed in.
+"""Decides how many tokens to draft before the next step. Pure: times are passed in.
 
 A step that checks `k` draft tokens costs more than a plain one, and yields between 1 and `k + 1` tokens. Both sides are
-measured while the answer grows, and the length is taken that promises the most tokens per second; none at all where
+measured while the answer grows, and the draft length with the most expected tokens per second is taken. That is 0 where
 plain steps are faster.
 """
 
@@ -11,10 +11,10 @@ from typing import Final
 
 MAX_DRAFT_TOKENS: Final = 64
 
-# Losses that speculation may make, as a share of all time, and before it has earned anything, in plain steps.
+# The time that speculation may lose: as a share of all time, and at the beginning, in plain steps.
 _ALLOWANCE: Final = 0.02
 _FIRST_CREDIT_STEPS: Final = 0.6
-# What it earned counts no more than this, so that a text that turns hostile is noticed soon.
+# The credit is capped, so that speculation soon stops when a text becomes hard to predict.
 _MAX_CREDIT_STEPS: Final = 4.0
 _PROBE_TOKENS: Final = 2
 
@@ -24,23 +24,23 @@ _COST_DECAY: Final = 0.9
 _PRIOR_COSTS: Final = ((1, 1.15), (16, 1.6))
 _PRIOR_COST_WEIGHT: Final = 0.5
 _PLAIN_WEIGHT: Final = 0.2
-# A step that took many times the usual was stalled by something else and says nothing of speculation.
+# A step that took many times the usual was stalled by something else, so its time counts only up to this factor.
 _OUTLIER: Final = 3.0
-# While every step is a verification, the duration of plain ones is measured anew after so many.
+# After this many steps with drafts, one plain step measures the duration of plain steps again.
 _MAX_STEPS_WITHOUT_PLAIN: Final = 100
 
 
 class DraftLength:
-    """Decides for one answer, from what its steps took and what became of its drafts.
+    """Chooses the draft lengths of one answer, from the durations of its steps and the accepted draft tokens.
 
-    Speculation is granted a credit: it may lose `_ALLOWANCE` of all time, and what it gained before. So an answer on
-    which every draft token is wrong takes only a few percent longer than without, and yet draft tokens are tried again
+    Speculation has a credit: it may lose `_ALLOWANCE` of all time, and the time that it saved before. So an answer on
+    which every draft token is wrong takes only a few percent longer than without drafts, and yet drafts are tried again
     now and then.
 
     Args:
-        max_tokens: of one draft.
-        first_rates: for each kind of evidence, how often a draft token is right, before anything is known of this text.
-        is_adaptive: False always drafts as many as it may.
+        max_tokens: the longest draft.
+        first_rates: for each kind of evidence, the expected share of right draft tokens, before any was checked.
+        is_adaptive: False always drafts the most tokens that are allowed.
     """
 
     def __init__(self, max_tokens: int, first_rates: Sequence[float], *, is_adaptive: bool = True) -> None:
@@ -52,7 +52,7 @@ class DraftLength:
         self._num_steps_without_plain = 0
         self._credit_s = 0.0
         self._cost = _StepCost()
-        # What a long draft costs is not known before shorter ones were seen.
+        # The cost of a long draft is unknown until shorter ones were measured.
         self._most_tokens = _PROBE_TOKENS
 
     def choose(self, evidence: int, max_tokens: int) -> int:
@@ -69,7 +69,7 @@ class DraftLength:
         num_expected = 1.0
         for num_drafted in range(1, min(max_tokens, self._most_tokens) + 1):
             seconds = costs.seconds(num_drafted)
-            # Each draft token may turn out wrong, from the first on.
+            # The credit must cover the case that every draft token is wrong.
             if seconds - self._plain_s > self._credit_s:
                 break
             num_affordable = num_drafted
@@ -79,10 +79,10 @@ class DraftLength:
         return best or min(num_affordable, _PROBE_TOKENS)
 
     def observe(self, evidence: int | None, num_drafted: int, num_accepted: int, seconds: float) -> None:
-        """Learns from a step that took `seconds`, drafting included; `evidence` None and `num_drafted` 0: a plain one.
+        """Learns from a step of `seconds`, drafting included. A plain step has no evidence or no draft tokens.
 
         Args:
-            num_accepted: draft tokens that were right, from the first on.
+            num_accepted: how many draft tokens were right before the first wrong one.
         """
         if not num_drafted or evidence is None:
             self._observe_plain(seconds)
@@ -120,7 +120,7 @@ class _Line:
 
 
 class _StepCost:
-    """What a step takes by the length of its draft: a line through what was seen, the newest counting most."""
+    """Estimates a step's duration from its draft's length: a line through the steps, the newest counting most."""
 
     def __init__(self) -> None:
         self._weight = self._sum_tokens = self._sum_squares = self._sum_seconds = self._sum_products = 0.0
@@ -133,7 +133,7 @@ class _StepCost:
         self._sum_products = _COST_DECAY * self._sum_products + num_drafted * seconds
 
     def line(self, plain_s: float) -> _Line:
-        """Seconds by tokens of the draft, at least a plain step's; before the first one, an estimate from `plain_s`."""
+        """The line of seconds by draft tokens, never below `plain_s`; it begins as an estimate from `plain_s`."""
         weight, tokens, squares = self._weight, self._sum_tokens, self._sum_squares
         seconds, products = self._sum_seconds, self._sum_products
         for prior_tokens, prior_steps in _PRIOR_COSTS:

@@ -1,4 +1,4 @@
-"""Speculation within one answer, where its tokens are chosen: which drafter, how much, and what became of it."""
+"""Speculation within one answer, on the hop that chooses its tokens: the drafters, and the choice of draft lengths."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -13,11 +13,11 @@ from corolla.decoding.speculation import DraftLength
 from corolla.v1 import blocks_pb2 as pb
 
 _FORCED_RATE: Final = 0.95
-"""How often a token that a grammar forces is right before anything is known of a text: other tokens may spell it."""
+"""The expected share of right tokens among those that a grammar forces: other tokens may spell the same text."""
 
 
 class Drafter(Protocol):
-    """Follows a text and drafts its next tokens. What it has not read yet it reads in chunks, which take moments."""
+    """Follows a text and drafts its next tokens. It reads the text in short chunks."""
 
     def extend(self, token_ids: Iterable[int]) -> None:
         """Takes the next tokens of the text."""
@@ -27,14 +27,14 @@ class Drafter(Protocol):
         """Whether some of the text is still to be read before anything can be drafted."""
 
     def read_chunk(self) -> None:
-        """Reads on."""
+        """Reads the next chunk."""
 
     @property
     def evidence(self) -> int | None:
-        """The kind of evidence for a draft now; None where there is nothing to draft from."""
+        """The kind of evidence for a draft now; None if there is nothing to draft from."""
 
     def draft(self, num_tokens: int, sampler: Sampler) -> list[int]:
-        """At most so many tokens; the sampler is the answer's own and stays as it is."""
+        """Drafts at most `num_tokens` tokens. The sampler is the answer's own, and is not changed."""
 
 
 class Speculator:
@@ -48,15 +48,15 @@ class Speculator:
 
     @property
     def is_behind(self) -> bool:
-        """Whether it has still to read before it can draft."""
+        """Whether some of the text is still to be read before anything can be drafted."""
         return self._drafter.is_behind
 
     def read_chunk(self) -> None:
-        """Reads on; for whoever has time to spare."""
+        """Reads the next chunk; a caller with spare time may call this between steps."""
         self._drafter.read_chunk()
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
-        """A step came back that checked so many draft tokens; of the answer's first one nothing is learned."""
+        """Learns from a step that checked `num_drafted` draft tokens, except from the answer's first step."""
         if self._step_began_s is not None:
             self._length.observe(self._evidence, num_drafted, num_accepted, time.monotonic() - self._step_began_s)
 
@@ -64,7 +64,7 @@ class Speculator:
         """Drafts what follows `token_ids`, which the sampler chose since the last call.
 
         Args:
-            num_tokens_left: that the answer may still have behind these.
+            num_tokens_left: how many tokens the answer may still have after these.
         """
         self._step_began_s = time.monotonic()
         self._evidence = None
@@ -83,16 +83,16 @@ class Speculator:
         try:
             return self._drafter.draft(num_tokens, sampler)
         except NonFiniteOutput:
-            return []  # of the draft model; the target's own output decides
+            return []  # the draft model's output is not finite; the target's own output decides
 
 
 def make_speculator(
     message: pb.Sampler, draft_model: DraftModel | None, grammar: AnswerGrammar | None = None
 ) -> Speculator | None:
-    """What a session's sampler asks for; None where nothing is to be drafted, or could be.
+    """The speculator that a session's sampler asks for; None without drafts, or if the draft model is missing.
 
     Args:
-        grammar: the sampler's own.
+        grammar: the grammar of the session's sampler.
     """
     drafts = message.drafts
     drafter: Drafter
@@ -136,7 +136,7 @@ class ModelDrafter:
         return 0 if self._reading.num_tokens_left else None
 
     def draft(self, num_tokens: int, sampler: Sampler) -> list[int]:
-        """The next tokens as this model would have them; `sampler`, the target's, stays as it is."""
+        """The next tokens that this model chooses. `sampler` is the target's, and is not changed."""
         fork = sampler.fork()
         drafted: list[int] = []
         newest = self._reading.token_ids[-1]
@@ -147,12 +147,12 @@ class ModelDrafter:
 
 
 class GrammarDrafter:
-    """Drafts what a grammar forces, else what another drafter drafts and the grammar allows.
+    """Drafts the tokens that a grammar forces; else those tokens of another drafter that the grammar allows.
 
     A draft is checked like any other: a text may be spelled by other tokens than the usual ones.
 
     Args:
-        grammar: has read all tokens of the answer when something is to be drafted.
+        grammar: it must have read all tokens of the answer before each draft.
     """
 
     def __init__(self, drafter: Drafter, grammar: AnswerGrammar) -> None:
@@ -172,7 +172,7 @@ class GrammarDrafter:
 
     @property
     def evidence(self) -> int | None:
-        """0 for what is forced, else one more than the other drafter's."""
+        """0 for forced tokens, else one more than the other drafter's evidence."""
         self._forced = self._grammar.forced()
         if self._forced:
             return 0

@@ -1,4 +1,4 @@
-"""When an answer ends. Pure: time is passed in, nothing here waits, reads a clock or holds a tensor."""
+"""Decides when an answer ends. Pure: time is passed in, nothing here waits, reads a clock or holds a tensor."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class StopDecider:
     """Decides after each token whether the answer ends with it.
 
     Args:
-        max_new_tokens: at least 1.
+        max_new_tokens: the most tokens of the answer, at least 1.
         eos_token_ids: the tokens by which the model itself ends an answer; `ignore_eos` continues after them.
         time_limit_s: seconds that the answer may take; None for no limit.
     """
@@ -34,7 +34,7 @@ class StopDecider:
     def finish_reason(self, token_id: int, num_generated_tokens: int, elapsed_s: float = 0.0) -> FinishReason | None:
         """Why the answer ends with `token_id`, its newest token of `num_generated_tokens`, or None when it continues.
 
-        When several reasons hold at once: the model's own end before the length, the time.
+        When several reasons hold at once, the model's own end comes before the length, and the length before the time.
         """
         if token_id in self.eos_token_ids and not self.ignore_eos:
             return FinishReason.EOS
@@ -46,13 +46,13 @@ class StopDecider:
 
 
 class StopMatcher:
-    """Looks for stop sequences in a text that arrives in pieces, and holds back what may be the beginning of one.
+    """Looks for stop sequences in a text that arrives in pieces, and holds back text that may be the beginning of one.
 
     The match that is complete first wins; of several that are complete at the same character, the longest. So the
     result does not depend on how the text was cut into pieces.
 
     Args:
-        stop_sequences: none of them empty.
+        stop_sequences: the stop sequences, which must not be empty.
     """
 
     def __init__(self, stop_sequences: Sequence[str]) -> None:
@@ -62,7 +62,7 @@ class StopMatcher:
         self._matched = False
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Takes the next piece; returns the text that is free to go out, and whether a stop sequence is complete.
+        """Takes the next piece; returns the text that may be sent, and whether a stop sequence is complete.
 
         On a match the returned text ends where the stop sequence begins; whatever is pushed later is dropped.
         """
@@ -78,7 +78,7 @@ class StopMatcher:
         return text[:held_start], False
 
     def flush(self) -> str:
-        """The text held back, for an answer that ended otherwise."""
+        """Returns the text that was held back, for an answer that ended for another reason."""
         held, self._held = self._held, ""
         return held
 

@@ -1,7 +1,7 @@
-"""The library face: `generate()` of transformers over blocks that are served elsewhere.
+"""The Python library: `generate()` of transformers over blocks that block servers compute.
 
-Apart from the names below, the package has one class for each family: `DistributedLlamaForCausalLM` and so on,
-and one that drafts tokens ahead: `DistributedLlamaForSpeculativeGeneration`.
+Apart from the names below, the package has two classes for each family, such as `DistributedLlamaForCausalLM` and
+`DistributedLlamaForSpeculativeGeneration`, which drafts tokens ahead.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""The remote blocks of a model: how many there are, some of them, and a pass through them without a cache."""
+"""The remote blocks of a model: they can be counted, sliced, and run without a cache."""
 
 from dataclasses import replace
 from typing import overload
@@ -11,10 +11,10 @@ from corolla.wire.span import Span
 
 
 class RemoteBlocks:
-    """Consecutive blocks, wherever they are served; a slice is fewer of them.
+    """Consecutive blocks of a model that run on block servers. A slice is `RemoteBlocks`, too.
 
     Args:
-        remote: which blocks, and where they are reached.
+        remote: the blocks, with the connection to their servers.
     """
 
     def __init__(self, remote: RemoteSpan) -> None:
@@ -48,15 +48,15 @@ class RemoteBlocks:
         return RemoteBlocks(replace(self.remote, span=Span(start + chosen.start, start + chosen.stop)))
 
     def __call__(self, hidden: Tensor, *, block_prompts: Tensor | None = None) -> Tensor:
-        """One pass from position 0 that leaves nothing behind.
+        """Runs the blocks once from position 0; the servers keep nothing of it.
 
         Args:
-            hidden: `[B, T, H]`, the input of the first of these blocks.
+            hidden: `[B, T, H]`, floating point, on any device: the input of the first of these blocks.
             block_prompts: `[blocks, P, H]` or `[blocks, B, P, H]`, added to the input of each block at the first P
                 positions.
 
         Returns:
-            `[B, T, H]`, the output of the last, before any final norm.
+            `[B, T, H]`, the output of the last block before any final norm, on the device and in the dtype of `hidden`.
         """
         session = self.inference_session(max_length=max(1, hidden.shape[1]), block_prompts=block_prompts)
         try:

@@ -1,4 +1,4 @@
-"""The cache that `generate` of transformers holds: no tensors, only the session whose tokens the hops keep."""
+"""The cache for `generate` of transformers. It holds no tensors, only a session whose keys and values the hops keep."""
 
 from typing import Any, NoReturn
 
@@ -13,17 +13,17 @@ NO_CROP = "This model has a recurrent state, from which tokens cannot be taken b
 
 
 class RemotePastKeyValues(Cache):
-    """A session, seen as a cache of transformers.
+    """Presents a session as a cache of transformers.
 
-    Cutting and reordering send nothing: the next step carries the positions that count from now on, and for each row
-    that became another the row whose tokens it takes over.
+    Cropping and reordering send nothing: the next step tells hops which positions remain, and for each replaced row,
+    whose tokens it has.
 
     Args:
-        is_croppable: whether hops can take tokens back; not where the model has a recurrent state.
+        is_croppable: whether hops can remove tokens; False for a model with a recurrent state.
 
     Attributes:
-        session: whose tokens it stands for.
-        is_primed: the next call is given the whole text although the cache holds a part of it.
+        session: the session that the cache presents.
+        is_primed: whether the next call gets the whole text although the cache holds a part of it.
     """
 
     def __init__(self, session: InferenceSession, *, is_croppable: bool = True) -> None:
@@ -39,11 +39,11 @@ class RemotePastKeyValues(Cache):
         raise ValueError("The keys and values lie on the block servers and cannot be copied; open another session.")
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Processed tokens of the text, padding included; the same for every layer."""
+        """The number of processed tokens of the text, padding included; it is the same for every layer."""
         return self.session.position - self.session.num_prefix
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1 where the session grows."""
+        """The most positions of the session, or -1 if it grows."""
         return -1 if self.session.max_length is None else self.session.max_length
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -51,7 +51,7 @@ class RemotePastKeyValues(Cache):
 
         Raises:
             UnsupportedFamily: the model has a recurrent state.
-            ValueError: the number is positive, or more than there are.
+            ValueError: the number is positive, or the cache has fewer tokens.
         """
         if tokens_to_remove and not self._is_croppable:
             raise UnsupportedFamily(NO_CROP)
@@ -64,11 +64,11 @@ class RemotePastKeyValues(Cache):
             self.session.position += tokens_to_remove
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row `i` becomes what row `beam_idx[i]` was."""
+        """Replaces row `i` by what row `beam_idx[i]` was; `beam_idx` is int64 `[R]`."""
         self.session.select_rows(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row becomes `repeats` rows."""
+        """Repeats each row `repeats` times."""
         self.session.select_rows([row for row in range(self.batch_size) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -80,7 +80,7 @@ class RemotePastKeyValues(Cache):
         self.session.position = self.session.num_prefix
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: hops can go back by a whole step, whatever the layer's window; no draft token is longer."""
+        """Does nothing: hops can undo a whole step, whatever a layer's window is, and a draft is within one step."""
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError("Keys and values are written by the block servers; nothing can be added here.")

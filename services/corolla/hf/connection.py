@@ -1,4 +1,4 @@
-"""Where blocking code meets the data plane: one thread with an event loop for each model that a process uses."""
+"""Connects blocking code to the data plane: a thread with an event loop for each model that a process uses."""
 
 import asyncio
 import os
@@ -43,35 +43,35 @@ DEFAULT_ROUTER: Final = "127.0.0.1:50050"
 CACHE_SECRET: Final = "COROLLA_CACHE_SECRET"
 
 _SILENCE_S: Final = 5.0
-"""Longer than in a client service: the caller's own work in this process keeps answers from being heard."""
+"""This is longer than in a client service: the caller's own work in this process delays the reading of answers."""
 
-# A session lives as long as this process keeps its streams; its lease only has to outlast a thinking user.
+# A session lives as long as this process keeps its streams; its lease only has to outlast a user's pauses.
 LIMITS: Final = ChainLimits(
     prefill_chunk_tokens=256, prefill_chunk_tokens_during_decode=256, step_timeout_s=60.0, lease_ms=3_600_000
 )
 
 
 def cache_salt(tenant: str, secret: str | None) -> bytes:
-    """With what the digests of a tenant's texts begin.
+    """The salt with which the digests of a tenant's texts begin.
 
     Args:
-        secret: None: that of the environment.
+        secret: None takes the secret from the environment.
 
     Raises:
-        SettingsError: it is too short.
+        SettingsError: the secret is too short.
     """
     return CacheSalts(os.environ.get(CACHE_SECRET, "") if secret is None else secret).of(tenant, "")
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model and who serves it.
+    """A model and the router of its block servers.
 
     Attributes:
         router: `host:port`.
-        name: under which the router knows the model.
-        fingerprint: of the weights that every block server must have.
-        tls_dir: folder of the library's certificate; None: in the clear.
+        name: the model's name at the router.
+        fingerprint: the fingerprint of the weights that every block server must have.
+        tls_dir: folder of the library's certificate; None: connections without TLS.
         short_factor_length: see `ChainLimits`.
     """
 
@@ -84,9 +84,9 @@ class ServedModel:
 
 
 class Connection:
-    """To the router and the block servers of one model.
+    """The connection to the router and the block servers of one model.
 
-    It is closed when nobody holds it any more, and at the end of the process.
+    It is closed when no object refers to it any more, and at the end of the process.
     """
 
     _shared: ClassVar["weakref.WeakValueDictionary[tuple[int, ServedModel], Connection]"] = (
@@ -110,13 +110,13 @@ class Connection:
         tls_dir: str | Path | None = None,
         kv_cache_dtype: str = "auto",
     ) -> "Connection":
-        """To the block servers that run a checkpoint in a dtype and a quantisation, and store keys and values so.
+        """The connection to block servers that run a checkpoint with these dtypes and this quantisation.
 
         Args:
             tls_dir: see `trust.loopback.tls_dir`.
 
         Raises:
-            ValueError: they are none that block servers run.
+            ValueError: block servers do not have this dtype or quantisation.
         """
         dtype_name = full_dtype_name(str(dtype).removeprefix("torch."))
         if dtype_name not in DTYPES:
@@ -135,7 +135,7 @@ class Connection:
 
     @classmethod
     def shared(cls, model: ServedModel) -> "Connection":
-        """The connection that models of this process have in common."""
+        """The connection to a served model, which all users in this process share."""
         key = (os.getpid(), model)
         with cls._shared_lock:
             connection = cls._shared.get(key)
@@ -144,14 +144,14 @@ class Connection:
             return connection
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Connection":
-        """A model that is copied, as for a frozen reference, steps through the same servers."""
+        """Returns the same connection: a copied model, for example a frozen reference, uses the same servers."""
         return self
 
     def call(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Runs a coroutine in the connection's thread and waits for it; an interrupt cancels it.
 
         Raises:
-            StartupError: the process was forked since the connection was made.
+            StartupError: the process was forked after the connection was made.
         """
         if os.getpid() != self._process_id:
             work.close()
@@ -162,13 +162,13 @@ class Connection:
             raise HopUnavailable("the model's connection is closed") from None
 
     def post(self, work: Callable[[], None]) -> None:
-        """Runs something soon in the connection's thread, unless that has ended."""
+        """Runs a function soon in the connection's thread, unless the thread has ended."""
         if os.getpid() == self._process_id:
             self._thread.post(work)
 
     def iterate(self, items: AsyncGenerator[Result, None]) -> Generator[Result, None, None]:
-        """What a generator yields that runs in the connection's thread; closing the iterator closes it."""
-        # An interrupted step may still be ending when the generator is to be closed.
+        """Yields the items of a generator in the connection's thread. Closing the iterator closes the generator."""
+        # An interrupted step may still be running when the generator is closed.
         turn = asyncio.Lock()
         nothing_left: Final = object()
 
@@ -188,11 +188,11 @@ class Connection:
                 self.call(close())
 
     def adapter(self, name: str | None, tenant: str) -> AdapterVersion | None:
-        """What is registered under an adapter's name; None for none.
+        """The version that is registered under an adapter's name; None without a name.
 
         Raises:
-            AdapterNotFound: nothing is.
-            AdapterDenied: it is for other tenants.
+            AdapterNotFound: no adapter has this name.
+            AdapterDenied: the adapter is for other tenants.
         """
         return self.call(self._planes.placement.adapter(name, tenant)) if name else None
 
@@ -200,7 +200,7 @@ class Connection:
     async def open_session(
         self, tenant: str, open_options: OpenOptions, sampler: SamplerRecord
     ) -> AsyncIterator[ChainSession]:
-        """A session on a chain whose last hop chooses the tokens; the hops free it with the context."""
+        """Opens a session on a chain whose last hop chooses the tokens. The hops free it at the end of the context."""
         identity = SessionIdentity(secrets.token_bytes(16), 1, tenant)
         async with self._planes.sessions.open(identity, open_options, sampler, lambda report: None) as session:
             try:
@@ -214,12 +214,12 @@ class Connection:
         """Opens sequences on one chain.
 
         Args:
-            new: more sequences than there were, if any, in the first epoch.
-            open_options: for all of them.
-            earlier: sequences that stay where they are, opened again.
+            new: the new sequences, in their first epoch.
+            open_options: the options of all sequences.
+            earlier: open sequences that stay on their chain and are opened again in the next epoch.
 
         Raises:
-            NoChain, OutOfPages, HopUnavailable, RouterUnavailable: nothing new stays allocated.
+            NoChain, OutOfPages, HopUnavailable, RouterUnavailable: opening failed, and nothing new stays allocated.
         """
         budget = RecoveryBudget(LIMITS.max_recoveries)
         while True:
@@ -234,7 +234,7 @@ class Connection:
             except BaseException as failure:
                 if earlier is None:
                     raise
-                # Its hops keep what was opened on a chain that has sessions already; those that are new go.
+                # Hops do not free sessions on a chain that has earlier ones, so the new sessions are freed here.
                 self._planes.sessions.reservations.give_back(identities[len(kept) :], earlier.chain.hops)
                 if not isinstance(failure, CorollaError):
                     raise
@@ -243,13 +243,13 @@ class Connection:
 
 
 class _Planes:
-    """What lives in the thread."""
+    """The control plane, the data plane and the sessions of a connection, which live in its thread."""
 
     def __init__(self, model: ServedModel) -> None:
         network = Network.of(model.tls_dir)
         chain_limits = replace(LIMITS, short_factor_length=model.short_factor_length)
         self.control = ControlPlane(model.router, model.name, network.channels)
-        # The process is its caller's: whatever fails here is restarted, and ends nothing.
+        # The process belongs to the caller: a background task that fails is restarted and does not end the process.
         self.tasks = TaskGroup()
         network.start_renewal(self.tasks)
         limits = replace(between_servers(), ping_after_s=1.0, silence_s=_SILENCE_S)
@@ -264,7 +264,7 @@ class _Planes:
         )
         self.tasks.start_essential(placement.run, "placement_watch")
         self.routes = Routes(self.control, placement, model.fingerprint, model.num_blocks)
-        # Nobody here asks for recoveries: the caller gets the same tokens.
+        # Recoveries are not reported: the caller gets the same tokens.
         self.sessions = ChainSessions(self.routes, self.data, chain_limits)
 
     async def close(self) -> None:
@@ -275,5 +275,5 @@ class _Planes:
 
 
 async def _connect(model: ServedModel) -> _Planes:
-    """In the thread, whose event loop they are of."""
+    """Makes the planes. It is a coroutine so that it runs in the thread whose event loop they use."""
     return _Planes(model)

@@ -1,4 +1,4 @@
-"""What a further call of `generate` in one session continues."""
+"""Joins the text of a session with the input of a further call of `generate`."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """The text that is generated upon, and what of it the caller knows from an earlier call.
+    """The text that a call continues, and how much of it the caller did not give.
 
     Attributes:
         token_ids: int64 `[B, T]`, the whole text.
-        mask: int64 `[B, T]`, or None where nobody gave one.
-        num_omitted: leading columns that the caller did not give, and that the answer leaves out likewise.
+        mask: int64 `[B, T]`, or None if no mask was given.
+        num_omitted: the number of leading columns that the caller did not give; the answer leaves them out, too.
     """
 
     token_ids: Tensor
@@ -22,15 +22,15 @@ class Continuation:
 
 
 def continuation_of(text: Tensor, text_mask: Tensor | None, given: Tensor | None, mask: Tensor | None) -> Continuation:
-    """Joins a session's text with what a call gives: all of it so far and more, only what is new, or nothing.
+    """Joins a session's text with the input of a call: the whole text and more, only new text, or nothing.
 
-    What begins with the whole text is taken for the whole text, never for something new that happens to repeat it.
+    Input that begins with the session's whole text counts as the whole text, never as new text that repeats it.
 
     Args:
         text: int64 `[B, L]`, the token log.
         text_mask: int64 `[B, L]`; None is all ones.
-        given: int64 `[B, T]`, or None to go on.
-        mask: int64, as long as `given` or as the whole text.
+        given: int64 `[B, T]`, or None to continue the session's text.
+        mask: int64, with the shape of `given` or of the whole text.
 
     Raises:
         ValueError: the batch has another size, or the mask another length.

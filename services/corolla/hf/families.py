@@ -24,13 +24,13 @@ def _make(model_type: str) -> type[DistributedModelForCausalLM]:
 
 
 MODEL_CLASSES: Final = {model_type: _make(model_type) for model_type in FAMILIES}
-"""By `config.model_type`."""
+"""The classes by `config.model_type`."""
 
 CLASSES_BY_NAME: Final = {model_class.__name__: model_class for model_class in MODEL_CLASSES.values()}
 
 
 class AutoDistributedModelForCausalLM:
-    """Makes the distributed class of a checkpoint's family; it has no instances of its own."""
+    """Makes models of the distributed class of a checkpoint's family. It has no instances itself."""
 
     def __init__(self) -> None:
         raise TypeError(f"{type(self).__name__} is made by `from_pretrained` or `from_config`.")
@@ -52,11 +52,10 @@ class AutoDistributedModelForCausalLM:
         """See `DistributedModelForCausalLM.from_pretrained`.
 
         Args:
-            edges: where embedding, head and sampling run; `remote` needs no weights here, and gives a
-                `RemoteModelForCausalLM`.
+            edges: where embedding, head and sampling run; `remote` returns a `RemoteModelForCausalLM`, without weights.
 
         Raises:
-            UnsupportedFamily: no row of the table of families serves it.
+            UnsupportedFamily: the table of families does not have the checkpoint's family.
             ValueError: `edges` is neither `local` nor `remote`.
         """
         if edges == "remote":

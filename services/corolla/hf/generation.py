@@ -1,6 +1,6 @@
-"""`generate` of transformers over remote blocks, in sessions that can go on.
+"""`generate` of transformers over remote blocks, in sessions that later calls can continue.
 
-transformers decides every token; this module only says which cache it holds and what of the text that cache has seen.
+transformers decides every token; this module only chooses the cache and says how much of the text is in it.
 """
 
 import inspect
@@ -27,7 +27,7 @@ from corolla.models.families import recurrent_layers
 
 _SIGNATURE: Final = inspect.signature(GenerationMixin.generate)
 
-# Sessions that a running call of `generate` made by itself, its own and those of logits processors.
+# The sessions that a running call of `generate` made, for itself and for logits processors.
 _new_sessions: ContextVar[list[InferenceSession] | None] = ContextVar("sessions that generate made", default=None)
 
 
@@ -45,11 +45,11 @@ class RemoteGenerationMixin(GenerationMixin):
     ) -> InferenceSession:
         """A session over all blocks.
 
-        Entered as a context manager, it is the session of every `generate` of this model within.
+        Inside `with session:`, every `generate` of this model uses it.
 
         Args:
-            max_length: positions, padding included, for which room is reserved now; None lets the session grow.
-            prompts: `[P, H]`, trained embeddings that stand before every sequence's text.
+            max_length: the number of positions, padding included, to reserve now; None lets the session grow.
+            prompts: `[P, H]`, trained embeddings that come before every sequence's text.
             block_prompts: `[blocks, P, H]` or `[blocks, B, P, H]`, trained embeddings that are added to the input of
                 each block at the first P positions; see `InferenceSession`.
         """
@@ -62,7 +62,7 @@ class RemoteGenerationMixin(GenerationMixin):
 
     @contextmanager
     def use_session(self, session: InferenceSession) -> Iterator[InferenceSession]:
-        """Within, `generate` takes this session; afterwards it is still open."""
+        """Inside the context, `generate` uses this session, which stays open afterwards."""
         session.activate()
         try:
             yield session
@@ -74,18 +74,18 @@ class RemoteGenerationMixin(GenerationMixin):
     ) -> Any:
         """`generate` of transformers, with the same arguments and results.
 
-        The session is the one given, else the one entered, else one for this call only. In a session, a later call
-        gives all of the text so far and more, or only what is new, or nothing to go on; the answer begins with what was
-        given. Text that begins with the whole token log counts as all of the text. `max_length` counts the whole text
-        of the session, `max_new_tokens` only what is new.
+        The call uses the given session, else the active one, else a new one for this call. In a session, a later call
+        gives the whole text so far and more, or only new text, or nothing; the answer begins with the given text. Text
+        that begins with the whole token log counts as the whole text. `max_length` counts the whole text of the
+        session, `max_new_tokens` only new tokens.
 
         Args:
-            inputs: int64 `[B, T]`, padded on the left if at all; None goes on, in a session that has text.
-            session: goes on after the call.
-            args: as transformers' own `generate` takes them; `kwargs` likewise.
+            inputs: int64 `[B, T]`, padded on the left if at all; None continues a session that has text.
+            session: the session to use; it stays open after the call.
+            args: arguments of transformers' own `generate`, as `kwargs`.
 
         Raises:
-            ValueError: something is asked for that remote blocks cannot do, or a token id is outside the vocabulary.
+            ValueError: an argument needs what remote blocks cannot do, or a token id is outside the vocabulary.
             CorollaError: the chain failed.
         """
         bound = _SIGNATURE.bind_partial(self, inputs, *args)
@@ -141,7 +141,7 @@ class RemoteGenerationMixin(GenerationMixin):
         try:
             answer = self._generate(call | {"past_key_values": self._cache_of(session)})
         except BaseException:
-            # Tokens are recognised by a later call; embeddings could only be taken in twice.
+            # A later call recognises tokens that were processed; embeddings would be processed twice.
             if call.get("inputs_embeds") is not None and not session.is_closed:
                 session.position = position
             raise
@@ -164,7 +164,7 @@ class RemoteGenerationMixin(GenerationMixin):
         return config
 
     def new_cache(self, expected_length: int) -> RemotePastKeyValues:
-        """A cache for one call, or for as long as somebody holds it."""
+        """A cache with a new session, which lives for one call, or as long as the cache is referenced."""
         session = InferenceSession(self.blocks.remote, expected_length=expected_length)
         new_sessions = _new_sessions.get()
         if new_sessions is not None:
@@ -182,7 +182,7 @@ class RemoteGenerationMixin(GenerationMixin):
     # --- where transformers asks ----------------------------------------------------------------------------------
 
     def _expand_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """The text is final here, with a row for each beam: what the cache holds of it stays, the rest is forgotten."""
+        """Removes from the cache what does not belong to the text, which is final here and has a row for each beam."""
         upstream: Any = super()
         input_ids, model_kwargs = upstream._expand_inputs_for_generation(*args, **kwargs)
         cache = model_kwargs.get("past_key_values")
@@ -215,7 +215,7 @@ class RemoteGenerationMixin(GenerationMixin):
                     f"Maximum length exceeded: the text may grow to {max_cache_length + 1} tokens, and the session has "
                     f"room for {limit - cache.session.num_prefix}; give fewer new tokens or a longer session."
                 )
-            # Only assisted decoding begins with the whole text whatever the cache holds.
+            # Assisted decoding begins with the whole text even if the cache holds a part of it.
             cache.is_primed = generation_mode is GenerationMode.ASSISTED_GENERATION and cache.get_seq_length() > 0
 
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
@@ -258,7 +258,7 @@ def _continued(call: dict[str, Any], text: Continuation) -> dict[str, Any]:
 
 
 def _grown(mask: Tensor, sequences: Tensor) -> Tensor:
-    """The mask of all sequences that were made from a batch: new tokens count."""
+    """The mask, int64 `[N, L]`, of `sequences` made from a batch with `mask`, int64 `[B, T]`: new tokens have ones."""
     num_rows, num_columns = sequences.shape
     rows = mask.repeat_interleave(num_rows // mask.shape[0], dim=0).to(sequences.device)
     return torch.cat([rows, rows.new_ones(num_rows, num_columns - rows.shape[1])], dim=1)
@@ -268,8 +268,8 @@ class DraftsWithinLength(CandidateGenerator):
     """Cuts drafts at the end of the text, so that no position beyond it is ever sent or reserved.
 
     Args:
-        generator: of the drafts.
-        max_length: of the text; the token after the last draft belongs to it, too.
+        generator: the generator that drafts.
+        max_length: the most tokens of the text, with the token after the last draft.
     """
 
     def __init__(self, generator: CandidateGenerator, max_length: int) -> None:
@@ -292,11 +292,11 @@ class DraftsWithinLength(CandidateGenerator):
 
 
 class NewTextStreamer(BaseStreamer):
-    """Leaves out of the prompt what the caller did not give in this call.
+    """Leaves out the part of the prompt that the caller did not give in this call.
 
     Args:
-        streamer: the caller's.
-        num_omitted: leading tokens of each row.
+        streamer: the caller's streamer.
+        num_omitted: the number of leading tokens to leave out of each row.
     """
 
     def __init__(self, streamer: BaseStreamer, num_omitted: int) -> None:

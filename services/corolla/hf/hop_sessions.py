@@ -1,4 +1,4 @@
-"""The sessions that rows of the library have on the hops of a chain."""
+"""The sessions that the rows of a batch have on the hops of a chain."""
 
 import secrets
 from collections.abc import Sequence
@@ -21,18 +21,18 @@ from corolla.wire.tensors import describe_prompts, to_payload
 
 @dataclass(frozen=True, slots=True)
 class RemoteSpan:
-    """Consecutive blocks of one model, on whatever block servers.
+    """Consecutive blocks of one model, with all that is needed to open sessions over them.
 
     Attributes:
-        connection: to the model's servers.
+        connection: the connection to the model's servers.
         span: the blocks.
         hidden_size: width of hidden states.
-        dtype: of hidden states on their way.
-        tenant: who owns the sessions.
+        dtype: the dtype of hidden states that are sent.
+        tenant: the tenant that owns the sessions.
         context_length: the longest sequence that the model takes.
-        reuses_prefixes: whether the tenant's sequences share what hops computed for texts that begin alike.
-        cache_salt: with what the digests of its texts begin.
-        adapter: with which the blocks are computed; None: with none.
+        reuses_prefixes: whether the tenant's sequences share what hops computed for equal beginnings of texts.
+        cache_salt: the salt with which the digests of its texts begin.
+        adapter: the adapter of the blocks' weights, if any.
     """
 
     connection: Connection
@@ -47,13 +47,13 @@ class RemoteSpan:
 
 
 class HopSessions:
-    """One session on every hop for each row. Knows nothing of what the rows hold.
+    """One session on every hop for each row. The class does not know the rows' tokens.
 
-    Rows that need more room are opened again on the same hops with the next epoch, and the hops keep what they hold.
-    Whenever they are opened, they bring their trained prompts.
+    For more room, rows are opened again on the same hops in the next epoch, and the hops keep the tokens. Each opening
+    sends the rows' trained prompts.
 
     Args:
-        prompts: for each sequence of the batch that they are for `[blocks, P, H]`, in the dtype of the blocks.
+        prompts: trained prompts `[blocks, P, H]` in the dtype of the blocks, for each sequence of their batch.
     """
 
     def __init__(self, blocks: RemoteSpan, prompts: Sequence[Tensor] | None = None) -> None:
@@ -65,23 +65,23 @@ class HopSessions:
         self._origins: tuple[int, ...] = ()
 
     def fit(self, origins: Sequence[int], num_positions: int) -> bool:
-        """Whether there is room, and the session of each row has the prompts of the row's origin.
+        """Whether there is room, and each row's session has the prompts of the row's origin.
 
         Args:
-            origins: for each row, of which of the sequences that have prompts it is.
+            origins: for each row, the index of its sequence in `prompts`.
         """
         return num_positions <= self._capacity and self._origins[: len(origins)] == tuple(origins)
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens of every row that the hops held when they were first opened."""
+        """The number of each row's tokens that the hops had in their caches at the first opening."""
         return self._num_cached_tokens
 
     def reserve(self, origins: Sequence[int], capacity: int, texts: Sequence[Sequence[int]] | None = None) -> None:
-        """Opens a session on every hop for each row that has none, and gives all of them the capacity.
+        """Opens a session on every hop for each row without one, and gives all sessions the capacity.
 
         Args:
-            texts: what each row is going to hold, from its beginning, where that is known.
+            texts: the tokens that each row will hold, from its beginning, if they are known.
         """
         if self._group is not None or not self._blocks.reuses_prefixes:
             texts = None
@@ -111,7 +111,7 @@ class HopSessions:
     # --- in the connection's thread ---------------------------------------------------------------------------------
 
     async def _reserve(self, new: Sequence[SessionIdentity], options: OpenOptions) -> None:
-        # Noted here: an interrupt may keep whoever waits from what this returns.
+        # The group is stored here, in the thread: an interrupt may keep the waiting caller from the result.
         group = self._group = await self._blocks.connection.open_rows(new, options, self._group)
         self._num_cached_tokens = max(self._num_cached_tokens, group.num_cached_tokens)
 
@@ -122,7 +122,7 @@ class HopSessions:
 
 @dataclass(frozen=True, slots=True)
 class _Prompts:
-    """Trained prompts `[blocks, P, H]` as a chain sends them."""
+    """Trained prompts `[blocks, P, H]` in the form that a chain sends."""
 
     values: Tensor
 
@@ -132,10 +132,10 @@ class _Prompts:
 
 
 def require_prompts(prompts: object, blocks: RemoteSpan) -> None:
-    """Checks embeddings that stand before a text: `[P, H]`.
+    """Checks trained embeddings that come before a text: they must be `[P, H]`.
 
     Raises:
-        ValueError: another shape, or numbers that are not finite.
+        ValueError: they have another shape, or numbers that are not finite.
     """
     if not isinstance(prompts, Tensor) or prompts.dim() != 2 or prompts.shape[1] != blocks.hidden_size:
         raise ValueError(f"`prompts` must be a tensor of the shape [tokens, {blocks.hidden_size}].")
@@ -143,13 +143,13 @@ def require_prompts(prompts: object, blocks: RemoteSpan) -> None:
 
 
 def prompts_by_sequence(block_prompts: object, blocks: RemoteSpan) -> list[Tensor]:
-    """For each sequence `[blocks, P, H]`, contiguous on the CPU in the dtype of the blocks; one stands for all.
+    """The prompts `[blocks, P, H]` of each sequence, or one for all; contiguous on the CPU in the blocks' dtype.
 
     Args:
-        block_prompts: `[blocks, P, H]` or `[blocks, B, P, H]`; a copy is taken.
+        block_prompts: `[blocks, P, H]` or `[blocks, B, P, H]`; the values are copied.
 
     Raises:
-        ValueError: another shape, or numbers that are not finite.
+        ValueError: they have another shape, or numbers that are not finite.
     """
     num_blocks, width = len(blocks.span), blocks.hidden_size
     expected = (

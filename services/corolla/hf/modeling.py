@@ -23,24 +23,24 @@ from corolla.models.edges import Edges, load_edges
 from corolla.wire.span import Span
 from corolla.wire.tensors import DTYPES
 
-# Apart from `return_dict`, what transformers hands from `generate` through to any model.
+# `return_dict`, and the arguments that `generate` of transformers passes on to any model.
 _HARMLESS = frozenset({"return_dict", "tokenizer", "assistant_tokenizer"})
 
 _NO_LABEL = -100
-"""What transformers leaves out of a loss."""
+"""The label that transformers ignores in a loss."""
 
 
 class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
-    """A causal language model of any family of the table.
+    """A causal language model of any supported family, with remote blocks.
 
     Args:
-        config: of the whole model.
-        edges: its embedding, final norm and head.
-        blocks: its remote blocks.
+        config: the configuration of the whole model.
+        edges: the model's embedding, final norm and head.
+        blocks: the model's remote blocks.
 
     Attributes:
-        model_type: the family that the class is for; None takes any.
-        blocks: the remote blocks; `len`, slices, and a pass without a cache.
+        model_type: the family of the class; None takes any.
+        blocks: the remote blocks, which can be counted, sliced, and run without a cache.
     """
 
     model_type: ClassVar[str | None] = None
@@ -73,34 +73,32 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
         cache_secret: str | None = None,
         adapter: str | None = None,
     ) -> Self:
-        """Reads what runs here, and connects to a router for the rest.
+        """Loads embedding, final norm and head, and connects to a router for the blocks.
 
         Args:
             name_or_path: `"demo"`, a folder, a GGUF file or a hub id; the same weights that the block servers have.
-            router: its `host:port`.
-            dtype: in which the block servers run, as a torch dtype or its name.
-            quantization: of the block servers' weights: `none`, `int8`, `int4` or `packed`.
+            router: the router's `host:port`.
+            dtype: the block servers' dtype, as a torch dtype or its name.
+            quantization: the quantisation of the block servers' weights: `none`, `int8`, `int4` or `packed`.
             kv_cache_dtype: how the block servers store keys and values: `auto`, `fp8` or `int8`.
             revision: branch, tag or commit on the hub.
-            device: of embedding, norm and head.
-            tenant: who owns the sessions.
-            reuse_prefixes: whether block servers keep what they compute for a text and use it again for others of the
-                tenant that begin alike. Only with the checkpoint's own embeddings: a text stands for what they make
-                of it.
+            device: the device of embedding, norm and head.
+            tenant: the tenant that owns the sessions.
+            reuse_prefixes: whether block servers reuse what they computed for the tenant's texts with the same
+                beginning. Set it only with the checkpoint's own embeddings: texts are compared by their tokens.
             tls_dir: folder with `tls.crt`, `tls.key` and `ca.crt` of a library, whose certificate names the tenant;
-                else `COROLLA_TLS_DIR`; else what a stack on this machine left for its user; else all is in the clear.
-            cache_secret: that of the client services, at least 32 characters; else `COROLLA_CACHE_SECRET`. The digests
-                by which block servers find the tenant's texts begin with what follows from it; empty: they are digests
-                of the texts alone.
+                else `COROLLA_TLS_DIR`; else the folder of a stack on this machine; else connections have no TLS.
+            cache_secret: the client services' secret, at least 32 characters; else `COROLLA_CACHE_SECRET`. It salts the
+                digests by which block servers find the tenant's texts; without it, digests depend on the texts alone.
             adapter: name of an adapter that is registered with the router; see `set_adapter`.
 
         Raises:
-            AdapterNotFound: there is none of this name.
-            AdapterDenied: it is for other tenants.
+            AdapterNotFound: no adapter has this name.
+            AdapterDenied: the adapter is for other tenants.
             SettingsError: the cache secret is too short.
-            CheckpointError: it is missing, damaged, or of another family than this class is for.
-            HubUnavailable: it is on the hub, and that cannot be reached.
-            ValueError: a dtype or the quantisation is none that block servers run.
+            CheckpointError: the checkpoint is missing or damaged, or its family is not that of this class.
+            HubUnavailable: the checkpoint is on the hub, and the hub cannot be reached.
+            ValueError: block servers do not have this dtype or quantisation.
         """
         salt = cache_salt(tenant, cache_secret)
         checkpoint = Checkpoint.from_pretrained(name_or_path, revision=revision)
@@ -117,7 +115,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
             hidden_size=checkpoint.hidden_size,
             dtype=run_dtype,
             tenant=tenant,
-            # The text may be given as embeddings, row by row: nobody knows early whether it will be a long one.
+            # Text may be given as embeddings, step by step, so its length is unknown when the session opens.
             context_length=checkpoint.short_factor_length or checkpoint.context_length,
             reuses_prefixes=reuse_prefixes,
             cache_salt=salt,
@@ -129,13 +127,13 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
         return model
 
     def set_adapter(self, name: str | None) -> None:  # type: ignore[override]
-        """Has new sessions computed with an adapter; None: with none. Those that there are keep theirs.
+        """Sets the adapter of new sessions; None for no adapter. Open sessions keep theirs.
 
-        The blocks' linear layers are changed, and what runs here is not.
+        The adapter changes the blocks' linear layers, not the modules in this process.
 
         Raises:
-            AdapterNotFound: there is none of this name.
-            AdapterDenied: it is for other tenants.
+            AdapterNotFound: no adapter has this name.
+            AdapterDenied: the adapter is for other tenants.
         """
         remote = self.blocks.remote
         self.blocks = RemoteBlocks(replace(remote, adapter=remote.connection.adapter(name, remote.tenant)))
@@ -169,22 +167,22 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits of new tokens.
+        """Computes the logits of new tokens.
 
         Args:
-            input_ids: int64 `[B, T]`; or else `inputs_embeds`, `[B, T, H]`.
-            attention_mask: `[B, held + T]`; a token that is masked is sent nowhere, and its logits are zeros.
-            position_ids: `[B, T]`; they can only say what the mask says, the token's place in its row.
-            past_key_values: what this library returned before.
-            labels: int64 `[B, T]`, for a loss.
-            use_cache: return a cache; the session behind it lives as long as somebody holds it.
-            logits_to_keep: of so many last tokens, 0 for all; or of these columns.
+            input_ids: int64 `[B, T]`; or give `inputs_embeds`, floating point `[B, T, H]`.
+            attention_mask: `[B, held + T]`, with the cache's tokens; masked tokens are not sent, their logits are 0.
+            position_ids: int64 `[B, T]`; they must agree with the mask: the place of each token in its row.
+            past_key_values: a cache that this library returned.
+            labels: int64 `[B, T]`, to compute a loss.
+            use_cache: whether to return a cache; its session lives as long as the cache is referenced.
+            logits_to_keep: how many last columns get logits, 0 for all; or int64 `[kept]`, the columns.
 
         Returns:
-            Logits as float32 `[B, kept, V]`.
+            The logits, float32 `[B, kept, V]`.
 
         Raises:
-            ValueError: an argument asks for what remote blocks cannot do, or a token id is outside the vocabulary.
+            ValueError: an argument needs what remote blocks cannot do, or a token id is outside the vocabulary.
             CorollaError: the chain failed.
         """
         _refuse_unknown(kwargs)
@@ -249,7 +247,7 @@ def _refuse_unknown(kwargs: dict[str, Any]) -> None:
 
 
 def _new_columns(mask: Tensor | None, num_held: int, num_rows: int, num_columns: int) -> Tensor:
-    """bool `[B, T]`, which of the new columns count."""
+    """The mask of the new columns, bool `[B, T]` on the CPU."""
     if mask is None:
         return torch.ones(num_rows, num_columns, dtype=torch.bool)
     if mask.shape != (num_rows, num_held + num_columns):
@@ -269,7 +267,7 @@ def _check_positions(given: Tensor | None, positions: Tensor, mask: Tensor) -> N
 
 
 def _texts(token_ids: Tensor, mask: Tensor, num_last: int) -> list[list[int]]:
-    """Each row's tokens, up to the first one whose logits are wanted."""
+    """Each row's tokens up to the first one whose logits are wanted, from int64 and bool `[B, T]`."""
     num_wanted = mask[:, mask.shape[1] - num_last :].sum(dim=1).tolist()
     rows = [row[its_mask].tolist() for row, its_mask in zip(token_ids.cpu(), mask, strict=True)]
     return [row[: len(row) - max(0, num - 1)] for row, num in zip(rows, num_wanted, strict=True)]

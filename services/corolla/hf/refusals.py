@@ -1,4 +1,4 @@
-"""What `generate` over remote blocks cannot do, each in one sentence. Nothing is silently left out."""
+"""Refuses arguments of `generate` that remote blocks cannot serve, each with a sentence; it ignores none silently."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -7,7 +7,7 @@ from transformers import GenerationConfig
 
 from corolla.hf.cache import RemotePastKeyValues
 
-# Options of the generation config that ask for something that is not here; None and False ask for nothing.
+# Options of the generation config that remote blocks cannot serve; the values None and False are accepted.
 _OPTIONS: Final[Mapping[str, str]] = {
     "cache_implementation": "keys and values lie on the block servers, in one kind of cache",
     "cache_config": "keys and values lie on the block servers, in one kind of cache",
@@ -36,11 +36,11 @@ def refuse_unsupported(arguments: Mapping[str, Any], config: GenerationConfig) -
     """Checks a call of `generate` before anything is computed.
 
     Args:
-        arguments: by name, as the caller gave them.
-        config: with the call's own options applied.
+        arguments: the caller's arguments by name.
+        config: the generation config with the call's own options applied.
 
     Raises:
-        ValueError: with the argument's name and the reason.
+        ValueError: an argument is not supported; the message has its name and the reason.
     """
     for name, reason in _ARGUMENTS.items():
         if _is_asked_for(arguments.get(name)):
@@ -54,10 +54,10 @@ def refuse_unsupported(arguments: Mapping[str, Any], config: GenerationConfig) -
 
 
 def refuse_alone(arguments: Mapping[str, Any]) -> None:
-    """Checks what only a session, or a cache, knows how to go on with.
+    """Checks a call without a session: without a cache, the mask must have the shape of the given tokens.
 
     Raises:
-        ValueError: with the argument's name and the reason.
+        ValueError: an argument is not supported; the message has its name and the reason.
     """
     mask = arguments.get("attention_mask")
     given = [arguments[name] for name in ("inputs", "input_ids", "inputs_embeds") if arguments.get(name) is not None]
@@ -68,10 +68,10 @@ def refuse_alone(arguments: Mapping[str, Any]) -> None:
 
 
 def refuse_in_session(arguments: Mapping[str, Any], config: GenerationConfig, *, has_text: bool) -> None:
-    """Checks what a session that goes on after the call cannot do.
+    """Checks a call in a session that stays open after it.
 
     Raises:
-        ValueError: with the argument's name and the reason.
+        ValueError: an argument is not supported; the message has its name and the reason.
     """
     if arguments.get("past_key_values") is not None:
         raise ValueError("`past_key_values` and a session both say where the call goes on; give one of them.")
@@ -91,7 +91,7 @@ def _is_asked_for(value: object) -> bool:
 
 
 def _further_refusals(arguments: Mapping[str, Any], config: GenerationConfig) -> Iterator[tuple[Any, str]]:
-    """Whether something is asked for that only a closer look tells, and the sentence for it."""
+    """Yields further refusals: whether each applies, and its sentence."""
     mask, cache = arguments.get("attention_mask"), arguments.get("past_key_values")
     if mask is not None and mask.dim() != 2:
         yield True, "`attention_mask` must have the shape [batch, tokens]; which token sees which is not free."

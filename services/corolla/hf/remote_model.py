@@ -1,4 +1,4 @@
-"""Causal language models that are remote as a whole: only token ids travel, and the last hop chooses each token."""
+"""Causal language models without local weights: only token ids are sent, and the last hop chooses each token."""
 
 import copy
 from collections.abc import AsyncGenerator, Sequence
@@ -27,7 +27,7 @@ from corolla.wire.adapter_version import AdapterVersion
 
 _NUM_SEEDS: Final = 2**63 - 1
 
-# Options of the generation config that a last hop, or this module, heeds.
+# Options of the generation config that a last hop, or this module, applies.
 _HEEDED: Final = frozenset(
     {
         "do_sample", "eos_token_id", "max_length", "max_new_tokens", "max_time", "min_p", "num_return_sequences",
@@ -36,7 +36,7 @@ _HEEDED: Final = frozenset(
     }
 )  # fmt: skip
 
-# Options that change nothing here, whatever they say: there is one cache, and neither beams nor an assistant.
+# Options that have no effect here: there is one kind of cache, and there are no beams and no assistant model.
 _IDLE: Final = frozenset(
     {
         "assistant_confidence_threshold", "assistant_lookbehind", "bos_token_id", "cache_config",
@@ -48,17 +48,17 @@ _IDLE: Final = frozenset(
 
 
 class RemoteModelForCausalLM(GenerationMixin):
-    """A causal language model of which nothing is here but its configuration.
+    """A causal language model that has only its configuration in this process.
 
-    `generate` takes the common ways of decoding: greedy or sampled, by the block servers' own sampler. Whatever needs
-    logits in this process (beams, logits processors, guidance) asks for a `DistributedModelForCausalLM`.
+    `generate` decodes greedily or by sampling, with the block servers' own sampler. Beams, logits processors and
+    guidance need logits in this process, and so a `DistributedModelForCausalLM`.
 
     Args:
-        checkpoint: which model it is.
-        connection: to its block servers.
-        tenant: who owns the sessions.
-        reuse_prefixes: whether the tenant's prompts share what hops computed for texts that begin alike.
-        salt: with what the digests of its texts begin.
+        checkpoint: the model's checkpoint.
+        connection: the connection to the model's block servers.
+        tenant: the tenant that owns the sessions.
+        reuse_prefixes: whether the tenant's prompts share what hops computed for equal beginnings of texts.
+        salt: the salt with which the digests of its texts begin.
     """
 
     main_input_name = "input_ids"
@@ -100,12 +100,12 @@ class RemoteModelForCausalLM(GenerationMixin):
         return model
 
     def set_adapter(self, name: str | None) -> None:
-        """Answers with an adapter from now on; None: with none. See `DistributedModelForCausalLM.set_adapter`."""
+        """Sets the adapter of later answers; None for no adapter. See `DistributedModelForCausalLM.set_adapter`."""
         self._adapter = self._connection.adapter(name, self._tenant)
 
     @property
     def device(self) -> torch.device:
-        """Where `generate` returns its tokens, unless they were given elsewhere."""
+        """The CPU; but `generate` returns its tokens on the device of the given ones."""
         return torch.device("cpu")
 
     def generate(  # type: ignore[override]
@@ -120,26 +120,25 @@ class RemoteModelForCausalLM(GenerationMixin):
         streamer: BaseStreamer | None = None,
         **options: Any,
     ) -> Tensor:
-        """Prompts with their answers, as `generate` of transformers returns them.
+        """Answers prompts, and returns prompts and answers as `generate` of transformers does.
 
-        Each row is a session of its own, so rows answer as fast as they can and none waits for another.
+        Each row is a session of its own, so no row waits for another.
 
         Args:
-            inputs: int64 `[B, T]`, padded on the left if at all; or as `input_ids`.
-            generation_config: else the model's own, with `options` applied.
+            inputs: int64 `[B, T]`, padded on the left if at all; it may be given as `input_ids` instead.
+            generation_config: None takes the model's own; `options` are applied to it.
             attention_mask: `[B, T]`; 0 is padding.
-            stopping_criteria: are asked of each row by itself; they get no scores.
-            tokenizer: for `stop_strings`.
-            streamer: of a single row: gets the prompt, then tokens as they come.
-            options: those of a generation config. Sampled answers follow torch's random seed; their tokens are those
-                of a client service with the seed that is drawn from it.
+            stopping_criteria: they are called for each row by itself, without scores.
+            tokenizer: the model's tokenizer, which `stop_strings` need.
+            streamer: it gets the prompt, then tokens as they come; only for a single row.
+            options: options of a generation config. The seed of a sampled answer is drawn from torch's random stream; a
+                client service gives the same tokens for that seed.
 
         Returns:
-            int64 `[B * num_return_sequences, T + N]`, where N is the longest answer; shorter ones are padded.
+            int64 `[B * num_return_sequences, T + N]`, where N is the longest answer's length; shorter ones are padded.
 
         Raises:
-            ValueError: something is asked for that needs logits in this process, or a token id is outside the
-                vocabulary.
+            ValueError: an argument needs logits in this process, or a token id is outside the vocabulary.
             CorollaError: the chain failed.
         """
         given = inputs if inputs is not None else input_ids
@@ -199,7 +198,7 @@ class RemoteModelForCausalLM(GenerationMixin):
         return rows
 
     def _answer(self, rows: Sequence["_Row"], criteria: StoppingCriteriaList, streamer: BaseStreamer | None) -> None:
-        """Reads all rows' tokens; this thread asks the criteria and feeds the streamer while the hops go on."""
+        """Reads all rows' tokens. This thread calls the criteria and the streamer while the hops compute."""
         answers = self._connection.iterate(merge([self._tokens_of(row) for row in rows]))
         with closing(answers):
             for index, new_ids in answers:
@@ -208,7 +207,7 @@ class RemoteModelForCausalLM(GenerationMixin):
                         streamer.put(torch.tensor([token_id]))
 
     async def _tokens_of(self, row: "_Row") -> AsyncGenerator[Sequence[int], None]:
-        """Runs in the connection's thread. Yields the tokens that are at hand, again and again."""
+        """Runs one row's session in the connection's thread. Yields its new tokens as they arrive."""
         options = OpenOptions(
             max_tokens=len(row.prompt_ids) + row.max_new_tokens,
             transient=True,
@@ -231,13 +230,13 @@ class RemoteModelForCausalLM(GenerationMixin):
 
 @dataclass(slots=True)
 class _Row:
-    """One sequence.
+    """One sequence, its prompt and its answer so far.
 
     Attributes:
-        shown_ids: of the prompt, padding included.
-        prompt_ids: without padding.
-        answer_ids: as far as they were taken.
-        is_stopped: whether a criterion ended it.
+        shown_ids: the prompt, padding included.
+        prompt_ids: the prompt without padding.
+        answer_ids: the tokens of the answer so far.
+        is_stopped: whether a criterion ended the answer.
     """
 
     shown_ids: list[int]
@@ -249,7 +248,7 @@ class _Row:
     is_stopped: bool = False
 
     def take(self, new_ids: Sequence[int], criteria: StoppingCriteriaList) -> Sequence[int]:
-        """Appends tokens up to the one at which a criterion ends the row; returns which."""
+        """Appends tokens up to the one at which a criterion ends the row; returns the appended tokens."""
         if self.is_stopped:
             return ()
         for count, token_id in enumerate(new_ids, 1):
@@ -270,7 +269,7 @@ class _Reader:
         self._new_ids: list[int] = []
 
     def read(self, token: SampledToken) -> bool:
-        """Takes the next token; whether another one is wanted behind it."""
+        """Takes the next token. Returns whether another one is wanted."""
         self._new_ids.append(token.token_id)
         self._num_left -= 1
         self._has_ended = self._num_left == 0 or token.token_id in self._row.end_token_ids
@@ -278,7 +277,7 @@ class _Reader:
 
     @property
     def wants_more(self) -> bool:
-        """Whether the row goes on, as far as is known in this thread."""
+        """Whether the row continues, as far as the connection's thread knows."""
         return not (self._has_ended or self._row.is_stopped)
 
     def taken(self) -> Sequence[int]:
@@ -293,7 +292,7 @@ def _are_met(criteria: StoppingCriteriaList, token_ids: Sequence[int]) -> bool:
 
 
 def _refuse(config: GenerationConfig, unknown: dict[str, Any]) -> None:
-    """Raises ValueError for whatever is asked for and needs more than this process has."""
+    """Raises ValueError for an option that needs logits in this process, or that is unknown."""
     idle_values = GenerationConfig._get_default_generation_params()
     options = {name: value for name, value in config.to_dict().items() if name not in _HEEDED | _IDLE}
     known = GenerationConfig().to_dict().keys()
@@ -307,7 +306,7 @@ def _refuse(config: GenerationConfig, unknown: dict[str, Any]) -> None:
 
 
 def _criteria(config: GenerationConfig, given: StoppingCriteriaList | None, tokenizer: Any) -> StoppingCriteriaList:
-    """What ends a row apart from its length and its end tokens, which the last hop heeds."""
+    """The criteria that end a row, apart from its length and its end tokens, which the last hop checks."""
     criteria = StoppingCriteriaList(given or [])
     if config.max_time is not None:
         criteria.append(MaxTimeCriteria(max_time=config.max_time))
@@ -348,7 +347,7 @@ def _sampling_params(config: GenerationConfig) -> SamplingParams:
 
 
 def _joined(token_ids: Tensor, rows: Sequence[_Row], config: GenerationConfig) -> Tensor:
-    """Prompts and answers, padded on the right as transformers does."""
+    """Prompts, int64 `[B, T]`, with their answers, padded on the right as transformers does: int64 `[B, T + N]`."""
     longest = max(len(row.answer_ids) for row in rows)
     padding = next(iter(end_token_ids_of(config)), 0) if config.pad_token_id is None else config.pad_token_id
     answers = [row.answer_ids + [padding] * (longest - len(row.answer_ids)) for row in rows]

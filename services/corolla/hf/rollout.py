@@ -1,7 +1,7 @@
 """Rollouts: whole batches of answers for reinforcement learning, from remote and from local models alike.
 
 The functions have the names and arguments of ColossalAI's `coati.models.generation`, so that training loops written for
-it run on. What it leaves out works here: greedy decoding, beams, and several stop sequences.
+it run unchanged. Greedy decoding, beams and several stop sequences, which it lacks, work here.
 """
 
 import inspect
@@ -21,10 +21,10 @@ from transformers import (
 )
 
 PrepareInputs = Callable[..., dict[str, Any]]
-"""`(input_ids, pad_token_id, **model_kwargs)` to what the model is called with."""
+"""Takes `(input_ids, pad_token_id, **model_kwargs)` and returns the arguments of the model's call."""
 
 UpdateModelKwargs = Callable[..., dict[str, Any]]
-"""`(outputs, new_mask, **model_kwargs)` to the `model_kwargs` of the next step; `new_mask` is `[B, 1]`."""
+"""Takes `(outputs, new_mask, **model_kwargs)`, with `new_mask` `[B, 1]`; returns the next step's `model_kwargs`."""
 
 
 def generate(
@@ -51,27 +51,27 @@ def generate(
     from there on. Sampled tokens are drawn by torch's own random stream, as `generate` of transformers draws them.
 
     Args:
-        model: a causal language model, distributed or local. Not switched to evaluation: the caller says which it is.
+        model: a causal language model, distributed or local. The caller switches it to evaluation or training.
         input_ids: int64 `[B, T]`, padded on the left.
-        tokenizer: says what padding and the end of a sequence are.
-        max_length: tokens of prompt and answer together, at most. A prompt of that length comes back as it is.
+        tokenizer: defines the tokens for padding and for the end of a sequence.
+        max_length: the most tokens of prompt and answer together. A prompt of that length is returned unchanged.
         num_beams: more than one is a beam search by the model's own `generate`.
         do_sample: False takes the likeliest token.
-        early_stopping: return when all rows have ended, on every process of a group; else go on to the full length.
-        top_k: keep so many likeliest tokens; None or 0 is off.
+        early_stopping: return when all rows have ended, on every process of a group; else continue to the full length.
+        top_k: keep this many likeliest tokens; None or 0 is off.
         top_p: keep the smallest set of tokens with this total probability; None or 1 is off.
         temperature: None or 1 is off.
-        prepare_inputs_fn: instead of this module's own function of that name, which processes each token once.
-        update_model_kwargs_fn: likewise.
-        max_new_tokens: of the answer, at most.
+        prepare_inputs_fn: replaces this module's function of that name, which processes each token once.
+        update_model_kwargs_fn: replaces this module's function of that name.
+        max_new_tokens: the most tokens of the answer.
         stop_token_ids: sequences of tokens; a row ends when its last tokens are one of them.
-        model_kwargs: for the model's forward; with an `attention_mask` what is not padding is not found by its token.
+        model_kwargs: arguments for the model's forward. Without an `attention_mask`, padding is found by its token.
 
     Returns:
         int64 `[B, L]`, prompts and answers.
 
     Raises:
-        ValueError: padding on the right, no padding token, a stop sequence that is none, or what beams cannot do.
+        ValueError: padding is on the right or has no token, a stop sequence is wrong, or beams cannot do this.
         CorollaError: the chain of a distributed model failed.
     """
     if num_beams > 1:
@@ -107,16 +107,16 @@ def generate_streaming(
     stream_interval: int = 2,
     **model_kwargs: Any,
 ) -> Iterator[Tensor]:
-    """`generate`, as it grows.
+    """Does the same as `generate`, and yields the answers as they grow.
 
     Args:
-        stream_interval: tokens from one result to the next.
+        stream_interval: the number of tokens from one result to the next.
 
     Yields:
-        int64 `[B, L]`, prompts and answers so far; the last one is what `generate` returns.
+        int64 `[B, L]`, prompts and answers so far; the last result is what `generate` returns.
 
     Raises:
-        ValueError: as in `generate`, and for beams, which change what came before; when the first result is asked for.
+        ValueError: as in `generate`, or beams, which change earlier tokens. It is raised with the first result.
     """
     if num_beams > 1:
         raise ValueError("`num_beams` cannot be streamed: a later token may change earlier ones.")
@@ -137,7 +137,7 @@ def generate_streaming(
 def prepare_logits_processor(
     top_k: int | None = None, top_p: float | None = None, temperature: float | None = None
 ) -> LogitsProcessorList:
-    """Temperature, then top-k, then top-p, as transformers orders them; what is None or does nothing is left out."""
+    """The processors for temperature, top-k and top-p, in the order of transformers, without those that do nothing."""
     processors = LogitsProcessorList()
     if temperature is not None and temperature != 1.0:
         processors.append(TemperatureLogitsWarper(float(temperature)))
@@ -149,11 +149,11 @@ def prepare_logits_processor(
 
 
 def is_sequence_finished(unfinished_sequences: Tensor) -> bool:
-    """Whether no row of any process goes on.
+    """Whether all rows of all processes have ended.
 
     Args:
-        unfinished_sequences: int64 `[B]`, 1 for each row that goes on. With torch.distributed initialised, all
-            processes must call this together.
+        unfinished_sequences: int64 `[B]`, 1 for rows that continue. All processes of a torch.distributed group call
+            this together.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         unfinished_sequences = unfinished_sequences.sum()
@@ -162,14 +162,14 @@ def is_sequence_finished(unfinished_sequences: Tensor) -> bool:
 
 
 def prepare_inputs_fn(input_ids: Tensor, pad_token_id: int | None, **model_kwargs: Any) -> dict[str, Any]:
-    """What the model is called with: of `input_ids` only what its cache does not hold yet."""
+    """The arguments of the model's call, with the columns of `input_ids`, int64 `[B, L]`, that its cache lacks."""
     cache = model_kwargs.get("past_key_values")
     num_held = 0 if cache is None else cache.get_seq_length()
     return {**model_kwargs, "input_ids": input_ids[:, num_held:], "use_cache": True}
 
 
 def update_model_kwargs_fn(outputs: Any, new_mask: Tensor, **model_kwargs: Any) -> dict[str, Any]:
-    """Takes over the cache, and lets masks and token types grow by one token."""
+    """The next step's `model_kwargs`: with the new cache, and masks and token types longer by one token, `[B, 1]`."""
     updated = {**model_kwargs, "past_key_values": outputs.get("past_key_values")}
     if (token_type_ids := model_kwargs.get("token_type_ids")) is not None:
         updated["token_type_ids"] = torch.cat([token_type_ids, token_type_ids[:, -1:]], dim=-1)
@@ -201,14 +201,14 @@ def _sequences(
         model_kwargs = {**model_kwargs, "attention_mask": _mask_of(input_ids, pad_token_id)}
     unfinished = input_ids.new_ones(input_ids.shape[0])
     for _ in range(_num_new_tokens(input_ids, max_length, max_new_tokens)):
-        # Not inference mode: a training loop goes on with these very tensors.
+        # This is not inference mode, because a training loop uses these tensors afterwards.
         with torch.no_grad():
             inputs = (prepare or prepare_inputs_fn)(input_ids, pad_token_id, **model_kwargs)
             if takes_positions and "position_ids" not in model_kwargs:
                 positions = (model_kwargs["attention_mask"].long().cumsum(dim=-1) - 1).clamp(min=0)
                 inputs["position_ids"] = positions[:, -inputs["input_ids"].shape[1] :]
             outputs = model(**inputs)
-            # With padding on the left, the last column is the newest token of every row.
+            # Padding is on the left, so the last column is the newest token of every row.
             scores: Any = processors(input_ids, outputs["logits"][:, -1, :].float())  # type: ignore[arg-type]
             if do_sample:
                 newest = torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
@@ -269,7 +269,7 @@ def _check(tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[Sequence
 
 
 def _mask_of(input_ids: Tensor, pad_token_id: int | None) -> Tensor:
-    """What is no padding, by its token. Raises ValueError where a row ends in padding."""
+    """The mask of the tokens that are not padding, int64 `[B, T]`. Raises ValueError if a row ends in padding."""
     if pad_token_id is None:
         return torch.ones_like(input_ids)
     mask = input_ids.ne(pad_token_id).long()

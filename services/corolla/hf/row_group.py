@@ -21,13 +21,13 @@ from corolla.wire.tensors import from_payload
 
 @dataclass(frozen=True, slots=True)
 class RowStep:
-    """What one sequence does in a step.
+    """The part of one sequence in a step.
 
     Attributes:
-        row: which sequence.
-        position: tokens of it before this step; it forgets what it holds beyond.
-        hidden: `[T, H]`, the input of block 0 for its new tokens; T is at least 1.
-        num_results: how many of the last new tokens' outputs are wanted.
+        row: the index of the sequence.
+        position: the number of its tokens before this step; hops forget its tokens beyond them.
+        hidden: `[T, H]` on the CPU in the blocks' dtype, the input of the first block for T >= 1 new tokens.
+        num_results: for how many of the last new tokens the output is wanted.
         source: the sequence that it forks first; None keeps its own tokens. All rows of a step fork at once.
     """
 
@@ -41,16 +41,16 @@ class RowStep:
 class RowGroup(OpenSequences):
     """Sequences that are open on every hop of one chain; row `i` is the binding's `i`-th identity.
 
-    A step that hops lost is sent again once they are replaced and filled with what went into the first block, which
-    this class remembers.
+    The class keeps the inputs of the first block. If hops are lost in a step, other hops replace them, get these inputs
+    replayed, and the step is sent again.
 
     Args:
-        limits: steps of more than `prefill_chunk_tokens` travel in chunks, and hops may take less.
-        earlier: the same sequences before there were more of them, or before they had more room.
+        limits: larger steps than `prefill_chunk_tokens` are sent in chunks, which are smaller if hops demand it.
+        earlier: the group of the same sequences before sequences or room were added.
 
     Attributes:
-        num_cached_tokens: of each sequence's text, that all hops held when it was first opened. The first step may give
-            them nevertheless, since replays need them; they are sent nowhere.
+        num_cached_tokens: how many tokens of each sequence's text all hops had when it was first opened. The first step
+            may include them, since replays need them; they are not sent.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class RowGroup(OpenSequences):
         self._histories: list[StateHistory] = [*known, *(StateHistory() for _ in binding.identities[len(known) :])]
 
     def raise_epoch(self) -> tuple[SessionIdentity, ...]:
-        """Its sequences as they are to be opened once more. However that ends, `close` frees them."""
+        """Raises the epoch, and returns the identities to open again. `close` frees them even if opening fails."""
         self._binding.raise_epoch()
         return self._binding.identities
 
@@ -77,10 +77,10 @@ class RowGroup(OpenSequences):
         """Takes new tokens of different sequences through the chain.
 
         Returns:
-            For each of `rows` `[num_results, H]`, the output of the last block before the final norm.
+            The output of the last block before the final norm, `[num_results, H]` for each of `rows`.
 
         Raises:
-            CorollaError: a row failed, and with it the step; what the others computed is forgotten at their next step.
+            CorollaError: a row failed, and so the step. The other rows' results are forgotten at their next step.
         """
         if not rows or any(len(row.hidden) == 0 for row in rows):
             raise InternalError("a step has rows, and each row new tokens")
@@ -102,7 +102,7 @@ class RowGroup(OpenSequences):
             if has_sent:
                 for row, past in zip(rows, pasts, strict=True):
                     self._histories[row.row] = past
-                # Nobody knows which hops they had taken over another's tokens on.
+                # It is unknown on which hops these rows had already taken another row's tokens.
                 ambiguous = frozenset(row.row for row in to_send if row.source is not None)
             await self.recover(failure, budget, ambiguous)
             if has_sent:
@@ -117,7 +117,7 @@ class RowGroup(OpenSequences):
     async def recover(
         self, failure: CorollaError, budget: RecoveryBudget, ambiguous: frozenset[int] = frozenset()
     ) -> None:
-        """Brings all sequences back after a failure, or raises why not. Of `ambiguous` rows hops hold nothing."""
+        """Recovers all sequences from a failure, or raises. The hops' tokens of `ambiguous` rows do not count."""
         await self._recovery.recover(self._binding, self._histories, failure, budget, ambiguous)
 
     def _skip_cached(self, row: RowStep) -> RowStep:
@@ -128,7 +128,7 @@ class RowGroup(OpenSequences):
         return replace(row, position=num_cached, hidden=row.hidden[num_cached:])
 
     def _truncate_texts(self, rows: Sequence[RowStep]) -> None:
-        """Forgets texts beyond what the sequences keep, so that hops which open them again learn no more."""
+        """Cuts the known texts to the tokens that the sequences keep, for hops that open the sequences again."""
         known = self._binding.open_options.texts
         if known is None:
             return
@@ -168,10 +168,10 @@ class RowGroup(OpenSequences):
     def _send(
         self, rows: Sequence[RowStep], start: int, chunk_tokens: int
     ) -> tuple[Sequence[int], Sequence[RowFuture]]:
-        """One frame: of each row the new tokens `[start, start + chunk_tokens)`, where there are any.
+        """Sends one frame: each row's new tokens `[start, start + chunk_tokens)`, if it has any there.
 
         Returns:
-            Which of `rows` these are, and what becomes of them.
+            The indices in `rows` of these rows, and the futures of their results.
         """
         numbers, step_rows, parts = [], [], []
         for number, row in enumerate(rows):

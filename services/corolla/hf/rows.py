@@ -1,7 +1,7 @@
-"""What the rows of a session hold, in tokens: the book by which a cache is found again, cut and forked.
+"""Records the tokens that the rows of a session hold, so that a cache can be matched with a text, cut and forked.
 
-A row is one sequence. Positions count columns, the same for all rows; a column that is masked in a row (padding) was
-never sent for it, so a hop's own count of the row's tokens is smaller by as many.
+A row is one sequence. Positions count columns, the same for all rows. A column that is masked in a row (padding) was
+never sent for it, so a hop counts fewer tokens in that row.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 UNKNOWN_TOKEN: Final = -1
-"""Stands where a row was given embeddings, not a token."""
+"""Marks a position at which a row was given embeddings, not a token."""
 
 
 class HeldRows:
@@ -19,10 +19,10 @@ class HeldRows:
 
     Attributes:
         token_ids: int64 `[R, P]`.
-        mask: bool `[R, P]`, false where nothing was sent.
-        sources: for each row the place on the hops that has its tokens; its next step moves them to its own.
-        num_prefix: leading columns that are no text, such as trained prompts.
-        origins: for each row a number; only rows with the same one hold the same where their tokens are the same.
+        mask: bool `[R, P]`, False where nothing was sent.
+        sources: for each row, the row whose session on the hops has its tokens until its next step moves them.
+        num_prefix: the number of leading columns that are not text, such as trained prompts.
+        origins: a number for each row; equal tokens have equal keys and values only in rows with the same number.
     """
 
     def __init__(self, num_rows: int, origins: Sequence[int] | None = None) -> None:
@@ -42,17 +42,17 @@ class HeldRows:
 
     @property
     def row_positions(self) -> list[int]:
-        """How many tokens the hops hold of each row, as far as it counts."""
+        """The number of tokens of each row that the hops hold and that still count."""
         counts: list[int] = self.mask.sum(dim=1).tolist()
         return counts
 
     @property
     def is_settled(self) -> bool:
-        """Whether every row's tokens lie in its own place."""
+        """Whether every row's tokens are in its own session."""
         return self.sources == list(range(self.num_rows))
 
     def extend(self, token_ids: Tensor, mask: Tensor) -> None:
-        """Books a step: `[R, T]` new columns. All rows with new tokens have moved to their own places."""
+        """Records a step of new columns, int64 and bool `[R, T]`. Each row's tokens are in its own session now."""
         self.token_ids = torch.cat([self.token_ids, token_ids], dim=1)
         self.mask = torch.cat([self.mask, mask], dim=1)
         self.sources = list(range(self.num_rows))
@@ -64,7 +64,7 @@ class HeldRows:
         self.num_prefix = min(self.num_prefix, position)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Row `i` becomes what row `rows[i]` is; there may be more rows afterwards, or fewer."""
+        """Replaces row `i` by what row `rows[i]` is. The number of rows may change."""
         index = torch.tensor(list(rows), dtype=torch.int64)
         self.token_ids = self.token_ids[index]
         self.mask = self.mask[index]
@@ -72,10 +72,10 @@ class HeldRows:
         self.origins = [self.origins[row] for row in rows]
 
     def count_prefix(self) -> None:
-        """Counts the columns that began the rows as embeddings, and so can be no text, as their prefix.
+        """Sets the prefix to the leading columns that were given as embeddings, which cannot be text.
 
         Raises:
-            ValueError: embeddings were given behind text; then nobody knows what the text is.
+            ValueError: embeddings were given after text, so the text is not known.
         """
         is_unknown = (self.token_ids == UNKNOWN_TOKEN).any(dim=0).long()
         num_leading = int(is_unknown.cumprod(dim=0).sum())
@@ -84,10 +84,10 @@ class HeldRows:
         self.num_prefix = num_leading
 
     def align(self, token_ids: Tensor, mask: Tensor) -> None:
-        """Keeps what can serve a text, and forgets the rest.
+        """Keeps the columns that are part of a text, and forgets the rest.
 
-        Each new row begins as the row that agrees with it longest. At least one column is left to process, because the
-        output of the last one is wanted.
+        Each new row continues the row with the longest equal beginning. At least one column is left to process, because
+        the output of the last one is wanted.
 
         Args:
             token_ids: int64 `[R, T]`, the whole text after the prefix.
@@ -105,7 +105,7 @@ class HeldRows:
         origins = torch.tensor(self.origins)
         lengths[origins[None, :] != origins[repeated][:, None]] = -1
         if self.num_prefix:
-            # Prefixes cannot be compared; a row keeps that of the row from which it is repeated.
+            # Prefixes cannot be compared, so a row keeps the prefix of the row from which it is repeated.
             lengths[torch.arange(self.num_rows)[None, :] != repeated[:, None]] = -1
         length = int(lengths.max(dim=1).values.min())
         best: list[int] = lengths.argmax(dim=1).tolist()

@@ -1,4 +1,4 @@
-"""An inference session: sequences that one chain of block servers keeps, stepped through by hand or by `generate`."""
+"""An inference session: sequences that a chain of block servers keeps, for steps by hand or by `generate`."""
 
 import operator
 import weakref
@@ -20,27 +20,26 @@ _active: ContextVar[tuple["InferenceSession", ...]] = ContextVar("active session
 
 
 class InferenceSession:
-    """Sequences of one batch that step through blocks together; the block servers keep their keys and values.
+    """Sequences of one batch that step through blocks together, while block servers keep their keys and values.
 
-    It is opened with the first step, when the size of the batch is known, and it frees everything when it is closed,
-    collected, or the process ends. As a context manager it is the session that `generate` of its model takes.
+    The first step, when the batch size is known, opens the session on the hops. Closing it, collecting it or the end of
+    the process frees it. Inside `with session:`, `generate` of its model uses it.
 
     Args:
-        blocks: that it runs through.
-        max_length: positions, padding included, for which room is reserved; None lets the session grow.
-        expected_length: positions for which a session that grows has room from the beginning.
-        prompts: `[P, H]`, trained embeddings that stand before every sequence's text.
-        block_prompts: `[blocks, P, H]`, or `[blocks, B, P, H]` with some for each sequence of a batch of B: trained
-            embeddings that are added, for each block, to the hidden states that enter it at the first P positions of
-            every sequence. Positions count what a sequence processes, from its `prompts` on; padding has none. Of a
-            batch that was repeated, as for beams, each sequence has those of the one that it was repeated from.
+        blocks: the blocks of the session.
+        max_length: the number of positions, padding included, to reserve; None lets the session grow.
+        expected_length: the number of positions that a growing session reserves first.
+        prompts: `[P, H]`, trained embeddings that come before every sequence's text.
+        block_prompts: trained embeddings that are added to the input of each block at the first P positions of every
+            sequence: `[blocks, P, H]`, or `[blocks, B, P, H]` with other values for each of B sequences. Positions
+            include `prompts` and exclude padding. A sequence that was repeated, as for beams, keeps its block prompts.
 
     Raises:
-        ValueError: a shape or a length is none that the model has.
+        ValueError: a shape or a length does not fit the model.
 
     Attributes:
         output_ids: int64 `[B, L]`, the token log: all text so far, given and generated; None before any.
-        output_mask: int64 `[B, L]`, which of it counts; None is all.
+        output_mask: int64 `[B, L]`, 1 for tokens that are not padding; None is all ones.
     """
 
     def __init__(
@@ -83,12 +82,12 @@ class InferenceSession:
         self.close()
 
     def activate(self) -> None:
-        """Makes it the session that `generate` of its model takes."""
+        """Makes this the session that `generate` of its model uses."""
         self._require_open()
         _active.set((*_active.get(), self))
 
     def deactivate(self) -> None:
-        """The one before is taken again; this one stays open."""
+        """Makes the session before this one active again; this one stays open."""
         _active.set(tuple(session for session in _active.get() if session is not self))
 
     @property
@@ -97,12 +96,12 @@ class InferenceSession:
 
     @property
     def batch_size(self) -> int | None:
-        """Sequences in the session; None before the first step."""
+        """The number of sequences in the session; None before the first step."""
         return self._held.num_rows if self._held is not None else None
 
     @property
     def num_prefix(self) -> int:
-        """Leading positions that are no text."""
+        """The number of leading positions that are not text."""
         return self._held.num_prefix if self._held is not None else 0
 
     @property
@@ -111,12 +110,12 @@ class InferenceSession:
 
     @property
     def last_token_id(self) -> Tensor | None:
-        """int64 `[B, 1]`, the newest token of the log; no step has taken it in yet."""
+        """The newest token of the log, int64 `[B, 1]`; no step has processed it yet."""
         return None if self.output_ids is None else self.output_ids[:, -1:]
 
     @property
     def position(self) -> int:
-        """Processed positions. A smaller number may be set: all beyond it is forgotten, in the token log too."""
+        """The number of processed positions. Setting a smaller one forgets the rest, also in the token log."""
         return self._held.position if self._held is not None else 0
 
     @position.setter
@@ -136,11 +135,10 @@ class InferenceSession:
         """Takes the next positions of every sequence through the blocks.
 
         Args:
-            hidden: `[B, T, H]`, what goes into the first block.
+            hidden: `[B, T, H]`, floating point, on any device: the input of the first block.
 
         Returns:
-            `[B, T, H]` on the same device and in the same dtype: what comes out of the last block, before any final
-            norm.
+            `[B, T, H]` on the same device and in the same dtype: the output of the last block before any final norm.
 
         Raises:
             ValueError: the shape does not fit, or the session would grow beyond `max_length`.
@@ -157,16 +155,16 @@ class InferenceSession:
     def advance(
         self, hidden: Sequence[Tensor], token_ids: Tensor, mask: Tensor, num_result_columns: int
     ) -> list[Tensor]:
-        """Like `step`, for rows of which some columns are masked.
+        """Takes a step like `step`, with rows in which some columns are masked.
 
         Args:
-            hidden: for each row `[number of unmasked columns, H]`.
-            token_ids: int64 `[B, T]`, what the columns are.
+            hidden: `[number of unmasked columns, H]`, floating point, for each row.
+            token_ids: int64 `[B, T]`, the tokens of the columns.
             mask: bool `[B, T]`, on the CPU.
-            num_result_columns: of how many last columns the output is wanted.
+            num_result_columns: for how many of the last columns the output is wanted.
 
         Returns:
-            For each row `[number of unmasked ones among those columns, H]`.
+            The outputs, `[number of unmasked columns among these, H]` for each row, on the CPU in the blocks' dtype.
         """
         held = self.prepare(mask.shape[0], mask.shape[1])
         wanted = mask[:, mask.shape[1] - num_result_columns :].sum(dim=1).tolist() if num_result_columns else None
@@ -190,14 +188,14 @@ class InferenceSession:
 
     @property
     def num_reused_positions(self) -> int:
-        """Positions of every sequence that the hops had when the session began, from others of the tenant."""
+        """The number of each sequence's positions that hops took from the tenant's other sequences at the opening."""
         return self._hop_sessions.num_cached_tokens
 
     def prepare(self, num_rows: int, num_columns: int, texts: Sequence[Sequence[int]] | None = None) -> HeldRows:
-        """Makes sure that there is room on the hops; the first time, opens the session there.
+        """Makes sure that the hops have room; the first call opens the session there.
 
         Args:
-            texts: the tokens of each row, up to the first one whose output is wanted. None where they are not known.
+            texts: the tokens of each row, up to the first one whose output is wanted; None if they are not known.
 
         Raises:
             ValueError: the batch has another size, or there would be more positions than `max_length`.
@@ -227,21 +225,21 @@ class InferenceSession:
         return self._held
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Row `i` becomes what row `rows[i]` is, with the next step; there may be more rows afterwards, or fewer."""
+        """Replaces row `i` by row `rows[i]`; the next step does so on the hops. The number of rows may change."""
         if self._held is None:
             raise ValueError("The session holds no sequences yet.")
         self._held.select(rows)
 
     def align(self, token_ids: Tensor, mask: Tensor) -> None:
-        """Keeps what can serve a text, int64 `[R, T]` with bool `[R, T]`, and forgets the rest; nothing is sent."""
+        """Keeps the positions that are part of a text, int64 and bool `[R, T]`, and forgets the rest; sends nothing."""
         if self._held is not None:
             self._held.align(token_ids.cpu(), mask.cpu())
 
     def count_prefix(self) -> None:
-        """Positions that were given as embeddings before any text stand before the text and are no part of it.
+        """Sets the prefix to the leading positions that were given as embeddings.
 
         Raises:
-            ValueError: there are some behind text, too.
+            ValueError: embeddings were also given after text.
         """
         if self._held is not None:
             self._held.count_prefix()
@@ -261,7 +259,7 @@ class InferenceSession:
         except CorollaError:
             raise
         except BaseException:
-            # Positions make an interrupted step repeatable; rows that changed places are not.
+            # An interrupted step can be repeated from its positions, but not if rows were replaced.
             is_safe = held.is_settled
             raise
         finally:
@@ -275,7 +273,7 @@ class InferenceSession:
         self.count_prefix()
 
     def _origins_of(self, num_rows: int) -> list[int]:
-        """Which sequence of the batch that `block_prompts` are for each row is; without them, it is all the same."""
+        """The index of each row's sequence in `block_prompts`; all 0 without block prompts."""
         if num_rows % self._num_prompted:
             raise ValueError(
                 f"`block_prompts` are for a batch of {self._num_prompted} sequences; one of {num_rows} does not fit."
@@ -283,7 +281,7 @@ class InferenceSession:
         return [row * self._num_prompted // num_rows for row in range(num_rows)]
 
     def _room_for(self, num_positions: int) -> int:
-        """At first what is expected; later twice what is needed, so that growing stays rare."""
+        """How many positions to reserve: first the expected number, then twice the needed one, to grow rarely."""
         return self._expected_length if num_positions <= self._expected_length else 2 * num_positions
 
     def _require_open(self) -> None:
@@ -292,5 +290,5 @@ class InferenceSession:
 
 
 def active_session(blocks: RemoteSpan) -> InferenceSession | None:
-    """The innermost session over just these blocks that the running code has entered."""
+    """The innermost session over exactly these blocks that the running code has entered."""
     return next((session for session in reversed(_active.get()) if session.blocks is blocks), None)

@@ -1,4 +1,4 @@
-"""Generation that drafts several tokens by a small local model and checks them in one pass through the chain."""
+"""Generation in which a small local model drafts several tokens and one pass through the chain checks them."""
 
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from corolla.models.families import recurrent_layers
 SUFFIX: Final = "ForSpeculativeGeneration"
 DEFAULT_ITERATION_SIZE: Final = 10
 
-# Processors that only look at the text, so that a draft may run them ahead. Others could take a call for a token.
+# Processors without state, which may run on draft tokens. Others could count each call as a token of the answer.
 _PURE_PROCESSORS: Final = (
     logits_process.EpsilonLogitsWarper,
     logits_process.EtaLogitsWarper,
@@ -50,13 +50,12 @@ _iteration_size: ContextVar[int] = ContextVar("tokens drafted in one iteration",
 
 
 class SpeculativeGenerationMixin:
-    """Replaces transformers' loop of greedy decoding and sampling by one that drafts tokens ahead. Batches have one
-    row.
+    """Replaces transformers' loop for greedy decoding and sampling by one that drafts tokens. Batches have one row.
 
-    Greedy answers are those of plain decoding, token for token. Sampled ones have the same distribution, by rejection
-    sampling; they draw other random numbers, so a seed gives another answer of it.
+    Greedy answers are those of plain decoding, token for token. Sampled answers have the same distribution, by
+    rejection sampling; they draw other random numbers, so the same seed gives another answer.
 
-    The model has to keep a cache that can forget its last tokens.
+    The model needs a cache that can forget its last tokens.
     """
 
     draft_model: DraftModel | None = None
@@ -68,15 +67,15 @@ class SpeculativeGenerationMixin:
         speculative_inference_iteration_size: int = DEFAULT_ITERATION_SIZE,
         **kwargs: Any,
     ) -> Any:
-        """`generate` of the model, with the same arguments and results, and one more.
+        """`generate` of the model, with the same results, and one more argument.
 
         Args:
             inputs: int64 `[1, T]`.
             speculative_inference_iteration_size: tokens drafted before each pass through the model.
 
         Raises:
-            ValueError: there is no small model, or more than one row, beams, `synced_gpus`,
-                `return_dict_in_generate`, `assistant_model`, `inputs_embeds` or no cache.
+            ValueError: there is no small model or no cache, or the call has more than one row, beams, `synced_gpus`,
+                `return_dict_in_generate`, `assistant_model`, `prompt_lookup_num_tokens` or `inputs_embeds`.
         """
         if self.draft_model is None:
             raise ValueError("Speculative generation needs a `small_model` that drafts.")
@@ -105,7 +104,7 @@ class SpeculativeGenerationMixin:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Tensor:
-        """What transformers calls for greedy decoding and for sampling."""
+        """Decodes greedily or by sampling; transformers calls this method. Takes and returns int64 `[1, T]`."""
         if self.draft_model is None or synced_gpus or generation_config.return_dict_in_generate:
             raise ValueError("`synced_gpus` and `return_dict_in_generate` are not supported in speculative generation.")
         if input_ids.shape[0] != 1:
@@ -129,14 +128,14 @@ class SpeculativeGenerationMixin:
 
 @dataclass(frozen=True, slots=True)
 class _DraftToken:
-    """A token, and where tokens are sampled the distribution `[V]` that it was drawn from."""
+    """A draft token and, if tokens are sampled, the distribution, float32 `[V]`, that it was drawn from."""
 
     token_id: int
     probabilities: Tensor | None
 
 
 class _Drafter:
-    """Drafts of one answer."""
+    """Drafts the tokens of one answer."""
 
     def __init__(self, model: DraftModel, processors: LogitsProcessorList, *, do_sample: bool) -> None:
         self.reading = DraftReading(model)
@@ -144,7 +143,7 @@ class _Drafter:
         self._do_sample = do_sample
 
     def draft(self, num_tokens: int) -> list[_DraftToken]:
-        """At most so many draft tokens, one after the other."""
+        """Drafts at most `num_tokens` tokens, one after the other."""
         self.reading.forget_rejected_tokens()
         while self.reading.read_chunk():
             pass
@@ -163,7 +162,7 @@ class _Drafter:
 
 
 class _Answer:
-    """One answer as transformers sees it: its processors, criteria and streamer are called for each token in order."""
+    """One answer. It calls transformers' processors, criteria and streamer for each token in order."""
 
     def __init__(
         self,
@@ -190,14 +189,14 @@ class _Answer:
         return max(1, self._max_length - self.input_ids.shape[1])
 
     def check(self, draft: list[_DraftToken], cache: Any, mask: Tensor | None) -> list[int]:
-        """One pass over the text's last token and what is drafted to follow.
+        """Takes one pass over the text's last token and the draft tokens after it.
 
         Args:
-            cache: of the text so far; afterwards of the text then, without its last token.
-            mask: `[1, P]` of the prompt; what follows counts.
+            cache: the cache of the text; before and after the pass it lacks the text's last token.
+            mask: `[1, P]`, the prompt's mask; later tokens are not masked.
 
         Returns:
-            The draft tokens that hold, and one token of the model's own.
+            The accepted draft tokens, and one token of the model's own.
         """
         drafted = self.input_ids.new_tensor([[draft_token.token_id for draft_token in draft]], dtype=torch.int64)
         candidate = torch.cat([self.input_ids, drafted], dim=1)
@@ -233,17 +232,17 @@ class _Answer:
         self.input_ids = torch.cat([self.input_ids, newest], dim=1)
         if self._streamer is not None:
             self._streamer.put(newest[0].cpu())
-        # transformers passes its scores, which nothing keeps here.
+        # transformers would pass its scores here, which this loop does not keep.
         self.is_finished = bool(self._criteria(self.input_ids, None).all())
 
 
 class _DistributedSpeculative(SpeculativeGenerationMixin, DistributedModelForCausalLM):  # type: ignore[misc]
-    """A distributed model with a small local one that drafts.
+    """A distributed model with a small local model that drafts.
 
     Args:
-        config: of the whole model, as read from its checkpoint.
-        small_model: a causal language model of `transformers` with the same tokenizer; another is refused.
-        options: of `from_config`, the router's address among them; not together with `edges` and `blocks`.
+        config: the configuration of the whole model, as read from its checkpoint.
+        small_model: a causal language model of `transformers`, which must have the same tokenizer.
+        options: options of `from_config`, such as the router's address; not together with `edges` and `blocks`.
     """
 
     def __init__(
@@ -266,10 +265,10 @@ class _DistributedSpeculative(SpeculativeGenerationMixin, DistributedModelForCau
     def from_pretrained(  # type: ignore[override]
         cls, name_or_path: str, *, small_model: PreTrainedModel, **options: Any
     ) -> Self:
-        """As the distributed class of the family; `small_model` drafts.
+        """Loads the model like `from_pretrained` of the family's distributed class, with `small_model` to draft.
 
         Raises:
-            CheckpointError: as there.
+            CheckpointError: as in that method.
             ValueError: `small_model` has another vocabulary.
         """
         model = super().from_pretrained(name_or_path, **options)
@@ -277,11 +276,11 @@ class _DistributedSpeculative(SpeculativeGenerationMixin, DistributedModelForCau
         return model
 
     def draft_with(self, small_model: PreTrainedModel) -> None:
-        """Lets another model draft from now on.
+        """Sets the model that drafts from now on.
 
         Raises:
-            UnsupportedFamily: it, or this model, has a recurrent state, and cannot take draft tokens back.
-            ValueError: it has another vocabulary.
+            UnsupportedFamily: one of the two models has a recurrent state, from which draft tokens cannot be removed.
+            ValueError: `small_model` has another vocabulary.
         """
         for config in (self.config, small_model.config):
             if recurrent_layers(config):
@@ -290,7 +289,7 @@ class _DistributedSpeculative(SpeculativeGenerationMixin, DistributedModelForCau
                     "taken back; generate without a small model."
                 )
         require_same_vocabulary(self.config, small_model.config)
-        # Within a frozen value, so that it is no part of this module and its weights are not this model's.
+        # The dataclass hides the small model from torch, so that its weights do not count as this model's.
         self.draft_model = DraftModel(small_model, context_length_of(small_model.config), int(self.config.vocab_size))
 
 
@@ -306,7 +305,7 @@ def _make(model_type: str) -> type[_DistributedSpeculative]:
 
 
 SPECULATIVE_CLASSES: Final = {model_type: _make(model_type) for model_type in MODEL_CLASSES}
-"""By `config.model_type`."""
+"""The classes by `config.model_type`."""
 
 SPECULATIVE_CLASSES_BY_NAME: Final = {each.__name__: each for each in SPECULATIVE_CLASSES.values()}
 

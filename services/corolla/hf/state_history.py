@@ -11,9 +11,9 @@ from corolla.wire.tensors import tensor_type, to_payload
 
 @dataclass(slots=True)
 class StateHistory:
-    """Like `TokenHistory` for a sequence that was given hidden states, which nobody could compute again."""
+    """Like `TokenHistory`, for a sequence that was given hidden states, which cannot be computed again from tokens."""
 
-    # Never changed in place: sequences that were one share them.
+    # The parts are never changed in place: forked sequences share them.
     parts: list[torch.Tensor] = field(default_factory=list)
     shapes: StepShapes = field(default_factory=StepShapes)
 
@@ -22,7 +22,7 @@ class StateHistory:
         return self.shapes.num_tokens
 
     def append(self, hidden: torch.Tensor) -> None:
-        """Takes up a step of `[T, H]`."""
+        """Appends a step's inputs of the first block, `[T, H]`."""
         self.parts.append(hidden)
         self.shapes.append(len(hidden), is_prompt=len(hidden) > 1)
 
@@ -36,7 +36,7 @@ class StateHistory:
         return StateHistory(parts, shapes)
 
     def inputs(self, start: int, end: int) -> ReplayInputs:
-        """What went into the first block."""
+        """The inputs of the first block at the positions from `start` to `end`."""
         wanted: list[torch.Tensor] = []
         position = 0
         for part in self.parts:
@@ -47,5 +47,5 @@ class StateHistory:
 
 
 def as_hidden_states(hidden: torch.Tensor) -> HiddenStates:
-    """`[T, H]` as it travels."""
+    """Hidden states `[T, H]`, on any device, in the form in which they are sent."""
     return HiddenStates(to_payload(hidden), len(hidden), tensor_type(hidden.dtype), hidden.shape[1])

@@ -1,4 +1,4 @@
-"""Which token ids a model has, and whether two models mean the same by one."""
+"""Checks that a model has the given token ids, and that two models have the same vocabulary."""
 
 from typing import Any
 
@@ -7,21 +7,21 @@ from transformers import AutoTokenizer, PretrainedConfig
 
 
 def num_tokens_of(model: Any) -> int:
-    """For how many token ids the embedding of a model of transformers has rows."""
+    """The number of rows of a transformers model's embedding, which is the number of its token ids."""
     embedding: Any = model.get_input_embeddings()
     return int(embedding.weight.shape[0])
 
 
 def require_token_ids(name: str, token_ids: Tensor, num_tokens: int) -> None:
-    """Checks ids before the embedding looks them up.
+    """Checks token ids before the embedding looks them up.
 
     Args:
-        name: of the caller's argument.
-        token_ids: int64, any shape; only tokens that count, no padding.
-        num_tokens: size of the vocabulary.
+        name: the name of the caller's argument.
+        token_ids: int64, any shape, without padding.
+        num_tokens: the size of the vocabulary.
 
     Raises:
-        ValueError: it names the first id that the vocabulary does not have.
+        ValueError: an id is outside the vocabulary; the message names the first one.
     """
     outside = token_ids[(token_ids < 0) | (token_ids >= num_tokens)]
     if outside.numel():
@@ -32,16 +32,16 @@ def require_token_ids(name: str, token_ids: Tensor, num_tokens: int) -> None:
 
 
 def require_same_vocabulary(config: PretrainedConfig, small: PretrainedConfig) -> None:
-    """Compares what two checkpoints take tokens for, before one drafts for the other.
+    """Compares the vocabularies of two models before one drafts for the other.
 
-    Their tokenizers decide, where both lie on this machine: embeddings of equal tokenizers may be padded to different
-    sizes. A model that no checkpoint is known for, as one that was just made, is compared by its size only.
+    If both tokenizers are on this machine, they are compared: embeddings of equal tokenizers may have different
+    padding. Otherwise, as for a model that was just made, only the sizes are compared.
 
     Args:
-        config: of the model that answers; `small` of the one that drafts.
+        config: the configuration of the model that answers; `small` is that of the model that drafts.
 
     Raises:
-        ValueError: they differ.
+        ValueError: the vocabularies differ.
     """
     vocabulary, small_vocabulary = _vocabulary_of(config), _vocabulary_of(small)
     if vocabulary is None or small_vocabulary is None:
@@ -59,12 +59,12 @@ def require_same_vocabulary(config: PretrainedConfig, small: PretrainedConfig) -
 
 
 def _vocabulary_of(config: PretrainedConfig) -> dict[str, int] | None:
-    """Token to id; None where no tokenizer can be read on this machine."""
+    """The vocabulary, from token to id; None if no tokenizer can be read on this machine."""
     if not config.name_or_path:
         return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.name_or_path, local_files_only=True, trust_remote_code=False)
-    # Whatever the parsers raise, plain Exception from the Rust tokenizers included.
+    # Parsers raise many classes, plain Exception from the Rust tokenizers included.
     except Exception:
         return None
     vocabulary: dict[str, int] = tokenizer.get_vocab()

@@ -1,4 +1,4 @@
-"""What a stream has brought so far; no socket here, so that both kinds of stream share it."""
+"""The answer that a stream has received so far. It has no socket, so that blocking and asyncio streams share it."""
 
 from corolla.sdk import responses
 from corolla.sdk.results import Chunk, Completion, FinishReason, Message, TokenLogprob, ToolCall, Usage
@@ -19,7 +19,7 @@ class Answer:
     """The sum of a stream's chunks. `text`, `token_ids` and `finish_reason` are those of the first completion.
 
     Attributes:
-        usage: None until the last chunk came.
+        usage: what the answer cost; None until the last chunk came.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Answer:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """None while the completion is still growing."""
+        """The reason why the completion ended; None while it grows."""
         return self.completion(0).finish_reason
 
     @property

@@ -26,7 +26,7 @@ Answered = TypeVar("Answered", bound=ProtoMessage)
 
 
 class AsyncClient:
-    """Talks to a Corolla client service. Made and used in one event loop.
+    """Calls a Corolla client service. Made and used in one event loop.
 
         async with AsyncClient("127.0.0.1:50051") as client:
             async for chunk in client.stream("The capital of France is", max_tokens=8):
@@ -36,10 +36,10 @@ class AsyncClient:
 
     Args:
         address: host:port of the client service, or any gRPC target.
-        api_key: key or token, where the service wants one. A function is asked for that of now at each call, so that
-            tokens that expire can be renewed; it keeps them itself for as long as they are good.
-        timeout: seconds that a call may take unless it is given its own; None is without limit.
-        credentials: for TLS, for example `grpc.ssl_channel_credentials()`; None is plain text.
+        api_key: key or token, where the service wants one. A function is called at each call and returns the current
+            key or token, so that it can renew tokens that expire; it caches them itself.
+        timeout: seconds that a call may take, unless the call has its own timeout; None is without limit.
+        credentials: the credentials for TLS, such as `grpc.ssl_channel_credentials()`; None is plain text.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class AsyncClient:
     async def complete_chat(
         self, messages: Sequence[AnyMessage], *, session: str = "", **options: Unpack[ChatOptions]
     ) -> Reply:
-        """Answers a whole conversation, or what is new of a session's. It may call tools; see `ChatOptions`."""
+        """Answers a whole conversation, or a session's new messages. The answer may call tools; see `ChatOptions`."""
         request = requests.chat_request(messages, options, session)
         return responses.reply(await self._call(self._stub.Chat, request, timeout_s=options.get("timeout")))
 
@@ -107,8 +107,8 @@ class AsyncClient:
         """A text's tokens, or a conversation's after the model's chat template.
 
         Args:
-            special_tokens: whether the tokens that the tokenizer adds of itself are among them.
-            tools, template_arguments: of a conversation; see `ChatOptions`.
+            special_tokens: whether to include the tokens that the tokenizer itself adds to a text.
+            tools, template_arguments: as in a conversation; see `ChatOptions`.
         """
         request = requests.tokenize_request(
             text, model, special_tokens=special_tokens, tools=tools, template_arguments=template_arguments
@@ -131,8 +131,8 @@ class AsyncClient:
 
         Args:
             system: system message that goes before the first turn.
-            session: id of an existing session to go on with; it is not deleted at the end.
-            options: of every turn; a turn's own options go before them.
+            session: id of an existing session that the chat continues; it is not deleted at the end.
+            options: options for every turn; a turn's own options take precedence.
         """
         return AsyncChat(self, system=system, session_id=session, options=options)
 
@@ -140,12 +140,12 @@ class AsyncClient:
         """A session for `generate` and `stream`: a new one, deleted at the end, or an existing one by its id.
 
         Args:
-            adapter: with which all turns of a new one are computed.
+            adapter: name of the adapter with which a new session computes all turns.
         """
         return AsyncSession(self, session_id=session_id, model=model, adapter=adapter)
 
     async def close(self) -> None:
-        """Closes the connection; what still runs is cancelled."""
+        """Closes the connection and cancels the calls that still run."""
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -178,7 +178,7 @@ class AsyncClient:
 
 
 class AsyncSession:
-    """A sequence that the service keeps: each prompt is appended to what it holds. Made at the first use."""
+    """A sequence that the service keeps: each prompt is appended to it. The first use creates the session."""
 
     def __init__(self, client: AsyncClient, *, session_id: str | None, model: str, adapter: str = "") -> None:
         self._client = client
@@ -186,7 +186,7 @@ class AsyncSession:
         self._adapter = adapter
         self._id = session_id
         self._is_own = session_id is None
-        # Where several use it first at the same time, one of them makes it.
+        # When several callers use the session for the first time at once, one of them creates it.
         self._opening = asyncio.Lock()
 
     async def open(self) -> str:
@@ -203,7 +203,7 @@ class AsyncSession:
         return self._client.stream(prompt, **await self._turn(options))
 
     async def _turn(self, options: GenerateOptions) -> GenerateOptions:
-        """Each turn names what the session was made with: a key may be for that alone."""
+        """Adds the session's model and adapter to a turn's options: a key may be limited to them."""
         return {"model": self._model, "adapter": self._adapter, **options, "session": await self.open()}
 
     async def info(self) -> SessionInfo:
@@ -224,13 +224,13 @@ class AsyncSession:
         try:
             await self.delete()
         except CorollaError:
-            # It expires by itself; an error that is on its way says more than this one.
+            # The session expires by itself. If another error is being raised, that error is more useful.
             if failure is None:
                 raise
 
 
 class AsyncChat:
-    """A conversation. Each turn sends only what is new; the service keeps the rest.
+    """A conversation. Each turn sends only new messages; the service keeps the others.
 
     async with client.chat(system="Answer in one sentence.") as chat:
         print(await chat.send("What is a corolla?"))
@@ -252,7 +252,7 @@ class AsyncChat:
 
     @property
     def usage(self) -> Usage | None:
-        """Of the last turn that came to its end."""
+        """What the last completed turn cost."""
         return self._conversation.usage
 
     async def open(self) -> str:
@@ -260,7 +260,7 @@ class AsyncChat:
         return await self._session.open()
 
     async def send(self, turn: Turn, **options: Unpack[ChatOptions]) -> Reply:
-        """One turn, answered at once: what a user says, or messages."""
+        """Sends one turn, a user's text or messages, and returns the whole answer."""
         await self._settle()
         messages = self._conversation.messages(turn)
         merged: ChatOptions = {**self._options, **options}
@@ -272,7 +272,7 @@ class AsyncChat:
         return reply
 
     async def stream(self, turn: Turn, **options: Unpack[ChatOptions]) -> AsyncStream:
-        """One turn, chunk by chunk. Closing the stream early ends the turn there."""
+        """Sends one turn and streams the answer. Closing the stream early ends the turn there."""
         await self._settle()
         messages = self._conversation.messages(turn)
         merged: ChatOptions = {**self._options, **options}
@@ -296,7 +296,7 @@ class AsyncChat:
         await self._session.__aexit__(kind, failure, trace)
 
     async def _settle(self) -> None:
-        """Waits until the service has wound up a turn that was left early, and learns what it kept."""
+        """Waits until the service has ended a turn that was left early, and asks how many turns the session has."""
         if self._conversation.is_settled:
             self._conversation.end()
             return

@@ -27,7 +27,7 @@ Answered = TypeVar("Answered", bound=ProtoMessage)
 
 
 class Client:
-    """Talks to a Corolla client service. Safe to share between threads.
+    """Calls a Corolla client service. Safe to share between threads.
 
         with Client("127.0.0.1:50051") as client:
             for chunk in client.stream("The capital of France is", max_tokens=8):
@@ -37,10 +37,10 @@ class Client:
 
     Args:
         address: host:port of the client service, or any gRPC target.
-        api_key: key or token, where the service wants one. A function is asked for that of now at each call, so that
-            tokens that expire can be renewed; it keeps them itself for as long as they are good.
-        timeout: seconds that a call may take unless it is given its own; None is without limit.
-        credentials: for TLS, for example `grpc.ssl_channel_credentials()`; None is plain text.
+        api_key: key or token, where the service wants one. A function is called at each call and returns the current
+            key or token, so that it can renew tokens that expire; it caches them itself.
+        timeout: seconds that a call may take, unless the call has its own timeout; None is without limit.
+        credentials: the credentials for TLS, such as `grpc.ssl_channel_credentials()`; None is plain text.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Client:
     def complete_chat(
         self, messages: Sequence[AnyMessage], *, session: str = "", **options: Unpack[ChatOptions]
     ) -> Reply:
-        """Answers a whole conversation, or what is new of a session's. It may call tools; see `ChatOptions`."""
+        """Answers a whole conversation, or a session's new messages. The answer may call tools; see `ChatOptions`."""
         request = requests.chat_request(messages, options, session)
         return responses.reply(self._call(self._stub.Chat, request, timeout_s=options.get("timeout")))
 
@@ -108,8 +108,8 @@ class Client:
         """A text's tokens, or a conversation's after the model's chat template.
 
         Args:
-            special_tokens: whether the tokens that the tokenizer adds of itself are among them.
-            tools, template_arguments: of a conversation; see `ChatOptions`.
+            special_tokens: whether to include the tokens that the tokenizer itself adds to a text.
+            tools, template_arguments: as in a conversation; see `ChatOptions`.
         """
         request = requests.tokenize_request(
             text, model, special_tokens=special_tokens, tools=tools, template_arguments=template_arguments
@@ -130,8 +130,8 @@ class Client:
 
         Args:
             system: system message that goes before the first turn.
-            session: id of an existing session to go on with; it is not deleted at the end.
-            options: of every turn; a turn's own options go before them.
+            session: id of an existing session that the chat continues; it is not deleted at the end.
+            options: options for every turn; a turn's own options take precedence.
         """
         return Chat(self, system=system, session_id=session, options=options)
 
@@ -139,12 +139,12 @@ class Client:
         """A session for `generate` and `stream`: a new one, deleted at the end, or an existing one by its id.
 
         Args:
-            adapter: with which all turns of a new one are computed.
+            adapter: name of the adapter with which a new session computes all turns.
         """
         return Session(self, session_id=session_id, model=model, adapter=adapter)
 
     def close(self) -> None:
-        """Closes the connection; what still runs is cancelled."""
+        """Closes the connection and cancels the calls that still run."""
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -181,7 +181,7 @@ class Client:
 
 
 class Session:
-    """A sequence that the service keeps: each prompt is appended to what it holds. Made at the first use."""
+    """A sequence that the service keeps: each prompt is appended to it. The first use creates the session."""
 
     def __init__(self, client: Client, *, session_id: str | None, model: str, adapter: str = "") -> None:
         self._client = client
@@ -189,7 +189,7 @@ class Session:
         self._adapter = adapter
         self._id = session_id
         self._is_own = session_id is None
-        # Where several use it first at the same time, one of them makes it.
+        # When several callers use the session for the first time at once, one of them creates it.
         self._opening = threading.Lock()
 
     @property
@@ -207,7 +207,7 @@ class Session:
         return self._client.stream(prompt, **self._turn(options))
 
     def _turn(self, options: GenerateOptions) -> GenerateOptions:
-        """Each turn names what the session was made with: a key may be for that alone."""
+        """Adds the session's model and adapter to a turn's options: a key may be limited to them."""
         return {"model": self._model, "adapter": self._adapter, **options, "session": self.session_id}
 
     def info(self) -> SessionInfo:
@@ -228,13 +228,13 @@ class Session:
         try:
             self.delete()
         except CorollaError:
-            # It expires by itself; an error that is on its way says more than this one.
+            # The session expires by itself. If another error is being raised, that error is more useful.
             if failure is None:
                 raise
 
 
 class Chat:
-    """A conversation. Each turn sends only what is new; the service keeps the rest.
+    """A conversation. Each turn sends only new messages; the service keeps the others.
 
     with client.chat(system="Answer in one sentence.") as chat:
         print(chat.send("What is a corolla?"))
@@ -254,7 +254,7 @@ class Chat:
 
     @property
     def usage(self) -> Usage | None:
-        """Of the last turn that came to its end."""
+        """What the last completed turn cost."""
         return self._conversation.usage
 
     @property
@@ -263,7 +263,7 @@ class Chat:
         return self._session.session_id
 
     def send(self, turn: Turn, **options: Unpack[ChatOptions]) -> Reply:
-        """One turn, answered at once: what a user says, or messages."""
+        """Sends one turn, a user's text or messages, and returns the whole answer."""
         self._settle()
         messages = self._conversation.messages(turn)
         merged: ChatOptions = {**self._options, **options}
@@ -275,7 +275,7 @@ class Chat:
         return reply
 
     def stream(self, turn: Turn, **options: Unpack[ChatOptions]) -> Stream:
-        """One turn, chunk by chunk. Closing the stream early ends the turn there."""
+        """Sends one turn and streams the answer. Closing the stream early ends the turn there."""
         self._settle()
         messages = self._conversation.messages(turn)
         merged: ChatOptions = {**self._options, **options}
@@ -299,7 +299,7 @@ class Chat:
         self._session.__exit__(kind, failure, trace)
 
     def _settle(self) -> None:
-        """Waits until the service has wound up a turn that was left early, and learns what it kept."""
+        """Waits until the service has ended a turn that was left early, and asks how many turns the session has."""
         if self._conversation.is_settled:
             self._conversation.end()
             return

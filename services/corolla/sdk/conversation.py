@@ -1,4 +1,4 @@
-"""What a chat knows between its turns; no socket here, so that both kinds of chat share it."""
+"""The state of a chat between its turns. It has no socket, so that blocking and asyncio chats share it."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -8,15 +8,15 @@ from corolla.sdk.messages import AnyMessage
 from corolla.sdk.results import Message, SessionInfo, Usage
 
 Turn = str | Sequence[AnyMessage]
-"""What a user says, or messages: of tools, for example, that the model has called."""
+"""A user's text, or messages, for example the results of tools that the model has called."""
 
 SETTLE_S: Final = 10.0
-"""How long a chat waits for the service to wind up a turn that was left early, in seconds."""
+"""How long a chat waits for the service to end a turn that was left early, in seconds."""
 SETTLE_INTERVAL_S: Final = 0.05
 
 
 class Conversation:
-    """Which messages a turn must send: the system message goes with the first turn that the session keeps."""
+    """Chooses the messages that a turn sends: the system message goes with the first turn that the session keeps."""
 
     def __init__(self, system: str | None, *, resumed: bool) -> None:
         self._system = system
@@ -26,12 +26,12 @@ class Conversation:
 
     @property
     def usage(self) -> Usage | None:
-        """Of the last turn that came to its end."""
+        """What the last completed turn cost."""
         return (self._turn.usage if self._turn else None) or self._usage
 
     @property
     def is_settled(self) -> bool:
-        """False when the last turn did not come to its end: only the service knows what the session holds then."""
+        """Whether the last turn was completed. If not, only the service knows what the session holds."""
         return self._turn is None or self._turn.usage is not None
 
     def messages(self, turn: Turn) -> list[AnyMessage]:
@@ -40,11 +40,11 @@ class Conversation:
         return [*system, *([Message("user", turn)] if isinstance(turn, str) else turn)]
 
     def begin(self, turn: Answer | None = None) -> None:
-        """A turn is asked for: as a stream, or at once. Until `end`, it is not settled."""
+        """Records that a turn was requested; it is unsettled until `end`. `turn` is its stream, if any."""
         self._turn = turn or Answer()
 
     def end(self, usage: Usage | None = None) -> None:
-        """Counts the last turn, once it is settled."""
+        """Counts the last turn if it was completed."""
         ended = usage or (self._turn.usage if self._turn else None)
         if ended is not None:
             self._usage = ended
@@ -52,6 +52,6 @@ class Conversation:
         self._turn = None
 
     def settle(self, info: SessionInfo) -> None:
-        """Takes the service's word for how many turns the session holds."""
+        """Takes the number of the session's turns from the service."""
         self._num_turns = info.num_turns
         self._turn = None

@@ -1,4 +1,4 @@
-"""A caller's values into fields of a request; what protobuf cannot carry is refused by the caller's name for it."""
+"""Writes a caller's values into fields of a request. Errors name a value by the caller's name for it."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from corolla.chassis.errors import InvalidRequest
 
 
 def set_field(message: ProtoMessage, field: str, value: object, name: str) -> None:
-    """None leaves it unset. Raises InvalidRequest."""
+    """Sets a field; None leaves it unset. Raises InvalidRequest if protobuf cannot carry the value."""
     if value is None:
         return
     try:
@@ -18,7 +18,7 @@ def set_field(message: ProtoMessage, field: str, value: object, name: str) -> No
 
 
 def extend_field(message: ProtoMessage, field: str, values: Iterable[object], name: str) -> None:
-    """Raises InvalidRequest."""
+    """Appends to a repeated field. Raises InvalidRequest if protobuf cannot carry a value."""
     try:
         getattr(message, field).extend(values)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Forms of answers, from what the caller gave."""
+"""Reads the form of answers that a caller asks for."""
 
 import json
 from collections.abc import Mapping
@@ -10,19 +10,19 @@ from corolla.v1 import generation_pb2 as pb
 
 @runtime_checkable
 class SchemaSource(Protocol):
-    """What knows its JSON Schema, as classes of pydantic's models do."""
+    """An object that returns its JSON Schema, such as a class of pydantic's models."""
 
     def model_json_schema(self) -> Mapping[str, Any]: ...
 
 
 ResponseFormat = Mapping[str, Any] | SchemaSource
-"""As in the OpenAI API, `{"type": "json_object"}` or `{"type": "json_schema", "json_schema": {"schema": ...}}`; or
-`{"type": "regex", "regex": ...}`, `{"type": "choice", "choice": [...]}`, `{"type": "lark", "lark": ...}`; or a class of
-pydantic's models. `{"type": "text"}` is any text."""
+"""The form of an answer: `{"type": "json_object"}` or `{"type": "json_schema", "json_schema": {"schema": ...}}`, both
+as in the OpenAI API; or `{"type": "regex", "regex": ...}`, `{"type": "choice", "choice": [...]}`, `{"type": "lark",
+"lark": ...}`; or a class of pydantic's models. `{"type": "text"}` is any text."""
 
 
 def set_format(message: pb.ResponseFormat, given: object) -> None:
-    """Raises InvalidRequest where it is no form."""
+    """Writes a `ResponseFormat` into a request. Raises InvalidRequest if `given` is something else."""
     if not isinstance(given, Mapping):
         if not isinstance(given, SchemaSource):
             raise InvalidRequest("response_format", "must be a mapping with a 'type', or a class of pydantic's models")
@@ -43,6 +43,6 @@ def set_format(message: pb.ResponseFormat, given: object) -> None:
             case "regex" | "lark":
                 setattr(message, kind, form[kind])
             case _:
-                raise InvalidRequest("response_format", "'type' is none that is known")
+                raise InvalidRequest("response_format", "'type' is unknown")
     except (KeyError, TypeError, ValueError):
-        raise InvalidRequest("response_format", f"{kind} is not described as it should be") from None
+        raise InvalidRequest("response_format", f"the description of {kind} is missing or not valid") from None

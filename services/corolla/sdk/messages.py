@@ -1,4 +1,4 @@
-"""Messages of conversations, from what the caller gave."""
+"""Reads the messages of a conversation that a caller gives."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ _KEYS: Final = frozenset({"role", "content", "name", "tool_calls", "tool_call_id
 
 
 def add_messages(target: Any, messages: Sequence[AnyMessage]) -> None:
-    """Raises InvalidRequest for what is no message."""
+    """Adds messages to a request's field. Raises InvalidRequest if one of them is not a message."""
     if isinstance(messages, str | bytes | Mapping):
         raise InvalidRequest("messages", "must be a sequence of messages")
     for position, message in enumerate(messages):

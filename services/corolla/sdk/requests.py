@@ -1,4 +1,4 @@
-"""Requests from what the caller gave. Ranges are the service's to check; only what protobuf cannot carry is refused."""
+"""Builds requests from a caller's values. It refuses only what protobuf cannot carry; the service checks ranges."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
@@ -14,10 +14,10 @@ Prompt = str | Sequence[int]
 
 
 class AnswerOptions(TypedDict, total=False):
-    """How an answer is made. What is left out is off, or the service's default.
+    """How an answer is made. An option that is left out is off, or has the service's default.
 
     Attributes:
-        max_tokens: new tokens at most.
+        max_tokens: the most new tokens.
         temperature: 0 is greedy; up to 100. Left out: 1 when top_k, top_p, min_p or seed is given, otherwise greedy.
         top_k: keep the k most likely tokens; 0 is off.
         top_p: keep the smallest set of tokens with this total probability; in (0, 1].
@@ -27,22 +27,22 @@ class AnswerOptions(TypedDict, total=False):
         frequency_penalty: subtracted for each time that a token stands in the answer; in [-2, 2].
         seed: the same seed, prompt and options give the same tokens.
         logit_bias: added to the logits of these token ids, before all else; in [-100, 100], at most 1024.
-        response_format: what the answer must be; a token that would break it is never chosen. See `ResponseFormat`.
+        response_format: the form of the answer; a token that would break it is never chosen. See `ResponseFormat`.
         stop: the answer ends before the first of these texts; one or up to 16, each of 1 to 256 characters.
-        ignore_eos: go on after end-of-sequence tokens.
-        time_limit_s: end with what there is after this many seconds.
-        speculation: how the answer is drafted ahead, which changes its speed and none of its tokens: "off",
-            "prompt_lookup" or "draft_model"; the service's own choice otherwise.
-        max_draft_tokens: tokens drafted in one step at most, 1 to 64.
-        request_id: names the request, so that it can go on after its stream broke: make it again with the same name, at
-            any client service. Draw a new one for each request.
-        resume_from: with the same `request_id`, what came of the answer: its token ids, or only how many there were,
-            in which case they are generated again. Only what follows is answered.
-        cache_salt: what the service computes for the prompt is shared only with requests of the same salt.
-        logprobs: report each token's log-probability, and those of this many most likely tokens (0 to 20).
-        model: empty takes the only model that the service has.
-        adapter: name of an adapter of the model; empty: none, or that of the session.
-        timeout: seconds after which the call fails with DeadlineExceeded; the client's own default otherwise.
+        ignore_eos: continue after end-of-sequence tokens.
+        time_limit_s: end the answer after this many seconds.
+        speculation: how tokens are drafted ahead, which changes the speed but no token: "off", "prompt_lookup" or
+            "draft_model"; left out, the service chooses.
+        max_draft_tokens: the most tokens that are drafted in one step, 1 to 64.
+        request_id: names the request, so that it can be resumed after its stream broke: send it again with the same
+            name, to any client service. Draw a new name for each request.
+        resume_from: with the same `request_id`, the token ids of the answer that arrived, or only their number; with a
+            number they are generated again. The new stream has only the tokens after them.
+        cache_salt: only requests with the same salt share what the service computes for the prompt.
+        logprobs: report the log-probability of each token and of this many most likely tokens (0 to 20).
+        model: name of the model; empty takes the only model that the service has.
+        adapter: name of an adapter of the model; empty: the session's adapter, or none.
+        timeout: seconds after which the call fails with DeadlineExceeded; left out, the client's own.
     """
 
     max_tokens: int | None
@@ -71,7 +71,7 @@ class AnswerOptions(TypedDict, total=False):
 
 
 class GenerateOptions(AnswerOptions, total=False):
-    """As for all answers, and two more.
+    """The options of a completion: those of all answers, and two more.
 
     Attributes:
         n: independent completions of the prompt, 1 to 16; completion i is seeded with seed + i.
@@ -83,15 +83,15 @@ class GenerateOptions(AnswerOptions, total=False):
 
 
 class ChatOptions(AnswerOptions, total=False):
-    """As for all answers, and some more.
+    """The options of a chat: those of all answers, and some more.
 
     Attributes:
         n: independent answers, 1 to 16, outside of sessions; answer i is seeded with seed + i.
-        tools: that the model may call; see `AnyTool`.
-        tool_choice: "auto" where there are tools, "none", "required", or the tool that is to be called.
-        parallel_tool_calls: whether one answer may call several tools; it may if left out.
-        continue_last_message: the last message is an assistant's, and the answer continues it.
-        template_arguments: handed to the model's chat template, such as `{"enable_thinking": False}`.
+        tools: the tools that the model may call; see `AnyTool`.
+        tool_choice: "auto", the default where there are tools; "none", "required", or the tool that must be called.
+        parallel_tool_calls: whether one answer may call several tools; True by default.
+        continue_last_message: whether the answer continues the last message, which must be an assistant's.
+        template_arguments: arguments for the model's chat template, such as `{"enable_thinking": False}`.
     """
 
     n: int | None

@@ -1,4 +1,4 @@
-"""Answers of the service as values of `corolla.sdk.results`."""
+"""Turns the service's messages into values of `corolla.sdk.results`."""
 
 from collections.abc import Iterable
 from dataclasses import fields
@@ -93,7 +93,7 @@ def tokens(message: pb.TokenizeResponse) -> results.Tokens:
 
 
 def model(message: pb.Model) -> results.Model:
-    # Its fields have the names that they have in the protocol.
+    # The fields of `Model` have the same names as in the protocol.
     return results.Model(**{each.name: getattr(message, each.name) for each in fields(results.Model)})
 
 

@@ -1,4 +1,4 @@
-"""What the service answers, as plain values."""
+"""The service's answers as plain values."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,7 +20,7 @@ class Usage:
     """What an answer cost.
 
     Attributes:
-        prompt_tokens: tokens of the prompt; in a session all that stood before the answer.
+        prompt_tokens: tokens of the prompt; in a session, all tokens before the answer.
         completion_tokens: tokens of the answer.
         cached_tokens: prompt tokens whose keys and values were still on the servers.
         recoveries: how often a hop was replaced during the answer.
@@ -28,7 +28,7 @@ class Usage:
         time_to_first_token_s: seconds from the request's arrival to the first token.
         total_s: seconds from the request's arrival to the last token.
         drafted_tokens: tokens drafted by speculation.
-        accepted_tokens: those of them that were right; each saved a pass through the chain.
+        accepted_tokens: drafted tokens that were right; each saved a pass through the chain.
     """
 
     prompt_tokens: int
@@ -53,10 +53,10 @@ class TokenLogprob:
     """One token's log-probability under the model's own distribution.
 
     Attributes:
-        token_id: in the model's vocabulary.
-        text: the token's own text; U+FFFD stands for bytes that are no character by themselves.
+        token_id: the token's id in the model's vocabulary.
+        text: the token's own text; U+FFFD stands for bytes that do not form a whole character.
         logprob: natural logarithm.
-        top: the most likely tokens at this place, most likely first; as many as were asked for.
+        top: as many of the most likely tokens at this place as were asked for, most likely first.
     """
 
     token_id: int
@@ -76,7 +76,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A part of a call: the first one of each has its id and name. `index`: which of the answer's calls."""
+    """A part of a call. The first part has the call's id and name. `index` is the call's place among the answer's."""
 
     index: int
     id: str
@@ -90,11 +90,11 @@ class Message:
 
     Attributes:
         role: "system", "developer", "user", "assistant" or "tool".
-        content: a text, or several parts of text.
-        tool_calls: of an assistant.
-        tool_call_id: of a tool: which call this answers.
-        name: of a tool or of a participant.
-        reasoning: of an assistant: what it thought before.
+        content: one text, or several parts of text.
+        tool_calls: an assistant's calls of tools.
+        tool_call_id: in a tool's message, the id of the call that it answers.
+        name: the name of a tool or of a participant.
+        reasoning: an assistant's thoughts before its answer.
     """
 
     role: str
@@ -107,7 +107,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One of the completions of a prompt, or of the answers of a chat, which may reason and call tools."""
+    """One completion of a prompt, or one answer in a chat, which may reason and call tools."""
 
     index: int
     text: str
@@ -156,7 +156,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The model's turn in a conversation. `others`: where several answers were asked for, all but this one."""
+    """The model's turn in a conversation. `others` are the further answers, if several were asked for."""
 
     model: str
     text: str
@@ -179,17 +179,17 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What came since the last chunk.
+    """The part of an answer that came since the last chunk.
 
     Attributes:
-        index: of the completion that this belongs to.
-        text: may lag behind `token_ids`: whole characters only, and never a part of a stop sequence.
+        index: the index of the completion that this belongs to.
+        text: whole characters only, and no part of a stop sequence, so it may lag behind `token_ids`.
         token_ids: new tokens.
-        logprobs: of the new tokens, where asked for.
+        logprobs: the log-probabilities of the new tokens, where they were asked for.
         finish_reason: set on a completion's last chunk.
         usage: set on the last chunk of the stream.
-        reasoning: of a chat: what the model thinks before it answers.
-        tool_calls: of a chat: parts of calls.
+        reasoning: in a chat, the model's thoughts before its answer.
+        tool_calls: in a chat, parts of calls.
     """
 
     index: int
@@ -222,10 +222,10 @@ class Model:
 
     Attributes:
         num_blocks: transformer blocks, spread over the block servers.
-        context_length: longest prompt and answer together, in tokens.
+        context_length: the most tokens that prompt and answer may have together.
         fingerprint: identifies weights, dtype and protocol.
         ready: whether every block has a live server now.
-        adapter: that the name says the model has; empty: none.
+        adapter: name of the adapter that is part of the model's name; empty: none.
     """
 
     name: str
@@ -245,12 +245,12 @@ class SessionInfo:
     """A session as the service knows it.
 
     Attributes:
-        session_id: 128 random bits in hexadecimal. Whoever knows it and owns it can continue the session.
+        session_id: 128 random bits in hexadecimal. The session's owner continues it by this id.
         num_tokens: tokens of prompts and answers so far.
         num_turns: finished turns.
         busy: whether a turn is running.
-        expires_in_s: seconds until it is forgotten when it stays idle.
-        adapter: with which its turns are computed; empty: none.
+        expires_in_s: seconds until the service forgets the session if it stays idle.
+        adapter: name of the adapter with which its turns are computed; empty: none.
     """
 
     session_id: str

@@ -1,4 +1,4 @@
-"""Streams of chunks, for threads and for asyncio. Closing one early cancels the call, which frees its pages."""
+"""Streams of chunks, for threads and for asyncio. Closing a stream early cancels the call, which frees its pages."""
 
 import asyncio
 import inspect
@@ -14,10 +14,9 @@ from corolla.sdk.transport import error_of
 
 
 class Stream(Answer):
-    """Iterates over `Chunk`s; what came so far is in `text`, `token_ids`, `completions`, `finish_reason` and `usage`.
+    """Iterates over `Chunk`s. `text`, `token_ids`, `completions`, `finish_reason` and `usage` hold the answer so far.
 
-    Leaving a `with` block, or `close()`, cancels what is not finished. Errors of `corolla.errors` are raised while
-    iterating.
+    Leaving a `with` block, or `close()`, cancels an unfinished answer. Iterating raises errors of `corolla.errors`.
     """
 
     def __init__(self, call: Any, address: str) -> None:
@@ -59,10 +58,10 @@ class Stream(Answer):
 class AsyncStream(Answer):
     """`Stream` for asyncio: `async for chunk in stream`, `async with`, `close()`.
 
-    Where the wait for a chunk is cancelled, as by a time limit, the stream is closed.
+    Cancelling the wait for a chunk, for example by a time limit, closes the stream.
 
     Args:
-        call: or a coroutine that gives it; then it begins with the first wait for a chunk.
+        call: the call, or a coroutine that starts it, which is awaited with the first chunk.
     """
 
     def __init__(self, call: Any, address: str) -> None:
@@ -86,7 +85,7 @@ class AsyncStream(Answer):
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            # Somebody else closed the stream, or its client: an end for whoever iterates, whom nobody cancelled.
+            # Other code closed the stream or its client. This task was not cancelled, so its iteration just ends.
             raise StopAsyncIteration from None
         except grpc.RpcError as failure:
             if self._closed:

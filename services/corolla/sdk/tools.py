@@ -1,4 +1,4 @@
-"""Tools that a model may call, from what the caller gave."""
+"""Reads the tools that a caller lets the model call."""
 
 import dataclasses
 import json
@@ -10,11 +10,11 @@ from corolla.sdk.fields import set_field
 from corolla.v1 import generation_pb2 as pb
 
 AnyTool = Mapping[str, Any] | type[Any]
-"""As in the OpenAI API, `{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}`, or
-only what is inside; or a class, of pydantic's models or of dataclasses, whose fields are the arguments."""
+"""A tool as in the OpenAI API, `{"type": "function", "function": {"name": ..., "description": ..., "parameters":
+...}}`, or only the inner mapping; or a dataclass or a class of pydantic's models, whose fields are the arguments."""
 
 AnyToolChoice = str | AnyTool
-""""none", "auto" or "required"; or the tool that is to be called."""
+""""none", "auto" or "required"; or the tool that must be called."""
 
 _MODES: Final = {
     "none": pb.ToolChoice.MODE_NONE,
@@ -25,7 +25,7 @@ _KEYS: Final = frozenset({"name", "description", "parameters", "strict"})
 
 
 def add_tools(request: pb.ChatRequest | pb.Conversation, tools: Sequence[AnyTool]) -> None:
-    """Raises InvalidRequest for what is no tool."""
+    """Adds tools to a request. Raises InvalidRequest if one of them is not a tool."""
     if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Sequence):
         raise InvalidRequest("tools", "must be a sequence of tools")
     for position, tool in enumerate(tools):
@@ -41,7 +41,7 @@ def add_tools(request: pb.ChatRequest | pb.Conversation, tools: Sequence[AnyTool
 
 
 def set_tool_choice(choice: pb.ToolChoice, given: AnyToolChoice) -> None:
-    """Raises InvalidRequest for what is no choice."""
+    """Writes a choice of tools into a request. Raises InvalidRequest if `given` is not a choice."""
     if isinstance(given, str):
         if given not in _MODES:
             raise InvalidRequest("tool_choice", f"must be one of {', '.join(_MODES)}, or a tool")
@@ -66,7 +66,7 @@ def _function_of_class(tool: type[Any], place: str) -> Mapping[str, Any]:
         from pydantic import TypeAdapter
 
         schema = TypeAdapter(tool).json_schema()
-        # A dataclass without a docstring has its signature for one.
+        # A dataclass without a docstring gets its signature as docstring.
         description = "" if (tool.__doc__ or "").startswith(f"{tool.__name__}(") else tool.__doc__
     elif hasattr(tool, "model_json_schema"):
         schema, description = tool.model_json_schema(), tool.__doc__

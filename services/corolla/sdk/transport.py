@@ -1,4 +1,4 @@
-"""The connection to a client service: channel options, credentials, and failed calls as errors of the tree."""
+"""The connection to a client service: channel options, credentials, and failed calls as errors of `corolla.errors`."""
 
 import inspect
 from collections.abc import Awaitable, Callable
@@ -13,47 +13,47 @@ from corolla.chassis.status import parse_status, status_of
 Metadata = tuple[tuple[str, str], ...]
 
 ApiKey = str | Callable[[], str] | None
-"""A key or token, or what gives the one of now; None: none is shown."""
+"""A key or token, or a function that returns the current one; None sends no key."""
 AsyncApiKey = str | Callable[[], str | Awaitable[str]] | None
-"""As `ApiKey`; what gives one may have to be waited for."""
+"""Like `ApiKey`; the function may also return an awaitable."""
 
 CHANNEL_OPTIONS: Final[list[tuple[str, Any]]] = [
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
     ("grpc.max_send_message_length", MAX_FRAME_BYTES),
-    # A service that froze or was cut off is noticed after about fifteen seconds, even in the middle of a stream.
+    # A connection to a frozen or unreachable service fails after about fifteen seconds, even within a stream.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    # How long a connection may take to come about: a service may be far away, and its machine busy.
+    # The time that connecting may take: a service may be far away, and its machine busy.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5_000),
     ("grpc.enable_retries", 0),
-    # A proxy of the environment would answer for a service that is not there.
+    # A proxy from the environment variables would answer in place of a service that is not running.
     ("grpc.enable_http_proxy", 0),
 ]
 
-# A service that stops cancels what still runs when its grace ends.
+# A service that stops cancels the calls that still run when its grace period ends.
 _UNREACHED = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED})
 
 
 def call_metadata(api_key: ApiKey) -> Metadata:
-    """Of a call that begins now."""
+    """The metadata of a call that begins now: the current key or token."""
     return _metadata(api_key() if callable(api_key) else api_key)
 
 
 async def async_call_metadata(api_key: AsyncApiKey) -> Metadata:
-    """`call_metadata`, for asyncio."""
+    """Does the same as `call_metadata`, for asyncio."""
     given = api_key() if callable(api_key) else api_key
     return _metadata(await given if inspect.isawaitable(given) else given)
 
 
 def begun(method: Callable[..., Any], api_key: ApiKey) -> Any:
-    """A call."""
+    """Starts a call with the current key or token."""
     return method(metadata=call_metadata(api_key))
 
 
 def async_begun(method: Callable[..., Any], api_key: AsyncApiKey) -> Any:
-    """A call, or a coroutine that gives it, where the key has to be waited for."""
+    """Starts a call. Returns a coroutine that starts it if the key must be awaited."""
     given = api_key() if callable(api_key) else api_key
     if not inspect.isawaitable(given):
         return method(metadata=_metadata(given))
@@ -69,7 +69,7 @@ def _metadata(api_key: str | None) -> Metadata:
 
 
 def error_of(failure: grpc.RpcError, address: str) -> errors.CorollaError:
-    """The error behind a failed call to the service at `address`."""
+    """The error of `corolla.errors` for a failed call to the service at `address`."""
     if (status := status_of(failure)) is not None:
         return parse_status(status)
     code = failure.code() if isinstance(failure, grpc.Call | grpc.aio.AioRpcError) else None
@@ -78,7 +78,7 @@ def error_of(failure: grpc.RpcError, address: str) -> errors.CorollaError:
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return errors.MessageTooLarge("a message is larger than the service or this connection takes")
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return errors.ServiceUnavailable(f"what answers at {address} is no Corolla client service of this version")
+        return errors.ServiceUnavailable(f"{address} is not a Corolla client service of this version")
     if code is None or code in _UNREACHED:
         return errors.ServiceUnavailable(f"no service answers at {address}")
     return errors.InternalError(f"the call to {address} failed with {code.name}")

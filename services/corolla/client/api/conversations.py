@@ -1,4 +1,4 @@
-"""Conversations of requests to values, or refusals that name the field. Pure: nothing is called."""
+"""Converts conversations in requests to values, or refuses them by field. Pure: it calls nothing."""
 
 import json
 import math
@@ -17,12 +17,12 @@ from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2
 
 MAX_MESSAGES: Final = 2048
-"""A template takes some microseconds for each, in which the interpreter does nothing else."""
+"""A template takes some microseconds for each message, during which the interpreter does nothing else."""
 MAX_TOOLS: Final = 128
 MAX_CALLS: Final = 128
 MAX_SCHEMA_CHARS: Final = 64 << 10
 MAX_JSON_CHARS: Final = 256 << 10
-"""Of all schemas, or of all calls' arguments: what is read while everything else waits."""
+"""The limit for all schemas together, and for all calls' arguments: nothing else runs while they are parsed."""
 MAX_JSON_DEPTH: Final = 32
 MAX_ARGUMENTS: Final = 32
 MAX_ARGUMENTS_BYTES: Final = 16 << 10
@@ -38,7 +38,7 @@ TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def messages(given: Sequence[pb.ChatMessage]) -> tuple[Message, ...]:
-    """The messages, each of them one that a template can read. Raises InvalidRequest."""
+    """Checks messages and converts them for templates. Raises InvalidRequest."""
     num_parts = sum(len(message.content_parts) + len(message.tool_calls) for message in given)
     if len(given) + num_parts > MAX_MESSAGES:
         raise InvalidRequest("messages", f"must be at most {MAX_MESSAGES}, parts and calls included")
@@ -71,7 +71,7 @@ def _check_call(given: pb.ToolCall, field: str) -> None:
 
 
 def setting(given: pb.ChatRequest | pb.Conversation, reserved_names: frozenset[str]) -> ChatSetting:
-    """What holds for the whole conversation. Raises InvalidRequest."""
+    """The settings of a whole conversation. Raises InvalidRequest."""
     return ChatSetting(
         tools=_tools(given.tools),
         continues_last=given.continue_last_message,
@@ -80,11 +80,11 @@ def setting(given: pb.ChatRequest | pb.Conversation, reserved_names: frozenset[s
 
 
 def call_rules(request: pb.ChatRequest, tools: Sequence[Tool]) -> CallRules:
-    """Which tools the answer may call, or must. Raises InvalidRequest."""
+    """The rules for the tools that the answer may or must call. Raises InvalidRequest."""
     choice = request.tool_choice
     several = request.parallel_tool_calls if request.HasField("parallel_tool_calls") else True
     if choice.mode not in _MODES:
-        raise InvalidRequest("tool_choice.mode", "is none that this service knows")
+        raise InvalidRequest("tool_choice.mode", "is unknown to this service")
     if choice.name and choice.mode != pb.ToolChoice.MODE_NAMED:
         raise InvalidRequest("tool_choice.name", "only MODE_NAMED has a name")
     if choice.mode not in _REQUIRING_MODES:
@@ -93,7 +93,7 @@ def call_rules(request: pb.ChatRequest, tools: Sequence[Tool]) -> CallRules:
     if not tools:
         raise InvalidRequest("tool_choice.mode", "there are no tools to call")
     if request.HasField("response_format"):
-        raise InvalidRequest("response_format", "is of an answer's text, and calls are required")
+        raise InvalidRequest("response_format", "is a form of text, but calls are required")
     if choice.mode == pb.ToolChoice.MODE_REQUIRED:
         return CallRules(tuple(tools), is_required=True, may_be_several=several)
     named = tuple(tool for tool in tools if tool.name == choice.name)
@@ -125,7 +125,7 @@ def _json_object(text: str, field: str) -> dict[str, Any]:
         raise InvalidRequest(field, f"must have at most {MAX_SCHEMA_CHARS} characters")
 
     def refuse(name: str) -> None:
-        raise InvalidRequest(field, f"{name} is no number in JSON")
+        raise InvalidRequest(field, f"{name} is not a number in JSON")
 
     try:
         value = json.loads(text, parse_constant=refuse)
@@ -139,7 +139,7 @@ def _json_object(text: str, field: str) -> dict[str, Any]:
 
 
 def depth_of(value: Any) -> int:
-    """1 for an object of plain values. No recursion: whoever asks decides how deep the value is."""
+    """The depth of a value: 1 for an object of plain values. It does not recurse: callers choose the depth."""
     depth, level = 0, [value]
     while level := [each for each in level if isinstance(each, dict | list)]:
         depth += 1
@@ -162,7 +162,7 @@ def _template_arguments(given: struct_pb2.Struct, reserved_names: frozenset[str]
 
 
 def _plain(value: struct_pb2.Value, field: str, max_depth: int) -> Any:
-    """A value of JSON; whole numbers as such, which a Struct does not tell from others."""
+    """A JSON value. Whole numbers become int, since a Struct has only floating-point numbers."""
     if max_depth < 0:
         raise InvalidRequest(field, f"must be at most {MAX_ARGUMENT_DEPTH} deep")
     readers: dict[str | None, Callable[[], Any]] = {
@@ -229,7 +229,7 @@ def record_messages(
 
 
 def _continued(begun: Message, answer: Message, reasoning: ReasoningFormat | None) -> Message:
-    """A message with what continued it. Where it had begun to reason, that is reasoning now."""
+    """A message with its continuation. Reasoning that the message had begun moves from its content to `reasoning`."""
     *parts, last = (begun.content,) if isinstance(begun.content, str) else begun.content
     thought = ""
     if answer.reasoning and reasoning is not None and reasoning.opening in last:

@@ -1,4 +1,4 @@
-"""The key set of an issuer of tokens: from a file, or fetched from the issuer, off and on."""
+"""The key set of an issuer of tokens, from a file or fetched from the issuer from time to time."""
 
 import asyncio
 import json
@@ -25,14 +25,14 @@ _HTTPS: Final = "https://"
 _DISCOVERY: Final = "/.well-known/openid-configuration"
 
 Fetch = Callable[[], Awaitable[Mapping[str, IssuerKey]]]
-"""Raises ValueError, OSError, TimeoutError or HTTPError."""
+"""Fetches the keys. Raises ValueError, OSError, TimeoutError or HTTPError."""
 
 
 class IssuerKeys:
-    """The keys of an issuer by their ids, as far as they are known.
+    """The known keys of an issuer by their ids.
 
     Attributes:
-        is_away: whether they could not be fetched at the last try.
+        is_away: whether the last try to fetch the keys failed.
     """
 
     is_away = False
@@ -41,15 +41,15 @@ class IssuerKeys:
         self._keys: Mapping[str, IssuerKey] = {}
 
     async def find(self, key_id: str) -> IssuerKey | None:
-        """The key of an id, which may have to be fetched."""
+        """The key with an id, which is fetched if it is unknown."""
         return self._keys.get(key_id)
 
     def holds(self, key: IssuerKey) -> bool:
-        """Whether the issuer still has a key that was found once, for all that is known."""
+        """Whether the known keys still have a key that was found before."""
         return self._keys.get(key.id) == key
 
     async def ready(self) -> None:
-        """Returns when there are keys."""
+        """Waits until there are keys."""
 
     async def run(self) -> None:
         """Follows the issuer's changes, for ever."""
@@ -57,10 +57,10 @@ class IssuerKeys:
 
 
 class KeysInFile(IssuerKeys):
-    """Keys that somebody writes into a file.
+    """Keys in a file, which is read again when it changes.
 
     Raises:
-        SettingsError: it cannot be read, or holds no keys.
+        SettingsError: the file cannot be read, or holds no keys.
     """
 
     def __init__(self, file: Path) -> None:
@@ -75,10 +75,10 @@ class KeysInFile(IssuerKeys):
 
 
 class FetchedKeys(IssuerKeys):
-    """Keys that are fetched every `refresh_s` seconds, and when a token names one that is not known.
+    """Keys that are fetched every `refresh_s` seconds, and when a token names an unknown key.
 
-    After each fetch is a pause of a thirtieth of that, whoever asks: tokens with made-up ids do not become requests to
-    the issuer. While the issuer is away, it is asked after each pause, and the keys that it had stay.
+    After each fetch there is a pause of a thirtieth of `refresh_s`, so that tokens with invented ids cause few requests
+    to the issuer. While the issuer is away, each pause is followed by a try, and the known keys stay.
     """
 
     def __init__(self, fetch: Fetch, refresh_s: float) -> None:
@@ -88,7 +88,7 @@ class FetchedKeys(IssuerKeys):
         self._pause_s = refresh_s / _PAUSES_IN_A_REFRESH
         self._are_there = asyncio.Event()
         self._are_wanted = asyncio.Event()
-        # Set when the fetch has ended that is under way, or comes next.
+        # This event is set at the end of the running or the next fetch.
         self._end_of_fetch = asyncio.Event()
         self._is_pausing = False
         self._num_waiting = 0
@@ -140,8 +140,8 @@ def issuer_keys(issuer: str, jwks: str, ca_file: Path | None, refresh_s: float) 
     """The keys of an issuer.
 
     Args:
-        jwks: where they are: a file, or an address with https; empty: the issuer says where.
-        ca_file: with the authorities to believe, in PEM; None: those of the system.
+        jwks: the place of the keys: a file, or an https address; empty: the issuer's description names it.
+        ca_file: file with the trusted authorities in PEM; None: those of the system.
 
     Raises:
         SettingsError: a file cannot be read, or holds something else.
@@ -154,7 +154,7 @@ def issuer_keys(issuer: str, jwks: str, ca_file: Path | None, refresh_s: float) 
         raise SettingsError(f"COROLLA_OIDC_CA_FILE={ca_file}: cannot be read, or holds no certificates") from None
 
     async def fetch() -> Mapping[str, IssuerKey]:
-        # Each time anew, since the file may be another one; and reading all of the system's takes a while.
+        # The file may have changed, so it is read each time; in a thread, since the system's file takes a while.
         context = await asyncio.to_thread(ssl.create_default_context, cafile=ca_file)
         async with asyncio.timeout(_TIMEOUT_S), httpx2.AsyncClient(verify=context, timeout=_TIMEOUT_S) as client:
             return parse_keys(await _get(client, jwks or await _discover(client, issuer)))
@@ -167,7 +167,7 @@ async def _discover(client: httpx2.AsyncClient, issuer: str) -> str:
         described = json.loads(await _get(client, issuer.rstrip("/") + _DISCOVERY))
         name, address = described["issuer"], described["jwks_uri"]
     except (KeyError, TypeError, RecursionError):
-        raise ValueError("the issuer's description is none") from None
+        raise ValueError("the issuer's description is not valid") from None
     if name != issuer:
         raise ValueError("the issuer's description is of another issuer")
     if not isinstance(address, str) or not address.startswith(_HTTPS):
@@ -176,7 +176,7 @@ async def _discover(client: httpx2.AsyncClient, issuer: str) -> str:
 
 
 async def _get(client: httpx2.AsyncClient, address: str) -> bytes:
-    """Raises ValueError where there is no such thing, or too much of it. Redirections are not followed."""
+    """Fetches an address. Raises ValueError if the answer is an error or too large. Does not follow redirections."""
     async with client.stream("GET", address) as response:
         if response.status_code != httpx2.codes.OK:
             raise ValueError(f"the issuer answers {response.status_code}")

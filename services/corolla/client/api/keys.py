@@ -1,7 +1,7 @@
-"""Keys of callers, as a file holds them: hashes of random secrets, and what each key may do.
+"""The file of callers' keys, which has hashes of random secrets and each key's permissions.
 
-A file has a line for each key: a JSON object that `NewKey.line` wrote, or, the simple form, `tenant:key` in the clear.
-Empty lines and those that begin with `#` are passed over.
+A file has a line for each key: a JSON object from `KeyRecord.line`, or in the simple form `tenant:key` in plain text.
+Empty lines and lines that begin with `#` are ignored.
 """
 
 import hashlib
@@ -18,12 +18,12 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, StringConstraints, Va
 from corolla.wire.frames import MAX_TENANT_CHARS
 
 MIN_KEY_CHARS: Final = 16
-"""A shorter key could be found by trying."""
+"""A shorter key could be found by trial."""
 MAX_KEY_CHARS: Final = 512
 _SECRET_BYTES: Final = 32
 _FORM: Final = re.compile(r"ck_([0-9a-f]{16})_[A-Za-z0-9_-]{43}")
 
-# No character that ends a line, for `str.splitlines` or for a terminal: a file of keys has a line for each.
+# Characters that end a line for `str.splitlines` or for a terminal; a file of keys has one line for each key.
 _ONE_LINE: Final = r"\x00-\x1f\x7f-\x9f\u2028\u2029"
 
 Tenant = Annotated[str, StringConstraints(min_length=1, max_length=MAX_TENANT_CHARS, pattern=rf"^[^{_ONE_LINE}:]+$")]
@@ -31,7 +31,7 @@ ModelName = Annotated[str, StringConstraints(min_length=1, pattern=rf"^[^{_ONE_L
 
 
 class Scope(Enum):
-    """What a key may be for. Every key may ask which models there are."""
+    """The kinds of calls that a key may be limited to. Every key may list the models."""
 
     GENERATE = "generate"
     CHAT = "chat"
@@ -40,11 +40,11 @@ class Scope(Enum):
 
 
 class KeyRecord(BaseModel):
-    """What is known of a key. Its secret is not: 256 random bits need no slow hash, so theirs is SHA-256.
+    """The stored facts about a key, without its secret. A secret of 256 random bits needs no slow hash, only SHA-256.
 
     Attributes:
-        models: by name; empty: all.
-        scopes: empty: all.
+        models: the names of the models that the key is for; empty: all.
+        scopes: the kinds of calls that the key is for; empty: all.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -58,26 +58,26 @@ class KeyRecord(BaseModel):
     scopes: frozenset[Scope] = frozenset()
 
     def allows(self, scope: Scope | None, model: str) -> bool:
-        """Whether it is for calls of a scope, to a model; None: whatever every key may."""
+        """Whether the key is for calls of a scope to a model; None stands for calls that every key may make."""
         return (scope is None or not self.scopes or scope in self.scopes) and (not self.models or model in self.models)
 
     @property
     def is_simple(self) -> bool:
-        """Whether it was read in the simple form, in which keys have no id."""
+        """Whether the key was read in the simple form, in which keys have no id."""
         return self.id == _NO_ID
 
     @property
     def line(self) -> str:
-        """Of a file."""
+        """The key's line in a file."""
         return self.model_dump_json(exclude_defaults=True)
 
 
 class NewKey:
-    """A key that was drawn just now.
+    """A new random key.
 
     Attributes:
-        key: for the caller; nothing else knows it.
-        record: for the file.
+        key: the key for the caller; it is stored nowhere.
+        record: the key's record for the file.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class NewKey:
         models: Iterable[str] = (),
         scopes: Iterable[Scope] = (),
     ) -> None:
-        """Raises ValueError where the tenant's name is none."""
+        """Draws a key. Raises ValueError if the tenant's name is not valid."""
         key_id = secrets.token_hex(8)
         self.key = f"ck_{key_id}_{secrets.token_urlsafe(_SECRET_BYTES)}"
         try:
@@ -104,11 +104,11 @@ class KeyTable:
     """The keys of one file.
 
     Args:
-        by_id: by the id that a key names.
-        simple: of keys in the simple form, by the hash of the whole key.
+        by_id: the keys by the id in them.
+        simple: the keys in the simple form, by the hash of the whole key.
 
     Attributes:
-        tenants: who has keys.
+        tenants: the tenants that have keys.
     """
 
     def __init__(self, by_id: Mapping[str, KeyRecord], simple: Mapping[str, KeyRecord]) -> None:
@@ -118,7 +118,7 @@ class KeyTable:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises ValueError: a sentence that names the line, and no key."""
+        """Reads a file's text. Raises ValueError with a sentence that names the line, and no key."""
         by_id: dict[str, KeyRecord] = {}
         simple: dict[str, KeyRecord] = {}
         first_lines: dict[str, int] = {}
@@ -146,7 +146,7 @@ class KeyTable:
         return (*self._by_id.values(), *self._simple.values())
 
     def find(self, key: str, now: datetime) -> KeyRecord | None:
-        """The record of a key that holds now. Compared in constant time: how long it takes tells nothing about keys."""
+        """The record of a key that is valid now. Comparisons take constant time, so their duration reveals nothing."""
         if len(key) > MAX_KEY_CHARS:
             return None
         digest, matched = _digest(key), _FORM.fullmatch(key)
@@ -157,13 +157,13 @@ class KeyTable:
         return found[0] if found else None
 
     def holds(self, record: KeyRecord, now: datetime) -> bool:
-        """Whether a key that was found once, perhaps in another file, is still good."""
+        """Whether a key that was found before, perhaps in an older file, is still valid."""
         known = self._simple.get(record.sha256) if record.is_simple else self._by_id.get(record.id)
         return known == record and (record.expires is None or now < record.expires)
 
 
 def without_key(text: str, key_id: str) -> str:
-    """A file's text, which `KeyTable.parse` takes, without the lines of the key with this id."""
+    """The text of a file without the lines of the key with this id."""
     return "".join(
         f"{line}\n"
         for line in text.splitlines()
@@ -201,6 +201,6 @@ def _read_simple(line: str) -> KeyRecord:
 
 
 def _sentence(failure: ValidationError) -> str:
-    """Without what was given, which may be a key."""
+    """The first problem of a record as a sentence, without the given value, which may be a key."""
     first = failure.errors(include_input=False, include_url=False)[0]
     return f"{'.'.join(map(str, first['loc'])) or 'the line'}: {first['msg']}"

@@ -1,4 +1,4 @@
-"""Values to the messages of the public API."""
+"""Converts values to messages of the public API."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -35,7 +35,7 @@ def usage(counted: Usage) -> pb.Usage:
 
 
 def logprobs(tokenizer: TextTokenizer, tokens: Sequence[SampledToken]) -> list[pb.TokenLogprob]:
-    """One entry for each token; none when no log-probabilities were asked for."""
+    """One entry for each token; empty if no log-probabilities were asked for."""
 
     def entry(token_id: int, logprob: float) -> pb.TokenLogprob:
         return pb.TokenLogprob(token_id=token_id, text=tokenizer.token_text(token_id), logprob=logprob)
@@ -63,7 +63,7 @@ def session(record: router_pb2.SessionRecord) -> pb.Session:
 
 
 def completion(tokenizer: TextTokenizer, index: int, answer: Delta) -> pb.Completion:
-    """One of the answers to a text, whole."""
+    """One of the complete answers to a text."""
     return pb.Completion(
         index=index,
         text=answer.text,
@@ -74,7 +74,7 @@ def completion(tokenizer: TextTokenizer, index: int, answer: Delta) -> pb.Comple
 
 
 def chat_completion(tokenizer: TextTokenizer, index: int, answer: Delta) -> pb.ChatCompletion:
-    """One of a chat's answers, whole."""
+    """One of a chat's complete answers."""
     return pb.ChatCompletion(
         index=index,
         message=pb.ChatMessage(
@@ -90,7 +90,7 @@ def chat_completion(tokenizer: TextTokenizer, index: int, answer: Delta) -> pb.C
 
 
 def chat_chunk(tokenizer: TextTokenizer, index: int, delta: Delta, counted: Usage | None) -> pb.ChatChunk:
-    """What came of one of a chat's answers; the last chunk of all has what they used."""
+    """A chunk of one of a chat's answers. The last chunk of all has the usage."""
     return pb.ChatChunk(
         index=index,
         token_ids=[token.token_id for token in delta.tokens],

@@ -1,4 +1,4 @@
-"""Messages of the public API to requests, or refusals that name the field. Nothing is called, nothing is allocated."""
+"""Converts messages of the public API to requests, or refuses them by field. It calls and allocates nothing."""
 
 import re
 from collections.abc import Sequence
@@ -34,14 +34,14 @@ _SPECULATION_MODES: Final[dict[pb.SpeculationMode.ValueType, SpeculationMode | N
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation to answer; in a session, what is new of it. `expected_turns`: that the session has had."""
+    """A conversation to answer, or a session's new messages. `expected_turns`: how many turns the session must have."""
 
     messages: tuple[Message, ...]
     setting: ChatSetting
     expected_turns: int | None = None
 
     def check_turns(self, num_turns: int) -> None:
-        """Raises InvalidRequest where the session is not at the turn that its caller expects."""
+        """Raises InvalidRequest if the session does not have as many turns as its caller expects."""
         if self.expected_turns not in (None, num_turns):
             raise InvalidRequest("expected_turns", f"the conversation has gone on: it has had {num_turns} turns")
 
@@ -54,10 +54,10 @@ _Prompt = TypeVar("_Prompt")
 
 @dataclass(frozen=True, slots=True)
 class RequestParser:
-    """Reads messages, each of them once: what comes later works from the request.
+    """Parses each message once; all later code uses the request.
 
     Attributes:
-        reserved_names: of template arguments that no caller may give.
+        reserved_names: the names of template arguments that callers must not set.
     """
 
     vocab_size: int
@@ -97,7 +97,7 @@ class RequestParser:
     def _request(
         self, message: AnyMessage, caller: Caller, adapter: str, prompt: _Prompt, speech: Speech | None
     ) -> AnswerRequest[_Prompt]:
-        """Parses what both kinds have. Raises InvalidRequest with one violation per field that is out of range."""
+        """Parses the common fields. Raises InvalidRequest with one violation per field that is out of range."""
         num_completions = _num_completions(message)
         calls_grammar = None if speech is None else speech.format.grammar(speech.rules)
         stopping, speculation = message.stopping, message.speculation
@@ -114,7 +114,7 @@ class RequestParser:
                 if not 1 <= len(sequence) <= MAX_STOP_CHARS
             },
             "speculation.max_draft_tokens": _up_to(MAX_DRAFT_TOKENS, max_draft_tokens),
-            "speculation.mode": (speculation.mode in _SPECULATION_MODES, "is none that this service knows"),
+            "speculation.mode": (speculation.mode in _SPECULATION_MODES, "is unknown to this service"),
             "cache_salt": (len(message.cache_salt) <= MAX_SALT_CHARS, f"must have at most {MAX_SALT_CHARS} characters"),
         }
         violations = [(field, problem) for field, (is_allowed, problem) in in_range.items() if not is_allowed]
@@ -153,7 +153,7 @@ class RequestParser:
 
 
 def token_ids(field: str, given: Sequence[int], vocab_size: int) -> tuple[int, ...]:
-    """The token ids, unchanged. Raises InvalidRequest where an id is not in the vocabulary."""
+    """The token ids, unchanged. Raises InvalidRequest if an id is not in the vocabulary."""
     checked = tuple(given)
     if checked and (largest := max(checked)) >= vocab_size:
         index = checked.index(largest)
@@ -162,7 +162,7 @@ def token_ids(field: str, given: Sequence[int], vocab_size: int) -> tuple[int, .
 
 
 def _given(message: Any, field: str) -> int | None:
-    """An optional number; None where it is not set."""
+    """An optional number; None if it is not set."""
     number: int | None = getattr(message, field) if message.HasField(field) else None
     return number
 
@@ -183,15 +183,15 @@ def _num_completions(message: AnyMessage) -> int:
 
 
 def _form(message: AnyMessage, calls_grammar: str | None) -> AnswerFormat | None:
-    """What the answer must be; None where any text will do.
+    """The form that an answer must have; None allows any text.
 
-    Calls that have to fit their schemas are as any other form that a caller asks for, where it asks for none.
+    If the caller asks for no form, the grammar of calls that must fit their schemas is the form.
     """
     form = _response_format(message.response_format)
     if form is None and calls_grammar is not None:
         form = formats.lark(calls_grammar, "tools")
     if form is not None and message.stopping.ignore_eos:
-        raise InvalidRequest("stopping.ignore_eos", "an answer of a given format ends where that does")
+        raise InvalidRequest("stopping.ignore_eos", "an answer of a given format ends with that format")
     return form
 
 

@@ -1,4 +1,4 @@
-"""GenerationService: checks who calls, has the message parsed, and streams the answers."""
+"""GenerationService: checks the caller's permissions, parses the message, and streams the answers."""
 
 import asyncio
 import math
@@ -39,9 +39,9 @@ class GenerationServicer:
     """Serves `GenerationService`.
 
     Args:
-        model: what GetModel answers, but for its readiness.
+        model: the answer of GetModel, without its readiness.
         tokenizations: admits Tokenize calls.
-        farewell_s: how long before its deadline a caller is notified that there will be no answer.
+        farewell_s: how many seconds before its deadline a caller gets the error that there is no answer.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class GenerationServicer:
         return await self._new_session(tenant, adapter)
 
     async def create_session_of_turn(self, request: pb.CreateSessionRequest, call: Call[KeyHolder]) -> pb.Session:
-        """A session for a turn that follows at once: both are one request, which the turn counts."""
+        """Creates a session for a turn that follows at once. Both count as one request, which the turn counts."""
         adapter = self._names.adapter_of(request.model, request.adapter)
         return await self._new_session(self._tenant(call, Scope.SESSIONS, adapter), adapter)
 
@@ -188,7 +188,7 @@ class GenerationServicer:
 
     async def DeleteSession(self, request: pb.DeleteSessionRequest, call: Call[KeyHolder]) -> pb.DeleteSessionResponse:
         tenant = await self._tenant_of_session(call, request.session_id)
-        # Shielded from a caller that leaves: the router says only once where the pages of the session are.
+        # The deletion goes on if the caller leaves: the router names the session's hops only once.
         await asyncio.shield(asyncio.ensure_future(self._delete(request.session_id, tenant)))
         return pb.DeleteSessionResponse()
 
@@ -220,7 +220,7 @@ class GenerationServicer:
 
     def _tokenized(self, encode: Callable[[], Sequence[int]]) -> pb.TokenizeResponse:
         token_ids = encode()
-        # A long text has few different tokens, and each costs more than all the rest of the reply.
+        # A long text has few different tokens, and decoding one costs more than the rest of its reply.
         texts = {token_id: self._tokenizer.token_text(token_id) for token_id in set(token_ids)}
         return pb.TokenizeResponse(token_ids=token_ids, tokens=map(texts.__getitem__, token_ids))
 
@@ -257,7 +257,7 @@ class GenerationServicer:
         return call.caller.tenant
 
     async def _tenant_of_session(self, call: Call[KeyHolder], session_id: str) -> str:
-        """The same for a call that names only a session: its adapter counts where the key is not for the model."""
+        """The tenant of a call that names only a session. The key may be only for the session's adapter."""
         try:
             return self._tenant(call, Scope.SESSIONS)
         except ScopeDenied as denied:
@@ -270,7 +270,7 @@ class GenerationServicer:
     def _caller(
         self, scope: Scope, message: AnyMessage, call: Call[KeyHolder], *, is_streamed: bool = False
     ) -> tuple[Caller, str]:
-        """The caller, and the adapter that it names.
+        """The caller of a request, and the name of the requested adapter.
 
         Only names are read from the message before the key's scope is checked.
 
@@ -292,14 +292,14 @@ class GenerationServicer:
         tenant = self._tenant(call, scope, adapter)
         seconds_left, until_s = call.context.time_remaining(), math.inf
         if seconds_left is not None:
-            # When the caller no longer waits, less the moment in which it can still learn why.
+            # The wait ends before the caller's deadline, so that the error still reaches it.
             until_s = asyncio.get_running_loop().time() + max(0.0, seconds_left - self._farewell_s)
         trace = trace_parent(dict(call.context.invocation_metadata() or ())) if spans.is_collected() else None
         return Caller(tenant, usage, until_s, trace, is_streamed, limits.answer_seconds), adapter
 
 
 async def _collected(deltas: Answers) -> list[tuple[int, Delta]]:
-    """Waits for the whole answers, and sorts them by their index."""
+    """Waits for all answers to end, and sorts them by index."""
     answers: defaultdict[int, list[Delta]] = defaultdict(list)
     async with aclosing(deltas):
         async for index, delta in deltas:
@@ -308,7 +308,7 @@ async def _collected(deltas: Answers) -> list[tuple[int, Delta]]:
 
 
 async def _with_good_key(call: Call[KeyHolder], deltas: Answers) -> Answers:
-    """Passes an answer on as long as its caller's key is good."""
+    """Passes an answer on as long as its caller's key is valid."""
     async with aclosing(deltas):
         async for each in deltas:
             call.caller.check_again()

@@ -1,4 +1,4 @@
-"""Who calls: a bearer key, looked up in the configured file, or a token of an identity provider."""
+"""Finds the caller of a request by its bearer key, from the configured file, or by a token of an identity provider."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -21,28 +21,28 @@ _SCHEME: Final = "bearer "
 
 @dataclass(frozen=True, slots=True)
 class KeyHolder:
-    """A caller: its tenant and, where one is asked for, the key or token that it showed, and whether that is good."""
+    """A caller: its tenant, its key or token if one is needed, and a check whether that is still valid."""
 
     tenant: str
     key: KeyRecord | TokenGrant | None = None
     is_good: Callable[[], bool] = lambda: True
 
     def check(self, scope: Scope | None, *models: str) -> None:
-        """Raises ScopeDenied: the key or token is for other calls, or for none of the names that the model has.
+        """Raises ScopeDenied if the key or token is for other calls, or for none of the model's names.
 
         Args:
-            scope: None: every key is for such calls.
+            scope: the kind of the call; None for calls that every key may make.
         """
         if self.key is not None and not any(self.key.allows(scope, model) for model in models):
             raise ScopeDenied("this key or token is for other calls or models")
 
     def check_again(self) -> None:
-        """Raises Unauthenticated: the key or token was revoked, or has expired, since the call began."""
+        """Raises Unauthenticated if the key or token was revoked or has expired since the call began."""
         if not self.is_good():
             raise Unauthenticated("the key or token is good no more")
 
     def audited(self) -> Mapping[str, str]:
-        """What the audit log says of it. Keys of the simple form have no id."""
+        """The caller's facts for the audit log. Keys of the simple form have no id."""
         match self.key:
             case None | KeyRecord(is_simple=True):
                 return {"tenant": self.tenant}
@@ -58,7 +58,7 @@ class Tokens:
         self.keys = keys
 
     async def find(self, token: str) -> KeyHolder | None:
-        """Who bears it. None: it does not hold."""
+        """The holder of a token; None if the token is not valid."""
         key_id = self._rules.key_id(token)
         key = await self.keys.find(key_id) if key_id is not None else None
         grant = self._rules.grant(token, key) if key is not None else None
@@ -71,14 +71,14 @@ class Tokens:
 
 
 class Tenants:
-    """Maps a call to its tenant. Without a file of keys, and without tokens, every caller is the tenant `public`.
+    """Finds the tenant of a call. Without a file of keys and without tokens, every caller is the tenant `public`.
 
     Args:
-        keys_file: as `KeyTable` reads it.
-        tokens: which are taken, too; None: none.
+        keys_file: the file, in the format of `KeyTable`.
+        tokens: the accepted tokens; None: tokens are not accepted.
 
     Attributes:
-        files: which are to be watched; None where there are no keys.
+        files: the files to watch; None without a file of keys.
 
     Raises:
         SettingsError: the file cannot be read, or holds something else.
@@ -95,11 +95,11 @@ class Tenants:
 
     @property
     def are_several(self) -> bool:
-        """Whether there may be more than one. Tokens may name any number."""
+        """Whether there may be several tenants. Tokens may name any number of them."""
         return self._tokens is not None or (self._keys is not None and len(self._keys.tenants) > 1)
 
     async def authenticate(self, call: Call[Any]) -> None:
-        """Finds out who calls. Raises Unauthenticated: nothing was shown, or nothing that holds; why, nobody learns."""
+        """Sets the caller of a call. Raises Unauthenticated without a valid key or token, and hides the reason."""
         call.caller = await self._holder(call.context)
 
     async def _holder(self, context: Context) -> KeyHolder:
@@ -118,7 +118,7 @@ class Tenants:
         return holder
 
     def _apart(self, bearer: KeyHolder | None) -> KeyHolder | None:
-        """Who bears a token. None where its tenant has keys: an issuer says nothing about those, now or later."""
+        """The holder of a token; None if its tenant has keys in the file, for which tokens never count."""
 
         def is_good() -> bool:
             has_keys = self._keys is not None and bearer is not None and bearer.tenant in self._keys.tenants

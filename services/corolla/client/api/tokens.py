@@ -1,6 +1,6 @@
-"""Tokens of an identity provider: JWTs, checked against rules and the public keys of their issuer.
+"""Checks tokens of an identity provider, which are JWTs, with rules and the public keys of their issuer.
 
-Nothing of a token counts before its signature has been checked, but which key and algorithm it names.
+Before its signature is checked, only the key and the algorithm that a token names are used.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from corolla.wire.frames import MAX_TENANT_CHARS
 ALGORITHMS: Final = (
     "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA",
 )  # fmt: skip
-"""With a private and a public key: whoever can check a token of another one could also make it."""
+"""The algorithms with a private and a public key. With other ones, a service that checks tokens could make them."""
 
 MAX_TOKEN_CHARS: Final = 16 << 10
 _MAX_KEYS: Final = 256
@@ -36,8 +36,8 @@ class IssuerKey:
     """One public key of an issuer.
 
     Attributes:
-        id: by which tokens name it.
-        algorithm: the only one that it is for; None: whatever its kind allows.
+        id: the id by which tokens name the key.
+        algorithm: the only algorithm of the key; None: all that its kind allows.
     """
 
     id: str
@@ -46,10 +46,10 @@ class IssuerKey:
 
 
 def parse_keys(text: bytes) -> dict[str, IssuerKey]:
-    """The keys of a JSON Web Key Set by their ids. Those that are for something else, or too weak, are left out.
+    """The keys of a JSON Web Key Set by their ids, without keys for other purposes and weak keys.
 
     Raises:
-        ValueError: it is none, or holds no key that can check a token.
+        ValueError: the text is not a key set, or has no key that can check a token.
     """
     try:
         described = json.loads(text)["keys"][:_MAX_KEYS]
@@ -63,13 +63,13 @@ def parse_keys(text: bytes) -> dict[str, IssuerKey]:
 
 @dataclass(frozen=True, slots=True)
 class TokenGrant:
-    """What a token that holds says of its bearer.
+    """The claims of a valid token about its bearer.
 
     Attributes:
-        id: for the audit log, 16 hex digits: the same for all tokens of a subject, who is not to be read from it.
-        expires: skew included.
-        models: by name; None: all.
-        scopes: None: all.
+        id: 16 hex digits for the audit log, the same for all tokens of a subject, which they do not reveal.
+        expires: the time until which the token is valid, with the skew.
+        models: the names of the models that the token is for; None: all.
+        scopes: the kinds of calls that the token is for; None: all.
     """
 
     id: str
@@ -79,22 +79,22 @@ class TokenGrant:
     scopes: frozenset[Scope] | None
 
     def allows(self, scope: Scope | None, model: str) -> bool:
-        """Whether it is for calls of a scope, to a model; None: whatever every token may."""
+        """Whether the token is for calls of a scope to a model; None stands for calls that every token may make."""
         has_scope = scope is None or self.scopes is None or scope in self.scopes
         return has_scope and (self.models is None or model in self.models)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRules:
-    """Which tokens hold.
+    """The rules for valid tokens.
 
     Attributes:
-        algorithms: of ALGORITHMS.
-        skew: by which clocks may differ.
-        tenant_claim: whose value is the tenant's name.
-        models_claim: whose value, a list or words, names the models; a token without it is for none. Empty: all are for
-            all models.
-        scopes_claim: likewise; words that are no scopes are for others.
+        algorithms: the accepted ones of ALGORITHMS.
+        skew: how much clocks may differ.
+        tenant_claim: the claim with the tenant's name.
+        models_claim: the claim with the names of models, as a list or as words; a token without it is for no model.
+            Empty: all tokens are for all models.
+        scopes_claim: the claim with the scopes, in the same form; other words in it are ignored.
     """
 
     issuer: str
@@ -106,7 +106,7 @@ class TokenRules:
     scopes_claim: str = ""
 
     def key_id(self, token: str) -> str | None:
-        """Which key a token says it was signed with. None: it cannot hold, whatever the keys are."""
+        """The id of the key that a token names; None if the token cannot be valid with any key."""
         if len(token) > MAX_TOKEN_CHARS:
             return None
         try:
@@ -117,7 +117,7 @@ class TokenRules:
         return key_id if isinstance(key_id, str) and header.get("alg") in self.algorithms else None
 
     def grant(self, token: str, key: IssuerKey) -> TokenGrant | None:
-        """What a token that was signed with a key says. None: it does not hold; why not, nobody learns."""
+        """The claims of a token that was signed with a key; None if it is not valid, without a reason."""
         algorithms = [each for each in self.algorithms if key.algorithm in (None, each)]
         try:
             claims = jwt.decode(
@@ -140,7 +140,7 @@ class TokenRules:
         )
 
 
-# A token is whatever somebody sent: the library's own errors, and what its parts raise at numbers and nesting.
+# A token may be any text: these are the library's own errors, and those of its parts at numbers and nesting.
 _FAILURES: Final = (jwt.PyJWTError, ArithmeticError, OSError, RecursionError, TypeError, ValueError)
 
 

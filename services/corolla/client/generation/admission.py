@@ -1,4 +1,4 @@
-"""Who asks, which requests run, which wait, and how each is counted."""
+"""The caller of a request, the admission of requests, and their counts in usage and metrics."""
 
 import asyncio
 import math
@@ -18,9 +18,9 @@ from corolla.decoding.stopping import FinishReason
 
 @dataclass(slots=True)
 class Usage:
-    """Counted while the request runs; times in seconds from its start.
+    """The counts of one request while it runs; times are in seconds from its start.
 
-    `withholds_cached_tokens`: whether its caller learns nothing of them.
+    `withholds_cached_tokens`: whether the caller does not see the number of cached tokens.
     """
 
     prompt_tokens: int = 0
@@ -50,10 +50,10 @@ class Caller:
     """The caller of one request.
 
     Attributes:
-        until_s: when it no longer waits, by the event loop's clock.
-        trace: the span of its own that it named, if it traces.
-        is_streamed: whether it takes its answer bit by bit.
-        answer_seconds: the longest that its tenant's answers may take; None: any time.
+        until_s: when the caller stops waiting, by the event loop's clock.
+        trace: the caller's own span, if it traces.
+        is_streamed: whether the caller reads its answer as a stream.
+        answer_seconds: the most seconds that the tenant's answers may take; None: no limit.
     """
 
     tenant: str
@@ -64,25 +64,25 @@ class Caller:
     answer_seconds: float | None = None
 
     def waits_until_s(self, time_limit_s: float | None) -> float:
-        """When nobody waits any more for an answer that begins now."""
+        """The event loop's time until which the caller waits for an answer that begins now."""
         if time_limit_s is None:
             return self.until_s
         return min(self.until_s, asyncio.get_running_loop().time() + time_limit_s)
 
 
 class AdmissionTicket:
-    """A request's place: in the line until its turn has come, then among those who run."""
+    """A request's place: in the line until its turn has come, then among the running requests."""
 
     def __init__(self, ticket: asyncio.Future[None]) -> None:
         self._ticket = ticket
 
     @property
     def is_waiting(self) -> bool:
-        """Whether its turn has not come yet."""
+        """Whether the request's turn has not come yet."""
         return not self._ticket.done()
 
     async def admitted(self) -> None:
-        """Returns when the turn has come. Raises QueueFull when others have more right to wait."""
+        """Returns when the turn has come. Raises QueueFull if other requests displace this one."""
         if self.is_waiting:
             with spans.span("queue"):
                 await self._ticket
@@ -91,14 +91,14 @@ class AdmissionTicket:
 
 
 class Admission:
-    """Bounds the sequences that run, the requests that wait and the bytes of both. The line says who is next."""
+    """Bounds the running sequences, the waiting requests and the bytes of both. The line chooses the next request."""
 
     def __init__(self, line: WaitingLine[asyncio.Future[None]]) -> None:
         self._line = line
 
     @asynccontextmanager
     async def enter(self, tenant: str, num_bytes: int, num_sequences: int = 1) -> AsyncIterator[AdmissionTicket]:
-        """A place in the line, and from its admission on among the requests that run, one for each of its sequences.
+        """Gives a request a place in the line, and after its admission a running place for each of its sequences.
 
         Raises QueueFull.
         """
@@ -111,19 +111,19 @@ class Admission:
             yield AdmissionTicket(ticket)
         finally:
             if not ticket.cancel() and not ticket.cancelled():
-                ticket.exception()  # seen: the request may have failed before it asked for its turn
+                ticket.exception()  # marks it as seen: the request may have failed before it asked for its turn
             self._line.leave(ticket)
             self._admit()
 
     def _admit(self) -> None:
         for ticket in self._line.admit():
-            # One whose caller left in this very moment gives its place back when its own turn on the loop comes.
+            # A ticket whose caller has just left returns its place when its own task runs next.
             if not ticket.done():
                 ticket.set_result(None)
 
 
 class RequestMeter:
-    """What usage and metrics learn of one request. Within the context it counts as waiting, then as running."""
+    """Counts one request in its usage and in the metrics. Inside the context it counts as waiting, then as running."""
 
     def __init__(self, metrics: ClientMetrics, usage: Usage) -> None:
         self._metrics = metrics
@@ -144,7 +144,7 @@ class RequestMeter:
         return self._usage.started_s
 
     def count_prompt(self, num_tokens: int, num_cached_tokens: int, num_recomputed_tokens: int) -> None:
-        """The chain is open and the prompt known: what of it the hops still had, and what of the log they had lost."""
+        """Counts a prompt when its chain is open: its cached tokens, and the tokens of the log that hops had lost."""
         self._usage.prompt_tokens = num_tokens
         self._usage.cached_tokens = num_cached_tokens
         self._metrics.prompt_tokens.inc(num_tokens)
@@ -157,7 +157,7 @@ class RequestMeter:
             self._is_waiting = False
 
     def count_tokens(self, completion_index: int, num_tokens: int) -> None:
-        """So many tokens of one of the answers came together."""
+        """Counts tokens of one of the answers that came together."""
         now_s = time.monotonic()
         newest_s = self._newest_token_s.get(completion_index)
         for _ in range(num_tokens):
@@ -172,19 +172,19 @@ class RequestMeter:
         self._metrics.generation_tokens.inc(num_tokens)
 
     def count_drafts(self, num_drafted: int, num_accepted: int) -> None:
-        """A step carried draft tokens, of which so many were right."""
+        """Counts the draft tokens of a step, and how many of them were right."""
         self._usage.drafted_tokens += num_drafted
         self._usage.accepted_tokens += num_accepted
         self._metrics.drafted_tokens.inc(num_drafted)
         self._metrics.accepted_tokens.inc(num_accepted)
 
     def count_recovery(self, report: RecoveryReport) -> None:
-        """The chain lost hops and has recovered."""
+        """Counts a recovery of the chain from lost hops."""
         self._usage.recoveries += 1
         self._usage.stall_s += report.seconds
 
     def count_finish(self, reason: FinishReason | None) -> None:
-        """An answer ended, or not yet where `reason` is None."""
+        """Counts the end of an answer; a `reason` of None means that it continues, and counts nothing."""
         if reason is None:
             return
         self._usage.finish_reasons.append(reason)

@@ -1,4 +1,4 @@
-"""An answer as it grows: tokens in, text and the end out. Time is passed in."""
+"""An answer as it grows: it takes tokens, and gives text and the end. Time is passed in."""
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from corolla.decoding.stopping import FinishReason, StopDecider, StopMatcher
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a token adds to an answer, or several that came together.
+    """The part that one token, or several tokens that came together, add to an answer.
 
     Attributes:
-        tokens: none where the delta is only the end.
+        tokens: the new tokens; empty if the delta is only the end.
         text: whole characters that can no longer become part of a stop sequence.
-        finish_reason: set on the last one.
-        reasoning, calls: in a chat, what of the text is reasoning, and the tools that are called.
+        finish_reason: set on the last delta.
+        reasoning, calls: in a chat, new reasoning, which is not in `text`, and calls of tools.
     """
 
     tokens: tuple[SampledToken, ...]
@@ -31,7 +31,7 @@ class Delta:
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:
-    """One or more deltas that follow each other, as one."""
+    """Joins one or more consecutive deltas to one."""
     if len(deltas) == 1:
         return deltas[0]
     tokens = tuple(token for delta in deltas for token in delta.tokens)
@@ -40,14 +40,14 @@ def joined(deltas: Sequence[Delta]) -> Delta:
 
 
 class Answer:
-    """One answer: `finish_reason` is None while it continues.
+    """One answer, which continues until it has a `finish_reason`.
 
     `accept` decides at each token whether the answer ends; the text is decoded later, while the next step is under way,
     unless a stop sequence may end the answer.
 
     Args:
-        parser: tells what the text is; None: it is text.
-        shown_ids: special tokens that the parser has to see.
+        parser: splits text into reasoning, calls and text; None: all is text.
+        shown_ids: special tokens whose text the parser needs.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Answer:
 
     @property
     def token_ids(self) -> list[int]:
-        """All tokens so far, in a list of the caller's own."""
+        """All token ids so far, in a new list."""
         return [token.token_id for token in self.tokens]
 
     @property
@@ -94,7 +94,7 @@ class Answer:
             self._decode()
 
     def deltas(self) -> list[Delta]:
-        """What each of the tokens since the last call adds."""
+        """The deltas of the tokens since the last call, one for each token."""
         self._decode()
         deltas, self._deltas = self._deltas, []
         return deltas
@@ -117,7 +117,7 @@ class Answer:
             self._deltas.append(Delta((token,), piece.text, finish_reason, piece.reasoning, piece.calls))
 
     def _read(self, text: str, *, is_last: bool) -> Piece:
-        """What the text is; an answer that calls tools and ends by itself ends for that."""
+        """Splits text into a piece. An answer that calls tools and ends by itself gets the reason TOOL_CALLS."""
         parser = self._parser
         if parser is None:
             return Piece(text)

@@ -1,6 +1,6 @@
-"""From a checked request to the tokens of its answer: the chain is opened, used and given back here.
+"""Makes the tokens of an answer from a checked request: opens the chain, uses it and gives it back.
 
-Everything that an answer takes is held by a context: finish, cancellation and failure leave through the same exit.
+Contexts hold all resources of an answer, so that finish, cancellation and failure free them in the same way.
 """
 
 import asyncio
@@ -61,9 +61,9 @@ _DRAFT_SOURCES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What bounds an answer.
+    """The model's limits for answers.
 
-    `may_speculate`: whether hops can take draft tokens back.
+    `may_speculate`: whether hops can remove wrong draft tokens.
     """
 
     context_length: int
@@ -74,9 +74,9 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationDefaults:
-    """What holds where a caller does not say: the mode, and how many tokens to draft for one step at most.
+    """The defaults of speculation: the mode, and the most tokens to draft for one step.
 
-    `is_adaptive`: whether the number of draft tokens follows their success and cost.
+    `is_adaptive`: whether the number of draft tokens depends on their success and cost.
     """
 
     mode: SpeculationMode = SpeculationMode.OFF
@@ -86,7 +86,7 @@ class SpeculationDefaults:
 
 @dataclass(frozen=True, slots=True)
 class _Completion:
-    """What the answers to one prompt share: `max_tokens` new ones each, until `until_s` of the event loop's clock."""
+    """The data that the answers to one prompt share. The caller waits until `until_s` of the event loop's clock."""
 
     request: AnyRequest
     prompt_ids: Sequence[int]
@@ -116,7 +116,7 @@ class Answering:
     ) -> None:
         self._grammars = grammars
         self._names = names
-        # Of their own: where prompts take long, nothing else that needs a thread waits, such as a look at revoked keys.
+        # Prompts have their own threads, so that long prompts do not delay other work in threads, such as reading keys.
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "prompts")
         self._sessions = sessions
         self._transcripts = transcripts
@@ -131,13 +131,13 @@ class Answering:
     def answer(
         self, request: AnyRequest, next_prompt: NextPrompt, record_turn: RecordTurn
     ) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Answers a prompt: as the next turn of the request's session, or without one, once or several times.
+        """Answers a prompt: as the next turn of the request's session, or without a session, once or several times.
 
         Args:
-            next_prompt: is called before the request is admitted: a wrong prompt is refused at once.
+            next_prompt: it is called before the request is admitted, so that a wrong prompt fails at once.
 
         Yields:
-            `(index, delta)` as they come; of each index the last has a finish reason.
+            `(index, delta)` as they come; the last delta of each index has a finish reason.
         """
         if request.session_id:
             return self._continue_session(request, next_prompt, record_turn)
@@ -155,7 +155,7 @@ class Answering:
             shared = SharedPrompt(num_completions - 1)
             job = _Completion(request, prompt_ids, max_tokens, meter, until_s, adapter, shared)
             if (end := (await self._begun_answer(prompt_ids, job.max_tokens, request)).finish_reason) is not None:
-                # All tokens had come but the word that they are all.
+                # The caller has all tokens already, but not the end.
                 meter.count_prompt(len(prompt_ids), len(prompt_ids), 0)
                 meter.count_finish(end)
                 yield 0, Delta((), "", end)
@@ -181,9 +181,9 @@ class Answering:
     async def _continue_session(
         self, request: AnyRequest, next_prompt: NextPrompt, record_turn: RecordTurn
     ) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Runs one turn of the request's session. If it does not finish, the session stays as it was before.
+        """Runs one turn of the request's session. A turn that does not finish leaves the session unchanged.
 
-        A turn that its caller named is run once: asked for again, its answer is repeated.
+        A turn with a caller's name runs only once: a second request for it gets the same answer again.
         """
         session_id, tenant, turn_name = request.session_id, request.caller.tenant, request.turn_name
         until_s = request.caller.waits_until_s(request.time_limit_s)
@@ -235,7 +235,7 @@ class Answering:
                             meter.count_tokens(0, len(deltas))
                             left = unsent.select(deltas)
                             if deltas[-1].finish_reason is not None:
-                                # Before the caller learns of the end: the next turn may follow at once.
+                                # The record is written before the end is sent: the next turn may follow at once.
                                 _write_back(record, session, prompt_ids, answer, sampler, turn_name, record_turn)
                                 await turn.commit()
                                 position = session.position
@@ -248,7 +248,7 @@ class Answering:
 
     @asynccontextmanager
     async def _entered(self, request: AnyRequest) -> AsyncIterator[tuple[Allowance, AdmissionTicket, RequestMeter]]:
-        """A request from its coming in to its end. Raises QuotaExceeded, QueueFull, and InvalidRequest of its form."""
+        """Holds a request's quotas and place until its end. Raises QuotaExceeded, QueueFull, or InvalidRequest."""
         caller, num_sequences = request.caller, request.num_completions
         with self._traces.request(request):
             async with (
@@ -265,7 +265,7 @@ class Answering:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     async def _check_form(self, request: AnyRequest) -> None:
-        """Refuses a form that no answer could have, before the request is admitted."""
+        """Refuses a form that no answer can have, before the request is admitted."""
         if request.form is not None:
             received_ids = request.resumption.received_ids
             if len(received_ids) > self._limits.context_length:
@@ -273,24 +273,24 @@ class Answering:
             await self._grammars.admit(request.caller.tenant, request.form, received_ids)
 
     async def _check_turn(self, request: AnyRequest, next_prompt: NextPrompt) -> None:
-        """Refuses a turn before it waits for what it would be refused for at its turn: sessions only grow."""
+        """Checks a turn's limits before it waits, so that a hopeless request fails at once: sessions only grow."""
         try:
             record = await self._transcripts.get(request.session_id, request.caller.tenant)
         except (RouterUnavailable, StoreUnavailable):
-            return  # they may be back by then
+            return  # the router may be back when the turn begins
         if not request.turn_name or record.last_turn != request.turn_name:
             await self._prompt_of_turn(record, next_prompt, request)
 
     async def _prompt_of_turn(
         self, record: router_pb2.SessionRecord, next_prompt: NextPrompt, request: AnyRequest
     ) -> tuple[int, Sequence[int], int]:
-        """The next token log, how many of its first tokens are those of the old one, and how many may follow."""
+        """How many first tokens the next token log shares with the old one, the next log, and the most new tokens."""
         await self._names.of_session(record, request.adapter, record.tenant)
         num_kept_tokens, prompt_ids = await self._in_thread(next_prompt, record)
         return num_kept_tokens, prompt_ids, self._max_tokens(len(prompt_ids), request)
 
     async def _stream_completion(self, job: _Completion, index: int) -> AsyncGenerator[Sequence[Delta], None]:
-        """One of the answers to a prompt, in a session that ends with it."""
+        """Generates one of the answers to a prompt, in a session that ends with the answer."""
         answer = await self._begun_answer(job.prompt_ids, job.max_tokens, job.request)
         sampler = self._sampler(job.request, job.prompt_ids, job.max_tokens, router_pb2.SessionRecord(), index)
         text_ids = [*job.prompt_ids, *answer.token_ids]
@@ -309,7 +309,7 @@ class Answering:
                     session = await stack.enter_async_context(self._open(job, text_ids, sampler, source.chain))
                     prefill = partial(job.shared.fork, session, text_ids)
                 except CorollaError:
-                    # There is no room left on that chain, perhaps on another one.
+                    # The first answer's chain has no room; another chain may have some.
                     job.shared.release()
                     session = await stack.enter_async_context(self._open(job, text_ids, sampler, None))
                     await session.restore(text_ids)
@@ -322,7 +322,7 @@ class Answering:
     async def _open(
         self, job: _Completion, text_ids: Sequence[int], sampler: SamplerRecord, chain: common_pb2.Chain | None
     ) -> AsyncIterator[ChainSession]:
-        """A session that lives as long as this context; on just this chain, or on the best one."""
+        """Opens a session for this context, on the given chain only, or without one on the best chain."""
         identity = SessionIdentity(secrets.token_bytes(16), 1, job.request.caller.tenant)
         max_tokens = len(job.prompt_ids) + job.max_tokens
         open_options = OpenOptions(
@@ -344,7 +344,7 @@ class Answering:
     def _deltas(
         self, session: ChainSession, answer: Answer, prefill: Prefill, meter: RequestMeter
     ) -> AsyncGenerator[Sequence[Delta], None]:
-        """An answer's deltas, those included that its caller has already."""
+        """Generates an answer's deltas, including those that its caller has already."""
         return generate(session, answer, AnswerReader(answer, meter.started_s), prefill, meter.count_drafts)
 
     def _max_tokens(self, num_prompt_tokens: int, request: AnyRequest) -> int:
@@ -366,9 +366,9 @@ class Answering:
         record: router_pb2.SessionRecord,
         index: int = 0,
     ) -> SamplerRecord:
-        """With a seed the random stream begins there; without one it continues that of the session.
+        """The sampler of an answer. A seed begins a random stream; without a seed it continues the session's stream.
 
-        What comes of the answer already was drawn from it, too. Of several answers each has a seed of its own.
+        Tokens that the caller has already were drawn from the same stream. Each of several answers has its own seed.
         """
         params, received_ids = request.sampling, request.resumption.received_ids
         state, num_draws = record.sampler_state, record.num_draws_since_state
@@ -407,7 +407,7 @@ class Answering:
         )
 
     async def _begun_answer(self, prompt_ids: Sequence[int], max_tokens: int, request: AnyRequest) -> Answer:
-        """An answer with the tokens that have come of it."""
+        """An answer that holds the tokens that its caller has already."""
         decider = StopDecider(
             max_new_tokens=max_tokens,
             eos_token_ids=self._limits.eos_token_ids,
@@ -416,7 +416,7 @@ class Answering:
         )
         answer = self._new_answer(prompt_ids, decider, request)
         if request.resumption.received_ids:
-            # Text is made of them in a thread: all answers share the event loop.
+            # A thread decodes them, since all answers share the event loop.
             await self._in_thread(request.resumption.replay_into, answer)
         return answer
 
@@ -431,7 +431,7 @@ class Answering:
     async def _answer_of_turn(
         self, prompt_ids: Sequence[int], max_tokens: int, request: AnyRequest
     ) -> tuple[Answer, AnyRequest]:
-        """An answer that continues, so that the session reaches its end though its caller may have all tokens."""
+        """The answer of a turn. If its caller has all tokens, the last one is generated again to end the turn."""
         answer = await self._begun_answer(prompt_ids, max_tokens, request)
         if answer.finish_reason is None:
             return answer, request
@@ -439,7 +439,7 @@ class Answering:
         return await self._begun_answer(prompt_ids, max_tokens, request), request
 
     async def _last_answer(self, record: router_pb2.SessionRecord, request: AnyRequest) -> list[Delta]:
-        """The answer of the session's last turn, which asks for no work."""
+        """The deltas of the session's last answer, from its record, without work for hops."""
         prompt_ids, tokens = read_last_answer(record)
         usage = request.caller.usage
         usage.prompt_tokens = usage.cached_tokens = len(prompt_ids)
@@ -449,7 +449,7 @@ class Answering:
 
 
 def _check_drafts(session: ChainSession, request: AnyRequest) -> None:
-    """Raises InvalidRequest where a draft model is asked for and there is none. What has begun goes on without one."""
+    """Raises InvalidRequest for a missing draft model. A resumed answer continues without one."""
     may_lack_one = session.has_draft_model or request.resumption.num_received > 0
     if request.speculation.mode is SpeculationMode.DRAFT_MODEL and not may_lack_one:
         raise InvalidRequest("speculation.mode", "this model has no draft model; prompt lookup needs none")

@@ -1,4 +1,4 @@
-"""The answer of a session's last turn as its record keeps it, for a caller who asks for that turn again."""
+"""Stores the answer of a session's last turn in its record, for callers that request the turn again."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -13,14 +13,13 @@ _BYTES_OF_AN_ALTERNATIVE: Final = 8
 
 
 def write_last_answer(record: pb.SessionRecord, answer: Answer, turn_name: str) -> None:
-    """Writes how the turn ended, and log probabilities, if there are any and the turn can be asked for again.
+    """Writes how the turn ended and, if the turn can be requested again, its log probabilities.
 
-    The token log is written elsewhere. A megabyte of log probabilities is kept, those of the last tokens: a caller
-    lacks what came last.
+    The token log is written elsewhere. At most a megabyte of log probabilities is kept, of the last tokens.
 
     Args:
-        answer: one that has ended. Tokens that its caller had before it was resumed have no log probabilities.
-        turn_name: empty where the caller gave none.
+        answer: an answer that has ended. Tokens that its caller had before it was resumed have no log probabilities.
+        turn_name: the name of the turn; empty if it has none.
     """
     if answer.finish_reason is not None:
         record.last_turn, record.last_finish_reason = turn_name, answer.finish_reason.value
@@ -39,7 +38,7 @@ def write_last_answer(record: pb.SessionRecord, answer: Answer, turn_name: str) 
 
 
 def read_last_answer(record: pb.SessionRecord) -> tuple[Sequence[int], list[SampledToken]]:
-    """The prompt of the last turn and its answer, which has log probabilities where the record has them."""
+    """The prompt and the answer of the last turn, with the log probabilities that the record has."""
     num_prompt_tokens = len(record.token_log) - record.last_answer_tokens
     answer_ids = record.token_log[num_prompt_tokens:]
     described = record.last_logprobs

@@ -1,4 +1,4 @@
-"""The loop that owns every token: prompt in, then step after step until the answer ends."""
+"""The loop that generates an answer: it processes the prompt, then takes steps until the answer ends."""
 
 import asyncio
 import time
@@ -9,7 +9,7 @@ from corolla.client.generation.answer import Answer, Delta
 from corolla.decoding.parameters import SampledToken
 
 CountDrafts = Callable[[int, int], None]
-"""Draft tokens that a step checked, and how many of them were right."""
+"""Takes the number of draft tokens that a step checked, and how many of them were right."""
 
 
 class AnswerReader:
@@ -24,7 +24,7 @@ class AnswerReader:
         self._started_s = started_s
 
     def read(self, token: SampledToken) -> bool:
-        """Takes the next token; whether another one is wanted behind it."""
+        """Takes the next token. Returns whether another one is wanted."""
         self._answer.accept(token, time.monotonic() - self._started_s)
         return self.wants_more
 
@@ -35,11 +35,11 @@ class AnswerReader:
 
 
 Prefill = Callable[[AnswerReader], Awaitable[None]]
-"""Has the chain process what it lacks of the prompt; the reader gets the token that follows."""
+"""Processes the rest of the prompt on the chain; the reader gets the token that follows."""
 
 
 class SharedPrompt:
-    """A prompt of several answers: the first session processes it, and `num_forks` others fork before it continues."""
+    """A prompt with several answers: one session processes it, and `num_forks` others fork it before it continues."""
 
     def __init__(self, num_forks: int) -> None:
         self.source: asyncio.Future[ChainSession] = asyncio.get_running_loop().create_future()
@@ -55,7 +55,7 @@ class SharedPrompt:
             await self._forked.wait()
 
     async def fork(self, session: ChainSession, prompt_ids: Sequence[int], reader: AnswerReader) -> None:
-        """Forks one of the others once the prompt is processed."""
+        """Forks the first session into another one when the prompt is processed."""
         await self._processed.wait()
         try:
             await session.fork_from(await self.source, prompt_ids, reader)
@@ -63,7 +63,7 @@ class SharedPrompt:
             self.release()
 
     def release(self) -> None:
-        """One of the others has forked, or needs no fork."""
+        """Records that one of the other sessions has forked, or needs no fork."""
         self._num_forks_left -= 1
         if self._num_forks_left <= 0:
             self._forked.set()
@@ -72,10 +72,9 @@ class SharedPrompt:
 async def generate(
     session: ChainSession, answer: Answer, reader: AnswerReader, prefill: Prefill, count_drafts: CountDrafts
 ) -> AsyncGenerator[Sequence[Delta], None]:
-    """Generates one answer token by token. While tokens become text, the hops are already computing the next ones.
+    """Generates one answer token by token. While tokens are decoded to text, the hops compute the next ones.
 
-    Tokens that came while the last ones were on their way to the caller are yielded together: whoever is slower than
-    the hops sends fewer and larger messages.
+    Tokens that arrive while the caller handles the last ones are yielded together: a slow caller gets fewer messages.
 
     A step may carry draft tokens. Every token is the choice of the session's sampler from the chain's logits, in order
     and with the same random stream; a draft token only decides whether the logits after it are there already. So the
@@ -90,7 +89,7 @@ async def generate(
 
 
 async def _read_on(session: ChainSession, reader: AnswerReader, count_drafts: CountDrafts) -> None:
-    """Reads the next round's tokens, and all others that are at hand."""
+    """Reads the next step's tokens, and all further ones that have arrived."""
     while True:
         num_drafted, num_taken = await session.decode(reader)
         if num_drafted:

@@ -1,4 +1,4 @@
-"""A caller's request for answers to one prompt, as every step from its message to its tokens shares it."""
+"""A caller's request for answers to one prompt, in the form that all parts of the client service use."""
 
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
@@ -14,17 +14,17 @@ Prompt = TypeVar("Prompt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerRequest(Generic[Prompt]):
-    """A caller, its prompt, and how its answers are made and end.
+    """A caller, its prompt, and how its answers are generated and end.
 
     Attributes:
-        num_bytes: of the message.
-        operation: what is asked for, as OpenTelemetry's conventions call it.
-        session_id: of the session that the answer continues; empty: of none.
-        adapter: its name; empty: the session's, or none.
+        num_bytes: the size of the request's message.
+        operation: the kind of request, by its name in OpenTelemetry's conventions.
+        session_id: the session that the answer continues; empty: none.
+        adapter: the adapter's name; empty: the session's adapter, or none.
         max_tokens: None leaves it to the service.
-        cache_salt: what is computed is shared only where it is the same.
-        speech: None where an answer is text and nothing else.
-        form: None where any text will do.
+        cache_salt: only requests with the same salt share computed prefixes.
+        speech: how chats separate reasoning and calls from text; None if an answer is only text.
+        form: the form that an answer must have; None allows any text.
     """
 
     caller: Caller

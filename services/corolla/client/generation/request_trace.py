@@ -1,4 +1,4 @@
-"""The span of a request, by OpenTelemetry's conventions for generative AI. It says how much, and never what."""
+"""The span of a request, by OpenTelemetry's conventions for generative AI. It has counts and never text."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ class RequestTraces:
     """Begins the spans of requests.
 
     Args:
-        model: its name.
+        model: the model's name.
         trusts_callers: see `spans.request`.
     """
 
@@ -23,7 +23,7 @@ class RequestTraces:
 
     @contextmanager
     def request(self, request: AnyRequest) -> Iterator[None]:
-        """A request from its coming in to its end; what it used is in its caller's usage by then."""
+        """Traces a request from its arrival to its end, with the caller's usage at the end."""
         name = f"{request.operation} {self.model}"
         with spans.request(name, request.caller.trace, trusts_caller=self.trusts_callers) as span:
             if span.is_sampled:

@@ -1,8 +1,7 @@
-"""Resumes an answer whose stream broke, in any client service. Nothing of it is remembered here.
+"""Resumes an answer whose stream broke, in any client service. No service keeps state for this.
 
-An answer follows from its request: the same prompt, options and random numbers give the same tokens. So a request that
-its caller named can be made again, and what has come of its answer is left out. A request that is named and has no seed
-takes its random numbers from the name.
+The same prompt, options and random numbers give the same tokens. So a request with a name can be sent again, and the
+answer leaves out the tokens that the caller has. A request with a name and without a seed gets its seed from the name.
 """
 
 import hashlib
@@ -17,10 +16,10 @@ from corolla.decoding.stopping import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """What a caller says of an answer that has begun, perhaps elsewhere: `num_received` tokens have come.
+    """The state of an answer that may have begun in another client service: the caller has `num_received` tokens.
 
-    `received_ids` are those tokens, if the caller still has them; the answer then need not be generated up to there.
-    A request without a name has begun nowhere.
+    `received_ids` are those tokens, if the caller sent them; then they need not be generated again. Without a name, no
+    answer has begun.
     """
 
     request_id: str = ""
@@ -28,7 +27,7 @@ class Resumption:
     received_ids: tuple[int, ...] = ()
 
     def turn_name(self, tenant: str) -> str:
-        """A name that only the same request of the same tenant has, or none. The caller's own name is not stored."""
+        """A name that only the same request of the same tenant has; empty without a request id, which is not stored."""
         return self._digest("turn", tenant).hex()[:32] if self.request_id else ""
 
     def seeded(self, params: SamplingParams, tenant: str) -> SamplingParams:
@@ -38,7 +37,7 @@ class Resumption:
         return replace(params, seed=int.from_bytes(self._digest("seed", tenant)[:7]))
 
     def replay_into(self, answer: Answer) -> None:
-        """Makes what came the answer's own, which may end with it. Raises InvalidRequest where it would have before."""
+        """Adds the received tokens to the answer. Raises InvalidRequest if it ends before the last of them."""
         for token_id in self.received_ids:
             if answer.finish_reason is not None:
                 raise _too_many(len(answer.tokens))
@@ -46,11 +45,11 @@ class Resumption:
         answer.deltas()
 
     def without_last(self) -> "Resumption":
-        """So that the last token that has come is generated again; its caller does not get it again."""
+        """A copy in which the last received token is generated again, though it is not sent again."""
         return replace(self, received_ids=self.received_ids[:-1])
 
     def unsent_of(self, deltas: Iterable[Delta]) -> Iterator[Delta]:
-        """Of a whole answer what has not come yet, and its end. Raises InvalidRequest where more came than there is."""
+        """The rest of a whole answer, with its end. Raises InvalidRequest if the caller claims to have more of it."""
         unsent = UnsentDeltas(replace(self, received_ids=()))
         return (left for delta in deltas if (left := unsent.select([delta])) is not None)
 
@@ -59,16 +58,16 @@ class Resumption:
 
 
 class UnsentDeltas:
-    """Tells which parts of an answer are to be sent, as they come one after the other."""
+    """Selects the parts of an answer that the caller lacks, as they come one after the other."""
 
     def __init__(self, resumption: Resumption) -> None:
         self._num_received = resumption.num_received
         self._num_tokens = len(resumption.received_ids)
 
     def select(self, deltas: Sequence[Delta]) -> Delta | None:
-        """What of these is to be sent, as one; None: nothing. Just the end of an answer whose last token has come.
+        """The part of these deltas to send, as one delta, or None. It may be only the end, without tokens.
 
-        Raises InvalidRequest where the answer ends, and more than all of it has come.
+        Raises InvalidRequest if the answer ends with fewer tokens than the caller received.
         """
         left = [each for delta in deltas if (each := self._select(delta)) is not None]
         return joined(left) if left else None
@@ -88,8 +87,8 @@ def replay_answer(answer: Answer, tokens: Sequence[SampledToken], finish_reason:
     """The deltas of a complete answer of at least one token.
 
     Args:
-        answer: an empty one, which decides about ends as the first one did.
-        finish_reason: of the first one; only time can have made another.
+        answer: an empty answer with the same stop conditions as the first one.
+        finish_reason: the finish reason of the first answer; only a time limit could give another one.
     """
     for token in tokens:
         answer.accept(token, 0.0)

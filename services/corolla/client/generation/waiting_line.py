@@ -1,4 +1,4 @@
-"""Who runs, who waits and who is refused, when more come than can run. Pure."""
+"""Decides which requests run, wait or are refused when there are more than can run. Pure."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -9,30 +9,30 @@ from corolla.chassis.errors import QueueFull, ShareExceeded
 Ticket = TypeVar("Ticket", bound=Hashable)
 
 _PARTS: Final = 16
-"""One of so many parts of the places is for tenants that have no more than that."""
+"""One part in this many of the places is reserved for tenants that have no more places than this part."""
 
 
 class WaitingLine(Generic[Ticket]):
     """A line, bounded in tickets and in bytes, that tenants share fairly.
 
-    A ticket takes a place for each of its sequences. The next places go to the tenant that has the fewest (of several,
-    to the one whose last turn is longest ago), and within a tenant to who came first. So each of T tenants that wait
-    comes to its share of 1/T of the places. Nobody overtakes a ticket that waits for several places; one for more than
-    its tenant can come to has as many as that.
+    A ticket takes a place for each of its sequences. The next places go to the tenant that has the fewest (among
+    equals, to the one whose last turn is longest ago), and within a tenant to its oldest ticket. So each of T waiting
+    tenants gets 1/T of the places. No ticket overtakes one that waits for several places. A ticket that wants more
+    places than its tenant can ever get takes that many.
 
-    A tenant may be guaranteed places. They stay free for it, so that a ticket within its guarantee comes in and runs at
-    once, whatever others do. Where there may be several tenants, a part of the places is for those that have no more
-    than this part; so no tenant has all places.
+    A tenant may be guaranteed places. They stay free for it, so that a ticket within its guarantee runs at once,
+    whatever others do. If there may be several tenants, a part of the places is reserved for tenants with no more
+    places than this part, so no tenant gets all places.
 
-    Where the line is full, the newest tickets of the tenant that has the largest share of it make room for who comes,
-    as long as that share is larger than the newcomer's own. A share is that of the tickets or of the bytes, whichever
-    is larger (Ghodsi et al.: "Dominant Resource Fairness", 2011).
+    If the line is full, a new ticket displaces the newest tickets of the tenant with the largest share of the line, as
+    long as that share is larger than the new ticket's tenant's. A tenant's share is the larger one of its shares of the
+    tickets and of the bytes (Ghodsi et al.: "Dominant Resource Fairness", 2011).
 
     Args:
-        max_running: places.
-        max_bytes: what all tickets hold, those that run and those that wait.
-        min_shares: in how many shares the whole is divided at least, as it is now, however few tenants are there.
-        guarantees: places by tenant as they are now, fewer than there are places in all.
+        max_running: the number of places.
+        max_bytes: the most bytes of all tickets, running and waiting.
+        min_shares: returns the least number of shares that the whole is divided into, however few tenants there are.
+        guarantees: returns the guaranteed places by tenant, fewer than `max_running` in all.
     """
 
     def __init__(
@@ -49,20 +49,20 @@ class WaitingLine(Generic[Ticket]):
         self._min_shares = min_shares
         self._guarantees = guarantees
         self._running: dict[Ticket, str] = {}
-        # By tenant, in order of arrival; no tenant without tickets.
+        # The waiting tickets by tenant, in order of arrival, without tenants that have none.
         self._waiting: dict[str, list[Ticket]] = {}
-        # Bytes of all tickets, and places that they take or wait for.
+        # The bytes of all tickets, and the places that they take or wait for.
         self._sizes: dict[Ticket, int] = {}
         self._places: dict[Ticket, int] = {}
-        # Places of the tickets that run.
+        # The places of running tickets by tenant.
         self._held: Counter[str] = Counter()
-        # When the tenants that run or wait had their last turn; those that had none yet are missing.
+        # The number of the last turn of each tenant with tickets; tenants without a turn so far are missing.
         self._last_turns: dict[str, int] = {}
         self._num_turns = 0
 
     @property
     def num_taken_places(self) -> int:
-        """Of those who run."""
+        """The number of places that running tickets take."""
         return self._held.total()
 
     @property
@@ -71,15 +71,15 @@ class WaitingLine(Generic[Ticket]):
 
     @property
     def num_bytes(self) -> int:
-        """What all tickets hold."""
+        """The bytes of all tickets."""
         return sum(self._sizes.values())
 
     def enter(
         self, tenant: str, ticket: Ticket, num_bytes: int, num_sequences: int = 1
     ) -> list[tuple[Ticket, QueueFull]]:
-        """Puts a ticket in line. Returns those that must leave for it, and the error that each gets; often none.
+        """Puts a ticket in the line. Returns the tickets that it displaces, each with its error; often none.
 
-        Raises QueueFull, and changes nothing, where there is no room and no other tenant has a larger share.
+        Raises QueueFull and changes nothing if there is no room and no other tenant has a larger share.
         """
         num_places = min(num_sequences, self._most_places(tenant))
         displaced = self._displaced(tenant, num_bytes, num_places)
@@ -92,12 +92,12 @@ class WaitingLine(Generic[Ticket]):
         return refusals
 
     def admit(self) -> list[Ticket]:
-        """Those who run from now on."""
+        """Moves tickets from the line to the running ones as places allow, and returns them."""
         admitted: list[Ticket] = []
         while self._waiting:
             tenant = min(self._waiting, key=self._turn)
             ticket = self._waiting[tenant][0]
-            # Guarantees may have grown since it came.
+            # Guarantees may have grown since the ticket came.
             self._places[ticket] = min(self._places[ticket], self._most_places(tenant))
             if not self._may_run(tenant, self._places[ticket]):
                 break
@@ -110,7 +110,7 @@ class WaitingLine(Generic[Ticket]):
         return admitted
 
     def _turn(self, tenant: str) -> tuple[bool, int, int]:
-        """The lowest of all tenants that wait is next."""
+        """The sorting key of a waiting tenant; the tenant with the lowest key is next."""
         is_guaranteed = self._is_guaranteed(tenant, self._places[self._waiting[tenant][0]])
         return not is_guaranteed, self._held[tenant], self._last_turns.get(tenant, 0)
 
@@ -118,7 +118,7 @@ class WaitingLine(Generic[Ticket]):
         return self._held[tenant] + num_more <= self._guarantees().get(tenant, 0)
 
     def _most_places(self, tenant: str) -> int:
-        """That a tenant can come to."""
+        """The most places that a tenant can ever get."""
         guarantees = self._guarantees()
         others = sum(places for each, places in guarantees.items() if each != tenant)
         return max(1, guarantees.get(tenant, 0), self._max_running - others - self._small_part())
@@ -133,7 +133,7 @@ class WaitingLine(Generic[Ticket]):
         return num_free >= num_kept
 
     def leave(self, ticket: Ticket) -> None:
-        """A ticket is done with, whether it ran, waited or was displaced."""
+        """Removes a ticket, whether it ran, waited or was displaced."""
         tenant = self._running.pop(ticket, None)
         if tenant is not None:
             self._held[tenant] -= self._places[ticket]
@@ -160,7 +160,7 @@ class WaitingLine(Generic[Ticket]):
         del self._sizes[ticket], self._places[ticket]
 
     def _displaced(self, tenant: str, num_bytes: int, num_more: int) -> list[tuple[str, Ticket]]:
-        """Who must leave for a newcomer. Raises QueueFull."""
+        """The tickets that a new one displaces, with their tenants. Raises QueueFull."""
         runs_at_once = self._may_run(tenant, num_more)
         if runs_at_once and self._is_guaranteed(tenant, num_more) and tenant not in self._waiting:
             return []
@@ -185,7 +185,7 @@ class WaitingLine(Generic[Ticket]):
         return displaced
 
     def _refusal(self, tenant: str, newcomer: str) -> QueueFull:
-        """Says whether the tenant met its own share of the service, or a service that all of them together fill."""
+        """The error for a refused ticket: the tenant exceeds its share, or all tenants together fill the service."""
         running = [each for each, owner in self._running.items() if owner == tenant]
         waiting = self._waiting.get(tenant, [])
         num_places = self._held[tenant] + len(waiting)
@@ -197,7 +197,7 @@ class WaitingLine(Generic[Ticket]):
         return QueueFull("the service has as many requests as it takes, running and waiting")
 
     def _small_part(self) -> int:
-        """Places for tenants that have no more than that."""
+        """The number of places that are reserved for tenants with no more places than that."""
         return self._max_running // _PARTS if self._min_shares() > 1 else 0
 
     def _share(self, tickets: Sequence[Ticket], num_more: int = 0, num_more_bytes: int = 0) -> float:

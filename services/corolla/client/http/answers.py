@@ -1,6 +1,6 @@
-"""What replies of all kinds of answers have in common, and how an answer's chunks become events.
+"""Parts of replies that all kinds of answers share, and the text of events.
 
-A token's event is put together from parts that are ready and one escaped string: it must cost next to nothing.
+A token's event is joined from ready parts and one escaped string, because it must be very cheap.
 """
 
 import json
@@ -26,7 +26,7 @@ FINISH_REASONS: Final[Mapping["pb.FinishReason.ValueType", str | None]] = {
     pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
 
-# To the standard of events these end no line, but to what many callers split lines with.
+# The standard of events does not count these as ends of lines, but many callers' functions do.
 _LINE_ENDS: Final = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 
@@ -35,7 +35,7 @@ class PromptTokensDetails(BaseModel):
 
 
 class Usage(BaseModel):
-    """What a request took."""
+    """What a request cost."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -50,7 +50,7 @@ class Usage(BaseModel):
 
 
 def usage_of(*counted: pb.Usage) -> Usage:
-    """Of one call, or of several that belong to one request."""
+    """The usage of one call, or of several calls that belong to one request."""
     prompt, completion = (sum(getattr(each, f"{kind}_tokens") for each in counted) for kind in ("prompt", "completion"))
     return Usage(
         prompt_tokens=prompt,
@@ -75,24 +75,24 @@ def now_s() -> int:
 
 
 def escaped(text: str) -> str:
-    """As JSON has it, quotes included, and in one line whoever reads it."""
+    """The text as a JSON string with its quotes, without any character that a reader may take for an end of line."""
     quoted = encode_basestring(text)
     return quoted if text.isascii() else quoted.translate(_LINE_ENDS)
 
 
 def compact(value: Any) -> str:
-    """JSON without blanks, in one line whoever reads it."""
+    """JSON without blanks, and without any character that a reader may take for an end of line."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return text if text.isascii() else text.translate(_LINE_ENDS)
 
 
 def ids_text(token_ids: Iterable[int]) -> str:
-    """A list of numbers in JSON."""
+    """A list of token ids in JSON."""
     return f"[{','.join(map(str, token_ids))}]"
 
 
 def logprob_facts(entries: Sequence[pb.TokenLogprob]) -> list[dict[str, Any]]:
-    """As chats have them. `bytes` are those of the text, which may be U+FFFD for a part of a character."""
+    """Log probabilities in the form of chats. `bytes` encode the text, which is U+FFFD for a partial character."""
     return [{**_token_facts(entry), "top_logprobs": [_token_facts(each) for each in entry.top]} for entry in entries]
 
 

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: its request as the protocol's."""
+"""`/v1/chat/completions`: its request, and the conversion to the protocol of gRPC."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -78,7 +78,7 @@ class FunctionName(Fields):
 
 
 class NamedTool(Fields):
-    """The tool that is to be called."""
+    """The tool that must be called."""
 
     type: Literal["function"]
     function: FunctionName
@@ -108,7 +108,7 @@ class ChatCompletionRequest(AnswerFields):
     verbosity: str | None = Tolerated
 
     def as_protocol(self) -> pb.ChatRequest:
-        """Raises InvalidRequest: fields contradict each other."""
+        """The request in the protocol of gRPC. Raises InvalidRequest if fields contradict each other."""
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise InvalidRequest("max_completion_tokens", "must not differ from max_tokens")
         if self.add_generation_prompt == self.continue_final_message:
@@ -136,7 +136,7 @@ class ChatCompletionRequest(AnswerFields):
 
 
 def message_of(given: ChatMessage) -> pb.ChatMessage:
-    """As the protocol has it."""
+    """The message in the protocol of gRPC."""
     parts = [part.text for part in given.content] if isinstance(given.content, list) else []
     is_one = len(parts) == 1
     return pb.ChatMessage(
@@ -178,10 +178,10 @@ def tool_choice_of(given: ToolMode | NamedTool | FunctionName | None) -> pb.Tool
 
 
 def struct_of(arguments: dict[str, Any]) -> Struct | None:
-    """Raises InvalidRequest: protobuf's JSON has no such value."""
+    """The arguments as protobuf's `Struct`. Raises InvalidRequest if it cannot hold a value."""
     if not arguments:
         return None
-    # Protobuf itself fails on what is too deep only when it copies the message.
+    # Protobuf itself fails on too deep values only when it copies the message.
     if depth_of(arguments) > MAX_ARGUMENT_DEPTH:
         raise InvalidRequest("chat_template_kwargs", f"must be at most {MAX_ARGUMENT_DEPTH} deep")
     struct = Struct()

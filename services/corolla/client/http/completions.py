@@ -1,4 +1,4 @@
-"""`/v1/completions`: its request as the protocol's, one for each of its prompts; replies and events of streams."""
+"""`/v1/completions`: its request, converted to a gRPC request for each prompt; replies and events of streams."""
 
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
@@ -27,7 +27,7 @@ class CompletionRequest(AnswerFields):
     best_of: Literal[1] | None = Field(None, description="Answers are not chosen from.")
 
     def as_protocol(self) -> list[pb.GenerateRequest]:
-        """One for each prompt. Raises InvalidRequest."""
+        """A request in the protocol of gRPC for each prompt. Raises InvalidRequest."""
         prompts = list(self._prompts())
         if not 1 <= len(prompts) <= MAX_PROMPTS:
             raise InvalidRequest("prompt", f"must be 1 to {MAX_PROMPTS} prompts")
@@ -58,7 +58,7 @@ class CompletionRequest(AnswerFields):
 
 
 class CompletionLogprobs(BaseModel):
-    """Of each token, in the order of the text."""
+    """The log probabilities of each token, in the order of the text."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -75,7 +75,7 @@ class CompletionChoice(BaseModel):
 
 
 class Completion(BaseModel):
-    """The completions of prompts; those of the second prompt are behind all those of the first."""
+    """The completions of all prompts, ordered by prompt."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -120,8 +120,8 @@ async def events(
     """The events of a stream: texts, an end for each completion, the usage if it is wanted, and `[DONE]`.
 
     Args:
-        chunks: with the number of their prompt.
-        num_completions: of each prompt.
+        chunks: the chunks, each with the number of its prompt.
+        num_completions: the number of completions of each prompt.
     """
     facts = {"id": new_id("cmpl-"), "object": "text_completion", "created": now_s(), "model": model}
     head = "data: " + compact(facts)[:-1] + (',"usage":null' if has_usage else "") + ',"choices":[{"index":'

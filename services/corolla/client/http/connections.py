@@ -1,4 +1,4 @@
-"""Connections of HTTP: uvicorn speaks with the caller, and no caller keeps a head back or takes all turns."""
+"""HTTP connections: uvicorn handles the protocol; here heads get a time limit, and reading is shared fairly."""
 
 import asyncio
 from collections.abc import Iterator
@@ -12,19 +12,19 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 _BYTES_PER_TURN: Final = 1024
 """A chunk of a body may be one byte, and costs about 20 microseconds."""
 _WHOLE_BODY_BYTES_PER_TURN: Final = 64 << 10
-"""Of a body whose length was said, which has no chunks."""
+"""The limit for a body with a content-length, which has no chunks."""
 
 
 class Connection(asyncio.BufferedProtocol):
     """A connection with one caller.
 
     Args:
-        head_timeout_s: in which the head of a request must have come, from the beginning or from its first byte.
+        head_timeout_s: seconds for a request's head to arrive, from the connection's beginning or the first byte.
 
     Attributes:
         is_open: whether TLS, if any, has begun.
-        lost: done when the connection has ended.
-        speaker: what is given the bytes; it is set before the connection begins.
+        lost: a future that is done when the connection has ended.
+        speaker: uvicorn's protocol, which gets the bytes; it is set before the connection begins.
     """
 
     speaker: H11Protocol
@@ -44,16 +44,16 @@ class Connection(asyncio.BufferedProtocol):
         return self._transport is not None
 
     def abort(self) -> None:
-        """Ends it, with all that its buffers hold."""
+        """Ends the connection and drops its buffers."""
         if self._transport is not None:
             self._transport.abort()
 
     @contextmanager
     def answering(self, num_body_bytes: int) -> Iterator[None]:
-        """While a request whose head has come is answered.
+        """A context for the answer to a request whose head has arrived.
 
         Args:
-            num_body_bytes: that follow; 0 where the body comes in chunks.
+            num_body_bytes: the size of the body; 0 for a body in chunks.
         """
         self._num_requests += 1
         self._num_whole_bytes = num_body_bytes
@@ -83,7 +83,7 @@ class Connection(asyncio.BufferedProtocol):
         data, self._buffer = bytes(memoryview(self._buffer)[:nbytes]), bytearray()
         self.speaker.data_received(data)
         if self._transport is not None and not self.speaker.flow.read_paused:
-            # uvloop would read on in the same turn.
+            # The pause keeps uvloop from reading more in the same turn of the event loop.
             self._transport.pause_reading()
             self._loop.call_soon(self._read_on)
 
@@ -117,13 +117,13 @@ class Connection(asyncio.BufferedProtocol):
 
 
 def connection_of(scope: Scope) -> Connection | None:
-    """That which a request came by."""
+    """The connection of a request, if it is known."""
     found: Connection | None = scope.get("state", {}).get("connection")
     return found
 
 
 def watched(app: ASGIApp) -> ASGIApp:
-    """The application, which tells each connection of the requests that it answers."""
+    """Wraps an application so that each connection knows which requests are being answered."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if (connection := connection_of(scope)) is None:

@@ -1,4 +1,4 @@
-"""The door through which HTTP comes in: what stands between a route and what it does."""
+"""The checks and counts between a route of HTTP and the code that answers it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -16,19 +16,19 @@ from corolla.client.http.metrics import HttpMetrics
 from corolla.client.http.origins import OwnPages
 
 Behaviour = Callable[[Exchange, Call[KeyHolder]], Awaitable[None]]
-"""Reads the request and replies. Raises errors of the tree."""
+"""Reads the request and replies. Raises errors of `corolla.errors`."""
 
 
 HeaderCheck = Callable[[Mapping[str, str]], None]
-"""Raises InvalidRequest: the request is not let in."""
+"""Checks the headers of a request. Raises InvalidRequest."""
 
 
 class Door:
     """Makes endpoints of behaviours.
 
     Args:
-        authenticate: as of gRPC.
-        pages: whose requests are let in; None: those of any page, since a key is asked for.
+        authenticate: finds the caller, as for gRPC.
+        pages: checks which web pages may send requests; None: all, since callers need a key.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class Door:
     def endpoint(
         self, route: str, behaviours: Mapping[str, Behaviour], *, is_open: bool = False, is_of_page: bool = False
     ) -> "Endpoint":
-        """What serves a route.
+        """The application for a route.
 
         Args:
-            behaviours: by the method of HTTP.
-            is_open: whether nobody is asked who they are; such calls are not in the audit log.
-            is_of_page: whether the service's own page reads it, and pages of other hosts must not.
+            behaviours: the behaviours by HTTP method.
+            is_open: whether callers need no key; such calls are not in the audit log.
+            is_of_page: whether the route is for the service's own page, and pages of other hosts must not read it.
         """
         guards = {
             method: Guard(
@@ -61,7 +61,7 @@ class Door:
         return Endpoint(behaviours, guards, self._metrics, self._limits, check)
 
     async def not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves what no route is for."""
+        """Answers requests for unknown paths."""
         exchange = Exchange(scope, receive, send, self._limits, self._metrics)
         await _refuse(exchange, 404, "not_found", "there is nothing at this path")
 
@@ -81,7 +81,7 @@ class Endpoint:
         behaviour = self.behaviours.get(scope["method"])
         if behaviour is None:
             allowed = ", ".join(sorted(self.behaviours))
-            await _refuse(exchange, 405, "method_not_allowed", f"must be asked by {allowed}", allow=allowed)
+            await _refuse(exchange, 405, "method_not_allowed", f"must be requested with {allowed}", allow=allowed)
             return
         guard = self.guards[scope["method"]]
         call = guard.begin(exchange)

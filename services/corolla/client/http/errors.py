@@ -1,4 +1,4 @@
-"""Errors of the tree in OpenAI's form. Pure."""
+"""Converts errors of `corolla.errors` to OpenAI's form. Pure."""
 
 import json
 import math
@@ -53,7 +53,7 @@ _CODES: Final = MappingProxyType(
 """OpenAI's codes by the label of the error tree, where the two differ."""
 
 CLIENT_CLOSED: Final = 499
-"""What metrics say of a request whose caller has left."""
+"""The status in metrics for a request whose caller has left."""
 
 _FIELDS: Final = MappingProxyType(
     {
@@ -70,12 +70,12 @@ _FIELDS: Final = MappingProxyType(
         "expected_turns": "previous_response_id",
     }
 )
-"""Names of the protocol, and of HTTP where it has another one."""
+"""HTTP's names for fields of gRPC's protocol, where the two differ."""
 _GROUPS: Final = re.compile(r"^(?:sampling|stopping)\.")
 
 
 class ErrorFacts(BaseModel):
-    """What went wrong."""
+    """An error."""
 
     message: str
     type: str = Field(description="Its kind, in OpenAI's words.")
@@ -84,19 +84,19 @@ class ErrorFacts(BaseModel):
 
 
 class ErrorReply(BaseModel):
-    """The body of every reply that is no success."""
+    """The body of every reply to a failed request."""
 
     error: ErrorFacts
 
 
 def status_of(error: CorollaError) -> int:
-    """The HTTP status of an error: it follows from whose fault that is, and from gRPC's code."""
+    """The HTTP status of an error, which depends on gRPC's code and on whether the caller is at fault."""
     match error:
         case MessageTooLarge():
             return 413
         case QueueFull():
             return 429
-        case StartupError():  # ends a process; no call fails of it
+        case StartupError():  # it ends a process, and no call raises it
             return 500
     if error.is_callers_fault:
         return _CALLERS_FAULTS[error.code.name]
@@ -104,7 +104,7 @@ def status_of(error: CorollaError) -> int:
 
 
 def facts_of(error: CorollaError) -> dict[str, Any]:
-    """`{"message", "type", "param", "code"}`."""
+    """The error's facts: `{"message", "type", "param", "code"}`."""
     message, param = error.message, None
     if isinstance(error, InvalidRequest) and error.violations:
         violations = [(_field(name), text) for name, text in error.violations]
@@ -121,13 +121,13 @@ def body_of(error: CorollaError) -> bytes:
 
 
 def headers_of(error: CorollaError) -> dict[str, str]:
-    """What else a reply says: when the same call may succeed."""
+    """Further headers of an error's reply: when to retry."""
     if error.retry_after_s is None:
         return {}
     return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
 
 
 def _field(name: str) -> str:
-    """A field as callers over HTTP know it."""
+    """HTTP's name for a field of gRPC's protocol."""
     head, bracket, rest = name.partition("[")
     return _GROUPS.sub("", _FIELDS.get(head, head)) + bracket + rest

@@ -1,4 +1,4 @@
-"""One HTTP request and its reply: the body is read within limits, the reply leaves whole or as a stream of events."""
+"""One HTTP request and its reply: it reads the body within limits, and sends the reply whole or as events."""
 
 import asyncio
 import re
@@ -36,15 +36,15 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 class HeldBytes:
-    """Bytes of all bodies that are being read, which have a bound together."""
+    """Limits the bytes of all bodies that are being read."""
 
     def __init__(self, max_bytes: int) -> None:
         self._left = max_bytes
 
     def take(self, num_bytes: int) -> None:
-        """Raises QueueFull."""
+        """Counts bytes. Raises QueueFull."""
         if num_bytes > self._left:
-            raise QueueFull("the service reads as many requests as it may; try again")
+            raise QueueFull("the service is reading too many requests; try again")
         self._left -= num_bytes
 
     def give_back(self, num_bytes: int) -> None:
@@ -53,12 +53,12 @@ class HeldBytes:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What bounds an exchange.
+    """The limits of an exchange.
 
     Attributes:
-        max_bytes: of one body.
-        read_timeout_s: in which a body must have come.
-        reader_timeout_s: how long a caller may take nothing of what it is sent.
+        max_bytes: the most bytes of a body.
+        read_timeout_s: seconds within which a body must arrive.
+        reader_timeout_s: seconds that a caller may read nothing of its reply.
     """
 
     max_bytes: int
@@ -68,12 +68,12 @@ class Limits:
 
 
 class Exchange:
-    """A request and its reply, as ASGI has them.
+    """A request and its reply over ASGI.
 
     Attributes:
-        request_id: that of the caller, or a new one.
-        is_left: whether the caller has gone.
-        has_begun: whether a stream of events has begun, so that there is no other status any more.
+        request_id: the caller's id of the request, or a new one.
+        is_left: whether the caller has left.
+        has_begun: whether a stream of events has begun, after which the status cannot change.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits, metrics: HttpMetrics) -> None:
@@ -108,12 +108,12 @@ class Exchange:
 
     @property
     def path_parameters(self) -> Mapping[str, str]:
-        """What the route's pattern found."""
+        """The parameters in the path, by the route's pattern."""
         found: Mapping[str, str] = self.scope.get("path_params", {})
         return found
 
     async def read(self, kind: type[Body]) -> Body:
-        """The body as a value. Raises InvalidRequest, MessageTooLarge, QueueFull, DeadlineExceeded."""
+        """Reads the body as a value. Raises InvalidRequest, MessageTooLarge, QueueFull, DeadlineExceeded."""
         data = await self._body()
         media = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media != JSON:
@@ -124,11 +124,11 @@ class Exchange:
             raise _refusal(failure) from None
 
     async def without_body(self) -> None:
-        """Reads what comes though nobody asked for it, to know when the caller leaves."""
+        """Reads and drops a body that the route does not need, to notice when the caller leaves."""
         await self._body()
 
     async def _body(self) -> bytes:
-        """All of it. From here on, the caller's leaving cancels the present task."""
+        """Reads the whole body. Afterwards, the current task is cancelled if the caller leaves."""
         limits, parts, num_bytes = self._limits, [], 0
         if self.headers.get("content-encoding", "identity").lower() != "identity":
             raise MalformedMessage("content-encoding", "compressed bodies are not read")
@@ -163,7 +163,7 @@ class Exchange:
         )
 
     async def _watch(self, handling: asyncio.Task[Any] | None) -> None:
-        """Cancels who handles the request when its caller leaves."""
+        """Cancels the task that handles the request when its caller leaves."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self.is_left = True
@@ -173,7 +173,7 @@ class Exchange:
     # --- the reply -----------------------------------------------------------------------------------------------
 
     async def reply(self, content: bytes, *, kind: str = JSON, status: int = 200, **headers: str) -> None:
-        """The whole reply."""
+        """Sends a whole reply."""
         self.end_watch()
         if not self._is_read:
             headers["connection"] = "close"
@@ -185,7 +185,7 @@ class Exchange:
             await self._send_out({"type": "http.response.body", "body": b""})
 
     async def reply_error(self, error: CorollaError, **headers: str) -> None:
-        """The reply that says why there is no other one; where a stream has begun, its last event."""
+        """Sends an error as the reply, or as the last event of a stream that has begun."""
         if not self.has_begun:
             headers |= headers_of(error)
             await self.reply(body_of(error), status=status_of(error), **headers)
@@ -194,10 +194,10 @@ class Exchange:
         await self._send_out({"type": "http.response.body", "body": b"event: error\ndata: " + body_of(error) + b"\n\n"})
 
     async def stream(self, events: AsyncGenerator[bytes, None], *, is_watch: bool = False) -> None:
-        """The reply as events, as they come. It begins with the first one: what fails before has a status.
+        """Sends events as they come. The reply begins with the first event, so an earlier failure sets the status.
 
         Args:
-            is_watch: whether it is no answer, and has no end of its own.
+            is_watch: whether the stream has no end of its own and counts as a watcher, not as an answer.
         """
         with (self._metrics.watchers if is_watch else self._metrics.open_streams).track_inprogress():
             await self._stream(events)
@@ -213,13 +213,13 @@ class Exchange:
                 await self._send_out({"type": "http.response.body", "body": data, "more_body": True})
 
     def end_watch(self) -> None:
-        """The caller may leave now: the reply is all there."""
+        """Stops watching whether the caller leaves: the reply is complete."""
         if self._watching is not None:
             self._watching.cancel()
             self._watching = None
 
     def abort(self) -> None:
-        """Ends the connection, with all that its buffers hold."""
+        """Ends the connection and drops its buffers."""
         if (connection := connection_of(self.scope)) is not None:
             connection.abort()
 
@@ -229,7 +229,7 @@ class Exchange:
         return {"type": "http.response.start", "status": status, "headers": encoded}
 
     async def _send_out(self, message: Message) -> None:
-        """Raises CallerStalled."""
+        """Sends a part of the reply. Raises CallerStalled."""
         try:
             async with asyncio.timeout(self._limits.reader_timeout_s):
                 await self._send(message)
@@ -239,7 +239,7 @@ class Exchange:
             ) from None
 
     async def _linger(self) -> None:
-        """Drops what a refused caller still sends, for a moment: who is cut off while sending may not see the reply."""
+        """Drops the rest of a refused request for a moment: a caller cut off while sending may miss the reply."""
         if "expect" in self.headers:
             return
         try:
@@ -251,8 +251,8 @@ class Exchange:
 
 
 def _refusal(failure: ValidationError) -> InvalidRequest:
-    """What is wrong with a body, by field; never what stands there."""
-    # The facts of each fault take far more than the bytes that it was sent with.
+    """The faults of a body by field, without the values in it."""
+    # The description of a fault takes far more memory than the bytes that caused it.
     if failure.error_count() > _MAX_FAULTS:
         return InvalidRequest("body", f"has more than {_MAX_FAULTS} faults")
     problems = failure.errors(include_url=False, include_context=False, include_input=False)
@@ -264,7 +264,7 @@ def _refusal(failure: ValidationError) -> InvalidRequest:
 
 
 def _place(location: tuple[int | str, ...]) -> str:
-    """`messages[0].content`, without the names that pydantic gives to the kinds of a union."""
+    """The path of a field, such as `messages[0].content`, without pydantic's names for the members of a union."""
     text = ""
     for part in location:
         if isinstance(part, int):

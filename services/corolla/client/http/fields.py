@@ -1,4 +1,4 @@
-"""Fields that several requests of HTTP have, and what they are in the protocol. Ranges are the servicer's to check."""
+"""Fields that several HTTP requests share, and their conversion to gRPC's protocol. The servicer checks ranges."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from corolla.chassis.errors import InvalidRequest
 from corolla.v1 import generation_pb2 as pb
 
 DEFAULT_TEMPERATURE: Final = 1.0
-"""OpenAI's. gRPC's own default is greedy."""
+"""OpenAI's default. The default of gRPC is greedy."""
 
 
 Element = TypeVar("Element")
@@ -18,7 +18,7 @@ Name = TypeVar("Name")
 
 ListOf = Annotated[list[Element], Field(fail_fast=True)]
 MappingOf = Annotated[dict[Name, Element], Field(fail_fast=True)]
-"""Refused at the first element that is wrong: each further fault would take memory and time for nobody."""
+"""Lists and mappings fail at the first wrong element: collecting further faults would waste memory and time."""
 
 Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
@@ -28,13 +28,13 @@ Tolerated = Field(None, description="Taken, and without effect here.")
 
 
 class Fields(BaseModel):
-    """A body, or a part of one: a field that it does not know is refused by its name."""
+    """A body, or a part of one. Unknown fields are refused by name."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class StreamOptions(Fields):
-    """What a stream brings with the answer."""
+    """What a stream sends in addition to the answer."""
 
     include_usage: bool = Field(False, description="A last event with the usage, and no choice.")
     include_obfuscation: bool | None = Tolerated
@@ -55,7 +55,7 @@ class SamplingFields(Fields):
     cache_salt: str = Field("", description="What is computed is shared only with requests of the same salt.")
 
     def sampling(self) -> pb.SamplingParameters:
-        """As the protocol has it."""
+        """The sampling parameters in the protocol of gRPC."""
         sampling = pb.SamplingParameters(
             temperature=DEFAULT_TEMPERATURE if self.temperature is None else self.temperature
         )
@@ -64,7 +64,7 @@ class SamplingFields(Fields):
 
 
 class AnswerFields(SamplingFields):
-    """How an answer is made, of completions and of chats."""
+    """How an answer is made, for completions and chats."""
 
     n: Int32 | None = Field(None, description="Answers, 1 to 16.")
     stream: bool | None = None
@@ -109,7 +109,7 @@ class AnswerFields(SamplingFields):
         return sampling
 
     def stopping(self, max_tokens: int | None) -> pb.StoppingParameters:
-        """When the answer ends, as the protocol has it."""
+        """The stopping parameters in the protocol of gRPC."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         stopping = pb.StoppingParameters(stop=stop, ignore_eos=self.ignore_eos)
         _set(stopping, self, ("time_limit_ms",))
@@ -118,7 +118,7 @@ class AnswerFields(SamplingFields):
         return stopping
 
     def shared(self, max_tokens: int | None) -> dict[str, Any]:
-        """The fields that requests of both kinds have, by the protocol's names."""
+        """The fields that completions and chats share, by the protocol's names."""
         mode = pb.SpeculationMode.Value(f"SPECULATION_MODE_{(self.speculation or 'unspecified').upper()}")
         speculation = pb.SpeculationParameters(mode=mode)
         _set(speculation, self, ("max_draft_tokens",))
@@ -180,7 +180,7 @@ ResponseFormat = Annotated[
 
 
 def response_format(given: ResponseFormat | None) -> pb.ResponseFormat | None:
-    """As the protocol has it. Raises InvalidRequest."""
+    """The form of an answer in the protocol of gRPC. Raises InvalidRequest."""
     match given:
         case None | TextFormat():
             return None
@@ -197,19 +197,19 @@ def response_format(given: ResponseFormat | None) -> pb.ResponseFormat | None:
 
 
 def json_schema_format(schema: Mapping[str, Any] | None, field: str) -> pb.ResponseFormat:
-    """Raises InvalidRequest: there is no schema."""
+    """The form of a JSON schema. Raises InvalidRequest if the schema is missing."""
     if schema is None:
         raise InvalidRequest(field, "must be set")
     return pb.ResponseFormat(json_schema=as_json(schema))
 
 
 def as_json(value: Any) -> str:
-    """In one line, its members in their order."""
+    """The value as JSON in one line, with its members in their order."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _set(target: Any, source: BaseModel, names: Sequence[str]) -> None:
-    """Sets the fields of a message that are given."""
+    """Copies the fields that are set to a message."""
     for name in names:
         if (value := getattr(source, name)) is not None:
             setattr(target, name, value)

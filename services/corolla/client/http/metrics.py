@@ -1,4 +1,4 @@
-"""What is counted of HTTP."""
+"""The metrics of HTTP."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ class HttpMetrics:
     """Requests by route and status; their errors count with those of gRPC.
 
     Args:
-        rpc: count errors by their label.
+        rpc: the metrics of gRPC, which count errors by label.
     """
 
     def __init__(self, registry: CollectorRegistry, rpc: RpcMetrics) -> None:

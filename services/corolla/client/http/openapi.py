@@ -1,4 +1,4 @@
-"""What can be asked over HTTP, in one table, and what is made from it: the OpenAPI document, and the routes."""
+"""The table of HTTP operations, from which the OpenAPI document and the routes are made."""
 
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -46,16 +46,16 @@ _ERRORS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a method of HTTP does at a path.
+    """One HTTP method at one path.
 
     Attributes:
-        path: as the document has it. A parameter may hold slashes if it is the last part.
-        does: the method of the surface; its docstring is what the document says.
-        reply: what is written, where that is no stream; of a watch, the data of each event.
-        body: what is read; None: nothing.
+        path: the path in the document. Its last part may be a parameter that holds slashes.
+        does: the method of the surface; its docstring is the summary in the document.
+        reply: the body of a reply without stream; for a watch, the data of each event.
+        body: the body of the request; None: it has none.
         streams: whether the reply may be a stream of events.
-        is_watch: whether it is a stream of events for as long as the caller stays.
-        is_open: whether nobody is asked who they are.
+        is_watch: whether the reply is a stream of events for as long as the caller stays.
+        is_open: whether callers need no key.
     """
 
     path: str
@@ -83,16 +83,16 @@ OPERATIONS: Final = (
     Operation("/detokenize", "POST", Surface.detokenize, tokenization.Detokenized, tokenization.DetokenizeRequest),
     Operation("/health", "GET", Surface.health, surface.Health, is_open=True),
 )
-"""All that can be asked, but for the document itself."""
+"""All operations, except the one for the document itself."""
 
 OF_THE_PAGE: Final = (
     Operation("/v1/placement", "GET", Surface.watch_placement, placement_facts.PlacementFacts, is_watch=True),
 )
-"""What can be asked where there is a page that asks it."""
+"""The operations that exist only together with the page."""
 
 
 def document(operations: Sequence[Operation]) -> dict[str, Any]:
-    """OpenAPI 3.1."""
+    """The OpenAPI 3.1 document."""
     named, definitions = models_json_schema(_models(operations), ref_template=_REFERENCES)
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
@@ -149,7 +149,7 @@ def _contents(operation: Operation, named: Mapping[Any, Any]) -> Iterator[tuple[
 
 
 def router(door: Door, surface: Surface, *, has_page: bool) -> Router:
-    """The application that serves all of them."""
+    """The application that serves all operations."""
     operations = (*OPERATIONS, *(OF_THE_PAGE if has_page else ()))
     described = json.dumps(document(operations)).encode()
 
@@ -162,7 +162,7 @@ def router(door: Door, surface: Surface, *, has_page: bool) -> Router:
         found = list(group)
         behaviours = {each.method: partial(each.does, surface) for each in found}
         endpoint = door.endpoint(path, behaviours, is_open=found[0].is_open, is_of_page=found[0].is_watch)
-        # Names of models of a hub have slashes.
+        # A model's name may be a hub id, which has a slash.
         routes.append(Route(path.replace("{model}", "{model:path}"), endpoint))
     for path, show in pages() if has_page else ():
         routes.append(Route(path, door.endpoint("/page", {"GET": show}, is_open=True)))

@@ -1,7 +1,7 @@
-"""Which web pages may ask a service that asks nobody for a key. Pure.
+"""Decides which web pages may send requests to a service without keys. Pure.
 
-A page of any host can make its reader's browser send requests to the reader's own machine. Browsers say whose page it
-was; a name of the page's own that leads to this machine is the page's host and the request's at once.
+A page of any host can make the browser send requests to the user's own machine. Browsers name the page's host in
+`origin`. But an attacker's host name may resolve to this machine; then page and request have the same host.
 """
 
 import ipaddress
@@ -11,32 +11,32 @@ from corolla.chassis.errors import InvalidRequest
 
 
 class OwnPages:
-    """Lets in requests of no page, and of pages of the service's own host.
+    """Accepts requests that come from no page, or from pages of the service's own host.
 
     Args:
-        host: where the service listens; empty: everywhere.
+        host: the address that the service listens on; empty: all.
     """
 
     def __init__(self, host: str) -> None:
         self._is_loopback = _is_loopback(host)
 
     def check(self, headers: Mapping[str, str]) -> None:
-        """Raises InvalidRequest."""
+        """Checks a request's headers. Raises InvalidRequest."""
         origin, host = headers.get("origin"), headers.get("host", "").lower()
         if origin is None:
             return
         if origin.lower().partition("://")[2] != host or (self._is_loopback and not _is_loopback(_name(host))):
-            raise InvalidRequest("origin", "pages of other hosts are not served where nobody is asked for a key")
+            raise InvalidRequest("origin", "pages of other hosts are refused by a service without keys")
 
     def check_reader(self, headers: Mapping[str, str]) -> None:
-        """Of what pages read: browsers do not say whose page reads from its own host. Raises InvalidRequest."""
+        """Checks a reading request: browsers send no `origin` from a page of the same host. Raises InvalidRequest."""
         self.check(headers)
         if self._is_loopback and not _is_loopback(_name(headers.get("host", "").lower())):
-            raise InvalidRequest("host", "must be this machine's own where nobody is asked for a key")
+            raise InvalidRequest("host", "must be this machine's own for a service without keys")
 
 
 def _name(host: str) -> str:
-    """Without its port."""
+    """The host without its port."""
     name, colon, port = host.rpartition(":")
     return name if colon and port.isdecimal() else host
 

@@ -21,7 +21,7 @@ HEADERS: Final[Mapping[str, Any]] = MappingProxyType(
         "cache-control": "no-cache",
     }
 )
-"""Nothing comes from elsewhere, no script stands in the page, and no text becomes markup, whatever a model writes."""
+"""The page loads nothing from other hosts, has no inline scripts, and never treats a model's text as markup."""
 
 _INDEX: Final = "index.html"
 _KINDS: Final = MappingProxyType({".css": "text/css", ".html": "text/html", ".js": "text/javascript"})
@@ -29,7 +29,7 @@ _PICTURE: Final = "image/svg+xml"
 
 
 def pages() -> Iterator[tuple[str, Behaviour]]:
-    """Each path with what shows its file. Nobody is asked for a key: the files are the same everywhere."""
+    """Yields each path with the behaviour that sends its file. Callers need no key: the files are not secret."""
     for file in (resources.files(__package__) / "static").iterdir():
         path = "/" if file.name == _INDEX else f"/page/{file.name}"
         kind = _KINDS.get(file.name[file.name.rindex(".") :], _PICTURE)

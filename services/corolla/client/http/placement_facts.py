@@ -1,6 +1,6 @@
-"""The placement as a caller may see it. Pure.
+"""The placement in the form that callers may see. Pure.
 
-Callers learn what serves them and how it is doing: neither where a server is, nor its id, nor anything of a session.
+Callers see the servers and their load, but no addresses, no ids and nothing about sessions.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ class ServerFacts(BaseModel):
 
 
 class Moved(BaseModel):
-    """Blocks that went from one server to another."""
+    """Blocks that moved from one server to another."""
 
     blocks: Blocks
     lost: str
@@ -58,7 +58,7 @@ class RecoveryFacts(BaseModel):
 
 
 class PlacementFacts(BaseModel):
-    """Who holds which blocks."""
+    """The servers and the blocks that they hold."""
 
     model: str
     num_blocks: int
@@ -74,11 +74,11 @@ def placement_facts(
     num_answers: Mapping[str, int],
     recoveries: Iterable[RecoveryFacts],
 ) -> PlacementFacts:
-    """What is pushed to those who watch.
+    """The facts that are sent to watchers.
 
     Args:
-        servers: that hold the weights which are asked.
-        num_answers: that go through each server, by its id.
+        servers: the servers that hold this model's weights.
+        num_answers: the number of answers that use each server, by its id.
     """
     found = [_server(each, num_answers.get(each.server.server_id, 0)) for each in servers]
     ready = [Span(*each.blocks) for each in found if each.state == "ready"]
@@ -92,7 +92,7 @@ def placement_facts(
 
 
 def name_of(server_id: str) -> str:
-    """What callers call a server: no two of thousands. Its id has 128 random bits, which nobody finds by trying."""
+    """The public name of a server, unique among thousands. It does not reveal the id, which has 128 random bits."""
     return hashlib.sha256(server_id.encode()).hexdigest()[:_NAME_CHARS]
 
 

@@ -1,4 +1,4 @@
-"""The placement as a stream of events: made once for all who watch, at a bounded rate, and for a bounded number."""
+"""Streams the placement as events: each event is made once for all watchers, and rate and watchers are limited."""
 
 import asyncio
 from collections import Counter
@@ -10,19 +10,19 @@ from corolla.client.api.tenants import KeyHolder
 from corolla.client.http.placement_facts import PlacementFacts
 
 INTERVAL_S: Final = 0.25
-"""Between two events at least."""
+"""The least time between two events."""
 _SILENCE_S: Final = 15.0
 _STILL_THERE: Final = b": \n\n"
 _RETRY_S: Final = 5.0
 
 
 class PlacementStream:
-    """What everybody who watches is sent.
+    """The stream of placements for all watchers.
 
     Args:
-        describe: the placement now.
-        max_watchers: at a time.
-        max_of_tenant: of them, of one tenant; asked whenever somebody comes.
+        describe: returns the current placement.
+        max_watchers: the most watchers at a time.
+        max_of_tenant: returns the most watchers of one tenant; called for each new watcher.
     """
 
     def __init__(
@@ -41,19 +41,19 @@ class PlacementStream:
         return self._watchers.total()
 
     def close(self) -> None:
-        """Ends all streams, which is no failure of them, and begins none any more."""
+        """Ends all streams without an error, and starts no new ones."""
         self._closed.set()
 
     async def watch(self, caller: KeyHolder) -> AsyncGenerator[bytes, None]:
-        """Events: the placement now, and again after changes; a comment where nothing changes for long.
+        """Yields events: the current placement, and again after changes; after long silence, a comment.
 
         Raises:
-            QueueFull: too many watch.
-            ServiceStopping: the service stops already.
-            Unauthenticated: the caller's key is good no more.
+            QueueFull: there are too many watchers.
+            ServiceStopping: the service is stopping.
+            Unauthenticated: the caller's key is no longer valid.
         """
         if self.num_watchers >= self._max_watchers or self._watchers[caller.tenant] >= self._max_of_tenant():
-            raise QueueFull("as many watch the placement as may; try again", retry_after_s=_RETRY_S)
+            raise QueueFull("too many callers watch the placement; try again", retry_after_s=_RETRY_S)
         if self._closed.is_set():
             raise ServiceStopping("the service stops; watch another one")
         self._watchers[caller.tenant] += 1
@@ -72,10 +72,10 @@ class PlacementStream:
                 await self._wait()
         finally:
             self._watchers[caller.tenant] -= 1
-            self._watchers += Counter()  # keeps no tenant that does not watch
+            self._watchers += Counter()  # removes tenants without watchers
 
     def _now(self, now_s: float) -> bytes:
-        """The same for all who ask within the interval."""
+        """The current event, the same for all watchers within the interval."""
         if now_s - self._described_s >= INTERVAL_S:
             self._event = b"data: " + self._describe().model_dump_json().encode() + b"\n\n"
             self._described_s = now_s

@@ -1,4 +1,4 @@
-"""The newest recoveries of a client service, for people who watch. Nothing in it tells whose sessions they were.
+"""The newest recoveries of a client service, for watchers. It does not say whose sessions they were.
 
 Pure: the clock is passed in.
 """
@@ -16,10 +16,10 @@ TOGETHER_S: Final = 5.0
 
 
 class RecoveryLog:
-    """Holds MAX_ENTRIES.
+    """Holds the newest MAX_ENTRIES recoveries.
 
     Args:
-        clock: in seconds since 1970.
+        clock: returns the seconds since 1970.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -28,11 +28,11 @@ class RecoveryLog:
         self._num_entries = 0
 
     def __iter__(self) -> Iterator[RecoveryFacts]:
-        """Oldest first."""
+        """Iterates over the entries, oldest first."""
         return iter(self._entries)
 
     def add(self, report: RecoveryReport) -> None:
-        """A session has recovered just now."""
+        """Adds a recovery that has just ended."""
         now_s, seconds = round(self._clock(), 3), round(report.seconds, 4)
         moved = [
             Moved(blocks=(each.blocks.start, each.blocks.end), lost=name_of(each.lost), found=name_of(each.found))

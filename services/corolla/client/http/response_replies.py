@@ -20,7 +20,7 @@ class OutputDetails(BaseModel):
 
 
 class ResponseUsage(BaseModel):
-    """What a response took."""
+    """What a response cost."""
 
     input_tokens: int
     input_tokens_details: InputDetails
@@ -36,7 +36,7 @@ class Incomplete(BaseModel):
 
 
 class Response(BaseModel):
-    """An answer, and what it was asked with."""
+    """An answer, with the options of its request."""
 
     id: str
     object: Literal["response"] = "response"
@@ -67,10 +67,10 @@ _CUT_OFF: Final = frozenset({pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_TIME_LIMI
 
 
 class Reply:
-    """A response from its request on.
+    """Writes the reply to a request for a response.
 
     Args:
-        response_id: by which it can be continued, where it is stored.
+        response_id: the response's id, by which it can be continued if it is stored.
     """
 
     def __init__(self, request: ResponseRequest, response_id: str, model: str) -> None:
@@ -147,10 +147,10 @@ class Reply:
 
 
 class _Writer:
-    """Puts the events of one answer together: its items come one after the other.
+    """Makes the events of one answer, whose items come one after the other.
 
     Attributes:
-        output: the items that are whole.
+        output: the complete items.
     """
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ class _Writer:
         return text
 
     def take(self, chunk: pb.ChatChunk) -> str:
-        """The events of what a chunk adds."""
+        """The events for a chunk."""
         text = ""
         if chunk.reasoning_delta:
             text += self._extend("reasoning", chunk.reasoning_delta)
@@ -178,7 +178,7 @@ class _Writer:
         return text
 
     def end(self) -> str:
-        """The events of the last item's end. An answer without any has an empty message."""
+        """The events that end the last item. An answer without items gets an empty message."""
         text = "" if self._open is not None or self.output else self._begin(_OpenItem("message", 0))
         return text + self._close()
 
@@ -198,7 +198,7 @@ class _Writer:
 
     @property
     def _next_index(self) -> int:
-        """Of the item that begins next: the open one, if any, stands before it."""
+        """The index of the next item, which comes after the open one, if any."""
         return len(self.output) + (self._open is not None)
 
     def _begin(self, item: "_OpenItem") -> str:
@@ -221,7 +221,7 @@ class _Writer:
 
 
 class _OpenItem:
-    """An item that grows: a message, what the model thought, or a call."""
+    """An item that grows: a message, reasoning, or a call."""
 
     def __init__(self, kind: str, index: int, call_id: str = "", name: str = "") -> None:
         self.kind, self.index = kind, index
@@ -234,7 +234,7 @@ class _OpenItem:
         if self.part_kind:
             self.place["content_index"] = 0
         self._events = f"response.{self.part_kind or 'function_call_arguments'}"
-        # What stands before and behind the number of each delta's event.
+        # The text before and after the number in each delta's event.
         self.delta_head = f'event: {self._events}.delta\ndata: {{"type":"{self._events}.delta","sequence_number":'
         self.delta_place = "," + compact(self.place)[1:-1] + ","
         self.no_logprobs = ',"logprobs":[]' if kind == "message" else ""
@@ -246,7 +246,7 @@ class _OpenItem:
         return {"type": "reasoning_text", "text": text}
 
     def facts(self, status: str) -> dict[str, Any]:
-        """The item as it is."""
+        """The item so far."""
         text = "".join(self.parts)
         if self.kind == "function_call":
             return _call(self._id, self._call_id, self._name, text, status)
@@ -256,7 +256,7 @@ class _OpenItem:
         return facts if status == "completed" else {**facts, "content": []}
 
     def ends(self, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The events that say that it is whole, but for the last one."""
+        """The events that say that the item is complete, except the last one."""
         if self.kind == "function_call":
             yield f"{self._events}.done", {**self.place, "name": self._name, "arguments": text}
             return

@@ -1,4 +1,4 @@
-"""`/v1/responses`: its request as the protocol's. A stored response is a turn of a session, and its id says which."""
+"""`/v1/responses`: its request. A stored response is a turn of a session, and its id names session and turn."""
 
 import re
 import secrets
@@ -59,7 +59,7 @@ class FunctionCallItem(Item):
 
 
 class FunctionOutputItem(Item):
-    """What a called function gave."""
+    """The result of a called function."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -94,7 +94,7 @@ class FunctionTool(Function):
 
     @property
     def is_strict(self) -> bool:
-        """OpenAI's default here, unlike that of chats."""
+        """Whether the arguments must fit the schema. OpenAI's default is true here, unlike in chats."""
         return self.strict is not False and self.parameters is not None
 
 
@@ -123,7 +123,7 @@ class ResponseStreamOptions(Fields):
 
 
 class ResponseRequest(SamplingFields):
-    """A conversation to be answered, or what is new in it since an earlier response."""
+    """A conversation to be answered, or its new items since an earlier response."""
 
     input: str | ListOf[InputItem]
     instructions: str | None = Field(None, description="A system message in front of the input.")
@@ -153,7 +153,7 @@ class ResponseRequest(SamplingFields):
         return "message.output_text.logprobs" in (self.include or ())
 
     def as_protocol(self, turn: "Turn | None") -> pb.ChatRequest:
-        """Raises InvalidRequest."""
+        """The request in the protocol of gRPC. Raises InvalidRequest."""
         effort = self.reasoning.effort if self.reasoning is not None else None
         stopping = pb.StoppingParameters()
         if self.max_output_tokens is not None:
@@ -185,14 +185,14 @@ class ResponseRequest(SamplingFields):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Which turn of a session a stored response is; the first one is 1."""
+    """The turn of a session that a stored response is; the first turn is number 1."""
 
     session_id: str
     number: int
 
     @classmethod
     def after(cls, response_id: str) -> "Turn":
-        """The one that follows a response. Raises ResourceNotFound: there is no such response."""
+        """The turn after a response. Raises ResourceNotFound if the id is not that of a stored response."""
         found = _ID.fullmatch(response_id)
         if found is None:
             raise ResourceNotFound("previous_response_id: there is no such response, or it was not stored")
@@ -204,12 +204,12 @@ class Turn:
 
 
 def new_response_id() -> str:
-    """Of a response that is not stored."""
+    """An id for a response that is not stored."""
     return f"resp_{secrets.token_hex(20)}"
 
 
 def _joined(items: Sequence[InputItem]) -> Iterator[pb.ChatMessage]:
-    """Messages: what an assistant thought, said and called is one."""
+    """Converts items to messages. Reasoning, text and calls of an assistant become one message."""
     assistant: pb.ChatMessage | None = None
     for item in items:
         match item:
@@ -262,6 +262,6 @@ def _format_of(options: TextOptions | None) -> pb.ResponseFormat | None:
 
 
 def check_stored(request: ResponseRequest) -> None:
-    """Raises InvalidRequest: a turn of a conversation is stored."""
+    """Raises InvalidRequest if a response that continues another one is not to be stored."""
     if request.previous_response_id is not None and not request.is_stored:
         raise InvalidRequest("store", "must not be false with previous_response_id: the conversation goes on with it")

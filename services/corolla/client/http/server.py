@@ -1,4 +1,4 @@
-"""Listens for HTTP: uvicorn in the service's own event loop, within bounds, and without a say over the process."""
+"""Listens for HTTP: uvicorn runs in the service's own event loop, within limits, and does not handle signals."""
 
 import asyncio
 import logging
@@ -28,7 +28,7 @@ _MORE_ACCEPTS_PER_TURN: Final = 64
 _ACCEPT_REST_S: Final = 1.0
 _LAST_WORD_S: Final = 1.0
 _LOOK_INTERVAL_S: Final = 0.1
-_FULL_BODY: Final = body_of(ServiceUnavailable("the service has as many connections as it takes"))
+_FULL_BODY: Final = body_of(ServiceUnavailable("the service has too many connections"))
 _FULL: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
     b"content-length: %d\r\n\r\n%b" % (len(_FULL_BODY), _FULL_BODY)
@@ -36,14 +36,14 @@ _FULL: Final = (
 
 
 class HttpServer:
-    """Serves an ASGI application. Holds its port from the beginning, and listens from `start` on.
+    """Serves an ASGI application. It binds its port when it is made, and listens from `start` on.
 
     Args:
         host: address to listen on; empty: all.
         port: 0 takes a free one.
-        context: what shows a certificate; None: in the clear.
-        max_connections: at a time, handshakes among them.
-        head_timeout_s: in which the head of a request must have come.
+        context: the TLS context with the certificate; None: HTTP without TLS.
+        max_connections: the most connections at a time, including handshakes.
+        head_timeout_s: seconds within which the head of a request must arrive.
 
     Raises:
         StartupError: the address is taken, or not ours.
@@ -69,7 +69,7 @@ class HttpServer:
         self._connections: dict[asyncio.Task[None], Connection] = {}
 
     async def start(self, app: ASGIApp) -> None:
-        """Takes connections from now on."""
+        """Accepts connections from now on."""
         config = uvicorn.Config(
             watched(app), http="h11", ws="none", lifespan="off", loop="none", log_config=None, log_level="critical",
             access_log=False, proxy_headers=False, server_header=False, timeout_keep_alive=_KEEP_ALIVE_S,
@@ -81,14 +81,14 @@ class HttpServer:
         self._running = _Running(server, self._accept(server))
 
     async def run(self) -> None:
-        """Looks after what `start` began, several times a second and for ever. Raises what keeps it from going on."""
+        """Waits for ever, and raises the error that ends serving, if any."""
         if (running := self._running) is not None:
             while not running.failure.done():
                 await asyncio.wait({running.failure}, timeout=_LOOK_INTERVAL_S)
             await running.failure
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no new connection, gives requests that run `grace_s` seconds, and ends them then."""
+        """Stops accepting, gives running requests `grace_s` seconds, and then ends them."""
         running, self._running = self._running, None
         if running is not None:
             await running.end_accepting()
@@ -99,7 +99,7 @@ class HttpServer:
             if not connection.is_open:
                 task.cancel()
         await running.leave(grace_s)
-        # Answers that were cancelled say why, and their connections close.
+        # Cancelled answers send their error, and their connections close.
         await self._ended()
         for connection in self._connections.values():
             connection.abort()
@@ -143,8 +143,8 @@ class HttpServer:
                 caller.send(_FULL)
 
     async def _serve(self, caller: socket.socket, connection: Connection) -> None:
-        """One connection, from its handshake to its end."""
-        # A handshake that fails, or takes too long, is the caller's affair.
+        """Serves one connection, from its handshake to its end."""
+        # A handshake that fails or takes too long is not an error of the service.
         with self._metrics.connections.track_inprogress(), suppress(OSError):
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: connection,
@@ -156,7 +156,7 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's; signals of the process are its owner's."""
+    """uvicorn's server without its signal handlers: the service handles signals."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -164,17 +164,17 @@ class _Server(uvicorn.Server):
 
 
 class _Running:
-    """What runs between start and stop.
+    """The tasks that run between start and stop.
 
     Attributes:
-        failure: raises what ends it other than `leave`.
+        failure: a future that raises an error of the tasks.
     """
 
     def __init__(self, server: _Server, accept: Coroutine[Any, Any, None]) -> None:
         loop = asyncio.get_running_loop()
         self._server = server
         self._accepting = loop.create_task(accept)
-        # Connections are given to it: it listens at no socket itself.
+        # uvicorn gets accepted connections and listens on no socket itself.
         self._serving = loop.create_task(server.serve(sockets=[]))
         self.failure: asyncio.Future[None] = loop.create_future()
         for task in (self._accepting, self._serving):

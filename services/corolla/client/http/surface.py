@@ -1,4 +1,4 @@
-"""The routes of HTTP over the servicer of gRPC: a request is read, asked of the servicer, and its answer written."""
+"""The routes of HTTP: each one reads a request, calls the servicer of gRPC, and writes its answer."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -42,13 +42,13 @@ class ModelList(BaseModel):
 
 
 class SessionRequest(Fields):
-    """A session to be made."""
+    """A request for a new session."""
 
     model: str = Field("", max_length=512, description="Empty: the only model that the service has.")
 
 
 class SessionFacts(BaseModel):
-    """A session. Whoever created it owns it; to others it does not exist."""
+    """A session. Only the tenant that created it can see and use it."""
 
     id: str
     object: Literal["session"] = "session"
@@ -70,12 +70,12 @@ class Health(BaseModel):
 
 
 class Surface:
-    """What each route does.
+    """The behaviours of all routes.
 
     Args:
         model: the name of the model that is served.
-        is_serving: what health says.
-        placement: for those who watch it.
+        is_serving: returns whether the service takes requests.
+        placement: the stream for watchers.
     """
 
     def __init__(
@@ -88,20 +88,20 @@ class Surface:
         self._created = now_s()
 
     async def health(self, exchange: Exchange, call: object) -> None:
-        """Whether the service takes requests."""
+        """Says whether the service takes requests."""
         await exchange.without_body()
         if not self._is_serving():
             raise ServiceUnavailable("the service does not take requests now")
         await _reply(exchange, Health())
 
     async def list_models(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
-        """The models that the service has."""
+        """Lists the models that the service has."""
         await exchange.without_body()
         found = await self._servicer.ListModels(pb.ListModelsRequest(), call)
         await _reply(exchange, ModelList(data=[self._facts(each) for each in found.models]))
 
     async def get_model(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
-        """One of them."""
+        """Describes a model."""
         await exchange.without_body()
         request = pb.GetModelRequest(model=exchange.path_parameters["model"])
         await _reply(exchange, self._facts(await self._servicer.GetModel(request, call)))
@@ -120,7 +120,7 @@ class Surface:
         await exchange.reply(chat_replies.reply(await self._servicer.Chat(request, call), **wishes))
 
     async def respond(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
-        """Answers a conversation that this service remembers, if it may."""
+        """Answers a conversation. The service stores it unless the request forbids that."""
         body = await exchange.read(ResponseRequest)
         check_stored(body)
         async with self._turn(body, call) as (turn, is_kept):
@@ -137,7 +137,7 @@ class Surface:
     async def _turn(
         self, body: ResponseRequest, call: Call[KeyHolder]
     ) -> AsyncIterator[tuple[Turn | None, asyncio.Event]]:
-        """The turn that a response is to be, and what to set once it is; a session made for it ends without it."""
+        """The turn of a response, and the event to set when it is stored; otherwise a new session is deleted."""
         is_kept = asyncio.Event()
         if not body.is_stored:
             yield None, is_kept
@@ -165,13 +165,13 @@ class Surface:
                 completions.events(chunks, model, num_completions, has_usage=body.has_usage, **wishes)
             )
             return
-        # At the same time; the first failure ends them all.
+        # The prompts are completed at the same time; the first failure ends all.
         found = {index: each async for index, each in merge([self._generated(each, call) for each in requests])}
         responses = [found[index] for index in range(len(requests))]
         await exchange.reply(completions.reply(responses, **wishes))
 
     async def tokenize(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
-        """Cuts a text or a conversation into tokens."""
+        """Splits a text or a conversation into tokens."""
         body = await exchange.read(TokenizeRequest)
         found = await self._servicer.Tokenize(body.as_protocol(), call)
         model = await self._servicer.GetModel(pb.GetModelRequest(model=self._model), call)
@@ -184,32 +184,32 @@ class Surface:
         await _reply(exchange, tokenized)
 
     async def detokenize(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
-        """Makes a text of tokens."""
+        """Joins tokens to a text."""
         body = await exchange.read(DetokenizeRequest)
         found = await self._servicer.Detokenize(body.as_protocol(), call)
         await _reply(exchange, Detokenized(prompt=found.text))
 
     async def create_session(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
-        """Makes a session."""
+        """Creates a session."""
         body = await exchange.read(SessionRequest)
         created = await self._servicer.CreateSession(pb.CreateSessionRequest(model=body.model), call)
         await _reply(exchange, _session_facts(created))
 
     async def get_session(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
-        """Tells how a session is."""
+        """Describes a session."""
         await exchange.without_body()
         request = pb.GetSessionRequest(session_id=exchange.path_parameters["session_id"])
         await _reply(exchange, _session_facts(await self._servicer.GetSession(request, call)))
 
     async def delete_session(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
-        """Ends a session."""
+        """Deletes a session."""
         await exchange.without_body()
         session_id = exchange.path_parameters["session_id"]
         await self._servicer.DeleteSession(pb.DeleteSessionRequest(session_id=session_id), call)
         await _reply(exchange, DeletedSession(id=session_id))
 
     async def watch_placement(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
-        """Says who holds which blocks, and again at each change, until the caller leaves."""
+        """Streams which servers hold which blocks, at first and after each change, until the caller leaves."""
         await exchange.without_body()
         call.caller.check(None, self._model)
         await exchange.stream(self._placement.watch(call.caller), is_watch=True)
@@ -226,7 +226,7 @@ class Surface:
 async def _until_kept(
     chunks: AsyncGenerator[pb.ChatChunk, None], is_kept: asyncio.Event
 ) -> AsyncGenerator[pb.ChatChunk, None]:
-    """The chunks; the last one says that the turn is recorded."""
+    """Yields the chunks. An end of the answer means that the turn is stored, so it sets the event."""
     async with aclosing(chunks):
         async for chunk in chunks:
             if chunk.finish_reason:

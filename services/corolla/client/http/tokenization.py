@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, as vLLM has them."""
+"""`/tokenize` and `/detokenize`, in the form of vLLM."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from corolla.v1 import generation_pb2 as pb
 
 
 class TokenizeRequest(Fields):
-    """A text, or a conversation, to be cut into tokens."""
+    """A text or a conversation to split into tokens."""
 
     model: str = Field("", max_length=512, description="Empty: the only model that the service has.")
     prompt: str | None = Field(None, description="One of prompt and messages must be set.")
@@ -23,7 +23,7 @@ class TokenizeRequest(Fields):
     return_token_strs: bool = False
 
     def as_protocol(self) -> pb.TokenizeRequest:
-        """Raises InvalidRequest."""
+        """The request in the protocol of gRPC. Raises InvalidRequest."""
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("prompt", "one of prompt and messages must be set")
         if self.messages is None:
@@ -47,7 +47,7 @@ class Tokenized(BaseModel):
 
 
 class DetokenizeRequest(Fields):
-    """Tokens to be made a text again."""
+    """Tokens to join to a text."""
 
     model: str = Field("", max_length=512, description="Empty: the only model that the service has.")
     tokens: ListOf[TokenId]

@@ -1,4 +1,4 @@
-"""Keeps each tenant within its quotas: the router counts for all client services, or this one for its own share."""
+"""Keeps tenants within their quotas. The router counts for all client services; without it, each counts its share."""
 
 import asyncio
 import contextlib
@@ -30,23 +30,22 @@ _TIMEOUT_S: Final = 0.5
 _REST_S: Final = 1.0
 _MOST_TAKES: Final = 256
 _BILL_PATIENCE_S: Final = 5.0
-"""Tokens that no router heard of for so long are counted here instead."""
+"""Tokens that could not be sent to a router for this long are counted here instead."""
 _BILL_LEASE_S: Final = 2 * _BILL_PATIENCE_S
-"""For so long the router knows a bill that comes again."""
+"""The router recognises a bill that is sent again for this long."""
 _LETTING_GO_S: Final = (0.05, 0.1, 0.2, 0.4)
-"""The end of the caller's last answer may not be counted yet when its next request comes: it is tried again after each
-of these."""
+"""The pauses between tries of a take: when the next request comes, the end of the last answer may be uncounted yet."""
 _MOST_PATIENT: Final = 4
-"""Requests of one tenant that try again at a time: one that sends many cannot multiply what the router is asked."""
+"""How many requests of one tenant may retry at a time, so that a tenant cannot multiply calls of the router."""
 _RATE: Final = "requests_per_second"
 
 
 @dataclass(slots=True)
 class _Running:
-    """A request that holds something.
+    """A running request that holds amounts of quotas.
 
     Attributes:
-        held: by quota.
+        held: the amounts by quota.
     """
 
     tenant: str
@@ -57,19 +56,19 @@ class _Running:
 
 
 class QuotaKeeper:
-    """Asks before a request begins, counts while it runs, gives back at its end.
+    """Takes quotas before a request begins, counts its use while it runs, and gives quotas back at its end.
 
-    A request's first tokens are taken when it begins, further ones are charged as they come, so that no answer is cut
-    off: a tenant whose answers have used more than there was begins no further one until that is made up for.
+    A request's first tokens are taken when it begins, and further tokens are charged as they come, so no answer is cut
+    off. A tenant whose answers exceeded the quota cannot begin another one until the excess is made up for.
 
     Args:
-        quotas_file: as `QuotaTable` reads it; None: no quotas.
-        max_running: places of this client service; more than that, less one, it guarantees nobody.
-        timeout_s: after which a router counts as away.
-        lease_s: for which the router holds what a request has, should this client service be gone.
+        quotas_file: the file, in the format of `QuotaTable`; None: no quotas.
+        max_running: the places of this client service; guarantees must leave at least one of them free.
+        timeout_s: seconds after which a router counts as away.
+        lease_s: seconds that the router holds a request's amounts if this client service ends.
 
     Attributes:
-        files: which are to be watched; None where there are no quotas.
+        files: the files to watch; None without quotas.
 
     Raises:
         SettingsError: the file cannot be read, or holds something else.
@@ -102,34 +101,34 @@ class QuotaKeeper:
         self._breaker = Breaker(1, _REST_S)
         self._running: dict[str, _Running] = {}
         self._num_unbilled_tokens: Counter[str] = Counter()
-        # With the time since when each is there.
+        # Bills that no router has counted, each with its time.
         self._bills: list[tuple[pb.QuotaTake, float]] = []
-        # By request that has ended: its tenant, and until when the router would hold its part for it.
+        # Ended requests, each with its tenant and the time until which the router holds its amounts.
         self._ended: dict[str, tuple[str, float]] = {}
         self._has_ended = asyncio.Event()
         self._num_patient: Counter[str] = Counter()
-        # By tenant that sends too many requests: until when each of them is refused without asking.
+        # Tenants that send too many requests, each with the time until which these are refused without the router.
         self._refused_until_s: dict[str, float] = {}
 
     def limits(self, tenant: str) -> TenantLimits:
         return self._table.of(tenant)
 
     def guaranteed_sequences(self) -> Mapping[str, int]:
-        """Places by tenant."""
+        """The guaranteed places by tenant."""
         return self._guaranteed_sequences
 
     def start(self, control: ControlPlane) -> None:
-        """From now on a router is asked."""
+        """Sets the connection to the router, which counts from now on."""
         self._control = control
 
     async def check_request(self, tenant: str) -> None:
-        """Counts a request that holds nothing. Raises QuotaExceeded."""
+        """Counts a request that holds no amounts. Raises QuotaExceeded."""
         uses = self.limits(tenant).uses({_RATE: 1}, must_fit=True)
         await self.take(tenant, secrets.token_hex(16), uses, _BILL_LEASE_S)
 
     @contextlib.contextmanager
     def counted_refusals(self) -> Iterator[None]:
-        """Counts the refusal of a request, whoever refuses it."""
+        """Counts a refusal for quotas in the metrics, from the router or from here."""
         try:
             yield
         except QuotaExceeded as refusal:
@@ -140,7 +139,7 @@ class QuotaKeeper:
     async def running(
         self, tenant: str, num_sequences: int, usage: Usage, *, is_streamed: bool = False
     ) -> AsyncIterator["Allowance"]:
-        """What a request may use, from before it waits until its end. `usage` says what it has generated.
+        """Holds quotas for a request, from before it waits until its end. `usage` counts its generated tokens.
 
         Raises QuotaExceeded.
         """
@@ -167,12 +166,12 @@ class QuotaKeeper:
             self._running[request_id] = _Running(tenant, usage, self._now_s(), num_sequences, _held(uses))
             yield Allowance(self, tenant, request_id, limits)
         finally:
-            # Also of a request whose caller left before the router had answered: that may have counted it.
+            # This includes a request whose caller left before the router answered: the router may have counted it.
             if not is_refused:
                 self._end(tenant, request_id)
 
     async def run(self) -> None:
-        """Tells the router what has been used, for ever."""
+        """Sends the router the uncounted use, for ever."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_SETTLE_INTERVAL_S):
@@ -181,7 +180,7 @@ class QuotaKeeper:
             await self.settle()
 
     async def settle(self) -> None:
-        """Sends the router once what it has not counted yet; what cannot be sent now stays for the next time."""
+        """Sends the router the use that it has not counted yet; if that fails, the use is kept for the next time."""
         now_s = self._now_s()
         self._write_bills()
         self._count_late_bills(now_s)
@@ -210,13 +209,13 @@ class QuotaKeeper:
                 self._running[request_id].renewed_s = now_s
 
     async def close(self) -> None:
-        """Gives back what requests held that have ended just now."""
+        """Gives back the quotas of requests that have just ended."""
         await self.settle()
 
     # --- one take -------------------------------------------------------------------------------------------------
 
     async def take_more(self, tenant: str, request_id: str, uses: Sequence[pb.QuotaUse]) -> None:
-        """Counts what else a running request is going to use. Raises QuotaExceeded."""
+        """Counts further use of a running request. Raises QuotaExceeded."""
         await self.take(tenant, request_id, uses)
         if (running := self._running.get(request_id)) is not None:
             running.held.update(_held(uses))
@@ -224,7 +223,7 @@ class QuotaKeeper:
     async def take(
         self, tenant: str, request_id: str, uses: Sequence[pb.QuotaUse], lease_s: float | None = None
     ) -> None:
-        """Counts what a request has used by now. Raises QuotaExceeded."""
+        """Counts the use of a request. Raises QuotaExceeded."""
         take = _message(tenant, request_id, uses, lease_s or self._lease_s)
         with self.counted_refusals():
             try:
@@ -264,7 +263,7 @@ class QuotaKeeper:
         self._share.take(take.tenant, take.uses, held, self._now_s(), self._num_takers)
 
     async def _sent(self, takes: Iterable[pb.QuotaTake]) -> bool:
-        """Whether a router has counted them. Raises QuotaExceeded."""
+        """Sends takes to the router. Returns whether it has counted them. Raises QuotaExceeded."""
         if self._control is None:
             return False
         request = pb.TakeQuotasRequest(model=self._control.model, taker_id=self._taker_id, takes=takes)
@@ -274,7 +273,7 @@ class QuotaKeeper:
             self._breaker.succeeded()
             raise
         except CorollaError as failure:
-            # A router of an older version is one that does not count, too.
+            # A router of an older version does not count quotas either.
             self._breaker.failed(self._now_s())
             log.debug("no router counts quotas", extra={"reason": failure.reason})
             return False
@@ -283,7 +282,7 @@ class QuotaKeeper:
         return True
 
     def _held_here(self, tenant: str) -> Counter[str]:
-        """What requests of a tenant hold in this client service, by quota."""
+        """The amounts by quota that a tenant's requests hold in this client service."""
         held: Counter[str] = Counter()
         for each in self._running.values():
             if each.tenant == tenant:
@@ -320,7 +319,7 @@ class QuotaKeeper:
         self._num_unbilled_tokens.clear()
 
     def _count_late_bills(self, now_s: float) -> None:
-        """Counts what no router has heard of in time here: later it would be counted twice."""
+        """Counts old bills here and drops them: a router that got one later could count it twice."""
         for bill, since_s in self._bills:
             if now_s - since_s >= _BILL_PATIENCE_S:
                 self._share.take(bill.tenant, bill.uses, {}, now_s, self._num_takers)
@@ -343,7 +342,7 @@ class QuotaKeeper:
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What one running request may use."""
+    """The quotas of one running request."""
 
     keeper: QuotaKeeper
     tenant: str
@@ -351,18 +350,18 @@ class Allowance:
     limits: TenantLimits
 
     async def take_prompt(self, num_prompt_tokens: int, num_reserved_tokens: int) -> None:
-        """Counts a prompt, and the tokens that the request may come to. Raises QuotaExceeded."""
+        """Counts a prompt's tokens, and reserves the most tokens that the request may have. Raises QuotaExceeded."""
         amounts = {"prompt_tokens_per_minute": num_prompt_tokens, "reserved_tokens": num_reserved_tokens}
         await self.keeper.take_more(self.tenant, self.request_id, self.limits.uses(amounts, must_fit=True))
 
 
 def _message(tenant: str, request_id: str, uses: Iterable[pb.QuotaUse], lease_s: float) -> pb.QuotaTake:
-    """What a request has used by now; a bill of generated tokens is one that has used nothing else."""
+    """The message about a request's use. A bill of generated tokens is sent as a request of its own."""
     return pb.QuotaTake(tenant=tenant, request_id=request_id, lease_ms=round(lease_s * 1000), uses=uses)
 
 
 def _may_fit_soon(take: pb.QuotaTake, refusal: QuotaExceeded) -> bool:
-    """Whether it was refused by what others hold, and not by what flows."""
+    """Whether a take failed at a quota of held amounts, which other requests free, and not at a rate."""
     return any(use.quota == refusal.metadata.get("quota") and not use.period_ms for use in take.uses)
 
 

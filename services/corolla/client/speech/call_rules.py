@@ -1,4 +1,4 @@
-"""Which tools an answer may call, and what that makes of it as a grammar. Pure."""
+"""The tools that an answer may call, and the grammar that results from them. Pure."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -9,17 +9,17 @@ from corolla.client.speech.formats import CallFormat, ReasoningFormat
 from corolla.client.text.conversation import Tool
 
 _NO_ARGUMENTS: Final[Mapping[str, Any]] = {"properties": {}, "additionalProperties": False}
-# Written as `tojson` of chat templates writes, so that the next turn finds the call as it was.
+# Calls have the layout of `tojson` in chat templates, so that the next turn renders them to the same text.
 _AS_TEMPLATES_WRITE: Final = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 Mark = Callable[[str], str]
-"""A text of the format as a grammar names it."""
+"""Returns the grammar's notation for a text of the call format."""
 
 _ANY_TEXT: Final = r"/(.|\n)*/"
 
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """`tools`: those that may be called. `is_required`: the answer is nothing but calls."""
+    """The rules for calls. `tools` may be called; `is_required` means that the answer consists only of calls."""
 
     tools: tuple[Tool, ...] = ()
     is_required: bool = False
@@ -33,10 +33,10 @@ class CallRules:
 def calls_grammar(
     rules: CallRules, calls: CallFormat, reasoning: ReasoningFormat | None, special_ids: Mapping[str, int]
 ) -> str | None:
-    """What an answer must be, in llguidance's Lark, so that its calls fit their tools' schemas; None: anything.
+    """A grammar in llguidance's Lark in which calls fit their tools' schemas; None if no grammar is needed.
 
     Args:
-        special_ids: of the tokens that a grammar has to name by their ids; see `is_special_in_grammars`.
+        special_ids: ids, by text, of the tokens that a grammar must name by id; see `is_special_in_grammars`.
     """
     if not rules.tools or not (rules.is_required or any(tool.is_strict for tool in rules.tools)):
         return None
@@ -59,12 +59,12 @@ def calls_grammar(
 
 
 def is_special_in_grammars(text: str, *, is_special: bool) -> bool:
-    """Whether llguidance takes an added token for no text: also where it is not special, by its looks."""
+    """Whether llguidance treats an added token as special, which it also does for any text like `<...>`."""
     return is_special or (text.startswith("<") and text.endswith(">"))
 
 
 def _required(rules: CallRules, calls: CallFormat, mark: Mark) -> list[str]:
-    """Calls and nothing else."""
+    """The rules for an answer that consists only of calls."""
     written = "bare_calls" if calls.may_be_bare else f"{mark(calls.opening)} calls"
     if rules.may_be_several and not (calls.separator or calls.is_list):
         gap = "" if calls.infix else r'"\n" '
@@ -73,7 +73,7 @@ def _required(rules: CallRules, calls: CallFormat, mark: Mark) -> list[str]:
 
 
 def _thought(reasoning: ReasoningFormat, mark: Mark) -> list[str]:
-    """What a model thinks before it answers."""
+    """The rules for the reasoning before an answer."""
     is_lazy = "" if mark(reasoning.closing).startswith("<[") else "[lazy]"
     return [
         f"thought{is_lazy}: {mark(reasoning.opening)} {_ANY_TEXT} {mark(reasoning.closing)}",
@@ -82,8 +82,8 @@ def _thought(reasoning: ReasoningFormat, mark: Mark) -> list[str]:
 
 
 def _free(rules: CallRules, calls: CallFormat, mark: Mark) -> list[str]:
-    """Any text, in which calls are whole wherever one is opened."""
-    # Where a call needs no opening, no other text begins as one does: both would match, and the longer one wins.
+    """The rules for any text in which every call that begins is complete."""
+    # If a call needs no opening, text must not begin like a call: both would match, and the longer match wins.
     words = r"/[^{\s](.|\n)*/" if calls.may_be_bare else _ANY_TEXT
     is_special = mark(calls.opening).startswith("<[")
     opened = f"text? {mark(calls.opening)}" if is_special else "opened"
@@ -94,7 +94,7 @@ def _free(rules: CallRules, calls: CallFormat, mark: Mark) -> list[str]:
 
 
 def _written_calls(rules: CallRules, calls: CallFormat, closing: str) -> list[str]:
-    """What stands behind an opening."""
+    """The rules for the text after an opening."""
     one = "(" + " | ".join(f"call_{index}" for index in range(len(rules.tools))) + ")"
     several = one
     if calls.separator and rules.may_be_several:

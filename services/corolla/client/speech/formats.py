@@ -1,4 +1,4 @@
-"""How models write calls of tools and reasoning, and which of these a checkpoint's own way is. Pure."""
+"""The formats in which models write calls of tools and reasoning, and the choice of a checkpoint's format. Pure."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """A way to write calls: objects of JSON with a name and arguments, or names with arguments behind them.
+    """A format of calls: JSON objects with a name and arguments, or names that arguments follow.
 
     Attributes:
-        opening: stands before a call, or before a list of calls.
-        closing: stands behind a call, or behind a list of calls; may be empty.
-        separator: between calls where no opening stands before the next one; empty: each call has its own opening.
-        arguments_key: the name of the arguments; empty where a call is no object.
-        infix: stands between a call's name and its arguments where a call is no object.
-        id_mark: stands before an id that a model may put between the name and the infix; it counts for nothing.
-        is_list: whether the calls are a list of JSON.
+        opening: the text before a call, or before a list of calls.
+        closing: the text after a call, or after a list of calls; may be empty.
+        separator: the text between calls that share one opening; empty: each call has its own opening.
+        arguments_key: the key of the arguments in the object; empty for names with arguments.
+        infix: the text between a name and its arguments; empty for objects.
+        id_mark: the text before an id that a model may write between name and infix; this id is ignored.
+        is_list: whether the calls form a JSON list.
         may_be_bare: whether the answer may begin with a call, without the opening.
-        num_id_chars: letters and digits that a call's id has to be; 0: any id will do.
+        num_id_chars: the required number of letters and digits of a call's id; 0 allows any id.
     """
 
     opening: str
@@ -34,20 +34,20 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The texts around what a model thinks before it answers."""
+    """The texts before and after a model's reasoning."""
 
     opening: str
     closing: str
 
 
 HERMES: Final = CallFormat("<tool_call>", "</tool_call>", "", "arguments")
-"""As Hermes and Qwen write."""
+"""The format of Hermes and Qwen."""
 LLAMA: Final = CallFormat("<|python_tag|>", "", ";", "parameters", may_be_bare=True)
-"""As Llama 3 writes."""
+"""The format of Llama 3."""
 MISTRAL: Final = CallFormat("[TOOL_CALLS]", "]", ",", "arguments", is_list=True, num_id_chars=9)
-"""As Mistral's models wrote until version 7 of their tokenizer."""
+"""The format of Mistral's models until version 7 of their tokenizer."""
 MISTRAL_V11: Final = CallFormat("[TOOL_CALLS]", "", "", "", infix="[ARGS]", id_mark="[CALL_ID]", num_id_chars=9)
-"""As they write from version 11 on: `[TOOL_CALLS]name[ARGS]{...}`."""
+"""The format of Mistral's models from version 11 on: `[TOOL_CALLS]name[ARGS]{...}`."""
 
 _CALL_SIGNS: Final = (
     ("<tool_call>", HERMES),
@@ -60,9 +60,9 @@ _REASONING_FORMATS: Final = (ReasoningFormat("<think>", "</think>"), ReasoningFo
 
 
 def call_format(template: str, tokens: Collection[str]) -> CallFormat:
-    """How a model writes calls: as its chat template does, or the tokens that were added for that.
+    """The format in which a model writes calls, recognised from its chat template or its added tokens.
 
-    Hermes's way where nothing tells, so that calls can be required of any model.
+    The default is the format of Hermes, so that calls can be required of any model.
     """
     for sign, found in _CALL_SIGNS:
         if sign in template:
@@ -71,7 +71,7 @@ def call_format(template: str, tokens: Collection[str]) -> CallFormat:
 
 
 def reasoning_format(template: str, tokens: Collection[str]) -> ReasoningFormat | None:
-    """How a model marks its reasoning; None where it does not."""
+    """The format of a model's reasoning; None if it does not mark reasoning."""
     for each in _REASONING_FORMATS:
         if each.closing in template or (each.opening in tokens and each.closing in tokens):
             return each

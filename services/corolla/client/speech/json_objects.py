@@ -1,17 +1,17 @@
-"""Follows an object of JSON while its text comes. Pure."""
+"""Follows a JSON object while its text arrives. Pure."""
 
 import re
 from enum import Enum, auto
 from typing import Final
 
 _OUTSIDE: Final = re.compile(r"[\s:,0-9+\-.eEtrufalsn]*")
-"""All of JSON but brackets and strings. Numbers and words are not looked at more closely."""
+"""The characters of JSON outside of brackets and strings. Numbers and words are not checked further."""
 _INSIDE: Final = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 _CLOSES: Final = {"{": "}", "[": "]"}
 
 
 class Reading(Enum):
-    """Where the text stands: more must come, the wanted depth is reached, or this is no JSON."""
+    """The result of a read: more text must come, the wanted depth is reached, or the text is not JSON."""
 
     OPEN = auto()
     CLOSED = auto()
@@ -19,16 +19,16 @@ class Reading(Enum):
 
 
 class ObjectScanner:
-    """Reads one object from its first brace on."""
+    """Reads one object, beginning with its first brace."""
 
     def __init__(self) -> None:
         self._closing: list[str] = []
         self._is_in_string = False
 
     def read(self, text: str, start: int, depth: int = 0) -> tuple[int, Reading]:
-        """Reads on until only `depth` brackets are open; returns where it stopped, and how.
+        """Reads until only `depth` brackets are open. Returns the position at which it stopped, and the result.
 
-        A lone backslash at the text's end is not read: it is given again with what follows.
+        It does not read a lone backslash at the text's end; the caller passes it again with more text.
         """
         position = start
         while position < len(text):

@@ -1,8 +1,7 @@
-"""Tells text, reasoning and calls of tools apart while an answer comes. Pure.
+"""Separates text, reasoning and calls of tools while an answer arrives. Pure.
 
-What it says does not depend on where the answer is cut: `push` holds back what may still become something else. A call
-is one as soon as its name, which must be a tool's, and the beginning of its arguments have come; until then, whatever
-does not become a call is text.
+The result does not depend on how the answer is cut into pieces: `push` holds back text whose kind is not certain. A
+call is certain when its name, which must be a tool's, and the beginning of its arguments have come. All else is text.
 """
 
 import json
@@ -21,45 +20,45 @@ _HEAD: Final = re.compile(
     rf'\{{\s{{0,9}}(?:"(?:type|id)"\s{{0,9}}:\s{{0,9}}{_STRING}\s{{0,9}},\s{{0,9}}){{0,2}}'
     r'"name"\s{0,9}:\s{0,9}"([^"\\]{1,64})"\s{0,9},\s{0,9}"(?:arguments|parameters)"\s{0,9}:\s{0,9}\{'
 )
-"""Up to the arguments' brace, in the order in which models write; bounded, so that it is known soon."""
+"""The beginning of a call up to the arguments' brace, with the usual order of keys and a limited length."""
 _FIRST_KEY: Final = re.compile(r'\{\s*"([^"\\]*)"')
 _KEYS: Final = frozenset({"arguments", "id", "name", "parameters", "type"})
 
 
 class State(Enum):
-    """What the text at hand is a part of."""
+    """The part of the answer to which the next text belongs."""
 
     INSIDE = auto()
-    """Nothing has come, and the prompt has begun the reasoning."""
+    """No text has arrived, and the prompt has begun the reasoning."""
     BEGINNING = auto()
-    """Nothing has come."""
+    """No text has arrived."""
     REASONING_BEGINNING = auto()
     REASONING = auto()
     BEHIND_REASONING = auto()
     ANSWER = auto()
-    """Where a call may stand without an opening."""
+    """The answer begins here; a call without an opening may follow."""
     TEXT = auto()
     LIST = auto()
     CALL = auto()
-    """Behind an opening or a separator: an object should come, or a name."""
+    """An opening or a separator came before; an object or a name should follow."""
     ARGUMENTS = auto()
     REST = auto()
-    """Of a call, behind its arguments."""
+    """The rest of a call's object, after its arguments."""
     BEHIND_CALL = auto()
     BETWEEN = auto()
-    """Behind a whole call: spaces are the format's."""
+    """A complete call came before; spaces belong to the format."""
 
 
 class SpeechParser:
-    """Reads one answer.
+    """Parses one answer.
 
     Args:
-        calls: None: calls are text.
-        reasoning: None: reasoning is text.
-        tool_names: which names make a call.
-        call_id: an id for the call of this index.
-        most_calls: further ones are left out; None: no bound.
-        state: where the answer begins: INSIDE, BEGINNING, or TEXT where it continues a message.
+        calls: the format of calls; None: calls are text.
+        reasoning: the format of reasoning; None: reasoning is text.
+        tool_names: the names that a call may have.
+        call_id: returns the id of the call with an index.
+        most_calls: the most calls, further ones are dropped; None: no limit.
+        state: the first state: INSIDE, BEGINNING, a state of reasoning, or TEXT if the answer continues a message.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class SpeechParser:
         self._most_calls = most_calls
         self._state = state
         self._num_read_calls = 0
-        # Invariant: of the answer, `_held` is not out yet. In CALL, what is before `_call_at` is text if no call comes.
+        # Invariant: `_held` is the text not returned yet. In CALL, its part before `_call_at` is text if no call comes.
         self._held = ""
         self._call_at = 0
         self._has_ended = False
@@ -108,7 +107,7 @@ class SpeechParser:
         return self._num_read_calls if self._most_calls is None else min(self._most_calls, self._num_read_calls)
 
     def push(self, text: str) -> Piece:
-        """Takes more text; returns what is certain now."""
+        """Takes more text; returns the part of the answer that is certain now."""
         self._held += text
         while self._steps[self._state]():
             pass
@@ -116,11 +115,11 @@ class SpeechParser:
         return said.piece
 
     def finish(self) -> Piece:
-        """What is still held back when the answer has ended."""
+        """Returns the held text when the answer has ended."""
         self._has_ended = True
         return self.push("")
 
-    # --- steps: each returns whether the next one can go on with what there is --------------------------------------
+    # --- steps: each returns whether the next step can use the held text ------------------------------------------
 
     def _to(self, state: State) -> bool:
         self._state = state
@@ -130,7 +129,7 @@ class SpeechParser:
         rest = self._held.lstrip()
         if self._calls is not None and self._may_become(rest, self._calls.opening):
             return False
-        # Calls that were required come at once.
+        # Required calls come at once, without reasoning.
         is_call = self._calls is not None and rest.startswith(self._calls.opening)
         return bool(rest) and self._to(State.TEXT if is_call else State.REASONING_BEGINNING)
 
@@ -274,11 +273,11 @@ class SpeechParser:
     # --- what the steps have in common ------------------------------------------------------------------------------
 
     def _may_become(self, rest: str, mark: str) -> bool:
-        """Whether more text may make the mark of it."""
+        """Whether more text may complete `rest` to the mark."""
         return not self._has_ended and len(rest) < len(mark) and mark.startswith(rest)
 
     def _num_certain(self, mark: str) -> int:
-        """How many characters are neither a beginning of the mark nor spaces before one."""
+        """The number of held characters before a possible beginning of the mark and the spaces before it."""
         held = self._held
         if self._has_ended:
             return len(held)
@@ -314,13 +313,13 @@ class SpeechParser:
 
 
 def _behind_name(calls: CallFormat) -> re.Pattern[str]:
-    """From a call's name to its arguments' brace, where a call is no object."""
+    """The pattern of the text between a call's name and its arguments' brace, in a format of names."""
     mark, infix = re.escape(calls.id_mark), re.escape(calls.infix)
     return re.compile(rf"(?:{mark}[A-Za-z0-9]{{1,64}})?{infix}\s{{0,9}}\{{")
 
 
 def _whole_call(text: str) -> tuple[str, str] | None:
-    """Name and arguments of an object in any order of its keys; None where it is no call."""
+    """Name and arguments of a call's object with any order of keys; None if it is not a call."""
     try:
         value: Any = json.loads(text)
         arguments: Any = value.get("arguments", value.get("parameters")) or {}

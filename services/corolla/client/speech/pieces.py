@@ -1,4 +1,4 @@
-"""What an answer says: text, reasoning and calls of tools, as they come. Pure."""
+"""The pieces of an answer as they come: text, reasoning and calls of tools. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from corolla.client.text.conversation import Message, ToolCall
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A part of a call: the first one of each has its id and name. `index`: which of the answer's calls."""
+    """A part of a call. The first part has the call's id and name. `index` is the call's place among the answer's."""
 
     index: int
     id: str = ""
@@ -18,7 +18,7 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What some more text adds to an answer."""
+    """The parts that some more text adds to an answer."""
 
     text: str = ""
     reasoning: str = ""
@@ -26,7 +26,7 @@ class Piece:
 
 
 def joined_pieces(pieces: Iterable[Piece]) -> Piece:
-    """Pieces that follow each other, as one."""
+    """Joins consecutive pieces to one."""
     said = Said()
     for piece in pieces:
         said.add(piece)

@@ -1,4 +1,4 @@
-"""How the answers of a chat are read: which parser, from where on, and which special tokens it has to see."""
+"""Chooses how a chat's answers are parsed: the parser, its first state, and the special tokens that it needs."""
 
 import hashlib
 import re
@@ -19,17 +19,17 @@ _NUM_PREFIX_TOKENS: Final = 4096
 _NUM_ID_CHARS: Final = 24
 
 AnswerParser = SpeechParser | ResponseTemplateParser
-"""Tells text, reasoning and calls apart."""
+"""Separates text, reasoning and calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeechFormat:
-    """How a checkpoint's model speaks.
+    """The formats in which a checkpoint's model writes calls and reasoning.
 
     Attributes:
-        special_ids: of special tokens, by their texts.
-        grammar_ids: of tokens that grammars have to name by their ids.
-        response_template: of the tokenizer's configuration, as transformers reads it.
+        special_ids: the ids of special tokens by their texts.
+        grammar_ids: the ids, by text, of tokens that grammars must name by id.
+        response_template: the response template in the tokenizer's configuration, which transformers reads.
     """
 
     calls: CallFormat
@@ -40,7 +40,7 @@ class SpeechFormat:
 
     @classmethod
     def of(cls, tokenizer: TextTokenizer) -> "SpeechFormat":
-        """As the chat template, the added tokens and the response template of a checkpoint say."""
+        """Finds the formats in the chat template, the added tokens and the response template of a checkpoint."""
         hf_tokenizer = tokenizer.hf_tokenizer
         templates = hf_tokenizer.chat_template or ""
         source = templates if isinstance(templates, str) else "\n".join(templates.values())
@@ -59,16 +59,16 @@ class SpeechFormat:
         )
 
     def grammar(self, rules: CallRules) -> str | None:
-        """As `calls_grammar`."""
+        """The grammar for these formats; see `calls_grammar`."""
         return calls_grammar(rules, self.calls, self.reasoning, self.grammar_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class Speech:
-    """How the answers to one request are read.
+    """The way to parse the answers to one request.
 
     Attributes:
-        begun: the text of the message that the answer continues; None where it begins one.
+        begun: the text of the message that the answer continues; None if it begins a new message.
     """
 
     format: SpeechFormat
@@ -76,7 +76,7 @@ class Speech:
     begun: str | None = None
 
     def shown_ids(self, end_token_ids: Collection[int]) -> frozenset[int]:
-        """The special tokens that an answer's text has to show for its parser."""
+        """The special tokens that must stay in an answer's text because its parser needs them."""
         special_ids = self.format.special_ids
         if self._by_response_template:
             return frozenset(special_ids.values()) - frozenset(end_token_ids)
@@ -87,7 +87,7 @@ class Speech:
         return frozenset(special_ids[mark] for mark in marks if mark in special_ids)
 
     def parser(self, tokenizer: TextTokenizer, prompt_ids: Sequence[int], turn_name: str = "") -> AnswerParser | None:
-        """A new parser for an answer to this prompt; None where all of it is text. A named turn has its ids again."""
+        """A new parser for an answer to this prompt; None if all is text. A named turn gets the same call ids."""
         names = frozenset(tool.name for tool in self.rules.tools)
         most_calls = self.rules.most_calls
         calls, reasoning = self.format.calls, self.format.reasoning
@@ -111,7 +111,7 @@ class Speech:
 
     @property
     def _by_response_template(self) -> bool:
-        """A grammar has calls written in a format of the table."""
+        """Whether the response template is used: it is not if a grammar prescribes a call format."""
         return self.format.response_template is not None and self.format.grammar(self.rules) is None
 
     def _call_id(self, turn_name: str) -> Callable[[int], str]:
@@ -126,7 +126,7 @@ class Speech:
 
 
 def beginning(reasoning: ReasoningFormat | None, prompt_tail: str, begun: str | None) -> State:
-    """Where an answer begins: inside of a reasoning that the prompt has begun, or in the middle of a message."""
+    """The first state of a parser. It depends on reasoning that the prompt began, and on a message to continue."""
     if reasoning is not None and begun is not None and begun.rfind(reasoning.opening) > begun.rfind(reasoning.closing):
         return State.REASONING_BEGINNING if begun.rstrip().endswith(reasoning.opening) else State.REASONING
     if reasoning is not None and re.search(re.escape(reasoning.opening) + r"\s*\Z", prompt_tail):

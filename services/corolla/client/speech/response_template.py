@@ -1,4 +1,4 @@
-"""Reads answers as the checkpoint's response template says, by transformers' own parser."""
+"""Parses answers by the checkpoint's response template, with the parser of transformers."""
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,12 +13,12 @@ _REASONING: Final = frozenset({"reasoning", "reasoning_content", "thinking"})
 
 
 class ResponseTemplateParser:
-    """Reads one answer, as `SpeechParser` does. A call comes as a whole; one that cannot be read is text.
+    """Parses one answer, as `SpeechParser` does. A call is returned as a whole; an unreadable call is text.
 
     Args:
-        template: of the tokenizer's configuration.
-        prefix: the prompt's text from the beginning of the assistant's message on, or from further back.
-        tools: as chat templates read them; their schemas tell which arguments are numbers.
+        template: the response template in the tokenizer's configuration.
+        prefix: the end of the prompt's text, which includes the beginning of the assistant's message.
+        tools: the tools in the form for chat templates; their schemas tell which arguments are numbers.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class ResponseTemplateParser:
         return self._num_read_calls if self._most_calls is None else min(self._most_calls, self._num_read_calls)
 
     def push(self, text: str) -> Piece:
-        """Takes more text; returns what is certain now."""
+        """Takes more text; returns the part of the answer that is certain now."""
         return self._read(lambda: self._parser.feed(text), text)
 
     def finish(self) -> Piece:
-        """What is still held back when the answer has ended."""
+        """Returns the held text when the answer has ended."""
         return self._read(lambda: self._parser.finalize()[1], "")
 
     def _read(self, events_of: Callable[[], Sequence[Mapping[str, Any]]], text: str) -> Piece:
@@ -59,7 +59,7 @@ class ResponseTemplateParser:
             return Piece(text)
         try:
             events = events_of()
-        # What a template demands of its fields' contents, and whatever its patterns do.
+        # Contents may not fit a template's fields, and its patterns may fail in any way.
         except Exception:
             self._is_broken = True
             return Piece(self._body + text)
@@ -97,7 +97,7 @@ class ResponseTemplateParser:
 
 
 def _call(value: Any) -> tuple[str, str]:
-    """Name and arguments; no name where there is none."""
+    """Name and arguments of a call; two empty texts if the value is not a call."""
     function = value.get("function", value) if isinstance(value, dict) else {}
     name, arguments = function.get("name"), function.get("arguments", {})
     if not isinstance(name, str) or not isinstance(arguments, dict):

@@ -1,7 +1,7 @@
-"""A process that does one thing again and again, in bounded time and memory; its other end is `worker_process`.
+"""A process that answers requests in bounded time and memory; `worker_process` sends the requests.
 
-Each message is JSON behind its length in four bytes. The system ends this process when an answer takes more than
-`MOST_CPU_S` of a processor; it ends itself when one takes more than `MOST_BYTES` of memory.
+Each message is its length in four bytes, then JSON. A signal ends the process when an answer takes more than
+`MOST_CPU_S` of processor time; it ends itself when an answer takes more than `MOST_BYTES` of memory.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ from typing import IO, Any, Final
 MOST_CPU_S: Final = 1.0
 MOST_BYTES: Final = 64 << 20
 BYTES_PER_BYTE: Final = 8
-"""Of a request, whose text is there several times; these come on top."""
+"""Additional memory for each byte of a request, whose text is copied several times."""
 
 LENGTH: Final = struct.Struct("<I")
 OUT_OF_MEMORY: Final = 3
-"""The exit status."""
+"""The exit status when memory ran out."""
 
 Answer = Callable[[Any], Any]
 
@@ -33,7 +33,7 @@ def write(stream: IO[bytes], message: Any) -> None:
 
 
 def read(stream: IO[bytes]) -> tuple[Any, int]:
-    """The next message and its length. Raises EOFError where none comes."""
+    """Reads the next message and its length. Raises EOFError at the stream's end."""
     head = stream.read(LENGTH.size)
     data = stream.read(*LENGTH.unpack(head)) if len(head) == LENGTH.size else b""
     if not data:
@@ -42,12 +42,12 @@ def read(stream: IO[bytes]) -> tuple[Any, int]:
 
 
 def serve(begin: Callable[[Any], Answer]) -> int:
-    """Answers until no request comes any more. Returns the exit status.
+    """Answers requests until the stream ends. Returns the exit status.
 
     Args:
-        begin: is given the first message, and gives what answers all others.
+        begin: takes the first message, and returns the function that answers all others.
     """
-    # A terminal's signals are for the service, which closes the pipe when it ends.
+    # Ctrl-C in a terminal is for the service, which closes the pipe when it ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(EOFError, BrokenPipeError):
         try:
@@ -69,7 +69,7 @@ def _serve(begin: Callable[[Any], Answer], requests: IO[bytes], answers: IO[byte
                 max(own_bytes + BYTES_PER_BYTE * length, _num_bytes()) + MOST_BYTES + BYTES_PER_BYTE * num_bytes
             )
             resource.setrlimit(resource.RLIMIT_AS, (most_bytes, unlimited[1]))
-        # The signal that comes then ends a process that does not handle it.
+        # The timer's signal ends a process that does not handle it.
         signal.setitimer(signal.ITIMER_PROF, MOST_CPU_S)
         result = answer(request)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -78,7 +78,7 @@ def _serve(begin: Callable[[Any], Answer], requests: IO[bytes], answers: IO[byte
 
 
 def _num_bytes() -> int:
-    """Of this process's address space; 0 on a system that does not say."""
+    """The size of this process's address space; 0 if the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:

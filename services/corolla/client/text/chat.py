@@ -1,4 +1,4 @@
-"""Conversations to token ids, by the checkpoint's chat template."""
+"""Converts conversations to token ids with the checkpoint's chat template."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -14,17 +14,17 @@ from corolla.client.text.tokenizer import TextTokenizer
 _BARE: Final = ChatSetting()
 
 Renderer = Template | TemplateProcess
-"""Renders a template here, or in a process of its own."""
+"""Renders a template in this process, or in a process of its own."""
 
 
 class ChatTemplate:
-    """Renders conversations by the template that the checkpoint's tokenizer carries, if it carries one.
+    """Renders conversations with the chat template of the checkpoint's tokenizer, if it has one.
 
-    Only the template writes special tokens, such as those that begin and end a message. Where a message spells one, it
-    becomes plain text: a user's message cannot end itself and go on as the system's.
+    Only the template writes special tokens, such as those that begin and end a message. If a message spells one, it
+    becomes plain text: a user's message cannot end itself and continue as the system's.
 
     Args:
-        renderer: makes what renders, from a template and the special tokens that it may name.
+        renderer: makes a renderer from a template and the special tokens that it may name.
     """
 
     def __init__(
@@ -36,20 +36,20 @@ class ChatTemplate:
 
     @property
     def reserved_names(self) -> frozenset[str]:
-        """What a template is given by the service itself, and a caller cannot set."""
+        """The names that the service itself passes to a template, and a caller cannot set."""
         return RESERVED_NAMES | self._tokenizer.hf_tokenizer.special_tokens_map.keys()
 
     @property
     def exists(self) -> bool:
-        """Whether the checkpoint brings a template, so that it can chat."""
+        """Whether the checkpoint has a template, so that it can chat."""
         return bool(self._tokenizer.hf_tokenizer.chat_template)
 
     def render(self, messages: Sequence[Message], setting: ChatSetting = _BARE, *, add_generation_prompt: bool) -> str:
-        """The conversation as one text; with the beginning of the assistant's answer where asked for.
+        """The conversation as one text, with the beginning of the assistant's answer if `add_generation_prompt`.
 
         Raises:
             InvalidRequest: the checkpoint has no template, or its template refuses these messages.
-            CorollaError: as `TemplateProcess.render`.
+            CorollaError: as in `TemplateProcess.render`.
         """
         return self._rendered(_values(messages, setting), setting, add_generation_prompt=add_generation_prompt)
 
@@ -64,12 +64,12 @@ class ChatTemplate:
             raise
         except TemplateRefusal as refusal:
             raise _refused(refusal.sentence) from None
-        # A template is a program of the checkpoint's, and may raise anything.
+        # A template is a program from the checkpoint, and may raise anything.
         except Exception as error:
             raise _refused() from error
 
     def _renderer(self, tools: Any) -> Renderer:
-        """Of the template for conversations with these tools: a checkpoint may have another one for those."""
+        """The renderer for conversations with these tools: a checkpoint may have a separate template for tools."""
         hf_tokenizer = self._tokenizer.hf_tokenizer
         source = hf_tokenizer.get_chat_template(tools=tools)
         renderer = self._renderers.get(source)
@@ -79,16 +79,16 @@ class ChatTemplate:
         return renderer
 
     def close(self) -> None:
-        """Ends the processes that render, if there are any, and waits for that."""
+        """Ends the rendering processes, if there are any, and waits for their end."""
         for renderer in list(self._renderers.values()):
             if isinstance(renderer, TemplateProcess):
                 renderer.close()
 
     def prompt_ids(self, messages: Sequence[Message], setting: ChatSetting = _BARE) -> list[int]:
-        """The ids of a conversation up to where the assistant's answer begins. The template writes its own BOS.
+        """The ids of a conversation up to the beginning of the assistant's answer. The template writes its own BOS.
 
         Raises:
-            InvalidRequest, CorollaError: as `render`.
+            InvalidRequest, CorollaError: as in `render`.
         """
         rendering, plain_ids = self._prompt(messages, setting, None)
         return self._tokenizer.encode(rendering, add_special_tokens=False) if plain_ids is None else plain_ids
@@ -102,24 +102,24 @@ class ChatTemplate:
         *,
         max_tokens: int | None = None,
     ) -> tuple[int, list[int]]:
-        """The token log of a session's next turn, so that as little as possible is processed again.
+        """The token log of a session's next turn, which shares as many tokens as possible with the last log.
 
         Args:
-            log_ids: all prompts and answers so far, the last answer's end included.
-            earlier: all messages so far, the assistant's answers as they were returned.
+            log_ids: the tokens of all prompts and answers so far, including the last answer's end.
+            earlier: all messages so far, with the assistant's answers as they were returned.
             new: the messages of this turn.
 
         Returns:
-            `(num_kept_tokens, token_ids)`: the new log, and how many of its first tokens are those of `log_ids`, at
-            least one left out. Its text is the rendering of the whole conversation, however the last answer ended.
+            `(num_kept_tokens, token_ids)`: the new log, and how many of its first tokens are those of `log_ids`, always
+            fewer than all. Its text is the rendering of the whole conversation, however the last answer ended.
 
         Raises:
-            InvalidRequest, CorollaError: as `render`, of the whole conversation.
-            ContextLengthExceeded: there are far more than `max_tokens`.
+            InvalidRequest, CorollaError: as in `render`, for the whole conversation.
+            ContextLengthExceeded: there are far more tokens than `max_tokens`.
         """
         rendering, plain_ids = self._prompt([*earlier, *new], setting, max_tokens)
         num_kept_tokens, token_ids = self._continued(log_ids, rendering, plain_ids)
-        # The last token of a prompt is processed in any case: the answer's first one comes from it.
+        # The last token of a prompt is always processed: its output gives the answer's first token.
         return min(num_kept_tokens, len(token_ids) - 1), token_ids
 
     def _continued(self, log_ids: Sequence[int], rendering: str, plain_ids: list[int] | None) -> tuple[int, list[int]]:
@@ -133,14 +133,14 @@ class ChatTemplate:
         token_ids = [*log_ids[:num_kept_tokens], *rest_ids]
         if self._spelled(token_ids) == rendering:
             return num_kept_tokens, token_ids
-        # This tokenizer does not spell texts as they were given, or not in parts: only equal ids are sure then.
+        # This tokenizer does not reproduce texts, or not in parts, so only equal ids can be kept.
         token_ids = self._tokenizer.encode(rendering, add_special_tokens=False)
         return _num_equal(log_ids, token_ids), token_ids
 
     def _prompt(
         self, messages: Sequence[Message], setting: ChatSetting, max_tokens: int | None
     ) -> tuple[str, list[int] | None]:
-        """The text up to where the answer begins, and its ids where the caller's values spell special tokens."""
+        """The text up to the beginning of the answer, and its ids if the caller's values spell special tokens."""
         values, begins = _values(messages, setting), not setting.continues_last
         rendering = self._rendered(values, setting, add_generation_prompt=begins)
         if not rendering:
@@ -159,7 +159,7 @@ class ChatTemplate:
         return rendering, token_ids
 
     def _num_tokens_within(self, log_ids: Sequence[int], rendering: str) -> int:
-        """How many of the log's first tokens spell a beginning of the rendering."""
+        """The number of the log's first tokens that spell a beginning of the rendering."""
         num_equal_chars = _num_equal(self._spelled(log_ids), rendering)
         counts = range(len(log_ids) + 1)
         num_tokens = bisect_right(counts, num_equal_chars, key=lambda count: len(self._spelled(log_ids[:count]))) - 1
@@ -185,6 +185,6 @@ def _refused(sentence: str = "") -> InvalidRequest:
 
 
 def _num_equal(left: Sequence[object], right: Sequence[object]) -> int:
-    """Length of the longest common beginning."""
+    """The length of the longest common beginning."""
     differing = (index for index, (one, other) in enumerate(zip(left, right, strict=False)) if one != other)
     return next(differing, min(len(left), len(right)))

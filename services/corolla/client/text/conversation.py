@@ -1,4 +1,4 @@
-"""Conversations, as a chat template is given them. Pure."""
+"""Conversations and their form for chat templates. Pure."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from corolla.chassis.errors import InvalidRequest
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _MAY_BE_EMPTY: Final = frozenset({"assistant", "tool"})
-"""A model may end its answer at once, and a tool may have nothing to say."""
+"""A model may end its answer at once, and a tool may have no result."""
 _NO_PARAMETERS: Final[Mapping[str, Any]] = {"type": "object", "properties": {}}
 
 
@@ -36,9 +36,9 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that a model may call; `parameters` is a JSON Schema of an object, None where it has none.
+    """A function that a model may call; `parameters` is a JSON Schema of an object, or None.
 
-    `is_strict`: arguments always fit the schema.
+    `is_strict`: whether arguments must fit the schema.
     """
 
     name: str
@@ -49,11 +49,11 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ChatSetting:
-    """What holds for a conversation as a whole.
+    """The settings of a whole conversation.
 
     Attributes:
-        continues_last: the last message is an assistant's, and the answer continues it.
-        template_arguments: handed to the template by these names.
+        continues_last: whether the answer continues the last message, which must be an assistant's.
+        template_arguments: arguments for the template by name.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -62,10 +62,10 @@ class ChatSetting:
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Refuses messages that no template could make sense of; in which order they may come, the template decides.
+    """Refuses messages that no template can use. The template decides about their order.
 
     Raises:
-        InvalidRequest: names the first field that is wrong.
+        InvalidRequest: a field is wrong; the error names the first one.
     """
     for index, message in enumerate(messages):
         for name, problem in _problems(message):
@@ -93,7 +93,7 @@ def _problems(message: Message) -> list[tuple[str, str]]:
 
 
 def message_values(message: Message) -> dict[str, Any]:
-    """A message as templates read it."""
+    """A message in the form for templates."""
     content = message.content
     values: dict[str, Any] = {"role": message.role, "content": content if isinstance(content, str) else list(content)}
     if message.reasoning:
@@ -110,7 +110,7 @@ def message_values(message: Message) -> dict[str, Any]:
 
 
 def tool_values(tool: Tool) -> dict[str, Any]:
-    """A tool as templates read it."""
+    """A tool in the form for templates."""
     function: dict[str, Any] = {"name": tool.name}
     if tool.description:
         function["description"] = tool.description
@@ -119,7 +119,7 @@ def tool_values(tool: Tool) -> dict[str, Any]:
 
 
 def _arguments(call: ToolCall) -> Any:
-    """The object that they spell; the text itself where a model was cut off in the middle of them."""
+    """The call's arguments as an object, or as text if the model was cut off within them."""
     try:
         arguments = json.loads(call.arguments)
     except (ValueError, RecursionError):

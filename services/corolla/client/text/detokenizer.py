@@ -1,8 +1,8 @@
-"""Token ids to text while they arrive, in pieces that never split a character.
+"""Decodes token ids to text while they arrive, in pieces that never split a character.
 
-`tokenizers.decoders.DecodeStream` does the same only for well-behaved output: it raises on bytes that are no UTF-8
-where a later token changes what earlier ones decode to, re-reads everything since the last whole character, and
-never gives out what is pending when the answer ends. Sampled tokens are not well-behaved, hence this class.
+`tokenizers.decoders.DecodeStream` does not work for all output: it raises on invalid UTF-8 if a later token changes the
+text of earlier ones, decodes everything since the last whole character again, and never returns pending text at the
+answer's end. Sampled tokens may be any, hence this class.
 """
 
 from collections.abc import Container, Sequence
@@ -13,24 +13,24 @@ from corolla.client.text.tokenizer import TextTokenizer
 REPLACEMENT = "\ufffd"
 
 _NUM_CONTEXT_TOKENS = 6
-"""More than an incomplete character has; the rest settles spaces."""
+"""This is more than the tokens of an incomplete character; the others decide about spaces."""
 
 _LONG_WINDOW_TOKENS = 24
-"""From here on, the window is shortened as soon as it ends with a whole character."""
+"""A window of this size is shortened as soon as it ends with a whole character."""
 
 _MAX_WINDOW_TOKENS = 32
-"""Here it is shortened in any case: whole characters would have come by now."""
+"""A window of this size is always shortened: its text would have whole characters by now if it ever had."""
 
 _MAX_INCOMPLETE_TOKENS = 3
-"""Of a character's 4 bytes, and so of its tokens; a byte-fallback decoder shows each as one U+FFFD."""
+"""An incomplete character has at most 3 of 4 bytes, and so 3 tokens, each of them one U+FFFD with byte fallback."""
 
 
 class Detokenizer:
     """Decodes one answer token by token, at constant cost and memory per token.
 
-    The concatenation of all pieces equals decoding the answer behind its prompt in one go, special tokens skipped,
-    as far as its bytes are UTF-8; for byte-level tokenizers also where they are not. (A byte-fallback decoder gives
-    up a whole run of bytes for one bad byte; text that is out already is not taken back then.)
+    All pieces together equal the text of the answer after its prompt, decoded at once without special tokens, if its
+    bytes are UTF-8; for byte-level tokenizers even if they are not. (A byte-fallback decoder discards a whole run of
+    bytes for one bad byte; text that was returned before stays.)
 
     Args:
         prompt_ids: the tokens before the answer, which decide whether its first space belongs to it.
@@ -42,7 +42,7 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._shown_ids = shown_ids
-        # Invariant: of the window's text, the first `_num_emitted_chars` are out (or the prompt's).
+        # Invariant: the first `_num_emitted_chars` of the window's text were returned, or belong to the prompt.
         self._window_ids, num_whole_tokens = _context(tokenizer, prompt_ids)
         prompt_text = tokenizer.decode(self._window_ids)
         self._num_emitted_chars = len(prompt_text)
@@ -50,7 +50,7 @@ class Detokenizer:
         self._open_prompt_text = prompt_text if num_whole_tokens < len(self._window_ids) else None
 
     def push(self, token_id: int) -> str:
-        """Takes the next token; returns the text that is certain now, often one token's, sometimes none."""
+        """Takes the next token; returns the text that is certain now, which may be empty."""
         if token_id in self._tokenizer.special_token_ids:
             return self.flush() + self._tokenizer.token_text(token_id) if token_id in self._shown_ids else ""
         self._window_ids.append(token_id)
@@ -67,7 +67,7 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """What is still held back when the answer ends: U+FFFD for an incomplete character."""
+        """Returns the held text when the answer ends: U+FFFD for an incomplete character."""
         text = self._tokenizer.decode(self._window_ids)
         return self._emit(text, len(text))
 
@@ -77,7 +77,7 @@ class Detokenizer:
         return piece
 
     def _close_prompt(self, text: str, prompt_text: str) -> None:
-        """A character that the prompt began and the answer completes belongs to the answer."""
+        """Counts a character that the prompt began and the answer completes as a part of the answer."""
         if not text.startswith(prompt_text):
             self._num_emitted_chars = self._num_whole_prompt_chars
             self._open_prompt_text = None
@@ -85,12 +85,12 @@ class Detokenizer:
             self._open_prompt_text = None
 
     def _shorten_window(self, text: str) -> None:
-        """Forgets old tokens. What is not yet out is counted from the end, where both windows agree."""
+        """Drops old tokens. Pending characters are counted from the end, where both windows have the same text."""
         num_pending_chars = max(0, len(text) - self._num_emitted_chars)
         latest_start = len(self._window_ids) - _NUM_CONTEXT_TOKENS
         for start in (*range(latest_start, 0, -1), latest_start):
             shorter_text = self._tokenizer.decode(self._window_ids[start:])
-            # A cut inside a character leaves half a one in front, which spoils all that follows in a byte-fallback run.
+            # A cut inside a character leaves a part of it in front, which spoils the rest of a byte-fallback run.
             if shorter_text and text.endswith(shorter_text) and len(shorter_text) >= num_pending_chars:
                 break
         self._window_ids = self._window_ids[start:]
@@ -99,9 +99,9 @@ class Detokenizer:
 
 
 def _context(tokenizer: TextTokenizer, prompt_ids: Sequence[int]) -> tuple[list[int], int]:
-    """The prompt's last visible tokens, and how many of them are whole characters.
+    """The prompt's last visible tokens, and how many of them form whole characters.
 
-    They begin with a whole character where there is one: half of one would spoil a byte-fallback run.
+    They begin with a whole character if there is one: a partial character would spoil a byte-fallback run.
     """
     num_wanted_tokens = _NUM_CONTEXT_TOKENS + _MAX_INCOMPLETE_TOKENS
     visible_ids = (token_id for token_id in reversed(prompt_ids) if token_id not in tokenizer.special_token_ids)

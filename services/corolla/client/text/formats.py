@@ -1,4 +1,4 @@
-"""Forms of answers, as grammars. Pure."""
+"""Converts forms of answers to grammars. Pure."""
 
 import json
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ MAX_FORMAT_BYTES: Final = 64 << 10
 MAX_CHOICES: Final = 256
 MAX_CHOICE_CHARS: Final = 1024
 
-# As `json.dumps` writes, which is what models have read most of; a model that is free to choose spaces may never end.
-# What cannot be followed is refused, whatever a schema says about that itself.
+# The layout is that of `json.dumps`, which models know best; with free spaces, a model might never end. Schemas with
+# parts that llguidance cannot follow are refused, whatever they themselves set.
 _JSON_OPTIONS: Final = {
     "item_separator": ", ",
     "key_separator": ": ",
@@ -25,22 +25,22 @@ _JSON_OPTIONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """What an answer must be: a grammar, and the field of the request that asks for it."""
+    """The form of an answer: a grammar, and the request's field that asked for it."""
 
     grammar: str
     field: str
 
 
 def json_object(field: str) -> AnswerFormat:
-    """An object of any kind."""
+    """The form of any JSON object."""
     return _of_schema({"type": "object"}, field)
 
 
 def json_schema(schema: str, field: str) -> AnswerFormat:
-    """JSON that fits a schema, its properties in the schema's order.
+    """The form of JSON that fits a schema, with properties in the schema's order.
 
     Raises:
-        InvalidRequest: the schema is too large, or no object in JSON.
+        InvalidRequest: the schema is too large, or is not a JSON object.
     """
     _check_size(schema, field)
     try:
@@ -55,19 +55,19 @@ def json_schema(schema: str, field: str) -> AnswerFormat:
 
 
 def regex(expression: str, field: str) -> AnswerFormat:
-    """A text that an expression matches as a whole. Raises InvalidRequest where it is empty or too large."""
+    """The form of texts that a regular expression matches. Raises InvalidRequest if it is empty or too large."""
     _check_size(expression, field)
     return AnswerFormat(regex_grammar(expression), field)
 
 
 def lark(grammar: str, field: str) -> AnswerFormat:
-    """What the rule `start` of a grammar in Lark's notation spells. Raises InvalidRequest as `regex`."""
+    """The form of the rule `start` of a grammar in Lark's notation. Raises InvalidRequest as `regex` does."""
     _check_size(grammar, field)
     return AnswerFormat(as_grammar("lark_grammar", grammar), field)
 
 
 def choice(texts: Sequence[str], field: str) -> AnswerFormat:
-    """One of some texts. Raises InvalidRequest where there are none, or too many, or one is empty or too long."""
+    """The form of one of several texts. Raises InvalidRequest if their number or a length is not allowed."""
     if not 1 <= len(texts) <= MAX_CHOICES:
         raise InvalidRequest(field, f"must be 1 to {MAX_CHOICES} texts")
     for index, text in enumerate(texts):

@@ -1,4 +1,4 @@
-"""Tries the grammars of requests in a process of its own, before anything of an answer is computed."""
+"""Checks the grammars of requests in a process of its own, before an answer is computed."""
 
 import asyncio
 import threading
@@ -17,16 +17,16 @@ from corolla.models.tokenizer_text import tokenizer_text
 
 _MOST_REMEMBERED: Final = 256
 _LONGEST_WAIT_S: Final = 10.0
-"""The first request waits until the tokenizer is read."""
+"""This includes the time to read the tokenizer, for which the first request waits."""
 _MOST_WAITING: Final = 512
 
 
 class GrammarProcess:
-    """What was found of the latest grammars is remembered. Safe to use from several threads.
+    """Checks grammars, and caches the results of the latest ones. Safe to use from several threads.
 
     Args:
-        vocab_size: how many logits the model has for a token.
-        end_token_ids: of the model.
+        vocab_size: the number of the model's logits.
+        end_token_ids: the model's end-of-sequence tokens.
     """
 
     def __init__(
@@ -39,17 +39,17 @@ class GrammarProcess:
         self._worker: WorkerProcess | None = None
         self._problems: OrderedDict[str, str | None] = OrderedDict()
         self._lock = threading.Lock()
-        # The process does one thing at a time, and so does the thread that waits for it.
+        # The process checks one grammar at a time, so one thread that waits for it is enough.
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._turns = Turns(_MOST_WAITING, "too many answers of a form are asked for at once")
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None while it is not needed."""
+        """The id of the process; None while it is not needed."""
         return None if self._worker is None else self._worker.pid
 
     async def admit(self, tenant: str, form: AnswerFormat, received_ids: Sequence[int]) -> None:
-        """As `check`, at the tenant's turn."""
+        """Does the same as `check`, when the tenant's turn has come."""
         if not received_ids and self._is_known(form):
             return self.check(form)
         try:
@@ -57,14 +57,14 @@ class GrammarProcess:
                 loop = asyncio.get_running_loop()
                 await loop.run_in_executor(self._thread, self.check, form, received_ids)
         except TimeoutError:
-            raise QueueFull("the forms of others take too long to read") from None
+            raise QueueFull("other callers' forms take too long to read") from None
 
     def check(self, form: AnswerFormat, received_ids: Sequence[int] = ()) -> None:
-        """Returns where answers of this form can be made, and one that has these tokens be continued. It blocks.
+        """Checks that answers of this form can be made, and an answer with these tokens continued. It blocks.
 
         Raises:
-            InvalidRequest: the form is none, takes too long or too much memory, or the answer is not of it.
-            QueueFull: others' forms take too long.
+            InvalidRequest: the form is invalid, takes too long or too much memory, or the tokens do not fit it.
+            QueueFull: other callers' forms take too long.
             InternalError: the process ends again and again.
         """
         with self._lock:
@@ -90,7 +90,7 @@ class GrammarProcess:
             with self._metrics.seconds.time():
                 found = worker.ask([form.grammar, list(received_ids)])
         except RanAway as error:
-            # It may be the tokens that take so long: of the grammar, nothing is known then.
+            # If tokens were given, they may be the cause, so nothing is recorded about the grammar.
             found = "token_ids" if received_ids else "grammar", f"takes {error} to read"
         what: str
         problem: str | None
@@ -118,6 +118,6 @@ class GrammarProcess:
             return self._worker
 
     def close(self) -> None:
-        """Ends the process, if there is one, and waits for that."""
+        """Ends the process, if there is one, and waits for its end."""
         if self._worker is not None:
             self._worker.close()

@@ -1,4 +1,4 @@
-"""Tries grammars for a client service, whose other end is `grammar_process`."""
+"""The program of the process that checks grammars for `grammar_process`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,11 +8,11 @@ from corolla.decoding.grammar_text import UnreadableGrammar, grammar_tokenizer, 
 
 
 def begin(first: Sequence[Any]) -> Answer:
-    """Takes what `grammar_tokenizer` does, and reads the tokenizer."""
+    """Reads the tokenizer from the arguments of `grammar_tokenizer`; returns the function that checks grammars."""
     tokenizer = grammar_tokenizer(*first)
 
     def problem(request: Sequence[Any]) -> Sequence[str] | None:
-        """Takes a grammar and the tokens of an answer that has begun; what is wrong with which of both, if anything."""
+        """Checks a grammar and the first tokens of an answer. Returns the name of the faulty one, and its problem."""
         text, token_ids = request
         try:
             matcher = read_grammar(tokenizer, text)
@@ -22,7 +22,7 @@ def begin(first: Sequence[Any]) -> Answer:
         if matcher.is_error():
             return "grammar", "is too complex, or no text fits it"
         if token_ids and not matcher.consume_tokens(token_ids):
-            return "token_ids", "are no beginning of an answer of this form"
+            return "token_ids", "are not the beginning of an answer of this form"
         return None
 
     return problem

@@ -1,4 +1,4 @@
-"""Marks that stand in a rendering for texts which spell special tokens, so that these stay plain text."""
+"""Marks that replace texts which spell special tokens in a rendering, so that these stay plain text."""
 
 import json
 import re
@@ -7,19 +7,19 @@ from collections.abc import Callable
 from typing import Any, Final
 
 _MARK: Final = "\U000f0002"
-"""Of private use, so that no template knows it."""
+"""A character of private use, which no template handles."""
 _NUM_NONCE_PARTS: Final = 4
 _NONCE_PART_DIGITS: Final = 20
-"""Of a mark that a template cuts one part at least is left; digits, because a template may change letters."""
+"""The size of a nonce's part. If a template cuts a mark, one part is left; digits, since it may change letters."""
 _ESCAPES: Final = {0: 0, 1: 1, 3: 2}
-"""How many backslashes stand before a quotation mark, to how often the text was made a string of JSON."""
+"""Maps the number of backslashes before a quotation mark to how often the text was encoded as a JSON string."""
 
 
 class Marks:
     """The marks of one rendering.
 
     Args:
-        special_range: from the first special token that a text spells to behind the last one; None where there is none.
+        special_range: returns the start of the first and the end of the last special token in a text, or None.
     """
 
     def __init__(self, special_range: Callable[[str], tuple[int, int] | None]) -> None:
@@ -35,7 +35,7 @@ class Marks:
         return bool(self._texts)
 
     def marked(self, value: Any) -> Any:
-        """The value of JSON with marks in place of what lies from the first special token of a text to its last one."""
+        """A copy of a JSON value. In each text, a mark replaces the part from the first to the last special token."""
         match value:
             case str():
                 return self._marked_text(value)
@@ -49,15 +49,15 @@ class Marks:
         if (found := self._special_range(text)) is None:
             return text
         start, end = found
-        # The quotation mark shows whether the template makes JSON of the text.
+        # The quotation mark shows whether the template encodes the text as JSON.
         mark = f'{_MARK}{self._nonce}{len(self._texts)}"{_MARK}'
         self._texts.append(text[start:end])
         return text[:start] + mark + text[end:]
 
     def split(self, rendering: str) -> list[str] | None:
-        """A rendering of marked values: the template's text, a marked one, the template's text, and so on.
+        """Splits a rendering of marked values: the template's text, a marked text, the template's text, and so on.
 
-        None where the template has cut or changed a mark.
+        Returns None if the template has cut or changed a mark.
         """
         parts = re.split(rf'{_MARK}{self._nonce}([0-9]+)(\\*)"{_MARK}', rendering)
         template_texts, numbers, backslashes = parts[::3], parts[1::3], parts[2::3]

@@ -1,7 +1,6 @@
-"""A checkpoint's chat template: text from messages, as `apply_chat_template` of transformers makes it.
+"""A checkpoint's chat template, which renders messages to text like `apply_chat_template` of transformers.
 
-It needs nothing but jinja2, so that the process that renders is small and starts at once: as a program, this module is
-the other end of `template_process`.
+The module needs only jinja2, so that the process in which `template_process` runs it is small and starts fast.
 """
 
 import json
@@ -26,14 +25,14 @@ RESERVED_NAMES: Final = frozenset(
         *("dict", "namespace", "raise_exception", "strftime_now"),
     }
 )
-"""What a template is given in any case."""
+"""The names that every template gets."""
 
 _MAX_SENTENCE_CHARS: Final = 300
 _END_MARK: Final = "\U000f0003"
 
 
 class TemplateRefusal(Exception):
-    """A template does not accept a conversation. `sentence` is its own, printable; empty where it gave none."""
+    """A template does not accept a conversation. `sentence` is the template's own message, printable, maybe empty."""
 
     def __init__(self, sentence: str = "") -> None:
         super().__init__(sentence)
@@ -41,15 +40,15 @@ class TemplateRefusal(Exception):
 
 
 class Template:
-    """One template.
+    """One chat template.
 
     Args:
-        source: in the language of Jinja.
+        source: the template's source, in Jinja.
         special_tokens: texts that the template may name, such as `bos_token`.
 
     Raises:
-        TemplateError, SyntaxError: the source is no template.
-        MemoryError, RecursionError: it is nested too deeply.
+        TemplateError, SyntaxError: the source is not a valid template.
+        MemoryError, RecursionError: the source is nested too deeply.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any]) -> None:
@@ -73,11 +72,11 @@ class Template:
         arguments: Mapping[str, Any] | None = None,
         continues_last: bool = False,
     ) -> str:
-        """The text. Where the answer continues the last message, up to its content's end.
+        """Renders a conversation. If the answer continues the last message, the text ends with that message's content.
 
         Raises:
             TemplateRefusal: the template does not accept this conversation.
-            Exception: anything else. A template is a program of the checkpoint's.
+            Exception: any other error, since a template is a program from the checkpoint.
         """
         adapted = [self._adapted(message) for message in messages]
         mark = f"{_END_MARK}{secrets.token_hex(16)}{_END_MARK}"
@@ -93,7 +92,7 @@ class Template:
         return _cut(text, messages[-1]["content"], mark) if continues_last else text
 
     def _adapted(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """The message in the words of this template."""
+        """The message with the roles and names that this template uses."""
         values = dict(message)
         if values["role"] == "developer" and not self._facts.knows_developer:
             values["role"] = "system"
@@ -112,7 +111,7 @@ def _ending_with(content: Any, mark: str) -> Any:
 
 
 def _cut(text: str, content: Any, mark: str) -> str:
-    """The text before the mark, as transformers cuts it: where the template trims messages, without spaces."""
+    """The text before the mark, cut as transformers does: without spaces at its end if the template trims messages."""
     before, found, behind = text.rpartition(mark)
     last = content if isinstance(content, str) else content[-1]
     if not found or last.strip() not in text:
@@ -121,7 +120,7 @@ def _cut(text: str, content: Any, mark: str) -> str:
 
 
 class _Generation(Extension):
-    """What lies between `generation` and `endgeneration` is rendered like all else."""
+    """Renders the text between `generation` and `endgeneration` like any other text."""
 
     tags = {"generation"}  # noqa: RUF012 - as the base class has it
 
@@ -156,7 +155,7 @@ def _strftime_now(form: str) -> str:
 
 
 class _Dict:
-    """`dict` without its other attributes."""
+    """Provides `dict` with only its call and `fromkeys`."""
 
     def __call__(self, *args: Any, **entries: Any) -> dict[Any, Any]:
         return dict(*args, **entries)
@@ -166,7 +165,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """Keeps no name that begins with an underscore."""
+    """A namespace that refuses names which begin with an underscore."""
 
     def __init__(*args: Any, **entries: Any) -> None:  # so that an entry may be named self
         self, *rest = args
@@ -186,7 +185,7 @@ def _check_name(name: object) -> None:
 
 
 def begin(first: Sequence[Any]) -> Answer:
-    """Takes a source and its special tokens. The source is read with the first conversation: that may run away, too."""
+    """Takes a source and its special tokens. The first rendering parses the source, since that may run away, too."""
     source, special_tokens = first
     template: Template | None = None
 

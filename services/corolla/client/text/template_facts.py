@@ -1,4 +1,4 @@
-"""What a chat template does with messages, read off its syntax tree. Pure: nothing of it runs."""
+"""Finds out from a chat template's syntax tree how it uses messages. Pure: the template does not run."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from jinja2 import nodes
 
 @dataclass(frozen=True, slots=True)
 class TemplateFacts:
-    """`iterates_content`: over the parts of a message's content; `knows_developer`: as a role of its own."""
+    """Whether a template iterates over the parts of a message's content, and whether it has a role `developer`."""
 
     iterates_content: bool
     knows_developer: bool
@@ -24,7 +24,7 @@ def facts_of(tree: nodes.Template) -> TemplateFacts:
 
 
 def _content_names(tree: nodes.Template) -> frozenset[str]:
-    """Variables, and parameters of macros, that hold a message's content."""
+    """The variables and macro parameters that hold a message's content."""
     names: frozenset[str] = frozenset()
     while (more := names | set(_assigned(tree, names)) | set(_passed(tree, names))) != names:
         names = frozenset(more)

@@ -1,4 +1,4 @@
-"""Has chat templates rendered in a process of their own, which ends where a template runs away."""
+"""Renders chat templates in a process of its own, which is ended if a template takes too long or too much memory."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -9,11 +9,11 @@ from corolla.client.text.worker_process import RanAway, WorkerProcess
 
 
 class TemplateProcess:
-    """Safe to use from several threads.
+    """Renders one template in a process of its own. Safe to use from several threads.
 
     Args:
-        source, special_tokens: of the template; see `Template`.
-        longest_wait_s: for the renderings before one's own, which have a second of a processor each.
+        source, special_tokens: see `Template`.
+        longest_wait_s: seconds to wait for earlier renderings, each of which may take a second of processor time.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any], *, longest_wait_s: float = 10.0) -> None:
@@ -26,16 +26,16 @@ class TemplateProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None while it is not needed."""
+        """The id of the process; None while it is not needed."""
         return self._worker.pid
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """As `Template.render`, with the same arguments.
+        """Renders a conversation; the arguments are those of `Template.render`.
 
         Raises:
             TemplateRefusal: the template does not accept the conversation, or fails.
-            InvalidRequest: it takes too long, or too much memory.
-            QueueFull: others' renderings take too long.
+            InvalidRequest: the rendering takes too long, or too much memory.
+            QueueFull: other callers' renderings take too long.
             InternalError: the process ends again and again.
         """
         try:
@@ -47,5 +47,5 @@ class TemplateProcess:
         return answer["text"]
 
     def close(self) -> None:
-        """Ends the process, and waits for that. A rendering that runs has its time."""
+        """Waits for a running rendering, then ends the process."""
         self._worker.close()

@@ -1,4 +1,4 @@
-"""Text to token ids and back, by the checkpoint's own tokenizer."""
+"""Converts text to token ids and back with the checkpoint's own tokenizer."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from corolla.chassis.errors import CheckpointError, ContextLengthExceeded, InvalidRequest
 
-# Most texts have fewer characters to a token, so that one look at the beginning of a long one is enough.
+# Most texts have fewer characters per token, so checking the beginning of a long text once is enough.
 _FIRST_CHARS_PER_TOKEN: Final = 6
 _MAX_TOKENS_AT_CUT: Final = 128
 _BEGINNING_CHARS: Final = 2
@@ -53,18 +53,18 @@ class TextTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many ids there are, added tokens included; the model's embedding may be larger."""
+        """The number of ids, including added tokens; the model's embedding may be larger."""
         return len(self.hf_tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
-        """The text's token ids; with the tokenizer's own frame (such as a first BOS token) unless asked otherwise.
+        """The text's token ids, by default with the tokens that the tokenizer adds itself, such as a first BOS token.
 
         Args:
-            max_tokens: at least 1; a text of far more is refused before all of it is looked at, which may take seconds.
+            max_tokens: at least 1. A text of far more is refused before all of it is encoded, which may take seconds.
 
         Raises:
-            InvalidRequest: the text holds a lone surrogate, which is no character.
-            ContextLengthExceeded: there are far more than `max_tokens`; a few more are the caller's to refuse.
+            InvalidRequest: the text has a lone surrogate, which is not a character.
+            ContextLengthExceeded: there are far more tokens than `max_tokens`. The caller checks the exact number.
         """
         self.check_text(text, max_tokens)
         return self._encode(text, add_special_tokens=add_special_tokens)
@@ -73,24 +73,24 @@ class TextTokenizer:
         """The ids of a text that follows another one.
 
         Args:
-            is_plain: what spells a special token is none.
+            is_plain: whether text that spells a special token stays plain text.
         """
         encode = self._encode_plain if is_plain else partial(self._encode, add_special_tokens=False)
-        # Some tokenizers put a space before a text's first word; behind a line break they do not.
+        # Some tokenizers put a space before a text's first word, but not after a line break.
         line_break, token_ids = encode("\n"), encode("\n" + text)
         if token_ids[: len(line_break)] == line_break:
             return token_ids[len(line_break) :]
         return encode(text)
 
     def special_range(self, text: str) -> tuple[int, int] | None:
-        """From the first special token that a text spells to behind the last one; None where it spells none."""
-        # Few texts have even the beginning of one.
+        """The start of the first and the end of the last special token that a text spells; None without any."""
+        # Few texts have even the beginning of a special token.
         if not any(beginning in text for beginning in self._special_beginnings):
             return None
         if not isinstance(self.hf_tokenizer, PreTrainedTokenizerFast):
             return 0, len(text)
         encoding = self.hf_tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-        # What stands for unknown characters is no token that a text spells.
+        # The token for unknown characters does not count: no text spells it.
         spelled_ids = self.special_token_ids - {self.hf_tokenizer.unk_token_id}
         found = [
             offsets for token_id, offsets in zip(encoding.ids, encoding.offsets, strict=True) if token_id in spelled_ids
@@ -98,7 +98,7 @@ class TextTokenizer:
         return (found[0][0], found[-1][1]) if found else None
 
     def check_text(self, text: str, max_tokens: int | None = None) -> None:
-        """Raises as `encode`."""
+        """Checks a text before it is encoded. Raises the errors of `encode`."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -115,7 +115,7 @@ class TextTokenizer:
                 self.hf_tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
             )
         if self._plain is None:
-            # A tokenizer of its own: this is a property of the tokenizer, which all threads share.
+            # `encode_special_tokens` is a property of a tokenizer, which threads share, so plain texts get a copy.
             backend = self.hf_tokenizer.backend_tokenizer
             plain = type(backend).from_str(backend.to_str())
             plain.encode_special_tokens = True
@@ -123,7 +123,7 @@ class TextTokenizer:
         return list(self._plain.encode(text, add_special_tokens=False).ids)
 
     def _refuse_long(self, text: str, max_tokens: int) -> None:
-        """A beginning has the same tokens by itself and in the whole text, but for some at the cut."""
+        """Refuses a long text by its beginning, whose tokens are those of the whole text except for some at the cut."""
         num_chars = _FIRST_CHARS_PER_TOKEN * max_tokens
         while num_chars < len(text):
             if len(self._encode(text[:num_chars], add_special_tokens=False)) > max_tokens + _MAX_TOKENS_AT_CUT:
@@ -131,19 +131,19 @@ class TextTokenizer:
             num_chars *= 2
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of the ids exactly as the tokenizer spells it; bytes that are no UTF-8 become U+FFFD."""
+        """The text of the ids, exactly as the tokenizer decodes it; bytes that are not UTF-8 become U+FFFD."""
         return self._decode(list(token_ids), skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """One token by itself, special tokens spelled out; U+FFFD for what is part of a character only."""
+        """The text of one token by itself, also of a special one; U+FFFD if it is only a part of a character."""
         return self.decode([token_id], skip_special_tokens=False)
 
 
 def _decoder(hf_tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int], bool], str]:
-    """Decodes ids, without special tokens where the second argument says so.
+    """A function that decodes ids; its second argument says whether to skip special tokens.
 
-    Each token of each answer comes here. Around the Rust tokenizer most of the time would go to telling arrays, tensors
-    and batches from lists, so it is called itself where the checkpoint's class adds nothing to it.
+    It is called for each token of each answer. transformers would spend most of the time on checking for arrays,
+    tensors and batches, so the Rust tokenizer is called directly if the checkpoint's class does not override decoding.
     """
     classes = type(hf_tokenizer).__mro__
     if PreTrainedTokenizerFast in classes:

@@ -1,4 +1,4 @@
-"""Has work done in a process of its own, which ends where that runs away."""
+"""Runs work in a process of its own, which is ended if the work takes too long or too much memory."""
 
 import contextlib
 import logging
@@ -15,31 +15,31 @@ from corolla.client.text.bounded_worker import OUT_OF_MEMORY, read, write
 log = logging.getLogger(__name__)
 
 LONGEST_S: Final = 10.0
-"""A process that gives no answer for so long is ended: it was stopped, or has no processor."""
+"""A process without an answer for this long is killed: it was stopped, or gets no processor time."""
 
 _INHERITED: Final = ("PATH", "PYTHON", "LANG", "LC_", "LD_", "VIRTUAL_ENV")
-"""Beginnings of the names of variables that it inherits; others may hold secrets."""
+"""The process inherits the environment variables whose names begin so; others may hold secrets."""
 
 _RAN_AWAY: Final = {
     -signal.SIGPROF: "too long",
     OUT_OF_MEMORY: "too much memory",
-    -signal.SIGABRT: "too much memory",  # how libraries end that cannot have more
-    -signal.SIGSEGV: "too much memory",  # of the stack
+    -signal.SIGABRT: "too much memory",  # libraries abort when an allocation fails
+    -signal.SIGSEGV: "too much memory",  # the stack overflowed
 }
 
 
 class RanAway(Exception):
-    """Its text says what the work took: too long, or too much memory."""
+    """The work took too much of something; the message is "too long" or "too much memory"."""
 
 
 class WorkerProcess:
-    """One process, begun when it is first needed and again when it has ended. Safe to use from several threads.
+    """One process, started when it is first needed and again when it has ended. Safe to use from several threads.
 
     Args:
-        module: what it runs; it calls `bounded_worker.serve`.
-        beginning: its first message.
-        purpose: what it is for.
-        longest_wait_s: for the work before one's own, which has a second of a processor each.
+        module: the module that the process runs; it calls `bounded_worker.serve`.
+        beginning: the first message to the process.
+        purpose: the purpose of the process, for messages.
+        longest_wait_s: seconds to wait for earlier requests, each of which may take a second of processor time.
     """
 
     def __init__(self, module: str, beginning: Any, purpose: str, *, longest_wait_s: float = 10.0) -> None:
@@ -52,26 +52,26 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int | None:
-        """None while it is not needed."""
+        """The id of the process; None while it is not needed."""
         return self._process.pid if self._process is not None else None
 
     def ask(self, request: Any) -> Any:
-        """What it answers.
+        """Sends a request to the process and returns the answer.
 
         Raises:
-            RanAway: it had to be ended, or ended itself.
-            QueueFull: others' requests take too long.
+            RanAway: the work took too long or too much memory, and the process was ended.
+            QueueFull: other callers' requests take too long.
             InternalError: the process ends again and again.
         """
         if not self._turn.acquire(timeout=self._longest_wait_s):
-            raise QueueFull(f"others take the process that {self._purpose} too long")
+            raise QueueFull(f"other requests keep the process that {self._purpose} busy for too long")
         try:
-            for _ in range(2):  # once more where somebody else ended it
+            for _ in range(2):  # a second try, in case something else ended the process
                 process = self._begun()
                 with contextlib.suppress(OSError, EOFError):
                     return _answer(process, request)
                 status = self._ended()
-                self._begun()  # so that nobody waits for it
+                self._begun()  # the next request need not wait for the start
                 if status in _RAN_AWAY:
                     raise RanAway(_RAN_AWAY[status])
                 log.error(f"the process that {self._purpose} has ended", extra={"status": status})
@@ -80,7 +80,7 @@ class WorkerProcess:
             self._turn.release()
 
     def close(self) -> None:
-        """Ends the process, and waits for that. Work that runs has its time."""
+        """Waits for running work, then ends the process."""
         with self._turn:
             self._ended()
 
@@ -92,12 +92,12 @@ class WorkerProcess:
                 stdout=subprocess.PIPE,
                 env={name: value for name, value in os.environ.items() if name.startswith(_INHERITED)},
             )
-            with contextlib.suppress(OSError):  # whoever asks it notices that it has ended
+            with contextlib.suppress(OSError):  # the next request notices that the process has ended
                 write(cast(IO[bytes], self._process.stdin), self._beginning)
         return self._process
 
     def _ended(self) -> int | None:
-        """How the process ended, now at the latest; None where there was none."""
+        """Ends the process and returns its exit status; None if there was no process."""
         process, self._process = self._process, None
         if process is None:
             return None
