@@ -180,7 +180,7 @@ class Adapters:
             self._loaded[version].awaited_until_s = self._awaited_until_s()
 
     def on_placement(self, placement: router_pb2.Placement) -> None:
-        """Notes which adapters are registered. Sessions whose adapter was removed or replaced fail at their next step."""
+        """Notes the registered adapters. Sessions whose adapter was removed or replaced fail at their next step."""
         known = still_registered(self._registered.values(), placement.adapters, placement.removed_adapters)
         self._registered = {_version(each): each for each in known}
         for version in self._loaded.keys() - self._registered.keys():

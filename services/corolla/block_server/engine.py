@@ -186,8 +186,8 @@ class Engine:
     async def copy(self, work: Callable[[], Result]) -> Result:
         """Runs `work` in the compute thread while no session is computed or changed, and raises what it raises.
 
-        It is meant for copies of keys and values. Copies run in the order of the calls, with an iteration between two of
-        them. Steps wait while a copy runs, so it should be short.
+        It is meant for copies of keys and values. Copies run in the order of the calls, with an iteration between two
+        of them. Steps wait while a copy runs, so it should be short.
         """
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._copies.append((work, future))
@@ -227,7 +227,7 @@ class Engine:
 
     @property
     def max_released_pages(self) -> int | None:
-        """The most pages that the waiting commands may release; None if that is unknown. Iterations release no pages."""
+        """The most pages that the waiting commands may release; None if that is unknown. Iterations release none."""
         total = 0
         for _, num_pages in self._commands:
             if num_pages is None:

@@ -203,7 +203,7 @@ class FrameChecks:
             return
         has_results = [row.num_result_tokens > 0 for row in step.rows]
         if not step.client_id or not step.ring.max_step_tokens or has_results != [True]:
-            raise MalformedMessage("ring", "a client begins it with one row with results, and says how long steps may be")
+            raise MalformedMessage("ring", "a client begins it with one row with results, and limits a step's tokens")
 
     def next_rows(self, message: pb.Next, peer: Peer) -> None:
         """Checks a Next: rows that a last hop sends to this first hop."""
