@@ -46,8 +46,6 @@ _MAX_FAILURES_IN_A_ROW: Final = 3
 
 
 class Failures:
-    
-
     """Counts iterations that computed nothing, and ends the server once it cannot compute any more.
 
     Sessions are not handed over then, since their keys and values lie on the failed device. Their clients recover them

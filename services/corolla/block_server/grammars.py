@@ -33,10 +33,6 @@ class GrammarNotRead(Exception):
 
 
 class Grammars:
-    
-
-    
-
     """Reads grammars and keeps the most recently used ones. Safe to use from several threads.
 
     A thread of their own reads the grammars one after the other, tenants in turn, so that other work does not wait.
@@ -145,8 +141,6 @@ class Grammars:
 
 
 def _on_deep_stack(work: Callable[[], LLMatcher]) -> LLMatcher:
-    
-
     """Runs `work` in a thread with a large stack and waits. Raises what `work` raises.
 
     No grammar of `MAX_GRAMMAR_BYTES` exhausts that stack; an exhausted stack would end the process.

@@ -172,8 +172,6 @@ class OpenRequest:
 
 @dataclass(slots=True)
 class RingPlace:
-    
-
     """The ring of a session, on which its tokens go round, as the client's first step described it.
 
     Attributes:
@@ -272,8 +270,6 @@ class HopSession(Generic[AnyCache]):
                 self.request = replace(self.request, sampler=None, adapter=None)
 
     def check_open(self, request: OpenRequest) -> None:
-        
-
         """Checks whether the session may be opened, or offered, again.
 
         The same client may open it again in the same epoch if it took the first open back. It does so before any step,
@@ -295,8 +291,6 @@ class HopSession(Generic[AnyCache]):
             raise StaleEpoch("the session was opened with this epoch or a later one")
 
     def check_step(self, epoch: int, client_id: bytes, blocks: Span) -> None:
-        
-
         """Checks whether the session takes a step.
 
         An epoch ends with its turn. A step that another hop forwarded may arrive after the client's message that the

@@ -28,9 +28,7 @@ class Housekeeping:
     """The timer of one block server.
 
     Args:
-        
-
-    page_bytes: returns the bytes of one page of the KV cache.
+        page_bytes: returns the bytes of one page of the KV cache.
 
     Attributes:
         breaches: the breaches that the last comparison of the books found.

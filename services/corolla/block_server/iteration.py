@@ -79,8 +79,6 @@ RowOutput = Tensor | ChosenTokens | CorollaError
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    
-
     """The result of an iteration.
 
     Attributes:
@@ -146,11 +144,9 @@ class Computation:
         return replace(computed, outputs=outputs, edge_seconds=edge_seconds)
 
     def _prepare_choices(self, admitted: Sequence[Admitted]) -> Sequence[Future[None]]:
-        
-
         """Lets threads draw random numbers, and find the tokens that grammars allow, while a device computes.
 
-        If drawing fails for lack of memory, the stream has not advanced, and the numbers are drawn when they are needed.
+        If drawing fails for lack of memory, the stream has not advanced, and the numbers are drawn when needed.
         """
         if not self._samples_batched or self._sampling_threads is None or self._edges is None:
             return ()
@@ -201,7 +197,7 @@ class Computation:
             self._edges.head(torch.zeros(1, self._edges.hidden_size)).cpu()
 
     def _packed(self, admitted: Sequence[Admitted]) -> tuple[list[RowWork], Tensor, float]:
-        """Returns all rows of all steps, their inputs `[tokens, H]` in the model's dtype, and the seconds of embedding."""
+        """Returns the rows of all steps, their inputs `[tokens, H]` in the model's dtype, and the seconds of embedding."""
         work = [
             RowWork(
                 session.cache, row.position, row.num_tokens, session.request.prompts, _products(session),

@@ -21,8 +21,6 @@ _LEAST_PAUSE_S: Final = 0.1
 
 
 class Neighbours:
-    
-
     """The addresses of the last placement. They stay valid while no router answers.
 
     Args:
@@ -52,7 +50,8 @@ class Neighbours:
     def look_again(self, then: Callable[[bool], None]) -> None:
         """Calls `then` once a router has been asked for the placement: a server that has just joined may be new here.
 
-        All callers that wait at the same time share one request. `then` is told whether a router has answered.
+        All callers that wait at the same time share one request. The argument of `then` says whether a router has
+        answered.
         """
         self._waiting.append(then)
         if len(self._waiting) == 1:

@@ -8,10 +8,6 @@ _NOBODY: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 class PageGuarantees:
-    
-
-    
-
     """The guaranteed pages of each tenant. Other tenants may only use the pages that exceed all guarantees.
 
     If the server has fewer pages than are guaranteed in all, each tenant gets a proportional part of them.
@@ -40,7 +36,7 @@ class PageGuarantees:
         return sum(max(0, each - held.get(tenant, 0)) for tenant, each in self._pages.items())
 
     def num_kept_from(self, tenant: str, held: Mapping[str, int]) -> int:
-        """How many pages a tenant has to leave free for others when tenants, itself included, will hold those in `held`."""
+        """How many pages a tenant has to leave free for others, if its next session brings the held pages to `held`."""
         if held.get(tenant, 0) <= self._pages.get(tenant, 0):
             return 0
         return self.num_kept(held)

@@ -16,12 +16,6 @@ _numbers: Final = itertools.count(1)
 
 
 class Peer:
-    
-
-    
-
-    
-
     """The stream of one caller: a client service, or an upstream hop, which has no client id.
 
     When certificates change, the stream moves to another connection (`wire/renewal`).
@@ -80,8 +74,6 @@ class Peer:
 
 
 class PeerTable:
-    
-
     """Finds client services by client id, and all callers by stream id. The newest of a client's streams counts.
 
     A client has one stream at a time, but a server may see their beginnings and ends late, and in any order.
@@ -127,7 +119,7 @@ class PeerTable:
     def send_faults(
         self, step: pb.Step | pb.Next, error: CorollaError, rows: Iterable[pb.StepRow], sender: Peer | None = None
     ) -> None:
-        """Tells the clients of a step why rows of it fail; tells `sender` in place of a client without a stream here."""
+        """Tells the clients of a step why rows fail; `sender` gets the fault of a client that has no stream here."""
         for client_id, its_rows in rows_by_client(step, rows).items():
             recipient = self.get(client_id) or sender
             if recipient is not None:

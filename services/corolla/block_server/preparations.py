@@ -39,8 +39,6 @@ class _Preparation:
 
 
 class Preparations:
-    
-
     """The running preparations, by session. A session that is opened again, or closed, is not prepared any further.
 
     Args:
@@ -65,10 +63,6 @@ class Preparations:
         refuse: Callable[[CorollaError], None],
         load: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        
-
-        
-
         """Starts to prepare the session of an Open, and makes its sampler in a thread.
 
         Args:

@@ -55,7 +55,7 @@ class BlockServerProcess:
         while True:
             span = await server.ordered_span()
             try:
-                # The server still serves while it fetches files, perhaps for minutes; the router may withdraw its order.
+                # The server still serves while it fetches, maybe for minutes; the router may withdraw its order.
                 is_wanted = await server.fetch(span)
             except StartupError as failure:
                 log.error("cannot move", extra={"blocks": str(span), "reason": failure.message})

@@ -25,12 +25,6 @@ Reply = TypeVar("Reply", bound=Message)
 
 
 class Registration:
-    
-
-    
-
-    
-
     """Registers the server, and renews its lease in the background.
 
     Each heartbeat contains all that a router needs to register this server again, in case the store has lost it.
