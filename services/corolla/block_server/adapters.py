@@ -112,7 +112,7 @@ class Adapters:
         # Least recently used first.
         self._loaded: dict[AdapterVersion, LoadedAdapter] = {}
         self._loading: dict[AdapterVersion, asyncio.Future[CorollaError | None]] = {}
-        # For each adapter that could not be loaded: its registration, the error, and when the failure is forgotten.
+        # Maps adapters that could not be loaded to their registration, the error, and when the failure is forgotten.
         self._failed: dict[AdapterVersion, tuple[router_pb2.RegisteredAdapter, CorollaError, float]] = {}
         self._fetches = asyncio.Semaphore(_MOST_FETCHES)
         self._turn = asyncio.Lock()

@@ -38,7 +38,7 @@ class BatchRunner(Protocol):
     """Computes blocks: a `Runner`, or a test's wrapper that lets it fail."""
 
     def forward_each(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> BatchOutput:
-        """As of `Runner`."""
+        """See `Runner.forward_each`. `hidden` is `[sum of num_tokens, H]`, in any dtype and on any device."""
 
     """See `Runner.forward_each`; `hidden` is `[sum of num_tokens, H]`, in any dtype and on any device."""
 
@@ -197,7 +197,7 @@ class Computation:
             self._edges.head(torch.zeros(1, self._edges.hidden_size)).cpu()
 
     def _packed(self, admitted: Sequence[Admitted]) -> tuple[list[RowWork], Tensor, float]:
-        """Returns the rows of all steps, their inputs `[tokens, H]` in the model's dtype, and the seconds of embedding."""
+        """Returns the rows of all steps, their inputs `[tokens, H]` in the model's dtype, and seconds of embedding."""
         work = [
             RowWork(
                 session.cache, row.position, row.num_tokens, session.request.prompts, _products(session),

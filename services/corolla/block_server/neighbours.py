@@ -15,7 +15,7 @@ _KEPT_S: Final = 60.0
 for a while, and a server that comes back with another span is not named in between."""
 _LEAST_INTERVAL_S: Final = 1.0
 _INTERVAL_PER_SERVER_S: Final = 0.1
-"""With this interval for each server, all servers together ask routers ten times a second, however many they are."""
+"""The interval grows with the servers, so that all together ask routers ten times a second, however many they are."""
 _LEAST_PAUSE_S: Final = 0.1
 """The shortest pause between two look-ups of unknown addresses, so that frames with many of them load no router."""
 

@@ -119,7 +119,7 @@ class Relay:
         return link
 
     def _receive(self, frame: Frame) -> None:
-        """Passes on faults for clients that have no stream to the next hop; the next hop answers other clients itself."""
+        """Passes on faults for clients that have no stream to the next hop, which answers all others itself."""
         if isinstance(frame.control, pb.Fault):
             peer = self._peers.get(frame.control.client_id)
             if peer is not None:

@@ -34,7 +34,7 @@ _PRESENCE_S: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class _Microbatch:
-    """A microbatch under way. `num_rows_under_way` counts the rows that were under way when it left, its own included."""
+    """A microbatch under way. `num_rows_under_way` counts the rows under way when it left, its own included."""
 
     rows: Sequence[pb.StepRow]
     sent_s: float
@@ -191,7 +191,7 @@ class FirstHop:
         return names[: route.num_leaving(names)]
 
     def _has_company(self, route: _Route) -> bool:
-        """Whether several tenants are present. Forgets those that were not seen for a while and have no row under way."""
+        """Whether several tenants are present. Forgets those not seen for a while that have no row under way."""
         if len(self._seen_s) > 1:
             oldest_s = self._clock() - _PRESENCE_S
             for tenant in route.tenants_under_way(self._tenant):

@@ -44,7 +44,7 @@ class RoundTimes:
     def num_rows_within(self, factor: int, num_rows: int) -> float:
         """Returns with how many rows under way a round takes `factor` times as long as with `num_rows`.
 
-        The result is infinite as long as no round took that long: larger rounds will show the limit, or rows cost nothing.
+        The result is infinite as long as no round took that long: larger rounds will show the limit, or rows are free.
         """
         sizes = [self._sizes[each] for each in sorted(self._sizes)]
         if not sizes:
