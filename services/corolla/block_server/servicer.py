@@ -274,7 +274,7 @@ class BlockServicer:
             if peer.client_id in (b"", step.client_id):
                 self._peers.send_faults(step, error, step.rows, peer)
             else:
-                # A caller that uses another client's id gets the fault itself: that client may have a step with this id.
+                # A caller that uses another client's id gets the fault itself: that client may have such a step.
                 peer.send(step_fault(step, error, step.rows, step.client_id))
 
     def _next(self, frame: Frame, peer: Peer) -> None:
