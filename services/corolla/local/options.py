@@ -89,10 +89,10 @@ def _given_spans(blocks: str, num_blocks: int) -> list[str]:
         start, _, end = span.partition(":")
         if not (start.isdecimal() and end.isdecimal() and int(start) < int(end) <= num_blocks):
             raise SettingsError(
-                f"--blocks: {span!r} is no span of this model; write start:end with 0 <= start < end <= {num_blocks}"
+                f"--blocks: {span!r} is not a span of this model; write start:end with 0 <= start < end <= {num_blocks}"
             )
         covered.update(range(int(start), int(end)))
     missing = sorted(set(range(num_blocks)) - covered)
     if missing:
-        raise SettingsError(f"--blocks: nobody would hold block {missing[0]} of 0 to {num_blocks - 1}")
+        raise SettingsError(f"--blocks: no server would hold block {missing[0]} of 0 to {num_blocks - 1}")
     return spans

@@ -121,7 +121,7 @@ class RenewedStream:
             self._current.send(pb.GoAway(is_last=True))
             self._is_leaving = True
         else:
-            raise RoleDenied("the server of a stream that is to go on is not the one that it was")
+            raise RoleDenied("a stream cannot move to a server with another identity")
 
     def _take(self, frame: Frame) -> None:
         match frame.control:
@@ -155,7 +155,7 @@ class RenewedStream:
         """Adds a frame to those that wait for the move. Raises QueueFull if too many bytes wait already."""
         self._num_waiting_bytes += _FRAME_BYTES + frame.control.ByteSize() + len(frame.payload)
         if self._num_waiting_bytes > self._limits.max_waiting_bytes:
-            raise QueueFull("too much waits for a stream to go on over another connection")
+            raise QueueFull("too many bytes wait for a stream to move to another connection")
         waiting.append(frame)
 
     def _connections(self) -> list[FrameStream]:
