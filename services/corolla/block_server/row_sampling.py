@@ -26,12 +26,10 @@ from corolla.v1 import blocks_pb2 as pb
 log = logging.getLogger(__name__)
 
 _EXTRA_DRAWS: Final = 128
-"""How many choices a client may skip beyond the session's tokens. A stop string may end a turn within a draft, after
-more choices than the session keeps tokens."""
+"""How many choices may be skipped beyond the session's tokens, since a stop string may end a turn within a draft."""
 
 _NUM_DRAWS_PER_STATE: Final = 16
-"""How many choices pass between two states sent to the client, and so how many a new sampler has to skip at most. A
-state has 5 KB."""
+"""How many choices pass between two states, of 5 KB each, sent to the client: a new sampler skips no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +142,7 @@ class SessionSampler:
         self.sampler.skip(self.vocab_size)
 
     def prepare_choice(self, device: torch.device) -> None:
-        """Prepares the part of the next choice that does not depend on logits. Any thread may run it, one at a time.
-
-        Args:
-            device: the device of the logits, to which the random numbers are copied.
-        """
+        """Prepares the next choice, from logits on `device`, without the logits. Any thread may run it, one at a time."""
         self.sampler.draw_ahead(self.vocab_size, device)
         self.sampler.bar_ahead()
 

@@ -23,7 +23,7 @@ class SessionPages:
         num_fixed_pages: how many pages stand for the data that a session holds apart from its tokens.
 
     Attributes:
-        num_unchanged_tokens: how many first tokens have not changed since this was set; a copy in parts continues there.
+        num_unchanged_tokens: how many first tokens are unchanged since this was set; a copy in parts continues there.
     """
 
     def __init__(self, pool: PagePool, rules: Sequence[GroupRule], num_fixed_pages: int = 0) -> None:
@@ -66,7 +66,7 @@ class SessionPages:
         return sum(table.worst_case(max_tokens) for table in self.tables) + self._fixed_pages(max_tokens)
 
     def max_tokens_within(self, num_pages: int) -> int:
-        """The tokens of the longest session whose worst case fits `num_pages`; `MAX_TOKENS` if windows bound the pages."""
+        """The tokens of the longest session whose worst case fits; `MAX_TOKENS` if windows bound the pages."""
         return bisect_right(range(MAX_TOKENS + 1), num_pages, key=self.worst_case) - 1
 
     def reserve(self, max_tokens: int) -> None:

@@ -19,9 +19,7 @@ NUM_KEPT_STATES: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """The state of one layer. Its tensors are never written again, so sessions may share them.
-
-    Dtypes and device are those in which the layer computes.
+    """The state of one layer, in its dtype and on its device. It is never written again, so sessions may share it.
 
     Attributes:
         conv: `[1, channels, kernel]`, the newest inputs of a short convolution.
@@ -33,11 +31,7 @@ class LayerState:
 
     @classmethod
     def of(cls, layer: LinearAttentionLayer) -> Self:
-        """Takes the tensors of the library's cache of a layer, which must not be used again.
-
-        Raises:
-            ValueError: the layer has computed nothing.
-        """
+        """Takes over the tensors of the library's cache of a layer. Raises ValueError if it has computed nothing."""
         conv = layer.conv_states[0]
         if conv is None:
             raise ValueError("the layer has computed nothing")

@@ -121,7 +121,7 @@ class KVStore:
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """The stored keys and values of a layer, `[num_slots, key heads, head_dim]` each; their head sizes may differ.
 
-        With a codec they are int8, and `head_dim` is the codec's `stored_size`; else they have the dtype of the model.
+        With a codec they are int8, and `head_dim` is the codec's `stored_size`; else they have their computed dtype.
 
         Raises:
             ValueError: the layer was never used.
@@ -136,7 +136,7 @@ class KVStore:
 
         Args:
             layer: the layer's index within the span.
-            keys: `[..., key heads, head_dim]`, a sample with the shape, dtype and device of new tensors.
+            keys: computed keys `[..., key heads, head_dim]`, whose shape, dtype and device new tensors follow.
             values: the same for values.
         """
         index = self.groups.layer_indices[layer][1]
