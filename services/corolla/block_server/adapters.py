@@ -243,7 +243,7 @@ class Adapters:
 
                 def check_bytes(wanted: int) -> None:
                     if wanted != num_bytes:
-                        raise AdapterNotLoaded("the adapter's files change while they are read")
+                        raise AdapterNotLoaded("the adapter's files changed while they were read")
 
                 products = await asyncio.to_thread(
                     load_adapter, folder, self._model, self._num_blocks, digest=version.digest, check_bytes=check_bytes

@@ -91,16 +91,16 @@ def _session(
 ) -> Iterator[Breach]:
     cache, request, state = session.cache, session.request, session.state
     if not is_held or state in (SessionState.NEW, SessionState.GONE):
-        yield Breach("sessions", f"a session that is {state.value} is held, or under another's name")
+        yield Breach("sessions", f"a session that is {state.value} is held, or held under another id")
     if cache.num_tokens > cache.num_reserved_tokens:
         yield Breach("sessions", f"{cache.num_tokens} tokens are held where {cache.num_reserved_tokens} are reserved")
     page_tokens = cache.pool.page_tokens
     if any(table.first_token + table.num_pages * page_tokens < cache.num_tokens for table in cache.tables):
         yield Breach("sessions", "a session has fewer pages than its tokens take")
     if state is SessionState.ARRIVING and not session.transfer_id:
-        yield Breach("handovers", "a session arrives by no handover")
+        yield Breach("handovers", "a session that arrives has no handover")
     if state in _STREAMING and request.stream not in streams(request.client_id):
-        yield Breach("owners", f"a session that is {state.value} was opened on no stream that stands")
+        yield Breach("owners", f"a session that is {state.value} was opened on a stream that has ended")
     if session.lease_deadline_s < now_s:
         yield Breach("leases", "a session outlived its lease")
 

@@ -257,13 +257,13 @@ class FrameChecks:
         if not step.route:
             raise MalformedMessage("route", "must name the hop to send to")
         if step.samples or any(row.token_ids or row.num_result_tokens for row in step.rows):
-            raise MalformedMessage("rows", "what is sent again has no results of this hop")
+            raise MalformedMessage("rows", "rows that are sent again have no results of this hop")
 
     def session_ids(self, step: pb.Step) -> frozenset[bytes]:
         """The ids of the sessions in which the rows of a step run here: their own sessions, or scratch sessions."""
         is_scratch = bool(step.scratch_hops & 1)
         if is_scratch and any(row.source_session_id for row in step.rows):
-            raise MalformedMessage("rows", "what runs in a scratch session has no source")
+            raise MalformedMessage("rows", "a row in a scratch session has no source")
         session_ids = frozenset(row.scratch_session_id if is_scratch else row.session_id for row in step.rows)
         if len(session_ids) != len(step.rows):
             raise MalformedMessage("rows", "no two rows of a step run in one session")

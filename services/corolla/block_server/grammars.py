@@ -80,7 +80,7 @@ class Grammars:
             self._metrics.cached.inc()
         grammar = AnswerGrammar(matcher)
         if not grammar.add_all(token_ids):
-            raise MalformedMessage("sampler.token_ids", "are no beginning of an answer that fits the grammar")
+            raise MalformedMessage("sampler.token_ids", "are not the beginning of an answer that fits the grammar")
         return grammar
 
     def _has(self, text: str) -> bool:

@@ -274,7 +274,7 @@ class HopSession(Generic[AnyCache]):
 
         The same client may open it again in the same epoch if it took the first open back. It does so before any step,
         when another hop of its chain refuses. An open also counts as taken back if its stream has broken since, or if
-        this server was leaving.
+        it was made on a server that handed the session over to this one.
 
         Raises:
             HopLeaving: another server has the session, or is getting it.

@@ -142,7 +142,7 @@ class SessionSampler:
         self.sampler.skip(self.vocab_size)
 
     def prepare_choice(self, device: torch.device) -> None:
-        """Prepares the next choice, from logits on `device`, without the logits. Any thread may run it, one at a time."""
+        """Prepares the next choice from logits on `device`, before they exist. Any thread may run it, one at a time."""
         self.sampler.draw_ahead(self.vocab_size, device)
         self.sampler.bar_ahead()
 

@@ -4,8 +4,9 @@ The unit is a step as it arrived: rows that share a microbatch stay together dow
 decode steps and then prefill chunks up to a token budget, at least one of each kind that waits, so that neither keeps
 the other out. One iteration computes one run of blocks; where steps of several runs wait, the runs take turns.
 
-A decode step waits for the prompts of its own iteration and of the one before. So while sessions decode, prefill chunks
-have a smaller budget. Microbatches take turns, so the last few iterations show whether sessions decode.
+A decode step waits for the prompts of its own iteration, and of the one that runs when it arrives. So while sessions
+decode, prefill chunks have a smaller budget. Microbatches take turns, so the last few iterations show whether sessions
+decode.
 
 Within decode steps and within prefill chunks, tenants share the server by start-time fair queueing, in tokens. So over
 any time in which two tenants both have steps of a kind that could run, the tokens that they get differ by no more than
