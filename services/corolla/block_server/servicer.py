@@ -164,7 +164,7 @@ class BlockServicer:
                 raise MalformedMessage(name, f"must have {ID_BYTES} bytes")
         peer = Peer(hello.client_id, stream, hello.stream_id)
         if peer.workload is not None and (peer.workload.role is Role.BLOCK) == bool(peer.client_id):
-            raise RoleDenied("client services have a client id, and block servers have none")
+            raise RoleDenied("block servers have no client id, and all other callers have one")
         known = self._peers.get(hello.client_id)
         if known is not None and known.workload != peer.workload:
             raise RoleDenied("the client id belongs to another caller")

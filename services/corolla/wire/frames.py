@@ -104,5 +104,5 @@ def _read_frame(view: memoryview, offset: int) -> tuple[Frame | None, int]:
     try:
         control = cls.FromString(bytes(view[control_start:payload_start]))
     except DecodeError:
-        raise MalformedMessage("frame", f"the control part is not a {cls.DESCRIPTOR.name}") from None
+        raise MalformedMessage("frame", f"the control part cannot be read as {cls.DESCRIPTOR.name}") from None
     return Frame(control, view[payload_start:end]), end

@@ -363,7 +363,7 @@ class FrameStream(asyncio.Protocol):
             )
         self._move(StreamState.OPEN)
         if self._trust is not None and not self._trust.admits(self.peer):
-            raise RoleDenied("the certificate of a stream's other end does not have a role that is admitted here")
+            raise RoleDenied("a stream's other end has a certificate whose identity is not admitted here")
         rest, self._greeting = self._greeting[_GREETING.size :], b""
         if self._transport is not None and self._unsent:
             self._write(self._transport, self._unsent)
