@@ -102,9 +102,9 @@ class Engine:
         use: how the engine uses the processors.
         spans: records spans of steps of traced sessions; None where no spans are collected.
 
-        Attributes:
-            first_hop: forms the microbatches of rings that begin here.
-            last_hop: ends the steps of rings that end here.
+    Attributes:
+        first_hop: forms the microbatches of rings that begin here.
+        last_hop: ends the steps of rings that end here.
     """
 
     def __init__(

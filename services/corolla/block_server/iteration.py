@@ -40,8 +40,6 @@ class BatchRunner(Protocol):
     def forward_each(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> BatchOutput:
         """See `Runner.forward_each`. `hidden` is `[sum of num_tokens, H]`, in any dtype and on any device."""
 
-    """See `Runner.forward_each`; `hidden` is `[sum of num_tokens, H]`, in any dtype and on any device."""
-
     def warm_up(self) -> None:
         """See `Runner.warm_up`."""
 

@@ -84,11 +84,11 @@ class BlockServer:
         max_inline_s: shorter decode steps are computed on the event loop; 0: none.
         max_tokens_per_frame: the most tokens of one step; None: as the settings say.
 
-        Attributes:
-            registry: the server's metrics, which can be read after it has stopped, too.
+    Attributes:
+        registry: the server's metrics, which can be read after it has stopped, too.
 
-        Raises:
-            StartupError: a port is taken; the server has then released its other ports.
+    Raises:
+        StartupError: a port is taken; the server has then released its other ports.
     """
 
     def __init__(
