@@ -146,7 +146,7 @@ class Relay:
                 self._lose(step, newest, _unreachable(address))
 
     def _lose(self, step: pb.Step | pb.Next, rows: Iterable[pb.StepRow], error: HopUnavailable) -> None:
-        """Reports that these rows of a step may not arrive; without rows, that none of the step may arrive."""
+        """Reports that rows of a step may not arrive; an empty `rows` means all rows of a client's step."""
         self._peers.send_faults(step, error, rows)
         if isinstance(step, pb.Step) and step.ring.microbatch:
             self._on_lost(step)
