@@ -1,4 +1,4 @@
-"""Remembers which pages hold which beginnings of texts. Pure; the pool owns the pages."""
+"""Remembers which pages hold which beginnings of texts. Pure: the pool owns the pages."""
 
 import hashlib
 from collections.abc import Sequence
