@@ -1,6 +1,6 @@
-"""The adapters that this server has loaded: fetched when a session asks for them, evicted when others need their bytes.
+"""Loads adapters when a session asks for them, and evicts idle ones when others need the memory.
 
-What is registered is what a router said last; adapters that are loaded serve on while none answers.
+A router's last answer says which adapters are registered. Loaded adapters stay in use while no router answers.
 """
 
 import asyncio
@@ -37,18 +37,18 @@ from corolla.wire.adapter_version import AdapterVersion, still_registered
 log = logging.getLogger(__name__)
 
 _REMEMBERED_S: Final = 5.0
-"""So long a failure stands: more than until whoever did not wait for it asks again."""
+"""How long a failed load is remembered: longer than a caller that did not wait takes to ask again."""
 _MOST_FETCHES: Final = 2
-"""From the hub at a time; each holds a thread."""
+"""How many downloads from the hub run at a time; each occupies a thread."""
 
 
 @dataclass(eq=False, slots=True)
 class LoadedAdapter:
-    """One that sessions can use.
+    """An adapter that is loaded, and that sessions can use.
 
     Attributes:
-        awaited_until_s: it was loaded for a session that opens soon, and is not unloaded for others before then.
-        is_removed: it is registered no more, and no session goes on with it.
+        awaited_until_s: until then it is not unloaded for others, because the session that asked for it opens soon.
+        is_removed: it is no longer registered; sessions that use it fail at their next step.
     """
 
     version: AdapterVersion
@@ -57,27 +57,27 @@ class LoadedAdapter:
     is_removed: bool = field(default=False)
 
     def check(self) -> None:
-        """Raises AdapterNotFound where it was taken out."""
+        """Raises AdapterNotFound if the adapter is no longer registered."""
         if self.is_removed:
             raise AdapterNotFound("the adapter was taken out", self.version.name)
 
 
 class Adapters:
-    """Of one span. All of it runs on the event loop; files are read in threads, one adapter at a time.
+    """The adapters of one span. All methods run on the event loop; threads read the files, one adapter at a time.
 
     Args:
-        model: the span.
-        num_blocks: of the whole model.
-        stacks: that hold weights of several.
-        max_bytes: of all that are loaded; 0: none is.
-        folder: adapters that are no hub ids lie below it; None: anywhere.
-        hub: how it is asked.
-        registered: asks a router for what is registered. May raise CorollaError.
-        in_use: those of sessions that may take steps.
-        between_iterations: runs what changes the stacks, while the thread that computes reads none.
-        tasks: of this server.
-        patience_s: of a session that waits for its adapter. Clients, and servers that leave, wait longer for an answer,
-            and would take a server that loads for one that is lost.
+        model: the blocks of this server.
+        num_blocks: the number of blocks of the whole model.
+        stacks: the tensors that hold weights of several adapters.
+        max_bytes: the most bytes that all loaded adapters may take together; 0 loads none.
+        folder: the folder below which adapters must lie that do not come from the hub; None allows any folder.
+        hub: the options for requests to the hub.
+        registered: asks a router which adapters are registered. May raise CorollaError.
+        in_use: returns the adapters of sessions that may take steps.
+        between_iterations: runs a change of the stacks while the compute thread does not read them.
+        tasks: the background tasks of this server.
+        patience_s: how long a session waits for its adapter. It is shorter than the time that clients, and servers
+            that leave, wait for an answer; they would otherwise take a server that still loads for a lost one.
     """
 
     def __init__(
@@ -112,28 +112,28 @@ class Adapters:
         # Least recently used first.
         self._loaded: dict[AdapterVersion, LoadedAdapter] = {}
         self._loading: dict[AdapterVersion, asyncio.Future[CorollaError | None]] = {}
-        # What could not be loaded, as it was registered then, why, and until when that stands.
+        # Maps adapters that could not be loaded to their registration, the error, and when the failure is forgotten.
         self._failed: dict[AdapterVersion, tuple[router_pb2.RegisteredAdapter, CorollaError, float]] = {}
         self._fetches = asyncio.Semaphore(_MOST_FETCHES)
         self._turn = asyncio.Lock()
 
     @property
     def nbytes(self) -> int:
-        """Of all that are loaded."""
+        """Bytes of all loaded adapters together."""
         return sum(each.products.nbytes for each in self._loaded.values())
 
     @property
     def versions(self) -> tuple[AdapterVersion, ...]:
-        """Of all that are loaded, least recently used first."""
+        """The versions of all loaded adapters, least recently used first."""
         return tuple(self._loaded)
 
     def take(self, version: AdapterVersion, tenant: str) -> LoadedAdapter:
-        """One for a session that opens now, while nothing is computed.
+        """Returns an adapter to a session that opens now. Must run while nothing is computed.
 
         Raises:
-            AdapterDenied: it is for other tenants.
-            AdapterNotFound: it was taken out.
-            QueueFull: it is not loaded, or no more: others needed its memory.
+            AdapterDenied: the adapter is for other tenants.
+            AdapterNotFound: the adapter is no longer registered.
+            QueueFull: the adapter is not loaded; other adapters may have needed its memory.
         """
         loaded = self._loaded.get(version)
         if loaded is None:
@@ -146,18 +146,18 @@ class Adapters:
         return loaded
 
     def has(self, version: AdapterVersion) -> bool:
-        """Whether `take` finds it."""
+        """Whether the adapter is loaded, so that `take` finds it."""
         return version in self._loaded
 
     async def load(self, version: AdapterVersion, tenant: str) -> None:
-        """Returns when it is loaded. Whoever gives up waiting does not end the loading.
+        """Returns when the adapter is loaded. A caller that stops waiting does not stop the loading.
 
         Raises:
-            AdapterNotFound: it is not registered, or with other bytes.
-            AdapterDenied: it is for other tenants.
-            AdapterNotLoaded: this server cannot have it.
-            NoAdapterRoom: running sessions use what fills the memory.
-            QueueFull: it takes a while, and goes on; or whoever is needed for it does not answer now.
+            AdapterNotFound: the adapter is not registered, or its registered files differ.
+            AdapterDenied: the adapter is for other tenants.
+            AdapterNotLoaded: this server cannot load the adapter.
+            NoAdapterRoom: running sessions use the adapters that fill the memory.
+            QueueFull: the loading continues but takes a while; or the hub or the routers do not answer now.
         """
         if version not in self._loaded:
             if version not in self._registered:
@@ -180,7 +180,7 @@ class Adapters:
             self._loaded[version].awaited_until_s = self._awaited_until_s()
 
     def on_placement(self, placement: router_pb2.Placement) -> None:
-        """What is registered now. Sessions with others end with their next step: those were taken out, or replaced."""
+        """Notes the registered adapters. Sessions whose adapter was removed or replaced fail at their next step."""
         known = still_registered(self._registered.values(), placement.adapters, placement.removed_adapters)
         self._registered = {_version(each): each for each in known}
         for version in self._loaded.keys() - self._registered.keys():
@@ -191,7 +191,7 @@ class Adapters:
 
     async def _look(self, version: AdapterVersion) -> None:
         try:
-            await self._ask()  # brings `on_placement` about
+            await self._ask()  # the answer arrives in `on_placement`
         except CorollaError:
             raise QueueFull("a block server cannot ask now which adapters there are") from None
         if version not in self._registered:
@@ -205,7 +205,7 @@ class Adapters:
             raise AdapterDenied("the adapter is for other tenants")
 
     def _check_failed(self, version: AdapterVersion) -> None:
-        """Raises why the same could not be loaded a moment ago."""
+        """Raises the error of a recent attempt to load the same registration, if it failed."""
         now_s = asyncio.get_running_loop().time()
         self._failed = {each: failed for each, failed in self._failed.items() if now_s < failed[2]}
         failed = self._failed.get(version)
@@ -215,7 +215,7 @@ class Adapters:
     async def _load_for(
         self, registered: router_pb2.RegisteredAdapter, loading: "asyncio.Future[CorollaError | None]"
     ) -> None:
-        """Loads, and says to all who wait what became of it."""
+        """Loads an adapter and gives the result to every caller that waits for it."""
         version = _version(registered)
         outcome: CorollaError | None = AdapterNotLoaded("a block server ends")
         try:
@@ -243,7 +243,7 @@ class Adapters:
 
                 def check_bytes(wanted: int) -> None:
                     if wanted != num_bytes:
-                        raise AdapterNotLoaded("the adapter's files change while they are read")
+                        raise AdapterNotLoaded("the adapter's files changed while they were read")
 
                 products = await asyncio.to_thread(
                     load_adapter, folder, self._model, self._num_blocks, digest=version.digest, check_bytes=check_bytes
@@ -252,7 +252,7 @@ class Adapters:
             log.error("adapter not loaded", extra={"adapter": version.name, "cause": failure.message})
             raise AdapterNotLoaded(f"a block server cannot load the adapter: {failure.message}") from None
         except (CheckpointError, HubUnavailable) as failure:
-            # Its sentence is for operators: it names folders of this machine.
+            # The error's message names folders of this machine, so only operators see it.
             log.error("adapter not fetched", extra={"adapter": version.name, "cause": failure.message})
             if isinstance(failure, HubUnavailable):
                 raise QueueFull("a block server cannot fetch the adapter from the hub now") from None
@@ -270,14 +270,14 @@ class Adapters:
         log.info("adapter loaded", extra=facts)
 
     async def _fetch(self, registered: router_pb2.RegisteredAdapter) -> Path:
-        """Its folder, complete. What comes from the hub holds up only what does, too."""
+        """Returns the adapter's complete folder. A download from the hub delays only other downloads from the hub."""
         async with self._fetches if registered.revision else contextlib.nullcontext():
             return await asyncio.to_thread(
                 adapter_folder, registered.source, registered.revision, self._folder, self._hub
             )
 
     def _make_room(self, num_bytes: int) -> None:
-        """Unloads what no running session uses, least recently used first, as far as that is needed, and enough."""
+        """Unloads adapters that no running session uses, least recently used first, until `num_bytes` fit."""
         used, now_s = set(self._in_use()), asyncio.get_running_loop().time()
         idle = [
             version

@@ -1,7 +1,7 @@
-"""Whether what the tables of a block server say of each other agrees. Pure.
+"""Compares the books: whether the tables of a block server agree with each other. Pure.
 
-Each table keeps its own account. Where two of them differ, something leaks or is used twice, and nobody is notified
-until pages run out or an answer is wrong. So the accounts are compared while nothing runs.
+Each table keeps its own account. If two accounts differ, something leaks or is used twice, and no other check finds
+out before pages run out or an answer is wrong. So the accounts are compared while nothing runs.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ _STREAMING: Final = (SessionState.RUNNING, SessionState.LEAVING)
 
 @dataclass(frozen=True, slots=True)
 class Breach:
-    """Two accounts that differ. `text` names numbers only, no session."""
+    """Two accounts that differ. `text` contains only numbers, and no session id."""
 
     book: Book
     text: str
@@ -37,15 +37,15 @@ _TORN_OUTPUTS: Final = Breach("outputs", "the outputs of a session have gaps, or
 def compare(
     sessions: SessionTable[Any], outputs: BoundaryActivations, streams: Callable[[bytes], Collection[int]], now_s: float
 ) -> Iterator[list[Breach]]:
-    """Compares the books in parts of a fraction of a millisecond, and yields what does not agree in each.
+    """Compares the books in parts that take a fraction of a millisecond each, and yields the breaches of each part.
 
-    To be resumed only while nothing is computed, copied or about to change. What changes between two parts is no
-    breach: a part compares sums, or one session, or some of its outputs; only the holders of pages need several parts
-    for one result, and their comparison ends without one when the pool has changed.
+    Resume it only while nothing is computed, copied or about to change. A change between two parts does not look like
+    a breach, because each part compares sums, or one session, or some of its outputs. Only the comparison of the pages'
+    holders takes several parts; it ends without a result when the pool has changed.
 
     Args:
-        streams: numbers of the streams that a client holds to this server.
-        now_s: by the clock of the leases; sessions whose leases were over by then have been freed.
+        streams: returns the numbers of the streams that a client has to this server.
+        now_s: the time on the clock of the leases; sessions whose leases ended before it have been freed.
     """
     yield [*_sums(sessions, outputs)]
     for session in tuple(sessions):
@@ -69,7 +69,7 @@ def _sums(sessions: SessionTable[Any], outputs: BoundaryActivations) -> Iterator
         yield Breach(
             "promises", f"{pool.num_pages - pool.num_available} pages are promised, {num_promised} to sessions"
         )
-    # What stands for something else than tokens is promised, and never held.
+    # Pages that stand for recurrent states, not for tokens, are promised but never held.
     if pool.num_used > sum(table.num_promised for table in tables) or pool.num_cached > pool.num_available:
         yield Breach("promises", "more pages are used or cached than the promises leave")
     if any(table.num_pages > table.num_promised for table in tables):
@@ -91,22 +91,22 @@ def _session(
 ) -> Iterator[Breach]:
     cache, request, state = session.cache, session.request, session.state
     if not is_held or state in (SessionState.NEW, SessionState.GONE):
-        yield Breach("sessions", f"a session that is {state.value} is held, or under another's name")
+        yield Breach("sessions", f"a session that is {state.value} is held, or held under another id")
     if cache.num_tokens > cache.num_reserved_tokens:
         yield Breach("sessions", f"{cache.num_tokens} tokens are held where {cache.num_reserved_tokens} are reserved")
     page_tokens = cache.pool.page_tokens
     if any(table.first_token + table.num_pages * page_tokens < cache.num_tokens for table in cache.tables):
         yield Breach("sessions", "a session has fewer pages than its tokens take")
     if state is SessionState.ARRIVING and not session.transfer_id:
-        yield Breach("handovers", "a session arrives by no handover")
+        yield Breach("handovers", "a session that arrives has no handover")
     if state in _STREAMING and request.stream not in streams(request.client_id):
-        yield Breach("owners", f"a session that is {state.value} was opened on no stream that stands")
+        yield Breach("owners", f"a session that is {state.value} was opened on a stream that has ended")
     if session.lease_deadline_s < now_s:
         yield Breach("leases", "a session outlived its lease")
 
 
 def _wrong_holders(sessions: SessionTable[Any]) -> Iterator[int]:
-    """How many pages are held by more or fewer sessions than the pool says: a number for each part."""
+    """Yields, for each part, how many pages have a number of holders that differs from the pool's count."""
     pool = sessions.pool
     version = pool.version
     holders: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""What this hop sent on, kept in host memory, so that a lost next hop is rebuilt without computing it again. Pure."""
+"""Keeps the outputs that this hop sent on in host memory, so that they can be sent again to a new next hop. Pure."""
 
 import itertools
 from collections.abc import Iterator
@@ -8,12 +8,12 @@ from typing import Final
 from corolla.chassis.errors import OutputsNotKept
 
 PIECES_PER_PART: Final = 1024
-"""Of a session, that are checked at a time."""
+"""How many pieces of a session are checked at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Outputs of the tokens `[start, end)`: raw rows, all of one size."""
+    """The outputs of the tokens `[start, end)`, as raw bytes: one row for each token, all rows of one size."""
 
     start: int
     end: int
@@ -49,13 +49,13 @@ class _Kept:
 
 
 class BoundaryActivations:
-    """The outputs of all sessions, in order of last use. What exceeds the budget goes, session by session.
+    """The outputs of all sessions, in order of last use. The least recently used sessions are dropped over the budget.
 
     Invariant: `nbytes` is the sum over all pieces of all sessions, counted for each session that has them, and at most
     `max_bytes`.
 
     Args:
-        max_bytes: 0 keeps nothing.
+        max_bytes: the most bytes that all outputs take together; 0 keeps nothing.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -75,7 +75,7 @@ class BoundaryActivations:
     def check_whole(self, session_id: bytes) -> Iterator[bool]:
         """Whether the session's pieces follow each other without a gap, and are as large as their tokens.
 
-        An answer for each thousand pieces; between two answers, pieces may come and go.
+        It yields one answer for each `PIECES_PER_PART` pieces; between two answers, pieces may come and go.
         """
         pieces = self._sessions.get(session_id, _Kept()).pieces
         for start in itertools.count(0, PIECES_PER_PART):
@@ -92,7 +92,7 @@ class BoundaryActivations:
         return (kept.start, kept.end) if kept is not None else (0, 0)
 
     def append(self, session_id: bytes, position: int, num_tokens: int, rows: bytes) -> None:
-        """Keeps the outputs of the tokens from `position` on; what was kept from there on counts no longer."""
+        """Keeps the outputs of the tokens from `position` on, in place of older outputs from there on."""
         if len(rows) > self._max_bytes:
             self.forget(session_id)
             return
@@ -119,12 +119,12 @@ class BoundaryActivations:
         )
 
     def copy(self, session_id: bytes) -> list[_Piece]:
-        """For `replace`: what the session has now."""
+        """The pieces that the session has now, for `replace`."""
         kept = self._sessions.get(session_id)
         return list(kept.pieces) if kept is not None else []
 
     def replace(self, session_id: bytes, pieces: list[_Piece]) -> None:
-        """The session's outputs become those that another one had: it is a fork of that."""
+        """Replaces the session's outputs by those of the session from which it is forked."""
         self.forget(session_id)
         kept = self._sessions[session_id] = _Kept(pieces)
         self.nbytes += kept.nbytes
@@ -132,13 +132,13 @@ class BoundaryActivations:
             self._forget_oldest()
 
     def forget(self, session_id: bytes) -> None:
-        """The session is gone, or begins anew."""
+        """Drops the outputs of a session that has ended or begins again."""
         kept = self._sessions.pop(session_id, None)
         if kept is not None:
             self.nbytes -= kept.nbytes
 
     def _cut(self, kept: _Kept, position: int) -> None:
-        """Drops what lies at `position` and beyond; everything, when there would be a gap."""
+        """Drops the outputs from `position` on, or all of them where a gap would remain."""
         if not kept.start < position <= kept.end:
             self.nbytes -= kept.nbytes
             kept.pieces.clear()

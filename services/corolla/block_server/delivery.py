@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Delivery:
-    """Sends what was computed to where its steps go."""
+    """Sends the outputs of an iteration to the next hops, the first hop or the clients of its steps."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Delivery:
         """Sends outputs on, and faults to the clients whose rows have none.
 
         Returns:
-            Rows whose output is missing since something raised.
+            The number of rows whose output could not be sent because an exception was raised.
         """
         outputs = iter(computed.outputs)
         num_undelivered = 0
@@ -78,7 +78,7 @@ class Delivery:
                 else:
                     self._send_on(batch.work, rows, parts, kept)
             except Exception as failure:
-                # An output is brought here from its device only now, and that may fail.
+                # The output is copied from its device only now, and that may fail.
                 log.error("output not sent", extra={"where": where(failure)})
                 self.fault(batch.work.step, error_of(failure), rows, batch.work.sender)
                 self._last_hop.give_up(batch.work.step)
@@ -93,12 +93,12 @@ class Delivery:
         rows: Sequence[pb.StepRow],
         sender: Peer | None = None,
     ) -> None:
-        """Tells the clients of a step why rows of it fail; of one without a stream to here, whoever sent the step."""
+        """Tells the clients of a step why rows fail; `sender` gets the fault of a client that has no stream here."""
         self._metrics.faults.labels(error.reason).inc(len(rows))
         self._peers.send_faults(step, error, rows, sender)
 
     def _send_tokens(self, work: StepWork, chosen: list[RowChoice]) -> None:
-        """What the next steps begin with, to the first hop, which waits for it; what was chosen, to the clients."""
+        """Sends the rows of the next steps to the first hop, which waits for them, and then tokens to the clients."""
         step = work.step
         sampled = {id(each.row): each.chosen.sampled for each in chosen}
         if step.HasField("ring"):
@@ -116,7 +116,7 @@ class Delivery:
         if step.route:
             following = step.route[0]
             for row in rows:
-                # Behind the embedding only draft tokens matter.
+                # Hops after the embedding need only the draft tokens.
                 if row.token_ids and not (step.samples and row.num_result_tokens > 1):
                     row.ClearField("token_ids")
             onward = pb.Step(
@@ -133,7 +133,7 @@ class Delivery:
         self._answer(work, step.client_id, result, _joined(wanted))
 
     def _answer(self, work: StepWork, client_id: bytes, result: pb.Result, payload: Buffer = b"") -> None:
-        """To a client, over its own stream to this hop, the last one."""
+        """Sends a result to a client, over the client's own stream to this last hop."""
         for row in result.rows:
             row.ClearField("token_ids")
             row.ClearField("client_id")

@@ -1,4 +1,4 @@
-"""How a block server leaves: it refuses new sessions and hands its own over, so that nothing is computed again."""
+"""Lets a block server leave: it refuses new sessions and hands its own over, so that nothing is computed again."""
 
 import asyncio
 import contextlib
@@ -37,11 +37,11 @@ _FAREWELL_S: Final = 2.0
 class Drain:
     """Hands the sessions of one block server over.
 
-    Rounds are repeated while a client needs this server: a peer may join, or have room again. A session without a peer
-    is served until the time is over; then its client replays it elsewhere.
+    It repeats rounds while a client needs this server, because a peer may join or get free pages. If no peer takes a
+    session, this server serves it until the time is over; then its client replays it elsewhere.
 
     Args:
-        connect: begins streams to the servers that take over.
+        connect: begins streams to the servers that take sessions over.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Drain:
         self._sender = sender
         self._metrics = metrics
         self._connect = connect
-        # For each session that was handed over: its version here, and the server that has it.
+        # Maps each session that was handed over to its version here and the server that has it now.
         self._moved: dict[bytes, tuple[int, common_pb2.Hop]] = {}
 
     async def drain(self, timeout_s: float) -> None:
@@ -85,13 +85,13 @@ class Drain:
             await self._round()
             if await self._none(self._is_needed, next_round_s):
                 break
-        # A notified client moves at its next step; one that takes longer knows the new server, too.
+        # A notified client moves at its next step; a client that takes longer has learnt of the new server, too.
         await self._none(self._is_connected, self._engine.clock() + _FAREWELL_S)
         # Turns may have ended meanwhile.
         await self._round()
 
     async def _none(self, is_so: Callable[[HopSession[SessionCache]], bool], until_s: float) -> bool:
-        """Waits until the predicate holds for no session. False when that took too long."""
+        """Waits until the predicate holds for no session. Returns False if that takes longer than `until_s`."""
         while any(map(is_so, self._sessions)):
             if self._engine.clock() >= until_s:
                 return False
@@ -100,9 +100,9 @@ class Drain:
 
     async def _round(self) -> None:
         """Tries to hand over each session that is still served here."""
-        # The client of a session that has just arrived looks for it here; half a session is of no use.
+        # The client of a session that has just arrived opens it here soon; a session that still arrives is incomplete.
         waiting = [session for session in self._sessions if not session.is_leaving and not session.is_unclaimed]
-        # Their turns ended before their clients were notified.
+        # The turns of these sessions ended before their clients were notified.
         ended = [session for session in self._sessions if session.is_idle and self._has_moved(session)]
         if not waiting and not ended:
             return
@@ -135,7 +135,7 @@ class Drain:
     async def _traced(
         self, session: HopSession[SessionCache], servers: Sequence[router_pb2.PlacedServer], link_to: LinkTo
     ) -> str:
-        """As `_hand_over`, with a span of it in mid-answer of a request that is traced."""
+        """Calls `_hand_over`, and records a span of it if the session is in mid-answer and its request is traced."""
         request = session.request
         if request.trace is None or session.is_idle:
             return await self._hand_over(session, servers, link_to)
@@ -170,36 +170,36 @@ class Drain:
                 log.info("session not taken", extra={"address": hop.address, "reason": failure.reason})
                 continue
             except Exception as failure:
-                # A device may fail at reading these pages; it may still read those of others.
+                # The device may fail to read these pages, and still be able to read those of other sessions.
                 log.error("session not handed over", extra={"where": where(failure)})
                 outcome = "failed"
                 break
             self._metrics.handover_bytes.labels("out").inc(num_bytes)
             self._moved[request.session_id] = (version, hop)
             return await self._settle(session, link_to)
-        # A step may have been refused for the last part; its client waits for this word.
+        # The pause for the last part may have refused a step; its client waits for this message.
         self._tell(session, pb.Moved(session_id=request.session_id, epoch=request.epoch))
         return outcome
 
     async def _settle(self, session: HopSession[SessionCache], link_to: LinkTo) -> str:
-        """Another server has the session now: notifies its client, or the router of an idle one."""
+        """Notifies the client that another server has the session now; for an idle session, notifies the router."""
         request, version = session.request, session.version
         _, hop = self._moved[request.session_id]
         if session.state is SessionState.LEAVING:
             self._tell(session, pb.Moved(session_id=request.session_id, epoch=request.epoch, hop=hop))
             return "moved"
-        # Its turn may have ended since the last part was sent.
+        # The session's turn may have ended since the last part was sent.
         num_tokens = session.cache.num_tokens
         link = await link_to(hop.address)
         link.send(pb.Truncate(session_id=request.session_id, epoch=request.epoch, position=num_tokens, idle=True))
         try:
             await self._registration.move_session(request.session_id, request.tenant, hop)
         except SessionBusy:
-            # A turn has begun, or is about to end: it opens the session here, and moves with it.
+            # A turn has begun or is about to end. It opens the session here, and moves it later.
             self._sessions.cancel_leaving(request.session_id, version)
             return "failed"
         except SessionNotFound:
-            # It was deleted, or ended, just now.
+            # The session has just been deleted, or has ended.
             link.send(pb.Close(session_id=request.session_id, epoch=request.epoch))
             return "failed"
         except CorollaError:
@@ -214,13 +214,13 @@ class Drain:
 
     @property
     def num_moved(self) -> int:
-        """Sessions that other servers have now."""
+        """The number of sessions that other servers have now."""
         served = {session.request.session_id for session in self._sessions if not session.is_leaving}
         return len(self._moved.keys() - served)
 
     @property
     def num_left(self) -> int:
-        """Sessions that no other server has."""
+        """The number of sessions that no other server has."""
         return sum(not session.is_leaving for session in self._sessions)
 
     def _has_moved(self, session: HopSession[SessionCache]) -> bool:
@@ -234,7 +234,7 @@ class Drain:
         return session.state is SessionState.RUNNING and self._has_stream(session)
 
     def _is_connected(self, session: HopSession[SessionCache]) -> bool:
-        """Whether its client is in mid-answer, and may not know yet that another server has the session."""
+        """Whether the session's client is in mid-answer, and may not know yet that another server has the session."""
         return session.state in (SessionState.RUNNING, SessionState.LEAVING) and self._has_stream(session)
 
     def _has_stream(self, session: HopSession[SessionCache]) -> bool:

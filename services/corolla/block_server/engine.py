@@ -1,8 +1,8 @@
-"""The loop: take what is ready, compute it, send it on.
+"""The loop of a block server: it takes steps that are ready, computes them and sends the outputs on.
 
-Session state changes only between iterations, on the event loop; torch runs only within one. Short decode steps are
-computed on the event loop itself, so that a step changes threads nowhere on its way; all else has a thread of its own,
-copies of keys and values between iterations too.
+Session state changes only between iterations, on the event loop; torch runs only within an iteration. Short decode
+steps are computed on the event loop itself, so that a step never changes threads. All other work, and the copies of
+keys and values between iterations, runs in the compute thread.
 """
 
 import asyncio
@@ -46,9 +46,10 @@ _MAX_FAILURES_IN_A_ROW: Final = 3
 
 
 class Failures:
-    """Counts iterations of which nothing could be computed, and lets the server fail once it can compute no more.
+    """Counts iterations that computed nothing, and ends the server once it cannot compute any more.
 
-    Nothing is handed over, since keys and values lie on the device: sessions are recovered as after any other death.
+    Sessions are not handed over then, since their keys and values lie on the failed device. Their clients recover them
+    as after any other death of a server.
 
     Args:
         fail: ends the process.
@@ -59,11 +60,11 @@ class Failures:
         self._num_in_a_row = 0
 
     def succeeded(self) -> None:
-        """An iteration gave an output, or `warm_up` computed its token after one that gave none."""
+        """Notes that an iteration gave an output, or that `warm_up` succeeded after an iteration without output."""
         self._num_in_a_row = 0
 
     def failed(self) -> None:
-        """All rows of an iteration failed, and so did `warm_up`: no row is to blame."""
+        """Notes that all rows of an iteration failed and `warm_up` failed, too, so that the rows are not the cause."""
         self._num_in_a_row += 1
         if self._num_in_a_row == _MAX_FAILURES_IN_A_ROW:
             log.critical("nothing can be computed here; the server ends")
@@ -72,14 +73,14 @@ class Failures:
 
 @dataclass(frozen=True, slots=True)
 class ProcessorUse:
-    """What an engine does on which thread.
+    """How an engine divides its work among threads.
 
     Attributes:
-        max_inline_s: decode steps that take less are computed on the event loop, which answers nobody meanwhile.
-        num_sampling_threads: that choose tokens at a time, where that takes more than finding the most probable one.
+        max_inline_s: shorter decode steps are computed on the event loop, which serves no sockets meanwhile.
+        num_sampling_threads: how many threads choose tokens, for rows that need more than the most probable token.
         max_microbatches: see `FirstHop`.
-        compute_thread: closed with the engine; None: one of its own.
-        follows_lengths: whether the time of a row follows the tokens that it sees; see `StepTimes`.
+        compute_thread: a thread that the engine uses and closes; None: the engine makes its own.
+        follows_lengths: whether the time of a row depends on the tokens that it sees; see `StepTimes`.
     """
 
     max_inline_s: float = 0.0
@@ -93,16 +94,17 @@ class Engine:
     """Runs the iterations of one block server.
 
     Args:
-        new_relay: makes the relay, which is closed with the engine, from what is to be called with each microbatch of a
-            ring that may not have arrived.
-        clock: in seconds; of leases and of the durations of iterations.
+        new_relay: makes the relay, which is closed with the engine. Its argument is to be called with each microbatch
+            of a ring that may not have arrived.
+        clock: returns seconds, for leases and the durations of iterations.
         fail: see `Failures`.
         edges: embedding and head, as far as this server has them.
-        use: of its processors.
-        spans: of steps of sessions that are traced; None where nobody collects them.
+        use: how the engine uses the processors.
+        spans: records spans of steps of traced sessions; None where no spans are collected.
 
     Attributes:
-        first_hop, last_hop: of what goes round from here, and to here.
+        first_hop: forms the microbatches of rings that begin here.
+        last_hop: ends the steps of rings that end here.
     """
 
     def __init__(
@@ -173,8 +175,8 @@ class Engine:
         """Runs `command` when no session is being computed; in the order of the calls, before any later step.
 
         Args:
-            command: what changes sessions.
-            max_released_pages: how many pages it may release at most; None where that is unknown.
+            command: a function that changes sessions.
+            max_released_pages: the most pages that the command may release; None if that is unknown.
         """
         self._commands.append((command, max_released_pages))
         self._wake.set()
@@ -182,8 +184,8 @@ class Engine:
     async def copy(self, work: Callable[[], Result]) -> Result:
         """Runs `work` in the compute thread while no session is computed or changed, and raises what it raises.
 
-        For copies of keys and values: first come, first served; between two of them an iteration has its turn. Steps
-        wait meanwhile, so it should be short.
+        It is meant for copies of keys and values. Copies run in the order of the calls, with an iteration between two
+        of them. Steps wait while a copy runs, so it should be short.
         """
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._copies.append((work, future))
@@ -192,7 +194,7 @@ class Engine:
 
     @property
     def runner(self) -> BatchRunner:
-        """Computes, from the next iteration on; tests set one that fails."""
+        """The runner that computes the blocks, from the next iteration on; tests set one that fails."""
         return self._computation.runner
 
     @runner.setter
@@ -200,7 +202,7 @@ class Engine:
         self._computation.runner = runner
 
     def read_ahead(self, sampler: SessionSampler) -> None:
-        """Lets a sampler read its text while there is nothing else to compute, so that it can draft the sooner."""
+        """Lets a sampler read its text while there is nothing else to compute, so that it can draft earlier."""
         while self._behind and self._behind[0]() is None:
             self._behind.popleft()
         if sampler.is_behind:
@@ -208,22 +210,22 @@ class Engine:
             self._wake.set()
 
     def warm_up(self) -> None:
-        """Computes one token of no session; not to be called once it runs."""
+        """Computes one token that belongs to no session. Must not be called while the engine runs."""
         self._computation.warm_up()
 
     @property
     def has_more_to_do(self) -> bool:
-        """Whether a step, a copy or a command waits. A command that runs does not wait any more."""
+        """Whether a step, a copy or a command waits; a running command no longer counts."""
         return bool(self._commands or self._copies or len(self._scheduler))
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is computed, copied or changed, nor waits to be."""
+        """Whether no step, copy or command runs or waits."""
         return self._is_waiting and not self.has_more_to_do
 
     @property
     def max_released_pages(self) -> int | None:
-        """How many pages the waiting commands may release; None where that is unknown. An iteration releases none."""
+        """The most pages that the waiting commands may release; None if that is unknown. Iterations release none."""
         total = 0
         for _, num_pages in self._commands:
             if num_pages is None:
@@ -232,7 +234,7 @@ class Engine:
         return total
 
     def resend(self, work: StepWork) -> None:
-        """Sends boundary activations to the first hop of the step's route, as they were once sent."""
+        """Sends kept boundary activations again, to the first hop of the step's route."""
         step = work.step
         blocks, following = Span.of(step.blocks), step.route[0]
         parts: list[bytes] = []
@@ -254,7 +256,7 @@ class Engine:
         self._relay.send(following.address, onward, b"".join(parts))
 
     async def run(self) -> None:
-        """Iterates for ever."""
+        """Runs iterations for ever."""
         while True:
             self._is_waiting = True
             await self._wake.wait()
@@ -284,7 +286,7 @@ class Engine:
         self._computation.close()
 
     async def _make_copy(self) -> None:
-        """The copy that waits longest, if any does."""
+        """Makes the copy that has waited longest, if a copy waits."""
         if not self._copies:
             return
         work, future = self._copies.popleft()
@@ -300,7 +302,7 @@ class Engine:
             future.set_result(copied)
 
     async def _read_ahead(self) -> bool:
-        """Has the first sampler in line read a chunk; whether there was one."""
+        """Lets the first sampler in line read a chunk. Returns whether there was such a sampler."""
         while self._behind:
             sampler = self._behind[0]()
             if sampler is not None and sampler.is_behind:
@@ -337,7 +339,7 @@ class Engine:
             computed = await self._compute_thread.run(lambda: self._computation.compute(admitted, steps[0].blocks))
         failpoints.passed("after_forward")
         seconds = self.clock() - started_s
-        # Outputs leave before anything is observed: other hops wait for them.
+        # Outputs leave before the metrics are updated, because other hops wait for them.
         num_undelivered = self._delivery.deliver(admitted, computed)
         if self._spans is not None:
             self._spans.record(admitted, computed.outputs, seconds)
@@ -354,16 +356,16 @@ class Engine:
             await asyncio.sleep(0)  # the sockets have their turn
 
     def _is_short(self, steps: Sequence[QueuedStep[StepWork]], admitted: Sequence[Admitted]) -> bool:
-        """Whether an iteration is expected to take less than a step that is computed on the event loop may."""
+        """Whether an iteration is expected to be short enough to be computed on the event loop."""
         if not self._use.max_inline_s or not _is_plain_decode(steps):
             return False
         seconds = self._step_times.predict(_num_seen(admitted))
         return seconds is not None and seconds < self._use.max_inline_s and not any(map(_samples_on_cpu, admitted))
 
     async def _try_out(self) -> None:
-        """After an iteration without any output: warms up once more, to see whether the rows are to blame."""
+        """Warms up again after an iteration without output, to find out whether the rows were the cause."""
         try:
-            # Idle sessions may hold all pages for days, and nobody would notice that the device is gone.
+            # Idle sessions may hold all pages for days; without a free page the loss of the device would go unnoticed.
             self._sessions.make_room(1)
             await self._compute_thread.run(self._computation.warm_up)
         except OutOfPages:
@@ -381,7 +383,7 @@ class Engine:
         num_rows = sum(len(batch.rows) for batch in admitted)
         if _is_plain_decode(steps):
             self._step_times.observe(seconds, _num_seen(admitted))
-            # What the planner reckons with is the blocks' time: every chain has the edges once.
+            # The planner needs the time of the blocks only: every chain has embedding and head exactly once.
             block_seconds = seconds - computed.edge_seconds
             self.decode_step_seconds += 0.1 * (block_seconds - self.decode_step_seconds)
             self.decode_batch_rows += (0.1 if self.decode_batch_rows else 1.0) * (num_rows - self.decode_batch_rows)
@@ -397,16 +399,16 @@ class Engine:
 
 
 def _is_plain_decode(steps: Sequence[QueuedStep[StepWork]]) -> bool:
-    """Whether each row is one next token."""
+    """Whether each row of the steps is exactly one next token."""
     return all(step.is_decode and step.num_tokens == len(step.session_ids) for step in steps)
 
 
 def _num_seen(admitted: Sequence[Admitted]) -> list[int]:
-    """How many tokens each row sees, its own ones among them."""
+    """The number of tokens that each row sees, including its own."""
     return [row.position + row.num_tokens for batch in admitted for row, _, _ in batch.rows]
 
 
 def _samples_on_cpu(admitted: Admitted) -> bool:
-    """Whether choosing the tokens takes more than a look at the most probable one."""
+    """Whether choosing the tokens needs more than finding the most probable one."""
     samplers = (session.request.sampler for _, session, _ in admitted.rows if admitted.samples)
     return any(sampler is not None and not sampler.takes_likeliest for sampler in samplers)

@@ -1,4 +1,4 @@
-"""Frames of callers, checked before they cost memory or time."""
+"""Checks the frames of callers before they cost memory or time."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ _SPAN_ID_BYTES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What this server is."""
+    """Facts about this server and its model, which frames have to match."""
 
     server_id: str
     span: Span
@@ -50,12 +50,12 @@ class Identity:
 
 
 class FrameChecks:
-    """What this server may be asked. All of it raises MalformedMessage, which names the field.
+    """Checks what callers ask of this server. All methods raise MalformedMessage, which names the wrong field.
 
     Args:
-        identity: what this server is.
-        shared: what its samplers use.
-        capabilities: of the model's sessions; None where nobody is asked who they are.
+        identity: facts about this server.
+        shared: objects that all samplers of this server use.
+        capabilities: verifies who opens sessions of the model; None without mutual TLS.
     """
 
     def __init__(
@@ -69,26 +69,26 @@ class FrameChecks:
         self._capabilities = capabilities
 
     def open_request(self, control: pb.Open, payload: Buffer, peer: Peer) -> OpenRequest:
-        """What an Open asks for. Raises CapabilityDenied or RoleDenied where it may not be asked for."""
+        """Returns the request that an Open makes. Raises CapabilityDenied or RoleDenied if the peer may not make it."""
         if len(control.session_id) != ID_BYTES or not peer.client_id:
             raise MalformedMessage("session_id", f"must have {ID_BYTES} bytes, on a client's stream")
         request = self._session("open", control, payload, peer.client_id)
         if control.HasField("sampler") and control.blocks.end != self._identity.num_model_blocks:
             raise MalformedMessage("sampler", "only the last hop chooses tokens")
         if request.owner != peer.owner:
-            raise CapabilityDenied("somebody else has signed for the session")
+            raise CapabilityDenied("another owner has signed for the session")
         text = self._text(control, request.blocks)
         return replace(request, resume=control.resume, text=text, stream=peer.number, trace=_trace(control, peer))
 
     def handover_request(self, control: pb.Handover, payload: Buffer, peer: Peer) -> OpenRequest:
-        """As what a session is offered that another block server holds. Raises CapabilityDenied or RoleDenied."""
+        """Returns the request for a session that another server offers. Raises CapabilityDenied or RoleDenied."""
         ids = (control.session_id, control.client_id, control.transfer_id)
         if peer.client_id or any(len(each) != ID_BYTES for each in ids):
             raise MalformedMessage("handover", f"ids have {ID_BYTES} bytes, and only servers hand sessions over")
         return replace(self._session("handover", control, payload, control.client_id), sender=peer.name)
 
     def _session(self, field: str, control: pb.Open | pb.Handover, payload: Buffer, client_id: bytes) -> OpenRequest:
-        """What both ways to get a session say of it."""
+        """Reads the fields that an Open and a Handover have in common."""
         blocks = self._blocks(control.blocks)
         if control.epoch == 0 or control.max_tokens == 0 or control.lease_ms == 0:
             raise MalformedMessage(field, "epoch, max_tokens and lease_ms must be positive")
@@ -114,11 +114,11 @@ class FrameChecks:
         )
 
     def _opener(self, control: pb.Open | pb.Handover) -> tuple[str, pb.SignedCapability | None]:
-        """Whose session it is, and by which word."""
+        """Returns the session's owner, and the signed capability that proves it."""
         if self._capabilities is None:
             return "", None
         owner = self._capabilities.verify(control).owner
-        # A copy: as a part it would keep the whole message.
+        # It is copied because a reference to a part would keep the whole message alive.
         capability = pb.SignedCapability()
         capability.CopyFrom(control.capability)
         return owner, capability
@@ -127,7 +127,7 @@ class FrameChecks:
         if not control.HasField("text"):
             return None
         if control.HasField("block_prompts"):
-            raise MalformedMessage("text", "what trained prompts make of a text is no other session's")
+            raise MalformedMessage("text", "a session with trained prompts shares no text with other sessions")
         hashes = self.page_hashes(control.text)
         if len(hashes) * self._identity.prefix_page_tokens > control.max_tokens:
             raise MalformedMessage("text", "has more tokens than the session")
@@ -137,7 +137,7 @@ class FrameChecks:
         return ExpectedText(salt, hashes, control.text.num_tokens)
 
     def sampler_at_once(self, control: pb.Open) -> SessionSampler | None:
-        """As `sampler`, on the event loop. None where it takes a while: its text is long, or its grammar new."""
+        """Makes the sampler on the event loop; None if that would take long: its text is long, or its grammar new."""
         if takes_a_while(control.sampler):
             return None
         try:
@@ -146,7 +146,7 @@ class FrameChecks:
             return None
 
     def sampler(self, control: pb.Open, *, may_read_grammar: bool = True) -> SessionSampler:
-        """Who is to choose a session's tokens. It may run in any thread, as it may take a while."""
+        """Makes the sampler that chooses a session's tokens. May take long, and may run in any thread."""
         return SessionSampler.read(
             control.sampler,
             self._shared.draft_model,
@@ -169,7 +169,7 @@ class FrameChecks:
             identity = self._identity
             return BlockPrompts.read(control.block_prompts, payload, num_blocks, identity.dtype, identity.hidden_size)
         if payload:
-            raise MalformedMessage("payload", "nothing says what it is")
+            raise MalformedMessage("payload", "the frame does not say what it contains")
         return None
 
     def _blocks(self, span: common_pb2.BlockSpan) -> Span:
@@ -178,10 +178,10 @@ class FrameChecks:
         return blocks
 
     def step_blocks(self, step: pb.Step, peer: Peer) -> Span:
-        """The blocks of a step that is for this server, from the one that it names.
+        """Returns the blocks that a step computes here, after checking that the step is for this server.
 
         Raises:
-            HopSessionLost: it is for a server with other blocks that had this address before, and the session.
+            HopSessionLost: the step is for an earlier server at this address, which had other blocks and the session.
         """
         if step.blocks.end > self._identity.span.end or step.blocks.start < self._identity.span.start:
             raise HopSessionLost("this server holds other blocks")
@@ -196,17 +196,17 @@ class FrameChecks:
 
     def _ring(self, step: pb.Step) -> None:
         if not step.samples or not step.ring.first_address or step.scratch_hops:
-            raise MalformedMessage("ring", "names its first hop, and goes on from a last hop that chooses tokens")
+            raise MalformedMessage("ring", "names its first hop, and only a last hop that chooses tokens continues it")
         if step.ring.microbatch:
             if step.client_id or any(len(row.client_id) != ID_BYTES for row in step.rows):
                 raise MalformedMessage("client_id", "each row of a microbatch names its client")
             return
         has_results = [row.num_result_tokens > 0 for row in step.rows]
         if not step.client_id or not step.ring.max_step_tokens or has_results != [True]:
-            raise MalformedMessage("ring", "a client begins it by one row with results, and says how long steps may be")
+            raise MalformedMessage("ring", "a client begins it with one row with results, and limits a step's tokens")
 
     def next_rows(self, message: pb.Next, peer: Peer) -> None:
-        """What came round to this hop, the first one."""
+        """Checks a Next: rows that a last hop sends to this first hop."""
         if peer.client_id:
             raise MalformedMessage("next", "goes from a last hop to a first one")
         if self._identity.span.start != 0:
@@ -219,7 +219,7 @@ class FrameChecks:
         self._token_ids(message.rows)
 
     def inputs(self, step: pb.Step, payload: Buffer, num_tokens: int) -> None:
-        """What a step brings: hidden states of the rows or, to block 0, their token ids."""
+        """Checks the inputs of a step: hidden states of its rows or, for block 0, their token ids."""
         identity = self._identity
         if step.samples:
             self._samples(step)
@@ -235,7 +235,7 @@ class FrameChecks:
         self._token_ids(step.rows)
 
     def _token_ids(self, rows: Iterable[pb.StepRow]) -> None:
-        """Of rows with an id for each token."""
+        """Checks ids and positions of rows that have an id for each token."""
         identity = self._identity
         for row in rows:
             if max(row.token_ids) >= identity.vocab_size:
@@ -253,24 +253,24 @@ class FrameChecks:
                 raise MalformedMessage("rows", "draft tokens travel with the row that they are to be checked in")
 
     def resent(self, step: pb.Step) -> None:
-        """What a hop is to send again."""
+        """Checks a request to send boundary activations again."""
         if not step.route:
             raise MalformedMessage("route", "must name the hop to send to")
         if step.samples or any(row.token_ids or row.num_result_tokens for row in step.rows):
-            raise MalformedMessage("rows", "what is sent again has no results of this hop")
+            raise MalformedMessage("rows", "rows that are sent again have no results of this hop")
 
     def session_ids(self, step: pb.Step) -> frozenset[bytes]:
-        """The sessions in which the rows of a step run here: their own ones or, where the step says so, others."""
+        """The ids of the sessions in which the rows of a step run here: their own sessions, or scratch sessions."""
         is_scratch = bool(step.scratch_hops & 1)
         if is_scratch and any(row.source_session_id for row in step.rows):
-            raise MalformedMessage("rows", "what runs in a scratch session has no source")
+            raise MalformedMessage("rows", "a row in a scratch session has no source")
         session_ids = frozenset(row.scratch_session_id if is_scratch else row.session_id for row in step.rows)
         if len(session_ids) != len(step.rows):
             raise MalformedMessage("rows", "no two rows of a step run in one session")
         return session_ids
 
     def num_tokens(self, step: pb.Step) -> int:
-        """How many tokens the rows of a step have together."""
+        """Checks the rows of a step, and returns the number of tokens that they have together."""
         if not step.rows or len({row.session_id for row in step.rows}) != len(step.rows):
             raise MalformedMessage("rows", "a step has at least one row, and one for each session")
         if len(step.span_id) not in (0, _SPAN_ID_BYTES):
@@ -293,9 +293,9 @@ def _adapter(control: pb.Open | pb.Handover) -> AdapterVersion | None:
 
 
 def _trace(control: pb.Open, peer: Peer) -> TraceParent | None:
-    """The trace of what the session is opened for, where this process' spans are collected, too.
+    """The trace of the session's request; None if this process does not collect spans, or the trace is not sampled.
 
-    A library is a tenant's own process: what it would have collected, it may not fill others' collector with.
+    Traces of a library are ignored: it is a tenant's own process, which must not fill the operator's collector.
     """
     if not control.HasField("trace") or not spans.is_collected():
         return None

@@ -1,4 +1,4 @@
-"""The grammars of answers that are chosen here, as read for the model's tokenizer."""
+"""Reads the grammars of answers for the model's tokenizer, on the last hop, which chooses the tokens."""
 
 import asyncio
 import threading
@@ -20,23 +20,24 @@ from corolla.models.tokenizer_text import tokenizer_text
 
 _MOST_KEPT: Final = 64
 _MOST_WAITING: Final = 4096
-"""To be read: as many as several client services may run answers, all of which may come when another last hop dies."""
+"""The most grammars that wait to be read. When another last hop dies, all answers of several client services may come
+here at once."""
 _STACK_BYTES: Final = 128 << 20
-"""Of a thread that reads grammars: rules that name each other are read by recursion. Only what is used is there."""
+"""The stack of a thread that reads grammars, which follows nested rules by recursion. Unused parts take no memory."""
 
 _starting = threading.Lock()
 
 
 class GrammarNotRead(Exception):
-    """An answer cannot begin at once: its grammar is to be read first."""
+    """An answer cannot begin at once, because its grammar has to be read first."""
 
 
 class Grammars:
-    """Reads each grammar once, while it is among the latest. Safe to use from several threads.
+    """Reads grammars and keeps the most recently used ones. Safe to use from several threads.
 
-    Grammars are read one after the other, tenants in turn, in a thread of their own: nobody else's work waits for them.
+    A thread of their own reads the grammars one after the other, tenants in turn, so that other work does not wait.
 
-    The tokenizer is read with the first grammar, which takes about a second: most servers never need it.
+    The first grammar loads the tokenizer, which takes about a second; most servers never need it.
     """
 
     def __init__(self, checkpoint: Checkpoint, metrics: GrammarMetrics) -> None:
@@ -49,11 +50,11 @@ class Grammars:
         self._turns = Turns(_MOST_WAITING, "a block server has too many grammars to read")
 
     async def read(self, tenant: str, text: str) -> None:
-        """Returns when an answer can begin without waiting, while the grammar is among the latest.
+        """Returns when the grammar has been read. An answer can begin without waiting as long as it is kept.
 
         Raises:
-            QueueFull: too many are to be read, most of them for this tenant.
-            MalformedMessage: the text is no grammar.
+            QueueFull: too many grammars wait to be read, most of them for this tenant.
+            MalformedMessage: the text is not a valid grammar.
             InternalError: the model's tokenizer cannot be read for grammars.
         """
         if self._has(text):
@@ -63,11 +64,11 @@ class Grammars:
             await asyncio.wrap_future(self._later(text))
 
     def begin(self, text: str, token_ids: Sequence[int], *, may_read: bool = True) -> AnswerGrammar:
-        """Follows an answer that has these tokens. It may take seconds where this server does not have the grammar.
+        """Returns the grammar's state after these tokens of an answer. It may take seconds if the grammar is new here.
 
         Raises:
             GrammarNotRead: this server does not have the grammar, and must not read it now (`may_read`).
-            MalformedMessage: the text is no grammar, or the answer breaks it.
+            MalformedMessage: the text is not a valid grammar, or the answer breaks it.
             InternalError: the model's tokenizer cannot be read for grammars.
         """
         matcher = self._copy(text)
@@ -79,7 +80,7 @@ class Grammars:
             self._metrics.cached.inc()
         grammar = AnswerGrammar(matcher)
         if not grammar.add_all(token_ids):
-            raise MalformedMessage("sampler.token_ids", "are no beginning of an answer that fits the grammar")
+            raise MalformedMessage("sampler.token_ids", "are not the beginning of an answer that fits the grammar")
         return grammar
 
     def _has(self, text: str) -> bool:
@@ -88,7 +89,7 @@ class Grammars:
 
     def _later(self, text: str) -> Future[LLMatcher]:
         def read() -> LLMatcher:
-            if (matcher := self._copy(text)) is not None:  # of all who wait for it, the first has read it
+            if (matcher := self._copy(text)) is not None:  # an earlier caller has read it meanwhile
                 self._metrics.cached.inc()
                 return matcher
             try:
@@ -110,7 +111,7 @@ class Grammars:
             return matcher.deep_copy()
 
     def _keep(self, text: str, matcher: LLMatcher) -> LLMatcher:
-        """Returns a copy."""
+        """Keeps a grammar, and returns a copy of it."""
         with self._lock:
             self._read[text] = matcher
             if len(self._read) > _MOST_KEPT:
@@ -133,22 +134,22 @@ class Grammars:
             if text is not None:
                 end_token_ids = end_token_ids_of(self._checkpoint.generation_config())
                 return grammar_tokenizer(text, self._checkpoint.vocab_size, end_token_ids)
-        # A broken file surfaces as whatever its parser raises, plain Exception from the Rust tokenizers included.
+        # The parser of a broken file may raise anything; the Rust tokenizers raise a plain Exception.
         except Exception as error:
             raise InternalError("the model's tokenizer cannot be read for grammars") from error
         raise InternalError("grammars cannot be followed with the model's tokenizer")
 
 
 def _on_deep_stack(work: Callable[[], LLMatcher]) -> LLMatcher:
-    """Does `work` in a thread whose stack no grammar of `MAX_GRAMMAR_BYTES` exhausts, waits, and raises what it raises.
+    """Runs `work` in a thread with a large stack and waits. Raises what `work` raises.
 
-    An exhausted stack would end the process.
+    No grammar of `MAX_GRAMMAR_BYTES` exhausts that stack; an exhausted stack would end the process.
     """
     with ThreadPoolExecutor(1, "grammar") as pool:
         with _starting:
             usual = threading.stack_size(_STACK_BYTES)
             try:
-                reading = pool.submit(work)  # which starts the thread
+                reading = pool.submit(work)  # this starts the thread
             finally:
                 threading.stack_size(usual)
         return reading.result()

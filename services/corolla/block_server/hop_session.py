@@ -1,4 +1,4 @@
-"""One session on this hop: what was asked for it, where it stands, and the table of how that may change. Pure."""
+"""One session on this hop: its request, its state, and the table of state transitions. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,53 +21,53 @@ if TYPE_CHECKING:
     from corolla.compute.prompts import BlockPrompts
 
 UNCLAIMED_LEASE_S: Final = 30.0
-"""How long a session that another server handed over, or began to, waits for the rest or for its client."""
+"""How long a session that another server hands over waits for its next part or for its client."""
 
 AnyCache = TypeVar("AnyCache", bound=SessionPages)
 
 
 class SessionState(Enum):
-    """Where a session on a hop stands. docs/architecture.md shows the states as a picture."""
+    """The state of a session on a hop. docs/architecture.md shows the states as a picture."""
 
     NEW = "new"
-    """It was made just now and holds nothing; no table has it yet."""
+    """The session was just made and holds nothing; no table contains it yet."""
     ARRIVING = "arriving"
-    """Another server hands it over. What is here cannot be used yet."""
+    """Another server hands the session over. The part that has arrived cannot be used yet."""
     UNCLAIMED = "unclaimed"
-    """All of it has arrived in mid-answer. Its client should open it here at any moment."""
+    """The whole session has arrived in mid-answer. Its client should open it here at any moment."""
     RUNNING = "running"
-    """Its client opened it. It takes steps, as in no other state."""
+    """The client has opened the session. Only in this state it takes steps."""
     PARKED = "parked"
-    """Its turn is over, or its client took the open back."""
+    """The session's turn is over, or its client took the open back."""
     ORPHANED = "orphaned"
-    """The stream on which its client opened it has ended. The client, if it lives, has to open it again."""
+    """The stream on which the client opened the session has ended. A client that lives has to open it again."""
     LEAVING = "leaving"
-    """The last part of it was read for another server while its client was in mid-answer."""
+    """The last part of the session was read for another server while its client was in mid-answer."""
     LEAVING_PARKED = "leaving, parked"
-    """The last part of it was read for another server between two turns."""
+    """The last part of the session was read for another server between two turns."""
     GONE = "gone"
-    """This hop holds nothing of it any more."""
+    """This hop holds nothing of the session any more."""
 
 
 class SessionEvent(Enum):
-    """What happens to a session on a hop."""
+    """An event that changes the state of a session on a hop."""
 
     OPENED = "opened"
     OFFERED = "offered"
-    """Another server begins to hand it over."""
+    """Another server begins to hand the session over."""
     ARRIVED = "arrived"
-    """The last part is here, of a session in mid-answer."""
+    """The last part of a session in mid-answer has arrived."""
     ARRIVED_PARKED = "arrived, parked"
-    """The last part is here, of a session between two turns."""
+    """The last part of a session between two turns has arrived."""
     TURN_ENDED = "turn ended"
     STREAM_ENDED = "stream ended"
-    """Of its client, which may live or not."""
+    """The stream of the session's client ended; the client may still live."""
     LAST_PART_READ = "last part read"
-    """For the server that takes it over."""
+    """The last part was read for the server that takes the session over."""
     STAYS = "stays"
-    """The other server did not take it, or a turn began before the router knew of the move."""
+    """The session stays: the other server did not take it, or a turn began before the router knew of the move."""
     FREED = "freed"
-    """Closed, expired or evicted."""
+    """The session was closed, expired or evicted."""
 
 
 _S, _E = SessionState, SessionEvent
@@ -77,7 +77,7 @@ TRANSITIONS: Final[Mapping[SessionState, Mapping[SessionEvent, SessionState]]] =
         _S.NEW: {_E.OPENED: _S.RUNNING, _E.OFFERED: _S.ARRIVING},
         _S.ARRIVING: {
             _E.OPENED: _S.RUNNING, _E.ARRIVED: _S.UNCLAIMED, _E.ARRIVED_PARKED: _S.PARKED,
-            # The server that sends it knows, and says with the last part, how it stands.
+            # The sending server says with the last part whether the session is idle.
             _E.TURN_ENDED: _S.ARRIVING, _E.STREAM_ENDED: _S.ARRIVING,
             _E.FREED: _S.GONE,
         },
@@ -97,27 +97,27 @@ TRANSITIONS: Final[Mapping[SessionState, Mapping[SessionEvent, SessionState]]] =
             _E.LAST_PART_READ: _S.LEAVING_PARKED, _E.FREED: _S.GONE,
         },
         _S.LEAVING: {
-            # A part that arrived damaged is read again.
+            # A last part that arrived damaged is read again.
             _E.LAST_PART_READ: _S.LEAVING, _E.STAYS: _S.RUNNING,
             _E.TURN_ENDED: _S.LEAVING_PARKED, _E.STREAM_ENDED: _S.LEAVING_PARKED, _E.FREED: _S.GONE,
         },
         _S.LEAVING_PARKED: {
-            # Whether its client's stream still stands is not remembered; to be opened again is right in both cases.
+            # The table does not remember whether the client's stream still stands; ORPHANED is right in both cases.
             _E.LAST_PART_READ: _S.LEAVING_PARKED, _E.STAYS: _S.ORPHANED,
             _E.TURN_ENDED: _S.LEAVING_PARKED, _E.STREAM_ENDED: _S.LEAVING_PARKED, _E.FREED: _S.GONE,
         },
         _S.GONE: {},
     }
 )  # fmt: skip
-"""What follows on an event in a state. What is not listed cannot happen."""
+"""The state that follows an event in a state. An event that is not listed cannot happen in that state."""
 
 
 _WITHOUT_SAMPLER: Final = frozenset((_S.PARKED, _S.ORPHANED, _S.LEAVING_PARKED, _S.GONE))
-"""Only an open takes a session out of these, and brings sampler and adapter; the old ones may hold much memory."""
+"""Sessions in these states have no sampler and adapter, which may hold much memory; the next open brings new ones."""
 
 
 class ForbiddenTransition(RuntimeError):
-    """A mistake of this server: an event that the table does not have in this state."""
+    """A bug of this server: an event that TRANSITIONS does not list for the session's state."""
 
     def __init__(self, state: SessionState, event: SessionEvent) -> None:
         super().__init__(f"a session that is {state.value} cannot be: {event.value}")
@@ -125,20 +125,20 @@ class ForbiddenTransition(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class OpenRequest:
-    """What a client service asks of this hop. See `Open` in blocks.proto.
+    """The request to open a session on this hop. See `Open` in blocks.proto.
 
-    Keys and values of a session with `prompts` are its own: no other text has them, however it begins.
+    A session with `prompts` shares its keys and values with no other session, whatever its text.
 
     Attributes:
-        owner: whose session it is; empty where nobody is asked.
-        capability: by which its owner opened it; None where nobody is asked.
-        sampler: who chooses its tokens, where this is the last hop and is to do that.
-        stream: number of that on which it was asked; 0 where another server hands the session over.
-        sender: the server that hands it over; empty where its client opens it, or nobody is asked.
-        trace: the span that the session is used for; None where that is not traced.
-        adapter_version: with which all that it holds is computed; None: with none.
-        adapter: the same, loaded; only of sessions that may take steps.
-        long_factors: whether all that it holds has the long factors of a longrope embedding, or the short ones.
+        owner: the owner of the session; empty without mutual TLS.
+        capability: the signature with which the owner opened the session; None without mutual TLS.
+        sampler: chooses the session's tokens if this is the last hop and the client asks for that.
+        stream: the number of the client's stream that opened it; 0 if another server hands the session over.
+        sender: the server that hands the session over; empty if its client opens it, or without mutual TLS.
+        trace: the span of the request that uses the session; None if that is not traced.
+        adapter_version: the adapter with which all held tokens are computed; None for the plain model.
+        adapter: the same adapter, loaded; only for sessions that may take steps.
+        long_factors: whether all held tokens use the long factors of a longrope embedding, not the short ones.
     """
 
     session_id: bytes
@@ -164,7 +164,7 @@ class OpenRequest:
     long_factors: bool = False
 
     def agrees_with(self, other: "OpenRequest") -> bool:
-        """Whether a session that was computed under one request can continue under the other."""
+        """Whether the tokens that were computed under one request are valid under the other."""
         if (self.adapter_version, self.long_factors) != (other.adapter_version, other.long_factors):
             return False
         return self.blocks == other.blocks and (self.prompts is None) == (other.prompts is None)
@@ -172,15 +172,15 @@ class OpenRequest:
 
 @dataclass(slots=True)
 class RingPlace:
-    """Where a session's tokens go round, as the step says by which its client began.
+    """The ring of a session, on which its tokens go round, as the client's first step described it.
 
     Attributes:
-        first_address: of the first hop.
-        route: the hops behind this one.
-        max_step_tokens: of one step, draft tokens included.
+        first_address: the address of the first hop.
+        route: the hops after this one.
+        max_step_tokens: the most tokens of one step, draft tokens included.
         credit_end: steps may begin at positions below this.
-        held_row: what the next step begins with, while it waits for credit; on the last hop only.
-        route_key: equal where all of this is that a microbatch has in common.
+        held_row: the row of the next step, while it waits for credit; on the last hop only.
+        route_key: a key that is equal for two sessions whose rows may share a microbatch.
     """
 
     first_address: str
@@ -196,7 +196,7 @@ class RingPlace:
 
     @classmethod
     def of(cls, step: pb.Step) -> Self:
-        """As a client's step says."""
+        """Reads the ring from a client's step."""
         ring = step.ring
         return cls(ring.first_address, tuple(step.route), ring.max_step_tokens, ring.credit_end)
 
@@ -206,8 +206,8 @@ class SessionFacts:
     """A snapshot of a session.
 
     Attributes:
-        num_tokens: whose keys and values are held.
-        num_pages: that were promised to it.
+        num_tokens: how many tokens have their keys and values here.
+        num_pages: how many pages the session was promised.
     """
 
     session_id: bytes
@@ -222,13 +222,13 @@ class HopSession(Generic[AnyCache]):
     """One session on this hop.
 
     Attributes:
-        version: another one for each open or offer of any session of this hop. Whoever goes on with a session later
-            names the version that it means.
-        transfer_id: of the handover that fills it, while it arrives.
-        newest_step_id: of the steps that came from its client.
+        version: a number that changes with each open or offer. Code that continues with a session later names the
+            version that it means.
+        transfer_id: the id of the handover that fills the session, while it arrives.
+        newest_step_id: the highest id of the steps that came from its client.
         newest_ring_position: where the newest step of its ring began, since it was opened; -1 before the first.
-        ring: how its tokens go round; None while they do not.
-        last_used_s: when it was used last.
+        ring: the ring on which its tokens go round; None while they do not.
+        last_used_s: the time at which the session was last used.
     """
 
     __slots__ = (
@@ -259,7 +259,7 @@ class HopSession(Generic[AnyCache]):
         )
 
     def apply(self, event: SessionEvent) -> None:
-        """Takes the state that follows; nothing else changes it. Raises ForbiddenTransition."""
+        """Enters the state that follows the event; only this method changes the state. Raises ForbiddenTransition."""
         following = TRANSITIONS[self._state].get(event)
         if following is None:
             raise ForbiddenTransition(self._state, event)
@@ -270,16 +270,16 @@ class HopSession(Generic[AnyCache]):
                 self.request = replace(self.request, sampler=None, adapter=None)
 
     def check_open(self, request: OpenRequest) -> None:
-        """Whether it may be opened, or offered, once more.
+        """Checks whether the session may be opened, or offered, again.
 
-        Its client may do so in the same epoch. A client takes an open back, before any step, when another hop of its
-        chain refuses; then it tries again. As good as taken back is what it opened on a stream that has broken since,
-        or on a server that left.
+        The same client may open it again in the same epoch if it took the first open back. It does so before any step,
+        when another hop of its chain refuses. An open also counts as taken back if its stream has broken since, or if
+        it was made on a server that handed the session over to this one.
 
         Raises:
-            HopLeaving: another server has it, or gets it now.
-            HopSessionLost: it belongs to another tenant, or somebody else opened it.
-            StaleEpoch: it was opened with a higher epoch before, or with this one and not taken back.
+            HopLeaving: another server has the session, or is getting it.
+            HopSessionLost: the session belongs to another tenant or another owner.
+            StaleEpoch: it was opened with a higher epoch before, or with this epoch and not taken back.
         """
         if self.is_leaving:
             raise HopLeaving("the session is handed over to another block server")
@@ -291,16 +291,16 @@ class HopSession(Generic[AnyCache]):
             raise StaleEpoch("the session was opened with this epoch or a later one")
 
     def check_step(self, epoch: int, client_id: bytes, blocks: Span) -> None:
-        """Whether it takes a step.
+        """Checks whether the session takes a step.
 
-        An epoch ends with its turn: a step that was forwarded by another hop may come after the client's own word that
-        the turn is over, and must not wake the session.
+        An epoch ends with its turn. A step that another hop forwarded may arrive after the client's message that the
+        turn is over, and must not run the session again.
 
         Raises:
-            HopLeaving: another server has it, or gets it now.
+            HopLeaving: another server has the session, or is getting it.
             HopSessionLost: it is another client's, was opened for other blocks, or its client has to open it again.
-            StaleEpoch: the step is of another epoch, or of a turn that is over.
-            AdapterNotFound: its adapter was taken out.
+            StaleEpoch: the step belongs to another epoch, or to a turn that is over.
+            AdapterNotFound: the session's adapter is no longer registered.
         """
         request, state = self.request, self._state
         if request.client_id != client_id or request.blocks != blocks:
@@ -316,10 +316,10 @@ class HopSession(Generic[AnyCache]):
         raise StaleEpoch("the session was opened with another epoch, or its turn is over")
 
     def note_step(self, epoch: int, client_id: bytes, step_id: int) -> bool:
-        """Whether a step comes for the first time: a session's steps have rising ids.
+        """Notes a step, and returns whether it comes for the first time: a session's steps have rising ids.
 
-        One that comes again must not be computed: it would forget what was computed since. Of another epoch or client,
-        `check_step` refuses it.
+        A repeated step must not be computed, since that would forget the tokens that were computed since. A step of
+        another epoch or client counts as new here, and `check_step` refuses it.
         """
         if not self.is_open_as(epoch, client_id):
             return True
@@ -328,7 +328,7 @@ class HopSession(Generic[AnyCache]):
         return is_new
 
     def note_ring_step(self, epoch: int, client_id: bytes, position: int) -> bool:
-        """As `note_step` of a step that goes round: in one epoch these begin at rising positions."""
+        """Like `note_step` for a step of a ring: within one epoch, these steps begin at rising positions."""
         if not self.is_open_as(epoch, client_id):
             return True
         if position <= self.newest_ring_position:
@@ -337,32 +337,32 @@ class HopSession(Generic[AnyCache]):
         return True
 
     def is_open_as(self, epoch: int, client_id: bytes) -> bool:
-        """Whether its client opened it in this epoch."""
+        """Whether this client opened the session in this epoch."""
         return self.request.epoch == epoch and self.request.client_id == client_id
 
     def is_filled_by(self, epoch: int, transfer_id: bytes) -> bool:
-        """Whether the parts of this handover belong here."""
+        """Whether this handover fills the session."""
         is_same = (self.request.epoch, self.transfer_id) == (epoch, transfer_id)
         return self._state is SessionState.ARRIVING and is_same
 
     @property
     def is_idle(self) -> bool:
-        """Not in mid-answer: it may be evicted when other sessions need its pages."""
+        """Whether the session is not in mid-answer, so that it may be evicted when other sessions need its pages."""
         return self._state in (SessionState.PARKED, SessionState.ORPHANED, SessionState.LEAVING_PARKED)
 
     @property
     def has_turn_ended(self) -> bool:
-        """Its client has said so, and may begin another one."""
+        """Whether its client has ended the turn, and may begin another one."""
         return self._state is SessionState.PARKED or self._state is SessionState.LEAVING_PARKED
 
     @property
     def is_leaving(self) -> bool:
-        """Another server gets it, or has it already; until that is settled it can be neither opened nor used here."""
+        """Whether another server gets the session or has it; until that is settled it cannot be opened or used here."""
         return self._state in (SessionState.LEAVING, SessionState.LEAVING_PARKED)
 
     @property
     def is_unclaimed(self) -> bool:
-        """Handed over by another server, wholly or in part, and its client has not opened it here."""
+        """Whether another server hands over or handed over the session, and its client has not opened it here."""
         return self._state in (SessionState.ARRIVING, SessionState.UNCLAIMED)
 
     @property
@@ -372,5 +372,5 @@ class HopSession(Generic[AnyCache]):
 
     @property
     def num_pages(self) -> int:
-        """Pages that it was promised."""
+        """The number of pages that the session was promised."""
         return self.cache.num_pages

@@ -1,4 +1,4 @@
-"""What a block server does on a timer: leases end, gauges are refreshed, and the books are compared."""
+"""The timer of a block server: it ends leases, refreshes gauges and compares the books."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ from corolla.cache.store import SessionCache
 log = logging.getLogger(__name__)
 
 _INTERVAL_S: Final = 1.0
-# The event loop and all steps wait for a slice of the comparison.
+# The event loop and all steps wait while a slice of the comparison runs.
 _SLICE_S: Final = 0.0005
 
 
@@ -28,10 +28,10 @@ class Housekeeping:
     """The timer of one block server.
 
     Args:
-        page_bytes: of one page of the KV cache.
+        page_bytes: returns the bytes of one page of the KV cache.
 
     Attributes:
-        breaches: in the books, when they were last compared.
+        breaches: the breaches that the last comparison of the books found.
     """
 
     def __init__(
@@ -53,21 +53,21 @@ class Housekeeping:
         self._metrics = metrics
         self._page_bytes = page_bytes
         self.breaches: list[Breach] = []
-        # Alerts see only what was there before it grew.
+        # Alerts see only growth of a counter that already exists.
         for book in BOOKS:
             metrics.book_breaches.labels(book)
 
     async def run(self) -> None:
-        """Once a second, for ever."""
+        """Does the work once a second, for ever."""
         while True:
-            # To wait for a lease to run out is no way to get pages.
+            # An open should not wait in the hope that a lease runs out, so no released pages are announced.
             self._engine.between_iterations(self._tidy, max_released_pages=0)
             self._metrics.observe_holdings(self._sessions, self._outputs, self._page_bytes())
             self._metrics.observe_waiting(len(self._scheduler), self._engine.first_hop.num_waiting)
             await asyncio.sleep(_INTERVAL_S)
 
     def compare_books(self) -> None:
-        """Ends leases and compares all books at once. Only while nothing is computed, copied or about to change."""
+        """Ends leases and compares all books at once. Must run while nothing is computed, copied or about to change."""
         self._note([*chain.from_iterable(self._begin())])
 
     def _tidy(self) -> None:
@@ -80,7 +80,7 @@ class Housekeeping:
         return compare(self._sessions, self._outputs, self._peers.numbers, now_s)
 
     def _compare_slice(self, parts: Iterator[list[Breach]], found: list[Breach]) -> None:
-        """Compares books for one slice, and schedules the next one; under load it drops the comparison."""
+        """Compares books for one slice of time, and schedules the next slice. Gives up if other work waits."""
         if self._engine.has_more_to_do:
             return
         end_s = self._engine.clock() + _SLICE_S

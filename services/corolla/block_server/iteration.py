@@ -1,6 +1,6 @@
-"""What one iteration computes: the rows of some steps, as one batch, or one by one where the batch fails.
+"""Computes one iteration: the rows of some steps as one batch, or one by one if the batch fails.
 
-On the first hop it begins with the embedding, on the last one it ends with head and choice of tokens.
+On the first hop an iteration begins with the embedding; on the last hop it ends with the head and chosen tokens.
 """
 
 import logging
@@ -30,23 +30,23 @@ from corolla.wire.tensors import from_payload
 
 log = logging.getLogger(__name__)
 
-# torch raises OutOfMemoryError only for devices; on the CPU, and in libraries below torch, only the text tells.
+# torch raises OutOfMemoryError only for devices. On the CPU, and in libraries below torch, only the text says it.
 _OUT_OF_MEMORY: Final = ("can't allocate memory", "not enough memory", "_ALLOC_FAILED")
 
 
 class BatchRunner(Protocol):
-    """What computes: a `Runner`, or what stands before one to let it fail."""
+    """Computes blocks: a `Runner`, or a test's wrapper that lets it fail."""
 
     def forward_each(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> BatchOutput:
-        """As of `Runner`."""
+        """See `Runner.forward_each`. `hidden` is `[sum of num_tokens, H]`, in any dtype and on any device."""
 
     def warm_up(self) -> None:
-        """As of `Runner`."""
+        """See `Runner.warm_up`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """A step as it arrived, with the stream that it came on; None where it was made here."""
+    """A step as it arrived. `sender` is the stream that it came on; None if this server made the step."""
 
     step: pb.Step
     payload: Buffer
@@ -55,34 +55,34 @@ class StepWork:
 
 @dataclass(slots=True)
 class Admitted:
-    """The rows of one step that may be computed, with where they lie in the step's payload."""
+    """The rows of one step that may be computed, each with its session and its first token's index in the payload."""
 
     work: StepWork
     rows: list[tuple[pb.StepRow, HopSession[SessionCache], int]]
 
     @property
     def samples(self) -> bool:
-        """Whether its rows' outputs become tokens here."""
+        """Whether tokens are chosen here from the outputs of the step's rows."""
         return self.work.step.samples and not self.work.step.route
 
     @property
     def brings_ids(self) -> bool:
-        """Whether its rows bring token ids, not hidden states."""
+        """Whether the step's rows bring token ids, not hidden states."""
         return self.work.step.dtype == pb.TENSOR_TYPE_UNSPECIFIED
 
 
 RowOutput = Tensor | ChosenTokens | CorollaError
-"""`[num_tokens, H]`, or the tokens that were chosen, or why there is nothing."""
+"""The output of a row: `[num_tokens, H]` in the model's dtype on its device, or chosen tokens, or an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What became of an iteration.
+    """The result of an iteration.
 
     Attributes:
-        outputs: for each row, in order.
-        has_raised: the batch raised, and its rows, where it had several, were computed one by one.
-        edge_seconds: what embedding, head and choice of tokens took.
+        outputs: one output for each row, in order.
+        has_raised: whether the batch raised; if it had several rows, they were then computed one by one.
+        edge_seconds: the seconds that embedding, head and choice of tokens took.
     """
 
     outputs: tuple[RowOutput, ...]
@@ -94,11 +94,12 @@ class Computation:
     """Computes iterations.
 
     Args:
-        runner: of the blocks.
-        edges: embedding and head, as far as this server has them; None where it has neither.
-        clock: in seconds.
-        num_sampling_threads: that choose tokens at a time; on a device, that prepare choices at a time.
-        samples_batched: choose the tokens of all rows together, on the device of the head; None: where that is no CPU.
+        runner: computes the blocks.
+        edges: embedding and head, as far as this server has them; None if it has neither.
+        clock: returns seconds.
+        num_sampling_threads: how many threads choose tokens; on a device, how many prepare choices.
+        samples_batched: whether to choose the tokens of all rows together, on the device of the head; None: only if
+            that is not a CPU.
     """
 
     def __init__(
@@ -120,15 +121,15 @@ class Computation:
         )
 
     def close(self) -> None:
-        """Ends the threads that it has."""
+        """Ends the sampling threads."""
         if self._sampling_threads is not None:
             self._sampling_threads.shutdown()
 
     def compute(self, admitted: Sequence[Admitted], blocks: Span) -> Computed:
         """Computes all rows as one batch; if that raises, row by row, so that a bad row fails alone.
 
-        To compute a row again is exact: what the failed batch wrote for its new tokens lies at positions that no
-        session counts as held, and the same positions are written again. Tokens are chosen once, when that is over.
+        Computing a row again gives the same numbers: the failed batch wrote only to positions that no session counts as
+        held, and these positions are written again. Tokens are chosen once, after that.
         """
         preparing = self._prepare_choices(admitted)
         computed = self._computed(admitted, blocks)
@@ -141,9 +142,9 @@ class Computation:
         return replace(computed, outputs=outputs, edge_seconds=edge_seconds)
 
     def _prepare_choices(self, admitted: Sequence[Admitted]) -> Sequence[Future[None]]:
-        """Has threads draw random numbers, and find out what grammars allow, while a device computes.
+        """Lets threads draw random numbers, and find the tokens that grammars allow, while a device computes.
 
-        What cannot be drawn is drawn when it is needed: a stream moves on only once there is memory for its numbers.
+        If drawing fails for lack of memory, the stream has not advanced, and the numbers are drawn when needed.
         """
         if not self._samples_batched or self._sampling_threads is None or self._edges is None:
             return ()
@@ -162,7 +163,7 @@ class Computation:
             return Computed(tuple(self._outputs(work, hidden, blocks)), edge_seconds=embed_seconds)
         except Exception as failure:
             error, place = error_of(failure), where(failure)
-        # The exception is gone here, and with it the tensors of its frames, which an exhausted device needs.
+        # The exception has been released here, so its frames no longer hold tensors in the exhausted device's memory.
         rows = [Admitted(batch.work, [row]) for batch in admitted for row in batch.rows]
         log.error("iteration failed", extra={"rows": len(rows), "where": place})
         if len(rows) == 1:
@@ -180,10 +181,10 @@ class Computation:
         return error
 
     def warm_up(self) -> None:
-        """Computes one token of no session, from end to end of what this server has.
+        """Computes one token that belongs to no session, through embedding, blocks and head as far as they are here.
 
         Raises:
-            OutOfPages: sessions have been promised all pages.
+            OutOfPages: all pages are promised to sessions.
         """
         self.runner.warm_up()
         if self._edges is None:
@@ -194,7 +195,7 @@ class Computation:
             self._edges.head(torch.zeros(1, self._edges.hidden_size)).cpu()
 
     def _packed(self, admitted: Sequence[Admitted]) -> tuple[list[RowWork], Tensor, float]:
-        """All rows of all steps, what goes in, `[tokens, H]`, and the seconds that it took to embed."""
+        """Returns the rows of all steps, their inputs `[tokens, H]` in the model's dtype, and seconds of embedding."""
         work = [
             RowWork(
                 session.cache, row.position, row.num_tokens, session.request.prompts, _products(session),
@@ -210,12 +211,12 @@ class Computation:
         hidden = [part for batch in admitted for part in ([next(parts)] if batch.brings_ids else _received(batch))]
         if len(hidden) == 1:
             return work, hidden[0], embed_seconds
-        # What came over the wire lies on the CPU.
+        # Hidden states from the wire lie on the CPU.
         device = embedded[0].device if embedded else hidden[0].device
         return work, torch.cat([part.to(device) for part in hidden]), embed_seconds
 
     def _embedded(self, batches: Sequence[Admitted]) -> Sequence[Tensor]:
-        """For each step that brings token ids what goes into block 0, all of them looked up at once."""
+        """Embeds the token ids of all steps at once. Returns `[tokens, H]` for each step, on the embedding's device."""
         if not batches:
             return ()
         if self._edges is None:
@@ -237,7 +238,7 @@ class Computation:
             yield part if is_finite else NonFiniteOutput("a block's output is not finite")
 
     def _with_tokens(self, admitted: Sequence[Admitted], outputs: Sequence[RowOutput]) -> tuple[RowOutput, ...]:
-        """The outputs, those of steps that sample replaced by tokens."""
+        """Returns the outputs, with tokens in place of the outputs of steps that sample."""
         replaced = list(outputs)
         waiting: list[tuple[int, SamplingRow]] = []
         index = 0
@@ -280,7 +281,7 @@ def _products(session: HopSession[SessionCache]) -> SpanAdapter | None:
 
 
 def _received(batch: Admitted) -> Iterator[Tensor]:
-    """What a step brought for those of its rows that were admitted."""
+    """Yields the hidden states `[tokens, H]` of the admitted rows of a step, on the CPU, in the dtype of the wire."""
     step = batch.work.step
     num_tokens = sum(row.num_tokens for row in step.rows)
     states = from_payload(batch.work.payload, step.dtype, num_tokens, step.hidden_size)
@@ -292,7 +293,7 @@ def _received(batch: Admitted) -> Iterator[Tensor]:
 
 
 def error_of(failure: Exception) -> CorollaError:
-    """What to tell those whose rows could not be computed. Nothing of the exception's text, which may quote data."""
+    """The error for the owners of failed rows. It quotes nothing of the exception's text, which may contain data."""
     if isinstance(failure, CorollaError):
         return failure.with_traceback(None)
     is_memory = isinstance(failure, torch.OutOfMemoryError | MemoryError) or (

@@ -1,4 +1,4 @@
-"""How many pages a server keeps free for tenants that it guarantees some. Pure."""
+"""Computes how many pages a server keeps free for tenants with guaranteed pages. Pure."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -8,12 +8,12 @@ _NOBODY: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 class PageGuarantees:
-    """Pages by tenant. Others may fill only what is left when every tenant has its own.
+    """The guaranteed pages of each tenant. Other tenants may only use the pages that exceed all guarantees.
 
-    Where the server has fewer pages than are guaranteed in all, each tenant has its part of those that there are.
+    If the server has fewer pages than are guaranteed in all, each tenant gets a proportional part of them.
 
     Attributes:
-        num_missing: so many guaranteed pages this server does not have.
+        num_missing: how many guaranteed pages this server does not have.
     """
 
     def __init__(self, wanted: Mapping[str, int] = _NOBODY, num_pages: int = 0) -> None:
@@ -32,11 +32,11 @@ class PageGuarantees:
         return tenant in self._pages
 
     def num_kept(self, held: Mapping[str, int]) -> int:
-        """Pages that are kept free, when tenants hold so many."""
+        """How many pages are kept free when tenants hold the pages in `held`."""
         return sum(max(0, each - held.get(tenant, 0)) for tenant, each in self._pages.items())
 
     def num_kept_from(self, tenant: str, held: Mapping[str, int]) -> int:
-        """Pages that a tenant has to leave free for others, when it comes to hold as many as `held` says."""
+        """How many pages a tenant has to leave free for others, if its next session brings the held pages to `held`."""
         if held.get(tenant, 0) <= self._pages.get(tenant, 0):
             return 0
         return self.num_kept(held)

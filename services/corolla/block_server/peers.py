@@ -16,15 +16,15 @@ _numbers: Final = itertools.count(1)
 
 
 class Peer:
-    """One stream: a client service's, or an upstream hop's (then without a client id).
+    """The stream of one caller: a client service, or an upstream hop, which has no client id.
 
-    Where certificates change, another connection takes the place of the one that it runs on (`wire/renewal`).
+    When certificates change, the stream moves to another connection (`wire/renewal`).
 
     Args:
-        stream_id: by which its caller names it on the other connection; empty: it stays on this one.
+        stream_id: the id by which the caller names the stream on the other connection; empty if it never moves.
 
     Attributes:
-        workload: who is at the other end; None where nobody is asked.
+        workload: the identity of the other end; None without mutual TLS.
     """
 
     def __init__(self, client_id: bytes, stream: Stream, stream_id: bytes = b"") -> None:
@@ -37,34 +37,34 @@ class Peer:
 
     @property
     def owner(self) -> str:
-        """Whose sessions they are that it opens; empty where nobody is asked."""
+        """The owner of the sessions that the peer opens; empty without mutual TLS."""
         return self.workload.owner if self.workload is not None else ""
 
     @property
     def name(self) -> str:
-        """Just who it is; empty where nobody is asked."""
+        """The exact identity of the peer; empty without mutual TLS."""
         return str(self.workload) if self.workload is not None else ""
 
     def send(self, control: Message, payload: Buffer = b"") -> None:
-        """Sends a frame. A peer that does not read loses its stream rather than filling our memory."""
+        """Sends a frame. A peer that does not read loses its stream, so that it cannot fill this server's memory."""
         try:
             self._stream.send(control, payload)
         except QueueFull as error:
             self._stream.fail(error)
 
     def expect(self, following: Stream) -> None:
-        """The caller will go on over this connection."""
+        """Notes the connection to which the caller is going to move the stream."""
         self._next = following
 
     def go_over(self) -> None:
-        """The caller has sent its last frame on the present connection."""
+        """Moves the stream, after the caller has sent its last frame on the present connection."""
         if self._next is None:
             raise MalformedMessage("go_away", "there is no other connection for the stream")
         self.send(pb.GoAway(is_last=True))
         self._stream, self._next = self._next, None
 
     def lose(self, stream: Stream) -> bool:
-        """A connection of it has ended; whether the caller is gone with that."""
+        """Notes that one of its connections has ended. Returns whether the stream has ended with it."""
         if stream is not self._stream:
             self._next = None if stream is self._next else self._next
             return False
@@ -74,9 +74,9 @@ class Peer:
 
 
 class PeerTable:
-    """Client services by id, and all callers by stream id; of a client's streams the one that came last wins.
+    """Finds client services by client id, and all callers by stream id. The newest of a client's streams counts.
 
-    A client has one at a time, but a server may see their beginnings and ends late, and in any order.
+    A client has one stream at a time, but a server may see their beginnings and ends late, and in any order.
     """
 
     def __init__(self) -> None:
@@ -102,15 +102,15 @@ class PeerTable:
         return streams[-1] if streams else None
 
     def numbers(self, client_id: bytes) -> frozenset[int]:
-        """Of all streams of the client."""
+        """The numbers of all streams of the client."""
         return frozenset(peer.number for peer in self._streams.get(client_id, []))
 
     def named(self, stream_id: bytes) -> Peer | None:
-        """Whose stream has this id."""
+        """The peer whose stream has this id."""
         return self._by_stream_id.get(stream_id)
 
     def are_client_services(self, step: pb.Step | pb.Next) -> bool:
-        """Whether all clients of a step are here, and are client services, as far as anybody is asked."""
+        """Whether all clients of a step have streams here and, with mutual TLS, have the role of client services."""
         peers = [self.get(client_id) for client_id in rows_by_client(step, step.rows)]
         return bool(peers) and all(
             peer is not None and (peer.workload is None or peer.workload.role is Role.CLIENT) for peer in peers
@@ -119,7 +119,7 @@ class PeerTable:
     def send_faults(
         self, step: pb.Step | pb.Next, error: CorollaError, rows: Iterable[pb.StepRow], sender: Peer | None = None
     ) -> None:
-        """Tells the clients of a step why rows of it fail; of a client without a stream to here, `sender`."""
+        """Tells the clients of a step why rows fail; `sender` gets the fault of a client that has no stream here."""
         for client_id, its_rows in rows_by_client(step, rows).items():
             recipient = self.get(client_id) or sender
             if recipient is not None:
@@ -127,7 +127,7 @@ class PeerTable:
 
 
 def rows_by_client(step: pb.Step | pb.Next, rows: Iterable[pb.StepRow]) -> dict[bytes, list[pb.StepRow]]:
-    """Rows of a step by the client that each is of."""
+    """The rows of a step, grouped by their clients' ids."""
     step_client_id = step.client_id if isinstance(step, pb.Step) else b""
     if step_client_id:
         return {step_client_id: list(rows)}
@@ -138,13 +138,13 @@ def rows_by_client(step: pb.Step | pb.Next, rows: Iterable[pb.StepRow]) -> dict[
 
 
 def step_fault(step: pb.Step | pb.Next, error: CorollaError, rows: Iterable[pb.StepRow], client_id: bytes) -> pb.Fault:
-    """The fault frame that tells a client what became of rows of a step."""
+    """The fault frame that tells a client why rows of a step failed."""
     step_id = step.step_id if isinstance(step, pb.Step) else 0
     return describe(pb.Fault(step_id=step_id, client_id=client_id, rows=rows), error)
 
 
 def describe(fault: pb.Fault, error: CorollaError) -> pb.Fault:
-    """Fills in reason, message and facts."""
+    """Fills in reason, message and metadata of the error, and returns the fault."""
     fault.reason = error.reason
     fault.message = error.message
     fault.metadata.update(error.metadata)

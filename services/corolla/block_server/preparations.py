@@ -1,6 +1,6 @@
-"""Sessions that take a while to open: an adapter to load, a long text or a grammar to read, choices to leave out.
+"""Prepares sessions that take long to open: they need an adapter, a long text, a grammar, or many skipped choices.
 
-All that happens in threads, the reading in one of its own, before the session is opened, and holds up nobody else.
+Threads do that work before the session is opened, so that other sessions do not wait. Grammars have one thread.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ from corolla.v1 import blocks_pb2 as pb
 log = logging.getLogger(__name__)
 
 _MOST_OF_PEER: Final = 1024
-"""More than the answers of a client service, all of which may come at once when another last hop dies."""
+"""The most preparations of one peer. A client service has fewer answers, and all may come when a last hop dies."""
 _MOST_LEFT_OUT: Final = 16
-"""Not more than a last hop chooses between two states of the random stream."""
+"""The most skipped choices that are drawn on the event loop: a last hop sends a state as often as that."""
 _LONG_TEXT_TOKENS: Final = 2048
 
 
 def takes_a_while(message: pb.Sampler) -> bool:
-    """Whether a sampler should not be made on the event loop, apart from its grammar."""
+    """Whether a sampler takes too long to be made on the event loop, its grammar not considered."""
     return len(message.token_ids) > _LONG_TEXT_TOKENS or message.num_skipped > _MOST_LEFT_OUT
 
 
@@ -39,11 +39,11 @@ class _Preparation:
 
 
 class Preparations:
-    """What is being prepared, by session. A session that is opened again, or closed, is not prepared any further.
+    """The running preparations, by session. A session that is opened again, or closed, is not prepared any further.
 
     Args:
-        tasks: of this server.
-        grammars: that it follows; None where it follows none.
+        tasks: the background tasks of this server.
+        grammars: reads grammars; None if this server follows no grammars.
     """
 
     def __init__(self, tasks: TaskGroup, grammars: Grammars | None = None) -> None:
@@ -63,16 +63,16 @@ class Preparations:
         refuse: Callable[[CorollaError], None],
         load: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """Makes the sampler of an Open in a thread.
+        """Starts to prepare the session of an Open, and makes its sampler in a thread.
 
         Args:
-            make: None where the session has none.
-            then: is called with it, on the event loop.
+            make: makes the sampler; None if the session has none.
+            then: is called with the sampler, on the event loop.
+            refuse: is called with the error instead, if the preparation fails.
             load: is awaited first.
-            refuse: is called instead with what was wrong.
 
         Raises:
-            QueueFull: too many are being made for this peer.
+            QueueFull: too many sessions of this peer are being prepared.
         """
         if sum(each.peer is peer for each in self._of_sessions.values()) >= _MOST_OF_PEER:
             raise QueueFull("a block server prepares too many sessions of one client")
@@ -104,14 +104,14 @@ class Preparations:
         preparation = self._of_sessions[control.session_id] = _Preparation(control.epoch, peer, task)
 
     def cancel(self, session_id: bytes, epoch: int) -> None:
-        """Nobody wants the session in this epoch or an earlier one any more."""
+        """Cancels the preparation of a session if it is for this epoch or an earlier one."""
         preparation = self._of_sessions.get(session_id)
         if preparation is not None and preparation.epoch <= epoch:
             del self._of_sessions[session_id]
             self._tasks.cancel(preparation.task)
 
     def cancel_of(self, peer: Peer) -> None:
-        """The stream on which these sessions were to be opened has ended."""
+        """Cancels all preparations of a peer whose stream has ended."""
         for session_id, preparation in list(self._of_sessions.items()):
             if preparation.peer is peer:
                 self.cancel(session_id, preparation.epoch)

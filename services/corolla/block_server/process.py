@@ -1,4 +1,4 @@
-"""The block server of a process, which may come to hold other blocks."""
+"""Runs the block server of a process, which may later move to other blocks."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ RETRY_INTERVAL_S: Final = 2.0
 class BlockServerProcess:
     """Runs one incarnation of a block server after another, at one address.
 
-    To move is to drain as one incarnation and to join as the next; other servers and clients see nothing else.
+    A move drains one incarnation and starts the next one. Other servers and clients see only that.
     """
 
     def __init__(self, settings: BlockServerSettings) -> None:
@@ -34,7 +34,7 @@ class BlockServerProcess:
 
     @property
     def incarnation(self) -> BlockServer | None:
-        """The block server that is there now; None while one has left and the next has not come."""
+        """The block server that exists now; None after one has left and before the next is made."""
         return self._server
 
     async def start(self) -> None:
@@ -55,20 +55,20 @@ class BlockServerProcess:
         while True:
             span = await server.ordered_span()
             try:
-                # The server serves while it fetches, for minutes maybe; the router may withdraw its order meanwhile.
+                # The server still serves while it fetches, maybe for minutes; the router may withdraw its order.
                 is_wanted = await server.fetch(span)
             except StartupError as failure:
                 log.error("cannot move", extra={"blocks": str(span), "reason": failure.message})
                 is_wanted = False
             except Exception as failure:
-                # Such as a full disk: the span that is served does not need it.
+                # The disk may be full, for example. The span that is served is not affected.
                 log.error("cannot move", extra={"blocks": str(span), "where": where(failure)})
                 is_wanted = False
             if not is_wanted:
                 await asyncio.sleep(RETRY_INTERVAL_S)
                 continue
             log.info("moving", extra={"blocks": str(span)})
-            # Frees the weights first: those of both incarnations may not fit at once.
+            # The old weights are freed first, because those of both incarnations may not fit at once.
             del server
             await self._stop_server()
             heap.release()

@@ -1,4 +1,4 @@
-"""This server's place in the swarm: a span from the router, kept by heartbeats."""
+"""Registers this server: the router assigns a span, and heartbeats keep it."""
 
 import asyncio
 import contextlib
@@ -25,20 +25,20 @@ Reply = TypeVar("Reply", bound=Message)
 
 
 class Registration:
-    """Registers, and renews the lease in the background.
+    """Registers the server, and renews its lease in the background.
 
-    Each heartbeat says all that the router needs to register this server again, should the store have lost it.
+    Each heartbeat contains all that a router needs to register this server again, in case the store has lost it.
 
     Args:
-        router: host:port.
-        server: what the router learns; the same at each registration of this incarnation.
-        load: called for each heartbeat.
-        channels: to the router.
-        interval_s: between heartbeats, until a router says another.
-        on_placement: is called with each placement that was asked for.
+        router: the router's `host:port`.
+        server: the description for the router; the same at each registration of this incarnation.
+        load: returns the current load; called for each heartbeat.
+        channels: opens channels to the router.
+        interval_s: seconds between heartbeats, until a router answers with another interval.
+        on_placement: is called with each placement that this server asked for.
 
     Attributes:
-        state: that the next heartbeat says.
+        state: the state that the next heartbeat reports.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Registration:
         """Sends heartbeats for ever. No answer or failure of the router stops the data plane."""
         reachable = True
         while True:
-            # Cleared before the heartbeat: a request that comes during it is for a state that it does not carry.
+            # This is cleared before the heartbeat: a request during the heartbeat is for a newer state than it carries.
             self._soon.clear()
             try:
                 await self.send_heartbeat()
@@ -111,7 +111,7 @@ class Registration:
                     await self._soon.wait()
 
     async def ordered_span(self) -> Span:
-        """Waits until the router orders this server to another span, and returns that."""
+        """Waits until the router orders this server to move to another span, and returns that span."""
         while self._ordered is None:
             await self._order_came.wait()
         return self._ordered
@@ -125,11 +125,11 @@ class Registration:
         return self._ordered == span
 
     def request_heartbeat(self) -> None:
-        """The next heartbeat goes out now: the state has changed."""
+        """Sends the next heartbeat at once, because the state has changed."""
         self._soon.set()
 
     async def send_heartbeat(self) -> None:
-        """One heartbeat with the current state and load."""
+        """Sends one heartbeat with the current state and load."""
         request = router_pb2.HeartbeatRequest(
             model=self._server.model,
             server_id=self._server.server_id,
@@ -152,14 +152,14 @@ class Registration:
             self._order_came.clear()
 
     async def placement(self) -> Sequence[router_pb2.PlacedServer]:
-        """All servers of the model, as the router knows them now. Raises what it says, or RouterUnavailable."""
+        """Returns all servers of the model that the router knows. Raises the router's error, or RouterUnavailable."""
         request = router_pb2.GetPlacementRequest(model=self._server.model)
         placement = await self._call(self._stub.GetPlacement, request)
         self._on_placement(placement)
         return placement.servers
 
     async def move_session(self, session_id: bytes, tenant: str, hop: common_pb2.Hop) -> None:
-        """Tells that `hop` has an idle session in place of this server. Raises as `placement` does."""
+        """Tells the router that `hop` has an idle session in place of this server. Raises as `placement` does."""
         request = router_pb2.MoveSessionRequest(
             model=self._server.model, session_id=session_id.hex(), tenant=tenant, server_id=self._server.server_id,
             hop=hop,
@@ -167,7 +167,7 @@ class Registration:
         await self._call(self._stub.MoveSession, request)
 
     async def deregister(self, num_moved_sessions: int = 0, num_left_sessions: int = 0) -> None:
-        """Gives the lease back; if no router answers, the lease runs out."""
+        """Gives the lease back. If no router answers, the lease runs out by itself."""
         request = router_pb2.DeregisterServerRequest(
             model=self._server.model, server_id=self._server.server_id,
             num_moved_sessions=num_moved_sessions, num_left_sessions=num_left_sessions,

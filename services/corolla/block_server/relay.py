@@ -1,7 +1,7 @@
-"""Streams to other hops: outputs, and what goes round, go straight to the server that continues with them.
+"""Streams to other hops: outputs and rings' rows go directly to the server that continues with them.
 
-A next hop does not acknowledge steps, so this hop cannot tell which ones were lost when the stream breaks. It then
-notifies the clients of all recent ones, and they ignore those that were answered.
+A next hop does not acknowledge steps, so when the stream breaks this hop cannot know which steps were lost. It sends
+faults for all recent steps to their clients, which ignore the faults of steps that were answered.
 """
 
 import logging
@@ -23,25 +23,25 @@ log = logging.getLogger(__name__)
 _NUM_REMEMBERED: Final = 1024
 _REMEMBERED_S: Final = 60.0
 MAX_UNSENT_BYTES: Final = 128 << 20
-"""That wait for a router's word on their addresses, which whoever sends a step may make up."""
+"""The most bytes that wait while a router is asked about their addresses; a sender of steps may invent addresses."""
 
 
 @dataclass(slots=True)
 class _Link:
-    """A stream to one hop, and the steps that went into it lately: when, and their headers."""
+    """A stream to one hop, and the times and headers of the steps that were sent on it recently."""
 
     stream: Stream
     sent: deque[tuple[float, pb.Step | pb.Next]] = field(default_factory=lambda: deque(maxlen=_NUM_REMEMBERED))
 
 
 class Relay:
-    """One stream per hop, opened at first use and again after it broke.
+    """Keeps one stream per hop, which it opens at first use and again after it broke.
 
     Args:
         on_lost: is called with each microbatch of a ring that may not have arrived.
         connect: begins streams to other hops.
-        clock: in seconds.
-        neighbours: who may be connected to; None: every address.
+        clock: returns seconds.
+        neighbours: knows the addresses that may be connected to; None allows every address.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class Relay:
         self._connect = connect
         self._neighbours = neighbours
         self._links: dict[str, _Link] = {}
-        # What goes to an address that a router is asked about.
+        # Steps for addresses that a router is being asked about.
         self._unsent: dict[str, list[tuple[pb.Step | pb.Next, Buffer]]] = {}
 
     def send(self, address: str, step: pb.Step | pb.Next, payload: Buffer = b"") -> None:
-        """Queues a step for another hop; if that cannot be reached, the originating clients get a fault."""
+        """Queues a step for another hop; if that hop cannot be reached, the clients of the step get a fault."""
         link = self._links.get(address)
         if link is None:
             if self._waits_for_router(address, step, payload):
@@ -82,7 +82,7 @@ class Relay:
             link.stream.close()
 
     def _waits_for_router(self, address: str, step: pb.Step | pb.Next, payload: Buffer) -> bool:
-        """Whether the step is kept, or refused, since the placement does not name the address as far as is known."""
+        """Keeps or refuses a step for an address that the placement is not known to name; returns whether it did."""
         unsent = self._unsent.get(address)
         if unsent is None and (self._neighbours is None or self._neighbours.names(address)):
             return False
@@ -100,7 +100,7 @@ class Relay:
     def _on_asked(self, address: str, was_answered: bool) -> None:
         neighbours = self._neighbours
         for step, payload in self._unsent.pop(address):
-            # A client service plans by the newest placement that it was given, also while routers are away.
+            # While routers are away, client services still plan by the newest placement that they have.
             if neighbours is not None and not was_answered and self._peers.are_client_services(step):
                 neighbours.take(address)
             if neighbours is None or neighbours.names(address):
@@ -119,7 +119,7 @@ class Relay:
         return link
 
     def _receive(self, frame: Frame) -> None:
-        """Passes on faults for clients without a stream to the next hop. It answers all others itself."""
+        """Passes on faults for clients that have no stream to the next hop, which answers all others itself."""
         if isinstance(frame.control, pb.Fault):
             peer = self._peers.get(frame.control.client_id)
             if peer is not None:
@@ -139,14 +139,14 @@ class Relay:
             if isinstance(step, pb.Step) and not step.HasField("ring"):
                 self._lose(step, (), _unreachable(address))
                 continue
-            # Of what goes round only a session's newest step can be under way.
+            # A session of a ring has only its newest step under way.
             newest = [row for row in step.rows if (row.session_id, row.epoch) not in seen]
             seen.update((row.session_id, row.epoch) for row in newest)
             if newest:
                 self._lose(step, newest, _unreachable(address))
 
     def _lose(self, step: pb.Step | pb.Next, rows: Iterable[pb.StepRow], error: HopUnavailable) -> None:
-        """Some rows of a step may not arrive; no rows: all of a client's."""
+        """Reports that rows of a step may not arrive; an empty `rows` means all rows of a client's step."""
         self._peers.send_faults(step, error, rows)
         if isinstance(step, pb.Step) and step.ring.microbatch:
             self._on_lost(step)

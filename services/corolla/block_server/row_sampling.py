@@ -1,4 +1,4 @@
-"""What the last hop does with outputs: head and choice of tokens, for all rows of an iteration together."""
+"""Turns the outputs of the last hop into tokens: head and choice of tokens for all rows of an iteration together."""
 
 import logging
 import math
@@ -26,15 +26,15 @@ from corolla.v1 import blocks_pb2 as pb
 log = logging.getLogger(__name__)
 
 _EXTRA_DRAWS: Final = 128
-"""A turn may end by a stop string within a draft; what was drawn since the newest state then exceeds what it holds."""
+"""How many choices may be skipped beyond the session's tokens, since a stop string may end a turn within a draft."""
 
 _NUM_DRAWS_PER_STATE: Final = 16
-"""So many choices at most are drawn again where a sampler is made anew; a state has 5 KB."""
+"""How many choices pass between two states, of 5 KB each, sent to the client: a new sampler skips no more."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedBySamplers:
-    """What all samplers of a server use: its draft model, and the grammars that it follows, where it has any."""
+    """The draft model and the grammars that all samplers of a server share, if it has them."""
 
     draft_model: DraftModel | None = None
     grammars: Grammars | None = None
@@ -46,16 +46,16 @@ NOTHING_SHARED: Final = SharedBySamplers()
 class SessionSampler:
     """Chooses the tokens of one session on its last hop, and drafts what may follow.
 
-    It lives as long as the session is open in one epoch: each open brings what the next one is made from.
+    It lives as long as the session is open in one epoch. Each open brings the data for a new one.
 
     Args:
-        num_tokens_left: that the answer may still have.
-        end_token_ids: those that end it.
+        num_tokens_left: how many tokens the answer may still have.
+        end_token_ids: the tokens that end the answer.
 
     Attributes:
         vocab_size: how many logits there are for each token.
-        sampler: of its tokens.
-        takes_likeliest: whether nothing but the most probable token matters.
+        sampler: chooses a token from logits.
+        takes_likeliest: whether the most probable token is always chosen and nothing else is needed.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ class SessionSampler:
         grammars: Grammars | None = None,
         may_read_grammar: bool = True,
     ) -> Self:
-        """From what an Open brings.
+        """Makes a sampler from the message of an Open.
 
         Args:
-            max_tokens: of the session.
-            grammars: that this server follows; None where it follows none.
-            may_read_grammar: wait for one that this server does not have.
+            max_tokens: the most tokens of the session.
+            grammars: the grammars of this server; None if it follows no grammars.
+            may_read_grammar: whether to wait until a grammar is read that this server does not have.
 
         Raises:
-            MalformedMessage: a parameter is out of range, or the text has ids that are none, or breaks its grammar.
+            MalformedMessage: a parameter is out of range, or the text has unknown ids or breaks its grammar.
             InternalError: grammars cannot be followed here.
             GrammarNotRead: this server does not have the grammar, and must not read it now.
         """
@@ -134,37 +134,38 @@ class SessionSampler:
 
     @property
     def is_independent(self) -> bool:
-        """Whether it shares nothing with other samplers; a draft model is that of all."""
+        """Whether it can run in parallel with other samplers: it has no speculator, which may share the draft model."""
         return self._speculator is None
 
     def skip(self) -> None:
-        """Leaves out now what other samplers chose before its own first choice."""
+        """Advances the random stream past the choices that earlier samplers of the session made."""
         self.sampler.skip(self.vocab_size)
 
     def prepare_choice(self, device: torch.device) -> None:
-        """Does what the next choice needs and its logits do not decide. In any thread, while nobody else uses it."""
+        """Prepares the next choice from logits on `device`, before they exist. Any thread may run it, one at a time."""
         self.sampler.draw_ahead(self.vocab_size, device)
         self.sampler.bar_ahead()
 
     @property
     def is_behind(self) -> bool:
-        """Whether it has some of the text still to read before it can draft."""
+        """Whether the speculator still has to read some of the text before it can draft."""
         return self._speculator is not None and self._speculator.is_behind
 
     def read_chunk(self) -> None:
-        """Reads on."""
+        """Lets the speculator read the next chunk of the text."""
         if self._speculator is not None:
             self._speculator.read_chunk()
 
     def choose(
         self, num_choices: int, draft_ids: Sequence[int], choice: Callable[[int], SampledToken]
     ) -> "ChosenTokens":
-        """Takes tokens up to the first that was not drafted, so that the random stream gives just the numbers that it
-        gives without draft tokens, or that ends the answer; and drafts what may follow.
+        """Takes tokens up to the first that was not drafted or that ends the answer, and drafts the next tokens.
+
+        So the random stream gives the same numbers as without draft tokens.
 
         Args:
-            draft_ids: those that the step checked, one fewer than `num_choices`.
-            choice: the token behind the step's `index`-th token with a result.
+            draft_ids: the draft tokens that the step checked, one fewer than `num_choices`.
+            choice: returns the token that follows the step's `index`-th token with a result.
         """
         row = pb.SampledRow()
         for index in range(num_choices):
@@ -173,7 +174,7 @@ class SessionSampler:
         return self.chosen(row, draft_ids)
 
     def take(self, row: pb.SampledRow, token: SampledToken, draft_ids: Sequence[int]) -> bool:
-        """Adds the next token to the tokens of a row; whether the step has checked what follows it."""
+        """Adds the next token to a row. Returns whether the step has also computed the logits of the token after it."""
         index = len(row.tokens)
         row.tokens.append(_to_message(token))
         self._num_tokens_left -= 1
@@ -183,7 +184,7 @@ class SessionSampler:
         return index < len(draft_ids) and token.token_id == draft_ids[index]
 
     def chosen(self, row: pb.SampledRow, draft_ids: Sequence[int]) -> "ChosenTokens":
-        """A row that has all its tokens, and what may follow them."""
+        """Completes a row that has all its tokens, and drafts the next tokens."""
         token_ids = [token.token_id for token in row.tokens]
         if not self.sampler.params.is_greedy:
             self._num_draws_since_state += len(token_ids)
@@ -200,7 +201,7 @@ class SessionSampler:
             self._speculator.observe(num_checked, len(token_ids) - 1)
             return self._speculator.draft(token_ids, self.sampler, self._num_tokens_left)
         except Exception as failure:
-            # The tokens are right; as after too little memory for the draft model, the answer goes on without drafts.
+            # The chosen tokens are right. The draft model may lack memory; the answer continues without drafts.
             log.error("nothing is drafted any more for an answer", extra={"where": where(failure)})
             self._speculator = None
             return ()
@@ -225,7 +226,7 @@ def _check(message: pb.Sampler, vocab_size: int, max_tokens: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ChosenTokens:
-    """What was chosen for one row, and what is drafted behind it; no token at all for a row without results."""
+    """The tokens chosen for one row and the draft tokens after them; both are empty for a row without results."""
 
     sampled: pb.SampledRow = field(default_factory=pb.SampledRow)
     draft_token_ids: Sequence[int] = ()
@@ -233,7 +234,8 @@ class ChosenTokens:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """A row that wants tokens: `[num_choices, H]`, the last block's output for its tokens with results."""
+    """A row for which tokens are chosen. `hidden` is `[num_choices, H]`, the last block's output for its tokens with
+    results, in the model's dtype on its device."""
 
     row: pb.StepRow
     hidden: Tensor
@@ -242,13 +244,13 @@ class SamplingRow:
 
     @property
     def draft_ids(self) -> Sequence[int]:
-        """The draft tokens that the step checked: one result fewer than there are."""
+        """The draft tokens that the step checked, one fewer than the row has results."""
         num_drafted = self.num_choices - 1
         return self.row.token_ids[len(self.row.token_ids) - num_drafted :] if num_drafted else ()
 
 
 def in_parts(rows: Sequence[SamplingRow], max_logits: int = 16 << 20) -> Iterator[Sequence[SamplingRow]]:
-    """The rows in runs with at most so many logits, of one row at least: a large vocabulary's could take gigabytes."""
+    """Splits rows into runs of at most `max_logits` logits, or of one row: many large rows could take gigabytes."""
     start = num_logits = 0
     for index, each in enumerate(rows):
         num_logits += each.num_choices * each.sampler.vocab_size
@@ -266,18 +268,18 @@ def sample_rows(
     *,
     is_batched: bool = False,
 ) -> list[ChosenTokens | CorollaError]:
-    """Chooses tokens for all rows; one entry for each, in order. A row that fails disturbs no other one.
+    """Chooses tokens for all rows, and returns one entry for each, in order. A row that fails does not affect others.
 
     Args:
-        error_of: what to tell the owner of a row.
-        threads: where rows are chosen that need more than the most probable token, several at a time; None: here.
-        is_batched: choose these rows in batches instead, on the device of the head.
+        error_of: makes the error for the owner of a failed row.
+        threads: choose the tokens of rows that need more than the most probable one; None: the calling thread.
+        is_batched: whether to choose the tokens of these rows in batches instead, on the device of the head.
     """
     parts = [each.hidden for each in rows]
     logits = edges.head(parts[0] if len(parts) == 1 else torch.cat(parts))
     likeliest = scores = None
     if any(each.sampler.takes_likeliest for each in rows):
-        # On the device; only ids come from there.
+        # The maximum is found on the device, so that only ids and scores are copied from there.
         best = logits.max(dim=-1)
         likeliest, scores = best.indices.tolist(), best.values.tolist()
     slow = [index for index, each in enumerate(rows) if not each.sampler.takes_likeliest]
@@ -304,7 +306,7 @@ def sample_rows(
         batched = _chosen_in_batches([rows[index] for index in slow], starts, logits, error_of)
         elsewhere = dict(zip(slow, batched, strict=True))
     elif threads is not None and len(independent := [each for each in slow if rows[each].sampler.is_independent]) > 1:
-        # torch computes without the interpreter's lock.
+        # Threads help, since torch releases the interpreter's lock while it computes.
         elsewhere = dict(zip(independent, threads.map(chosen, independent), strict=True))
     return [elsewhere[index] if index in elsewhere else chosen(index) for index in range(len(rows))]
 
@@ -312,7 +314,12 @@ def sample_rows(
 def _chosen_in_batches(
     rows: Sequence[SamplingRow], starts: Sequence[int], logits: Tensor, error_of: Callable[[Exception], CorollaError]
 ) -> list[ChosenTokens | CorollaError]:
-    """The first tokens of all rows in one batch, the second ones of those that have drafted the first in the next."""
+    """Chooses the first tokens of all rows in one batch, then the second tokens of rows whose draft was right, etc.
+
+    Args:
+        starts: the index of each row's first logits.
+        logits: float32 `[sum of num_choices, V]`, on the device of the head.
+    """
     messages = [pb.SampledRow() for _ in rows]
     failures: dict[int, CorollaError] = {}
     going = list(range(len(rows)))
@@ -334,7 +341,7 @@ def _chosen_in_batches(
 
 def _likeliest(token_ids: Sequence[int], scores: Sequence[float]) -> Callable[[int], SampledToken]:
     def choice(index: int) -> SampledToken:
-        # NaN counts as the largest number, so looking at the winner finds any.
+        # `max` treats NaN as the largest number, so a NaN anywhere is the winner here.
         if not math.isfinite(scores[index]):
             raise NonFiniteOutput("The model's output is not finite.")
         return SampledToken(token_ids[index])

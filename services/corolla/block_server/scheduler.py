@@ -1,11 +1,12 @@
-"""Which queued steps run together next. Pure: it holds no tensor, socket or clock.
+"""Decides which queued steps run together next. Pure: it holds no tensor, socket or clock.
 
 The unit is a step as it arrived: rows that share a microbatch stay together down the chain. An iteration takes
 decode steps and then prefill chunks up to a token budget, at least one of each kind that waits, so that neither keeps
 the other out. One iteration computes one run of blocks; where steps of several runs wait, the runs take turns.
 
-What decodes waits for the prompts of its iteration, and of those that it just missed. So while sessions decode, prefill
-chunks have a smaller budget. Microbatches come in turns; so the last few iterations tell whether sessions decode.
+A decode step waits for the prompts of its own iteration, and of the one that runs when it arrives. So while sessions
+decode, prefill chunks have a smaller budget. Microbatches take turns, so the last few iterations show whether sessions
+decode.
 
 Within decode steps and within prefill chunks, tenants share the server by start-time fair queueing, in tokens. So over
 any time in which two tenants both have steps of a kind that could run, the tokens that they get differ by no more than
@@ -25,17 +26,18 @@ from corolla.wire.span import Span
 Item = TypeVar("Item")
 
 _DECODE_FIRST: Final = (True, False)
-# A session that decodes comes again after its step went through the other hops, while some iterations pass here.
+# How many iterations without a decode step pass before prefill chunks get the whole budget: the steps of sessions that
+# decode are on other hops meanwhile.
 _DECODE_MEMORY: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedStep(Generic[Item]):
-    """A step as the scheduler sees it; `item` is carried along untouched.
+    """A step as the scheduler sees it; `item` is not looked at.
 
     Attributes:
-        tenant_tokens: how many of the step's tokens are whose. A step of several tenants goes by the one that is due
-            first, and is charged to each.
+        tenant_tokens: the number of the step's tokens for each tenant. A step of several tenants has the place of the
+            tenant that is due first, and is charged to each.
     """
 
     session_ids: frozenset[bytes]
@@ -55,23 +57,23 @@ class _Entry(Generic[Item]):
     _stamp: int | None = None
 
     def due(self, account: FairQueueing) -> int:
-        """Its stamp; given when it is first asked for, which is when no earlier step of its session waits any more."""
+        """The step's stamp. It is given at the first call, when no earlier step of the session waits any more."""
         if self._stamp is None:
             self._stamp = min(starmap(account.stamp, self.step.tenant_tokens.items()))
         return self._stamp
 
 
 class Scheduler(Generic[Item]):
-    """Steps of one session never overtake, and never run together.
+    """Orders steps. Steps of one session never overtake each other, and never run together.
 
-    Nothing starves. Of its own kind and run, a step that could run waits only for lower stamps: of each other tenant,
-    for at most as many tokens as its own tenant has in line before it, and two longest steps. At each turn of its run
-    the lowest stamp of each kind leaves, and the turn comes after at most one of each other run.
+    No step starves. A step that could run waits only for steps of its kind and run with lower stamps. Each other tenant
+    has at most as many tokens in these as the step's own tenant has in line before it, plus two longest steps. At each
+    turn of a run the lowest stamp of each kind leaves, and a run's turn comes after at most one turn of each other run.
 
     Args:
-        max_batch_tokens: tokens of one iteration, save that the first step of each kind goes whatever its length.
-        max_queued_steps: a further step is refused.
-        max_prefill_tokens_during_decode: prefill tokens of one iteration while sessions decode; None for no such limit.
+        max_batch_tokens: the most tokens of one iteration; the first step of each kind may exceed it.
+        max_queued_steps: the most steps that wait; a further step is refused.
+        max_prefill_tokens_during_decode: the most prefill tokens of an iteration while sessions decode; None: no limit.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class Scheduler(Generic[Item]):
         self._max_prefill_tokens_during_decode = max_prefill_tokens_during_decode or max_batch_tokens
         self._num_batches_since_decode = _DECODE_MEMORY
         self._max_queued_steps = max_queued_steps
-        # In order of arrival.
+        # Steps are in order of arrival.
         self._queue: list[_Entry[Item]] = []
         self._accounts: defaultdict[tuple[Span, bool], FairQueueing] = defaultdict(FairQueueing)
         # Runs of blocks that steps wait for; the next one in turn is first.
@@ -91,7 +93,7 @@ class Scheduler(Generic[Item]):
         return len(self._queue)
 
     def add(self, step: QueuedStep[Item], *, is_bounded: bool = True) -> None:
-        """Raises QueueFull, unless the step is of those whose number something else bounds."""
+        """Queues a step. Raises QueueFull if the queue is full and `is_bounded`."""
         if is_bounded and len(self._queue) >= self._max_queued_steps:
             raise QueueFull("a block server has too many queued steps")
         self._queue.append(_Entry(step))
@@ -101,7 +103,7 @@ class Scheduler(Generic[Item]):
     def next_batch(self) -> list[QueuedStep[Item]]:
         """Takes the steps of the next iteration out of the queue: one run of blocks, each session at most once."""
         if len(self._queue) < 2:
-            # A single queued step skips fair queueing, and leaves no account.
+            # A single queued step needs no fair queueing, and leaves no account.
             alone = [entry.step for entry in self._queue]
             if alone:
                 self._note(has_decode=alone[0].is_decode)
@@ -110,7 +112,7 @@ class Scheduler(Generic[Item]):
             self._accounts.clear()
             return alone
         heads = self._heads()
-        # The oldest step of all is a head, so some run has one.
+        # The oldest step is a head, so at least one run has a head.
         blocks = next(blocks for blocks in self._turns if any(entry.step.blocks == blocks for entry in heads))
         self._note(has_decode=any(entry.step.is_decode for entry in heads))
         batch: list[_Entry[Item]] = []
@@ -137,7 +139,7 @@ class Scheduler(Generic[Item]):
                 del self._accounts[blocks, is_decode]
 
     def _heads(self) -> list[_Entry[Item]]:
-        """Steps that have no earlier step of the same session before them."""
+        """The steps that wait for no earlier step of the same session."""
         seen: set[bytes] = set()
         heads = []
         for entry in self._queue:
@@ -148,13 +150,13 @@ class Scheduler(Generic[Item]):
 
 
 def _first_due(waiting: Sequence[_Entry[Item]], account: FairQueueing, max_tokens: int) -> list[_Entry[Item]]:
-    """Those with the lowest stamps, as far as the tokens go; the first one in any case."""
+    """The steps with the lowest stamps that fit into `max_tokens`, and the first one in any case."""
     taken: list[_Entry[Item]] = []
     num_tokens = 0
     # Sorting keeps the order of arrival among equals.
     for entry in sorted(waiting, key=lambda entry: entry.due(account)):
         num_tokens += entry.step.num_tokens
-        # One that does not fit is not overtaken by others of its kind: it is the first the next time.
+        # Steps of the same kind do not overtake a step that does not fit: it is the first the next time.
         if taken and num_tokens > max_tokens:
             break
         taken.append(entry)

@@ -1,4 +1,4 @@
-"""Composition root of the block server."""
+"""Builds a block server from its parts (the composition root), starts it and stops it."""
 
 import asyncio
 import logging
@@ -64,13 +64,13 @@ from corolla.wire.tensors import DTYPES, tensor_type
 log = logging.getLogger(__name__)
 
 _MAX_TAKEN_BACK: Final = 128
-"""So many of a session's newest tokens may be taken back where a window has moved on: a ring is 32 tokens ahead of its
-reader, and its last step may have 64 draft tokens."""
+"""How many of a session's newest tokens can be taken back although a window has moved past the pages before them. A
+ring runs 32 tokens ahead of its reader, and its last step may have 64 draft tokens."""
 
 MAX_INLINE_S: Final = 0.01
-"""The longest decode step that runs on the event loop. Control frames wait for it, and may wait so long."""
+"""The longest decode step that runs on the event loop. Control frames may have to wait that long."""
 _MAX_QUEUED_STEPS: Final = 1024
-"""The most steps that wait; the server refuses more. Sessions with pages have far fewer in line."""
+"""The most steps that wait; the server refuses more. Sessions that have pages queue far fewer steps."""
 
 _SERVICE = blocks_pb2.DESCRIPTOR.services_by_name["BlockService"]
 
@@ -79,16 +79,16 @@ class BlockServer:
     """One incarnation of a block server.
 
     Args:
-        span: to hold where the settings leave that to the router; None: the router chooses.
-        network: to the router, to next hops and to servers that take sessions over; None: as the settings say.
-        max_inline_s: decode steps that take less are computed where the sockets are served; 0: none.
-        max_tokens_per_frame: of one step; None: as the settings say.
+        span: the blocks to hold if the settings leave them to the router; None: the router chooses.
+        network: connects to routers, next hops and servers that take sessions over; None: as the settings say.
+        max_inline_s: shorter decode steps are computed on the event loop; 0: none.
+        max_tokens_per_frame: the most tokens of one step; None: as the settings say.
 
     Attributes:
-        registry: its metrics, which can be read also when it has stopped.
+        registry: the server's metrics, which can be read after it has stopped, too.
 
     Raises:
-        StartupError: a port is taken; the others are left free.
+        StartupError: a port is taken; the server has then released its other ports.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class BlockServer:
             taken.callback(self._metrics_endpoint.close)
             self._listener = network.listen(settings.host, settings.port)
             taken.callback(self._listener.release)
-            # The last port to be taken: only a server that was built frees it.
+            # This port is taken last, because only a server that was built completely releases it.
             self._rpc = RpcServer(
                 settings.host,
                 settings.control_port,
@@ -154,12 +154,12 @@ class BlockServer:
 
     @property
     def port(self) -> int:
-        """Of the data plane."""
+        """The port of the data plane."""
         return self._listener.port
 
     @property
     def control_port(self) -> int:
-        """Of gRPC."""
+        """The port of gRPC."""
         return self._rpc.port
 
     @property
@@ -172,30 +172,30 @@ class BlockServer:
 
     @property
     def sessions(self) -> tuple[SessionFacts, ...]:
-        """What it holds now; nothing before it has started."""
+        """The sessions that the server holds now; empty before it has started."""
         return tuple(session.facts for session in self._sessions or ())
 
     @property
     def has_started(self) -> bool:
-        """Whether its span is loaded, and it served, or serves."""
+        """Whether the server has loaded its span and begun to serve."""
         return self._housekeeping is not None
 
     @property
     def engine(self) -> Engine:
-        """Only of a server that has started."""
+        """The engine of a server that has started."""
         if self._engine is None:
             raise RuntimeError("this server has not started")
         return self._engine
 
     @property
     def housekeeping(self) -> Housekeeping:
-        """Only of a server that has started."""
+        """The housekeeping of a server that has started."""
         if self._housekeeping is None:
             raise RuntimeError("this server has not started")
         return self._housekeeping
 
     async def start(self) -> None:
-        """Takes a span, loads it and serves it."""
+        """Registers for a span, loads it and begins to serve it."""
         settings, network = self.settings, self._network
         self._metrics_endpoint.start()
         await self._admin.start()
@@ -272,7 +272,7 @@ class BlockServer:
         log.info("ready", extra={"address": self.address, "blocks": str(span), "pages": runner.store.pool.num_pages})
 
     def _description(self, checkpoint: Checkpoint, fingerprint: str, speed: Speed) -> router_pb2.ServerDescription:
-        """What the router learns of this server."""
+        """The description of this server for the router."""
         settings = self.settings
         capacity = min(settings.capacity_blocks or checkpoint.num_blocks, checkpoint.num_blocks)
         if settings.span is not None:
@@ -297,16 +297,16 @@ class BlockServer:
         )
 
     async def ordered_span(self) -> Span:
-        """Waits until the router wants another span held here. Only for a server that has started."""
+        """Waits until the router wants this server to hold another span. The server must have started."""
         if self._registration is None:
             raise RuntimeError("this server has not started")
         return await self._registration.ordered_span()
 
     async def fetch(self, span: Span) -> bool:
-        """Fetches what another span needs, while this one is served; whether the router still wants it held then.
+        """Fetches the files of another span while this one is served. Returns whether the router still wants the move.
 
         Raises:
-            StartupError: it cannot be had.
+            StartupError: the files cannot be fetched.
         """
         if self._registration is None or self._checkpoint is None:
             raise RuntimeError("this server has not started")
@@ -317,7 +317,7 @@ class BlockServer:
         return await self._registration.still_ordered(span)
 
     async def not_serving(self) -> None:
-        """Health says NOT_SERVING from now on."""
+        """Makes the health service answer NOT_SERVING from now on."""
         await self._rpc.not_ready()
 
     def _fail(self) -> None:
@@ -331,7 +331,7 @@ class BlockServer:
             try:
                 await self._drain.drain(self.settings.grace_s)
             except Exception as failure:
-                # Whatever failed: the placement must not keep a server that ends.
+                # The server must leave the placement whatever failed here.
                 log.error("sessions could not be handed over", extra={"where": where(failure)})
         num_moved, num_left = (self._drain.num_moved, self._drain.num_left) if self._drain is not None else (0, 0)
         await self._admin.stop(num_left)
@@ -341,7 +341,7 @@ class BlockServer:
             await asyncio.wait({self._heartbeats})
         if self._registration is not None:
             await self._registration.deregister(num_moved, num_left)
-        # Streams do not end by themselves, and the time for draining is over.
+        # The time for draining is over, and streams do not end by themselves.
         await self._listener.close()
         await self._rpc.stop(0)
         await self._tasks.close()
@@ -370,7 +370,7 @@ class BlockServer:
             }
             guarantees = sessions.guarantees = PageGuarantees(wanted, sessions.pool.num_pages)
             if guarantees.num_missing:
-                log.error("tenants are guaranteed more than there is", extra={"pages_missing": guarantees.num_missing})
+                log.error("more pages are guaranteed than exist", extra={"pages_missing": guarantees.num_missing})
 
         files = WatchedFiles("COROLLA_QUOTAS_FILE", file.parent, (file.name,), take, named=file)
         self._tasks.start_restartable(files.run, "watched_files")
@@ -430,11 +430,11 @@ class BlockServer:
         settings = self.settings
         num_sampling_threads = 1
         if span.end == checkpoint.num_blocks:
-            # A device leaves the processors to this; without one, what pays for blocks pays for tokens, too.
+            # A GPU leaves the processors free for this. On a CPU, as many threads as help blocks help sampling, too.
             on_cpu = settings.device.startswith("cpu")
             num_sampling_threads = num_threads if on_cpu else settings.threads or available_cores()
         return ProcessorUse(
-            # The event loop's thread has no helpers.
+            # The thread of the event loop computes alone.
             max_inline_s=self._max_inline_s if num_threads == 1 else 0.0,
             num_sampling_threads=num_sampling_threads,
             max_microbatches=settings.max_microbatches,
@@ -455,7 +455,7 @@ class BlockServer:
         return edges
 
     def _draft_blocks(self, block_bytes: int) -> float:
-        """As many blocks of the model take the memory of the draft model, and the time of a token."""
+        """How many blocks of the model have as many bytes as the draft model, and so take as long for a token."""
         settings = self.settings
         if settings.draft_model is None:
             return 0.0
@@ -476,7 +476,7 @@ class BlockServer:
         return SharedBySamplers(draft_model, Grammars(checkpoint, self._metrics.grammars))
 
     def _weight_format(self, checkpoint: Checkpoint) -> str:
-        """What `corolla status` calls it."""
+        """The name of the weights' format that `corolla status` shows."""
         settings = self.settings
         packed, expanded = weight_types(checkpoint, settings.quantization)
         if packed or expanded:
@@ -485,11 +485,11 @@ class BlockServer:
         return weight_format(settings.dtype, settings.quantization, packed, expanded)
 
     def _num_pages(self, cache_bytes_per_token: int, session_state_bytes: int) -> tuple[int, int]:
-        """Pages of the server, and how many of them stand for the recurrent states of one session."""
+        """Returns the number of pages, and how many of them stand for the recurrent states of one session."""
         bytes_per_page = cache_bytes_per_token * self.settings.num_page_tokens
         num_pages = (self.settings.kv_cache_mib << 20) // bytes_per_page
         num_state_pages = -(-session_state_bytes * NUM_KEPT_STATES // bytes_per_page)
-        # States lie elsewhere than the pages that stand for them; most of them, where each session has one page more.
+        # States take memory in addition to the pages that stand for them, and most if each session has one more page.
         num_pages = num_pages * (1 + num_state_pages) // (1 + 2 * num_state_pages)
         if num_pages < 1 + num_state_pages:
             states = f" and {NUM_KEPT_STATES} times {session_state_bytes} bytes of recurrent states"
@@ -516,5 +516,5 @@ class BlockServer:
 
 
 def _ends_of(checkpoint: Checkpoint, span: Span) -> dict[str, bool]:
-    """Which ends of the model lie at a span: it embeds before the first block, and projects after the last one."""
+    """Which ends of the model a span has: the embedding before the first block, and the head after the last one."""
     return {"has_embedding": span.start == 0, "has_head": span.end == checkpoint.num_blocks}

@@ -1,4 +1,4 @@
-"""The streams that others have to this server, and BlockService: frames in, checked, handed to the engine."""
+"""Serves the streams of callers, and BlockService: it checks frames and hands them to the engine."""
 
 import asyncio
 import logging
@@ -51,11 +51,11 @@ class BlockServicer:
     """Takes streams (`accept`) and serves `BlockService`. Every frame is checked before it costs memory or time.
 
     Args:
-        tasks: of this server.
-        shared: what samplers use here.
+        tasks: the background tasks of this server.
+        shared: objects that all samplers of this server use.
         count_error: is called with the reason of each error that ended a stream.
-        capabilities: of the model's sessions; None where nobody is asked who they are.
-        adapters: that sessions may ask for; None: no session may have one.
+        capabilities: verifies who opens sessions of the model; None without mutual TLS.
+        adapters: loads the adapters of sessions; None: sessions cannot use adapters.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class BlockServicer:
         }
 
     def accept(self, stream: Stream) -> Receiver:
-        """Takes a new connection: Hello first, then frames in any number and order."""
+        """Takes a new connection. A caller sends Hello first, then frames in any number and order."""
         peer: Peer | None = None
         no_hello = DeadlineExceeded("a stream begins with Hello, and that did not come")
         timer = asyncio.get_running_loop().call_later(HELLO_TIMEOUT_S, stream.fail, no_hello)
@@ -108,7 +108,7 @@ class BlockServicer:
         def receive(frame: Frame) -> None:
             nonlocal peer
             if isinstance(frame.control, pb.GoAway) and peer is not None:
-                # Callers of earlier versions say it otherwise, too. They stay where they are.
+                # Callers of earlier versions also send a GoAway that is not the last frame. Their streams do not move.
                 if frame.control.is_last:
                     peer.go_over()
             elif peer is not None:
@@ -135,7 +135,7 @@ class BlockServicer:
         return receive
 
     async def GetStatus(self, request: pb.GetBlockServerStatusRequest, call: Call[Caller]) -> pb.BlockServerStatus:
-        """What the server holds now."""
+        """Answers with what the server holds now."""
         identity, pool = self._identity, self._sessions.pool
         return pb.BlockServerStatus(
             server_id=identity.server_id,
@@ -164,15 +164,15 @@ class BlockServicer:
                 raise MalformedMessage(name, f"must have {ID_BYTES} bytes")
         peer = Peer(hello.client_id, stream, hello.stream_id)
         if peer.workload is not None and (peer.workload.role is Role.BLOCK) == bool(peer.client_id):
-            raise RoleDenied("whoever is no block server has a client id, and block servers have none")
+            raise RoleDenied("block servers have no client id, and all other callers have one")
         known = self._peers.get(hello.client_id)
         if known is not None and known.workload != peer.workload:
-            raise RoleDenied("the client id is another's")
+            raise RoleDenied("the client id belongs to another caller")
         standing = self._peers.named(hello.stream_id)
         if standing is None:
             self._peers.add(peer)
         elif (standing.client_id, standing.workload) != (peer.client_id, peer.workload):
-            raise RoleDenied("the stream that is to go on here is another's")
+            raise RoleDenied("the stream that is to move here belongs to another caller")
         else:
             standing.expect(stream)
         stream.send(
@@ -207,7 +207,7 @@ class BlockServicer:
 
         try:
             request = self._checks.open_request(control, frame.payload, peer)
-            # An iteration may be long: an open that cannot fit after it is refused at once.
+            # An iteration may be long, so an open that will not fit after it either is refused at once.
             max_released_pages = self._engine.max_released_pages
             if max_released_pages is not None:
                 self._sessions.check_room(request, max_released_pages)
@@ -259,7 +259,7 @@ class BlockServicer:
         return version is None or (self._adapters is not None and self._adapters.has(version))
 
     async def _load_adapter(self, request: OpenRequest) -> None:
-        """Returns when the server has what `request` asks for. Raises as `Adapters.load` does."""
+        """Returns when the server has the adapter that `request` asks for. Raises as `Adapters.load` does."""
         if request.adapter_version is None:
             return
         if self._adapters is None:
@@ -274,7 +274,7 @@ class BlockServicer:
             if peer.client_id in (b"", step.client_id):
                 self._peers.send_faults(step, error, step.rows, peer)
             else:
-                # A caller that uses another client's id gets the answer itself: that client may have such a step.
+                # A caller that uses another client's id gets the fault itself: that client may have such a step.
                 peer.send(step_fault(step, error, step.rows, step.client_id))
 
     def _next(self, frame: Frame, peer: Peer) -> None:
@@ -299,13 +299,13 @@ class BlockServicer:
             peer.send(step_fault(step, error, step.rows, step.client_id))
             return
         step.dtype, step.hidden_size = self._identity.dtype, self._identity.hidden_size
-        # After the opens that came before it, and not during an iteration.
+        # It runs after the opens that came before it, and not during an iteration.
         self._engine.between_iterations(lambda: self._engine.resend(StepWork(step, b"", peer)), max_released_pages=0)
 
     def _queued_step(self, step: pb.Step, frame: Frame, peer: Peer) -> QueuedStep[StepWork]:
         blocks = self._checks.step_blocks(step, peer)
         num_tokens, session_ids = self._checks.num_tokens(step), self._checks.session_ids(step)
-        # An unreadable step is refused here, not within a batch with steps of others.
+        # An unreadable step is refused here, before it gets into a batch with other steps.
         self._checks.inputs(step, frame.payload, num_tokens)
         is_urgent = all(map(is_decode, step.rows))
         tenant_tokens = self._sessions.tenant_tokens(step.rows)
@@ -334,9 +334,9 @@ class BlockServicer:
         )
 
     def _has_say(self, session_id: bytes, peer: Peer) -> bool:
-        """Whether a session is its owner's, or nobody's.
+        """Whether the peer may change the session: a client if it is the owner, and anyone if the session is not held.
 
-        A server that handed it over has a say in it until the client has opened it here, in any epoch.
+        A server that handed the session over may change it until the client has opened it here, in any epoch.
         """
         held = self._sessions.get(session_id)
         if held is None:
@@ -360,7 +360,7 @@ class BlockServicer:
         try:
             request = self._checks.handover_request(control, frame.payload, peer)
         except RoleDenied as error:
-            # An honest server may hold on to a session for too long; it has others to hand over.
+            # The stream goes on: an honest sender may have kept one session for too long, and has others to hand over.
             _audit("handover", error, peer)
             peer.send(_refusal(control.session_id, control.epoch, error))
             return
@@ -372,7 +372,7 @@ class BlockServicer:
             )
 
     async def _take_offer(self, request: OpenRequest, transfer_id: bytes, peer: Peer) -> None:
-        """Takes a session over once its adapter is here, or refuses it."""
+        """Takes a session over once its adapter is loaded, or refuses it."""
         try:
             await self._load_adapter(request)
         except CorollaError as error:
@@ -386,7 +386,7 @@ class BlockServicer:
         self._receiver.on_part(frame.control, frame.payload, peer)  # type: ignore[arg-type]
 
     def _forget(self, peer: Peer) -> None:
-        """A client's stream ended: ends the sessions opened on it; with the last stream, all sessions of the client."""
+        """Ends the sessions that were opened on a stream that ended; with a client's last stream, all its sessions."""
         is_gone = self._peers.get(peer.client_id) is None
         self._sessions.end_stream(peer.client_id, None if is_gone else peer.number)
 
@@ -396,6 +396,6 @@ def _refusal(session_id: bytes, epoch: int, error: CorollaError) -> pb.HandoverA
 
 
 def _audit(event: str, error: CorollaError, peer: Peer) -> None:
-    """Writes down who was denied a session."""
+    """Writes the identity of a caller that was denied a session into the audit log."""
     if isinstance(error, RoleDenied) and peer.workload is not None:
         audit.write(event, {"outcome": error.reason, **peer.workload.audited()})

@@ -1,4 +1,4 @@
-"""AdminService, on its own port."""
+"""Serves AdminService, on its own port."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ _FAREWELL_S = 1.0
 
 
 class AdminEndpoint:
-    """Serves AdminService, if a port was given."""
+    """Serves AdminService if a port was given."""
 
     def __init__(self, host: str, port: int, metrics: RpcMetrics, network: Network) -> None:
         self._num_sessions_left: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -36,12 +36,12 @@ class AdminEndpoint:
             await self._rpc.ready()
 
     async def Drain(self, request: pb.DrainRequest, call: Call[Caller]) -> pb.DrainResponse:
-        # A repeated call waits for the same end.
+        # A repeated call waits for the end of the same drain.
         ask_to_stop()
         return pb.DrainResponse(num_sessions_left=await asyncio.shield(self._num_sessions_left))
 
     async def stop(self, num_sessions_left: int) -> None:
-        """Answers the calls of Drain: it has ended."""
+        """Answers the calls of Drain, since it has ended, and stops serving."""
         if not self._num_sessions_left.done():
             self._num_sessions_left.set_result(num_sessions_left)
         if self._rpc is not None:

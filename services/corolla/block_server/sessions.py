@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 
 _NUM_ENDED: Final = 4096
-"""Ended sessions that are remembered: for as long as a step of theirs may still come."""
+"""How many ended sessions are remembered, since steps of them may still arrive."""
 
 
 class SessionTable(Generic[AnyCache]):
     """All sessions of the hop.
 
-    Invariants: the pages that sessions were promised and the pool's available ones add up to the pool. While guarantees
-    stay the same, the pages that are available, or that idle sessions have, are no fewer than those that are kept for
-    tenants; so a tenant always has what it is guaranteed.
+    Invariants: the pages that are promised to sessions and the pool's available pages add up to the pool. While
+    guarantees stay the same, available pages and those of idle sessions are together at least as many as those kept for
+    tenants. So a tenant always gets the pages that it is guaranteed.
 
     Args:
-        max_prompt_bytes: of the trained prompts of all sessions together.
-        on_forget: is called for each session whose tokens are all forgotten, so that nothing of them stays elsewhere.
+        max_prompt_bytes: the most bytes of the trained prompts of all sessions together.
+        on_forget: is called with the id of each session whose tokens are all forgotten, to drop data kept elsewhere.
 
     Attributes:
-        guarantees: of pages, by tenant.
-        is_draining: no session comes any more; those that are held may be reopened until they leave.
+        guarantees: the guaranteed pages of tenants.
+        is_draining: whether new sessions are refused; held sessions may be reopened until they leave.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class SessionTable(Generic[AnyCache]):
         self._new_cache = new_cache
         self._on_forget = on_forget
         self._max_prompt_bytes = max_prompt_bytes
-        # Least recently used first.
+        # Sessions are in order of use, least recently used first.
         self._sessions: dict[bytes, HopSession[AnyCache]] = {}
         self._versions = itertools.count(1)
-        # Oldest first.
+        # Ended sessions are in order of their end, oldest first.
         self._ended_epochs: dict[bytes, int] = {}
         self.num_evicted = 0
         self.is_draining = False
@@ -68,34 +68,34 @@ class SessionTable(Generic[AnyCache]):
 
     @property
     def adapters_in_use(self) -> "set[LoadedAdapter]":
-        """Those of sessions that may take steps."""
+        """The adapters of sessions that may take steps."""
         return {session.request.adapter for session in self if session.request.adapter is not None}
 
     @property
     def num_available_pages(self) -> int:
-        """Pages that a new session could have: what the pool has, and those of idle sessions."""
+        """How many pages a new session could get: the pool's available pages and those of idle sessions."""
         return self.pool.num_available + sum(session.num_pages for session in self if session.is_idle)
 
     @property
     def num_kept_pages(self) -> int:
-        """Pages of these that are kept for tenants that hold less than they are guaranteed."""
+        """How many of the available pages are kept for tenants that hold fewer pages than they are guaranteed."""
         return self.guarantees.num_kept(self._held_pages()) if self.guarantees else 0
 
     @property
     def max_session_tokens(self) -> int:
-        """Tokens of the longest session that any tenant could open now."""
+        """The number of tokens of the longest session that any tenant could open now."""
         return self._new_cache().max_tokens_within(max(0, self.num_available_pages - self.num_kept_pages))
 
     def pages_of_any(self, num_tokens: int) -> int:
-        """Pages of so many tokens, into however many sessions of whole pages they are divided.
+        """How many pages `num_tokens` tokens take, in one session or divided among several with whole pages.
 
-        Of what a session holds apart from its tokens, once.
+        The pages that a session holds apart from its tokens are counted once.
         """
         cache = self._new_cache()
         return len(cache.tables) * self.pool.pages_for(num_tokens) + cache.num_fixed_pages
 
     def tenant_tokens(self, rows: Iterable["pb.StepRow"]) -> Mapping[str, int]:
-        """How many tokens of these rows are whose; of a session that is not held, nobody's: the empty name."""
+        """The number of tokens of these rows for each tenant; the empty name stands for sessions that are not held."""
         tokens: dict[str, int] = {}
         for row in rows:
             session = self._sessions.get(row.session_id)
@@ -104,16 +104,15 @@ class SessionTable(Generic[AnyCache]):
         return tokens
 
     def num_pages_in_use(self, session_id: bytes) -> int:
-        """Pages of a session that only its own end, or another open of it, makes available."""
+        """How many pages of a session become available only by its end or by its next open; 0 for an idle session."""
         session = self._sessions.get(session_id)
         return 0 if session is None or session.is_idle else session.num_pages
 
     def check_room(self, request: OpenRequest, max_released_pages: int) -> None:
-        """Says early what `open` could only confirm. It may be asked while steps are computed.
+        """Raises OutOfPages early if `open` is sure to raise it later. It may be called while steps are computed.
 
-        Steps give back none of what their sessions were promised, and idle sessions have no steps; so a new or an idle
-        session will find at most the pages that are available now, and those that are released before its turn, which
-        are at most `max_released_pages`. Raises OutOfPages where the worst case will not fit.
+        Steps give back no promised pages, and idle sessions have no steps. So a new or idle session will find at most
+        the pages that are available now and those that are released before its turn, at most `max_released_pages`.
         """
         session = self._sessions.get(request.session_id)
         if session is not None and not session.is_idle:
@@ -124,10 +123,10 @@ class SessionTable(Generic[AnyCache]):
             raise too_few_pages(num_pages, num_available)
 
     def make_room(self, num_tokens: int) -> None:
-        """Evicts idle sessions until there is room for so many tokens of nobody; where that is not enough, none.
+        """Evicts idle sessions until `num_tokens` tokens that belong to no session have room.
 
         Raises:
-            OutOfPages: there is none.
+            OutOfPages: evicting all idle sessions would not give enough room; so none was evicted.
         """
         self._make_room(self._new_cache().worst_case(num_tokens))
 
@@ -138,8 +137,8 @@ class SessionTable(Generic[AnyCache]):
         """Opens a session, or reopens it with a higher epoch.
 
         Raises:
-            HopLeaving, HopSessionLost, StaleEpoch: as `HopSession.check_open`; or this server drains.
-            OutOfPages: the worst case does not fit, or its prompts; a session that was there before stays as it was.
+            HopLeaving, HopSessionLost, StaleEpoch: as `HopSession.check_open`; HopLeaving also if this server drains.
+            OutOfPages: the worst case, or the trained prompts, do not fit. A session that was held stays as it was.
         """
         return self._begin(request, SessionEvent.OPENED, now_s)
 
@@ -163,7 +162,7 @@ class SessionTable(Generic[AnyCache]):
             cache.truncate(cache.nearest_position(request.max_tokens))
         cache.allocate(request.max_tokens, request.text)
         if session.request.client_id != request.client_id:
-            session.newest_step_id = 0  # each client counts by itself
+            session.newest_step_id = 0  # each client counts its steps by itself
         session.newest_ring_position, session.ring = -1, None
         self._ended_epochs.pop(request.session_id, None)
         session.request = request if request.prompts is None else replace(request, prompts=request.prompts.copy())
@@ -179,7 +178,7 @@ class SessionTable(Generic[AnyCache]):
 
         Raises:
             HopLeaving, HopSessionLost, OutOfPages: as `open`.
-            StaleEpoch: its client opened it here meanwhile, or knows of a later epoch; or other blocks of it are here.
+            StaleEpoch: its client opened it here meanwhile, or in a later epoch; or other blocks of it are here.
         """
         if self.is_draining:
             raise HopLeaving("a block server takes no new sessions")
@@ -197,27 +196,27 @@ class SessionTable(Generic[AnyCache]):
         return session
 
     def get_arriving(self, session_id: bytes, epoch: int, transfer_id: bytes, now_s: float) -> HopSession[AnyCache]:
-        """The session that is being handed over. Raises HopSessionLost where this handover fills none."""
+        """The session that this handover fills. Raises HopSessionLost if it fills no session."""
         session = self._sessions.get(session_id)
         if session is None or not session.is_filled_by(epoch, transfer_id):
             raise HopSessionLost("no such session is being handed over")
-        # The order of use stays: this runs in the compute thread, while the event loop may iterate over the sessions.
+        # This does not change the order of use: it runs in the compute thread, while the event loop may iterate.
         session.last_used_s = now_s
         return session
 
     def arrived(self, session: HopSession[AnyCache], *, is_idle: bool) -> None:
-        """All of it is here. An idle one keeps no more pages than it needs, and gives way to others."""
+        """Notes that the whole session has arrived. An idle session then keeps only the pages that it needs."""
         session.apply(SessionEvent.ARRIVED_PARKED if is_idle else SessionEvent.ARRIVED)
         if is_idle:
             session.cache.reserve(session.cache.num_tokens)
 
     def note_step(self, session_id: bytes, epoch: int, client_id: bytes, step_id: int) -> bool:
-        """Whether a step comes for the first time; see `HopSession.note_step`."""
+        """Notes a step, and returns whether it comes for the first time; see `HopSession.note_step`."""
         session = self._sessions.get(session_id)
         return session is None or session.note_step(epoch, client_id, step_id)
 
     def goes_round(self, session_id: bytes, epoch: int, client_id: bytes, position: int) -> bool:
-        """Whether a step of a ring comes for the first time, of a session that its client has not ended.
+        """Notes a step of a ring. Returns whether it comes for the first time and its client has not ended the session.
 
         See `HopSession.note_ring_step`.
         """
@@ -227,13 +226,13 @@ class SessionTable(Generic[AnyCache]):
         return not self.has_ended(session_id, epoch, client_id)
 
     def has_ended(self, session_id: bytes, epoch: int, client_id: bytes) -> bool:
-        """Whether this client itself has ended the session, or its turn: what still goes round is of no use to it."""
+        """Whether this client has ended the session or its turn, so that rows still on the ring are not needed."""
         session = self._sessions.get(session_id)
         if session is None:
             return self._ended_epochs.get(session_id, 0) >= epoch
         request = session.request
         if request.client_id != client_id:
-            return False  # it has to learn that another client service has the session now
+            return False  # the client has to learn that another client service has the session now
         return request.epoch > epoch or (request.epoch == epoch and session.has_turn_ended)
 
     def for_step(
@@ -249,9 +248,14 @@ class SessionTable(Generic[AnyCache]):
         *,
         computes: bool = True,
     ) -> HopSession[AnyCache]:
-        """The session of a step, checked. `forked`, if given, becomes its cache. What computes looks at earlier tokens.
+        """Checks a step and returns its session.
 
-        Raises HopLeaving, HopSessionLost, StaleEpoch, PositionGap or OutOfPages where it must not be computed.
+        Args:
+            forked: becomes the session's cache, if given.
+            computes: whether the step is computed, and so needs the earlier tokens.
+
+        Raises:
+            HopLeaving, HopSessionLost, StaleEpoch, PositionGap, OutOfPages: the step must not be computed.
         """
         session = self._sessions.get(session_id)
         if session is None:
@@ -272,11 +276,11 @@ class SessionTable(Generic[AnyCache]):
         return session
 
     def fork(self, source_id: bytes, session_id: bytes, client_id: bytes, blocks: Span) -> AnyCache:
-        """What a session of the same client holds, for another of its sessions.
+        """Returns a copy of a session's cache for another session of the same client.
 
         Raises:
-            HopSessionLost: it is not held here, is another client's, uses other blocks, another adapter or other
-                factors, or only one of the two has trained prompts.
+            HopSessionLost: the source is not held here, belongs to another client, or uses other blocks, another
+                adapter or other factors; or only one of the two sessions has trained prompts.
         """
         session, taker = self._sessions.get(source_id), self._sessions.get(session_id)
         if session is None or session.request.client_id != client_id or session.request.blocks != blocks:
@@ -289,9 +293,9 @@ class SessionTable(Generic[AnyCache]):
         """Forgets tokens and gives back pages. A stale request changes nothing.
 
         Args:
-            idle: its turn is over, and it may be evicted. Without this, no turn that is over begins again.
+            idle: whether the turn is over, so that the session may be evicted; False does not begin a turn again.
         """
-        # A turn may end in a later epoch than that in which it was opened here: in the midst of a recovery.
+        # During a recovery, a turn may end in a later epoch than the one in which the session was opened here.
         session = self._sessions.get(session_id)
         if session is None or session.request.epoch > epoch:
             return
@@ -302,7 +306,7 @@ class SessionTable(Generic[AnyCache]):
             session.apply(SessionEvent.TURN_ENDED)
 
     def set_page_hashes(self, session_id: bytes, epoch: int, hashes: Sequence[bytes]) -> None:
-        """Notes what the session's first pages hold; ignored if stale, or if the session has trained prompts."""
+        """Notes the digests of the session's first pages. Ignored if stale, or if the session has trained prompts."""
         session = self._sessions.get(session_id)
         if session is not None and session.request.epoch == epoch and session.request.prompts is None:
             request = session.request
@@ -310,7 +314,7 @@ class SessionTable(Generic[AnyCache]):
             session.cache.set_page_hashes(salt, hashes)
 
     def end(self, session_id: bytes, epoch: int) -> None:
-        """Frees the session, unless it was reopened since."""
+        """Frees the session, unless it was reopened in a later epoch."""
         session = self._sessions.get(session_id)
         if session is not None and session.request.epoch <= epoch:
             self._free(session)
@@ -319,7 +323,7 @@ class SessionTable(Generic[AnyCache]):
             del self._ended_epochs[next(iter(self._ended_epochs))]
 
     def in_version(self, session_id: bytes, version: int) -> HopSession[AnyCache]:
-        """The session as it was opened with this version. Raises HopSessionLost where it ended or was opened again."""
+        """The session in this version. Raises HopSessionLost if it has ended or was opened again."""
         session = self._sessions.get(session_id)
         if session is None or session.version != version:
             raise HopSessionLost("the session ended, or continues in another epoch")
@@ -332,10 +336,10 @@ class SessionTable(Generic[AnyCache]):
             session.apply(SessionEvent.STAYS)
 
     def end_stream(self, client_id: bytes, stream: int | None = None) -> int:
-        """The client's streams ended, or just this: frees the sessions that live only with it, and returns how many.
+        """Frees the transient sessions of a client's stream that ended, or of all its streams. Returns how many.
 
-        The others keep the pages of their tokens for their next open: the client has left this hop out, or has ended
-        itself. Only the router knows which sessions will not be opened again.
+        Other sessions keep the pages of their tokens for their next open: the client may have dropped this hop from its
+        chain, or have ended. Only the router knows which sessions will not be opened again.
         """
         mine = [
             session
@@ -352,7 +356,7 @@ class SessionTable(Generic[AnyCache]):
         return sum(1 for session in mine if session.request.transient)
 
     def expire(self, now_s: float) -> int:
-        """Frees the sessions whose lease ran out. Returns how many."""
+        """Frees the sessions whose lease has run out. Returns how many."""
         gone = [session for session in self if session.lease_deadline_s < now_s]
         for session in gone:
             self._free(session)
@@ -364,7 +368,7 @@ class SessionTable(Generic[AnyCache]):
             raise OutOfPages("the trained prompts of all sessions do not fit into the memory for them")
 
     def _held_pages(self, except_of: bytes = b"") -> Counter[str]:
-        """Pages by tenant that only the end of its sessions makes available."""
+        """The number of pages for each tenant that only the end of its sessions makes available."""
         held = Counter[str]()
         for session in self:
             if not session.is_idle and session.request.session_id != except_of:
@@ -372,7 +376,7 @@ class SessionTable(Generic[AnyCache]):
         return held
 
     def _num_kept_from(self, request: OpenRequest, num_pages: int) -> int:
-        """Pages that are to stay free for other tenants when a session comes to hold so many."""
+        """How many pages have to stay free for other tenants when a session gets `num_pages` pages."""
         if not self.guarantees or num_pages <= self.num_pages_in_use(request.session_id):
             return 0
         held = self._held_pages(except_of=request.session_id)
@@ -380,11 +384,11 @@ class SessionTable(Generic[AnyCache]):
         return self.guarantees.num_kept_from(request.tenant, held)
 
     def _make_room(self, num_pages: int, num_kept: int = 0, keep: bytes = b"") -> None:
-        """Room for `num_pages` more, with `num_kept` left free; the session `keep` is not evicted."""
+        """Makes room for `num_pages` more and leaves `num_kept` free; does not evict the session `keep`."""
         idle = [session for session in self if session.is_idle and session.request.session_id != keep]
         num_available = self.pool.num_available + sum(session.num_pages for session in idle)
         if num_pages + num_kept > num_available:
-            # Evicting would not help.
+            # Evicting all idle sessions would not be enough.
             raise too_few_pages(num_pages, max(0, num_available - num_kept))
         for session in idle:
             if num_pages <= self.pool.num_available:

@@ -1,4 +1,4 @@
-"""What a step finds when its turn comes: each of its rows is checked against its session."""
+"""Checks each row of a step against its session when the step's turn has come."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,14 +14,14 @@ from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.span import Span
 
 Fault = Callable[[pb.Step, CorollaError, Sequence[pb.StepRow], Peer | None], None]
-"""Tells the clients of a step why rows of it fail, or who sent it."""
+"""Tells the clients of a step why rows of it fail; the peer gets the fault of a client without a stream here."""
 
 
 class StepAdmission:
-    """Admits rows to an iteration. To be asked between two iterations, in the order in which steps are computed.
+    """Admits rows to an iteration. Must be called between two iterations, in the order in which steps are computed.
 
     Args:
-        clock: in seconds; of leases.
+        clock: returns seconds, for leases.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class StepAdmission:
         self._clock = clock
 
     def admit(self, queued: QueuedStep[StepWork]) -> Admitted:
-        """The rows of a step that may be computed; the others are answered, but for those that nobody waits for."""
+        """Returns the rows of a step that may be computed. Other rows get a fault, unless no client waits for them."""
         step = queued.item.step
         admitted = Admitted(queued.item, [])
         goes_round = step.HasField("ring")
@@ -45,7 +45,7 @@ class StepAdmission:
             return admitted
         ring = RingPlace.of(step) if goes_round and not step.ring.microbatch else None
         samples, now_s = admitted.samples, self._clock()
-        # All sources are read before any row changes: rows may swap.
+        # All sources are read before any row changes, since two rows may swap their sessions' contents.
         forks = {
             row.session_id: self._fork(row, step.client_id, queued.blocks) for row in step.rows if row.source_session_id
         }
@@ -73,7 +73,7 @@ class StepAdmission:
         return admitted
 
     def _is_copy(self, step: pb.Step) -> bool:
-        """Whether the step came before, and is answered then."""
+        """Whether the step is a repetition of an earlier step, which is answered."""
         is_new = [
             self._sessions.note_step(_session_id(step, row), row.epoch, step.client_id, step.step_id)
             for row in step.rows
@@ -90,9 +90,9 @@ class StepAdmission:
         *,
         goes_round: bool,
     ) -> HopSession[SessionCache] | None:
-        """The session in which a row is to be computed; None where nobody waits for it.
+        """Returns the session in which a row is computed; None if no client waits for the row.
 
-        Raises what its client has to learn where it is not.
+        Raises the CorollaError that the client has to learn if the row must not be computed.
         """
         client_id, epoch, position = step.client_id or row.client_id, row.epoch, row.position
         if goes_round and not self._sessions.goes_round(row.session_id, epoch, client_id, position):

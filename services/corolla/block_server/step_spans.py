@@ -1,7 +1,7 @@
-"""Spans of what this hop computes for sessions that are traced: each piece of a prompt, and some decode steps.
+"""Records spans of the work for traced sessions: each piece of a prompt, and some decode steps.
 
-Nobody says which decode steps these are: each hop sees the positions of a step, and takes those that complete a run of
-tokens, so that all hops of a chain take the same ones.
+Each hop itself selects the decode steps whose positions complete a run of tokens. So all hops of a chain select the
+same steps without a message.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from corolla.chassis.tracing import spans
 from corolla.v1 import blocks_pb2 as pb
 
 DECODE_RUN_TOKENS: Final = 32
-"""One decode step of so many tokens has a span."""
+"""One decode step in a run of this many tokens has a span."""
 
 
 class StepSpans:
-    """Makes them.
+    """Records spans of steps.
 
     Args:
-        server_id, address: of this server.
+        server_id, address: the id and address of this server.
     """
 
     def __init__(self, server_id: str, address: str) -> None:
@@ -31,11 +31,11 @@ class StepSpans:
         }  # fmt: skip
 
     def record(self, admitted: Sequence[Admitted], outputs: Sequence[RowOutput], seconds: float) -> None:
-        """An iteration has just ended.
+        """Records the spans of an iteration that has just ended.
 
         Args:
-            outputs: of all rows, in order.
-            seconds: that it took.
+            outputs: the outputs of all rows, in order.
+            seconds: how long the iteration took.
         """
         index = -1
         for batch in admitted:
@@ -58,7 +58,7 @@ class StepSpans:
 
 
 def is_shown(step: pb.Step, row: pb.StepRow) -> bool:
-    """Whether a row has a span: it is a piece of a prompt, or begins what goes round, or completes a run."""
+    """Whether a row has a span: it is a piece of a prompt, or begins a ring, or completes a run of tokens."""
     if step.span_id and (step.samples or not is_decode(row)):
         return True
     return row.position // DECODE_RUN_TOKENS != (row.position + row.num_tokens) // DECODE_RUN_TOKENS

@@ -1,4 +1,4 @@
-"""How long a decode step is going to take, by those that were observed. Pure: times are passed in."""
+"""Predicts how long a decode step takes from the steps that were observed. Pure: times are passed in."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -7,13 +7,13 @@ _WEIGHT: Final = 0.1
 
 
 class StepTimes:
-    """Predicts steps of one token for each row.
+    """Predicts the time of steps with one token for each row.
 
-    More rows take longer, but less each; and so do more tokens that a row sees. So predictions err on the long side for
-    steps that are larger than those that were observed.
+    A step with more rows, or with rows that see more tokens, takes longer, but less for each of them. So predictions
+    for steps that are larger than the observed ones are too long.
 
     Args:
-        follows_lengths: whether a row's time is that of the tokens which it sees, as where latents are expanded.
+        follows_lengths: whether the time of a row grows with the tokens that it sees, as when latents are expanded.
     """
 
     def __init__(self, *, follows_lengths: bool = False) -> None:
@@ -22,12 +22,12 @@ class StepTimes:
         self._seen_token_s = 0.0
 
     def observe(self, seconds: float, num_seen: Sequence[int]) -> None:
-        """A step took so long. `num_seen`: how many tokens each of its rows saw, its own one among them."""
+        """Notes the seconds of a step. `num_seen` is the number of tokens that each row saw, including its own."""
         self._row_s = _moved(self._row_s, seconds / len(num_seen))
         self._seen_token_s = _moved(self._seen_token_s, seconds / sum(num_seen))
 
     def predict(self, num_seen: Sequence[int]) -> float | None:
-        """Seconds of a step whose rows see so many tokens; None before the first observation."""
+        """Predicts the seconds of a step whose rows see `num_seen` tokens each; None before the first observation."""
         if not self._row_s:
             return None
         by_rows = len(num_seen) * self._row_s
@@ -35,5 +35,5 @@ class StepTimes:
 
 
 def _moved(average: float, value: float) -> float:
-    """An average that follows the newest values."""
+    """Moves the average towards the new value."""
     return average + (_WEIGHT if average else 1.0) * (value - average)

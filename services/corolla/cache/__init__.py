@@ -1,1 +1,1 @@
-"""What sessions keep on a block server: the accounts of pages, and the bytes of keys, values and states."""
+"""The cache of a block server: accounts of its pages, and the tensors of keys, values and recurrent states."""

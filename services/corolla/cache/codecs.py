@@ -1,8 +1,8 @@
-"""Keys and values in eight bits: how they are written to pages and read from them.
+"""Stores keys and values in eight bits, and reads them back.
 
-Whatever a server attends to it reads as it is stored, also the tokens of the very chunk that it computes; and what was
-read is stored as the same bytes again. So answers depend neither on how a prompt was cut nor on a handover. Where keys
-are computed again in other company, their last bits may differ, and then one of them may be rounded the other way.
+A server attends to all tokens as they are stored, even to those of the chunk that it computes, and numbers that were
+read are stored as the same bytes again. So answers depend neither on how a prompt was cut nor on a handover. If keys
+are computed again in a batch with other rows, their last bits may differ, and a number may then round the other way.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,33 +13,33 @@ from torch import Tensor
 
 _LARGEST_FP8: Final = torch.finfo(torch.float8_e4m3fn).max
 _LARGEST_INT8: Final = 127
-# Beyond them float32 has no numbers for all codes.
+# Outside of this range, float32 cannot represent the products of all codes with the power of two.
 _LEAST_EXPONENT, _GREATEST_EXPONENT = -126, 120
-# In place of an exponent: what was computed is not finite, which whoever attends to it has to notice.
+# This in place of an exponent means that the numbers were not finite. They are read as NaN, so that it is noticed.
 _NOT_FINITE: Final = -128
 
 
 class KVCodec(Protocol):
-    """One way to store keys or values."""
+    """A way to store keys or values as int8."""
 
     dtype: torch.dtype
-    """Of the numbers that are read."""
+    """The dtype of the numbers that `decode` returns."""
 
     def stored_size(self, head_size: int) -> int:
-        """Bytes of one head of one token."""
+        """The number of bytes of one head of one token."""
         ...
 
     def encode(self, numbers: Tensor) -> Tensor:
-        """Floats `[..., head_size]` to int8 `[..., stored_size]`."""
+        """Converts floats `[..., head_size]` of any dtype to int8 `[..., stored_size]`, on the same device."""
         ...
 
     def decode(self, stored: Tensor) -> Tensor:
-        """The numbers that bytes stand for, `[..., head_size]`; `encode` gives the same bytes for them again."""
+        """Converts int8 `[..., stored_size]` to `[..., head_size]` in `dtype`; `encode` gives the same bytes again."""
         ...
 
 
 class Fp8Codec:
-    """E4M3: three bits of mantissa. What is larger than 448 becomes 448."""
+    """Stores numbers as E4M3, with three bits of mantissa. Numbers beyond 448 become 448."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -55,14 +55,14 @@ class Fp8Codec:
 
 
 class Int8Codec:
-    """Integers, and for each token and head a power of two that they are multiplied by: its exponent is the last byte.
+    """Stores integers and, for each token and head, a power of two to multiply them by; its exponent is the last byte.
 
     Powers of two lose half a bit, and products with them are exact.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        # The smallest units are none of float16's.
+        # The smallest powers of two cannot be represented in float16.
         self._exact = torch.float32 if dtype == torch.float16 else dtype
 
     def stored_size(self, head_size: int) -> int:
@@ -84,4 +84,5 @@ class Int8Codec:
 
 
 CODECS: Final[Mapping[str, Callable[[torch.dtype], KVCodec]]] = {"fp8": Fp8Codec, "int8": Int8Codec}
-"""By COROLLA_KV_CACHE_DTYPE; `auto` has none: keys and values are stored in the dtype of the weights."""
+"""The codecs by their names in COROLLA_KV_CACHE_DTYPE. `auto` uses no codec: keys and values are stored in the dtype of
+the weights."""

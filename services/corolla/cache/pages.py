@@ -1,4 +1,4 @@
-"""Exact accounting of the server's KV pages: promises, holders and free ids. Pure."""
+"""Counts the server's KV pages exactly: promises, holders and free ids. Pure."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from corolla.chassis.errors import OutOfPages
 
 
 def too_few_pages(num_needed: int, num_available: int) -> OutOfPages:
-    """The refusal of a request that needs more pages than there are for it."""
+    """The error for a request that needs more pages than are available for it."""
     return OutOfPages(
         "a block server has too few free KV pages for this request",
         metadata={"pages_needed": str(num_needed), "pages_free": str(num_available)},
@@ -16,17 +16,17 @@ def too_few_pages(num_needed: int, num_available: int) -> OutOfPages:
 
 
 class PagePool:
-    """`num_pages` pages of `page_tokens` tokens, with reference counts.
+    """A pool of `num_pages` pages of `page_tokens` tokens, with reference counts.
 
-    A session is promised pages for its worst case, and then holds page ids within its promise. Sessions may hold pages
-    together; each could come to need pages of its own for all of them, so the promises add up in full.
+    A session is promised pages for its worst case, and then holds page ids within its promise. Sessions may share
+    pages; each may later need its own copy of every shared page, so the promises add up in full.
 
     Invariants: each page is used (held by a session), cached (it holds the beginning of a text, and no session uses it)
     or free. Used, reserved (promised, and not held) and available pages add up to the pool, and no more pages are
     cached than are available; so a promised page can always be allocated.
 
     Attributes:
-        version: another one after each change of what is promised or held.
+        version: a number that changes whenever a promise or a holder changes.
     """
 
     def __init__(self, num_pages: int, page_tokens: int) -> None:
@@ -45,37 +45,37 @@ class PagePool:
 
     @property
     def num_used(self) -> int:
-        """Pages that sessions hold; a shared one counts once."""
+        """The number of pages that sessions hold; a shared page counts once."""
         return self._num_used
 
     @property
     def num_reserved(self) -> int:
-        """Pages that were promised and are not held."""
+        """The number of pages that are promised but not held."""
         return self._num_promised - self._num_used
 
     @property
     def num_cached(self) -> int:
-        """Pages that only wait for the beginning of their text to come again."""
+        """The number of pages that no session holds, kept in case the beginning of their text comes again."""
         return self._prefixes.num_evictable
 
     @property
     def num_free(self) -> int:
-        """Pages that are neither held, promised nor cached."""
+        """The number of pages that are neither held, promised nor cached."""
         return self.num_available - self.num_cached
 
     @property
     def num_available(self) -> int:
-        """Pages that may be promised."""
+        """The number of pages that may be promised."""
         return self.num_pages - self._num_promised
 
     @property
     def holders(self) -> Sequence[int]:
-        """For each page, how many hold it."""
+        """The number of sessions that hold each page."""
         return self._num_holders
 
     @property
     def num_unused(self) -> int:
-        """Pages that hold nothing, whether they were promised or not."""
+        """The number of pages that are neither held nor cached, whether they are promised or not."""
         return len(self._free)
 
     def pages_for(self, num_tokens: int) -> int:
@@ -83,10 +83,10 @@ class PagePool:
         return -(-num_tokens // self.page_tokens)
 
     def promise(self, num_pages: int) -> None:
-        """Promises so many more pages; fewer, where negative.
+        """Promises `num_pages` more pages; a negative number takes promises back.
 
         Raises:
-            OutOfPages: fewer are available; nothing changed.
+            OutOfPages: fewer pages are available; nothing has changed.
         """
         if num_pages > self.num_available:
             raise too_few_pages(num_pages, self.num_available)
@@ -95,7 +95,7 @@ class PagePool:
         self._evict()
 
     def allocate(self, num_pages: int, after: int | None = None) -> list[int]:
-        """Page ids within a promise, in as few runs as can be; one that follows page `after` comes first."""
+        """Takes page ids within a promise, in as few runs as possible, and first a run that follows page `after`."""
         pages = self._free.allocate(num_pages, after)
         for page in pages:
             self._num_holders[page] = 1
@@ -104,7 +104,7 @@ class PagePool:
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
-        """One more session holds these pages."""
+        """Counts one more session that holds these pages."""
         self.version += 1
         for page in pages:
             if not self._num_holders[page]:
@@ -115,7 +115,7 @@ class PagePool:
             self._num_holders[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """One session fewer holds these pages. Of a text's pages the last ones will be evicted first."""
+        """Counts one session less that holds these pages. The last pages of a text will be evicted before its first."""
         self.version += 1
         free: list[int] = []
         for page in reversed(pages):
@@ -132,24 +132,24 @@ class PagePool:
         self._evict()
 
     def may_write(self, page: int) -> bool:
-        """Whether its only holder may write to a page; what it held is then not found any more."""
+        """Whether the holder of a page may write to it, as the only one. If so, the prefix cache forgets the page."""
         if self._num_holders[page] > 1:
             return False
         self._prefixes.forget(page)
         return True
 
     def add_prefix(self, key: PrefixKey, page: int) -> None:
-        """Makes a whole page findable by what it holds. It must not change while it is."""
+        """Adds a whole page to the prefix cache. Its contents must not change while it is there."""
         replaced = self._prefixes.add(key, page)
         if replaced is not None:
             self._free.release([replaced])
 
     def find_prefix(self, key: PrefixKey) -> int | None:
-        """The page that holds this, if there is one; valid until the next change, unless shared before."""
+        """The page with this key, if there is one. It stays valid until the pool changes, or if it is shared before."""
         return self._prefixes.find(key)
 
     def count_prefix_query(self, num_asked: int, num_found: int) -> None:
-        """Tokens that a session looked for in the prefix cache, and those of them that were there."""
+        """Counts the tokens that a session looked for in the prefix cache, and those that were found."""
         self.num_prefix_tokens_asked += num_asked
         self.num_prefix_tokens_found += num_found
 

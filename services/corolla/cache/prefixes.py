@@ -1,4 +1,4 @@
-"""Which pages hold which beginnings of texts. Pure: it remembers, the pool owns the pages."""
+"""Remembers which pages hold which beginnings of texts. Pure: the pool owns the pages."""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from corolla.wire.span import Span
 
 @dataclass(frozen=True, slots=True)
 class PrefixKey:
-    """What one whole page holds, given all the pages before it.
+    """Identifies the contents of one whole page and of all pages before it.
 
     Attributes:
         salt: digest of tenant, run of blocks, adapter and factors; pages of others are never found.
         block_hash: chained hash of the page's tokens.
-        group: of layers, which have pages of their own.
+        group: the group of layers, each of which has pages of its own.
     """
 
     salt: bytes
@@ -26,12 +26,12 @@ class PrefixKey:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedText:
-    """What a session says it will hold.
+    """The text that a session is expected to hold.
 
     Attributes:
         salt: `salt_of` its tenant, blocks, adapter and factors.
-        hashes: chained, one for each whole page of the text.
-        num_tokens: of the text; the last one is always left to be processed.
+        hashes: chained hashes, one for each whole page of the text.
+        num_tokens: the length of the text; its last token is always left to be computed.
     """
 
     salt: bytes
@@ -40,10 +40,12 @@ class ExpectedText:
 
 
 def salt_of(tenant: str, blocks: Span, adapter: AdapterVersion | None = None, *, long_factors: bool = False) -> bytes:
-    """Keeps tenants, runs of blocks, adapters and factors apart. A server has one fingerprint: weights need no salt.
+    """Returns the salt that separates the pages of tenants, runs of blocks, adapters and factors.
+
+    Weights are not part of it, since all weights of a server have one fingerprint.
 
     Args:
-        long_factors: of a longrope embedding.
+        long_factors: whether the long factors of a longrope embedding are used.
     """
     digest = "" if adapter is None else adapter.digest
     if long_factors:
@@ -53,9 +55,9 @@ def salt_of(tenant: str, blocks: Span, adapter: AdapterVersion | None = None, *,
 
 
 class PrefixPages:
-    """Pages by what they hold, and those of them that no session uses, least recently used first.
+    """Maps keys to pages, and lists the pages that no session uses, least recently used first.
 
-    Invariant: a page has at most one key and a key one page; what is evictable has a key.
+    Invariant: a page has at most one key, a key has at most one page, and evictable pages have keys.
     """
 
     def __init__(self) -> None:
@@ -74,11 +76,11 @@ class PrefixPages:
         return self._pages.get(key)
 
     def add(self, key: PrefixKey, page: int) -> int | None:
-        """Remembers what a page in use holds, unless it has a key already, or another page in use holds the same.
+        """Remembers the key of a page in use, unless the page has a key or another page in use has this key.
 
         Returns:
-            The page that held the same and that no session uses: forgotten, since it would be evicted before the
-            pages that follow it, and these are of no use without it.
+            The unused page that had this key and was forgotten for the new one. It would be evicted before the pages
+            that follow it, which are useless without it.
         """
         if page in self._keys:
             return None
@@ -92,18 +94,18 @@ class PrefixPages:
         return other
 
     def forget(self, page: int) -> None:
-        """The page is about to hold something else."""
+        """Forgets a page whose contents are about to change."""
         key = self._keys.pop(page, None)
         if key is not None:
             del self._pages[key]
             self._evictable.pop(page, None)
 
     def mark_unused(self, page: int) -> None:
-        """No session uses the page any more."""
+        """Notes that no session uses the page any more, so that it may be evicted."""
         self._evictable[page] = None
 
     def mark_used(self, page: int) -> None:
-        """A session uses the page again."""
+        """Notes that a session uses the page again."""
         self._evictable.pop(page, None)
 
     def evict(self) -> int:
@@ -114,11 +116,11 @@ class PrefixPages:
 
 
 def longest_match(is_cached: Sequence[Sequence[bool]], num_needed: Sequence[int | None]) -> int:
-    """How many first pages of a text can be reused.
+    """Returns how many first pages of a text can be reused.
 
     Args:
-        is_cached: for each group of layers, whether each of the text's whole pages is there.
-        num_needed: for each group, how many pages right before the next token it looks at; None for all.
+        is_cached: for each group of layers, whether each of the text's whole pages is cached.
+        num_needed: for each group, how many pages directly before the next token it attends to; None for all.
     """
     num_pages = min(map(len, is_cached), default=0)
     best = 0

@@ -1,13 +1,13 @@
-"""Free page ids as maximal runs, so that whole runs can be handed out. Pure."""
+"""Keeps free page ids as maximal runs, so that whole runs can be handed out. Pure."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 
 class FreeRuns:
-    """A set of the ids `[0, num_ids)`, all of them in it at first.
+    """A set of ids, which contains all of `[0, num_ids)` at first.
 
-    Invariant: runs are maximal, so two of them never touch; `_by_size` lists each once, smallest first.
+    Invariant: runs are maximal, so two runs never touch; `_by_size` lists each run once, smallest first.
     """
 
     def __init__(self, num_ids: int) -> None:
@@ -18,15 +18,15 @@ class FreeRuns:
         self._insert(0, num_ids)
 
     def __len__(self) -> int:
-        """How many ids there are."""
+        """The number of ids in the set."""
         return self._num_ids
 
     def allocate(self, num_ids: int, after: int | None = None) -> list[int]:
-        """Removes ids, in as few runs as there can be: best fit, else the largest runs.
+        """Removes ids in as few runs as possible, and returns them: the best fit, else the largest runs.
 
         Args:
-            num_ids: at most as many as there are.
-            after: ids that follow this one are taken first: they make no new run for its holder.
+            num_ids: how many ids to remove; the set must have as many.
+            after: the ids that follow this id are taken first, so that its holder gets no new run.
         """
         if num_ids > self._num_ids:
             raise ValueError(f"cannot take {num_ids} of {self._num_ids} free ids")
@@ -41,7 +41,7 @@ class FreeRuns:
         return taken
 
     def release(self, ids: Sequence[int]) -> None:
-        """Adds ids that are not in the set."""
+        """Adds ids, which must not be in the set."""
         index = 0
         while index < len(ids):
             end = index + 1

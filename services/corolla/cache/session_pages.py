@@ -1,4 +1,4 @@
-"""What one session holds of the pool: tokens, and a page table for each group of layers. Pure."""
+"""Keeps the account of one session: its number of tokens, and a page table for each group of layers. Pure."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -11,19 +11,19 @@ from corolla.cache.tables import Copies, Extent, GroupRule, PageTable
 from corolla.chassis.errors import OutOfPages
 
 MAX_TOKENS: Final = 2**31 - 1
-"""No session is longer."""
+"""The most tokens of a session."""
 
 
 class SessionPages:
-    """What one session holds: how many tokens, and for each group of layers a page table.
+    """The account of one session: its number of tokens, and a page table for each group of layers.
 
     Args:
-        pool: of the server.
-        rules: of the groups.
-        num_fixed_pages: pages that stand for what a session holds apart from its tokens, however many these are.
+        pool: the pages of the server.
+        rules: the rules of the groups of layers.
+        num_fixed_pages: how many pages stand for the data that a session holds apart from its tokens.
 
     Attributes:
-        num_unchanged_tokens: so many first tokens have not changed since this was set; a copy in parts continues there.
+        num_unchanged_tokens: how many first tokens are unchanged since this was set; a copy in parts continues there.
     """
 
     def __init__(self, pool: PagePool, rules: Sequence[GroupRule], num_fixed_pages: int = 0) -> None:
@@ -41,12 +41,12 @@ class SessionPages:
 
     @property
     def num_pages(self) -> int:
-        """Pages that were promised to it."""
+        """The number of pages that the session was promised."""
         return sum(table.num_promised for table in self.tables) + self._num_fixed_promised
 
     @property
     def min_position(self) -> int:
-        """From here to `num_tokens`, and from 0, the session can go on."""
+        """The session can continue from this position, all up to `num_tokens`, and 0."""
         return self._min_paged_position
 
     @property
@@ -57,24 +57,24 @@ class SessionPages:
         return position == 0 or self._min_paged_position <= position <= self.num_tokens
 
     def nearest_position(self, position: int) -> int:
-        """The highest position, up to this one, from which the session can go on."""
+        """The highest position, up to `position`, from which the session can continue."""
         position = min(position, self.num_tokens)
         return position if self.can_continue_from(position) else 0
 
     def worst_case(self, max_tokens: int) -> int:
-        """Pages that a session of `max_tokens` tokens may hold at once."""
+        """The most pages that a session of `max_tokens` tokens may hold at once."""
         return sum(table.worst_case(max_tokens) for table in self.tables) + self._fixed_pages(max_tokens)
 
     def max_tokens_within(self, num_pages: int) -> int:
-        """Tokens of the longest session whose worst case is so many pages; `MAX_TOKENS` where windows bound it."""
+        """The tokens of the longest session whose worst case fits; `MAX_TOKENS` if windows bound the pages."""
         return bisect_right(range(MAX_TOKENS + 1), num_pages, key=self.worst_case) - 1
 
     def reserve(self, max_tokens: int) -> None:
-        """Room for just so many tokens from now on.
+        """Changes the promised pages to the worst case of `max_tokens` tokens.
 
         Raises:
-            OutOfPages: nothing changed.
-            ValueError: it holds more tokens.
+            OutOfPages: the pool has too few pages; nothing has changed.
+            ValueError: the session holds more tokens.
         """
         if max_tokens < self.num_tokens:
             raise ValueError(f"{self.num_tokens} tokens do not fit where {max_tokens} are reserved")
@@ -92,10 +92,10 @@ class SessionPages:
         self.num_reserved_tokens = max_tokens
 
     def allocate(self, max_tokens: int, text: ExpectedText | None = None) -> None:
-        """Room for just so many tokens; an empty session begins with what the prefix cache has of its text.
+        """Reserves pages for `max_tokens` tokens. An empty session begins with its text's pages in the prefix cache.
 
         Raises:
-            OutOfPages: nothing changed.
+            OutOfPages: the pool has too few pages; the session holds what it held before.
         """
         was_empty = not self.num_tokens
         if was_empty and text is not None:
@@ -126,13 +126,13 @@ class SessionPages:
             self.num_tokens = num_matched * page_tokens
 
     def make_writable(self, position: int, num_tokens: int) -> Copies:
-        """Makes the pages of a step's tokens present and writable.
+        """Makes sure that the pages of a step's tokens exist and may be written.
 
         Returns:
-            Pages to copy first, in all layers.
+            The pages to copy first, in all layers.
 
         Raises:
-            OutOfPages: the step goes beyond what was reserved, and there is no more.
+            OutOfPages: the step exceeds the reserved tokens, and the pool has too few pages.
         """
         end = position + num_tokens
         if end > self.num_reserved_tokens:
@@ -143,7 +143,7 @@ class SessionPages:
         return copies
 
     def commit(self, num_tokens: int) -> None:
-        """The tokens up to `num_tokens` are computed: whole pages of them may be reused, others let go."""
+        """Notes that the tokens up to `num_tokens` are computed. Whole pages may be reused, old ones given back."""
         self.num_tokens = num_tokens
         self._has_stepped = True
         if self._text is not None:
@@ -152,10 +152,10 @@ class SessionPages:
             table.slide(num_tokens)
 
     def truncate(self, num_tokens: int) -> None:
-        """Forgets all tokens from position `num_tokens` on; pages stay.
+        """Forgets all tokens from position `num_tokens` on; the session keeps their pages.
 
         Raises:
-            ValueError: the session cannot go on from there.
+            ValueError: the session cannot continue from there.
         """
         if num_tokens == self.num_tokens:
             return
@@ -166,17 +166,17 @@ class SessionPages:
         num_whole = num_tokens // self.pool.page_tokens
         self._num_remembered = min(self._num_remembered, num_whole)
         if self._has_stepped and self._text is not None:
-            # From here on the text is another one than was said.
+            # The text after this position may differ from the expected text.
             self._text = replace(self._text, hashes=self._text.hashes[:num_whole])
 
     def set_page_hashes(self, salt: bytes, hashes: Sequence[bytes]) -> None:
-        """Its first whole pages hold what these digests say, and may be reused."""
+        """Notes the digests of the first whole pages, so that other sessions may reuse these pages."""
         num_whole = min(len(hashes), self.num_tokens // self.pool.page_tokens)
         self._text = ExpectedText(salt, tuple(hashes[:num_whole]), num_whole * self.pool.page_tokens)
         self._remember(self._text, num_whole)
 
     def clear(self) -> None:
-        """Gives everything back, the room too."""
+        """Forgets all tokens and gives all pages back, the promised ones included."""
         self.num_tokens = self.num_unchanged_tokens = 0
         self._text = None
         for table in self.tables:
@@ -184,14 +184,14 @@ class SessionPages:
         self.reserve(0)
 
     def fork(self) -> Self:
-        """The same tokens, on the same pages, without any room; to be adopted or cleared before the next step."""
+        """Makes a twin with the same tokens and pages, but no promise. It must be adopted or cleared before a step."""
         twin = self._empty()
         twin.tables = tuple(table.share(self.num_tokens) for table in self.tables)
         twin._take_account(self)
         return twin
 
     def adopt(self, twin: Self) -> None:
-        """Holds what the twin held, which is empty afterwards; the room stays its own."""
+        """Takes the tokens and pages of a twin, which is empty afterwards; keeps its own promised pages."""
         for table, theirs in zip(self.tables, twin.tables, strict=True):
             table.adopt(theirs, twin.num_tokens)
         self._take_account(twin)
@@ -199,15 +199,15 @@ class SessionPages:
         twin.num_tokens = 0
 
     def extents(self, end: int, start: int = 0, group: int = 0) -> tuple[Extent, ...]:
-        """The slots of positions `[start, end)`, in order, merged into runs.
+        """Returns the slots of positions `[start, end)`, in order, merged into runs.
 
         Raises:
-            ValueError: not all of them are held.
+            ValueError: the session does not hold all of them.
         """
         return self.tables[group].extents(start, end)
 
     def slots(self, position: int, num_tokens: int, group: int = 0) -> Sequence[int]:
-        """The slots of these positions, one by one. Raises ValueError where they are not all held."""
+        """Returns the slots of these positions, one by one. Raises ValueError if they are not all held."""
         if num_tokens == 1:
             return (self.tables[group].slot(position),)
         extents = self.tables[group].extents(position, position + num_tokens)

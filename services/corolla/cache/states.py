@@ -1,7 +1,8 @@
-"""Recurrent states: what a session holds of layers that keep no keys and values.
+"""Recurrent states: the data of a session for layers that keep no keys and values.
 
-Such a layer keeps tensors of fixed size that stand for all tokens up to one position. Nothing leads back from there, so
-a session keeps the states of two positions: where it stands, and where its last step began. Position 0 needs none.
+Such a layer keeps tensors of fixed size that stand for all tokens up to one position. An earlier state cannot be
+computed from them, so a session keeps the states of two positions: the newest, and the one where its last step began.
+Position 0 needs no state.
 """
 
 from collections.abc import Mapping
@@ -13,16 +14,16 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 NUM_KEPT_STATES: Final = 3
-"""Of each layer, for one session: those of two positions, and the one that a step computes."""
+"""How many states a session has in memory for each layer: those of two positions, and the one being computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """The state of one layer. Its tensors are never written again, so sessions may share them.
+    """The state of one layer, in its dtype and on its device. It is never written again, so sessions may share it.
 
     Attributes:
         conv: `[1, channels, kernel]`, the newest inputs of a short convolution.
-        recurrent: `[1, heads, key size, value size]`; None where the layer has only the convolution.
+        recurrent: `[1, heads, key size, value size]`; None if the layer has only the convolution.
     """
 
     conv: Tensor
@@ -30,14 +31,14 @@ class LayerState:
 
     @classmethod
     def of(cls, layer: LinearAttentionLayer) -> Self:
-        """What the library's cache of a layer holds, which is to be used no more. Raises ValueError if it never was."""
+        """Takes over the tensors of the library's cache of a layer. Raises ValueError if it has computed nothing."""
         conv = layer.conv_states[0]
         if conv is None:
             raise ValueError("the layer has computed nothing")
         return cls(conv, layer.recurrent_states[0])
 
     def to_layer(self) -> LinearAttentionLayer:
-        """A copy as the library's cache, which goes on from here and changes it in place."""
+        """Copies the state into a cache of the library, which continues from it and changes it in place."""
         layer = LinearAttentionLayer()
         layer.conv_states[0], layer.conv_kernel_size[0] = self.conv.clone(), self.conv.shape[-1]
         layer.is_conv_states_initialized[0] = layer.has_previous_state[0] = True
@@ -47,7 +48,7 @@ class LayerState:
         return layer
 
     def shape(self) -> Self:
-        """A state of this shape, dtype and device that takes no memory; it cannot be read."""
+        """Returns a state of the same shape, dtype and device that takes no memory and has no numbers."""
         return type(self)(*(tensor.new_empty(()).expand(tensor.shape) for tensor in self.tensors))
 
     @property
@@ -60,7 +61,7 @@ class LayerState:
 
 
 LayerStates = Mapping[int, LayerState]
-"""By index of the layer within the server's span."""
+"""The states of layers, by the layer's index within the server's span."""
 
 _NOTHING: Final[LayerStates] = MappingProxyType({})
 
@@ -69,7 +70,7 @@ class SessionStates:
     """The states of one session, by position.
 
     Attributes:
-        computed: of the step that is computed; they count from its commit on.
+        computed: the states, by layer, of the step that is being computed; they are kept at its commit.
     """
 
     def __init__(self) -> None:
@@ -85,36 +86,36 @@ class SessionStates:
 
     @property
     def min_position(self) -> int:
-        """From here to the newest position there is a state everywhere."""
+        """The lowest position from which all positions up to the newest have states."""
         newest = max(self._kept, default=0)
         return newest - 1 if newest - 1 in self else newest
 
     def nearest(self, position: int) -> int:
-        """The highest position, up to this one, of which there is a state."""
+        """The highest position, up to `position`, that has states."""
         return max((each for each in self._kept if each <= position), default=0)
 
     def at(self, position: int) -> LayerStates:
-        """Raises KeyError where they are not kept."""
+        """The states at a position; empty for position 0. Raises KeyError if they are not kept."""
         return self._kept[position] if position else _NOTHING
 
     def commit(self, position: int) -> None:
-        """What was computed are the states at this position; those where the step began stay."""
+        """Keeps the computed states as those of `position`, and of the older ones only those where the step began."""
         newest = max(self._kept, default=0)
         began = {newest: self._kept[newest]} if newest else {}
         self._kept = {**began, position: self.computed}
         self.computed = {}
 
     def truncate(self, position: int) -> None:
-        """Forgets what is beyond a position."""
+        """Forgets the states after a position."""
         self._kept = {each: states for each, states in self._kept.items() if each <= position}
         self.computed = {}
 
     def arrive(self, position: int, states: LayerStates) -> None:
-        """States that were computed elsewhere; whatever was kept before is of no use."""
+        """Replaces all states by states that another server computed."""
         self._kept = {position: states} if position else {}
 
     def share(self) -> "SessionStates":
-        """The same ones, for another session."""
+        """Returns the same states for another session."""
         twin = SessionStates()
         twin._kept = dict(self._kept)
         return twin

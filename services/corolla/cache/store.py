@@ -1,4 +1,4 @@
-"""The keys and values themselves: for each layer two tensors over all pages, and what one session has of them."""
+"""Stores keys and values: two tensors over all pages for each layer, and each session's access to them."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -17,16 +17,17 @@ from corolla.wire.span import Span
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """Which layers of a span share page tables.
+    """The groups of layers of a span that share page tables.
 
-    Layers with the same window need the same tokens. So that pages of all groups have one size and come from one pool,
-    kinds of layers are cut into groups of as many layers as the rarest kind has; a page holds its tokens for the
-    layers of one group. That is how vLLM's hybrid KV cache manager divides its memory.
+    Layers with the same window need the same tokens. Pages of all groups have one size and come from one pool. So each
+    kind of layers is cut into groups of as many layers as the rarest kind has; a page holds its tokens for the layers
+    of one group. vLLM's hybrid KV cache manager divides its memory in the same way.
 
     Attributes:
-        windows: of the groups; None where a token sees all before it.
-        layer_indices: of each layer: its group, and its index within that. Layers without keys and values have none.
-        layers_per_group: layers of the largest group.
+        windows: the window of each group; None if a token sees all tokens before it.
+        layer_indices: for each layer its group, and its index within the group; `(0, 0)`, without a meaning, for
+            layers without keys and values.
+        layers_per_group: the number of layers of the largest group.
     """
 
     windows: tuple[int | None, ...]
@@ -35,13 +36,18 @@ class LayerGroups:
 
     @classmethod
     def of(cls, windows: Sequence[int | None], pageless: Collection[int] = ()) -> "LayerGroups":
-        """Args: windows of the span's layers, in order; which of these keep no keys and values."""
+        """Groups layers by their windows.
+
+        Args:
+            windows: the window of each layer of the span, in order.
+            pageless: indices of the layers that keep no keys and values.
+        """
         layers_by_window: dict[int | None, list[int]] = {}
         for layer, window in enumerate(windows):
             if layer not in pageless:
                 layers_by_window.setdefault(window, []).append(layer)
         if not layers_by_window:
-            # Tokens are counted by pages all the same.
+            # One group without layers remains, since the session's tokens are still counted in pages.
             return cls((None,), ((0, 0),) * len(windows), 1)
         layers_per_group = min(map(len, layers_by_window.values()))
         group_windows: list[int | None] = []
@@ -57,24 +63,24 @@ class LayerGroups:
 class KVStore:
     """Keys and values of all sessions of a server.
 
-    The tensors of a layer are `[num_pages * page_tokens, key heads, head_dim]`, slot by slot, as the paged caches of
-    flash attention have them; the slots of a token are the same in all layers of its group. They are made at a
-    layer's first use. On a CPU untouched memory costs nothing.
+    The tensors of a layer are `[num_pages * page_tokens, key heads, head_dim]`, slot by slot, like the paged caches of
+    flash attention. A token has the same slot in all layers of a group. The tensors are made at a layer's first use; on
+    a CPU, memory that was never written costs nothing.
 
     Args:
-        num_pages: of the server.
-        page_tokens: tokens of a page.
+        num_pages: the number of pages of the server.
+        page_tokens: the number of tokens of a page.
         windows: for each layer of the span, how many tokens a token sees, itself included; None for all.
-        max_step_tokens: new tokens of one step of one session, at most.
-        has_scratch_page: whether there is one more page, for what no session will read. It is none of the pool's.
-        codec: how keys and values are stored; None: as they are. What `layer` gives is encoded, then.
-        recurrent: layers of the span that keep a recurrent state.
-        pageless: those that keep no keys and values.
-        num_state_pages: pages that stand for the memory of one session's recurrent states.
+        max_step_tokens: the most new tokens of one step of one session.
+        has_scratch_page: whether to add a page outside of the pool, for numbers that no session will read.
+        codec: encodes keys and values, so that `layer` returns encoded tensors; None: they are stored as computed.
+        recurrent: indices of the layers of the span that keep a recurrent state.
+        pageless: indices of the layers that keep no keys and values.
+        num_state_pages: how many pages stand for the memory of one session's recurrent states.
 
     Attributes:
-        scratch_page: id of that page; None where there is none.
-        state_shapes: of the recurrent layers that were used.
+        scratch_page: the id of the scratch page; None without one.
+        state_shapes: the shapes of the states of recurrent layers that were used, by layer.
     """
 
     def __init__(
@@ -104,16 +110,18 @@ class KVStore:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page in the tensors that were made."""
+        """The bytes of one page in all tensors that were made."""
         made = (tensors for tensors in self._tensors if tensors is not None)
         return sum(keys.nbytes + values.nbytes for keys, values in made) // self._num_pages
 
     def group_of(self, layer: int) -> int:
-        """Which of a session's page tables a layer uses; a pageless one uses none."""
+        """The index of the page table that a layer uses; without a meaning for a pageless layer."""
         return self.groups.layer_indices[layer][0]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, `[num_slots, key heads, head_dim]` each, as stored; head sizes may differ.
+        """The stored keys and values of a layer, `[num_slots, key heads, head_dim]` each; their head sizes may differ.
+
+        With a codec they are int8, and `head_dim` is the codec's `stored_size`; else they have their computed dtype.
 
         Raises:
             ValueError: the layer was never used.
@@ -124,11 +132,12 @@ class KVStore:
         return tensors
 
     def layer_like(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """As `layer`; makes the tensors if there are none.
+        """Like `layer`, but makes the tensors if they do not exist yet.
 
         Args:
-            layer: index within the span.
-            keys: `[..., key heads, head_dim]`, of which shape, dtype and device are taken; values likewise.
+            layer: the layer's index within the span.
+            keys: computed keys `[..., key heads, head_dim]`, whose shape, dtype and device new tensors follow.
+            values: the same for values.
         """
         index = self.groups.layer_indices[layer][1]
         if self._tensors[index] is None:
@@ -136,18 +145,18 @@ class KVStore:
         return self.layer(layer)
 
     def encoded(self, numbers: Tensor) -> Tensor:
-        """Keys or values as they are stored."""
+        """Converts keys or values `[..., head_dim]` to their stored form `[..., stored size]`, on the same device."""
         return numbers if self.codec is None else self.codec.encode(numbers)
 
     def decoded(self, stored: Tensor) -> Tensor:
-        """What is stored, as keys or values."""
+        """Converts stored numbers `[..., stored size]` to keys or values `[..., head_dim]`, on the same device."""
         return stored if self.codec is None else self.codec.decode(stored)
 
     def new_cache(self) -> "SessionCache":
         return SessionCache(self)
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies whole pages, from and to, in all layers."""
+        """Copies whole pages in all layers; `copies` are pairs of source and target."""
         page_tokens = self.pool.page_tokens
         for tensors in self._tensors:
             for tensor in tensors or ():
@@ -165,12 +174,13 @@ class KVStore:
 
 
 class SessionCache(SessionPages):
-    """What one session has of a store.
+    """The pages and states of one session in a store.
 
     Attributes:
         blocks: the run of blocks whose keys and values it holds; None before the first step.
-        states: of recurrent layers; None where the span has no such layer. With them, a session goes on only from where
-            a state was kept, and finds nothing in the prefix cache: pages alone are not all of a prefix.
+        states: the states of recurrent layers; None if the span has no such layers. A session with states continues
+            only from positions with a kept state, and does not use the prefix cache, since pages alone are not the
+            whole prefix.
     """
 
     def __init__(self, store: KVStore) -> None:
@@ -181,7 +191,7 @@ class SessionCache(SessionPages):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages and states that it holds; shared ones count, too."""
+        """The bytes of all pages and states that the session holds, shared ones included."""
         num_pages = sum(table.num_pages for table in self.tables)
         return num_pages * self.store.page_bytes + (0 if self.states is None else self.states.nbytes)
 
@@ -213,19 +223,19 @@ class SessionCache(SessionPages):
             self.states.truncate(num_tokens)
 
     def clear(self) -> None:
-        """Gives everything back, the room too; what comes next may be of other blocks."""
+        """Gives all pages and states back, promised pages included. The next tokens may belong to other blocks."""
         super().clear()
         self.blocks = None
         if self.states is not None:
             self.states.truncate(0)
 
     def prepare(self, position: int, num_tokens: int) -> None:
-        """Before a step is computed: its pages are there, and may be written.
+        """Prepares the pages of a step before it is computed, so that they exist and may be written.
 
-        Where a page cannot be copied, the session no longer holds the tokens on it: its own page is in place already.
+        If copying a shared page fails, the session loses the tokens on it, since its own page is already in place.
 
         Raises:
-            OutOfPages: the step goes beyond what was reserved, and there is no more.
+            OutOfPages: the step exceeds the reserved tokens, and the pool has too few pages.
         """
         if copies := self.make_writable(position, num_tokens):
             try:
@@ -235,7 +245,7 @@ class SessionCache(SessionPages):
                 raise
 
     def gather(self, layer: int, end: int, start: int = 0) -> tuple[Tensor, Tensor]:
-        """Keys and values of positions `[start, end)`, `[key heads, end - start, head_dim]` each; see `gathered`."""
+        """Copies the decoded keys and values of positions `[start, end)`, `[key heads, end - start, head_dim]` each."""
         extents = self.extents(end, start, self.store.group_of(layer))
         keys, values = (self.store.decoded(gathered(tensor, extents)) for tensor in self.store.layer(layer))
         return keys, values
@@ -252,9 +262,9 @@ class SessionCache(SessionPages):
 
 
 def gathered(tensor: Tensor, extents: Sequence[Extent]) -> Tensor:
-    """A copy of these slots, `[key heads, tokens, head_dim]`.
+    """Copies slots of a tensor `[slots, key heads, head_dim]` of any dtype to `[key heads, tokens, head_dim]`.
 
-    It is laid out as the library lays its own caches out: where the numbers lie decides how products round.
+    The copy has the memory layout of the library's own caches, since the layout decides how products round.
     """
     parts = [tensor.narrow(0, start, count) for start, count in extents]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(0, 1).contiguous()

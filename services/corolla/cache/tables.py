@@ -1,4 +1,4 @@
-"""Page tables: which pages a session has in one group of layers, and what a sliding window lets go. Pure."""
+"""Page tables: the pages of a session in one group of layers, and the pages that a sliding window frees. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from corolla.cache.pages import PagePool
 
 Extent = tuple[int, int]
-"""A run of slots: the first one, and how many. Slot `s` is token `s % page_tokens` of page `s // page_tokens`."""
+"""A run of slots: the first slot and the number. Slot `s` is token `s % page_tokens` of page `s // page_tokens`."""
 
 Copies = list[tuple[int, int]]
-"""Pages to copy, from and to."""
+"""Pairs of pages to copy: source and target."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRule:
-    """How long a group of layers needs its tokens.
+    """The rule for how long a group of layers needs its tokens.
 
     Attributes:
-        window: tokens that a token sees, itself included; None for all.
-        max_step_tokens: new tokens of one step; as many can be taken back although the window has moved on.
+        window: how many tokens a token sees, itself included; None for all.
+        max_step_tokens: the most new tokens of one step. As many can be taken back although the window has moved on.
     """
 
     window: int | None = None
@@ -26,11 +26,11 @@ class GroupRule:
 
     @property
     def num_kept_tokens(self) -> int | None:
-        """Tokens before the next one that are never given back; None for all."""
+        """How many tokens before the next one are never given back; None for all."""
         return None if self.window is None else self.window - 1 + self.max_step_tokens
 
     def worst_case(self, pool: PagePool, max_tokens: int) -> int:
-        """Pages that a session of `max_tokens` tokens may hold at once."""
+        """The most pages that a session of `max_tokens` tokens may hold at once."""
         num_pages = pool.pages_for(max_tokens)
         if self.num_kept_tokens is None:
             return num_pages
@@ -39,9 +39,9 @@ class GroupRule:
 
 
 class PageTable:
-    """The pages of one session in one group of layers: those of the tokens from `first_token` on, in order.
+    """The pages of one session in one group of layers, in order, for the tokens from `first_token` on.
 
-    Invariant: it holds no more pages than it was promised, from the first step of its session on.
+    Invariant: from the first step of the session on, the table holds at most the pages that it was promised.
     """
 
     def __init__(self, pool: PagePool, rule: GroupRule) -> None:
@@ -59,17 +59,17 @@ class PageTable:
 
     @property
     def pages(self) -> Sequence[int]:
-        """Ids of the pages that it holds, in the order of their tokens."""
+        """The ids of the pages that the table holds, in the order of their tokens."""
         return self._pages
 
     @property
     def has_window(self) -> bool:
-        """Whether tokens fall out of sight."""
+        """Whether a sliding window frees the pages of old tokens."""
         return self._rule.num_kept_tokens is not None
 
     @property
     def first_token(self) -> int:
-        """Position of the first token that is held."""
+        """The position of the first token that is held."""
         return self._first * self._pool.page_tokens
 
     @property
@@ -80,11 +80,11 @@ class PageTable:
         return self.first_token + self._rule.window - 1
 
     def num_written_pages(self, num_tokens: int) -> int:
-        """Pages that hold the first `num_tokens` tokens, as far as they are still there."""
+        """The number of held pages among those of the first `num_tokens` tokens."""
         return max(0, self._pool.pages_for(num_tokens) - self._first)
 
     def page(self, index: int) -> int | None:
-        """Id of the session's page `index`; None for one that was given back, or not taken yet."""
+        """The id of the session's page `index`; None if it was given back or not taken yet."""
         at = index - self._first
         return self._pages[at] if 0 <= at < len(self._pages) else None
 
@@ -92,16 +92,16 @@ class PageTable:
         return self._rule.worst_case(self._pool, max_tokens)
 
     def resize(self, max_tokens: int) -> None:
-        """Holds pages for so many tokens from now on, within what was promised for them."""
+        """Changes the table to hold pages for `max_tokens` tokens, within the promise."""
         self._num_wanted = self._pool.pages_for(max_tokens)
         self._cut(min(self._num_wanted, self._first + self.num_promised))
         self._fill()
 
     def make_writable(self, position: int, num_tokens: int) -> Copies:
-        """Makes the pages of new tokens present and its own.
+        """Makes sure that the pages of new tokens exist and belong to this table alone.
 
         Returns:
-            Copies to make before anything is written: of pages that others hold, too.
+            The copies of shared pages to make before the new tokens are written.
         """
         if position == 0 and self._first:
             self.clear()
@@ -124,7 +124,7 @@ class PageTable:
             self._pages[index - self._first] = page
         self._pool.release(old)
         self._runs = None
-        # Only the first page can have tokens before the new ones.
+        # Only the first of these pages can have tokens before the new ones.
         return [(old[0], new[0])] if shared[0] * page_tokens < position else []
 
     def slide(self, num_tokens: int) -> None:
@@ -134,7 +134,7 @@ class PageTable:
             self.release_before(max(0, num_tokens - kept))
 
     def release_before(self, token: int) -> None:
-        """Gives back the whole pages before a token, as if the window had moved on."""
+        """Gives back the whole pages before a token, as if the window had moved past them."""
         num_gone = min(token // self._pool.page_tokens - self._first, len(self._pages))
         if num_gone > 0:
             self._pool.release(self._pages[:num_gone])
@@ -143,19 +143,19 @@ class PageTable:
             self._runs = None
 
     def clear(self) -> None:
-        """Gives all pages back; the promise stands."""
+        """Gives all pages back; the promise remains."""
         self._pool.release(self._pages)
         self._set(0, [])
 
     def share(self, num_tokens: int) -> "PageTable":
-        """A table with the same pages for the first tokens, and no promise."""
+        """Returns a table with the same pages for the first `num_tokens` tokens, and without a promise."""
         twin = PageTable(self._pool, self._rule)
         twin._set(self._first, self._pages[: max(0, self._pool.pages_for(num_tokens) - self._first)])
         self._pool.share(twin._pages)
         return twin
 
     def adopt(self, twin: "PageTable", num_tokens: int) -> None:
-        """Takes another table's pages of the first tokens over, and keeps its own behind them."""
+        """Takes the pages of a twin's first `num_tokens` tokens, and keeps its own pages after them."""
         twin._cut(self._pool.pages_for(num_tokens))
         end = twin._first + len(twin._pages)
         room = max(0, self.num_promised - len(twin._pages))
@@ -166,20 +166,20 @@ class PageTable:
         twin._set(0, [])
 
     def hold_cached(self, first: int, pages: list[int]) -> None:
-        """Holds pages of the prefix cache instead of what it held; the first of them is the session's page `first`."""
+        """Replaces all held pages by pages of the prefix cache; the first one becomes the session's page `first`."""
         self._pool.share(pages)
         self._pool.release(self._pages)
         self._set(first, pages)
 
     def num_needed_pages(self) -> int | None:
-        """Pages right before a page's first token that the token sees; None for all."""
+        """How many pages directly before a page its first token sees; None for all."""
         return None if self._rule.window is None else self._pool.pages_for(self._rule.window - 1)
 
     def extents(self, start: int, end: int) -> tuple[Extent, ...]:
-        """The slots of positions `[start, end)`, merged into runs.
+        """Returns the slots of positions `[start, end)`, merged into runs.
 
         Raises:
-            ValueError: not all of them are held.
+            ValueError: the table does not hold all of them.
         """
         page_tokens = self._pool.page_tokens
         if start < self.first_token or end > (self._first + len(self._pages)) * page_tokens:
@@ -197,7 +197,7 @@ class PageTable:
         return tuple(extents)
 
     def slot(self, position: int) -> int:
-        """The slot of one position. Raises ValueError where it is not held."""
+        """Returns the slot of one position. Raises ValueError if the table does not hold it."""
         index, within = divmod(position, self._pool.page_tokens)
         page = self.page(index)
         if page is None:
@@ -205,7 +205,7 @@ class PageTable:
         return page * self._pool.page_tokens + within
 
     def _merged(self) -> list[tuple[int, int, int]]:
-        """Runs of pages: index of the first one, its id, and how many."""
+        """The runs of pages with consecutive ids: index and id of the first page, and the number of pages."""
         if self._runs is None:
             runs: list[tuple[int, int, int]] = []
             for index, page in enumerate(self._pages, self._first):

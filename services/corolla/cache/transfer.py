@@ -1,4 +1,4 @@
-"""Keys and values of one session, and its recurrent states, as bytes for another server, whose pages lie otherwise."""
+"""Copies keys, values and recurrent states of a session as bytes for another server, which has other pages."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,10 +18,11 @@ class TokenCopy:
     """The keys and values of the tokens `[position, position + num_tokens)` in some layers.
 
     Attributes:
-        first_tokens: for each layer the first token that is still held; those before were given back.
-        payload: for each layer keys, then values, `[tokens, key heads, head_dim]`, as the cache stores them; pageless
-            layers have none.
-        has_states: whether the payload ends with the states of recurrent layers at `end`, which is all of the session.
+        first_tokens: for each layer the first token that is still held; earlier tokens were given back.
+        payload: for each layer keys, then values, `[tokens, key heads, head_dim]`, in the dtype and form in which the
+            cache stores them; no bytes for pageless layers.
+        has_states: whether the states of recurrent layers at `end` follow in the payload; `end` is then the end of the
+            session.
     """
 
     position: int
@@ -36,12 +37,12 @@ class TokenCopy:
 
 
 def token_bytes(store: KVStore, layers: range) -> int:
-    """Bytes of one token in these layers."""
+    """The bytes of one token in these layers."""
     return sum(tensor[0].nbytes for layer in _paged(store, layers) for tensor in store.layer(layer))
 
 
 def state_bytes(store: KVStore, layers: range) -> int:
-    """Bytes of the recurrent states of a session in these layers."""
+    """The bytes of a session's recurrent states in these layers."""
     return sum(store.state_shapes[layer].nbytes for layer in layers if layer in store.recurrent)
 
 
@@ -53,14 +54,14 @@ def _paged(store: KVStore, layers: range) -> list[int]:
 def read_tokens(
     cache: SessionCache, layers: range, position: int, num_tokens: int, *, has_states: bool = False
 ) -> TokenCopy:
-    """Copies a part of what a session holds.
+    """Copies a part of a session's tokens.
 
     Args:
-        layers: of the session, counted from the first of the server's span.
-        has_states: with the states of recurrent layers, behind the last token of the session.
+        layers: the session's layers, counted from the first layer of the server's span.
+        has_states: whether to add the states of recurrent layers; the part must end with the session's last token.
 
     Raises:
-        ValueError: it does not hold so many tokens, or more although its states are asked for.
+        ValueError: the session holds fewer tokens, or it holds more although its states are asked for.
     """
     if position + num_tokens > cache.num_tokens:
         raise ValueError("tokens that are not there cannot be copied")
@@ -88,13 +89,13 @@ def read_tokens(
 
 @torch.inference_mode()
 def write_tokens(cache: SessionCache, layers: range, copy: TokenCopy) -> None:
-    """Adds what was copied elsewhere, behind what a session holds already; it forgets what it holds beyond.
+    """Writes a copy from another server into a session's cache, which first forgets the tokens from its position on.
 
     Raises:
-        MalformedMessage: the payload has another size than these layers' tokens, holds what is no finite number, or
-            tokens are missing that this cache cannot do without.
-        OutOfPages: it goes beyond what was reserved.
-        ValueError: the cache cannot go on from there.
+        MalformedMessage: the payload has the wrong size for these layers, or numbers that are not finite; or tokens are
+            missing that this cache needs.
+        OutOfPages: the tokens exceed the reserved ones, and the pool has too few pages.
+        ValueError: the cache cannot continue from that position.
     """
     _check_first_tokens(cache, layers, copy)
     expected = sum(
@@ -108,7 +109,7 @@ def write_tokens(cache: SessionCache, layers: range, copy: TokenCopy) -> None:
     whole = torch.frombuffer(copy.payload, dtype=torch.uint8) if copy.payload else torch.empty(0, dtype=torch.uint8)
     payload = whole[:expected]
     states = _states(cache.store, layers, whole[expected:]) if num_state_bytes else {}
-    # Before anything is written: one such number would spoil every later token of the session.
+    # This is checked before anything is written: one such number would spoil every later token of the session.
     if expected and not _are_finite(cache.store, layers, copy, payload):
         raise MalformedMessage("payload", "keys and values must be finite numbers")
     if not all(bool(tensor.isfinite().all()) for state in states.values() for tensor in state.tensors):
@@ -124,7 +125,7 @@ def write_tokens(cache: SessionCache, layers: range, copy: TokenCopy) -> None:
 
 
 def _states(store: KVStore, layers: range, payload: Tensor) -> dict[int, LayerState]:
-    """The states of recurrent layers, which are the whole payload."""
+    """Reads the states of recurrent layers from uint8 `[bytes]`, which contains nothing else."""
     states: dict[int, LayerState] = {}
     offset = 0
     for layer in layers:
@@ -141,7 +142,7 @@ def _states(store: KVStore, layers: range, payload: Tensor) -> dict[int, LayerSt
 
 
 def _paged_firsts(store: KVStore, layers: range, copy: TokenCopy) -> list[tuple[int, int]]:
-    """Of layers with keys and values: the layer, and its first token."""
+    """Pairs each layer that has keys and values with its first token."""
     firsts = zip(layers, copy.first_tokens, strict=True)
     return [(layer, first) for layer, first in firsts if layer not in store.pageless]
 
@@ -161,14 +162,14 @@ def _are_finite(store: KVStore, layers: range, copy: TokenCopy, payload: Tensor)
 
 
 def give_back(cache: SessionCache, layers: range, first_tokens: Sequence[int]) -> None:
-    """Gives back the pages of tokens that the session did not hold where it came from."""
+    """Gives back the pages of tokens that the session no longer held on the sending server."""
     for layer, first in zip(layers, first_tokens, strict=True):
         if layer not in cache.store.pageless:
             cache.tables[cache.store.group_of(layer)].release_before(first)
 
 
 def _check_first_tokens(cache: SessionCache, layers: range, copy: TokenCopy) -> None:
-    """Layers of one group give back the same tokens, whole pages of this cache, and only behind a window."""
+    """Checks that layers of one group lack the same tokens: whole pages of this cache, and only before a window."""
     firsts: dict[int, int] = {}
     for layer, first in zip(layers, copy.first_tokens, strict=True):
         if layer in cache.store.pageless:
@@ -184,7 +185,7 @@ def _check_first_tokens(cache: SessionCache, layers: range, copy: TokenCopy) -> 
 
 
 def _pieces(cache: SessionCache, layers: range, copy: TokenCopy, payload: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Runs of slots, and the bytes that belong there."""
+    """Yields runs of slots `[tokens, key heads, head_dim]` of the cache, each with its part of the uint8 payload."""
     offset = 0
     for layer, first in _paged_firsts(cache.store, layers, copy):
         start = max(copy.position, first)

@@ -1,1 +1,1 @@
-"""The whole stack as processes on one machine."""
+"""Runs the whole stack as processes on one machine."""

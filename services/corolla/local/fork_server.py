@@ -1,4 +1,4 @@
-"""The parent's end of the process that starts and holds all children; see `corolla.local.fork_server_process`."""
+"""Controls, from the parent, the process that starts all children; see `corolla.local.fork_server_process`."""
 
 import json
 import signal
@@ -17,7 +17,7 @@ _TITLE_LENGTH = 80
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """A child's end; `status` is negative for a signal's number."""
+    """The end of a child process. `status` is the exit status, or the negative number of the signal that killed it."""
 
     name: str
     pid: int
@@ -25,7 +25,7 @@ class Exit:
 
     @property
     def how(self) -> str:
-        """In words."""
+        """The end of the child in words."""
         if self.status >= 0:
             return f"ended with status {self.status}"
         try:
@@ -35,7 +35,7 @@ class Exit:
 
 
 class ForkServer:
-    """Starts children by name, and knows which live. Safe to use from several threads."""
+    """Starts children by name, and knows which of them live. Safe to use from several threads."""
 
     def __init__(self, environment: Mapping[str, str], log: Path) -> None:
         self._changed = threading.Condition()
@@ -44,7 +44,7 @@ class ForkServer:
         self._warm_s: list[float] = []
         with log.open("ab") as log_file:
             self._process = subprocess.Popen(
-                # Titles are written over this command line; the last argument only makes room for them.
+                # Titles later overwrite this command line; the last argument only makes room for them.
                 [sys.executable, "-m", "corolla.local.fork_server_process", "-" * _TITLE_LENGTH],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -70,10 +70,10 @@ class ForkServer:
         *,
         title: str = "",
     ) -> None:
-        """Starts `main(arguments)` of a module as the child `name`, once what was asked before is done.
+        """Starts `main(arguments)` of a module as the child `name`, after all earlier commands are done.
 
         Args:
-            title: what `ps` shows of it; `corolla NAME` if not given.
+            title: the command line that `ps` shows; `corolla NAME` if not given.
         """
         birth = Birth(name, module, list(arguments), dict(environment), str(log), title or f"corolla {name}")
         with self._changed:
@@ -86,7 +86,7 @@ class ForkServer:
         self._command({"do": "signal", "name": name, "number": number})
 
     def pid(self, name: str) -> int | None:
-        """None while the child does not live."""
+        """The process id of a child; None while it does not live."""
         with self._changed:
             return self._pids.get(name)
 
@@ -96,13 +96,13 @@ class ForkServer:
             return name not in self._pids
 
     def take_exits(self) -> list[Exit]:
-        """The ends since the last call."""
+        """Returns the ends of children since the last call."""
         with self._changed:
             exits, self._exits = self._exits, []
             return exits
 
     def wait_gone(self, names: Sequence[str], timeout_s: float) -> list[str]:
-        """Waits until the children have ended; returns those that have not."""
+        """Waits until the children have ended. Returns the names of those that still live after `timeout_s`."""
         give_up = time.monotonic() + timeout_s
         with self._changed:
             while remaining := [name for name in names if name in self._pids]:
@@ -114,7 +114,7 @@ class ForkServer:
 
     @property
     def warm_s(self) -> float:
-        """Seconds that imports took so far."""
+        """The seconds that imports have taken so far."""
         return sum(self._warm_s)
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class ForkServer:
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
             self._process.stdin.flush()
         except (BrokenPipeError, ValueError):
-            # It has ended, and the children with it; the reader reports that.
+            # The process has ended, and the children with it; the reader reports that.
             return
 
     def _read(self) -> None:
@@ -147,7 +147,7 @@ class ForkServer:
                 if event["event"] == "started":
                     self._pids[event["name"]] = event["pid"]
                 elif event["event"] == "exited":
-                    # It may have been started again meanwhile.
+                    # The child may have been started again meanwhile.
                     if self._pids.get(event["name"]) == event["pid"]:
                         del self._pids[event["name"]]
                     self._exits.append(Exit(event["name"], event["pid"], event["status"]))

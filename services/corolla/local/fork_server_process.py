@@ -1,11 +1,11 @@
-"""The process whose children are all services of a local stack.
+"""The fork server: the process whose children are all services of a local stack.
 
 Importing torch and transformers takes seconds of processor time, which a machine with few cores would spend again for
 every service. This process imports them once and forks. It never starts a thread, opens a gRPC object or computes, so a
 fork copies nothing that would break.
 
-It lives no longer than whoever started it: when its standard input ends, or its parent is another one than before, all
-children get SIGTERM and, seconds later, SIGKILL. The kernel kills them as well should this process itself vanish.
+It does not outlive its parent. When its standard input ends, or its parent process changes, all children get SIGTERM
+and, seconds later, SIGKILL. If this process itself vanishes, the kernel kills them.
 
 Commands come in on standard input and events go out on standard output, one JSON object a line;
 `corolla.local.fork_server` is the other end.
@@ -36,10 +36,10 @@ _PR_SET_NAME: Final = 15
 
 @dataclass(frozen=True)
 class Birth:
-    """What a new child is to run: `main(arguments)` of a module, with its output in the file `log`.
+    """The order for a new child: it runs `main(arguments)` of a module, with its output in the file `log`.
 
     Attributes:
-        title: what `ps` shows of it.
+        title: the command line that `ps` shows.
     """
 
     name: str
@@ -54,21 +54,21 @@ class ForkServerProcess:
     """Reads commands, starts and signals children, and reports their ends."""
 
     def __init__(self) -> None:
-        # Forking after imports is only safe where no framework starts threads by itself.
+        # Forking after imports is only safe on systems whose frameworks start no threads by themselves.
         self._context: Any = multiprocessing.get_context("fork" if _IS_LINUX else "spawn")
         self._parent = os.getppid()
         self._children: dict[str, BaseProcess] = {}
         self._buffer = b""
 
     def run(self) -> None:
-        """Returns when all is over."""
-        # A terminal's Ctrl-C is for whoever started this, who stops the children in order.
+        """Obeys commands until the input ends or the parent is gone. Returns when all children have ended."""
+        # A terminal's Ctrl-C is meant for the parent, which stops the children in order.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # Who started this may ignore the ends of children; this process asks for their status.
+        # The parent may have set SIGCHLD to be ignored, but this process needs the status of its children.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         while os.getppid() == self._parent:
             self._report_ends()
-            # No child's sentinel is waited for: that of Redis, which becomes another program, fires when it does so.
+            # Children's sentinels are not waited for: that of Redis fires when the child becomes another program.
             if not wait([0], _POLL_S):
                 continue
             data = os.read(0, 1 << 16)
@@ -92,7 +92,7 @@ class ForkServerProcess:
             return
         started = time.perf_counter()
         for module in modules:
-            # Whoever needs the module will say better what is wrong with it.
+            # If the import fails, the child that needs the module reports the error better.
             with contextlib.suppress(Exception):
                 importlib.import_module(module)
         gc.collect()
@@ -123,7 +123,7 @@ class ForkServerProcess:
 
 
 def run_child(birth: Birth, fork_server: int) -> None:
-    """Runs in the child: becomes what was asked for, and ends with its status."""
+    """Runs in the child: prepares the process, calls the module's `main` and exits with its status."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if _IS_LINUX:
         kernel = ctypes.CDLL(None)
@@ -145,12 +145,12 @@ def run_child(birth: Birth, fork_server: int) -> None:
 
 
 def show_title(title: str) -> None:
-    """Sets the command line that `ps` shows of this process, where Linux lets it: cut to the length of the first one.
+    """Sets the command line that `ps` shows for this process, if Linux permits it, cut to the original length.
 
-    The kernel reads it from the memory that held the arguments at the start, so that is written over.
+    The kernel reads it from the memory that held the arguments at the start, so this memory is overwritten.
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
-        # The name, in parentheses, may contain spaces; fields are counted behind it. See proc(5): arg_start, arg_end.
+        # The name in parentheses may contain spaces, so fields are counted after it. See proc(5): arg_start, arg_end.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         start, end = int(fields[45]), int(fields[46])
         if 0 < start < end:
@@ -159,13 +159,13 @@ def show_title(title: str) -> None:
 
 
 def _signal(child: BaseProcess, number: int) -> None:
-    # A child whose end this process has not noticed still owns its number.
+    # Until this process has read the status of a child that ended, the kernel does not reuse its process id.
     if child.exitcode is None and child.pid is not None:
         os.kill(child.pid, number)
 
 
 def _tell(event: str, **facts: Any) -> None:
-    # Nobody may be left to hear it.
+    # The parent may have ended.
     with contextlib.suppress(OSError):
         os.write(1, json.dumps({"event": event, **facts}).encode() + b"\n")
 

@@ -1,4 +1,4 @@
-"""The certificates of a stack on this machine."""
+"""Issues the certificates of a stack on this machine."""
 
 import shutil
 from pathlib import Path
@@ -16,17 +16,17 @@ _HERE: Final = ("127.0.0.1", "localhost", "::1")
 
 
 class StackIdentities:
-    """Signs for the processes of one stack, and for the user's own programs; what it wrote goes with the stack.
+    """Issues certificates for the processes of one stack and for the user's own programs; `remove` deletes them.
 
     Args:
-        router: its address, by which other programs find theirs.
+        router: the router's address, by which other programs find their certificates.
 
     Attributes:
-        folder: for all that only the user may read.
-        operator: how the stack itself reaches its processes.
+        folder: a folder that only the user may read, for the certificates and other secrets.
+        operator: the network with which the stack itself reaches its processes.
 
     Raises:
-        StartupError: the folder cannot be made, or written to.
+        StartupError: the folder cannot be made, or files in it cannot be written.
     """
 
     def __init__(self, router: str) -> None:
@@ -37,7 +37,7 @@ class StackIdentities:
         self.operator = Network.of(self.folder / Role.OPERATOR.value)
 
     def folder_of(self, role: Role, name: str) -> Path:
-        """The certificate of a process; the same one each time that it is started."""
+        """The folder with a process's certificate, which stays the same when the process is started again."""
         folder = self.folder / name
         if not folder.exists():
             self._issue(folder, role, name)

@@ -1,4 +1,4 @@
-"""A stack's log files: the folder that they are in, and each of them, read while it grows."""
+"""Finds the folder of a stack's log files, and reads them while they grow."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ _NUM_KEPT_LOG_FOLDERS: Final = 20
 
 
 class LogFile:
-    """One child's log. Reading never disturbs the child."""
+    """The log file of one child. Reading it never disturbs the child."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -18,7 +18,7 @@ class LogFile:
         self._rest = b""
 
     def new_lines(self) -> list[str]:
-        """Whole lines since the last call."""
+        """Returns the whole lines that were written since the last call."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -30,7 +30,7 @@ class LogFile:
         return [line.decode(errors="replace") for line in lines]
 
     def last_lines(self, num_lines: int = 12) -> list[str]:
-        """The end of the file, without disturbing `new_lines`."""
+        """Returns the last lines of the file, without any effect on `new_lines`."""
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:
@@ -39,13 +39,13 @@ class LogFile:
 
 
 def state_folder() -> Path:
-    """`$XDG_STATE_HOME/corolla`, else `~/.local/state/corolla`."""
+    """The folder for state files: `$XDG_STATE_HOME/corolla`, else `~/.local/state/corolla`."""
     given = os.environ.get("XDG_STATE_HOME")
     return (Path(given) if given else Path.home() / ".local" / "state") / "corolla"
 
 
 def new_log_folder() -> Path:
-    """A folder of its own for each start; only the newest ones are kept."""
+    """Names a new log folder for this start, and deletes all but the newest old ones."""
     logs = state_folder() / "logs"
     for old in sorted(logs.glob("2*"))[: 1 - _NUM_KEPT_LOG_FOLDERS]:
         shutil.rmtree(old, ignore_errors=True)

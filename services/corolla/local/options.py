@@ -1,4 +1,4 @@
-"""What a local stack is to look like."""
+"""The options of a local stack."""
 
 import itertools
 from collections.abc import Mapping
@@ -14,26 +14,26 @@ DEFAULT_HTTP_PORT = 8080
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackOptions:
-    """A local stack.
+    """The processes of a local stack, and how they run.
 
     Attributes:
-        model: checkpoint folder, GGUF file, hub id or "demo".
-        num_servers: block servers; without `blocks` they get even parts of the model.
+        model: a checkpoint folder, GGUF file, hub id or "demo".
+        num_servers: the number of block servers; without `blocks` they get even parts of the model.
         blocks: spans such as "0:10,10:30", one server for each; "auto" lets the router choose; empty is even parts.
-        port: of the client service; None takes the usual one if it is free, 0 any free one.
-        http_port: of the client service's HTTP, likewise.
-        router_port: of the router, likewise.
-        redis_url: of a running Redis; None starts an embedded one.
-        host: address that the client service listens on; everything else stays on the loopback address.
-        dtype: of weights, cache and wire.
-        quantization: of the block servers' weights: "none", "int8", "int4" or "packed".
+        port: the port of the client service; None takes the usual port if it is free, 0 any free port.
+        http_port: the port of the client service's HTTP, likewise.
+        router_port: the port of the router, likewise.
+        redis_url: the address of a running Redis; None starts an embedded one.
+        host: the address on which the client service listens; all other processes use the loopback address.
+        dtype: the dtype of weights, cache and wire.
+        quantization: the quantization of the block servers' weights: "none", "int8", "int4" or "packed".
         num_threads: torch threads of each process.
-        log_folder: where each process gets its log file.
+        log_folder: the folder in which each process gets its log file.
         environment: more variables for all processes, such as `COROLLA_LEASE_MS`.
-        is_secure: whether the processes show each other certificates, and Redis asks for a password.
+        is_secure: whether processes show each other certificates, and Redis asks for a password.
         restarts: whether a process that dies is started again.
-        start_timeout_s: seconds until all must be ready, once the model is there.
-        grace_s: seconds that a process gets to end by itself.
+        start_timeout_s: how many seconds the start may take after the model has been found.
+        grace_s: how many seconds a process gets to end by itself.
     """
 
     model: str = "demo"
@@ -56,15 +56,15 @@ class StackOptions:
 
 
 def server_blocks(options: StackOptions, num_blocks: int, head_blocks: float = 0.0) -> list[str]:
-    """What each block server is ordered to hold: `start:end`, or `auto`.
+    """Returns the `blocks` setting of each block server: `start:end`, or `auto`.
 
-    Even parts have the same work; the last one has the head, too.
+    Even parts mean equal work, with the head as part of the last server's work.
 
     Args:
-        head_blocks: as many blocks are as much work as the head.
+        head_blocks: how many blocks cost as much work as the head.
 
     Raises:
-        SettingsError: the spans are not such, leave blocks out, or there are more servers than blocks.
+        SettingsError: the spans are not valid or leave blocks out, or there are more servers than blocks.
     """
     if options.blocks == "auto":
         return ["auto"] * options.num_servers
@@ -77,7 +77,7 @@ def server_blocks(options: StackOptions, num_blocks: int, head_blocks: float = 0
     part = (num_blocks + head_blocks) / options.num_servers
     bounds = [0]
     for num_following in reversed(range(1, options.num_servers)):
-        # Everybody gets a block.
+        # Each server gets at least one block.
         bounds.append(min(max(round(part * len(bounds)), bounds[-1] + 1), num_blocks - num_following))
     return [f"{start}:{end}" for start, end in itertools.pairwise([*bounds, num_blocks])]
 
@@ -89,10 +89,10 @@ def _given_spans(blocks: str, num_blocks: int) -> list[str]:
         start, _, end = span.partition(":")
         if not (start.isdecimal() and end.isdecimal() and int(start) < int(end) <= num_blocks):
             raise SettingsError(
-                f"--blocks: {span!r} is no span of this model; write start:end with 0 <= start < end <= {num_blocks}"
+                f"--blocks: {span!r} is not a span of this model; write start:end with 0 <= start < end <= {num_blocks}"
             )
         covered.update(range(int(start), int(end)))
     missing = sorted(set(range(num_blocks)) - covered)
     if missing:
-        raise SettingsError(f"--blocks: nobody would hold block {missing[0]} of 0 to {num_blocks - 1}")
+        raise SettingsError(f"--blocks: no server would hold block {missing[0]} of 0 to {num_blocks - 1}")
     return spans

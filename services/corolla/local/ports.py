@@ -1,4 +1,4 @@
-"""Ports of this machine: given ones are checked, others are found."""
+"""Checks the ports that are given, and finds free ports for the others."""
 
 import errno
 import random
@@ -7,14 +7,14 @@ import sys
 
 from corolla.chassis.errors import StartupError
 
-# Below what the system hands out to outgoing connections, one of which might take a port before its server does.
+# The range lies below the ports of outgoing connections, which might otherwise take a port before its server does.
 _FIRST, _LAST = 20_000, 32_000
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Raises StartupError when the host is none of this machine, or the port is reserved."""
+    """Whether a port is free. Raises StartupError if the host is not this machine, or the port is reserved."""
     with socket.socket() as probe:
-        # As servers do it: a port whose connections of yesterday still linger is free.
+        # Servers set this option, too: a port on which only closed connections linger is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -27,48 +27,48 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 class Ports:
-    """Hands out ports, none of them twice.
+    """Hands out ports, each only once.
 
-    A process listens a while after it got its port. Until then, and when it is started again, another stack of this
-    machine could take it; so each is held by a socket that does not listen, as long as this object lives. Systems other
-    than Linux do not let two sockets have a port in this way; there nothing is held.
+    A process begins to listen some time after it got its port. Until then, and while it is started again, another stack
+    on this machine could take the port. So a socket that does not listen holds each port as long as this object lives.
+    Systems other than Linux do not let two sockets share a port in this way, so ports are not held there.
     """
 
     def __init__(self) -> None:
         self._held: dict[int, socket.socket | None] = {}
 
     def given(self, port: int, what: str, host: str = "127.0.0.1") -> int:
-        """The port asked for. Raises StartupError when it is taken."""
+        """Takes a given port. Raises StartupError if it is not free."""
         if port in self._held or not is_free(port, host):
             raise StartupError(f"port {port} for the {what} is taken; choose another one, or stop what listens there")
         self._held[port] = _hold(port, host, shares=True)
         return port
 
     def free(self, preferred: int | None = None, host: str = "127.0.0.1") -> int:
-        """The preferred port if it is free, else any free one."""
+        """Takes the preferred port if it is free, else any free port."""
         if preferred is not None and preferred not in self._held and is_free(preferred, host):
             return self.given(preferred, "", host)
         for port in random.sample(range(_FIRST, _LAST), 200):
             if port not in self._held and is_free(port, host):
                 try:
                     self._held[port] = _hold(port, host, shares=False)
-                except OSError:  # another one holds it, or connections of yesterday linger
+                except OSError:  # another stack holds it, or closed connections linger
                     continue
                 return port
         raise StartupError("no free port was found")
 
     def close(self) -> None:
-        """Lets go of them."""
+        """Releases all ports that are held."""
         for held in self._held.values():
             if held is not None:
                 held.close()
 
 
 def _hold(port: int, host: str, *, shares: bool) -> socket.socket | None:
-    """A socket with which others may have the port, too, from now on.
+    """Makes a socket that holds a port, and lets other sockets bind it, too.
 
     Args:
-        shares: whether somebody may have it already who does not listen; else that raises OSError.
+        shares: whether another socket that does not listen may have the port already; if not, that raises OSError.
     """
     if sys.platform != "linux":
         return None

@@ -1,6 +1,6 @@
-"""Finds the model before anything needs it, so that one process fetches it and not every one at once.
+"""Finds or fetches the model before other processes need it, so that not all of them fetch it at once.
 
-Runs as a child of its own, since fetching starts threads, which its parent never does; what it finds it writes to its
+It runs as a child of its own, since fetching starts threads, which its parent must not do. It writes the result to its
 output as a JSON line.
 """
 
@@ -13,13 +13,13 @@ from corolla.chassis.errors import StartupError
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`arguments` is the model's name or folder. What it writes is the outcome: `prepared` or `failed`."""
+    """Finds the model whose name or folder is in `arguments`, and writes the event `prepared` or `failed`."""
     (model,) = arguments
     from corolla.models.checkpoint import Checkpoint
 
     try:
         checkpoint = Checkpoint.from_pretrained(model)
-        # The servers hold all blocks between them.
+        # All blocks are fetched, since the servers together hold all of them.
         checkpoint.fetch()
         head_blocks = checkpoint.head_blocks()
     except StartupError as failure:

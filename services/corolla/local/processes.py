@@ -1,4 +1,4 @@
-"""What each process of a local stack is started with."""
+"""Builds the arguments and environment of each process of a local stack."""
 
 import os
 from collections.abc import Mapping
@@ -22,11 +22,11 @@ class ManagedProcess:
 
     Attributes:
         name: "redis", "router", "client" or "server-1" and so on.
-        module: whose `main(arguments)` it runs.
-        address: host:port where it serves.
-        control_address: of a block server: host:port of its gRPC; of the others that is `address`.
-        blocks: of a block server: what it was ordered to hold.
-        metrics_port: where it serves its metrics, on the loopback address; 0 for Redis, which has none.
+        module: the module whose `main(arguments)` the process runs.
+        address: the `host:port` at which it serves.
+        control_address: a block server's `host:port` for gRPC; empty for other processes, whose gRPC is at `address`.
+        blocks: a block server's setting of its blocks; empty for other processes.
+        metrics_port: the port of its metrics, on the loopback address; 0 for Redis, which has no such port.
     """
 
     name: str
@@ -40,18 +40,18 @@ class ManagedProcess:
 
     @property
     def title(self) -> str:
-        """What `ps` shows: role, span and port, as `corolla block-server 0:15 :50052`."""
+        """The command line that `ps` shows: role, span and port, such as `corolla block-server 0:15 :50052`."""
         role = "block-server" if self.is_block_server else self.name
         return " ".join(["corolla", role, *filter(None, [self.blocks]), f":{self.address.rpartition(':')[2]}"])
 
     @property
     def rpc_address(self) -> str:
-        """Where its health is asked for."""
+        """The address of its health service."""
         return self.control_address or self.address
 
     @property
     def role(self) -> Role | None:
-        """Which its certificate names; None for Redis, which has none."""
+        """The role in its certificate; None for Redis, which has no certificate."""
         if self.is_block_server:
             return Role.BLOCK
         return next((role for role in (Role.CLIENT, Role.ROUTER) if self.name.startswith(role.value)), None)
@@ -67,7 +67,7 @@ def redis_process(folder: Path, address: str, configuration: Path) -> ManagedPro
 
 
 def router_process(folder: Path, port: int, metrics_port: int) -> ManagedProcess:
-    # The address of Redis may hold a password, so it goes by the environment.
+    # The address of Redis may contain a password, so it is passed in the environment, not as an argument.
     arguments = ("router", "--port", str(port), "--host", LOOPBACK, "--metrics-port", str(metrics_port))
     log = LogFile(folder / "router.log")
     return ManagedProcess("router", SERVICE_MODULE, arguments, f"{LOOPBACK}:{port}", log, metrics_port=metrics_port)
@@ -97,17 +97,17 @@ def client_process(options: StackOptions, port: int, http_port: int, metrics_por
     arguments = ["client", "--model", options.model, "--router", router, "--port", str(port), "--host", options.host]
     arguments += ["--http-port", str(http_port), "--metrics-port", str(metrics_port)]
     arguments += ["--dtype", options.dtype, "--quantization", options.quantization]
-    # Whoever listens on every interface is reached on the loopback one from here.
+    # A service that listens on every interface is reached at the loopback address from here.
     host = LOOPBACK if options.host in ("0.0.0.0", "") else options.host  # noqa: S104
     log = LogFile(options.log_folder / "client.log")
     return ManagedProcess("client", SERVICE_MODULE, tuple(arguments), f"{host}:{port}", log, metrics_port=metrics_port)
 
 
 def child_environment(options: StackOptions, redis_url: str) -> dict[str, str]:
-    """This process's environment, with what helps several processes that share few cores."""
+    """Returns this process's environment with settings that help several processes to share few cores."""
     threads = str(options.num_threads)
     fixed: Mapping[str, str] = {
-        # OpenMP and BLAS read these once, when torch and numpy are imported.
+        # OpenMP and BLAS read these only when torch and numpy are imported.
         **OPENMP_WAITING,
         "OMP_NUM_THREADS": threads,
         "OPENBLAS_NUM_THREADS": threads,
@@ -123,10 +123,10 @@ def child_environment(options: StackOptions, redis_url: str) -> dict[str, str]:
         "COROLLA_GRACE_S": str(options.grace_s / 2),
     }
     offline = {"HF_HUB_OFFLINE": "1"} if options.model == "demo" or Path(options.model).expanduser().exists() else {}
-    # The command line says these to each process; a variable of the surroundings is not meant for all of them.
+    # Each process gets these by its arguments; a variable of the environment is not meant for all processes.
     own = {key: value for key, value in os.environ.items() if key not in _OF_ONE_PROCESS}
-    # The page shows loads as they change. Servers share the processors: with more microbatches than there are
-    # processors for, each would only be smaller. Variables of the surroundings go before these.
+    # The page shows loads as they change, so loads are pushed often. Servers share the processors: more microbatches
+    # than run at once would only be smaller. Variables of the environment override these two.
     num_at_once = max(1, available_cores() // max(1, options.num_threads))
     shared = {"COROLLA_LOAD_PUSH_INTERVAL_S": "1", "COROLLA_MAX_MICROBATCHES": str(num_at_once)}
     return {**shared, **own, **fixed, **offline, **options.environment}

@@ -1,4 +1,4 @@
-"""Whether a process serves: its gRPC health, or Redis's answer to a ping."""
+"""Finds out whether a process serves, by its gRPC health or Redis's answer to a ping."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ _OPTIONS = [
 
 
 class Probe:
-    """Asks one gRPC service how it is."""
+    """Asks one gRPC service for its health and, if it is the router, for the placement."""
 
     def __init__(self, address: str, credentials: grpc.ChannelCredentials | None = None) -> None:
         self._channel = (
@@ -31,7 +31,7 @@ class Probe:
         )
 
     def is_serving(self) -> bool:
-        # The published annotations of this stub lack its method.
+        # The published type annotations of this stub lack the method.
         stub: Any = health_pb2_grpc.HealthStub(self._channel)
         try:
             answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
@@ -40,7 +40,7 @@ class Probe:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     def placement(self, model: str) -> router_pb2.Placement | None:
-        """Of a router; None when it does not answer."""
+        """The placement that a router knows; None if it does not answer."""
         try:
             return RouterServiceStub(self._channel).GetPlacement(
                 router_pb2.GetPlacementRequest(model=model), timeout=_TIMEOUT_S
@@ -53,19 +53,19 @@ class Probe:
 
 
 def knows_a_chain(client_address: str) -> bool:
-    """Whether the client service has heard of servers for all blocks."""
+    """Whether the client service knows servers for all blocks."""
     with Client(client_address, timeout=_TIMEOUT_S) as client:
         try:
             return all(model.ready for model in client.models())
         except Unauthenticated:
-            # It wants a key, which is not for us to know. It learns of changes within a second.
+            # The service asks for a key, which the stack does not have. It learns of changes within a second anyway.
             return True
         except CorollaError:
             return False
 
 
 def redis_answers(url: str) -> bool:
-    """Raises ValueError when the address is none of Redis."""
+    """Whether Redis answers at the address. Raises ValueError if the address is not valid for Redis."""
     connection = redis.Redis.from_url(url, socket_connect_timeout=_TIMEOUT_S, socket_timeout=_TIMEOUT_S)
     try:
         return bool(connection.ping())

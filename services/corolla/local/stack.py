@@ -1,4 +1,4 @@
-"""A whole stack as processes on this machine: Redis, router, block servers and client service."""
+"""Runs a whole stack as processes on this machine: Redis, router, block servers and client service."""
 
 import json
 import math
@@ -32,8 +32,8 @@ from corolla.v1 import router_pb2
 from corolla.wire.network import Network
 
 _POLL_S = 0.05
-# What children import, and have already when they are forked: while one is at work, the fork server imports what the
-# next ones need.
+# The modules that children import. While one child works, the fork server imports the modules of the next children, so
+# that these have them when they are forked.
 _MODULES_OF_PREPARATION = ("corolla.models.checkpoint",)
 _MODULES_OF_ROUTER_AND_CLIENT = ("corolla.router.service", "corolla.client.service")
 _MODULES_OF_BLOCK_SERVERS = ("corolla.block_server.service",)
@@ -41,18 +41,18 @@ _STOP_ORDER = (("client",), ("server",), ("router",), ("redis",))
 
 
 class Stack:
-    """Starts, watches and stops the processes; nothing survives it, whatever ends it.
+    """Starts, watches and stops the processes. All of them end with this process, however it ends.
 
         with Stack(StackOptions(log_folder=folder, num_servers=3)) as stack:
             Client(stack.client_address).generate("hello")
 
     Attributes:
-        client_address: host:port of the client service.
-        http_address: host:port of its HTTP.
-        router_address: host:port of the router.
-        redis_url: of the Redis that it uses.
-        model_name: what the services call the model; known once `start` returned.
-        start_s: seconds that `start` took by its stages.
+        client_address: the `host:port` of the client service.
+        http_address: the `host:port` of its HTTP.
+        router_address: the `host:port` of the router.
+        redis_url: the address of the Redis that the stack uses.
+        model_name: the name that the services give the model; known once `start` has returned.
+        start_s: the seconds that each stage of `start` took.
     """
 
     def __init__(self, options: StackOptions) -> None:
@@ -75,7 +75,7 @@ class Stack:
 
     @property
     def page_url(self) -> str:
-        """Of the page that the client service shows."""
+        """The address of the page that the client service shows."""
         return f"http://{self.http_address}/"
 
     @property
@@ -89,18 +89,18 @@ class Stack:
 
     @property
     def operator(self) -> Network:
-        """How to reach what only operators may ask."""
+        """The network with the operator's certificate, for calls that only operators may make."""
         return self._identities.operator if self._identities is not None else Network()
 
     def pid(self, name: str) -> int | None:
-        """Process id of "redis", "router", "client" or "server-1" and so on; None while it does not live."""
+        """The process id of "redis", "router", "client", "server-1" and so on; None while it does not live."""
         return self._fork_server.pid(name) if self._fork_server else None
 
     def start(self, report: Report = ignore) -> None:
         """Returns once every process serves and every block has a server.
 
         Raises:
-            StartupError: the sentence says what went wrong, with the last lines of the log of a process that died.
+            StartupError: the start failed; the message ends with the last lines of the log of a process that died.
         """
         self._report = report
         started = time.perf_counter()
@@ -129,7 +129,7 @@ class Stack:
         report(StackEvent("ready", "stack", f"ready after {ended - started:.1f} s"))
 
     def placement(self) -> router_pb2.Placement | None:
-        """Who holds what, as the router says; None when it does not answer."""
+        """The placement that the router knows; None if it does not answer."""
         probe = self._probes.get("router")
         return probe.placement(self.model_name) if probe else None
 
@@ -141,10 +141,10 @@ class Stack:
             self._fork_server.signal(name, number)
 
     def launch(self, process: ManagedProcess, environment: Mapping[str, str] | None = None) -> None:
-        """Starts a process of the stack, or starts it again. Another one of this name takes its place, or is added.
+        """Starts a process of the stack, or starts it again. A new process replaces the one with its name, or is added.
 
         Args:
-            environment: more variables for just this start.
+            environment: more variables, only for this start.
         """
         if self._processes.get(process.name) != process:
             self._plan([process])
@@ -159,15 +159,15 @@ class Stack:
         return probe.is_serving() if probe else readiness.redis_answers(self.redis_url)
 
     def take_exits(self) -> list[Exit]:
-        """The ends of processes since the last call."""
+        """Returns the ends of processes since the last call."""
         return self._fork_server.take_exits() if self._fork_server else []
 
     def stop(self) -> None:
-        """Ends all processes, those that use others first. May be called twice."""
+        """Ends all processes, beginning with those that use others. May be called twice."""
         self._stopping.set()
         if self._supervisor is not None:
             self._supervisor.stop()
-        # Before the services end: gRPC prints their GOAWAY on the console of a process that is still connected.
+        # Probes close before the services end: gRPC prints a service's GOAWAY on the console of a connected process.
         for probe in self._probes.values():
             probe.close()
         self._probes.clear()
@@ -235,7 +235,7 @@ class Stack:
         try:
             answers = readiness.redis_answers(url)
         except ValueError:
-            raise StartupError("the address of Redis is none; write redis://host:port/number") from None
+            raise StartupError("the address of Redis is not valid; write redis://host:port/number") from None
         if not answers:
             raise StartupError("no Redis answers at the given address; start it, or leave --redis-url out")
 
@@ -243,7 +243,7 @@ class Stack:
         """Finds or fetches the model, and starts the router, which takes only block servers of this model.
 
         Returns:
-            Its number of blocks, and how many the head is like.
+            Its number of blocks, and how many blocks cost as much work as the head.
         """
         if self._fork_server is None:
             raise StartupError("the stack was stopped")
@@ -272,7 +272,7 @@ class Stack:
             time.sleep(_POLL_S)
 
     def _expect(self, model: str, num_blocks: int) -> None:
-        """Has the router refuse other models, unless the surroundings say which ones there may be."""
+        """Lets the router refuse other models, unless the environment says which models it admits."""
         if not {",", "="} & set(model):
             self._environment.setdefault("COROLLA_MODELS", f"{model}={num_blocks}")
 
@@ -285,7 +285,7 @@ class Stack:
             for number, blocks in enumerate(spans, start=1)
         ]
         self._plan([*servers, self._client])
-        # The block servers register with the router as soon as they are up.
+        # The block servers register with the router as soon as they run, so it has to serve first.
         self._wait_until(lambda: self.is_serving("router"), "the router serves")
         for process in (*servers, self._client):
             self.launch(process)
@@ -314,7 +314,7 @@ class Stack:
         return {VARIABLE: str(self._identities.folder_of(process.role, process.name))}
 
     def _credentials_for(self, process: ManagedProcess) -> grpc.ChannelCredentials | None:
-        """What a process has to be shown that asks how another one is."""
+        """The credentials with which the stack asks a process for its health; None if it asks in the clear."""
         credentials = self.operator.credentials
         return credentials.for_channels() if credentials is not None and process.role is not Role.CLIENT else None
 
@@ -343,7 +343,7 @@ class Stack:
 
     def _stop_kind(self, fork_server: ForkServer, names: list[str]) -> None:
         for name in names:
-            # A stopped process would not hear the other signal.
+            # A process that was stopped by a signal does not act on SIGTERM before it continues.
             fork_server.signal(name, signal.SIGCONT)
             fork_server.signal(name, signal.SIGTERM)
         for name in fork_server.wait_gone(names, self.options.grace_s):

@@ -1,4 +1,4 @@
-"""Notices processes of a running stack that died, says so, and starts them again."""
+"""Notices when processes of a running stack die, reports it, and starts them again."""
 
 import threading
 import time
@@ -15,12 +15,12 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class StackEvent:
-    """One thing that happened.
+    """An event of a stack.
 
     Attributes:
-        kind: a "step" of the start, "ready" at its end, a "problem", or what was "recovered".
+        kind: a "step" of the start, "ready" at its end, a "problem", or "recovered" after a problem.
         source: the process that it is about, "model" or "stack".
-        text: for people.
+        text: a description for people.
     """
 
     kind: Literal["step", "ready", "problem", "recovered"]
@@ -36,14 +36,14 @@ def ignore(_event: StackEvent) -> None:
 
 
 class Supervisor:
-    """A thread next to a running stack.
+    """A thread that watches the processes of a running stack.
 
     Args:
-        processes: all of the stack.
+        processes: all processes of the stack.
         take_exits: returns the ends of processes since its last call.
-        launch: starts a process; None: none is started again.
-        is_serving: whether the process of this name answers that it is ready.
-        report: hears of problems and restarts.
+        launch: starts a process; None: dead processes are not started again.
+        is_serving: returns whether the process of this name answers that it is ready.
+        report: is called with each problem and restart.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Which adapter a session is computed with."""
+"""The name and version of an adapter, with which a session is computed."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,8 @@ class AdapterVersion:
     """An adapter as it was registered.
 
     Attributes:
-        digest: SHA-256 of its files, in hexadecimal: who has other bytes under the name has another version.
+        digest: SHA-256 of the adapter's files, in hexadecimal, so that other files under the same name are another
+            version.
     """
 
     name: str
@@ -30,11 +31,11 @@ class AdapterVersion:
 
     @classmethod
     def of(cls, message: common_pb2.AdapterVersion) -> Self:
-        """From the wire. Raises ValueError: it names no adapter."""
+        """Reads a version from its message. Raises ValueError if name or digest is not valid."""
         return cls(message.name, message.digest)
 
     def to_message(self) -> common_pb2.AdapterVersion:
-        """For the wire."""
+        """The message that describes this version."""
         return common_pb2.AdapterVersion(name=self.name, digest=self.digest)
 
 
@@ -43,7 +44,10 @@ def still_registered(
     now: Sequence[router_pb2.RegisteredAdapter],
     removed: Iterable[common_pb2.AdapterVersion],
 ) -> list[router_pb2.RegisteredAdapter]:
-    """What is registered `now`, then what was `before` and nobody took out: a store lost that with its memory."""
+    """Returns the adapters registered `now`, then those from `before` that are missing but were not removed.
+
+    A store that loses its memory also loses registrations; they stay valid here.
+    """
     names = {each.version.name for each in now}
     gone = {AdapterVersion.of(each) for each in removed}
     lost = [each for each in before if each.version.name not in names and AdapterVersion.of(each.version) not in gone]

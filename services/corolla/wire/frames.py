@@ -1,6 +1,6 @@
-"""Frames of the data plane: encoded without copying the tensor, and found again in a stream of bytes.
+"""Encodes frames of the data plane without copying their tensors, and finds frames in a stream of bytes.
 
-The layout stands in `protos/corolla/v1/blocks.proto`.
+`protos/corolla/v1/blocks.proto` describes the layout.
 """
 
 import struct
@@ -15,9 +15,9 @@ from corolla.v1 import blocks_pb2 as pb
 Buffer = bytes | bytearray | memoryview
 
 MAX_PROMPT_BYTES: Final = 32 << 20
-"""Of the trained prompts that one session brings to one hop."""
+"""The most bytes of trained prompts that one session brings to one hop."""
 MAX_TENANT_CHARS: Final = 256
-"""Of a tenant's name; routers keep no longer one either."""
+"""The most characters of a tenant's name; routers have the same limit."""
 
 _HEADER: Final = struct.Struct("<HBxII")
 _MAGIC: Final = 0x01C0
@@ -27,7 +27,7 @@ CONTROL_CLASSES: Final[dict[int, type[Message]]] = {
     for name, number in pb.FrameKind.items()
     if number != pb.FRAME_KIND_UNSPECIFIED
 }
-"""Every kind is named as its message: FRAME_KIND_GO_AWAY is GoAway."""
+"""The message class of each kind of frame. A kind is named after its message: FRAME_KIND_GO_AWAY is GoAway."""
 _KINDS: Final = {cls.DESCRIPTOR.full_name: kind for kind, cls in CONTROL_CLASSES.items()}
 
 
@@ -39,10 +39,10 @@ class Frame(NamedTuple):
 
 
 def encode(control: Message, payload: Buffer = b"") -> tuple[Buffer, ...]:
-    """The parts of one frame, to be written one behind the other; none is empty. The payload is not copied here."""
+    """Returns the parts of one frame, in the order in which to write them, without empty parts or copied payload."""
     control_bytes = control.SerializeToString()
     header = _HEADER.pack(_MAGIC, _KINDS[control.DESCRIPTOR.full_name], len(control_bytes), len(payload))
-    # From Python 3.12 on, asyncio's `writelines` never gets rid of an empty part at the end, and the loop spins.
+    # In Python 3.12 and later, asyncio's `writelines` never drops an empty last part, and the event loop spins.
     return tuple(part for part in (header, control_bytes, payload) if len(part))
 
 
@@ -50,7 +50,7 @@ class FrameParser:
     """Finds the frames in a stream of bytes, however it is cut into pieces.
 
     Args:
-        max_frame_bytes: of one frame, header and all; what announces to be larger is refused before it is kept.
+        max_frame_bytes: the most bytes of a frame with its header. A frame whose header says more is refused at once.
     """
 
     def __init__(self, max_frame_bytes: int) -> None:
@@ -60,7 +60,7 @@ class FrameParser:
         self._num_needed = _HEADER.size
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """The frames that `data` completes, in order. Consume all of them before the next call.
+        """Yields the frames that `data` completes, in order. Consume all of them before the next call.
 
         Raises:
             MalformedMessage: a frame is too large, of an unknown kind or not of this protocol.
@@ -79,16 +79,16 @@ class FrameParser:
                 break
             yield frame
             offset = end
-        # Copied, so that little that is left does not hold on to much that is done with.
+        # The small rest is copied, so that it does not keep the large buffer alive.
         self._pieces = [bytes(view[offset:])]
         self._num_bytes, self._num_needed = len(view) - offset, end - offset
 
 
 def _read_frame(view: memoryview, offset: int) -> tuple[Frame | None, int]:
-    """The frame at `offset`, or None where it is not complete; and where it ends, or its header if that is not there.
+    """Returns the frame at `offset`, or None if it is incomplete, and the end of the frame or of its missing header.
 
     Raises:
-        MalformedMessage: of an unknown kind, or not of this protocol.
+        MalformedMessage: the frame is of an unknown kind, or does not belong to this protocol.
     """
     payload_start = offset + _HEADER.size
     if payload_start > len(view):
@@ -104,5 +104,5 @@ def _read_frame(view: memoryview, offset: int) -> tuple[Frame | None, int]:
     try:
         control = cls.FromString(bytes(view[control_start:payload_start]))
     except DecodeError:
-        raise MalformedMessage("frame", f"the control part is no {cls.DESCRIPTOR.name}") from None
+        raise MalformedMessage("frame", f"the control part cannot be read as {cls.DESCRIPTOR.name}") from None
     return Frame(control, view[payload_start:end]), end

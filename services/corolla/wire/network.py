@@ -1,4 +1,4 @@
-"""How a process reaches the others and they reach it: in the clear, or with certificates of both ends."""
+"""Connects a process to the others in both directions: in the clear, or with mutual TLS."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,13 +28,13 @@ _SERVERS: Final = frozenset({Role.BLOCK})
 
 @dataclass(frozen=True)
 class Network:
-    """What a composition root hands to its parts.
+    """The connections that a process can make and accept; its composition root passes this to its parts.
 
     Attributes:
         channels: opens gRPC channels to routers.
         connect: begins streams to block servers.
-        listen: takes a port for streams.
-        credentials: of this process; None: everything goes in the clear, and nobody is asked who they are.
+        listen: binds a port for streams.
+        credentials: the certificate and key of this process; None without mutual TLS.
     """
 
     channels: Channels = open_channel
@@ -44,7 +44,7 @@ class Network:
 
     @classmethod
     def of(cls, tls_dir: Path | None) -> Self:
-        """Raises SettingsError when the folder does not hold what it should."""
+        """Makes a network from a folder of certificates; None: without TLS. Raises SettingsError if files are wrong."""
         if tls_dir is None:
             return cls()
         credentials = Credentials(tls_dir)
@@ -52,11 +52,11 @@ class Network:
         return cls(renewed_channels(credentials), streams, credentials=credentials)
 
     def open_channel(self, address: str) -> grpc.aio.Channel:
-        """A gRPC channel with the certificates of now."""
+        """Opens a gRPC channel with the current certificates."""
         return open_channel(address, self.credentials.for_channels() if self.credentials is not None else None)
 
     def rpc_credentials(self) -> grpc.ServerCredentials | None:
-        """For the gRPC servers of this process."""
+        """The credentials for the gRPC servers of this process; None without mutual TLS."""
         return self.credentials.for_rpc_servers() if self.credentials is not None else None
 
     def service_handler(
@@ -67,7 +67,7 @@ class Network:
         *,
         max_request_bytes: int = MAX_CONTROL_REQUEST_BYTES,
     ) -> grpc.GenericRpcHandler:
-        """Handlers of a service between services: each method is for the roles that `trust/authorisation` lists."""
+        """Makes the handlers of an internal service. Methods admit only the roles that `trust/authorisation` lists."""
         return service_handler(
             service,
             servicer,
@@ -79,26 +79,26 @@ class Network:
         )
 
     def capabilities(self, fingerprint: str) -> Capabilities | None:
-        """Of the sessions of a model; None where nobody is asked who they are."""
+        """Signs and verifies the opens of a model's sessions; None without mutual TLS."""
         return Capabilities(self.credentials, fingerprint) if self.credentials is not None else None
 
     def start_renewal(self, tasks: TaskGroup) -> None:
-        """From now on, changed certificates are taken, and what stands goes on with them."""
+        """Begins to watch the certificate files, so that open connections also change to new certificates."""
         if self.credentials is not None:
             tasks.start_restartable(self.credentials.files.run, "watched_files")
 
     @property
     def servers(self) -> StreamTrust | None:
-        """Whom streams may lead to."""
+        """The trust for streams from this process, which may lead to block servers only; None without mutual TLS."""
         return StreamTrust(self.credentials, _SERVERS) if self.credentials is not None else None
 
     @property
     def callers(self) -> StreamTrust | None:
-        """Who may begin streams to a block server."""
+        """The trust for streams to this block server, from the roles that may send Hello; None without mutual TLS."""
         return StreamTrust(self.credentials, FRAMES[pb.Hello]) if self.credentials is not None else None
 
     async def _check_role(self, call: Call[Any]) -> None:
-        """Finds out who calls. Raises RoleDenied: they may not."""
+        """Reads the caller's identity. Raises RoleDenied if its role may not call the method."""
         if self.credentials is not None:
             end_once_unbelieved(call, self.credentials.witness_call(call.context.auth_context()))
             caller = workload_of_call(call.context.auth_context())

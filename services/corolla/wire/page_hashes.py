@@ -1,4 +1,4 @@
-"""By which digests client services and hops name the pages of a text. Pure."""
+"""Computes the digests by which client services and hops name the pages of a text. Pure."""
 
 import hashlib
 import struct
@@ -11,10 +11,11 @@ HASH_BYTES: Final = 16
 
 
 def page_hashes(token_ids: Sequence[int], page_tokens: int, salt: bytes = b"") -> bytes:
-    """One digest for each whole page of a text, end to end: of the page's token ids and the digest before.
+    """Returns the digests of a text's whole pages, concatenated. Each covers its page's ids and the digest before.
 
-    So the same digest means the same text from its beginning. BLAKE2b with 128 bits: two texts that meet by chance are
-    not to be expected, and only one's own tenant could look for them. With a salt, only who knows it.
+    So equal digests mean that the texts are equal from their beginning. With 128 bits of BLAKE2b, collisions by chance
+    are not to be expected, and only callers of the same tenant could search for one; with a salt, only those that know
+    it.
     """
     hashes = bytearray()
     before = hashlib.blake2b(salt, digest_size=HASH_BYTES).digest() if salt else b""
@@ -26,11 +27,11 @@ def page_hashes(token_ids: Sequence[int], page_tokens: int, salt: bytes = b"") -
 
 
 class TextDigests:
-    """One text, as hops with pages of one size or another know it; most have the same size.
+    """The digests of one text for hops with pages of several sizes, of which most have the same size.
 
     Args:
-        token_ids: of the text.
-        salt: texts with another one are others.
+        token_ids: the ids of the text.
+        salt: a text with another salt has other digests.
     """
 
     def __init__(self, token_ids: Sequence[int], salt: bytes = b"") -> None:
@@ -39,7 +40,7 @@ class TextDigests:
         self._by_page_tokens: dict[int, pb.ExpectedText] = {}
 
     def of(self, page_tokens: int) -> pb.ExpectedText:
-        """For pages of `page_tokens`, at least 1."""
+        """The text's digests for pages of `page_tokens` tokens, at least 1; computed at the first call for a size."""
         text = self._by_page_tokens.get(page_tokens)
         if text is None:
             hashes = page_hashes(self._token_ids, page_tokens, self._salt)

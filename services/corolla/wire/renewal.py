@@ -1,17 +1,17 @@
-"""Streams that live longer than the certificates they were opened with, at the end that calls.
+"""The caller's end of streams that live longer than the certificates with which they were opened.
 
-Once either end has another certificate, the caller opens another connection, and the old one drains:
+Once either end has a new certificate, the caller opens another connection, and the old one drains:
 
     caller                                 server
                          <-- old --        GoAway, unless it is the caller's certificate that has changed
         Hello            -- new -->        with the stream id of the old one
                          <-- new --        Welcome
-        GoAway, is_last  -- old -->        what follows from the server is on the new one
+        GoAway, is_last  -- old -->        the server's next frames come on the new one
                          <-- old --        GoAway, is_last
 
-Until the server's last frame on the old connection has come, what the caller sends waits for the new one, and what came
-there waits, too. So no frame is lost, and none overtakes another. Where no other connection comes about, the old one
-stays until its certificates end.
+Until the server's last frame on the old connection has come, the caller's frames wait for the new connection, and the
+frames that arrived there wait, too. So no frame is lost, and none overtakes another. If no new connection succeeds, the
+stream stays on the old one until its certificates end.
 """
 
 import asyncio
@@ -33,13 +33,13 @@ from corolla.wire.stream import FrameStream, Stream, StreamCause, StreamEnd
 log = logging.getLogger(__name__)
 
 _ATTEMPT_INTERVAL_S: Final = 2.0
-"""From one other connection to the next, however often a server asks."""
+"""The shortest time between two attempts to open another connection, however often a server asks."""
 _FRAME_BYTES: Final = 256
-"""What a frame that waits takes in addition to its parts."""
+"""Bytes that a waiting frame counts in addition to its control part and payload."""
 
 
 class RenewedStream:
-    """A `Stream` that goes over to another connection when certificates change, if it begins with Hello."""
+    """A `Stream` that moves to another connection when certificates change. It must begin with Hello to do so."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class RenewedStream:
         self._hello, self._welcome = pb.Hello(), pb.Welcome()
         self._next: FrameStream | None = None
         self._next_attempt_s = 0.0
-        # The caller's last frame on the old connection was sent, and the server's has not come.
+        # The caller has sent its last frame on the old connection, and the server's last frame has not come.
         self._is_leaving = False
         self._unsent: list[Frame] = []
         self._untaken: list[Frame] = []
@@ -100,7 +100,7 @@ class RenewedStream:
         return connection
 
     def _renew(self) -> None:
-        """One end has another certificate: begins another connection, unless there is one, or was a moment ago."""
+        """Begins another connection since a certificate has changed, unless one exists or was tried a moment ago."""
         now_s = asyncio.get_running_loop().time()
         if not self._welcome.takes_stream_ids or self._next is not None or now_s < self._next_attempt_s:
             return
@@ -121,7 +121,7 @@ class RenewedStream:
             self._current.send(pb.GoAway(is_last=True))
             self._is_leaving = True
         else:
-            raise RoleDenied("the server of a stream that is to go on is not the one that it was")
+            raise RoleDenied("a stream cannot move to a server with another identity")
 
     def _take(self, frame: Frame) -> None:
         match frame.control:
@@ -152,17 +152,17 @@ class RenewedStream:
             raise
 
     def _wait(self, waiting: list[Frame], frame: Frame) -> None:
-        """Raises QueueFull: too many bytes wait already."""
+        """Adds a frame to those that wait for the move. Raises QueueFull if too many bytes wait already."""
         self._num_waiting_bytes += _FRAME_BYTES + frame.control.ByteSize() + len(frame.payload)
         if self._num_waiting_bytes > self._limits.max_waiting_bytes:
-            raise QueueFull("too much waits for a stream to go on over another connection")
+            raise QueueFull("too many bytes wait for a stream to move to another connection")
         waiting.append(frame)
 
     def _connections(self) -> list[FrameStream]:
         return [self._current] if self._next is None else [self._current, self._next]
 
     def _on_ended(self, connection: FrameStream, end: StreamEnd) -> None:
-        """The stream ends with its connection; while it goes over, with either of the two."""
+        """Ends the stream with its connection, or with either of the two while it moves."""
         if connection is self._next and not self._is_leaving:
             self._next = None
             if end.cause is not StreamCause.CLOSED:

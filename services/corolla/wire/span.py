@@ -28,23 +28,23 @@ class Span:
         return self.start <= other.start and other.end <= self.end
 
     def indices(self, blocks: "Span") -> range:
-        """Of `blocks`, counted from the first of this span. Raises ValueError: it does not hold them all."""
+        """The indices of `blocks`, counted from the span's first block. Raises ValueError if the span lacks some."""
         if not self.covers(blocks):
             raise ValueError(f"blocks {blocks} are not in the span {self}")
         return range(blocks.start - self.start, blocks.end - self.start)
 
     @classmethod
     def of(cls, message: common_pb2.BlockSpan) -> "Span":
-        """From the wire. Raises ValueError: it names no run of blocks."""
+        """Reads a span from its message. Raises ValueError if it is empty or begins below 0."""
         return cls(message.start, message.end)
 
     def to_message(self) -> common_pb2.BlockSpan:
-        """For the wire."""
+        """The message that describes this span."""
         return common_pb2.BlockSpan(start=self.start, end=self.end)
 
     @classmethod
     def parse(cls, text: str) -> "Span":
-        """Reads `"a:b"`; raises ValueError otherwise."""
+        """Reads a span from the text `"a:b"`. Raises ValueError for other text."""
         start, separator, end = text.partition(":")
         if not separator:
             raise ValueError(f"a span is written start:end, not {text!r}")
@@ -52,7 +52,7 @@ class Span:
 
 
 def gaps(spans: Iterable[Span], within: Span) -> list[Span]:
-    """The longest runs of blocks of `within` that no span covers, in order."""
+    """Returns the runs of blocks of `within` that no span covers, in order and as long as possible."""
     missing: list[Span] = []
     boundary = within.start
     for span in sorted(spans):

@@ -1,9 +1,9 @@
-"""One connection of the data plane: frames both ways over TCP, or over TLS where a trust is handed in.
+"""One connection of the data plane: frames in both directions over TCP, or over TLS if a trust is passed in.
 
 Each end first sends a greeting of eight bytes: `CRLL`, the version of this layout, and zero, as little-endian numbers
 of 16 bits. Frames follow back to back (`wire/frames`). Three kinds belong to the connection itself: Ping and Pong show
-that an end lives that has nothing to send, and End says why an end stops. `ended` says how the stream ended, whichever
-end stopped it. An end that was called sends GoAway while it has another certificate than the one that it showed.
+that a quiet end still lives, and End says why an end stops. `ended` says how the stream ended, whichever end stopped
+it. The end that was called sends GoAway while its certificate differs from the one that it showed.
 """
 
 import asyncio
@@ -47,11 +47,11 @@ _MAGIC: Final = b"CRLL"
 _COUNT: Final = struct.Struct("i")
 _BACKLOG: Final = 128
 _NUM_LOOKS: Final = 8
-"""How often a stream looks whether the other end is silent while it may be."""
+"""How often a stream looks within the time for which the other end may be silent."""
 
 
 class StreamState(Enum):
-    """Where a connection is. `ENDED` is final; a stream in `CLOSING` takes no more frames and writes those it has."""
+    """The state of a connection. `CLOSING` takes no more frames and writes those that wait; `ENDED` is final."""
 
     GREETING = "greeting"
     OPEN = "open"
@@ -78,7 +78,7 @@ class StreamCause(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """How a stream ended. `error` is what one end found wrong with it; None for the other causes."""
+    """How a stream ended. `error` is the fault that one end found if the cause is `FAILED`, else None."""
 
     cause: StreamCause
     error: CorollaError | None = None
@@ -86,16 +86,16 @@ class StreamEnd:
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
-    """What one stream may take, in seconds and bytes.
+    """The limits of one stream, in seconds and bytes.
 
     Attributes:
-        connect_s: until both ends have greeted each other, at the end that calls; then the stream ends as lost.
-        greeting_s: until the other end has sent its greeting, at the end that was called.
-        ping_after_s: of silence, then the other end is asked whether it lives.
-        silence_s: of silence, then the stream ends; more than `ping_after_s`.
-        flush_s: for what is still to be written when the stream is closed.
-        max_frame_bytes: of one frame that comes in.
-        max_waiting_bytes: that wait to be written because the other end does not read.
+        connect_s: how long the calling end waits until both ends have greeted each other; then the stream is lost.
+        greeting_s: how long the called end waits for the other end's greeting.
+        ping_after_s: after so much silence, a Ping asks the other end whether it lives.
+        silence_s: after so much silence, the stream ends; more than `ping_after_s`.
+        flush_s: how long a closed stream may still write the frames that wait.
+        max_frame_bytes: the most bytes of a frame that comes in.
+        max_waiting_bytes: the most bytes that wait to be written because the other end does not read.
     """
 
     connect_s: float = 3.0
@@ -114,96 +114,96 @@ _between_servers = StreamLimits()
 
 
 def between_servers() -> StreamLimits:
-    """What holds for a stream unless its owner says otherwise."""
+    """The default limits of a stream."""
     return _between_servers
 
 
 def from_callers() -> StreamLimits:
-    """What holds for streams that others begin. One that dies closes them; one that is held up may go on."""
+    """The limits of streams that others begin, with more patience: a dead caller's system closes its streams, and a
+    caller that is only held up should be able to continue."""
     return replace(
         _between_servers, ping_after_s=_CALLER_PING_S, silence_s=max(_CALLER_SILENCE_S, _between_servers.silence_s)
     )
 
 
 def tolerate_silence(silence_s: float) -> None:
-    """Streams of this process bear that the other end is silent for so long, where their owners do not say otherwise.
+    """Sets how long the other end may be silent, as a default for all streams of this process.
 
-    For machines that stop processes for seconds, where a frozen peer noticed late is the lesser evil.
+    It is for machines that stop processes for seconds, where it does less harm to notice a frozen peer late.
     """
     global _between_servers
     _between_servers = replace(_between_servers, silence_s=silence_s, connect_s=silence_s)
 
 
 Receiver = Callable[[Frame], None]
-"""Takes one frame, at once. Where it raises a CorollaError, the other end learns of it and the stream ends."""
+"""Handles one frame, at once. If it raises a CorollaError, the other end gets the error and the stream ends."""
 
 Accept = Callable[["Stream"], Receiver]
-"""Called with a stream once both ends have greeted each other; gives who takes the frames."""
+"""Called with a stream once both ends have greeted each other; returns the function that handles its frames."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamTrust:
-    """TLS, and who the other end may be.
+    """TLS credentials, and the roles that the other end may have.
 
-    Where the certificate counts no longer that it showed, a stream ends, before anything is read of it or within
-    seconds of the change.
+    If the other end's certificate is no longer valid, the stream ends, either before any data is read or within seconds
+    of the change.
 
     Attributes:
-        credentials: of this end.
-        roles: one of which the other end must have; to another one, the stream ends with ROLE_DENIED after the
-            greetings.
+        credentials: the credentials of this end.
+        roles: the roles that are admitted; with any other role, the stream ends with ROLE_DENIED after the greetings.
     """
 
     credentials: Credentials
     roles: frozenset[Role]
 
     def admits(self, peer: Workload | None) -> bool:
-        """Whether the other end may be this one."""
+        """Whether this identity is admitted as the other end."""
         return peer is not None and self.credentials.knows(peer) and peer.role in self.roles
 
 
 class Stream(Protocol):
-    """Either end of a connection, as those see it who send and receive on it.
+    """Either end of a connection, as its users see it.
 
     Attributes:
-        ended: done when nothing more is sent or received.
+        ended: a future that is done when no more frames are sent or received.
     """
 
     ended: asyncio.Future[StreamEnd]
 
     @property
     def peer(self) -> Workload | None:
-        """Who is at the other end; None where nobody is asked."""
+        """The identity of the other end; None without mutual TLS."""
 
     def send(self, control: Message, payload: Buffer = b"") -> None:
-        """Writes a frame, as soon as the stream is open. Once it has ended, frames are dropped: `ended` tells of it.
+        """Writes a frame as soon as the stream is open. Frames are dropped once it has ended, which `ended` reports.
 
         Raises:
             QueueFull: too many bytes wait already; nothing of the frame is sent.
         """
 
     def close(self) -> None:
-        """Writes what was sent, and ends."""
+        """Writes the frames that wait, and ends the stream."""
 
     def fail(self, error: CorollaError) -> None:
-        """Tells the other end what is wrong with it, and ends."""
+        """Sends the error to the other end, and ends the stream."""
 
     def abort(self, cause: StreamCause = StreamCause.LOST) -> None:
-        """Ends at once; the other end learns nothing."""
+        """Ends the stream at once, without a message to the other end."""
 
 
 class Connect(Protocol):
-    """What begins streams, as `connect` does."""
+    """A function that begins streams, as `connect` does."""
 
     def __call__(self, address: str, accept: Accept, limits: StreamLimits | None = None) -> Stream:
-        """A stream to `host:port`; where nobody answers there, it ends as lost."""
+        """Begins a stream to `host:port`. If no process answers there, the stream ends as lost."""
 
 
 class FrameStream(asyncio.Protocol):
-    """A `Stream` over TCP or TLS. Made by `connect` and `StreamListener`.
+    """A `Stream` over TCP or TLS; `connect` and `StreamListener` make it.
 
     Args:
-        on_outdated: is called now and then while this end has another certificate than it showed; None: GoAway is sent.
+        on_outdated: is called repeatedly while this end has a newer certificate than it showed; None: sends GoAway.
 
     Attributes:
         peer_address: `host:port` of the other end, for logs.
@@ -220,7 +220,7 @@ class FrameStream(asyncio.Protocol):
         self.ended: asyncio.Future[StreamEnd] = self._loop.create_future()
         self.peer: Workload | None = None
         self.peer_address = ""
-        # What this end shows, or one before, where it changes just then.
+        # The certificate that this end shows, or the one before if it is just changing.
         self._certificate = trust.credentials.certificate if trust is not None else b""
         self._on_outdated = on_outdated or (lambda: self.send(pb.GoAway()))
         self._trust = trust
@@ -232,11 +232,11 @@ class FrameStream(asyncio.Protocol):
         self._receive: Receiver | None = None
         self._transport: asyncio.Transport | None = None
         self._connecting: asyncio.Task[None] | None = None
-        # What is sent before the stream is open.
+        # Frames that are sent before the stream is open wait here.
         self._unsent: list[Buffer] = []
         self._num_unsent_bytes = 0
         self._end: StreamEnd | None = None
-        # Of bytes written ever, how many had left this process when the stream last looked, and how many waited then.
+        # Bytes that were ever written, and those of them that had left this process, or waited, at the last look.
         self._num_written_bytes = 0
         self._num_drained_bytes = 0
         self._num_backlog_bytes = 0
@@ -287,7 +287,7 @@ class FrameStream(asyncio.Protocol):
         self._transport.abort()
 
     def begin(self, address: str) -> None:
-        """Connects, as the end that calls."""
+        """Starts to connect, as the calling end."""
         self._connecting = self._loop.create_task(self._connect(address))
 
     # --- called by the event loop ------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ class FrameStream(asyncio.Protocol):
         try:
             async with asyncio.timeout_at(deadline_s):
                 await self._loop.create_connection(lambda: self, host.strip("[]"), int(port), ssl=tls)
-        except Exception:  # nobody is there, or the address is none
+        except Exception:  # no process answers, or the address is not valid
             self._conclude()
             return
         if self._state is StreamState.GREETING and self._timer is not None:
@@ -338,7 +338,7 @@ class FrameStream(asyncio.Protocol):
             self._timer = self._loop.call_at(deadline_s, self.abort)
 
     def _conclude(self) -> None:
-        """Nothing comes or goes any more."""
+        """Ends the stream: from now on no bytes are read or written."""
         if self._state is StreamState.ENDED:
             return
         if self._timer is not None:
@@ -350,7 +350,7 @@ class FrameStream(asyncio.Protocol):
         self.ended.set_result(self._end or StreamEnd(StreamCause.LOST))
 
     def _greet(self, data: bytes) -> bytes:
-        """Reads the greeting; returns what follows it."""
+        """Reads the greeting, and returns the bytes that follow it."""
         self._greeting += data
         if not _MAGIC.startswith(self._greeting[: len(_MAGIC)]):
             raise MalformedMessage("stream", "the other end does not speak this protocol")
@@ -363,7 +363,7 @@ class FrameStream(asyncio.Protocol):
             )
         self._move(StreamState.OPEN)
         if self._trust is not None and not self._trust.admits(self.peer):
-            raise RoleDenied("the other end of a stream is not whom its certificate should name here")
+            raise RoleDenied("a stream's other end has a certificate whose identity is not admitted here")
         rest, self._greeting = self._greeting[_GREETING.size :], b""
         if self._transport is not None and self._unsent:
             self._write(self._transport, self._unsent)
@@ -394,7 +394,7 @@ class FrameStream(asyncio.Protocol):
                 self._receive(frame)
 
     def _on_refused(self, failure: Exception) -> None:
-        """A frame was none, or is not taken: the other end learns why."""
+        """Ends the stream with an error for the other end, because a frame was malformed or refused."""
         if not isinstance(failure, CorollaError):
             log.error("a frame could not be handled", extra={"address": self.peer_address, "where": where(failure)})
             failure = InternalError("an internal error ended the stream")
@@ -441,10 +441,10 @@ class FrameStream(asyncio.Protocol):
         self._timer = self._loop.call_at(self._next_look_s, self._look)
 
     def _look(self) -> None:
-        """Asks a silent end whether it lives, and ends the stream where it does not say so.
+        """Asks a silent end whether it lives, and ends the stream if it does not answer.
 
-        Where this process itself was held up, what the other end said may lie unread: it is asked again. An end that
-        takes what waits for it lives; it hears the question only after all that.
+        If this process itself was held up, the other end's answer may still be unread, so the question is repeated. An
+        end that reads the bytes that wait for it counts as living, since the question comes after these bytes.
         """
         if not self._is_believed():
             self._disbelieve()
@@ -469,16 +469,17 @@ class FrameStream(asyncio.Protocol):
         self._look_again()
 
     def _disbelieve(self) -> None:
-        """The other end's certificate was revoked, has ended, or is of no authority any more."""
+        """Ends the stream, since the other end's certificate was revoked, has expired, or has lost its authority."""
         who = self.peer.audited() if self.peer is not None else {}
         audit.write("stream", {"outcome": Unauthenticated.reason, "peer": self.peer_address, **who})
         self.abort()
 
     def _is_draining(self) -> bool:
-        """Whether bytes waited here at the last look, and the other end's machine has taken some since.
+        """Whether bytes waited here at the last look, and the other end's machine has received some since.
 
-        The system takes more of them only once a third of its own buffer is free, which on a slow way is seconds; so
-        what it still has counts, too. What waits nowhere but there does not: a frozen process's machine takes that.
+        The system accepts more bytes only once a third of its own buffer is free: seconds on a slow network.
+        So the bytes in that buffer count, too, while others wait here. If bytes wait only in that buffer, they do not
+        count: the machine of a frozen process still receives them.
         """
         backlog_bytes = self._transport.get_write_buffer_size() if self._transport is not None else 0
         drained_bytes = self._num_written_bytes - backlog_bytes
@@ -503,24 +504,24 @@ class FrameStream(asyncio.Protocol):
 
 
 def _unavailable(place: str, failure: OSError) -> str:
-    """The sentence for an address on which a process cannot listen."""
+    """The error message for an address on which a process cannot listen."""
     return f"cannot listen on {place} ({failure.strerror or failure}); choose another port, or stop what listens there"
 
 
 def _tls_options(trust: StreamTrust | None, limits: StreamLimits) -> dict[str, Any]:
-    """Of a listener. Who does not shake hands has no longer than who does not greet."""
+    """The TLS options of a listener. The TLS handshake has the same time limit as the greeting."""
     if trust is None:
         return {}
     return {"ssl": trust.credentials.for_listeners(), "ssl_handshake_timeout": limits.greeting_s}
 
 
 def _num_unacknowledged_bytes(transport: asyncio.Transport) -> int:
-    """What the system has still to bring to the other end's machine."""
+    """The number of bytes that the system has not yet delivered to the other end's machine."""
     try:
         (num_bytes,) = _COUNT.unpack(
             fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(_COUNT.size))
         )
-    except OSError:  # a system that does not say
+    except OSError:  # some systems do not report it
         return 0
     return int(num_bytes)
 
@@ -533,29 +534,29 @@ def connect(
     trust: StreamTrust | None = None,
     on_outdated: Callable[[], None] | None = None,
 ) -> FrameStream:
-    """A stream to `host:port`. What is sent before it is open waits for that."""
+    """Begins a stream to `host:port`. Frames that are sent before it is open wait."""
     stream = FrameStream(accept, limits or between_servers(), trust, on_outdated)
     stream.begin(address)
     return stream
 
 
 class StreamListener:
-    """Has a port of this machine, and takes streams there from `start` on.
+    """Binds a port of this machine, and accepts streams there after `start`.
 
     Args:
-        port: 0 takes a free one.
+        port: the port to bind; 0 takes a free one.
 
     Attributes:
-        port: which it has.
+        port: the port that was bound.
 
     Raises:
-        StartupError: the address is taken, or none of this machine.
+        StartupError: the address is taken, or does not belong to this machine.
     """
 
     def __init__(self, host: str, port: int) -> None:
         try:
             found = socket.getaddrinfo(host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            # Where a name has addresses of both kinds, others look for it at that of IPv4.
+            # If a name has IPv4 and IPv6 addresses, other processes use the IPv4 address.
             family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
             self._socket = socket.socket(family, kind, protocol)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -571,7 +572,7 @@ class StreamListener:
     async def start(
         self, accept: Accept, limits: StreamLimits | None = None, *, trust: StreamTrust | None = None
     ) -> None:
-        """Takes streams from now on. Until then, who connects is refused."""
+        """Begins to accept streams. Connections before this call are refused."""
         limits = limits or from_callers()
 
         def make() -> FrameStream:
@@ -581,22 +582,22 @@ class StreamListener:
             return stream
 
         try:
-            # Here, since uvloop says nothing of a socket on which it cannot listen.
+            # This listens itself, because uvloop reports no error for a socket on which it cannot listen.
             self._socket.listen(_BACKLOG)
             self._server = await asyncio.get_running_loop().create_server(
                 make, sock=self._socket, backlog=_BACKLOG, **_tls_options(trust, limits)
             )
-        except OSError as failure:  # another process that had bound the port as well listens by now
+        except OSError as failure:  # another process that had also bound the port now listens
             raise StartupError(_unavailable(f"port {self.port}", failure)) from None
 
     def release(self) -> None:
-        """Lets go of the port; takes no more streams."""
+        """Releases the port, and accepts no more streams."""
         if self._server is not None:
             self._server.close()
         self._socket.close()
 
     async def close(self) -> None:
-        """Lets go of the port, and closes the streams that are there."""
+        """Releases the port, and closes all open streams."""
         self.release()
         streams = list(self._streams)
         for stream in streams:

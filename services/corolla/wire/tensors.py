@@ -1,4 +1,4 @@
-"""Torch tensors as raw bytes, and back, without conversion."""
+"""Converts torch tensors to raw bytes and back, without changing the numbers."""
 
 import warnings
 from typing import Final
@@ -9,7 +9,7 @@ from corolla.chassis.errors import MalformedMessage
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Buffer
 
-# Received bytes are read-only and stay so: nothing writes into a tensor made by `from_payload`.
+# Received bytes are read-only, and no code writes into a tensor made by `from_payload`.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 _TYPES: Final[dict[torch.dtype, pb.TensorType.ValueType]] = {
@@ -19,7 +19,7 @@ _TYPES: Final[dict[torch.dtype, pb.TensorType.ValueType]] = {
 }
 _DTYPES: Final = {number: dtype for dtype, number in _TYPES.items()}
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""The names by which settings call the dtypes."""
+"""The dtypes by their names in settings."""
 
 
 def tensor_type(dtype: torch.dtype) -> pb.TensorType.ValueType:
@@ -28,21 +28,21 @@ def tensor_type(dtype: torch.dtype) -> pb.TensorType.ValueType:
 
 
 def describe_prompts(values: torch.Tensor) -> pb.BlockPrompts:
-    """What says of the payload of trained prompts, `[blocks, P, H]`, what it is."""
+    """Describes the payload of trained prompts `[blocks, P, H]`, of any dtype that the wire knows."""
     return pb.BlockPrompts(num_tokens=values.shape[1], dtype=tensor_type(values.dtype), hidden_size=values.shape[2])
 
 
 def to_payload(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous copy of `tensor` on the CPU; bfloat16 travels as it is."""
+    """The bytes of a tensor of any shape, device and dtype, in row-major order on the CPU."""
     flat = tensor.detach().contiguous().cpu().flatten()
     return flat.view(torch.uint8).numpy().data
 
 
 def check_payload(payload: Buffer, dtype: int, num_rows: int, hidden_size: int) -> torch.dtype:
-    """Makes sure that `from_payload` can read it; returns the elements' type.
+    """Checks that `from_payload` can read the payload, and returns the dtype of its elements.
 
     Raises:
-        MalformedMessage: the dtype is unknown or the size is not that of the shape.
+        MalformedMessage: the dtype is unknown, or the size does not match the shape.
     """
     torch_dtype: torch.dtype | None = _DTYPES.get(dtype)  # type: ignore[call-overload]
     if torch_dtype is None:
@@ -53,7 +53,10 @@ def check_payload(payload: Buffer, dtype: int, num_rows: int, hidden_size: int) 
 
 
 def from_payload(payload: Buffer, dtype: int, num_rows: int, hidden_size: int) -> torch.Tensor:
-    """`[num_rows, hidden_size]` over the received bytes; read-only. Raises as `check_payload` does."""
+    """A read-only CPU tensor `[num_rows, hidden_size]` of `dtype` over the received bytes, without a copy.
+
+    Raises as `check_payload` does.
+    """
     torch_dtype = check_payload(payload, dtype, num_rows, hidden_size)
     if num_rows == 0:
         return torch.empty(0, hidden_size, dtype=torch_dtype)

@@ -375,7 +375,7 @@ async def test_who_never_greets_is_cut_off() -> None:
     [
         (b"\x00" * 12, "not a frame of this protocol version"),
         (join([encode(step(1))])[:8] + b"\xff\xff\xff\x7f", "larger than"),
-        (b"\xc0\x01\x05\x00\x01\x00\x00\x00\x00\x00\x00\x00\xff", "the control part is no Step"),
+        (b"\xc0\x01\x05\x00\x01\x00\x00\x00\x00\x00\x00\x00\xff", "the control part cannot be read as Step"),
     ],
 )
 async def test_what_is_no_frame_is_refused_and_the_other_end_learns_why(spoken: bytes, said: str) -> None:

@@ -14,7 +14,7 @@ _ANSWER_TIMEOUT_S: Final = 5.0
 
 
 class HandoverLink:
-    """Offers and parts out, answers in; of each session one thing at a time."""
+    """Sends offers and parts to one server and receives its answers; one request for each session at a time."""
 
     def __init__(self, address: str, connect: Connect = connect) -> None:
         self.address = address
@@ -24,7 +24,7 @@ class HandoverLink:
 
     @asynccontextmanager
     async def connect(self, fingerprint: str) -> AsyncIterator[None]:
-        """The stream lasts as long as the context; once it broke, requests raise HopUnavailable."""
+        """Holds the stream open within the context. If the stream breaks, requests raise HopUnavailable."""
         stream = self._connect(self.address, lambda _: self._receive)
         stream.ended.add_done_callback(lambda _: self._on_ended())
         stream.send(pb.Hello(fingerprint=fingerprint))

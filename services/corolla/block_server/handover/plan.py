@@ -1,4 +1,4 @@
-"""Which server takes a session over, and which part is sent next. Pure."""
+"""Decides which server takes a session over, and which part is sent next. Pure."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from corolla.v1 import router_pb2
 from corolla.wire.span import Span
 
 MAX_REPEATS: Final = 8
-"""After so many answers in a row without progress a handover is given up."""
+"""A handover is given up after this many answers in a row without progress."""
 
 
 def peers_for(
@@ -21,12 +21,13 @@ def peers_for(
     *,
     is_guaranteed: bool = False,
 ) -> list[router_pb2.PlacedServer]:
-    """Servers that could take a session of `blocks` over, those with most free pages first.
+    """Returns the servers that could take over a session of `blocks`, those with the most free pages first.
 
     Args:
-        num_tokens: for which they need pages.
-        excluded: server ids.
-        is_guaranteed: the session's tenant has pages that no server says are free; those without room come last then.
+        num_tokens: how many tokens the server needs pages for.
+        excluded: ids of servers that are left out.
+        is_guaranteed: whether the tenant has guaranteed pages, which servers do not count as free. Servers without
+            free pages then come last instead of being left out.
     """
     usable = [
         each
@@ -48,29 +49,29 @@ def peers_for(
 
 @dataclass(slots=True)
 class Progress:
-    """How far the receiver of one session is.
+    """How far the handover of one session has come.
 
     Attributes:
-        num_received: tokens that it has.
+        num_received: how many tokens the receiver has.
     """
 
     num_received: int = 0
     _num_repeats: int = 0
 
     def next_part(self, num_held: int, num_unchanged: int, max_tokens: int) -> tuple[int, int, bool]:
-        """What to send now: first token, number of tokens, and whether nothing remains after it.
+        """Returns the next part to send: its first token, its number of tokens, and whether it is the last part.
 
         Args:
-            num_held: tokens of the session here; it may have grown, or gone back, since the last part.
-            num_unchanged: its first tokens that are those that were sent.
-            max_tokens: of a part.
+            num_held: how many tokens the session has here; it may have grown or been truncated since the last part.
+            num_unchanged: how many of its first tokens have not changed since they were sent.
+            max_tokens: the most tokens of a part.
         """
         start = min(self.num_received, num_unchanged, num_held)
         num_tokens = min(max_tokens, num_held - start)
         return start, num_tokens, start + num_tokens == num_held
 
     def answered(self, num_held: int, *, taken: bool) -> bool:
-        """Notes what the receiver holds now. False when it is time to give up."""
+        """Notes how many tokens the receiver holds. Returns False if the handover should be given up."""
         self.num_received = num_held
         self._num_repeats = 0 if taken else self._num_repeats + 1
         return self._num_repeats < MAX_REPEATS

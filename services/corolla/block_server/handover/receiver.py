@@ -1,4 +1,4 @@
-"""Takes over sessions that other block servers hand over: offered, reserved, filled part by part, checked."""
+"""Takes over sessions from other block servers: reserves pages for an offer, then checks and writes each part."""
 
 import logging
 import zlib
@@ -27,9 +27,9 @@ class HandoverReceiver:
     """Reserves pages for sessions that other servers offer, and writes their parts.
 
     Args:
-        span: of this server.
-        max_part_tokens: more tokens are not taken at once.
-        tasks: of the server.
+        span: the blocks of this server.
+        max_part_tokens: the most tokens that one part may have.
+        tasks: the background tasks of the server.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class HandoverReceiver:
         self._num_waiting = 0
 
     def on_offer(self, request: OpenRequest, transfer_id: bytes, peer: Peer) -> None:
-        """Reserves pages for a session, or refuses. To be called between iterations."""
+        """Reserves pages for an offered session, or refuses it. Must be called between iterations."""
         answer = pb.HandoverAnswer(session_id=request.session_id, epoch=request.epoch)
         try:
             answer.num_tokens = self._sessions.receive(request, transfer_id, self._engine.clock()).cache.num_tokens
@@ -60,7 +60,7 @@ class HandoverReceiver:
         peer.send(answer)
 
     def on_part(self, control: pb.HandoverTokens, payload: Buffer, peer: Peer) -> None:
-        """Writes a part of a session that was offered before."""
+        """Starts to write a part of a session that was offered before."""
         if self._num_waiting >= _MAX_WAITING_PARTS:
             raise MalformedMessage("handover", "more parts than sessions wait to be written")
         self._num_waiting += 1
@@ -88,7 +88,7 @@ class HandoverReceiver:
         peer.send(answer)
 
     def _write(self, control: pb.HandoverTokens, payload: Buffer) -> int:
-        """In the compute thread. Returns how many tokens are held then."""
+        """Writes a part, in the compute thread. Returns how many tokens the session then holds."""
         session = self._sessions.get_arriving(
             control.session_id, control.epoch, control.transfer_id, self._engine.clock()
         )

@@ -21,7 +21,7 @@ from corolla.wire.stream import between_servers
 from corolla.wire.tensors import describe_prompts, to_payload
 
 PART_BYTES = 1 << 20
-# They go in one frame with the last part.
+# All recurrent states of a session travel in one frame, with the last part.
 _MAX_STATE_BYTES = between_servers().max_frame_bytes - 4 * PART_BYTES
 _REPEATABLE = frozenset({PositionGap.reason, ChecksumMismatch.reason})
 
@@ -36,8 +36,8 @@ class HandoverSender:
     """Copies sessions of this server to others, part by part, with one part of a session under way at a time.
 
     Args:
-        span: of this server.
-        max_part_tokens: that a receiver takes at once.
+        span: the blocks of this server.
+        max_part_tokens: the most tokens that a receiver takes in one part.
     """
 
     def __init__(
@@ -47,22 +47,22 @@ class HandoverSender:
         self._sessions = sessions
         self._engine = engine
         self._max_part_tokens = max_part_tokens
-        # For each session whose handover broke off: the receiver's address, and the id under which it may continue.
+        # Maps each session whose handover broke off to the receiver's address and the transfer id to continue with.
         self._begun: dict[bytes, tuple[str, bytes]] = {}
 
     async def send(self, session_id: bytes, version: int, link: HandoverLink) -> int:
-        """Hands a session over. Afterwards it takes no steps here; after a failure it does as before.
+        """Hands a session over. Afterwards the session takes no steps here; after a failure it continues here.
 
         Args:
-            version: in which the session is meant.
+            version: the version of the session (see `HopSession`) that is to be handed over.
 
         Returns:
-            Bytes of keys and values that were sent.
+            How many bytes of keys and values were sent.
 
         Raises:
-            HopUnavailable: the link broke; what arrived counts when the same is tried again.
+            HopUnavailable: the link broke; the next call for the same receiver continues from what arrived.
             HopSessionLost: the session ended, or was opened again, meanwhile.
-            CorollaError: why the receiver refused. It holds nothing of it then.
+            CorollaError: the receiver refused for this reason, and keeps nothing of this handover.
         """
         session = self._sessions.in_version(session_id, version)
         request = session.request
@@ -84,7 +84,7 @@ class HandoverSender:
             if isinstance(failure, HopUnavailable):
                 self._begun[session_id] = (link.address, transfer_id)
             elif is_taken:
-                # A receiver that refused the offer may hold the session from elsewhere, and keeps that.
+                # A receiver that refused the offer gets no Close: it may hold the session from another source.
                 link.send(pb.Close(session_id=session_id, epoch=request.epoch))
             self._sessions.cancel_leaving(session_id, version)
             raise
@@ -111,7 +111,7 @@ class HandoverSender:
             raise HopUnavailable("a handover makes no progress")
 
     def _read(self, session_id: bytes, version: int, progress: Progress) -> _Part:
-        """In the compute thread: the next part; with the last one the session pauses."""
+        """Reads the next part, in the compute thread. The last part pauses the session."""
         session = self._sessions.in_version(session_id, version)
         cache, blocks = session.cache, session.request.blocks
         layers = self._span.indices(blocks)

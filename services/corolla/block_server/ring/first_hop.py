@@ -1,12 +1,12 @@
-"""The first hop of a ring: rows that come round become microbatches that stay together down the chain.
+"""The first hop of a ring: it forms microbatches of the rows that come round, which stay together down the chain.
 
-If each hop gathered for itself, sessions would scatter over the hops and batches stay small. So the first hop forms
-each microbatch once, of all sessions with the same route, whichever client they are of. As many as the chain has hops
-may be under way, so that no hop idles.
+If each hop gathered rows for itself, sessions would scatter over the hops and batches would stay small. So the first
+hop forms each microbatch once, from sessions of any client with the same route. As many microbatches may be under way
+as the chain has hops, so that no hop idles.
 
-Tenants share microbatches by time: while several have rows or prompts here, each has no more rows in a microbatch than
-take as long as one of the tenant with the fewest rows takes by itself. Next to one other tenant, a token takes at most
-twice as long as alone; and where rows cost no time, as on a GPU, all of them go.
+Tenants share microbatches by time. While several tenants have rows or prompts here, each gets only as many rows in a
+microbatch as take the time that the tenant with the fewest rows needs by itself. So next to one other tenant, a token
+takes at most twice as long as alone. Where more rows cost no time, as on a GPU, all of them go.
 """
 
 import time
@@ -26,14 +26,15 @@ from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.span import Span
 
 _LONGEST_ROUND_S: Final = 5.0
-"""For so long a microbatch keeps its place at most; a longer round is no fault, and only costs some evenness."""
+"""The longest time for which a microbatch counts as under way. A longer round does no harm: another microbatch may
+begin, and the load becomes slightly less even."""
 _PRESENCE_S: Final = 0.1
-"""For so long after its last row or prompt a tenant is expected to have another one here."""
+"""A tenant counts as present for this long after its last row or prompt, since another one probably follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Microbatch:
-    """`num_rows_under_way`: when it left, its own among them."""
+    """A microbatch under way. `num_rows_under_way` counts the rows under way when it left, its own included."""
 
     rows: Sequence[pb.StepRow]
     sent_s: float
@@ -42,11 +43,11 @@ class _Microbatch:
 
 @dataclass(slots=True)
 class _Route:
-    """Sessions that go round the same way.
+    """The rows and microbatches of all sessions with the same route.
 
     Attributes:
-        waiting: rows that have come round, by their sessions, in the order in which they came.
-        under_way: microbatches by their numbers.
+        waiting: rows that have come round, by session id, in the order of arrival.
+        under_way: the microbatches under way, by number.
     """
 
     blocks: Span
@@ -60,11 +61,11 @@ class _Route:
         return sum(len(microbatch.rows) for microbatch in self.under_way.values())
 
     def tenants_under_way(self, tenant_of: Callable[[bytes], str]) -> Counter[str]:
-        """How many rows under way are whose."""
+        """The number of rows under way for each tenant."""
         return Counter(tenant_of(row.session_id) for each in self.under_way.values() for row in each.rows)
 
     def num_leaving(self, names: Sequence[bytes]) -> int:
-        """How many of the waiting rows leave now, if they wait in this order."""
+        """How many of the waiting rows leave now if the rows of these sessions wait in this order."""
         sizes = [self.waiting[name].num_tokens for name in names]
         return self.rules.num_leaving(sizes, len(self.under_way), self.num_rows_under_way)
 
@@ -78,8 +79,8 @@ class FirstHop:
     Args:
         submit: queues a step.
         fault: tells the clients of rows why they fail.
-        clock: in seconds.
-        max_microbatches: of a route that are under way at a time; 0: one for each hop.
+        clock: returns seconds.
+        max_microbatches: how many microbatches of a route may be under way; 0 allows one for each hop.
     """
 
     def __init__(
@@ -104,17 +105,17 @@ class FirstHop:
 
     @property
     def num_waiting(self) -> int:
-        """Rows that have come round and wait for their microbatch."""
+        """How many rows have come round and wait for their microbatch."""
         return sum(len(route.waiting) for route in self._routes.values())
 
     def on_tenants(self, tenants: Iterable[str]) -> None:
-        """Steps of these tenants came that do not go round: prompts, mostly."""
+        """Notes that tenants sent steps from outside of a ring, which are mostly prompts."""
         now_s = self._clock()
         for tenant in tenants:
             self._seen_s[tenant] = now_s
 
     def on_next(self, message: pb.Next) -> None:
-        """A microbatch came round, or a session joins."""
+        """Takes the rows of a microbatch that came round, or of a session that joins the ring."""
         now_s = self._clock()
         touched = []
         for key, route in self._routes.items():
@@ -130,7 +131,7 @@ class FirstHop:
                 continue
             self._seen_s[session.request.tenant] = now_s
             key = (session.request.blocks, session.ring.route_key)
-            # What came before does not go round again.
+            # A row that arrives a second time is ignored.
             if row.position > session.newest_ring_position:
                 self._route(key, session.ring).waiting.setdefault(row.session_id, row)
                 touched.append(key)
@@ -138,9 +139,9 @@ class FirstHop:
             self._send_ready(key)
 
     def settle(self) -> None:
-        """Sessions may have ended, or been opened anew: what they had under way or waiting is forgotten.
+        """Forgets rows and microbatches of sessions that have ended or were opened again.
 
-        What has been under way for very long gives up its place, too: the word that it came round may be lost.
+        It also stops counting microbatches that have been under way for very long: their Next may be lost.
         """
         oldest_s = self._clock() - _LONGEST_ROUND_S
         for key, route in list(self._routes.items()):
@@ -190,7 +191,7 @@ class FirstHop:
         return names[: route.num_leaving(names)]
 
     def _has_company(self, route: _Route) -> bool:
-        """Whether several tenants are here. Those that were not seen for a while, nor are under way, are forgotten."""
+        """Whether several tenants are present. Forgets those not seen for a while that have no row under way."""
         if len(self._seen_s) > 1:
             oldest_s = self._clock() - _PRESENCE_S
             for tenant in route.tenants_under_way(self._tenant):
@@ -199,12 +200,12 @@ class FirstHop:
         return len(self._seen_s) > 1
 
     def _shared(self, route: _Route) -> list[bytes]:
-        """Those that are due first come first, up to as many of each tenant as it may have."""
+        """The waiting sessions that may leave, those due first at the front, with the tenants' limits applied."""
         tenants = {name: self._tenant(name) for name in route.waiting}
         queueing = FairQueueing()
         stamps = {name: queueing.stamp(tenant, 1) for name, tenant in tenants.items()}
         num_rows = Counter(tenants.values()) + route.tenants_under_way(self._tenant)
-        # One that has only a prompt here will have a row.
+        # A tenant that has only a prompt here will soon have a row.
         fewest = min(num_rows.values()) if len(num_rows) > 1 else 1
         num_others = max(len(num_rows), 2) - 1
         num_rows_of_each = (self._round_times.num_rows_within(num_others + 1, fewest) - fewest) / num_others

@@ -1,4 +1,4 @@
-"""The end of a ring's step: what was chosen goes on as the next one, as far as the client's credit reaches."""
+"""The last hop of a ring: it makes the next step from the chosen tokens, as far as the client's credit allows."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from corolla.v1 import blocks_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class RowChoice:
-    """A row that was computed here, its session, and what was chosen for it."""
+    """A row that was computed here, its session, and the tokens that were chosen for it."""
 
     row: pb.StepRow
     session: HopSession[SessionCache]
@@ -22,11 +22,11 @@ class RowChoice:
 
 
 class LastHop:
-    """Sends on what goes round from here.
+    """Sends the next steps of rings to their first hops.
 
     Args:
-        first_hop: takes what goes round over a chain of one hop.
-        relay: sends it to another server, by its address.
+        first_hop: takes a Next if this server is the first hop, too.
+        relay: sends a Next to another server, by its address.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class LastHop:
         self._relay = relay
 
     def next_rows(self, choices: Iterable[RowChoice]) -> list[pb.StepRow]:
-        """What the next steps of these sessions begin with; those without credit are held until they have some."""
+        """Returns the rows of the sessions' next steps. Rows without credit are held until the client grants more."""
         next_rows: list[pb.StepRow] = []
         for choice in choices:
             ring, sampled = choice.session.ring, choice.chosen.sampled
@@ -67,17 +67,20 @@ class LastHop:
         return next_rows
 
     def send_next(self, step: pb.Step, rows: Sequence[pb.StepRow]) -> None:
-        """Tells the first hop that a step of its came round, and what goes on. Nobody waits for a step of a client."""
+        """Tells the first hop that its microbatch came round, and sends the next rows.
+
+        The end of a client's own step is not reported, unless rows follow: the first hop does not wait for it.
+        """
         if rows or step.ring.microbatch:
             self._send(step.blocks.start, step.ring.first_address, pb.Next(microbatch=step.ring.microbatch, rows=rows))
 
     def give_up(self, step: pb.Step) -> None:
-        """Tells the first hop that no row of its microbatch comes round, on whichever hop it ended."""
+        """Tells the first hop that no row of its microbatch comes round; any hop may do so."""
         if step.ring.microbatch:
             self.send_next(step, ())
 
     def on_credit(self, credit: pb.Credit, peer: Peer) -> None:
-        """A session may go round further. What it does not hold any more, its client learns."""
+        """Lets a session's ring continue up to the new credit. Sends a fault if this hop does not hold the session."""
         session = self._sessions.get(credit.session_id)
         if session is None or session.request.client_id != peer.client_id:
             if not self._sessions.has_ended(credit.session_id, credit.epoch, peer.client_id):

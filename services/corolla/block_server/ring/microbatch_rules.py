@@ -1,7 +1,7 @@
-"""How many of the waiting rows leave as the next microbatch of a route. Pure.
+"""Decides how many of the waiting rows leave as the next microbatch of a route. Pure.
 
-A chain of `h` hops is kept busy by `h` microbatches that follow each other. So each is an `h`-th of the sessions that
-go round: they spread so even if they began one by one, since what comes back waits behind what is there.
+A chain of `h` hops is kept busy by `h` microbatches that follow each other. So each has an `h`-th of the sessions of
+the ring. Sessions spread like that even if they began one by one, since rows that return wait behind earlier ones.
 """
 
 from collections.abc import Sequence
@@ -11,21 +11,21 @@ from itertools import accumulate, takewhile
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchRules:
-    """Bounds the microbatches of one route: `max_under_way` at a time, one for each hop, and `max_tokens` of each.
+    """Bounds the microbatches of one route: at most `max_under_way` at a time, each of at most `max_tokens` tokens.
 
-    A single row may have as many tokens as a microbatch.
+    A single row may fill a microbatch.
     """
 
     max_under_way: int
     max_tokens: int
 
     def num_leaving(self, waiting: Sequence[int], num_under_way: int, num_rows_under_way: int) -> int:
-        """How many of the waiting rows leave now, the first ones; 0 while they should wait.
+        """Returns how many of the first waiting rows leave now; 0 while they should wait.
 
         Args:
             waiting: tokens of each waiting row, in the order in which they came.
-            num_under_way: microbatches that have not come back.
-            num_rows_under_way: rows of these.
+            num_under_way: how many microbatches have not come back.
+            num_rows_under_way: how many rows these have.
         """
         if not waiting or num_under_way >= self.max_under_way:
             return 0

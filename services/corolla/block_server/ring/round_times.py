@@ -1,4 +1,4 @@
-"""How long rounds with few and with many rows take, learnt from those that came round. Pure."""
+"""Learns how long rounds with few and with many rows take. Pure."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,8 @@ from typing import Final
 
 _SHORTER_COUNTS: Final = 0.2
 _LONGER_COUNTS: Final = 0.02
-"""What the newest round of a size counts. What else a machine does, such as prompts, only makes rounds longer."""
+"""The weights of the newest round of a size, if it was shorter or longer than the average. Longer rounds count less,
+since other work of the machine, such as prompts, only makes rounds longer."""
 
 
 @dataclass(slots=True)
@@ -24,16 +25,16 @@ class _Size:
 
 
 class RoundTimes:
-    """A low expectile (Newey, Powell: "Asymmetric Least Squares", 1987) of the rounds of each size.
+    """Keeps a low expectile (Newey, Powell: "Asymmetric Least Squares", 1987) of the rounds of each size.
 
-    A size keeps what it has however long it is not seen: all rounds of a busy server may be of one size for hours.
+    A size keeps its value even if it does not occur for hours: all rounds of a busy server may have one size.
     """
 
     def __init__(self) -> None:
         self._sizes: dict[int, _Size] = {}
 
     def observe(self, num_rows: int, seconds: float) -> None:
-        """A microbatch came round, while so many rows, at least one, were under way."""
+        """Notes that a microbatch came round in `seconds`, with `num_rows` rows under way, at least one."""
         size = self._sizes.get(num_rows.bit_length())
         if size is None:
             self._sizes[num_rows.bit_length()] = _Size(num_rows, seconds)
@@ -41,9 +42,9 @@ class RoundTimes:
             size.observe(num_rows, seconds)
 
     def num_rows_within(self, factor: int, num_rows: int) -> float:
-        """With how many rows under way a round takes `factor` times as long as with `num_rows`.
+        """Returns with how many rows under way a round takes `factor` times as long as with `num_rows`.
 
-        Infinite as long as none was seen to: more rows show it, or cost nothing.
+        The result is infinite as long as no round took that long: larger rounds will show the limit, or rows are free.
         """
         sizes = [self._sizes[each] for each in sorted(self._sizes)]
         if not sizes:
@@ -57,7 +58,7 @@ class RoundTimes:
 
 
 def _interpolated(sizes: list[_Size], num_rows: int) -> float:
-    """Seconds of a round with `num_rows`; outside of the sizes that were seen, those of the nearest one."""
+    """Seconds of a round with `num_rows`; outside of the sizes that were seen, the seconds of the nearest size."""
     for smaller, larger in pairwise(sizes):
         if smaller.num_rows <= num_rows <= larger.num_rows:
             part = (num_rows - smaller.num_rows) / (larger.num_rows - smaller.num_rows)
