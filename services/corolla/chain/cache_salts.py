@@ -30,7 +30,7 @@ class CacheSalts:
         self._secret = secret.encode()
 
     def of(self, tenant: str, cache_salt: str) -> bytes:
-        """The salt for a request. Without the secret, it cannot be told from random bytes.
+        """The salt for a request. Without the secret, it looks like random bytes.
 
         Args:
             cache_salt: the request's own salt.

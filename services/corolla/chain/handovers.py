@@ -37,8 +37,7 @@ class Handovers:
         self._wake()
 
     def on_step_refused(self, address: str) -> None:
-        """Forgets a hop's reports of kept sessions after it refused a step: it hands one over again, and will report.
-        """
+        """Forgets which sessions a hop said it kept: it refused a step, so it hands one over, and reports it later."""
         for key in [key for key, moved in self._notices.items() if key[1] == address and not moved.HasField("hop")]:
             del self._notices[key]
 

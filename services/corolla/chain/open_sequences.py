@@ -1,5 +1,4 @@
-"""Sequences that are open together on the hops of a chain: one for a client service's session, one per row of a batch.
-"""
+"""Sequences that are open together on the hops of a chain: one for a session, or all rows of a batch."""
 
 from collections.abc import Awaitable, Callable
 from typing import TypeVar

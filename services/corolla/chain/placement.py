@@ -27,7 +27,7 @@ class PlacementWatch:
     """Follows the router's pushes and remembers the newest snapshot.
 
     A snapshot that lacks blocks may come from a store that has just lost its data. So for SETTLING_S, in which servers
-    register again, the servers of the last complete snapshot count in addition. A server that is gone only costs an attempt.
+    register again, the servers of the last complete snapshot count, too. One that is gone only costs an attempt.
     """
 
     def __init__(self, control: ControlPlane) -> None:

@@ -14,7 +14,7 @@ class Quarantine:
     """Leaves a server out for a while, longer with each failure that follows soon."""
 
     def __init__(self) -> None:
-        # For each server id: until when it is left out, and for how many seconds in all.
+        # Maps a server id to the time until which it is left out, and to the seconds of this quarantine.
         self._entries: dict[str, tuple[float, float]] = {}
 
     def add(self, server_id: str, now_s: float) -> bool:
@@ -53,7 +53,7 @@ class LostServers(Collection[str]):
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
-        # For each server id: the times of its first and its latest failure; None where it is never tried again.
+        # Maps a server id to the times of its first and its latest failure; None where it is never tried again.
         self._times: dict[str, tuple[float, float] | None] = {}
 
     def __contains__(self, server_id: object) -> bool:

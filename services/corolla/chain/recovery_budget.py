@@ -36,8 +36,7 @@ MAX_DEATHS: Final = 2
 """How many deaths of servers at the same step end the request."""
 
 MAX_REPLAY_DEATHS: Final = 4
-"""How many deaths of servers during replays end the request: other servers survived the same tokens, but so many
-deaths are no coincidence."""
+"""How many deaths of servers during replays end the request. More are allowed: the same tokens did not kill others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from corolla.v1 import common_pb2
 from corolla.wire.page_hashes import TextDigests
 
 MIN_CHUNK_TOKENS: Final = 64
-"""With fewer rows than this, the product with a matrix costs clearly more per row."""
+"""A product of a matrix with fewer rows than this costs clearly more per row."""
 
 _CHUNKS_PER_HOP: Final = 4
 
@@ -384,7 +384,7 @@ class ChainSessions:
         self._running: set[ChainSession] = set()
 
     def count_by_server(self) -> Counter[str]:
-        """For each server id, how many of the sessions that are open in this process go through that server."""
+        """Maps each server id to the number of sessions open in this process that go through the server."""
         return Counter(hop.server_id for session in self._running for hop in session.chain.hops)
 
     @asynccontextmanager
