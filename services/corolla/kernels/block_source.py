@@ -490,7 +490,7 @@ def _add_attention(shape: BlockShape) -> str:
 
 
 def _add_mlp(shape: BlockShape) -> str:
-    """Writes `add_mlp`: it adds the MLP's output to the hidden states and normalises them for the next block, if any."""
+    """Writes `add_mlp`: it adds the MLP's output to the hidden states and normalises them for a following block."""
     function = _begin(shape, "add_mlp")
     hidden, squares = _add(function, "down")
     after = function.at("%layer", LAYER_BYTES)
@@ -711,7 +711,7 @@ done:
             )
 
     def _attention(self, name: str, job: str, count: str, size: int) -> None:
-        """Writes a phase of attention: pieces, merges or blocks, the last ones first, which in a chunk see most keys."""
+        """Writes a phase of attention. The last items are taken first, since in a chunk they see most keys."""
         function = self._function
         group = function.at(self._fields["groups"], function.field("%layer", LAYER, "group"))
         job_at = function.field(group, GROUP, job)
