@@ -125,7 +125,7 @@ class Edges:
 
     @torch.no_grad()
     def embed_given(self, embeddings: Tensor, position_ids: Tensor) -> Tensor:
-        """Like `embed`, for given embeddings `[T, H]` of any dtype: applies the family's positions, scales and norms."""
+        """Like `embed`, for given embeddings `[T, H]` of any dtype: applies the family's positions, scale and norm."""
         rows = embeddings.to(device=self.device, dtype=self.dtype).unsqueeze(0)
         return self._first_input(position_ids, inputs_embeds=rows)
 
@@ -260,7 +260,7 @@ def edge_tensors(checkpoint: Checkpoint, *, has_embedding: bool = True, has_head
 
 
 def _ends_of(checkpoint: Checkpoint) -> Callable[[str], bool]:
-    """A function that says whether a tensor of the files, which may be a part of a packed one, is outside the blocks."""
+    """A function that says whether a tensor of the files, or the packed one that it is a part of, is an edge."""
     config = copy.deepcopy(checkpoint.config)
     keep_layers_of_config(config, range(0))
     causal_class = model_class_of(AutoModelForCausalLM, config)
