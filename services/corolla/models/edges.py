@@ -66,7 +66,7 @@ class Edges:
         self._embedding_model = embedding_model
         self._head_model = head_model
         self._embedding = None if embedding_model is None else embedding_model.get_submodule(family.embedding)
-        # For a plain lookup, the base model's forward only adds overhead, half a millisecond for each token.
+        # The base model's forward would only add overhead to a plain lookup, half a millisecond for each token.
         self.is_lookup = not (
             family.learned_positions or family.bypassed or family.unit_scalars or family.unit_settings
         )

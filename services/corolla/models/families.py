@@ -136,7 +136,7 @@ _FAMILIES = (
         embedding="decoder.embed_tokens",
         norm="decoder.final_layer_norm",
         learned_positions="decoder.embed_positions",
-        # Without these values there is no final norm, as in opt-350m.
+        # Checkpoints with other values, such as opt-350m, have no final norm.
         required={"do_layer_norm_before": True, "_remove_final_layer_norm": False},
     ),
     Family("exaone4"),

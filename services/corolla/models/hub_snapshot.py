@@ -201,8 +201,7 @@ def _is_small(name: str) -> bool:
 
 
 def _remove_leftovers(blobs: Path) -> None:
-    """Removes incomplete files of processes that were killed during a transfer, since such a transfer is not continued.
-    """
+    """Removes incomplete files of processes that were killed during a transfer: no process continues it."""
     oldest = time.time() - _LEFTOVER_AGE_S
     for leftover in blobs.glob("*.incomplete"):
         try:

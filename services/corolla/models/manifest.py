@@ -17,8 +17,8 @@ class StoredFile:
 
     Attributes:
         num_bytes: its length.
-        checksum: the SHA-256 of the content of a large file, or git's SHA-1 of another file as a blob; their lengths, 64
-            or 40 hexadecimal digits, tell which.
+        checksum: the SHA-256 of the content of a large file, or git's SHA-1 of another file as a blob; it has 64 or 40
+            hexadecimal digits.
     """
 
     num_bytes: int

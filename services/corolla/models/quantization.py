@@ -14,7 +14,7 @@ from corolla.chassis.errors import CheckpointError, SettingsError, StartupError
 from corolla.chassis.weight_formats import PACKED
 
 INT4_GROUP_SIZE: Final = 32
-# The least share of weights that must be quantised. A family below it keeps its weights elsewhere than in linear layers.
+# The least share of weights to quantise. Families below it keep most weights elsewhere than in linear layers.
 _LEAST_SHARE: Final = 0.5
 
 

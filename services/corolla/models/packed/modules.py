@@ -12,7 +12,7 @@ from corolla.kernels.llvm_text import LANES
 from corolla.kernels.products import kernel_of, multiplied
 from corolla.kernels.repacking import Panels, empty_panels
 
-# As a scale, this byte is a small number, so that products with random weights stay finite.
+# This byte stands for a small number in scales, so that products with arbitrary weights stay finite.
 _MADE_UP_BYTE: Final = 0x11
 # The attribute in which transformers' scaled embeddings keep their factor.
 _SCALE: Final = "scalar_embed_scale"
