@@ -25,7 +25,7 @@ class StepShapes:
 
     lengths: list[int] = field(default_factory=list)
     num_tokens: int = 0
-    # Where each chunk of a prompt begins. Its shape is repeated also where single tokens are merged.
+    # The position at which each chunk of a prompt begins. A replay repeats chunks even if it merges single tokens.
     _prompt_starts: set[int] = field(default_factory=set)
 
     def append(self, num_tokens: int, *, is_prompt: bool) -> None:

@@ -40,7 +40,7 @@ _LONGEST_PAUSE_S: Final = 0.2
 
 @dataclass(slots=True)
 class _Job:
-    """One recovery, and what it has learned from attempt to attempt.
+    """The state of one recovery over its attempts.
 
     Attributes:
         sequences: the sequences to fill into the hops, in the order of the binding's identities.
@@ -108,7 +108,7 @@ class Recovery:
 
         Args:
             binding: the sessions; the recovery updates its chain and identities.
-            sequences: in the order of the identities.
+            sequences: the sequences to fill into the hops, in the order of the identities.
             failure: the error of the step that failed.
             budget: bounds the recoveries of the request.
             stale: numbers of the sequences that hops have to get from the first token on, whatever they hold.

@@ -1,4 +1,4 @@
-"""How hops that lack tokens of a session get them. Pure.
+"""Plans how hops that lack tokens of a session get them. Pure.
 
 For each token that it lacks, a hop needs the output of the hop before it. That hop has kept the output, or computes it
 again from the output of an earlier hop, or, in the last resort, from the token log of the client service.
@@ -14,7 +14,7 @@ CLIENT: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class HopState:
-    """What one hop holds of a session.
+    """The tokens and outputs of a session that one hop holds.
 
     Attributes:
         num_held: how many tokens its cache holds, counted from the first token of the text.
@@ -70,8 +70,8 @@ def plan_lanes(states: Sequence[HopState], position: int, *, may_scratch: bool =
     """The lanes after which every hop holds `position` tokens, each from the nearest source. They are independent.
 
     Args:
-        states: of the chain's hops, in order.
-        position: of the session; tokens that hops hold beyond it do not count.
+        states: the states of the chain's hops, in order.
+        position: the session's position; tokens that hops hold beyond it do not count.
         may_scratch: whether hops may compute in scratch sessions. Otherwise they compute their own session again.
     """
     lacks = [state.start_for(position) < position for state in states]

@@ -1,4 +1,4 @@
-"""One lane of a recovery: a session's past, step by step, through the hops that need it."""
+"""Runs the lanes of a recovery: it sends a session's earlier steps again through the hops that lack them."""
 
 import asyncio
 import secrets
@@ -17,7 +17,7 @@ from corolla.v1 import common_pb2
 
 
 class Replayer:
-    """Runs lanes."""
+    """Runs the lanes of all recoveries of a process, with a common bound of replayed tokens."""
 
     def __init__(self, reservations: Reservations, plane: DataPlane, limits: ChainLimits) -> None:
         self._reservations = reservations

@@ -1,4 +1,4 @@
-"""Reserves sessions on chains: on every hop of one chain, or nowhere."""
+"""Opens sessions on all hops of a chain, or on none of them."""
 
 import asyncio
 import contextlib
@@ -97,7 +97,7 @@ class ChainLimits:
 
 @dataclass(frozen=True, slots=True)
 class OpenOptions:
-    """What a session needs of its hops.
+    """The settings with which hops open a session.
 
     Attributes:
         max_tokens: each hop reserves pages for this many tokens.
@@ -173,7 +173,7 @@ class ChainBinding:
         return position if position >= max(reply.min_position for reply in replies) else 0
 
     def hop_states(self, number: int) -> list[HopState]:
-        """What each hop held of one of the sessions when the chain was opened."""
+        """The state of one of the sessions on each hop when the chain was opened."""
         return [
             HopState(reply.num_cached_tokens, reply.min_position, reply.kept_start, reply.kept_end)
             for reply in (on_hop[number] for on_hop in self.open_replies)

@@ -89,7 +89,7 @@ class ChainSession(OpenSequences):
         self._newest_id = 0
         self._tokens: TokenStream | None = None
         self._on_pace = on_pace
-        # When the first token came, and the position behind it; None where the pace is not to be measured.
+        # The time of the first token and the position behind it; None where the pace is not to be measured.
         self._first_token: tuple[float, int] | None = None
 
     @property

@@ -33,7 +33,7 @@ _MOST_LOOKED_UP: Final = 64
 
 @dataclass(slots=True)
 class _Server:
-    """What this client service knows of a block server that it has a stream to."""
+    """The stream to a block server, and the future of the server's Welcome."""
 
     stream: Stream
     welcome: asyncio.Future[pb.Welcome]
@@ -106,7 +106,7 @@ class DataPlane:
         return 0 if welcome is None else welcome.page_tokens
 
     def has_draft_model(self, address: str) -> bool:
-        """Whether a connected server drafts tokens by a small model."""
+        """Whether a connected server drafts tokens with a small model."""
         welcome = self._welcome(address)
         return welcome is not None and welcome.has_draft_model
 

@@ -39,7 +39,7 @@ _EXPANSION: Final = "self_attn.kv_b_proj"
 
 @dataclass(frozen=True, slots=True)
 class LinearPlace:
-    """Where a linear layer's product with an adapter is added.
+    """The place at which a linear layer's product with an adapter is added.
 
     Attributes:
         place: the layer alone, or several layers that are computed together.

@@ -42,7 +42,7 @@ _REFUSED: Final = {
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """How an adapter's products are scaled.
+    """The ranks and strengths of an adapter's products.
 
     Attributes:
         rank: the rank of products without one of their own.

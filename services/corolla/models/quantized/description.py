@@ -29,7 +29,7 @@ _WHAT_TO_DO: Final = "give the original checkpoint, or one in another format of 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How some weights were quantised.
+    """The settings with which some weights were quantised.
 
     Attributes:
         bits: the bits of a number.
@@ -44,7 +44,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How a checkpoint's weights are packed.
+    """The format and settings of a checkpoint's packed weights.
 
     Attributes:
         method: the name of the format, a key of FORMATS in `tensors`.
