@@ -1,7 +1,7 @@
-"""With what the digests of a tenant's pages begin. Pure.
+"""The salts with which the digests of a tenant's pages begin. Pure.
 
-Hops find pages by digests of the text alone. Begun with a secret, the digests that somebody makes of a text are not
-those of a tenant that has the same text.
+Hops find cached pages by digests of the text alone. A salt made from a secret keeps an outsider who knows a text from
+computing the digests that a tenant with the same text has.
 """
 
 import hmac
@@ -14,14 +14,14 @@ _PURPOSE: Final = b"corolla pages of "
 
 
 class CacheSalts:
-    """Of all tenants.
+    """Makes the salts of all tenants.
 
     Args:
-        secret: which all client services and libraries of a model share; empty: there is none, and texts with the same
-            salt of the request have the same digests.
+        secret: all client services and libraries of a model share it. If it is empty, texts whose requests have the
+            same salt have the same digests, whatever the tenant.
 
     Raises:
-        SettingsError: it is so short that somebody could find it by trying. The sentence does not quote it.
+        SettingsError: the secret is so short that it could be found by trial. The message does not quote it.
     """
 
     def __init__(self, secret: str) -> None:
@@ -30,10 +30,10 @@ class CacheSalts:
         self._secret = secret.encode()
 
     def of(self, tenant: str, cache_salt: str) -> bytes:
-        """For a request; nobody without the secret can tell it, or that of another tenant or salt, from random bytes.
+        """The salt for a request. Without the secret, it looks like random bytes.
 
         Args:
-            cache_salt: of the request.
+            cache_salt: the request's own salt.
         """
         if not self._secret:
             return cache_salt.encode()

@@ -1,4 +1,4 @@
-"""The router as a client service sees it."""
+"""The calls of a client service to the router."""
 
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
@@ -14,13 +14,13 @@ from corolla.v1 import router_pb2 as pb
 from corolla.v1 import router_pb2_grpc
 
 _PLAN_TIMEOUT_S: Final = 2.0
-"""Where no router answers, the placement that is known here serves as well."""
-# Nobody but a router can answer for a session's record.
+"""Short, because a client service without a router plans from the last pushed placement."""
+# Longer, because only a router has the records of sessions.
 _record_timeout_s = 5.0
 
 
 def tolerate_silence(silence_s: float) -> None:
-    """Calls about session records wait so long for a router, where their owners do not say otherwise."""
+    """Sets how long calls about session records wait for a router, for each ControlPlane without its own setting."""
     global _record_timeout_s
     _record_timeout_s = silence_s
 
@@ -29,10 +29,10 @@ Reply = TypeVar("Reply", bound=Message)
 
 
 class ControlPlane:
-    """Calls to the router. Each raises an error of the tree: the router's own, or RouterUnavailable.
+    """Makes calls to the router. Each call raises a CorollaError: the router's own, or RouterUnavailable.
 
     Args:
-        record_timeout_s: how long a call about a session record waits; None: as for all of this process.
+        record_timeout_s: how long a call about a session record waits; None: as set for this process.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class ControlPlane:
         return await self._call(self.stub.PlanChain, request, _PLAN_TIMEOUT_S)
 
     async def report_server(self, server_id: str, *, slow: bool = False) -> None:
-        """Tells that a server failed: chains avoid it until it is heard of again. Or that it is slower than it says."""
+        """Reports that a server failed, so that chains avoid it until its next sign of life, or that it is `slow`."""
         request = pb.ReportServerRequest(model=self.model, server_id=server_id, slow=slow)
         await self._call(self.stub.ReportServer, request, _PLAN_TIMEOUT_S)
 
     async def get_placement(self) -> pb.Placement:
-        """All servers of the model, as the router knows them now."""
+        """All servers of the model that the router knows now."""
         return await self._call(self.stub.GetPlacement, pb.GetPlacementRequest(model=self.model), _PLAN_TIMEOUT_S)
 
     async def take_quotas(self, request: pb.TakeQuotasRequest, timeout_s: float) -> pb.TakeQuotasResponse:

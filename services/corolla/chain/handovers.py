@@ -1,4 +1,4 @@
-"""Sessions that hops handed to others. Their clients follow between two steps, or when a step is refused for it."""
+"""Sessions that hops handed over to other hops. Clients follow them between two steps, or after a refused step."""
 
 import asyncio
 import contextlib
@@ -11,25 +11,25 @@ from corolla.v1 import common_pb2
 
 _NUM_REMEMBERED: Final = 4096
 _PATIENCE_S: Final = 5.0
-# A process that died is noticed by all who have streams to it, but not in a certain order.
+# When a process dies, a hop's fault may come here a moment before the broken stream to the process is noticed.
 _MOMENT_S: Final = 0.25
 
 
 class Handovers:
-    """What hops reported of sessions.
+    """The handovers that hops reported.
 
-    What a hop reports counts only for a session that is open there in just the epoch that it names: since then nothing
-    was computed anywhere else, so that the other server holds what this hop held.
+    A report counts only while the session is open on that hop in the epoch that the report names. Then nothing was
+    computed elsewhere since, and the other server holds exactly what this hop held.
     """
 
     def __init__(self) -> None:
-        # By session and address of the hop that reported it, the oldest first.
+        # The reports by session id and address of the hop that sent them, the oldest first.
         self._notices: dict[tuple[bytes, str], pb.Moved] = {}
         self._news = asyncio.Event()
         self._gone: set[str] = set()
 
     def on_moved(self, moved: pb.Moved, address: str) -> None:
-        """A hop says who has the session now, or that it kept it after all."""
+        """Records a hop's report of which server has a session now, or that it has kept the session after all."""
         self._notices.pop((moved.session_id, address), None)
         self._notices[moved.session_id, address] = moved
         if len(self._notices) > _NUM_REMEMBERED:
@@ -37,7 +37,7 @@ class Handovers:
         self._wake()
 
     def on_step_refused(self, address: str) -> None:
-        """A hop refused a step for a session that it hands over; how that ends, it says after this."""
+        """Forgets which sessions a hop said it kept: it refused a step, so it hands one over, and reports it later."""
         for key in [key for key, moved in self._notices.items() if key[1] == address and not moved.HasField("hop")]:
             del self._notices[key]
 
@@ -45,12 +45,12 @@ class Handovers:
         self._gone.discard(address)
 
     def mark_disconnected(self, address: str) -> None:
-        """Whoever waits for the server stops waiting."""
+        """Records that the stream to a server broke, and wakes the tasks that wait for the server."""
         self._gone.add(address)
         self._wake()
 
     async def is_disconnected(self, address: str) -> bool:
-        """Whether the stream to a server is broken, or breaks in this moment."""
+        """Whether the stream to a server is broken, or breaks within a fraction of a second."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_MOMENT_S):
                 while address not in self._gone:
@@ -58,7 +58,7 @@ class Handovers:
         return address in self._gone
 
     async def wait_until_settled(self, address: str, identities: Iterable[SessionIdentity]) -> None:
-        """Waits, for a few seconds at most, until the hop has reported what became of all these sessions."""
+        """Waits, for a few seconds at most, until the hop has reported the outcome for all these sessions."""
         waiting = {(identity.session_id, address) for identity in identities}
         try:
             async with asyncio.timeout(_PATIENCE_S):
@@ -74,10 +74,11 @@ class Handovers:
         return any(self._hop(hop, each) is not None for each in identities for hop in chain.hops)
 
     def redirect(self, chain: common_pb2.Chain, identities: Iterable[SessionIdentity]) -> common_pb2.Chain:
-        """The chain with those hops in place that have the sessions now; `identities` are open on it.
+        """The chain with the hops that have the sessions now in place of those that handed them over.
 
-        Sessions that travel together are handed over one by one; where they came apart, the others are replayed. A
-        server has one run of blocks of a session, so one that is in the chain already gets no second hop.
+        The sessions `identities` are open on `chain`. A hop hands the sessions of a batch over one by one, maybe to
+        different servers; the chain then follows one of them, and the others are replayed. A server holds one run of
+        blocks of a session, so a server that is in the chain already does not get a second hop.
         """
         identities = tuple(identities)
         taken = {hop.server_id for hop in chain.hops}
@@ -89,11 +90,11 @@ class Handovers:
         return common_pb2.Chain(hops=hops, fingerprint=chain.fingerprint)
 
     def hops_holding(self, chain: common_pb2.Chain, identity: SessionIdentity) -> list[common_pb2.Hop]:
-        """All hops that may hold something of a session: those of its chain, and who took it over from them."""
+        """All hops that may hold a session: those of its chain, and those that took it over from them."""
         return [*chain.hops, *(moved for hop in chain.hops if (moved := self._hop(hop, identity)) is not None)]
 
     def forget(self, identities: Iterable[SessionIdentity]) -> None:
-        """The sessions were opened anew, or ended: what was reported of them before counts no longer."""
+        """Drops the reports about sessions that were opened again or have ended."""
         gone = {identity.session_id for identity in identities}
         for key in [key for key in self._notices if key[0] in gone]:
             del self._notices[key]

@@ -1,4 +1,4 @@
-"""What a sequence went through: enough to bring it to the same point on other hops. Pure."""
+"""The tokens and steps of a sequence: enough to bring it to the same point on other hops. Pure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReplayInputs:
-    """What goes into the first block once more: the tokens' ids, or their hidden states."""
+    """The inputs of the first block in a replay: token ids, or hidden states."""
 
     token_ids: Sequence[int] = ()
     hidden: "HiddenStates | None" = None
@@ -20,12 +20,12 @@ class ReplayInputs:
 class StepShapes:
     """The lengths of a sequence's steps, in order, so that a replay can repeat them; `num_tokens` is their sum.
 
-    A step that checked draft tokens counts as far as they were right.
+    A step that checked draft tokens counts only those that were right.
     """
 
     lengths: list[int] = field(default_factory=list)
     num_tokens: int = 0
-    # Where each chunk of a prompt begins. Its shape is repeated also where single tokens are merged.
+    # The position at which each chunk of a prompt begins. A replay repeats chunks even if it merges single tokens.
     _prompt_starts: set[int] = field(default_factory=set)
 
     def append(self, num_tokens: int, *, is_prompt: bool) -> None:
@@ -35,7 +35,7 @@ class StepShapes:
         self.num_tokens += num_tokens
 
     def truncate(self, num_tokens: int) -> None:
-        """Forgets what lies beyond."""
+        """Keeps the steps of the first `num_tokens` tokens, and forgets the rest."""
         while self.num_tokens > num_tokens:
             length = self.lengths.pop()
             self.num_tokens -= length
@@ -51,7 +51,7 @@ class StepShapes:
     def replay(self, start: int, max_tokens: int, *, merges: bool) -> Iterator[tuple[int, int]]:
         """The steps `[start, end)` of a replay from `start` on, each of at most `max_tokens`.
 
-        `merges`: steps that are no prompt's chunks run together.
+        With `merges`, neighbouring steps that are not chunks of a prompt become one step.
         """
         begin, end = start, 0
         follows_prompt = False
@@ -73,7 +73,7 @@ class StepShapes:
 
 
 class History(Protocol):
-    """What hops get of a sequence that is to be filled into them."""
+    """A sequence as a replay needs it: its position, its steps, and the inputs of the first block."""
 
     @property
     def position(self) -> int:
@@ -81,15 +81,15 @@ class History(Protocol):
 
     @property
     def shapes(self) -> StepShapes:
-        """The steps in which the sequence processed them, and perhaps more."""
+        """The steps in which the sequence was processed; they may go beyond `position`."""
 
     def inputs(self, start: int, end: int) -> ReplayInputs:
-        """What went into the first block for these tokens."""
+        """The inputs of the first block for the tokens `[start, end)`."""
 
 
 @dataclass(slots=True)
 class TokenHistory:
-    """The tokens that a whole chain has processed, and in which steps."""
+    """The tokens that a whole chain has processed, and the steps in which it did so."""
 
     token_ids: list[int] = field(default_factory=list)
     shapes: StepShapes = field(default_factory=StepShapes)

@@ -1,4 +1,4 @@
-"""Who a session is on every hop."""
+"""The identity of a session on every hop: its id, epoch and tenant."""
 
 from dataclasses import dataclass, replace
 from typing import Final, Self
@@ -8,12 +8,12 @@ from corolla.chassis.errors import HopUnavailable
 _MAX_EPOCH: Final = 2**32 - 1
 
 EPOCHS_PER_TURN: Final = 256
-"""A turn's own epochs: the one it begins with, and one for each time that it opens its hops again."""
+"""How many epochs a turn has: one that it begins with, and one for each time that it opens its hops again."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionIdentity:
-    """What a hop knows a session by. Epochs beyond `last_epoch` belong to the conversation's next turn."""
+    """Identifies a session on a hop. Epochs beyond `last_epoch` belong to the conversation's next turn."""
 
     session_id: bytes
     epoch: int
@@ -29,12 +29,12 @@ class SessionIdentity:
     def in_next_epoch(self) -> Self:
         """The same session in its next epoch.
 
-        Raises HopUnavailable where the turn has none left: it ends, and the caller's next one has epochs of its own.
+        Raises HopUnavailable where the turn has no epoch left: this turn ends; the next one has its own epochs.
         """
         if self.epoch >= self.last_epoch:
             raise HopUnavailable("the servers of this turn changed too often")
         return replace(self, epoch=self.epoch + 1)
 
     def at_end_of_turn(self) -> Self:
-        """In an epoch that no opening of this turn has exceeded."""
+        """The same session in the last epoch of its turn, which is not lower than that of any open of this turn."""
         return replace(self, epoch=self.last_epoch)

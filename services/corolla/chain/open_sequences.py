@@ -1,4 +1,4 @@
-"""Sequences that are open together on the hops of a chain: of a client service's session one, of a batch all rows."""
+"""Sequences that are open together on the hops of a chain: one for a session, or all rows of a batch."""
 
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -14,10 +14,10 @@ Result = TypeVar("Result")
 
 
 class OpenSequences:
-    """What all sequences have in common, however their steps are taken: where they are open, recovery, and their end.
+    """Base class of sequences on a chain: it knows where they are open, repeats failed steps, and closes them.
 
     Args:
-        binding: which of them are open on which chain, in which epoch.
+        binding: the sequences' identities, and the chain that they are open on.
     """
 
     def __init__(self, binding: ChainBinding, plane: DataPlane, recovery: Recovery) -> None:
@@ -31,17 +31,17 @@ class OpenSequences:
 
     @property
     def identities(self) -> tuple[SessionIdentity, ...]:
-        """As which they are open on every hop, or are about to be."""
+        """The identities under which every hop has the sequences open, or will have once the pending open succeeds."""
         return self._binding.identities
 
     async def _with_recovery(
         self, take_step: Callable[[], Awaitable[Result]], recover: Callable[[CorollaError], Awaitable[None]]
     ) -> Result:
-        """Takes a step, again after each failure that a recovery repairs; raises the others.
+        """Takes a step, and takes it again after each failure that a recovery repairs; raises the other failures.
 
         Args:
-            recover: brings the sequences back, or raises why not. It is also called before a step is sent, where a hop
-                has handed some of them over.
+            recover: brings the sequences back after a failure, or raises. It is also called before the step where a hop
+                has handed some of the sequences over.
         """
         while True:
             try:
@@ -52,10 +52,10 @@ class OpenSequences:
                 await recover(failure)
 
     def _holders(self, number: int = 0) -> list[common_pb2.Hop]:
-        """The hops that hold one of them, also where one has just handed it over."""
+        """The hops that hold a sequence, with the new hop where one has just handed the sequence over."""
         return self._plane.handovers.hops_holding(self.chain, self._binding.open_identities[number])
 
     def close(self) -> None:
-        """Frees all on every hop."""
+        """Frees all sequences on every hop."""
         for number, identity in enumerate(self.identities):
             self._plane.close_session(self._holders(number), identity)

@@ -1,4 +1,4 @@
-"""What a client service waits for on the data plane, whichever stream the answer comes on.
+"""Matches the answers of the data plane with the requests that wait for them, whichever stream an answer comes on.
 
 A step goes out on the stream to the first hop, its result comes back on the stream to the last one, and a fault on any.
 """
@@ -15,7 +15,7 @@ from corolla.wire.frames import Buffer
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
-    """`[num_tokens, hidden_size]` as raw bytes; `dtype` is the wire's number."""
+    """Hidden states `[num_tokens, hidden_size]` as raw bytes in row-major order; `dtype` is the wire's enum value."""
 
     payload: Buffer
     num_tokens: int
@@ -39,10 +39,10 @@ class _Open:
 
 
 class PendingReplies:
-    """Steps and openings without an answer yet, by their numbers; streams of tokens, by their sessions.
+    """Steps and opens without an answer yet, by their numbers; streams of tokens, by their sessions.
 
     Args:
-        on_discarded: is called with the number of tokens that came for nobody.
+        on_discarded: is called with the number of tokens that came without a reader.
     """
 
     def __init__(self, on_discarded: Callable[[int], None] = lambda num_tokens: None) -> None:
@@ -55,14 +55,14 @@ class PendingReplies:
         return len(self._steps) + len(self._opens) + len(self._token_streams)
 
     def add_token_stream(self, session_id: bytes, stream: TokenStream) -> None:
-        """To be removed by `remove_token_stream`. Another turn of the session has none any more."""
+        """Adds a session's stream, until `remove_token_stream`. Ends the stream of the session's earlier turn."""
         earlier = self._token_streams.get(session_id)
         if earlier is not None:
             earlier.end(StaleEpoch("another turn of the session has begun"))
         self._token_streams[session_id] = stream
 
     def remove_token_stream(self, session_id: bytes, stream: TokenStream) -> None:
-        """Nobody reads it any more."""
+        """Removes a stream that has no reader any more, and counts its unread tokens as discarded."""
         if self._token_streams.get(session_id) is stream:
             del self._token_streams[session_id]
             self._on_discarded(stream.num_unread_tokens)
@@ -72,7 +72,7 @@ class PendingReplies:
         return any(stream.addresses == addresses for stream in self._token_streams.values())
 
     def add_step(self, number: int, rows: Sequence[pb.StepRow], addresses: frozenset[str]) -> list[RowFuture]:
-        """One future for each row, in order; the step is forgotten when all are done."""
+        """Adds a step, until all of its rows are done. Returns one future for each row, in order."""
         loop = asyncio.get_running_loop()
         by_session = {row.session_id: (row, loop.create_future()) for row in rows}
         self._steps[number] = _Step(by_session, addresses)
@@ -82,7 +82,7 @@ class PendingReplies:
         return futures
 
     def add_open(self, number: int, address: str) -> asyncio.Future[pb.Opened]:
-        """To be forgotten by `remove_open`."""
+        """Adds a request to open a session, until `remove_open`. Returns the future of its answer."""
         loop = asyncio.get_running_loop()
         opening = self._opens[number] = _Open(loop.create_future(), address)
         return opening.answer
@@ -91,7 +91,7 @@ class PendingReplies:
         del self._opens[number]
 
     def on_result(self, result: pb.Result, payload: Buffer) -> None:
-        """Hands each row its part."""
+        """Gives each row's future, or its token stream, its part of a result."""
         if result.step_id == 0:
             for row, sampled in zip(result.rows, result.sampled, strict=False):
                 stream = self._token_streams.get(row.session_id)
@@ -108,7 +108,7 @@ class PendingReplies:
         for row in result.rows:
             end = start + row.num_result_tokens * token_bytes
             asked, future = step.rows.get(row.session_id, (None, None))
-            # The fence: only the answer to just this step of just this epoch counts.
+            # The epoch fence: an answer counts only where session, epoch and position are those that were asked for.
             if asked is not None and _agree(asked, row) and future is not None and not future.done():
                 states = HiddenStates(view[start:end], row.num_result_tokens, result.dtype, result.hidden_size)
                 future.set_result(states)
@@ -120,7 +120,7 @@ class PendingReplies:
             opening.answer.set_result(opened)
 
     def on_fault(self, fault: pb.Fault, error: CorollaError) -> None:
-        """Fails what the fault is about."""
+        """Fails the open, rows or token streams that the fault names."""
         if fault.WhichOneof("about") == "request_id":
             opening = self._opens.get(fault.request_id)
             if opening is not None and not opening.answer.done():
@@ -137,7 +137,7 @@ class PendingReplies:
             fail([step.rows[session_id][1] for session_id in affected if session_id in step.rows], error)
 
     def on_stream_lost(self, address: str, error: CorollaError) -> None:
-        """Fails all that the server takes part in."""
+        """Fails every open, step and token stream in which the server takes part."""
         for opening in list(self._opens.values()):
             if opening.address == address and not opening.answer.done():
                 opening.answer.set_exception(error)
@@ -155,7 +155,7 @@ class PendingReplies:
 
 
 def _agree(asked: pb.StepRow, answered: pb.StepRow) -> bool:
-    """Whether it is the same part of the same session in the same epoch; token ids do not come back."""
+    """Whether an answer is for the same tokens in the same epoch as the row that was sent."""
     return (asked.epoch, asked.position, asked.num_tokens, asked.num_result_tokens) == (
         answered.epoch, answered.position, answered.num_tokens, answered.num_result_tokens
     )  # fmt: skip
@@ -168,7 +168,7 @@ def fail(futures: Sequence[RowFuture], error: CorollaError) -> None:
 
 
 async def wait_for_result(future: RowFuture, timeout_s: float) -> HiddenStates:
-    """What came back. Raises HopUnavailable after `timeout_s`, and whatever happened to the row."""
+    """The row's hidden states. Raises HopUnavailable after `timeout_s`, or the error with which the row failed."""
     try:
         async with asyncio.timeout(timeout_s):
             return await future
@@ -177,7 +177,7 @@ async def wait_for_result(future: RowFuture, timeout_s: float) -> HiddenStates:
 
 
 def discard(futures: Iterable[RowFuture]) -> None:
-    """Nobody waits for these any more; what came of them is not asked."""
+    """Drops futures that have no waiter any more, with their results and errors."""
     for future in futures:
         if not future.cancel() and not future.cancelled():
-            future.exception()  # seen, or asyncio would complain of it
+            future.exception()  # marks it as seen: asyncio would log it otherwise

@@ -1,4 +1,4 @@
-"""The placement as last pushed by a router. It stays when the router goes."""
+"""The placement that a router pushed last. It stays in use when the router is gone."""
 
 import asyncio
 import contextlib
@@ -26,8 +26,8 @@ SETTLING_S: Final = 5.0
 class PlacementWatch:
     """Follows the router's pushes and remembers the newest snapshot.
 
-    A snapshot that lacks blocks may be that of a store that has just lost its memory: for a few seconds, in which its
-    servers register again, those of the last complete one count next to it. The servers themselves have the last word.
+    A snapshot that lacks blocks may come from a store that has just lost its data. So for SETTLING_S, in which servers
+    register again, the servers of the last complete snapshot count, too. One that is gone only costs an attempt.
     """
 
     def __init__(self, control: ControlPlane) -> None:
@@ -42,7 +42,7 @@ class PlacementWatch:
 
     @property
     def cheapest_chain(self) -> common_pb2.Chain | None:
-        """For new sessions while no router answers; None while blocks are uncovered."""
+        """The chain for new sessions while no router answers; None while blocks have no server."""
         if self._placement is None or not self._placement.HasField("cheapest_chain"):
             return None
         return self._placement.cheapest_chain
@@ -59,17 +59,17 @@ class PlacementWatch:
         return [*self._placement.servers, *unlisted]
 
     def adapters_for(self, tenant: str) -> list[str]:
-        """The names of those that a tenant may use."""
+        """The names of the adapters that a tenant may use."""
         return [each.version.name for each in self._adapters if _is_for(each, tenant)]
 
     async def adapter(self, name: str, tenant: str) -> AdapterVersion:
-        """What is registered under a name.
+        """The adapter version that is registered under a name.
 
-        One that is not known here is asked for, since it may have been registered just now.
+        A name that is unknown here is looked up at the router, since it may have been registered just now.
 
         Raises:
-            AdapterNotFound: nothing is.
-            AdapterDenied: it is for other tenants.
+            AdapterNotFound: no adapter has this name.
+            AdapterDenied: the adapter is for other tenants.
         """
         found = _adapter(self._adapters, name) or _adapter(await self._registered_now(), name)
         if found is None:
@@ -79,11 +79,14 @@ class PlacementWatch:
         return AdapterVersion.of(found.version)
 
     async def _registered_now(self) -> Sequence[pb.RegisteredAdapter]:
-        """As a router says from now on; all who come before it is asked wait for the same answer."""
+        """The registered adapters, by a router's answer that is newer than this call.
+
+        Calls that come before the router is asked share one answer.
+        """
 
         async def look() -> Sequence[pb.RegisteredAdapter]:
             now_s = asyncio.get_running_loop().time()
-            # Whoever asks for many that do not exist costs a router no more.
+            # The pause bounds the router's load when a client asks for many names that do not exist.
             await asyncio.sleep(max(0.0, self._next_look_s - now_s))
             self._next_look_s = asyncio.get_running_loop().time() + _LOOK_INTERVAL_S
             with contextlib.suppress(CorollaError):
@@ -91,18 +94,18 @@ class PlacementWatch:
             return ()
 
         if self._look is not None and not self._look.done():
-            # What it answers may be older than what the caller has registered.
+            # The answer under way may be older than an adapter that the caller has just registered.
             await asyncio.shield(self._look)
         if self._look is None or self._look.done():
             self._look = asyncio.ensure_future(look())
         return await asyncio.shield(self._look)
 
     def names(self, hop: common_pb2.Hop) -> bool:
-        """Whether the server of a hop is there, at its address, as far as is known."""
+        """Whether the newest known placement has the hop's server at the hop's address."""
         return _names(self.servers, hop)
 
     async def will_name(self, hop: common_pb2.Hop) -> bool:
-        """The same, by what a router says now: a server that has just joined may be in no push yet."""
+        """Like `names`, but asks the router: a server that has just joined may not have been pushed yet."""
         try:
             return _names((await self._control.get_placement()).servers, hop)
         except CorollaError:
@@ -110,19 +113,19 @@ class PlacementWatch:
 
     @property
     def is_settling(self) -> bool:
-        """Whether blocks have been uncovered for a few seconds at most, in which their servers may register again."""
+        """Whether blocks lost their servers less than SETTLING_S ago, so that these may register again."""
         if self._placement is None or self._placement is self._complete:
             return False
         return asyncio.get_running_loop().time() < self._incomplete_since_s + SETTLING_S
 
     async def wait_for_update(self, timeout_s: float) -> None:
-        """Returns when something was pushed, at the latest after `timeout_s`."""
+        """Returns when a router has pushed a snapshot, at the latest after `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._published.wait()
 
     async def run(self) -> None:
-        """Watches for ever."""
+        """Watches the router's pushes until the task is cancelled."""
         has_logged = False
         while True:
             try:

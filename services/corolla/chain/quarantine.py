@@ -7,18 +7,18 @@ FIRST_QUARANTINE_S: Final = 5.0
 MOST_QUARANTINE_S: Final = 60.0
 
 QuarantineCause = Literal["open", "step"]
-"""Whether a server did not open a session, or failed in the middle of one."""
+"""Why a server is left out: it did not open a session, or it failed during a step."""
 
 
 class Quarantine:
     """Leaves a server out for a while, longer with each failure that follows soon."""
 
     def __init__(self) -> None:
-        # Until when, and for how long that was.
+        # Maps a server id to the time until which it is left out, and to the seconds of this quarantine.
         self._entries: dict[str, tuple[float, float]] = {}
 
     def add(self, server_id: str, now_s: float) -> bool:
-        """Whether it was not in there before: many sessions learn of one death."""
+        """Leaves a server out. Returns False where it was left out already: many sessions report the same death."""
         until_s, length_s = self._entries.get(server_id, (0.0, 0.0))
         if now_s < until_s:
             return False
@@ -28,7 +28,7 @@ class Quarantine:
         return True
 
     def count(self, now_s: float) -> int:
-        """How many servers are left out now. Changes nothing, so any thread may ask."""
+        """How many servers are left out now. It only reads, so any thread may call it."""
         return sum(now_s < until_s for until_s, _ in tuple(self._entries.values()))
 
     def active(self, now_s: float) -> frozenset[str]:
@@ -45,15 +45,15 @@ MOST_RETRY_INTERVAL_S: Final = 4.0
 class LostServers(Collection[str]):
     """Ids of the servers that one request does without.
 
-    A stream that broke does not say whether its server is gone: the network may have forgotten the connection, or this
-    very process may have been frozen, and then all its streams broke at once. So where no other server can take its
-    place, the request asks it again for `patience_s` after its first failure, at first almost at once, then less often
-    the longer it takes: each time is one of the request's attempts.
+    A broken stream does not prove that its server is gone: the network may have dropped the connection, or this process
+    may have been frozen, which breaks all of its streams at once. So where no other server can take a lost one's place,
+    the request tries the lost one again until `patience_s` after its first failure: at first almost at once, then less
+    often. Each time is one of the request's attempts.
     """
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
-        # When it failed at first, and at last; None where it is of no use whatever it says.
+        # Maps a server id to the times of its first and its latest failure; None where it is never tried again.
         self._times: dict[str, tuple[float, float] | None] = {}
 
     def __contains__(self, server_id: object) -> bool:
@@ -66,17 +66,17 @@ class LostServers(Collection[str]):
         return len(self._times)
 
     def add(self, server_id: str, now_s: float, *, for_good: bool = False) -> None:
-        """It failed now. `for_good`: it is never tried again."""
+        """Records that a server failed now. With `for_good`, it is never tried again."""
         before = self._times.get(server_id, (now_s, now_s))
         self._times[server_id] = None if for_good or before is None else (before[0], now_s)
 
     def discard(self, server_ids: Iterable[str]) -> None:
-        """They have opened: they are lost no longer."""
+        """Takes servers off the list after they opened the session."""
         for server_id in server_ids:
             self._times.pop(server_id, None)
 
     def retryable(self, now_s: float) -> frozenset[str]:
-        """Those that may be tried again now, if nobody else can take their place."""
+        """The servers that may be tried again now, where no other server can take their place."""
         return frozenset(
             server_id
             for server_id, times in self._times.items()
@@ -84,12 +84,12 @@ class LostServers(Collection[str]):
         )
 
     def may_return(self, now_s: float) -> bool:
-        """Whether one of them will be due, now or later."""
+        """Whether one of the servers may be tried again, now or later."""
         return any(times is not None and now_s < times[0] + self._patience_s for times in self._times.values())
 
 
 def _retry_s(first_s: float, last_s: float) -> float:
-    """When a server is due that failed at these times."""
+    """When to try a server again whose first and latest failures were at these times."""
     if first_s == last_s:
         return last_s + FIRST_RETRY_INTERVAL_S
     return last_s + min(max(RETRY_INTERVAL_S, last_s - first_s), MOST_RETRY_INTERVAL_S)

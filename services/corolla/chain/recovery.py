@@ -1,4 +1,4 @@
-"""Carries a recovery out: other servers for lost hops, a new epoch everywhere, the missing tokens replayed."""
+"""Recovers sessions: it replaces lost hops, opens a new epoch on every hop, and replays the missing tokens."""
 
 import asyncio
 import logging
@@ -40,17 +40,17 @@ _LONGEST_PAUSE_S: Final = 0.2
 
 @dataclass(slots=True)
 class _Job:
-    """One recovery, and what it has learned from attempt to attempt.
+    """The state of one recovery over its attempts.
 
     Attributes:
-        sequences: what is to be filled, in the order of the binding's identities.
-        stale: numbers of sequences of which no hop holds anything that counts.
-        lost_chain: on which the sessions were when they were lost.
-        incomplete_since_s: since when no chain has had the sessions open on every hop.
-        without_outputs: ids of the servers that no longer have the outputs that they said they keep.
-        may_scratch: until a hop had no room for a scratch session.
+        sequences: the sequences to fill into the hops, in the order of the binding's identities.
+        stale: numbers of the sequences that hops have to get from the first token on, whatever they hold.
+        lost_chain: the chain on which the sessions were when they were lost.
+        incomplete_since_s: since when the sessions have not been open on every hop of a chain.
+        without_outputs: ids of the servers that no longer have the outputs that they reported as kept.
+        may_scratch: False once a hop had no room for a scratch session.
         patience_s: how long to wait for a server that can replace a lost one.
-        longest_pause_s: before the next attempt.
+        longest_pause_s: the longest random pause before the next attempt.
     """
 
     binding: ChainBinding
@@ -78,7 +78,7 @@ class _Job:
 
 
 class Recovery:
-    """Brings sessions back that lost hops. Shared by all sessions of a process; reports each success."""
+    """Brings back sessions that lost hops. All sessions of a process share one; it reports each success."""
 
     def __init__(
         self,
@@ -104,17 +104,18 @@ class Recovery:
         budget: RecoveryBudget,
         stale: frozenset[int] = frozenset(),
     ) -> None:
-        """Returns when every hop holds every sequence up to its position; `binding` says which hops.
+        """Recovers sessions; returns when every hop of `binding` holds every sequence up to its position.
 
         Args:
-            sequences: in the order of the identities.
-            failure: of the step that did not come back.
-            budget: of the request.
-            stale: numbers of sequences of which no hop holds anything that counts.
+            binding: the sessions; the recovery updates its chain and identities.
+            sequences: the sequences to fill into the hops, in the order of the identities.
+            failure: the error of the step that failed.
+            budget: bounds the recoveries of the request.
+            stale: numbers of the sequences that hops have to get from the first token on, whatever they hold.
 
         Raises:
-            CorollaError: the failure itself where other servers would not help; else why it did not work. The sessions
-                can be closed all the same.
+            CorollaError: the failure itself where other servers would not help; otherwise why the recovery failed. The
+                sessions can be closed in either case.
         """
         if not isinstance(failure, RECOVERABLE):
             raise failure
@@ -127,9 +128,9 @@ class Recovery:
     async def fill(
         self, binding: ChainBinding, sequence: History, states: Sequence[HopState], budget: RecoveryBudget
     ) -> None:
-        """Gives the hops what they lack of a session that was just opened; they may be others afterwards.
+        """Gives the hops the tokens that they lack of a session that was just opened.
 
-        Raises CorollaError as `recover` does.
+        `binding` may have other hops afterwards. Raises CorollaError as `recover` does.
         """
         job = _Job(binding, [sequence], budget, LostServers(self._patience_s), _now_s())
         with spans.span("recovery") as span:
@@ -137,7 +138,7 @@ class Recovery:
             try:
                 await self._fill(job, 0, states)
             except CorollaError as failure:
-                # What a hop had a moment ago may have made way for others since.
+                # A hop may have evicted what it reported a moment ago.
                 job.incomplete_since_s = _now_s()
                 _note(span, await self._retry(job, failure, "idle", in_replay=True), job)
                 return
@@ -145,12 +146,10 @@ class Recovery:
                 _note(span, self._report(job, "idle"), job)
 
     async def compute_anew(self, binding: ChainBinding, sequence: History, budget: RecoveryBudget) -> None:
-        """Opens a session on its hops in its next epoch and gives them all of its past again.
+        """Opens a session on its hops in its next epoch and replays all of its tokens.
 
-        For a session whose open options have changed, so that what hops hold does not count. No hop is lost: this is
-        no recovery, unless something fails meanwhile.
-
-        Raises CorollaError as `recover` does.
+        This is for a session whose open options have changed, so that what hops hold is of no use. It is reported as a
+        recovery only where something fails meanwhile. Raises CorollaError as `recover` does.
         """
         job = _Job(binding, [sequence], budget, LostServers(self._patience_s), _now_s())
         with spans.span("recovery") as span:
@@ -160,11 +159,11 @@ class Recovery:
                 _note(span, await self._retry(job, failure, failure.reason.lower(), in_replay=True), job)
 
     async def _retry(self, job: _Job, failure: CorollaError, cause: str, *, in_replay: bool = False) -> RecoveryReport:
-        """Makes attempts after a failure of a step or, `in_replay`, of what was to be replayed."""
+        """Makes attempts until one succeeds. `in_replay` says that the first failure was one of a replay."""
         latest: CorollaError | None = failure
         while latest is not None:
             if latest is not failure:
-                # Sessions that lost the same server do not all come at once.
+                # A random pause spreads the sessions that lost the same server.
                 await asyncio.sleep(random.uniform(0, job.longest_pause_s))
             job.budget.take_attempt(latest)
             if isinstance(latest, HopUnavailable) and await self._could_not_reach(latest):
@@ -195,8 +194,8 @@ class Recovery:
     def _patience(self, job: _Job, failure: CorollaError) -> float:
         """How long the next attempt may wait for servers.
 
-        After a step that was not computed, only where a server is known to be away: otherwise the one that failed is
-        the only one of its blocks, and nothing is to come.
+        After NotComputed it waits only where a server is known to be away: otherwise no other server of the failed
+        hop's blocks is expected.
         """
         now_s = _now_s()
         if isinstance(failure, NotComputed) and not (
@@ -229,13 +228,13 @@ class Recovery:
             raise failure
 
     async def _could_not_reach(self, failure: HopUnavailable) -> bool:
-        """Whether a hop did not reach another one that lives."""
+        """Whether the failure says that a hop could not reach another hop that is alive."""
         return bool(failure.reporter) and not await self._handovers.is_disconnected(failure.address)
 
     def _exclude_unreachable(self, job: _Job, failure: HopUnavailable) -> None:
-        """A hop does not reach another one that lives. Excludes the other one; if that did not help, the hop itself.
+        """Excludes the live hop that another hop could not reach; the second time, the hop that reported it.
 
-        Neither is to blame where the hop does not know the other one yet: then only this request goes round them.
+        Where the reporter only does not know the other hop yet (RouteUnknown), other requests still use both.
         """
         is_in_vain = job.budget.on_unreachable(failure.reporter, job.position)
         address = failure.reporter if is_in_vain else failure.address
@@ -246,7 +245,7 @@ class Recovery:
                     self._routes.avoid(hop.server_id)
 
     async def _attempt(self, job: _Job) -> CorollaError | None:
-        """Returns what stood in the way; raises what no further attempt could change."""
+        """Makes one attempt. Returns None or the failure; raises failures that further attempts would not change."""
         binding = job.binding
         binding.raise_epoch()
         self._apply_handovers(binding)
@@ -268,7 +267,7 @@ class Recovery:
             return self._on_refusal(job, refused)
         staying = {hop.server_id for hop in chain.hops}
         job.lost.discard(staying)
-        # A server that was only frozen frees what it holds as soon as it wakes.
+        # A server that was only frozen reads this when it wakes, and frees its session.
         self._reservations.give_back(binding.identities, [hop for hop in before.hops if hop.server_id not in staying])
         binding.rebind(opened)
         failure = await self._fill_all(job)
@@ -276,7 +275,7 @@ class Recovery:
         return failure
 
     def _apply_handovers(self, binding: ChainBinding) -> None:
-        """Replaces hops that handed the sessions over by those that have them now, as if they always had."""
+        """Puts the hops that took sessions over into the chain, in place of those that handed them over."""
         chain = self._handovers.redirect(binding.chain, binding.open_identities)
         self._reservations.give_back(binding.identities, [hop for hop in binding.chain.hops if hop not in chain.hops])
         self._handovers.forget(binding.identities)
@@ -294,7 +293,7 @@ class Recovery:
             self._routes.on_open_refused(hop.server_id, failure)
             job.lost.add(hop.server_id, _now_s(), for_good=isinstance(failure, HopLeaving | AdapterNotLoaded))
             message = failure.message
-        # Without an address: the hops are excluded already, and nobody died of the request's own step.
+        # The failure has no address: the hops are excluded already, and no server died of the request's own step.
         return HopUnavailable(message)
 
     async def _fill_all(self, job: _Job) -> CorollaError | None:
@@ -306,7 +305,7 @@ class Recovery:
             for number in range(len(job.sequences))
         ]
         try:
-            # Not `gather`: a failure of one that comes together with a cancellation would take its place.
+            # Not `gather`: where a task fails while this one is cancelled, it would raise the failure instead.
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             for task in tasks:
@@ -314,7 +313,7 @@ class Recovery:
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         failures = [outcome for outcome in outcomes if outcome is not None]
         for failure in failures:
-            # The others were cancelled for it.
+            # The other tasks were cancelled because of this failure.
             if isinstance(failure, CorollaError):
                 return failure
         if failures:
@@ -340,7 +339,7 @@ class Recovery:
 
 
 def _note(span: spans.Span, report: RecoveryReport, job: _Job) -> None:
-    """Says in its span how a recovery ended."""
+    """Notes in a recovery's trace span how it ended."""
     if span.is_sampled:
         hops = [f"{hop.address} {Span.of(hop.span)}" for hop in job.binding.chain.hops]
         span.note(method=report.method, recomputed_tokens=report.num_recomputed_tokens, hops=hops)

@@ -1,4 +1,4 @@
-"""What one request has gone through, and when it is enough. Pure: times are passed in."""
+"""Counts one request's failures and recoveries, and ends it after too many. Pure: times are passed in."""
 
 import math
 from collections.abc import Callable
@@ -24,24 +24,24 @@ from corolla.wire.span import Span
 RECOVERABLE: Final = (
     HopUnavailable, HopLeaving, HopSessionLost, PositionGap, NonFiniteOutput, StepFailed, OutOfMemory
 )  # fmt: skip
-"""Failures that other servers, or the same ones once more, may make good."""
+"""Failures after which the same step may succeed on other servers, or on the same ones."""
 
 CAUSES: Final = ("idle", *(each.reason.lower() for each in (*RECOVERABLE, RouteUnknown)))
-"""Labels of what happened: hops had forgotten an idle session, or a step failed."""
+"""Why a recovery was needed: hops had forgotten an idle session (`idle`), or a step failed with one of the others."""
 
 METHODS: Final = ("outputs", "outputs+tokens", "reopen", "tokens")
-"""Labels of how hops are filled, if they have to be."""
+"""How hops got the tokens that they lacked: from kept outputs, from tokens, or not at all (`reopen`)."""
 
 MAX_DEATHS: Final = 2
-"""Servers that may die of the same step before it is no longer tried."""
+"""How many deaths of servers at the same step end the request."""
 
 MAX_REPLAY_DEATHS: Final = 4
-"""Servers that may die while they get a request's past, which others have borne. More than that is no chance."""
+"""How many deaths of servers during replays end the request. More are allowed: the same tokens did not kill others."""
 
 
 @dataclass(frozen=True, slots=True)
 class MovedBlocks:
-    """A run of blocks that went from one server to another one; both by their ids."""
+    """A run of blocks that went from the server with the id `lost` to the one with the id `found`."""
 
     blocks: Span
     lost: str
@@ -49,7 +49,10 @@ class MovedBlocks:
 
 
 def moved_blocks(before: common_pb2.Chain, after: common_pb2.Chain) -> tuple[MovedBlocks, ...]:
-    """The longest runs that went from the same server to the same one, in order. Both chains cover the same blocks."""
+    """The longest runs of blocks that have moved from one server to one other server, in order.
+
+    Both chains cover the same blocks.
+    """
     return tuple(
         MovedBlocks(Span(max(lost.span.start, found.span.start), end), lost.server_id, found.server_id)
         for lost in before.hops
@@ -78,7 +81,7 @@ class RecoveryReport:
 class RecoveryBudget:
     """Bounds the recoveries of one request: `max_recoveries` attempts, 0 for none.
 
-    `on_recovery` is called for each recovery that succeeded; nobody waits for the answer after `until_s`.
+    `on_recovery` is called for each recovery that succeeded; the request's caller stops waiting at `until_s`.
     """
 
     max_recoveries: int
@@ -86,17 +89,17 @@ class RecoveryBudget:
     until_s: float = math.inf
     num_attempts: int = 0
     _num_not_computed: int = 0
-    # Blocks of servers that died since the request last got further.
+    # The blocks of each server that died since the request's position last moved.
     _deaths: list[Span] = field(default_factory=list)
-    # Hops that could not reach the next one since then.
+    # The hops that could not reach the next one since then.
     _reporters: set[str] = field(default_factory=set)
     _position: int = -1
     _num_replay_deaths: int = 0
 
     def take_attempt(self, failure: CorollaError) -> None:
-        """One more attempt. Raises `failure` when there were enough.
+        """Counts one more attempt. Raises `failure` when `max_recoveries` attempts were made before.
 
-        However many servers leave while an answer lasts, that is no failure of theirs.
+        A server that leaves in an orderly way does not count as a failure, however many leave during one answer.
         """
         if isinstance(failure, HopLeaving):
             return
@@ -105,19 +108,19 @@ class RecoveryBudget:
         self.num_attempts += 1
 
     def patience_s(self, most_s: float, now_s: float) -> float:
-        """How long to wait for a replacement: `most_s`, but not beyond the request's own time."""
+        """How long to wait for a replacement: `most_s`, but not beyond `until_s`."""
         return max(0.0, min(most_s, self.until_s - now_s))
 
     def on_death_in_replay(self) -> None:
-        """A server died before it held what the request's next step needs. Raises RequestKillsServers after several."""
+        """Records that a server died during a replay. Raises RequestKillsServers after MAX_REPLAY_DEATHS of them."""
         self._num_replay_deaths += 1
         if self._num_replay_deaths >= MAX_REPLAY_DEATHS:
             raise _kills()
 
     def on_death(self, blocks: Span, position: int) -> None:
-        """A server of these blocks died while the request's step at `position` was under way.
+        """Records that a server of these blocks died while the request's step at `position` was under way.
 
-        Raises RequestKillsServers where it was not the first one for the same step.
+        Raises RequestKillsServers at the second death for the same step and overlapping blocks.
         """
         self._reset_after_progress(position)
         self._deaths.append(blocks)
@@ -126,9 +129,10 @@ class RecoveryBudget:
             raise _kills()
 
     def on_unreachable(self, reporter: str, position: int) -> bool:
-        """A hop could not reach another one, which lives. Returns whether it reported so before for this `position`.
+        """Records that the hop `reporter` could not reach another hop, which lives.
 
-        Then the other one was replaced in vain, or could not be replaced: it may be the reporter that is cut off.
+        Returns whether the same hop reported this before at this `position`. If so, replacing the other hop did not
+        help or was not possible, and the reporter itself may be cut off.
         """
         self._reset_after_progress(position)
         is_repeated = reporter in self._reporters
@@ -142,7 +146,7 @@ class RecoveryBudget:
             self._reporters.clear()
 
     def on_not_computed(self, failure: NotComputed) -> None:
-        """A hop had no output. Raises `failure` at the second time: then it is not the hop's fault."""
+        """Records that a hop had no output. Raises `failure` the second time: it is not the fault of one hop then."""
         self._num_not_computed += 1
         if self._num_not_computed > 1:
             raise failure

@@ -1,7 +1,7 @@
-"""How hops that lack tokens of a session get them. Pure.
+"""Plans how hops that lack tokens of a session get them. Pure.
 
-A hop needs, for each token that it lacks, what the hop before it once put out. That is kept there, or it is computed
-again from further up: at the latest from the token log, which the client service has.
+For each token that it lacks, a hop needs the output of the hop before it. That hop has kept the output, or computes it
+again from the output of an earlier hop, or, in the last resort, from the token log of the client service.
 """
 
 from collections.abc import Sequence
@@ -9,18 +9,19 @@ from dataclasses import dataclass
 from typing import Final
 
 CLIENT: Final = -1
-"""As the source of a lane: the client service, which has the token log, or the library with its hidden states."""
+"""The source of a lane that begins at the client service, with its token log, or at the library, with hidden states."""
 
 
 @dataclass(frozen=True, slots=True)
 class HopState:
-    """What one hop holds of a session.
+    """The tokens and outputs of a session that one hop holds.
 
     Attributes:
-        num_held: tokens in its cache, from the first on.
-        min_position: it can continue from any position from this one to `num_held`, or from the beginning: a sliding
-            window has moved beyond what lies in between.
-        kept_start: of the tokens `[kept_start, kept_end)` it has kept its outputs.
+        num_held: how many tokens its cache holds, counted from the first token of the text.
+        min_position: the hop can continue from any position in `[min_position, num_held]`, or from 0. Its sliding
+            windows have dropped the keys that positions in between would need.
+        kept_start: the hop has kept its outputs for the tokens `[kept_start, kept_end)`.
+        kept_end: see `kept_start`.
     """
 
     num_held: int
@@ -29,9 +30,9 @@ class HopState:
     kept_end: int = 0
 
     def start_for(self, position: int) -> int:
-        """From where it must process tokens again so that it holds those up to `position`; that itself: from nowhere.
+        """The highest position up to `position` that the hop can continue from.
 
-        The highest position that it can continue from, at most `position`.
+        It must process the tokens from there to `position` again; where the two are equal, it lacks nothing.
         """
         start = min(self.num_held, position)
         return start if start >= self.min_position else 0
@@ -42,11 +43,11 @@ class Lane:
     """One replay: the tokens `[start, position)` run through neighbouring hops, and end at one that lacks them.
 
     Attributes:
-        source: the hop whose boundary activations go in, or `CLIENT`.
-        first: the hop that they go into; `source + 1`.
+        source: the number of the hop whose boundary activations are the lane's input, or `CLIENT`.
+        first: the hop that gets this input; `source + 1`.
         last: the hop where the lane ends.
         start: the first token.
-        scratch: hops that lack nothing and only compute on the way, next to what they hold.
+        scratch: the hops that lack nothing. They compute in a scratch session, only to pass their outputs on.
     """
 
     source: int
@@ -61,7 +62,7 @@ class Lane:
 
     @property
     def scratch_mask(self) -> int:
-        """Bit `i` for the lane's `i`-th hop."""
+        """The scratch hops as bits: bit `i` stands for the lane's `i`-th hop."""
         return sum(1 << (hop - self.first) for hop in self.scratch)
 
 
@@ -69,9 +70,9 @@ def plan_lanes(states: Sequence[HopState], position: int, *, may_scratch: bool =
     """The lanes after which every hop holds `position` tokens, each from the nearest source. They are independent.
 
     Args:
-        states: of the chain's hops, in order.
-        position: of the session; what hops hold beyond does not count.
-        may_scratch: whether hops may compute next to what they hold. Otherwise they compute their tokens anew in place.
+        states: the states of the chain's hops, in order.
+        position: the session's position; tokens that hops hold beyond it do not count.
+        may_scratch: whether hops may compute in scratch sessions. Otherwise they compute their own session again.
     """
     lacks = [state.start_for(position) < position for state in states]
     lanes: list[Lane] = []
@@ -97,7 +98,7 @@ def _nearest(states: Sequence[HopState], lacks: Sequence[bool], last: int, posit
             if any(start < states[hop].min_position for hop in range(source, last + 1) if lacks[hop]):
                 start = 0
         else:
-            # It begins at the first token, whether next to what it holds or in place.
+            # Such a hop computes from the first token on, in a scratch session as well as in its own.
             start = 0
             if may_scratch:
                 scratch.add(source)

@@ -1,4 +1,4 @@
-"""One lane of a recovery: a session's past, step by step, through the hops that need it."""
+"""Runs the lanes of a recovery: it sends a session's earlier steps again through the hops that lack them."""
 
 import asyncio
 import secrets
@@ -17,7 +17,7 @@ from corolla.v1 import common_pb2
 
 
 class Replayer:
-    """Runs lanes."""
+    """Runs the lanes of all recoveries of a process, with a common bound of replayed tokens."""
 
     def __init__(self, reservations: Reservations, plane: DataPlane, limits: ChainLimits) -> None:
         self._reservations = reservations
@@ -26,12 +26,12 @@ class Replayer:
         self._budget = _TokenBudget(limits.max_replayed_tokens)
 
     async def replay(self, binding: ChainBinding, number: int, sequence: History, lane: Lane) -> None:
-        """Returns when the lane's hops hold the sequence up to its position, save those that only helped.
+        """Runs the lane; returns when its hops hold the sequence up to its position, except those in `lane.scratch`.
 
-        `number` is the sequence's among the identities.
+        `number` is the index of the sequence's identity in `binding.identities`.
 
         Raises:
-            CorollaError: OutOfPages where a helping hop has no room, OutputsNotKept, or what else failed.
+            CorollaError: OutOfPages where a scratch hop has no room, OutputsNotKept, or whatever else failed.
         """
         hops = list(binding.chain.hops[lane.first : lane.last + 1])
         async with (
@@ -66,7 +66,10 @@ class Replayer:
 
     @asynccontextmanager
     async def _scratch(self, binding: ChainBinding, number: int, sequence: History, lane: Lane) -> AsyncIterator[bytes]:
-        """A session on the hops that only help, which leaves what they hold alone."""
+        """Opens a scratch session on the lane's scratch hops, so that their own session stays as it is; yields its id.
+
+        The id is empty where the lane has no scratch hops.
+        """
         if not lane.scratch:
             yield b""
             return
@@ -77,7 +80,7 @@ class Replayer:
             max_tokens=sequence.position,
             transient=True,
             recorded_chain=None,
-            # Of what lies in a cache, nothing would come out.
+            # No prefix cache: a cached token produces no output, and the replay needs the output of every token.
             texts=None,
             prompts=None if prompts is None else [prompts[number]],
             samplers=None,
@@ -90,7 +93,7 @@ class Replayer:
         except NotOpened as refused:
             failure = refused.failures[0][1]
             if isinstance(failure, HopLeaving):
-                # A hop that leaves serves what it holds until that is handed over, and has no room for more.
+                # A leaving hop serves its sessions until it has handed them over, and opens no new ones.
                 raise OutOfPages("a hop that leaves takes no further session") from None
             raise failure if isinstance(failure, CorollaError) else refused from None
         finally:
@@ -98,7 +101,7 @@ class Replayer:
 
 
 class _TokenBudget:
-    """Bounds the tokens that are replayed at a time; who comes first goes first."""
+    """Bounds the tokens that are replayed at a time; replays start in the order in which they ask."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens

@@ -1,4 +1,4 @@
-"""Reserves sessions on chains: on every hop of one chain, or nowhere."""
+"""Opens sessions on all hops of a chain, or on none of them."""
 
 import asyncio
 import contextlib
@@ -42,18 +42,22 @@ log = logging.getLogger(__name__)
 
 _MAX_REFUSALS: Final = 3
 _ALL_TOKENS: Final = 2**31
-# A hop may believe another authority than the others for a while, or have another time.
+# Failures that another chain may avoid. CapabilityDenied is one: for a while a hop may trust another authority than the
+# other hops do, or its clock may be wrong.
 _AVOIDABLE: Final = (HopUnavailable, HopLeaving, OutOfPages, QueueFull, CapabilityDenied, AdapterNotLoaded)
 
 LONGEST_BUSY_PAUSE_S: Final = 1.0
-"""Until a hop is asked again that had too many sessions to open. They do not all come at once."""
+"""The longest random pause before a hop with too many sessions to open is asked again, so that requests spread out."""
 
 
 class TrainedPrompts(Protocol):
     """Embeddings that a session adds to the input of each of its blocks."""
 
     def part(self, start: int, end: int) -> tuple[pb.BlockPrompts, Buffer]:
-        """Those of the blocks `[start, end)`, and what they are. Blocks are counted from the session's first one."""
+        """The description and the raw bytes of the embeddings for the blocks `[start, end)`.
+
+        Blocks are counted from the session's first one.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +65,19 @@ class ChainLimits:
     """Sizes and times of steps, leases and recoveries.
 
     Attributes:
-        max_recoveries: of one request; after them its failure is the caller's. More losses than that within one answer
-            have a cause that recovering does not heal.
+        prefill_chunk_tokens: the most tokens of a prompt's chunk.
+        prefill_chunk_tokens_during_decode: the same while tokens of other sessions go round the chain.
+        step_timeout_s: how long a client service waits for a step's answer.
+        lease_ms: how long hops keep a session without hearing of it.
+        max_recoveries: attempts for one request; after them the caller gets the failure. More losses than that within
+            one answer have a cause that a recovery does not remove.
         recovery_patience_s: how long a request waits for a server that was lost, or for one that can replace it.
-        max_replayed_tokens: of all recoveries at a time, so that a server's death does not become a stampede: what a
-            hop on processors computes in some seconds.
+        max_replayed_tokens: the most tokens that all recoveries replay at a time, so that a server's death does not
+            overload the others: what a hop on CPUs computes in a few seconds.
         merges_replayed_steps: whether tokens that were processed one by one are replayed in chunks.
-        max_tokens_ahead: so far hops go on choosing tokens that nobody has read yet.
-        short_factor_length: tokens of the longest text with the short factors of a longrope embedding; None: no text
-            has others.
+        max_tokens_ahead: how many unread tokens hops may choose ahead of the reader.
+        short_factor_length: tokens of the longest text that uses the short factors of a longrope embedding; None: the
+            model does not switch factors.
         max_microbatches: steps of one sequence's prompt under way at a time, which keep as many hops busy; 0: enough
             for all hops.
     """
@@ -89,25 +97,26 @@ class ChainLimits:
 
 @dataclass(frozen=True, slots=True)
 class OpenOptions:
-    """What a session needs of its hops.
+    """The settings with which hops open a session.
 
     Attributes:
-        max_tokens: pages for so many are reserved.
-        lease_ms: how long the hops keep it without hearing of it; None is the configured lease.
-        recorded_chain: of its last turn; those hops keep what they hold of it.
-        record_id: the id under which the router knows the session, if it does.
-        only_chain: where nothing is planned.
-        blocks: of the planned chain only these.
-        texts: of each session all tokens that it is going to hold, as far as they are known; hops may hold their
-            beginnings already. The last token is left to be processed. None where the sessions are given other things.
-        cache_salt: hops share what they compute for the texts only where this is the same.
-        max_position: what hops hold beyond is not the session's text any more.
-        prompts: trained embeddings for each session; None without.
-        adapter: with which the hops compute the sessions; None: with none.
-        long_factors: they compute them with the long factors of a longrope embedding.
-        samplers: for each session how its last hop is to choose tokens; None where it is to send hidden states.
-        keeps_outputs: whether hops keep what they send on, for the case that the next one is lost.
-        trace: of the request, as headers; empty where it is not traced.
+        max_tokens: each hop reserves pages for this many tokens.
+        transient: passed to the hops as `Open.transient`.
+        lease_ms: how long the hops keep the session without hearing of it; None: the configured lease.
+        recorded_chain: the chain of the session's last turn; its hops keep what they hold of the session.
+        record_id: the id under which the router knows the session; empty where it does not.
+        only_chain: the chain to open the sessions on, without planning; None: one is planned.
+        blocks: the sessions use only these blocks of the planned chain; None: all blocks.
+        texts: for each session, the tokens known so far of the text that it is going to hold; hops may have cached the
+            beginning. The last token is always left to be processed. None where the inputs are not token ids.
+        cache_salt: hops share cached pages only between sessions with the same salt.
+        max_position: tokens that hops hold beyond this position no longer belong to the session's text.
+        prompts: trained embeddings for each session; None: the sessions have none.
+        adapter: the adapter with which the hops compute the sessions; None: the plain model.
+        long_factors: whether the hops use the long factors of a longrope embedding.
+        samplers: for each session, how its last hop chooses tokens; None where the last hop sends hidden states.
+        keeps_outputs: whether hops keep what they send on, in case the next hop is lost.
+        trace: the request's trace context, as headers; empty where the request is not traced.
     """
 
     max_tokens: int
@@ -128,7 +137,7 @@ class OpenOptions:
     trace: Mapping[str, str] = field(default_factory=dict)
 
     def resumes(self, hop: common_pb2.Hop) -> bool:
-        """Whether the hop may hold something of the session that counts."""
+        """Whether the hop belongs to the recorded chain, so that it may hold tokens of the session."""
         return self.recorded_chain is not None and hop in self.recorded_chain.hops
 
 
@@ -137,10 +146,10 @@ class ChainBinding:
     """Sessions that are open on every hop of one chain, in one epoch. A recovery binds them to another chain.
 
     Attributes:
-        identities: of the sessions; during a recovery in the epoch in which hops are to open them.
-        max_step_tokens: that every hop takes in one step.
-        open_replies: what each hop answered for each session when the chain was opened.
-        open_identities: the identities in which every hop of the chain opened them last.
+        identities: the sessions' identities; during a recovery, with the epoch in which hops are going to open them.
+        max_step_tokens: the most tokens that every hop takes in one step.
+        open_replies: for each hop, its answer for each session when the chain was opened.
+        open_identities: the identities under which every hop of the chain last opened the sessions.
     """
 
     identities: tuple[SessionIdentity, ...]
@@ -155,16 +164,16 @@ class ChainBinding:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens that every hop holds of every session, and can continue from."""
+        """How many tokens every hop holds of every session and can continue from."""
         replies = [reply for on_hop in self.open_replies for reply in on_hop]
         position = min(reply.num_cached_tokens for reply in replies)
         if self.open_options.max_position is not None:
             position = min(position, self.open_options.max_position)
-        # A sliding window may have moved beyond the end of what others hold.
+        # One hop's sliding window may have moved beyond the last token that another hop holds.
         return position if position >= max(reply.min_position for reply in replies) else 0
 
     def hop_states(self, number: int) -> list[HopState]:
-        """What each hop held of one of the sessions when the chain was opened."""
+        """The state of one of the sessions on each hop when the chain was opened."""
         return [
             HopState(reply.num_cached_tokens, reply.min_position, reply.kept_start, reply.kept_end)
             for reply in (on_hop[number] for on_hop in self.open_replies)
@@ -175,16 +184,19 @@ class ChainBinding:
         self.identities = tuple(identity.in_next_epoch() for identity in self.identities)
 
     def rebind(self, opened: "ChainBinding") -> None:
-        """Every hop of another chain, or of the same one, has opened the sessions now."""
+        """Binds the sessions to the chain of `opened`, whose hops have all opened them."""
         self.chain, self.max_step_tokens = opened.chain, opened.max_step_tokens
         self.open_replies, self.open_identities = opened.open_replies, opened.identities
 
 
 class Attempts:
-    """The attempts of one request: servers that were `too_full`, or `lost` since they did not answer or refused.
+    """The attempts of one request to open its sessions.
 
-    `num_refused` counts the attempts that failed though every server answered. A server that was busy is none of them.
-    `without_adapter` says why a server could not have the session's adapter.
+    Attributes:
+        too_full: ids of servers without enough free pages.
+        lost: servers that did not answer, or refused.
+        num_refused: how many attempts failed although every server answered and none was busy.
+        without_adapter: why the last such server could not provide the session's adapter; None: all could.
     """
 
     def __init__(self, patience_s: float) -> None:
@@ -194,7 +206,7 @@ class Attempts:
         self.without_adapter: CorollaError | None = None
 
     def record(self, failures: Sequence[tuple[common_pb2.Hop, BaseException]], now_s: float) -> None:
-        """What hops answered in one attempt."""
+        """Records what hops answered in one attempt."""
         if not any(isinstance(failure, HopUnavailable | QueueFull) for _, failure in failures):
             self.num_refused += 1
         for hop, failure in failures:
@@ -206,13 +218,13 @@ class Attempts:
                 self.lost.add(hop.server_id, now_s, for_good=not isinstance(failure, HopUnavailable))
 
     def excluded(self, now_s: float, *, as_last_resort: bool) -> frozenset[str]:
-        """Servers that are not asked now. `as_last_resort`, those are asked that may have come back."""
+        """Ids of the servers to leave out now. With `as_last_resort`, servers that may be back are not left out."""
         excluded = self.too_full.union(self.lost)
         return frozenset(excluded - self.lost.retryable(now_s) if as_last_resort else excluded)
 
 
 class NotOpened(Exception):
-    """Some hops of a chain did not open; the others did."""
+    """Some hops of a chain did not open the sessions; the others may have."""
 
     def __init__(self, failures: Sequence[tuple[common_pb2.Hop, BaseException]]) -> None:
         super().__init__()
@@ -220,7 +232,7 @@ class NotOpened(Exception):
 
     @property
     def is_for_now(self) -> bool:
-        """Whether a hop had too many sessions to open, and is well otherwise."""
+        """Whether a hop refused only because it had too many sessions to open at that moment."""
         return any(isinstance(failure, QueueFull) for _, failure in self.failures)
 
 
@@ -237,10 +249,10 @@ class Reservations:
     ) -> ChainBinding:
         """Opens sessions, all of them on one chain.
 
-        A hop that cannot be reached is left out for a while and another chain is tried; so is one without free pages.
-        A hop that has too many sessions to open is asked again.
-        Where there is no chain without a hop that could not be reached, it is asked again and again: it may be slow, or
-        the connection to blame. Nobody waits after `until_s` of the event loop's clock.
+        A hop that cannot be reached, or has no free pages, is left out for a while and another chain is tried. A hop
+        that has too many sessions to open is asked again. Where every chain needs a hop that could not be reached, that
+        hop is asked again and again: it may only be slow, or its connection broken. Attempts end at `until_s` of the
+        event loop's clock, or after the patience of a recovery.
 
         Raises:
             NoChain, OutOfPages, HopUnavailable, QueueFull: nothing stays allocated.
@@ -261,7 +273,7 @@ class Reservations:
                     raise attempts.without_adapter from None
                 raise
             if any(hop.server_id in attempts.lost for hop in chain.hops):
-                # An open may have come through whose answer did not: it is taken back on the new connection.
+                # A hop may have opened the sessions although its answer was lost: undone on the new connection.
                 await asyncio.gather(*(self._plane.connect(hop.address) for hop in chain.hops), return_exceptions=True)
                 self._undo(identities, open_options, chain)
             try:
@@ -284,9 +296,9 @@ class Reservations:
     async def open(
         self, identities: Sequence[SessionIdentity], open_options: OpenOptions, chain: common_pb2.Chain
     ) -> ChainBinding:
-        """Opens sessions on just this chain.
+        """Opens sessions on exactly this chain.
 
-        Raises NotOpened: what did open stays so, and is the caller's to give back.
+        Raises NotOpened where a hop failed: the caller then has to free the sessions on the hops that did open them.
         """
         with spans.span("open") as span:
             if span.is_sampled:
@@ -297,7 +309,7 @@ class Reservations:
         self, identities: Sequence[SessionIdentity], open_options: OpenOptions, chain: common_pb2.Chain
     ) -> ChainBinding:
         last = len(chain.hops) - 1
-        # What trained prompts make of a text is no other session's.
+        # Trained prompts change the keys and values of a text, so other sessions cannot share them.
         texts = (
             None
             if open_options.prompts is not None or open_options.texts is None
@@ -337,21 +349,21 @@ class Reservations:
         )
 
     def give_back(self, identities: Sequence[SessionIdentity], hops: Sequence[common_pb2.Hop]) -> None:
-        """Frees sessions on some hops. What a hop holds of a later epoch, it keeps."""
+        """Frees sessions on some hops. A hop that has opened a session in a later epoch keeps it."""
         for identity in identities:
             self._plane.close_session(hops, identity)
 
     async def _choose(
         self, num_sessions: int, open_options: OpenOptions, attempts: Attempts, give_up_s: float
     ) -> common_pb2.Chain:
-        """A chain of servers that may open the sessions; waits for one while a server may be back soon."""
+        """A chain whose servers may open the sessions. Waits for one while a lost server may still come back."""
         first_failure: CorollaError | None = None
 
         async def plan(now_s: float, *, as_last_resort: bool) -> common_pb2.Chain:
             excluded_ids = attempts.excluded(now_s, as_last_resort=as_last_resort)
             num_tokens = open_options.max_tokens * num_sessions
             if open_options.recorded_chain is not None:
-                # Where hops of the last turn are gone, those that remain keep what they hold.
+                # The hops of the last turn that still exist stay in the chain, with what they hold of the session.
                 chain = await self._routes.replan_recorded(
                     open_options.recorded_chain, excluded_ids, num_tokens=num_tokens
                 )
@@ -363,7 +375,7 @@ class Reservations:
                 blocks=open_options.blocks,
                 excluded_ids=excluded_ids,
                 are_some_full=bool(attempts.too_full),
-                # Else what was pushed has to do: all who wait would ask the router again and again.
+                # Later plans use the pushed placement: otherwise all waiting requests would poll the router.
                 asks_router=first_failure is None,
             )
 
@@ -390,7 +402,7 @@ class Reservations:
         keep_activations: bool,
         samples: bool,
     ) -> list[tuple[pb.Opened, int] | BaseException]:
-        # Prompts may be large: only one session's wait to be written.
+        # Prompts may be large, so that those of only one session at a time are in the send queue.
         turn = contextlib.nullcontext() if open_options.prompts is None else asyncio.Lock()
 
         async def open_one(number: int) -> tuple[pb.Opened, int]:
@@ -424,7 +436,7 @@ class Reservations:
         return await asyncio.gather(*map(open_one, range(len(identities))), return_exceptions=True)
 
     def _undo(self, identities: Sequence[SessionIdentity], open_options: OpenOptions, chain: common_pb2.Chain) -> None:
-        """What an open that failed in part has taken is given back; what hops held before, they keep."""
+        """Undoes an open that failed in part: frees the sessions on new hops; hops of the last turn keep theirs."""
         self.give_back(identities, [hop for hop in chain.hops if not open_options.resumes(hop)])
         for hop in filter(open_options.resumes, chain.hops):
             for each in identities:
@@ -433,7 +445,7 @@ class Reservations:
 
 
 def _describe_prompts(request: pb.Open, number: int, open_options: OpenOptions) -> Buffer:
-    """The payload for just the blocks of an open, which is given its size."""
+    """The payload with the trained prompts for the blocks of an open; their description is put into the request."""
     if open_options.prompts is None:
         return b""
     first = open_options.blocks.start if open_options.blocks is not None else 0

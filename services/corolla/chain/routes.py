@@ -1,4 +1,4 @@
-"""Which hops a session goes through: a whole chain from the router, or replacements for hops that were lost."""
+"""Chooses the hops of a session: a whole chain from the router, or replacements for hops that were lost."""
 
 import asyncio
 import contextlib
@@ -30,15 +30,15 @@ from corolla.v1 import common_pb2, router_pb2
 from corolla.wire.span import Span
 
 _RETRY_INTERVAL_S: Final = 0.5
-# A load that a router pushes may be as old as a heartbeat.
+# The servers' loads that a router pushes may be as old as a heartbeat.
 _BOOKING_LAG_S: Final = 2.0
 
 
 class Routes:
     """Plans chains, and remembers which servers failed lately.
 
-    Replacements are planned here, on the placement as last pushed: a recovery needs no router. So are chains while no
-    router or no store answers.
+    Replacements are planned here, from the placement that was pushed last, so a recovery needs no router. Whole chains
+    are planned here, too, while no router or no store answers.
     """
 
     def __init__(
@@ -60,16 +60,18 @@ class Routes:
         self._tasks = TaskGroup()
 
     def avoid(self, server_id: str, cause: QuarantineCause = "step") -> None:
-        """Leaves a server out for a while, and tells the router so that others do."""
+        """Leaves a server out for a while, and reports it to the router, so that other clients leave it out, too."""
         if self.quarantine.add(server_id, asyncio.get_running_loop().time()):
             self._on_quarantine(cause)
             self._tasks.start(self._report_server(server_id), "report of a server")
 
     def observe_pace(self, chain: common_pb2.Chain, token_seconds: float) -> None:
-        """Tells the router of servers that are far slower than they say. Which of a chain's they are nobody can tell.
+        """Reports servers to the router when their chain is far slower than they advertise.
+
+        The pace does not show which hop is slow, so every hop that is not yet doubted is reported.
 
         Args:
-            token_seconds: from one token of a session to the next one.
+            token_seconds: the time from one token of a session to the next one.
         """
         servers = self._placement.servers
         doubted = {each.server.server_id for each in servers if each.doubted}
@@ -79,22 +81,22 @@ class Routes:
                     self._tasks.start(self._report_server(hop.server_id, slow=True), "report of a slow server")
 
     def exclude_leaving(self, server_id: str) -> None:
-        """Leaves a server out for good: this incarnation drains, and is to blame for nothing."""
-        # Those that are gone no planner knows any more; every request would carry their names.
+        """Leaves a draining server out for good, without a report: it did not fail."""
+        # Servers that are gone are forgotten here: otherwise every request to the router would list them.
         self._leaving &= {each.server.server_id for each in self._placement.servers}
         self._leaving.add(server_id)
 
     def is_leaving_or_gone(self, server_id: str) -> bool:
-        """Whether a server said that it leaves, or is listed no longer: no request is to blame for its end.
+        """Whether a server left in an orderly way: it said that it leaves, drains, or is listed no longer.
 
-        One that died is listed until its lease ends, and its end is noticed long before.
+        A server that died is still listed until its lease ends, and its clients notice its death long before.
         """
         states = {each.server.server_id: each.state for each in self._placement.servers}
         draining = router_pb2.SERVER_STATE_DRAINING
         return server_id in self._leaving or (bool(states) and states.get(server_id, draining) == draining)
 
     def on_open_refused(self, server_id: str, failure: BaseException) -> None:
-        """A server did not open a session: what that says of it."""
+        """Leaves a server out that did not open a session, where its failure says that it is unreachable or leaves."""
         if isinstance(failure, HopUnavailable):
             self.avoid(server_id, "open")
         elif isinstance(failure, HopLeaving):
@@ -110,15 +112,17 @@ class Routes:
         are_some_full: bool = False,
         asks_router: bool = True,
     ) -> common_pb2.Chain:
-        """The chain of a recorded session if it still lives, else the cheapest.
+        """Plans a chain: that of a recorded session if its servers still live, otherwise the cheapest.
 
-        A server that failed lately is asked again where there is no chain without it: it may well be back.
+        A server that failed lately is used where there is no chain without it, since it may be back.
 
         Args:
-            num_tokens: for which every hop needs pages.
-            excluded_ids: servers that have no room for it, or failed it just now.
-            are_some_full: whether there are such without room.
-            asks_router: otherwise the placement as last pushed is all that counts.
+            num_tokens: every hop needs pages for this many tokens.
+            record_id: the id under which the router knows the session; empty where it does not.
+            blocks: the chain is cut to these blocks; None: all blocks.
+            excluded_ids: servers that have no room for the request, or failed it just now.
+            are_some_full: whether some of the excluded servers have no room.
+            asks_router: whether to ask the router; otherwise only the placement that was pushed last counts.
 
         Raises:
             NoChain, OutOfPages, RouterUnavailable, StoreUnavailable
@@ -130,7 +134,7 @@ class Routes:
                 raise NoChain("no server holds some blocks")
             chain = await self._plan_by_router(num_tokens, record_id, excluded)
         except (RouterUnavailable, StoreUnavailable, ModelNotFound, NoChain) as failure:
-            # No router, no store, or one that has lost its memory: the last snapshot may know better.
+            # The router or its store is gone, or the store has lost its data: the last snapshot may have a chain.
             here = self._plan_by_snapshot(num_tokens, excluded) or self._plan_by_snapshot(num_tokens, excluded_ids)
             if here is None:
                 raise self._no_chain(failure, are_some_full=are_some_full) from None
@@ -141,7 +145,7 @@ class Routes:
 
     @property
     def is_settling(self) -> bool:
-        """Whether blocks have had no server for so short a time that theirs may only have to register once more."""
+        """Whether blocks lost their servers so recently that these may register again."""
         return self._placement.is_settling
 
     async def wait_for_update(self, until_s: float) -> None:
@@ -151,7 +155,7 @@ class Routes:
         )
 
     def may_gain_server(self, lost: Collection[str]) -> bool:
-        """Whether a server is on its way, or one next to the lost ones failed lately and has to register again."""
+        """Whether a server is joining, or one that failed lately and is not among `lost` has yet to register again."""
         placed = self._placement.servers
         if any(each.state == router_pb2.SERVER_STATE_JOINING for each in placed):
             return True
@@ -162,7 +166,7 @@ class Routes:
         try:
             planned = await plan(num_tokens=num_tokens)
         except OutOfPages:
-            # What the router knows of pages is as old as the last heartbeat; the hops have the last word.
+            # The router's page counts are as old as the last heartbeat, so the hops themselves are asked.
             planned = await plan(num_tokens=0)
         return planned.chain
 
@@ -175,13 +179,13 @@ class Routes:
         return None
 
     def _no_chain(self, failure: CorollaError, *, are_some_full: bool) -> CorollaError:
-        """What the caller learns where the router's `failure` stands."""
+        """The error for the caller where neither the router nor the snapshot had a chain."""
         if isinstance(failure, ModelNotFound):
-            # We do have the model; only its blocks have no server, and never had one.
+            # This client has the model; the router does not know it because no server has registered for it yet.
             listed = f"0:{self._num_blocks}"
             return NoChain(f"no server holds blocks {listed}", metadata={"uncovered_blocks": listed})
         if are_some_full:
-            # Leaving servers out may have made the gap; then what is wrong with them is the better answer.
+            # The gap may exist only because full servers were left out, so the caller learns that they are full.
             return OutOfPages("block servers have too few free KV pages for this request")
         return failure
 
@@ -190,8 +194,8 @@ class Routes:
     ) -> common_pb2.Chain | None:
         """The chain of a session's last turn, with other servers in place of the hops that are gone or excluded.
 
-        Those that failed lately stay if nobody can take their place. None where no hop of it would stay, or none is
-        missing.
+        Hops that failed lately stay if no other server can take their place. Returns None where no hop would stay, or
+        all hops are well.
         """
         gone = {hop.server_id for hop in recorded.hops if self._is_gone(hop) or hop.server_id in excluded_ids}
         may_stay = (gone & self._quarantined()).difference(excluded_ids)
@@ -217,15 +221,15 @@ class Routes:
         patience_s: float,
         retryable: Callable[[float], Collection[str]] = lambda now_s: (),
     ) -> common_pb2.Chain:
-        """The chain with other servers in place of the lost ones, which may cut the blocks otherwise.
+        """The chain with other servers in place of the lost ones. The new hops may split the blocks differently.
 
         Args:
-            num_tokens: for which a replacement needs pages, if that can be had.
+            num_tokens: replacements with pages for this many tokens are preferred.
             patience_s: how long to wait for a replacement to appear.
-            retryable: which of the lost ones may stay, at a time, if nobody can take their place.
+            retryable: returns, for a time, the lost servers that may stay if no other server can take their place.
 
         Raises:
-            NoChain: none appeared.
+            NoChain: no replacement appeared.
         """
         clock = asyncio.get_running_loop().time
         give_up_s = clock() + patience_s
@@ -248,7 +252,7 @@ class Routes:
         try:
             hops = self._fill_gaps(chain, lost, num_tokens)
         except (NoChain, OutOfPages):
-            # Where spans overlap, a hop that stays may be needed for more blocks, and then begins anew.
+            # Where spans overlap, a hop that stays may have to take more blocks; it then gets all tokens again.
             blocks = Span(chain.hops[0].span.start, chain.hops[-1].span.end)
             hops = self._replacements(blocks, lost, num_tokens)
         fresh = [hop for hop in hops if hop not in chain.hops]
@@ -256,7 +260,7 @@ class Routes:
         return common_pb2.Chain(hops=hops, fingerprint=chain.fingerprint)
 
     def _fill_gaps(self, chain: common_pb2.Chain, lost: Collection[str], num_tokens: int) -> Sequence[common_pb2.Hop]:
-        """The hops that stay, as they are, and others in the gaps."""
+        """The chain's remaining hops, unchanged, with other servers in the gaps."""
         # A server's sessions have one run of blocks each, so a hop that stays cannot take more.
         staying = {hop.server_id for hop in chain.hops if hop.server_id not in lost}
         hops: list[common_pb2.Hop] = []
@@ -271,7 +275,7 @@ class Routes:
         return hops
 
     def _replacements(self, blocks: Span, excluded: Collection[str], num_tokens: int) -> Sequence[common_pb2.Hop]:
-        """Servers with room that failed not lately, if there are; else such as may have none, or may have recovered."""
+        """Hops for `blocks`: servers with room that have not failed lately; failing that, any that are not excluded."""
         for wanted_tokens in (num_tokens, 0):
             usable = self._candidates(wanted_tokens, self._avoided().union(excluded))
             with contextlib.suppress(NoChain, OutOfPages):
@@ -288,12 +292,12 @@ class Routes:
             servers, fingerprint=self._fingerprint, num_tokens=num_tokens, excluded=excluded,
             booked=self._bookings.unreported(servers, asyncio.get_running_loop().time()),
         )  # fmt: skip
-        # The planner keeps to the order between equals: shuffled, they share the sessions.
+        # The planner takes the first of equal servers: the shuffle spreads the sessions over them.
         random.shuffle(usable)
         return usable
 
     def _is_gone(self, hop: common_pb2.Hop) -> bool:
-        """Whether a hop is known to be of no use: avoided, or no longer in the placement."""
+        """Whether a hop cannot be used: it is avoided, or no longer in the placement."""
         if hop.server_id in self._avoided():
             return True
         placed = {each.server_id for each in candidates(self._placement.servers, fingerprint=self._fingerprint)}
@@ -306,7 +310,7 @@ class Routes:
         return self._quarantined() | self._leaving
 
     async def _report_server(self, server_id: str, *, slow: bool = False) -> None:
-        # Should no router hear it, the server's lease ends, or it lives.
+        # A lost report does no harm: a dead server's lease ends by itself.
         with contextlib.suppress(CorollaError):
             await self._control.report_server(server_id, slow=slow)
 

@@ -29,7 +29,7 @@ from corolla.v1 import common_pb2
 from corolla.wire.page_hashes import TextDigests
 
 MIN_CHUNK_TOKENS: Final = 64
-"""Fewer rows than this multiply a matrix at a clearly higher price each."""
+"""A product of a matrix with fewer rows than this costs clearly more per row."""
 
 _CHUNKS_PER_HOP: Final = 4
 
@@ -37,11 +37,12 @@ _CHUNKS_PER_HOP: Final = 4
 def chunk_tokens(num_tokens: int, num_hops: int, max_tokens: int) -> int:
     """Tokens of each chunk of a prompt of `num_tokens`, at most `max_tokens`; the last chunk may have fewer.
 
-    With `k` chunks, `s` hops are busy together but for `s - 1` of `k + s - 1` rounds, so a prompt wants several chunks
-    for each hop. Chunks that are too small cost more than they hide, and so do those of a single hop.
+    With `k` chunks, all of `s` hops are busy except in `s - 1` of `k + s - 1` rounds (the pipeline bubble of GPipe,
+    Huang et al. 2019), so a prompt gets several chunks for each hop. Chunks that are too small cost more than they
+    gain, and with a single hop there is nothing to gain.
 
     Args:
-        num_hops: that are busy at a time.
+        num_hops: hops that are busy at a time.
     """
     if num_hops == 1:
         return max_tokens
@@ -50,10 +51,10 @@ def chunk_tokens(num_tokens: int, num_hops: int, max_tokens: int) -> int:
 
 
 class TokenReader(Protocol):
-    """Takes the tokens of one sequence as they are chosen."""
+    """Receives the tokens of one sequence as they are chosen."""
 
     def read(self, token: SampledToken) -> bool:
-        """Takes the next token; whether another one is wanted behind it."""
+        """Takes the next token. Returns whether the reader wants another one."""
 
 
 class ChainSession(OpenSequences):
@@ -63,7 +64,7 @@ class ChainSession(OpenSequences):
     each step carries it. A step that a hop lost is sent again from the same position once the session has recovered.
 
     Args:
-        on_pace: is called with the chain and the seconds from one token to the next, once for an answer that is long.
+        on_pace: is called once in a long answer, with the chain and the seconds from one token to the next.
 
     Attributes:
         num_cached_tokens: tokens that all hops held when the session was opened.
@@ -88,45 +89,48 @@ class ChainSession(OpenSequences):
         self._newest_id = 0
         self._tokens: TokenStream | None = None
         self._on_pace = on_pace
-        # When the first token came, and the position behind it; None where nothing follows of it.
+        # The time of the first token and the position behind it; None where the pace is not to be measured.
         self._first_token: tuple[float, int] | None = None
 
     @property
     def identity(self) -> SessionIdentity:
-        """As which it is open on every hop, or is about to be."""
+        """The identity under which every hop has the session open, or will have once the pending open succeeds."""
         return self._binding.identities[0]
 
     @property
     def open_identity(self) -> SessionIdentity:
-        """As which every hop has opened it; of an earlier epoch than `identity` while it is opened anew."""
+        """The identity under which every hop last opened the session.
+
+        Its epoch is earlier than that of `identity` while the session is opened again.
+        """
         return self._binding.open_identities[0]
 
     @property
     def chain_to_record(self) -> common_pb2.Chain:
-        """Where the next turn finds the session, also where a hop has just handed it over."""
+        """The chain on which the next turn finds the session, with the new hop where one has just handed it over."""
         return self._plane.handovers.redirect(self.chain, self._binding.open_identities)
 
     @property
     def position(self) -> int:
-        """Tokens that the whole chain has processed."""
+        """How many tokens the whole chain has processed."""
         return self._history.position
 
     @property
     def has_unread_tokens(self) -> bool:
-        """Whether `decode` has tokens at hand."""
+        """Whether `decode` would return without waiting for a hop."""
         return self._tokens is not None and self._tokens.has_unread_tokens
 
     @property
     def has_draft_model(self) -> bool:
-        """Whether the hop that chooses the tokens drafts by a small model."""
+        """Whether the hop that chooses the tokens drafts with a small model."""
         return self._plane.has_draft_model(self.chain.hops[-1].address)
 
     async def restore(self, token_ids: Sequence[int], num_past_tokens: int = 0) -> None:
         """Continues from the tokens that hops hold. Where only some hops hold the past, the others get it again.
 
         Args:
-            token_ids: the text; its last token is left to be processed.
-            num_past_tokens: that the session processed earlier.
+            token_ids: the text; its last token is always left to be processed.
+            num_past_tokens: how many of its tokens the session processed in earlier turns.
         """
         states = self._binding.hop_states(0)
         position = min(num_past_tokens, max(state.num_held for state in states))
@@ -139,10 +143,10 @@ class ChainSession(OpenSequences):
     async def prefill(self, token_ids: Sequence[int], reader: TokenReader, *, waits: bool = False) -> None:
         """Processes a prompt of at least one token in chunks, several at a time so that all hops work.
 
-        The reader gets the token that follows.
+        The reader gets the token that follows the prompt.
 
         Args:
-            waits: whether the hops go on only when `decode` is called.
+            waits: whether the hops choose further tokens only once `decode` is called.
         """
         if not token_ids:
             raise InternalError("a prompt to process has at least one token")
@@ -157,8 +161,8 @@ class ChainSession(OpenSequences):
     async def fork_from(self, source: "ChainSession", token_ids: Sequence[int], reader: TokenReader) -> None:
         """Forks the prompt that `source` processed; on the same chain the hops compute only its last token.
 
-        `source` has processed the prompt and nothing else, and stays so until this returns. The reader gets the token
-        that follows.
+        `source` has processed exactly the prompt, and must not move until this returns. The reader gets the token that
+        follows the prompt.
         """
         if len(token_ids) == 1 or self.chain != source.chain:
             await self.restore(token_ids)
@@ -172,7 +176,7 @@ class ChainSession(OpenSequences):
                 self._begin(row)
                 rounds = await self._next_round()
             except CorollaError as failure:
-                # Whatever hops hold by now is the prompt's beginning: they held nothing before.
+                # The hops held nothing before, so what they hold now can only be a beginning of the prompt.
                 await self._recover(failure)
                 rounds = await self._with_recovery(lambda: self._round(token_ids[-1]), self._recover)
         self._history.append(token_ids[-1:], is_prompt=True)
@@ -181,8 +185,8 @@ class ChainSession(OpenSequences):
     async def decode(self, reader: TokenReader) -> tuple[int, int]:
         """Hands the reader the tokens of the next round: one, or several where draft tokens were right.
 
-        The position moves to the last token that the reader took: hops keep draft tokens as far as they were right, and
-        forget the rest at the next step, which begins there.
+        The position moves to the last token that the reader took. The next step begins there, and with it the hops drop
+        the tokens beyond.
 
         Returns:
             How many draft tokens were checked, and how many tokens the reader took, at least one.
@@ -200,19 +204,19 @@ class ChainSession(OpenSequences):
         return rounds.num_drafted, num_taken
 
     def end_ring(self) -> None:
-        """No more tokens are wanted. The hops learn of it when the session is closed, parked or opened anew."""
+        """Stops reading tokens. The hops stop when the session is closed, parked or opened again."""
         if self._tokens is not None:
             self._plane.end_ring(self.identity.session_id, self._tokens)
             self._tokens = None
 
     @property
     def _outgrows_short_factors(self) -> bool:
-        """Whether the next step makes the text longer than the factors are for with which the hops compute it."""
+        """Whether the next step makes the text too long for the short factors with which the hops compute it."""
         most = self._limits.short_factor_length
         return most is not None and self.position >= most and not self._binding.open_options.long_factors
 
     async def _take_long_factors(self) -> None:
-        """Has the hops compute the whole text anew with the long factors, as `generate()` of transformers does here."""
+        """Has the hops compute the whole text again with the long factors, as transformers' `generate()` does, too."""
         self.end_ring()
         self._first_token = None
         self._sampler.pauses_at = None
@@ -220,7 +224,7 @@ class ChainSession(OpenSequences):
         await self._recovery.compute_anew(self._binding, self._history, self._budget)
 
     async def _round(self, newest_id: int) -> RoundTokens:
-        """The next round's tokens, which the text's last token begins where nothing goes round."""
+        """The next round's tokens. Where no tokens go round, the text's last token starts the ring."""
         if self._tokens is None:
             self._begin(self._row([newest_id], 1))
         elif self.position + self._limits.max_tokens_ahead // 2 >= self._tokens.credit_end:
@@ -234,9 +238,9 @@ class ChainSession(OpenSequences):
         self._tokens = self._plane.begin_ring(self.chain.hops, row, credit_end, self._binding.max_step_tokens)
 
     def _observe_pace(self, tokens: TokenStream) -> None:
-        """Says how fast the chain is, once, and only where it waited for nobody.
+        """Reports once how fast the chain is, unless the chain had to wait for credit or for the reader.
 
-        It had credit all the time if it has some left; where tokens are at hand, the reader is slower than the chain.
+        It had credit all the time if some is left; unread tokens mean that the reader is slower than the chain.
         """
         first, self._first_token = self._first_token, None
         if first is None or tokens.has_unread_tokens or self.position >= tokens.credit_end:
@@ -252,13 +256,13 @@ class ChainSession(OpenSequences):
         return await stream.next(self._limits.step_timeout_s)
 
     def _read(self, sampled: pb.SampledRow, reader: TokenReader) -> int:
-        """Hands the reader what was chosen, until it wants no more; returns how many tokens it took."""
+        """Hands the reader the chosen tokens until it wants no more. Returns how many tokens it took."""
         taken: list[int] = []
         for token in sampled.tokens:
             taken.append(token.token_id)
             if not reader.read(_token_of(token)):
                 break
-        # Of a stream that was read further than its tokens were taken, the state is of no use.
+        # The random state is that behind the last chosen token: of no use where the reader did not take all tokens.
         is_all = len(taken) == len(sampled.tokens)
         self._sampler.accept(taken, sampled.state if is_all else b"")
         self._newest_id = taken[-1]
@@ -273,8 +277,8 @@ class ChainSession(OpenSequences):
 
         Args:
             earlier: the chain of the session's last turn.
-            recorded: the chain under which the session will be found again. Nobody would ask other hops later to free
-                it, so they free it now.
+            recorded: the chain that the session's record names. Hops outside of it free the session now, since they
+                would get no request to do so later.
         """
         self.end_ring()
         session_id, epoch = self.identity.session_id, self.identity.epoch
@@ -287,7 +291,7 @@ class ChainSession(OpenSequences):
         self._plane.close_session(left, self.identity)
 
     def close(self) -> None:
-        """Frees the session's pages on every hop, which may keep what they hold for texts that begin alike."""
+        """Frees the session's pages on every hop. Hops may keep them in the prefix cache."""
         self.end_ring()
         self._send_digests(self.position)
         super().close()
@@ -312,7 +316,7 @@ class ChainSession(OpenSequences):
         await self._recovery.recover(self._binding, [self._history], failure, self._budget)
 
     async def _send_prompt(self, token_ids: Sequence[int], *, waits: bool) -> RoundTokens:
-        """Sends all chunks. Returns what was chosen behind the last one, with which the ring begins."""
+        """Sends all chunks of a prompt. The last one starts the ring; returns the tokens of its first round."""
         num_hops, first, max_steps = len(self.chain.hops), self.position, self._limits.max_microbatches
         num_busy_hops = min(num_hops, max_steps or num_hops)
 
@@ -323,7 +327,7 @@ class ChainSession(OpenSequences):
             start = 0
             while True:
                 await window.make_room()
-                # A hop computes a chunk in one piece, and sessions that decode on the chain wait for it.
+                # A hop does not interrupt a chunk, and sessions that decode on the chain wait for it.
                 is_shared = self._plane.has_ring(self.chain.hops)
                 most = self._limits.prefill_chunk_tokens_during_decode if is_shared else self._chunk_tokens
                 size = chunk_tokens(len(token_ids), num_busy_hops, min(most, self._chunk_tokens))
@@ -362,7 +366,7 @@ def _now_s() -> float:
 
 
 class ChainSessions:
-    """Opens sessions, and owns what they share: reservations and recovery."""
+    """Opens sessions, and owns the reservations and the recovery that they share."""
 
     def __init__(
         self,
@@ -380,7 +384,7 @@ class ChainSessions:
         self._running: set[ChainSession] = set()
 
     def count_by_server(self) -> Counter[str]:
-        """How many of the sessions that are open here go through each server, by its id."""
+        """Maps each server id to the number of sessions open in this process that go through the server."""
         return Counter(hop.server_id for session in self._running for hop in session.chain.hops)
 
     @asynccontextmanager
@@ -392,12 +396,12 @@ class ChainSessions:
         on_recovery: Callable[[RecoveryReport], None],
         until_s: float = math.inf,
     ) -> AsyncIterator[ChainSession]:
-        """A session on a chain. On leaving, the caller must have closed or parked it.
+        """Opens a session on a chain. The caller must close or park it before it leaves the context.
 
         Args:
-            sampler: how its tokens are chosen; it follows the session.
+            sampler: how its tokens are chosen; it is updated as the session goes on.
             on_recovery: is called for each recovery of this session.
-            until_s: when nobody waits any more, by the event loop's clock.
+            until_s: when the caller stops waiting, by the event loop's clock.
 
         Raises:
             NoChain, OutOfPages, HopUnavailable: nothing stays allocated.
@@ -424,7 +428,7 @@ class ChainSessions:
             session.end_ring()
 
     async def free(self, identity: SessionIdentity, chain: common_pb2.Chain) -> None:
-        """Frees a session that is open nowhere in this process, as after its deletion."""
-        # Where a connection fails, the session's lease will end.
+        """Frees a session on the hops of a chain although it is not open in this process, for example when deleted."""
+        # A hop that cannot be reached frees the session when its lease ends.
         await asyncio.gather(*(self._plane.connect(hop.address) for hop in chain.hops), return_exceptions=True)
         self._plane.close_session(chain.hops, identity)

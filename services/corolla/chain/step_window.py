@@ -1,4 +1,4 @@
-"""The steps of a sequence that are under way at a time: enough to keep all hops of its chain busy."""
+"""Bounds a sequence's steps under way: as many as keep all hops of its chain busy."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,13 +12,13 @@ _MAX_STEPS_PER_HOP: Final = 2
 
 
 class StepWindow(Generic[Step]):
-    """Steps that were sent and have no answer yet, the oldest first. Leaving it drops those that are left.
+    """Steps that were sent and have no answer yet, the oldest first. Leaving the context drops those that remain.
 
     Args:
-        num_hops: that take part.
-        timeout_s: for an answer, once it is waited for.
-        on_answer: is called with each step and what its rows gave, in the order of the steps.
-        max_steps: under way at a time; 0: enough to keep all hops busy.
+        num_hops: hops that take part.
+        timeout_s: how long to wait for a row's answer, counted from the beginning of the wait.
+        on_answer: is called with each step and its rows' hidden states, in the order of the steps.
+        max_steps: the most steps under way at a time; 0: enough to keep all hops busy.
     """
 
     def __init__(
@@ -40,16 +40,16 @@ class StepWindow(Generic[Step]):
         discard(future for _, futures in self._under_way for future in futures)
 
     def add(self, step: Step, futures: Sequence[RowFuture]) -> None:
-        """A step was sent, behind all others; there must be room for it."""
+        """Adds the newest step, which was just sent; there must be room for it."""
         self._under_way.append((step, futures))
 
     async def make_room(self) -> None:
-        """Waits for the oldest step where no further one may be sent. Raises CorollaError: one of its rows failed."""
+        """Waits for the oldest step where the window is full. Raises CorollaError if one of its rows failed."""
         if len(self._under_way) == self._max_steps:
             await self._take_oldest()
 
     async def drain(self) -> None:
-        """Waits for all steps. Raises CorollaError: a row failed."""
+        """Waits for all steps. Raises CorollaError if a row failed."""
         while self._under_way:
             await self._take_oldest()
 

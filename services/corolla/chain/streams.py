@@ -28,12 +28,12 @@ from corolla.wire.stream import Connect, Stream, StreamCause, StreamLimits, betw
 log = logging.getLogger(__name__)
 
 _MOST_LOOKED_UP: Final = 64
-"""Moves to servers that are not known, about which routers are asked at a time."""
+"""How many session moves to unknown servers are looked up at the router at the same time."""
 
 
 @dataclass(slots=True)
 class _Server:
-    """What this client service knows of a block server that it has a stream to."""
+    """The stream to a block server, and the future of the server's Welcome."""
 
     stream: Stream
     welcome: asyncio.Future[pb.Welcome]
@@ -42,19 +42,19 @@ class _Server:
 class DataPlane:
     """All streams of this client service.
 
-    A step that takes long says nothing about why. So a silent server is asked whether it lives; one that does not say
-    so loses its stream, and whoever waits for it learns that at once. A server answers between two short steps, and
-    while it computes a long one.
+    A slow step and a dead server look the same from here. So the plane pings a silent server; a server that does not
+    answer loses its stream, and all requests that wait for it fail at once. A healthy server answers pings between
+    steps, and also during a long one.
 
     Args:
         fingerprint: the weights and protocol that every server must have.
-        tasks: of this plane alone.
-        limits: when a server is asked whether it lives, and when it is given up.
-        open_timeout_s: how long a server that lives may take to open a session. Its event loop may be well while the
-            thread that computes is stuck.
-        on_discarded: is called with the number of tokens that hops chose and nobody wants any more.
-        capabilities: sign for what is opened, where hops ask for it.
-        placement: names the servers that sessions may move to; None: all may.
+        tasks: the task group for this plane's own tasks; no other object uses it.
+        limits: when a silent server is pinged, and when it is given up.
+        open_timeout_s: how long a live server may take to open a session. Its event loop may answer pings while its
+            compute thread is stuck.
+        on_discarded: is called with the number of tokens that hops chose and that have no reader any more.
+        capabilities: signs each request to open a session, for hops that demand it; None: requests are not signed.
+        placement: names the servers that sessions may move to; None: sessions may move to any server.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class DataPlane:
 
     @property
     def num_pending(self) -> int:
-        """Steps and openings without an answer yet, and sessions whose tokens go round."""
+        """How many steps and opens have no answer yet, plus the sessions whose tokens go round."""
         return len(self._pending)
 
     async def connect(self, address: str) -> pb.Welcome:
@@ -106,7 +106,7 @@ class DataPlane:
         return 0 if welcome is None else welcome.page_tokens
 
     def has_draft_model(self, address: str) -> bool:
-        """Whether a connected server drafts tokens by a small model."""
+        """Whether a connected server drafts tokens with a small model."""
         welcome = self._welcome(address)
         return welcome is not None and welcome.has_draft_model
 
@@ -126,16 +126,16 @@ class DataPlane:
         return server
 
     async def _connect_ahead(self, address: str) -> None:
-        with contextlib.suppress(CorollaError):  # whoever needs the server learns of it
+        with contextlib.suppress(CorollaError):  # a request that needs the server meets the same error
             await self.connect(address)
 
     async def open(self, address: str, request: pb.Open, payload: Buffer = b"") -> tuple[pb.Opened, int]:
-        """Opens a session on one hop. Raises what the hop answers, or HopUnavailable.
+        """Opens a session on one hop. Raises the hop's error, or HopUnavailable.
 
-        A hop that did not answer in time may open it later: it has to learn that nobody wants it any more.
+        A hop that did not answer in time may still open the session later: the caller has to close it there.
 
         Args:
-            payload: what `request.block_prompts` describes.
+            payload: the embeddings that `request.block_prompts` describes.
 
         Returns:
             The answer, and how many tokens a step on this hop may have.
@@ -164,12 +164,13 @@ class DataPlane:
         scratch_hops: int = 0,
         samples: bool = False,
     ) -> list[RowFuture]:
-        """Sends a step through the chain; one future for each of its rows, in order.
+        """Sends a step through the chain. Returns one future for each of its rows, in order.
 
         Args:
             hops: all hops of the chain.
-            hidden: the rows' inputs of the first block, one row after the other; None where they bring token ids.
-            scratch_hops: bit `i` for a hop that computes the rows in their scratch sessions.
+            hidden: the inputs of the first block, `[num_tokens, hidden_size]`, one row after the other; None where the
+                rows carry token ids.
+            scratch_hops: bit `i` is set where hop `i` computes the rows in their scratch sessions.
             samples: whether the step belongs to a session whose tokens the last hop chooses.
         """
         step = pb.Step(rows=rows, scratch_hops=scratch_hops, blocks=hops[0].span, route=hops[1:], samples=samples)
@@ -181,12 +182,12 @@ class DataPlane:
     def begin_ring(
         self, hops: Sequence[common_pb2.Hop], row: pb.StepRow, credit_end: int, max_step_tokens: int
     ) -> TokenStream:
-        """Sends the step by which a session's tokens begin to go round; to be ended by `end_ring`.
+        """Sends the step with which a session's tokens begin to go round. The caller has to call `end_ring` in the end.
 
         Args:
-            row: with token ids, and results for at least one of them.
+            row: carries token ids, and asks for results of at least one of them.
             credit_end: see `grant`.
-            max_step_tokens: that each hop takes in one step.
+            max_step_tokens: the most tokens that every hop takes in one step.
         """
         addresses = frozenset(hop.address for hop in hops)
         stream = TokenStream(row.epoch, row.position, credit_end, addresses)
@@ -211,7 +212,7 @@ class DataPlane:
         """Lets steps of a session begin at positions below `credit_end`.
 
         Args:
-            hop: the last one.
+            hop: the last hop of the chain.
         """
         stream.credit_end = credit_end
         try:
@@ -220,7 +221,7 @@ class DataPlane:
             stream.end(error)
 
     def end_ring(self, session_id: bytes, stream: TokenStream) -> None:
-        """Nobody reads the session's tokens any more. The hops learn of it as its turn ends, or it is opened anew."""
+        """Stops reading a session's tokens. The hops stop when the turn ends or the session is opened again."""
         self._pending.remove_token_stream(session_id, stream)
 
     def has_ring(self, hops: Sequence[common_pb2.Hop]) -> bool:
@@ -228,7 +229,7 @@ class DataPlane:
         return self._pending.has_token_stream(frozenset(hop.address for hop in hops))
 
     def _lost(self, hops: Iterable[common_pb2.Hop]) -> HopUnavailable | None:
-        """Of a hop without a stream: what comes from there would find no way back."""
+        """The error for the first of the hops without a stream: its answer could not come back. None: all have one."""
         for hop in hops:
             if hop.address not in self._servers:
                 return HopUnavailable("a hop of the chain was lost", hop.address)
@@ -237,7 +238,7 @@ class DataPlane:
     def resend(
         self, source: common_pb2.Hop, hops: Sequence[common_pb2.Hop], rows: Sequence[pb.StepRow], scratch_hops: int
     ) -> list[RowFuture]:
-        """Like `step`, where `source` puts in what it kept of its outputs."""
+        """Sends a step whose inputs `source` takes from the outputs that it kept; otherwise like `step`."""
         step = pb.Step(rows=rows, scratch_hops=scratch_hops, blocks=source.span, route=hops)
         return self._send_step([source, *hops], step, None)
 
@@ -268,7 +269,7 @@ class DataPlane:
                 server.stream.send(control)
 
     def close_session(self, hops: Iterable[common_pb2.Hop], identity: SessionIdentity) -> None:
-        """Frees a session on some hops. What a hop holds of a later epoch, it keeps."""
+        """Frees a session on some hops. A hop that has opened it in a later epoch keeps it."""
         for hop in hops:
             self.notify(hop.address, pb.Close(session_id=identity.session_id, epoch=identity.epoch))
 
@@ -290,7 +291,7 @@ class DataPlane:
             raise HopUnavailable("a hop of the chain does not keep up", address) from None
 
     def _on_ended(self, address: str, server: _Server) -> None:
-        """Whoever waits for something from the server learns that its stream broke."""
+        """Fails everything that waits for an answer from a server whose stream ended."""
         end = server.stream.ended.result()
         error: CorollaError = HopUnavailable("a hop of the chain was lost", address)
         if end.cause is StreamCause.SILENT:
@@ -305,7 +306,7 @@ class DataPlane:
             del self._servers[address]
         if not server.welcome.done():
             server.welcome.set_exception(error)
-            server.welcome.exception()  # nobody may be waiting
+            server.welcome.exception()  # marks it as seen: there may be no task that waits for it
         self.handovers.mark_disconnected(address)
         self._pending.on_stream_lost(address, error)
 
@@ -340,8 +341,11 @@ class DataPlane:
             self._tasks.start(self._connect_ahead(moved.hop.address), "connection to a server")
 
     async def _look_up(self, moved: pb.Moved, address: str) -> None:
-        """A session moved to a server that is new here. Where the placement does not name it, nobody has the session:
-        it is replayed."""
+        """Handles the move of a session to a server that this placement does not know.
+
+        Where the router does not know the server either, the move is recorded without a hop, and the session is
+        replayed.
+        """
         self._num_looked_up += 1
         try:
             if self._placement is not None and not await self._placement.will_name(moved.hop):

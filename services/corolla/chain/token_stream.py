@@ -1,4 +1,4 @@
-"""The tokens of one session as they go round its chain, on their way from the last hop to whoever reads them."""
+"""The tokens of one session as they come from the last hop, until they are read."""
 
 import asyncio
 from collections import deque
@@ -10,11 +10,11 @@ from corolla.v1 import blocks_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class RoundTokens:
-    """What one round of a session gave.
+    """The result of one round of a session through its chain.
 
     Attributes:
-        num_drafted: draft tokens that it checked.
-        sampled: the tokens.
+        num_drafted: how many draft tokens the round checked.
+        sampled: the tokens that the last hop chose.
     """
 
     num_drafted: int
@@ -22,12 +22,12 @@ class RoundTokens:
 
 
 class TokenStream:
-    """One session's tokens in one epoch, until something goes wrong.
+    """One session's tokens in one epoch, in order, until the stream fails or ends.
 
     Args:
-        epoch: of the session.
+        epoch: the session's epoch.
         position: where the first step begins.
-        addresses: of all hops.
+        addresses: the addresses of all hops.
 
     Attributes:
         credit_end: steps may begin at positions below this.
@@ -44,16 +44,16 @@ class TokenStream:
 
     @property
     def has_unread_tokens(self) -> bool:
-        """Whether some have come that nobody has asked for yet."""
+        """Whether tokens have come that were not read yet."""
         return bool(self._rounds)
 
     @property
     def num_unread_tokens(self) -> int:
-        """Tokens that nobody has asked for yet."""
+        """How many tokens have come that were not read yet."""
         return sum(len(each.sampled.tokens) for each in self._rounds)
 
     def push(self, row: pb.StepRow, sampled: pb.SampledRow) -> bool:
-        """Takes what came back for a row; whether it is the one that follows."""
+        """Takes the tokens that came back for a row. Returns False where the row is not the next one of this epoch."""
         if row.epoch != self.epoch or row.position != self._position:
             return False
         if not 1 <= len(sampled.tokens) <= row.num_result_tokens:
@@ -65,18 +65,18 @@ class TokenStream:
         return True
 
     def fail(self, row: pb.StepRow, failure: CorollaError) -> None:
-        """A row failed. It is of no interest where its tokens have come, or where it is of another epoch."""
+        """Ends the stream because a row failed; ignores rows of another epoch, and rows whose tokens have come."""
         if row.epoch == self.epoch and row.position >= self._position:
             self.end(failure)
 
     def end(self, failure: CorollaError) -> None:
-        """No more tokens come; those that have can still be read."""
+        """Ends the stream with a failure. Tokens that have come can still be read."""
         if self._failure is None:
             self._failure = failure
         self._wake()
 
     async def next(self, timeout_s: float) -> RoundTokens:
-        """The next round. Raises what happened to it, or HopUnavailable after `timeout_s`."""
+        """The next round. Raises the failure that ended the stream, or HopUnavailable after `timeout_s`."""
         if not self._rounds and self._failure is None:
             await self._wait(timeout_s)
         if self._rounds:
@@ -84,7 +84,10 @@ class TokenStream:
         raise self._failure or HopUnavailable("a hop of the chain does not answer")
 
     async def _wait(self, timeout_s: float) -> None:
-        """Until something comes, or for so long. Each token waits here, and `asyncio.timeout` costs far more."""
+        """Waits until a round or a failure comes, at most `timeout_s`.
+
+        It runs for every token, and `asyncio.timeout` would cost far more.
+        """
         if self._reader is not None:
             raise InternalError("a stream of tokens is read by one reader")
         loop = asyncio.get_running_loop()

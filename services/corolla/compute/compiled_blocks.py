@@ -1,4 +1,4 @@
-"""Runs whole blocks of a span by compiled functions, one call for all of them; for CPUs."""
+"""Runs whole blocks of a span by compiled functions, on CPUs: one call runs all blocks of the same shape."""
 
 import ctypes
 import functools
@@ -47,7 +47,7 @@ from corolla.models.packed.modules import PackedLinear
 log = logging.getLogger(__name__)
 
 _TOLERANCES: Final = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
-"""How far a block's output may be from that of its modules, as a part of its largest number."""
+"""The largest difference between a compiled block's output and that of its modules, relative to the largest number."""
 _CHECKED_TOKENS: Final = ((19, 1), (1, 3), (1, 1))
 _Step: Final = ctypes.c_int64 * len(STEP)
 _GROUP_BYTES: Final = 8 * len(GROUP)
@@ -56,12 +56,12 @@ _COUNTERS: Final = [name for _, name in STEP].index("counters")
 
 
 class CompiledBlocks:
-    """The blocks of a span. Not thread-safe: one thread computes.
+    """The compiled blocks of a span. Not thread-safe: one thread computes.
 
     Args:
-        span: whose projections lie in panels; `objection` must find nothing.
-        store: of keys and values.
-        dtype: of hidden states.
+        span: the blocks; their projections lie in panels, and `objection` returns None for them.
+        store: the store of keys and values.
+        dtype: the dtype of hidden states.
     """
 
     def __init__(self, span: FusedSpan, store: KVStore, dtype: torch.dtype) -> None:
@@ -87,8 +87,15 @@ class CompiledBlocks:
         """Runs some of the layers over the new tokens of all rows; see `FusedSpan`.
 
         Args:
-            batch: the rows, over the same store.
-            adapters: of each token; none where no token has one.
+            hidden: `[N, H]` on the CPU, the input of the first layer.
+            position_ids: int64 `[N]`.
+            end: one more than the largest position.
+            layers: indices of the layers.
+            batch: the rows; its store is the one of these blocks.
+            adapters: the adapter of each token; empty where no token has one.
+
+        Returns:
+            `[N, H]` in the blocks' dtype.
         """
         output = torch.empty(hidden.shape, dtype=self._dtype)
         output.copy_(hidden)
@@ -109,7 +116,7 @@ class CompiledBlocks:
             EXPONENTIAL.data_ptr(),
         )  # fmt: skip
         first = ctypes.addressof(self._layers)
-        # Layers of one shape are one call.
+        # One call runs all neighbouring layers of one shape.
         for shape, run in itertools.groupby(layers, key=self._shapes.__getitem__):
             indices = list(run)
             step[_END] = first + (indices[-1] + 1) * LAYER_BYTES
@@ -120,7 +127,7 @@ class CompiledBlocks:
         return output
 
     def _group_fields(self, layers: range, batch: AttentionBatch, buffers: Mapping[str, int]) -> tuple[Any, list[Any]]:
-        """What layers of each group share in this step, and what must live as long."""
+        """The fields that layers of each group share in this step, and the objects that must live as long as these."""
         fields = (ctypes.c_int64 * (len(GROUP) * len(self._groups)))()
         kept: list[Any] = []
         done: set[int] = set()
@@ -156,7 +163,7 @@ class CompiledBlocks:
         return fields, kept
 
     def _places_of(self, adapter: SpanAdapter | None) -> int:
-        """Where the places of an adapter begin; 0: there is none."""
+        """The address of an adapter's places; 0 for None."""
         if adapter is None:
             return 0
         known = self._places.get(adapter)
@@ -191,7 +198,7 @@ class CompiledBlocks:
         return (0, 0) if norm is None else (self._float32(norm.weight), float_bits(norm.epsilon))
 
     def _float32(self, tensor: Tensor | None) -> int:
-        """Where the numbers, or a copy, lie in that type; 0: there are none."""
+        """The address of the tensor's numbers as float32, which may be those of a copy; 0 for None."""
         if tensor is None:
             return 0
         self._kept.append(tensor.detach().float().contiguous())
@@ -201,10 +208,16 @@ class CompiledBlocks:
 def choose_compiled_blocks(
     span: object, store: KVStore, backend: AttentionBackend, dtype: torch.dtype
 ) -> CompiledBlocks | None:
-    """Compiled blocks, where this span and this machine can have some and one of each shape gives the right numbers.
+    """Compiles the blocks where the span and the machine allow it, and checks one layer of each shape.
 
     Args:
-        span: whatever runs packed rows of it.
+        span: the object that runs packed rows; only a `FusedSpan` can be compiled.
+        store: the store of keys and values.
+        backend: the attention; blocks are compiled only with `CompiledAttention`.
+        dtype: the dtype of hidden states.
+
+    Returns:
+        The compiled blocks; None where they cannot be compiled, or a result differs too much.
     """
     if not isinstance(span, FusedSpan) or not isinstance(backend, CompiledAttention):
         return None
@@ -225,7 +238,7 @@ def objection(span: FusedSpan, store: KVStore, dtype: torch.dtype) -> str | None
     if dtype not in _TOLERANCES or store.codec is not None or store.pool.page_tokens % LANES:
         return "hidden states, keys or values are of a type, or pages of a size, that no function is made for"
     if len({(each.num_heads, each.num_key_heads, each.head_dim, each.scaling) for each in span.layers}) > 1:
-        return "the heads of its layers differ"  # and jobs are for all of a group
+        return "the heads of its layers differ"  # a job serves all layers of a group
     for layer in span.layers:
         if type(layer.activation).__name__ not in _SILU:
             return f"the activation {type(layer.activation).__name__} has no function"
@@ -255,7 +268,7 @@ def _lies_in_panels(projection: Projection) -> bool:
 
 
 def _projections(layer: FusedLayer) -> list[Any]:
-    """In the order of `PROJECTIONS`."""
+    """The layer's projections, in the order of `PROJECTIONS`."""
     return [getattr(layer, name) for name in PROJECTIONS]
 
 
@@ -283,12 +296,12 @@ def _head_shape(layer: FusedLayer, dtype: torch.dtype) -> HeadShape:
 
 @functools.cache
 def _compiled(shape: BlockShape) -> Compiled:
-    """The process's only one for a shape."""
+    """The compiled module for a shape, made once in the process."""
     return Compiled(module_source(shape, pauses="avx" in processor_features()))
 
 
 class _Places:
-    """What an adapter adds, as compiled functions read it. Its numbers are the adapter's own."""
+    """An adapter's products as compiled functions read them: addresses of the adapter's own tensors."""
 
     def __init__(self, adapter: SpanAdapter, num_layers: int) -> None:
         fields: list[int] = []
@@ -311,7 +324,7 @@ class _Places:
 
 
 class _Buffers:
-    """Memory that blocks work in, for as many tokens as there ever were at once."""
+    """The work memory of blocks; it grows with the largest number of tokens in a call."""
 
     def __init__(self, dtype: torch.dtype, shapes: Sequence[BlockShape]) -> None:
         self._num_tokens = 0
@@ -328,12 +341,12 @@ class _Buffers:
         self._tensors: dict[str, Tensor] = {}
         self._places: dict[str, int] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        # Layers of one shape at a time, at worst one by one.
+        # Each call needs counters of its own; in the worst case each layer is a call.
         self._counters = torch.empty(len(shapes) * counter_bytes(1), dtype=torch.uint8)
         self.scratch_bytes = max(scratch_bytes(inputs, rows) for each in sizes for inputs, _ in each.values())
 
     def of(self, num_tokens: int) -> Mapping[str, int]:
-        """Where they lie, with room for so many."""
+        """The buffers' addresses by name, with room for `num_tokens`."""
         if num_tokens > self._num_tokens:
             self._num_tokens = 1 << (num_tokens - 1).bit_length()
             self._tensors.clear()
@@ -343,11 +356,11 @@ class _Buffers:
         return self._places
 
     def counters(self) -> int:
-        """Of all phases, set to zero."""
+        """The address of the counters of all phases, set to zero."""
         return self._counters.zero_().data_ptr()
 
     def scratch(self, num_threads: int) -> int:
-        """Of products, for so many threads."""
+        """The address of the scratch memory of products, for `num_threads` threads."""
         if self._scratch.numel() < num_threads * self.scratch_bytes:
             self._scratch = torch.empty(num_threads * self.scratch_bytes, dtype=torch.uint8)
         return self._scratch.data_ptr()
@@ -355,8 +368,10 @@ class _Buffers:
 
 @torch.inference_mode()
 def _difference(span: FusedSpan, index: int, dtype: torch.dtype, page_tokens: int) -> float:
-    """How far one layer's output is from that of its modules, for two sessions' chunks and tokens, as a part of the
-    largest number."""
+    """The largest difference between a layer's compiled output and that of its modules, relative to the largest number.
+
+    It runs chunks and single tokens of two sessions.
+    """
     layer = span.layers[index]
     part = FusedSpan([layer], span.rotary)
     generator = torch.Generator().manual_seed(0)
@@ -386,6 +401,6 @@ def _difference(span: FusedSpan, index: int, dtype: torch.dtype, page_tokens: in
             for row in rows:
                 row.cache.commit(row.position + row.num_tokens)
         difference = (outputs[0].float() - outputs[1].float()).abs().max() / outputs[1].float().abs().max()
-        # What is no number must not pass.
+        # NaN must not pass the comparison.
         largest = max(largest, float(difference.nan_to_num(torch.inf)))
     return largest

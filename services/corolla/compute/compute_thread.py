@@ -1,8 +1,8 @@
-"""The thread in which torch computes with as many threads as this process has for it.
+"""The one thread in which torch computes with all of the process's compute threads.
 
-OpenMP keeps helpers for each thread that ever asked for some. With more of them in a process than it may use
-processors, libgomp lets helpers sleep after each product instead of waiting for the next one, and a step takes twice as
-long. So one thread computes, from the first block that is tried out to the last step; others have no helpers.
+OpenMP keeps helper threads for each thread that ever used some. Where a process has more of them than CPUs, libgomp
+lets helpers sleep after each product instead of spinning until the next one, and a step takes twice as long. So one
+thread computes, from the first measurement to the last step, and the other threads have no helpers.
 """
 
 import asyncio
@@ -20,17 +20,17 @@ _NUM_OTHERS: Final = min(16, (os.cpu_count() or 1) + 4)
 
 
 class ComputeThread:
-    """One thread; work is done in the order of the calls."""
+    """A thread that does work in the order of the calls."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch")
 
     def run(self, work: Callable[..., Result], *arguments: Any, **options: Any) -> "asyncio.Future[Result]":
-        """Its result, on the running loop."""
+        """Queues work. Returns a future of the running loop with the work's result."""
         return asyncio.get_running_loop().run_in_executor(self._executor, partial(work, *arguments, **options))
 
     def close(self) -> None:
-        """Waits for the work that runs; what has not begun never will."""
+        """Waits for the work that runs, and cancels the work that has not begun."""
         self._executor.shutdown(wait=True, cancel_futures=True)
 
 

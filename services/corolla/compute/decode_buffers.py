@@ -1,4 +1,4 @@
-"""What a decode step reads and writes, in tensors that stay where they are, so that a recorded step can run again."""
+"""The inputs and output of a decode step, in tensors with fixed addresses, so that a recorded step can run again."""
 
 from collections.abc import Sequence
 
@@ -13,20 +13,20 @@ from corolla.compute.attention.paged_flash import BatchTables
 class DecodeBuffers:
     """Inputs and output of a step of one new token for each of up to `max_rows` sessions.
 
-    A step of some size reads the first `size` entries of each tensor. Those that no session has are padding: they write
-    their keys and values to the store's scratch page, see only what padding wrote there, and nobody reads their output.
+    A step of some size reads the first `size` entries of each tensor. Entries without a session are padding: they write
+    their keys and values to the store's scratch page, attend only to that page, and their output is not read.
 
     Args:
-        store: with a scratch page.
-        max_rows: of a step.
-        max_tokens: of a session; longer ones do not fit.
-        like: `[..., H]`, in the dtype and device of hidden states.
+        store: the KV store; it needs a scratch page.
+        max_rows: the most rows of a step.
+        max_tokens: the most tokens of a session; a step with a longer one does not fit.
+        like: any tensor `[..., H]` with the dtype and device of hidden states.
 
     Attributes:
-        max_tokens: see there.
-        hidden: `[max_rows, H]`.
-        positions: int64 `[max_rows]`.
-        output: `[max_rows, H]`, filled by the step.
+        max_tokens: the most tokens of a session.
+        hidden: `[max_rows, H]`, dtype and device of `like`: the step's input.
+        positions: int64 `[max_rows]`, on the same device.
+        output: `[max_rows, H]`, dtype and device of `like`, filled by the step.
     """
 
     def __init__(self, store: KVStore, max_rows: int, max_tokens: int, like: Tensor) -> None:
@@ -38,7 +38,7 @@ class DecodeBuffers:
         self._scratch_page = store.scratch_page
         self.hidden = like.new_zeros(max_rows, like.shape[-1])
         self.output = torch.zeros_like(self.hidden)
-        # Positions, then slots and numbers of keys of each group: all that changes with every step, in one copy.
+        # Positions, then each group's slots and numbers of keys. All that changes with every step is one copy.
         self._columns = torch.tensor(self._padded(()), device=like.device)
         self._pages = [
             torch.full(
@@ -55,7 +55,7 @@ class DecodeBuffers:
         return self._columns[0]
 
     def fit(self, rows: Sequence[PackedRow]) -> bool:
-        """Whether the step is one of single tokens, of sessions that are not too long."""
+        """Whether the buffers have room for a step of these rows, each of one token."""
         return len(rows) <= self._max_rows and all(
             row.num_tokens == 1
             and row.position < self.max_tokens
@@ -67,11 +67,11 @@ class DecodeBuffers:
         )
 
     def write(self, rows: Sequence[PackedRow], hidden: Tensor, size: int) -> None:
-        """Everything that a step of `size` over these rows reads; the rest of the size becomes padding.
+        """Writes the inputs of a step of `size` over these rows; the remaining entries become padding.
 
         Args:
-            rows: that `fit`, at most `size`, with pages that may be written.
-            hidden: `[rows, H]`.
+            rows: at most `size` rows for which `fit` is true, and whose pages may be written.
+            hidden: `[rows, H]`, any device and dtype.
         """
         self._columns.copy_(torch.tensor(self._padded(rows)))
         for group, tensor in enumerate(self._pages):
@@ -86,7 +86,7 @@ class DecodeBuffers:
         self.hidden[: len(rows)].copy_(hidden)
 
     def batch(self, size: int, backend: AttentionBackend) -> AttentionBatch:
-        """The batch of a step of `size`, whose tensors are these ones. To be made within the step that is recorded."""
+        """The attention batch of a step of `size` over these buffers. The recorded step has to call this itself."""
         columns = self._columns[:, :size]
         tables = {
             group: BatchTables(
@@ -112,5 +112,5 @@ class DecodeBuffers:
 
 
 def _num_keys(row: PackedRow, group: int) -> int:
-    """Those of the row's token and of all before it that the session still holds."""
+    """How many keys the session holds in a group of layers, including that of the row's new token."""
     return row.position + 1 - row.cache.tables[group].first_token

@@ -1,8 +1,8 @@
-"""Decode steps that were recorded once, and are replayed.
+"""Decode steps that are recorded once and then replayed.
 
-Launched one by one from Python, the kernels of a small step can take longer to launch than to run. A recorded step is
-launched as one. It repeats the same kernels on the same addresses, so each size of a batch is recorded by itself, and
-rows that no session has are padding (as in vLLM and TensorRT-LLM).
+Python may take longer to launch the kernels of a small step one by one than the GPU takes to run them. A recorded step
+is a single launch. It repeats the same kernels on the same addresses, so each batch size is recorded by itself, and
+rows without a session are padding (as in vLLM and TensorRT-LLM).
 """
 
 from collections.abc import Callable, Sequence
@@ -17,13 +17,13 @@ from corolla.compute.decode_buffers import DecodeBuffers
 from corolla.models.fused import FusedSpan
 
 SIZES: Final = (1, 2, 4, 8, 16, 32, 64)
-"""Rows of a recorded step. With so few, a GPU should wait for the weights, whatever padding there is to multiply."""
+"""The numbers of rows of recorded steps. Up to the largest, memory bandwidth bounds a GPU, so padding costs little."""
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
-"""Records what a step does to tensors, and returns what does the same again, whatever they hold by then.
+"""Records the tensor operations of a step. Returns a function that runs them again on the tensors' current contents.
 
-The step computes with tensors only. It is run at least once before it is recorded, to make what it keeps. RuntimeError
-says that it does what cannot be recorded.
+The step computes with tensors only. It runs at least once before it is recorded, so that libraries can set up what they
+keep. RuntimeError says that the step does something that cannot be recorded.
 """
 
 
@@ -32,7 +32,7 @@ _WARM_UP_STEPS: Final = 3
 
 
 class CudaCapture:
-    """Records steps as CUDA graphs, in the order that torch's notes on them ask for.
+    """Records steps as CUDA graphs, as torch's notes on CUDA graphs describe (warm-up on a side stream, then capture).
 
     The recordings share one memory pool: they run one after another, and nothing in it outlives a step.
 
@@ -54,7 +54,7 @@ class CudaCapture:
                     step()
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            # What other threads of the process do meanwhile is no part of the step.
+            # The capture ignores the work of other threads of the process.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 step()
         return graph.replay
@@ -65,15 +65,15 @@ class DecodeGraphs:
 
     Args:
         fused: the span's blocks.
-        num_layers: of the span.
-        buffers: with room for the rows of the largest size.
-        backend: of attention; it may look at nothing but what the batch has prepared.
+        num_layers: how many layers the span has.
+        buffers: buffers with room for the rows of the largest size.
+        backend: the attention; it may read only what the batch has prepared.
         record: see `Record`.
-        sizes: rows of the steps.
+        sizes: for each recorded step, its number of rows.
 
     Attributes:
-        buffers: what the recorded steps read and write.
-        num_replays: how many steps ran so.
+        buffers: the tensors that the recorded steps read and write.
+        num_replays: how many steps were replayed.
 
     Raises:
         RuntimeError: the step cannot be recorded.
@@ -93,16 +93,16 @@ class DecodeGraphs:
         self._layers = range(num_layers)
         self.buffers = buffers
         self._backend = backend
-        # What the first step makes, and others read, is not to lie in memory that belongs to a recording.
+        # The first step makes tensors that later steps read; they must not lie in the memory pool of a recording.
         self._step(max(sizes))
-        # The largest first: the others then find room in its memory.
+        # The largest is recorded first, so that the others fit into its memory.
         self._replays = {size: record(partial(self._step, size)) for size in sorted(sizes, reverse=True)}
         self._sizes = sorted(sizes)
-        # Its address is in the recordings, and the blocks may come to read another one for longer texts.
+        # The recordings hold this table's address, so it must stay alive when the blocks replace it for longer texts.
         self._kept = fused.rotary_table
 
     def size_for(self, rows: Sequence[PackedRow]) -> int | None:
-        """Of the smallest recorded step that has room for these rows; None where there is none."""
+        """The size of the smallest recorded step that has room for these rows; None where none has."""
         if len(rows) > self._sizes[-1] or not self.buffers.fit(rows):
             return None
         return next(size for size in self._sizes if size >= len(rows))
@@ -111,12 +111,12 @@ class DecodeGraphs:
         """Runs all layers over one new token of each row, and stores their keys and values.
 
         Args:
-            rows: whose pages may be written.
-            hidden: `[rows, H]`.
+            rows: rows whose pages may be written.
+            hidden: `[rows, H]`, any device and dtype.
             size: see `size_for`.
 
         Returns:
-            `[rows, H]`, the caller's own.
+            The output `[rows, H]`, a copy on the model's device and in its dtype.
         """
         self.buffers.write(rows, hidden, size)
         self._replays[size]()

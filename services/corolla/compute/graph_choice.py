@@ -1,4 +1,4 @@
-"""Whether a server replays recorded decode steps: chosen at start, and checked against the steps that it would run."""
+"""Decides at start whether a server replays recorded decode steps, by comparing them with its ordinary steps."""
 
 import logging
 from typing import Final
@@ -19,10 +19,10 @@ _CHECKED_STEPS: Final = 2
 
 
 def choose_graphs(runner: Runner, record: Record) -> None:
-    """Lets a runner replay recorded decode steps from now on, if they give what its own steps give.
+    """Lets a runner replay recorded decode steps from now on, if their results equal those of its ordinary steps.
 
     Args:
-        runner: warmed up, with a scratch page and no sessions yet.
+        runner: a runner that is warmed up, with a scratch page and without sessions.
         record: see `Record`.
     """
     failure = _failure(runner, record)
@@ -33,7 +33,7 @@ def choose_graphs(runner: Runner, record: Record) -> None:
 
 @torch.inference_mode()
 def _failure(runner: Runner, record: Record) -> str | None:
-    """Why decode steps cannot be replayed, or None: then the runner does so."""
+    """Sets up the replay. Returns why decode steps cannot be replayed, or None where the runner now replays them."""
     fused = runner.model.fused
     if fused is None:
         return "the blocks run with the family's own code"
@@ -52,7 +52,7 @@ def _failure(runner: Runner, record: Record) -> str | None:
                 if not error <= TOLERANCES[runner.model.dtype]:
                     return f"with {num_rows} rows its results differ by {error:.1e} of their size"
     except Exception as error:
-        # Whatever a recording runs into: the server can do without it.
+        # The server can do without recordings, whatever went wrong.
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     runner.decode_graphs = graphs
     log.info("decode steps are replayed as graphs", extra={"sizes": " ".join(map(str, sizes))})
@@ -60,14 +60,14 @@ def _failure(runner: Runner, record: Record) -> str | None:
 
 
 def _max_tokens(runner: Runner) -> int:
-    """Longer sessions take the ordinary steps: the model was not made for them, or there are no pages for them."""
+    """The longest session whose steps are replayed: the model's maximum length, or what fits into all pages."""
     pool = runner.store.pool
     num_slots = pool.num_pages * pool.page_tokens
     return min(num_slots, getattr(runner.model.config, "max_position_embeddings", num_slots))
 
 
 def _lengths(runner: Runner, num_rows: int) -> list[int]:
-    """Tokens that the rows hold before the check: those of the first one come to the end of a page within it."""
+    """How many tokens each row holds before the check. The first row reaches the end of a page during it."""
     longest = min(runner.store.pool.page_tokens - 1, runner.store.rules[0].max_step_tokens)
     return [longest, *(row % 5 for row in range(1, num_rows))]
 
@@ -78,7 +78,7 @@ def _num_pages(runner: Runner, num_rows: int) -> int:
 
 
 def _largest_error(runner: Runner, graphs: DecodeGraphs, num_rows: int) -> float:
-    """How far the rows' outputs are from those of the runner's own steps, as a fraction of the size of these.
+    """The largest relative error of a row's replayed output, compared with the runner's ordinary steps.
 
     The second step reads the keys and values that the first one wrote.
     """
@@ -96,7 +96,7 @@ def _largest_error(runner: Runner, graphs: DecodeGraphs, num_rows: int) -> float
         if written:
             runner.forward(written, draw(sum(lengths)), runner.span)
         inputs = [draw(num_rows) for _ in range(_CHECKED_STEPS)]
-        # The replays come first: keys and values that they do not write must not be there already.
+        # The replays come first: the ordinary steps must not have written keys and values that replays fail to write.
         runner.decode_graphs = graphs
         num_replays = graphs.num_replays
         found = _steps(runner, caches, lengths, inputs)
@@ -112,7 +112,7 @@ def _largest_error(runner: Runner, graphs: DecodeGraphs, num_rows: int) -> float
 
 
 def _steps(runner: Runner, caches: list[SessionCache], lengths: list[int], inputs: list[Tensor]) -> Tensor:
-    """Float32 `[steps, rows, H]`, the outputs of one new token of each row, step by step."""
+    """The outputs of one new token of each row, step by step: float32 `[steps, rows, H]`."""
     outputs: list[Tensor] = []
     for step, hidden in enumerate(inputs):
         rows = [RowWork(cache, length + step, 1) for cache, length in zip(caches, lengths, strict=True)]

@@ -1,7 +1,7 @@
 """Trained prompts of a session: embeddings that are added to the input of each block at its first positions.
 
-This is deep prompt tuning (P-Tuning v2, Liu et al., 2021) in the form that Petals gave it: what a prompt says to a
-block is added to the hidden states that enter it, not put before them, so that it takes no positions of its own.
+This is deep prompt tuning (P-Tuning v2, Liu et al., 2021) in the form of Petals (Borzunov et al., 2022): the embeddings
+are added to the hidden states that enter a block, not put before them, so they take no positions of their own.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from corolla.wire.tensors import from_payload
 
 @dataclass(frozen=True, slots=True)
 class BlockPrompts:
-    """What one session adds on this server.
+    """The embeddings that one session adds on this server.
 
     Attributes:
         values: `[blocks of the session here, P, H]` on the CPU, in the dtype of the weights; read-only.
@@ -33,15 +33,15 @@ class BlockPrompts:
     def read(
         cls, description: pb.BlockPrompts, payload: Buffer, num_blocks: int, dtype: pb.TensorType.ValueType, width: int
     ) -> Self:
-        """A view of the received bytes: nothing is copied yet.
+        """Makes the embeddings from received bytes, as a view without a copy.
 
         Args:
-            num_blocks: of the session on this server.
-            dtype: of the weights.
-            width: of hidden states.
+            num_blocks: how many blocks the session has on this server.
+            dtype: the dtype of the weights.
+            width: the size of hidden states.
 
         Raises:
-            MalformedMessage: it is described otherwise than it is, does not fit the model, or is too large.
+            MalformedMessage: the payload does not match its description or the model, or is too large.
         """
         if description.num_tokens == 0 or description.dtype != dtype or description.hidden_size != width:
             raise MalformedMessage("block_prompts", "no tokens, or dtype or hidden size is not the model's")
@@ -55,9 +55,9 @@ class BlockPrompts:
         return BlockPrompts(self.values.clone())
 
     def part(self, block: int, position: int, num_tokens: int) -> Tensor:
-        """`[n, H]`, what the first `n` of a session's tokens from `position` on get; `n` may be 0.
+        """The embeddings `[n, H]` for the first `n` of a session's tokens from `position` on; `n` may be 0.
 
         Args:
-            block: counted from the first of the session's blocks here.
+            block: the block's index, counted from the session's first block on this server.
         """
         return self.values[block, position : position + num_tokens]

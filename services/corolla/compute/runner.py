@@ -1,4 +1,4 @@
-"""The only place that computes: runs rows of different sessions through a span's blocks."""
+"""Runs rows of different sessions through a span's blocks; all steps of a server are computed here."""
 
 import math
 from collections.abc import Sequence
@@ -31,12 +31,12 @@ class RowWork:
     """One session's part of a batch.
 
     Attributes:
-        cache: the session's; at most one row of a batch has it.
-        position: of the first new token. What the cache holds from there on is forgotten first.
-        num_tokens: new tokens, at least 1.
-        prompts: the session's, for just the blocks that run.
-        adapter: the session's.
-        long_factors: whether the session's text is one of those that have the long factors of a longrope embedding.
+        cache: the session's cache; at most one row of a batch has it.
+        position: the position of the first new token. Tokens that the cache holds from there on are dropped first.
+        num_tokens: how many new tokens there are, at least 1.
+        prompts: the session's trained prompts for exactly the blocks that run; None: it has none.
+        adapter: the session's adapter; None: it has none.
+        long_factors: whether the session's text uses the long factors of a longrope embedding.
     """
 
     cache: SessionCache
@@ -48,17 +48,17 @@ class RowWork:
 
     @property
     def takes_prompts(self) -> bool:
-        """Whether some of the new tokens are among those that get prompts."""
+        """Whether trained prompts are added to some of the new tokens."""
         return self.prompts is not None and self.position < self.prompts.values.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
 class BatchOutput:
-    """What a batch gave.
+    """The output of a batch.
 
     Attributes:
-        hidden: `[sum of num_tokens, H]`, row after row.
-        finite: for each row, whether all its numbers are finite. A row that is not kept nothing in its cache.
+        hidden: `[sum of num_tokens, H]` in the model's dtype and on its device, row after row.
+        finite: for each row, whether all its numbers are finite. The cache of a row that is not gets no new tokens.
     """
 
     hidden: Tensor
@@ -68,26 +68,26 @@ class BatchOutput:
 class Runner:
     """Runs a span. Not thread-safe: one thread computes.
 
-    Families whose attention goes through transformers' interface run all rows in one packed call; the others row by
+    Families whose attention goes through transformers' interface run all rows in one packed call; the others run row by
     row, through the same caches.
 
     Args:
-        model: the span; the runner decides on its attention function from now on.
-        num_pages: of the KV cache; on a CPU unused ones take no memory.
+        model: the span; the runner sets its attention function.
+        num_pages: pages of the KV cache; on a CPU, unused pages take no memory.
         page_tokens: tokens of a page.
-        max_step_tokens: new tokens of one row, at most.
+        max_step_tokens: the most new tokens of one row.
         attention: see `choose_backend`.
-        is_fused: whether to look for a faster way than the family's own code; the numbers stay the same up to rounding.
-        tuning_budget_s: how long multiplication may be measured.
+        is_fused: whether to replace the family's own code by faster code with the same results up to rounding.
+        tuning_budget_s: for how long products may be timed to choose the fastest code.
         has_scratch_page: see `KVStore`; recorded decode steps need it.
-        max_stack_bytes: of adapters that ran together, laid side by side.
+        max_stack_bytes: the most memory for stacks, the stacked copies of adapters that ran together.
         kv_cache_dtype: how keys and values are stored: `auto`, as the model computes them, or a key of CODECS.
         num_state_pages: see `KVStore`.
 
     Attributes:
-        stacks: of adapters.
-        compiled: runs whole blocks; None where that cannot be.
-        decode_graphs: recorded steps, to be replayed where they can be; `graph_choice` sets them.
+        stacks: the stacked copies of adapters.
+        compiled: runs whole blocks by compiled functions; None where that is not possible.
+        decode_graphs: recorded steps, which are replayed where they fit; `graph_choice` sets them.
     """
 
     def __init__(
@@ -135,12 +135,13 @@ class Runner:
         return self.store.new_cache()
 
     def warm_up(self) -> None:
-        """Computes one token of no session.
+        """Computes one token that belongs to no session.
 
-        At the start this takes all memory for keys and values; after a failure it shows whether the device still works.
+        At the start this allocates the memory for keys and values; after a failure it shows whether the device still
+        works.
 
         Raises:
-            OutOfPages: sessions have been promised all pages.
+            OutOfPages: sessions have reserved all pages.
         """
         cache = self.new_cache()
         cache.reserve(1)
@@ -150,10 +151,10 @@ class Runner:
             cache.clear()
 
     def forward(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
-        """As `forward_each`, for callers to whom one bad row spoils the batch.
+        """The output `[sum of num_tokens, H]` of `forward_each`, for callers that need all rows to be finite.
 
         Raises:
-            NonFiniteOutput: NaN or Inf in any row. The other rows' tokens are in their caches.
+            NonFiniteOutput: a row has NaN or Inf. The other rows' tokens are in their caches.
         """
         output = self.forward_each(rows, hidden, blocks)
         if not all(output.finite):
@@ -164,15 +165,15 @@ class Runner:
     def forward_each(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> BatchOutput:
         """Runs `blocks` over the new tokens of all rows and stores their keys and values.
 
-        If it raises, no cache holds a token more than before.
+        If it raises, no cache holds more tokens than before.
 
         Args:
-            rows: of different sessions, single tokens and chunks mixed.
-            hidden: `[sum of num_tokens, H]`, the input of the first of `blocks`, row after row.
-            blocks: a run within the span; the same one for all of a session's life.
+            rows: rows of different sessions; single tokens and chunks may be mixed.
+            hidden: `[sum of num_tokens, H]`, any device and dtype: the input of the first of `blocks`, row after row.
+            blocks: a run of blocks within the span; the same one for all of a session's life.
 
         Returns:
-            The output of the last of `blocks`, on the model's device and in its dtype, and which rows are sound.
+            The output of the last of `blocks`, on the model's device and in its dtype, and which rows are finite.
 
         Raises:
             ValueError: rows, tensor and span do not fit each other.
@@ -198,8 +199,8 @@ class Runner:
         return forward(rows, hidden, blocks)
 
     def _forward_with_prompts(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
-        """Block by block. Only the first tokens of few sessions come here; the others pay nothing."""
-        hidden = hidden.clone()  # what was given may be the received bytes
+        """Runs block by block and adds the prompts before each. Only batches with tokens that get prompts come here."""
+        hidden = hidden.clone()  # the input may be a view of the received bytes
         for index in range(len(blocks)):
             start = 0
             for row in rows:
@@ -292,7 +293,7 @@ class Runner:
 
     @staticmethod
     def _finite(rows: Sequence[RowWork], output: Tensor) -> tuple[bool, ...]:
-        # Whatever is not finite makes the sum so, too. Where only the sum is out of range, the rows say more.
+        # NaN or Inf in any row makes the sum not finite, too. A sum that only overflows is sorted out row by row.
         if math.isfinite(output.sum(dtype=torch.float32).item()):
             return (True,) * len(rows)
         parts = torch.split(output, [row.num_tokens for row in rows])
@@ -300,16 +301,16 @@ class Runner:
 
 
 class _RowCache(Cache):
-    """One row's cache as the library's own layers see it.
+    """One row's cache as a transformers `Cache`, for the layers of the library's own code.
 
-    Of keys and values it shows, where a layer has a window, what is within that. Recurrent layers get copies of their
-    states, since they write to them in place: until the step is committed, the session has what it had before.
+    A layer with a window gets only the keys and values within it. Recurrent layers get copies of their states, since
+    they write to them in place and the session's own states must not change before the step is committed.
 
     Args:
-        batch: of the one row.
-        windows: of all layers.
-        layers: those that run.
-        before: what the earlier tokens of the same step left; None where the step begins.
+        batch: the batch of the one row.
+        windows: the windows of all layers; None for a layer without one.
+        layers: the layers that run.
+        before: the cache after the earlier tokens of the same step; None for the first ones.
     """
 
     def __init__(
@@ -333,7 +334,7 @@ class _RowCache(Cache):
                 self.layers[layer] = held[layer].to_layer() if self._position else LinearAttentionLayer()
 
     def keep_states(self) -> None:
-        """Notes the states after the step."""
+        """Stores the recurrent states after the step in the session's cache, as computed but not yet committed."""
         states, shapes = self._row.cache.states, self._batch.store.state_shapes
         for index, layer in enumerate(self.layers):
             if states is not None and isinstance(layer, LinearAttentionLayer):

@@ -1,4 +1,4 @@
-"""How fast this machine computes one block of the model, measured at start."""
+"""Measures at start how fast this machine computes one block of the model."""
 
 import math
 import time
@@ -20,16 +20,21 @@ from corolla.wire.span import Span
 _PREFILL_TOKENS: Final = 64
 _REPETITIONS: Final = 5
 _LATEST_STEPS: Final = 64
-# Enough for single rows, which are tuned first.
+# This is enough for products with single rows, which are tuned first.
 _TUNING_BUDGET_S: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Of the largest block with keys and values: tokens per second, and bytes that these take; with how many threads.
+    """The speed and size of the model's largest block.
 
-    `head_blocks`: as many blocks take the time of the model's head for one row, and its memory. `block_bytes`: of the
-    weights of the largest block of any kind.
+    Attributes:
+        decode_tokens_per_second: through the largest block with keys and values, one token at a time.
+        prefill_tokens_per_second: the same for a short prompt.
+        cache_bytes_per_token: bytes of one token's keys and values in one block.
+        num_threads: threads with which this was measured.
+        head_blocks: how many blocks together take the time and memory of the model's head for one row.
+        block_bytes: bytes of the weights of the largest block of any kind.
     """
 
     decode_tokens_per_second: float
@@ -41,27 +46,27 @@ class Speed:
 
 
 class DecodeSpeed:
-    """Tokens per second through one block, one row at a time, as the latest such steps show it.
+    """Tokens per second through one block, from the latest steps of a single row.
 
-    The best of them counts: what else the machine did meanwhile is not the server's speed, unless it never stops. So it
-    can be compared with that of another server, whatever the two have to do.
+    The fastest of these steps counts, since other work of the machine slows the rest. So the speeds of two servers can
+    be compared whatever their load is.
     """
 
     def __init__(self) -> None:
         self._seconds_per_block: deque[float] = deque(maxlen=_LATEST_STEPS)
 
     def observe(self, seconds: float, num_blocks: int) -> None:
-        """A step of one token through `num_blocks`."""
+        """Records a step of one token through `num_blocks` blocks."""
         self._seconds_per_block.append(max(seconds, 1e-9) / num_blocks)
 
     @property
     def tokens_per_second(self) -> float:
-        """0 before the first step."""
+        """Tokens per second through one block; 0 before the first step."""
         return 1 / min(self._seconds_per_block) if self._seconds_per_block else 0.0
 
 
 def measure_decode_step(runner: Runner) -> float:
-    """Seconds of one token through all blocks of the runner's span; the best of a few. Uses one page meanwhile."""
+    """Seconds of one token through all blocks of the runner's span: the best of a few runs, which use one page."""
     return _best_seconds(runner.warm_up)
 
 
@@ -75,12 +80,12 @@ def measure_speed(
 ) -> Speed:
     """Times the model's largest block with one token and with a short prompt; the best of a few runs each.
 
-    Its weights are made up: speed does not depend on them, and a server that the router has no span for yet should not
-    fetch any.
+    The block has random weights: speed does not depend on them, and a server that has no span yet should not download
+    any.
 
     Args:
-        num_threads: of this process, from now on; 0 takes those with which the block is fastest.
-        new_runner: `Runner` with this server's settings.
+        num_threads: threads that this process computes with from now on; 0: the number with which the block is fastest.
+        new_runner: makes a `Runner` with this server's settings.
     """
 
     def made(number: int = checkpoint.largest_block) -> SpanModel:
@@ -90,26 +95,26 @@ def measure_speed(
     trial = _Trial(made(), new_runner)
 
     def seconds() -> float:
-        # Both matter alike, and neither hides the other.
+        # The geometric mean gives both the same weight, whatever their sizes.
         return math.sqrt(trial.prefill_s() * trial.decode_s())
 
     num_threads = set_num_threads(num_threads, seconds)
     prefill_s, decode_s = trial.prefill_s(), trial.decode_s()
     others = (made(other).nbytes for other in checkpoint.largest_blocks if other != checkpoint.largest_block)
     block_bytes = max(trial.model.nbytes, *others, 0)
-    # Where no block keeps keys and values, what pages stand for are states.
+    # In a model without keys and values, pages account for recurrent states.
     bytes_per_token = (
         trial.page_bytes_per_token
         or _page_bytes(checkpoint, dtype, device, new_runner)
         or max(1, trial.bytes_per_token)
     )
-    # One row takes the time of reading the weights, so bytes tell it. To make a head up may take gigabytes.
+    # The time of one row is that of reading the weights, so bytes are enough. A random head could take gigabytes.
     head_blocks = head_bytes(checkpoint, dtype, quantization) / block_bytes
     return Speed(1 / decode_s, _PREFILL_TOKENS / prefill_s, bytes_per_token, num_threads, head_blocks, block_bytes)
 
 
 class _Trial:
-    """A short prompt and the next token, through one block."""
+    """Runs a short prompt, or the token after it, through one block."""
 
     def __init__(self, model: SpanModel, new_runner: Callable[..., Runner]) -> None:
         self.model = model
@@ -125,23 +130,23 @@ class _Trial:
 
     @property
     def page_bytes_per_token(self) -> int:
-        """Of keys and values, once it has run."""
+        """Bytes of a token's keys and values; valid after the first run."""
         return self._runner.store.page_bytes // (2 * _PREFILL_TOKENS)
 
     @property
     def bytes_per_token(self) -> int:
-        """The same with recurrent states."""
+        """Bytes of the session's keys, values and states, per token of its page; valid after the first run."""
         return self._cache.nbytes // (2 * _PREFILL_TOKENS)
 
     def _seconds(self, position: int, num_tokens: int) -> float:
         hidden = torch.zeros(num_tokens, self.model.hidden_size, dtype=self.model.dtype)
-        # A text with long factors may have any length.
+        # Long factors of a longrope embedding allow any length.
         rows = [RowWork(self._cache, position, num_tokens, long_factors=True)]
         return _best_seconds(lambda: self._runner.forward(rows, hidden, self.model.span))
 
 
 def _page_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: str, new_runner: Callable[..., Runner]) -> int:
-    """Bytes of a token's keys and values in a block that keeps some; 0: none does."""
+    """Bytes of a token's keys and values in a block that caches some; 0 where no block does."""
     block = Span(checkpoint.caching_block, checkpoint.caching_block + 1)
     model = make_span(checkpoint, block, dtype=dtype, device=device)
     runner = new_runner(model, num_pages=1, page_tokens=1, attention="auto", is_fused=False)

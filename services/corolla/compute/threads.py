@@ -1,7 +1,7 @@
-"""How many threads a process computes with: measured, since more are often slower.
+"""Chooses how many threads a process computes with, by measuring, since more threads are often slower.
 
-Few rows of small matrices keep one core busy; a large model's keep many. Next to other busy processes every thread more
-is one more to wait for. So the number is doubled as long as that clearly pays.
+A few rows times small matrices keep only one core busy; large matrices keep many busy. Each further thread may also
+have to wait for a core that another process uses. So the number is doubled as long as that clearly pays.
 """
 
 import threading
@@ -13,7 +13,7 @@ import torch
 
 from corolla.chassis.processors import available_cores
 
-# What a doubling must gain: less is not worth a core that others could use.
+# The least speedup for which the number is doubled: less is not worth cores that other processes could use.
 _MIN_GAIN: Final = 1.2
 
 
@@ -21,8 +21,8 @@ def choose_num_threads(seconds_with: Callable[[int], float], num_cores: int) -> 
     """The number of threads, a power of two, up to which each doubling clearly pays.
 
     Args:
-        seconds_with: duration of the work with so many threads.
-        num_cores: no more threads than that.
+        seconds_with: returns the duration of the work with a number of threads.
+        num_cores: the upper bound of the result.
     """
     chosen, seconds = 1, seconds_with(1)
     while chosen * 2 <= num_cores:
@@ -34,10 +34,10 @@ def choose_num_threads(seconds_with: Callable[[int], float], num_cores: int) -> 
 
 
 def set_num_threads(asked_for: int, seconds: Callable[[], float]) -> int:
-    """Sets torch's threads to what was asked for, or, if that is 0, to what is fastest. Returns the number.
+    """Sets torch's number of threads to `asked_for`, or, if that is 0, to the fastest one. Returns the number.
 
     Args:
-        seconds: does the work once and says how long it took.
+        seconds: does the work once and returns how long it took.
     """
 
     def seconds_with(num_threads: int) -> float:
@@ -50,19 +50,19 @@ def set_num_threads(asked_for: int, seconds: Callable[[], float]) -> int:
 
 
 def _compute_alone() -> None:
-    # A thread's number is settled when it is first asked for; set before that, it would not be its own.
+    # torch settles a thread's number when the thread first asks for it. A number set before would not be its own.
     torch.get_num_threads()
     torch.set_num_threads(1)
 
 
 def single_threaded_pool(num_workers: int, name: str) -> Executor:
-    """Threads for work that is made of many small operations: each computes with one thread of torch's."""
+    """A pool of threads for work of many small operations: each computes without torch's helper threads."""
     num_threads = torch.get_num_threads()
     pool = ThreadPoolExecutor(num_workers, name, initializer=_compute_alone)
     all_begun = threading.Barrier(num_workers + 1)
     for _ in range(num_workers):
         pool.submit(all_begun.wait)
     all_begun.wait()
-    # What was set last, in whichever thread, is what torch gives to threads that have not computed yet.
+    # Threads that have not computed yet get the number that was set last, in whatever thread: restore it.
     torch.set_num_threads(num_threads)
     return pool

@@ -1,1 +1,1 @@
-"""Code for processors, written as text and compiled where it runs. It knows the chassis, and nothing else of ours."""
+"""Code for CPUs that is written as LLVM's text and compiled where it runs. It imports only the chassis of Corolla."""

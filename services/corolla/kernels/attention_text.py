@@ -1,4 +1,4 @@
-"""What all compiled attention has in common: the shape of heads, the exponential function, and jobs."""
+"""Shared parts of all compiled attention functions: the shape of heads, the exponential function, and job fields."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -6,7 +6,7 @@ from typing import Final
 from corolla.kernels.llvm_text import FLOATS, FMA, INTS, LANES, Fields, Function
 
 CONSTANTS: Final = (
-    -87.0,  # below, the result would have fewer bits
+    -87.0,  # the exponential of a smaller number may be subnormal, with fewer bits
     1.4426950408889634,
     1.5 * 2**23,
     # Cody and Waite's two parts of the logarithm of 2, and the polynomial of Cephes' `expf`.
@@ -20,7 +20,7 @@ CONSTANTS: Final = (
     1.6666665459e-1,
     0.5,
 )
-"""Of the exponential function, float32."""
+"""The constants of the exponential function, float32."""
 LEAST: Final = "splat (float 0xFFF0000000000000)"
 
 HEAD: Final = f"""\
@@ -36,13 +36,14 @@ declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """What the functions are made for.
+    """The shape of heads for which attention functions are compiled.
 
     Attributes:
-        element: of queries, keys and values: `float`, `bfloat` or `half`.
-        key_size, value_size: numbers of a head of keys and of values, multiples of 16.
-        num_shared: query heads that share a key head.
-        max_sums: vectors of 16 sums that are kept in registers, see `compiler.max_sums`.
+        element: LLVM's type of queries, keys and values: `float`, `bfloat` or `half`.
+        key_size: the size of a key's head, a multiple of 16.
+        value_size: the size of a value's head, a multiple of 16.
+        num_shared: how many query heads share a key head.
+        max_sums: how many vectors of 16 sums are kept in registers, see `compiler.max_sums`.
     """
 
     element: str
@@ -57,8 +58,11 @@ class HeadShape:
 
     @property
     def state_floats(self) -> int:
-        """Of one piece of a key head's row: for each query head its sums of values, then sums of weights and the
-        largest score, the same number in all lanes."""
+        """How many float32 numbers the state of one piece of a row has for one key head.
+
+        The state holds, for each query head, the sums of values, then the sums of weights, then the largest score, the
+        same in all lanes.
+        """
         return self.num_shared * self.head_floats
 
     @property
@@ -67,15 +71,15 @@ class HeadShape:
 
     @property
     def num_at_once(self) -> int:
-        """Query heads that are computed together."""
+        """How many query heads are computed together."""
         most = max(1, self.max_sums // (self.value_size // LANES))
         return max(each for each in range(1, most + 1) if self.num_shared % each == 0)
 
 
 COMMON_FIELDS: Final[Fields] = (
     ("ptr", "query"),  # [tokens, heads, key size]
-    ("ptr", "keys"),  # [slots, key heads, key size], strided; values likewise
-    ("ptr", "values"),
+    ("ptr", "keys"),  # [slots, key heads, key size], strided
+    ("ptr", "values"),  # [slots, key heads, value size], strided
     ("ptr", "output"),  # float32 [tokens, heads, value size]
     ("ptr", "pages"),
     ("ptr", "constants"),  # see `CONSTANTS`
@@ -87,29 +91,30 @@ COMMON_FIELDS: Final[Fields] = (
     ("i64", "value_head"),
     ("i64", "scaling"),  # the bits of a float32
 )
-"""The first ones of every job."""
+"""The first fields of every job."""
 
 
 def slot_of(function: Function, pages: str, key: str, page_tokens: str) -> str:
-    """The slot of a key, by its number from the first of a row's pages on."""
+    """Writes the lookup of a key's slot; `key` is its number, counted from the row's first page."""
     page = function.load("i32", function.at(pages, function.let(f"udiv i64 {key}, {page_tokens}"), "i32"), align=4)
     first_slot = function.let(f"mul i64 {function.let(f'zext i32 {page} to i64')}, {page_tokens}")
     return function.let(f"add i64 {first_slot}, {function.let(f'urem i64 {key}, {page_tokens}')}")
 
 
 def item_of(function: Function) -> tuple[str, str]:
-    """The number of a piece, a merge or a block, and the key head: each is an item for each key head."""
+    """Writes the split of an item's number into that of its piece, merge or block, and that of its key head."""
     key_heads = function.field("%job", COMMON_FIELDS, "key_heads")
     return function.let(f"udiv i64 %item, {key_heads}"), function.let(f"urem i64 %item, {key_heads}")
 
 
 def exponential_of_difference(function: Function, constants: str, left: str, right: str) -> str:
-    """`e` to the power of `left - right`, of numbers up to 0; below -87 it is that of -87, and NaN stays what it is.
+    """Writes `e` to the power of `left - right`, which must be at most 0 in each lane, or NaN, which stays NaN.
 
-    Written out where it is needed: nothing puts a called function in its place.
+    Differences below -87 count as -87. The lines are written inline, since the compiler would not inline a function.
+    The algorithm is that of Cephes' `expf`, with the range reduction of Cody and Waite.
 
     Args:
-        constants: where `CONSTANTS` lie. In the code each would take an instruction for its address.
+        constants: the address of `CONSTANTS`. As literals, each would need an instruction for its address.
     """
 
     def constant(index: int) -> str:
@@ -119,7 +124,7 @@ def exponential_of_difference(function: Function, constants: str, left: str, rig
     given = function.let(f"fsub {FLOATS} {left}, {right}")
     small = function.let(f"fcmp olt {FLOATS} {given}, {least}")
     x = function.let(f"select <{LANES} x i1> {small}, {FLOATS} {least}, {FLOATS} {given}")
-    # The sum with a number so large has no bits behind the point, and the whole number in its lowest ones.
+    # The sum with so large a number has no fractional bits, so its lowest bits are the rounded whole number.
     shifted = function.sum_of_product(x, log2_e, to_whole)
     whole = function.let(f"fsub {FLOATS} {shifted}, {to_whole}")
     rest = function.sum_of_product(whole, ln2_low, function.sum_of_product(whole, ln2_high, x))
@@ -134,12 +139,12 @@ def exponential_of_difference(function: Function, constants: str, left: str, rig
 
 
 def largest_of(function: Function, vector: str) -> str:
-    """The largest number of a vector; of one that holds NaN, any of it."""
+    """Writes the maximum of a vector's numbers; a vector with NaN gives any of its numbers."""
     return function.let(f"call nnan float @llvm.vector.reduce.fmax.v16f32({FLOATS} {vector})")
 
 
 def numbers_of(function: Function, shape: HeadShape, base: str, index: int) -> str:
-    """The vector `index` of a head, as float32."""
+    """Writes the load of vector number `index` of a head, as float32."""
     kind = f"<{LANES} x {shape.element}>"
     stored = function.load(kind, base, index * LANES * shape.element_bytes, shape.element_bytes)
     return stored if shape.element == "float" else function.let(f"fpext {kind} {stored} to {FLOATS}")

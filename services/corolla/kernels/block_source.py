@@ -1,15 +1,14 @@
-"""Whole blocks of the usual shape, as LLVM's text: norms, projections, rotary embedding, attention and gate.
+"""Writes whole blocks of the usual shape as LLVM's text: norms, projections, rotary embedding, attention and gate.
 
-One call runs some blocks over the new tokens of all rows. Between large products the numbers stay in a cache, and no
-interpreter runs, which would have to fetch its own data anew each time since weights drive it out. Products and
+One call runs several blocks over the new tokens of all rows. Activations stay in the CPU's cache between the large
+products, and Python does not run in between: the weights would evict its data from the cache each time. Products and
 attention are functions of other modules; a layer holds their addresses.
 
-Sums are float32. In bfloat16 results are rounded where transformers rounds them. Each token's numbers depend on its own
-text only, never on the other rows of the call or on how many threads compute.
+Sums are float32. With bfloat16, results are rounded where transformers rounds them. A token's numbers depend only on
+its own text, not on the other rows of the call or the number of threads.
 
 A block is a list of phases, and a phase is a number of pieces of work that threads take one by one. All threads go
-through all phases; one that comes late, since another process had its processor, finds the work done and holds nobody
-up.
+through all phases. A late thread, whose CPU another process used, finds the work done and delays no other thread.
 """
 
 import struct
@@ -24,51 +23,52 @@ from corolla.kernels.products import LEAST_PRODUCTS_OF_THREADS
 
 PROJECTIONS: Final = ("query_key_value", "output", "gate_up", "down")
 _PIECE_TOKENS: Final = 4
-"""Tokens that a thread normalises before it takes others."""
+"""How many tokens a piece of the phases between products has."""
 _PIECE_MERGES: Final = 16
 _PIECES_OF_THREAD: Final = 6
-"""Of a product: with fewer, threads would wait longer for the last one; each reads all inputs."""
+"""How many pieces a product has for each thread. With fewer, threads wait longer for the last piece; with more, the
+inputs are read more often."""
 _COUNTER_BYTES: Final = 256
-"""Of a phase: how many pieces were taken, and on a line of its own how many are done."""
+"""Bytes of a phase's two counters: the number of taken pieces and, on a cache line of its own, that of done ones."""
 _MAX_PHASES: Final = 12
-"""Of a block."""
+"""The most phases of a block."""
 
 STEP: Final[Fields] = (
     ("i64", "tokens"),
-    ("ptr", "hidden"),  # [tokens, hidden], which become those after the last block
-    ("ptr", "normed"),  # [tokens, hidden], of what is multiplied
+    ("ptr", "hidden"),  # [tokens, hidden]: the input, which the output replaces
+    ("ptr", "normed"),  # [tokens, hidden] in the type `multiplied`
     ("ptr", "product"),  # float32 [tokens, outputs of the widest projection]
     ("ptr", "query"),  # [tokens, heads, head size]
     ("ptr", "attended"),  # float32 [tokens, heads, head size]
-    ("ptr", "input"),  # [tokens, the larger of all heads and gated], of what is multiplied
+    ("ptr", "input"),  # [tokens, the larger of all heads and gated] in the type `multiplied`
     ("ptr", "rotary"),  # [rows, 2, head size]: cosines and signed sines
     ("ptr", "rotary_rows"),  # int64 [tokens]
     ("ptr", "groups"),  # see `GROUP`
-    ("ptr", "adapters"),  # [tokens]: where the `PLACE`s of each one's adapter begin, or 0; 0: no token has any
-    ("ptr", "end"),  # of the layers
+    ("ptr", "adapters"),  # [tokens]: the address of the `PLACE`s of each token's adapter, or 0; 0: no token has one
+    ("ptr", "end"),  # the address behind the last `LAYER`
     ("ptr", "counters"),  # `counter_bytes`, all zero
-    ("ptr", "scratch"),  # of products: so many bytes for each thread
+    ("ptr", "scratch"),  # for products: `scratch_bytes` for each thread
     ("i64", "scratch_bytes"),
     ("i64", "threads"),
-    ("ptr", "constants"),  # of the exponential function
+    ("ptr", "constants"),  # `CONSTANTS` of the exponential function
 )
-"""What one call computes with; 64 bits each."""
+"""The fields of one call's arguments; 64 bits each."""
 
 GROUP: Final[Fields] = (
-    ("ptr", "slots"),  # int64 [tokens]: where new keys and values go
-    ("ptr", "next_tokens"),  # a job, all but its keys and values; 0: there is none
-    ("ptr", "chunks"),
-    ("i64", "pieces"),  # of the first job, times key heads
-    ("i64", "merges"),
-    ("i64", "blocks"),  # of the second one
+    ("ptr", "slots"),  # int64 [tokens]: the slots of new keys and values
+    ("ptr", "next_tokens"),  # the job of single tokens, without keys and values; 0: there is none
+    ("ptr", "chunks"),  # the job of chunks, likewise
+    ("i64", "pieces"),  # pieces of the first job, times key heads
+    ("i64", "merges"),  # queries of the first job, times key heads
+    ("i64", "blocks"),  # blocks of the second job, times key heads
 )
-"""What layers share that have the same window."""
+"""The fields that layers with the same window share."""
 
 FACTOR: Final[Fields] = (
     ("ptr", "up"),  # [rank, width]
     ("i64", "rank"),
     ("i64", "width"),
-    ("i64", "column"),  # of the projection's first output that it changes
+    ("i64", "column"),  # the projection's first output that it changes
 )
 MAX_FACTORS: Final = 3
 PLACE: Final[Fields] = (
@@ -76,11 +76,11 @@ PLACE: Final[Fields] = (
     ("i64", "factors"),
     *((kind, f"{name}_{number}") for number in range(MAX_FACTORS) for kind, name in FACTOR),
 )
-"""What an adapter adds to a projection; there is one for each of a layer's, layer after layer."""
+"""The products that an adapter adds to a projection; an adapter has one PLACE per projection, layer after layer."""
 
 LAYER: Final[Fields] = (
-    ("i64", "places"),  # offset of its places among an adapter's, in bytes
-    ("i64", "group"),  # its offset in bytes
+    ("i64", "places"),  # offset of the layer's first PLACE in an adapter's, in bytes
+    ("i64", "group"),  # offset of its GROUP, in bytes
     ("ptr", "keys"),  # [slots, key heads, head size], strided; values likewise
     ("ptr", "values"),
     ("i64", "key_slot"),  # bytes from slot to slot, and from head to head
@@ -90,7 +90,7 @@ LAYER: Final[Fields] = (
     ("ptr", "attend_piece"),
     ("ptr", "attend_merge"),
     ("ptr", "attend_block"),
-    ("ptr", "attention_norm"),  # float32 [hidden]; what follows it is the bits of a float32
+    ("ptr", "attention_norm"),  # float32 [hidden]; an epsilon is the bits of a float32
     ("i64", "attention_epsilon"),
     ("ptr", "mlp_norm"),
     ("i64", "mlp_epsilon"),
@@ -120,18 +120,19 @@ _NUM_BYTES: Final = {"float": 4, "bfloat": 2}
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """What functions are made for.
+    """The shape of a block for which functions are compiled. All sizes are multiples of 16.
 
     Attributes:
-        element: of hidden states, queries, keys and values: `float` or `bfloat`.
-        hidden_size: a multiple of 16, as all sizes are; that of heads is one of 32 where they are turned.
-        num_gated: outputs of the gate.
-        has_bias: of each of `PROJECTIONS`.
+        element: LLVM's type of hidden states, queries, keys and values: `float` or `bfloat`.
+        hidden_size: the size of hidden states.
+        head_size: the size of a head; a multiple of 32 where `rotates`.
+        num_gated: how many outputs the gate has.
+        has_bias: for each of `PROJECTIONS`, whether it has a bias.
         norms_heads: whether queries and keys are normalised.
-        rotates: whether they are turned by their positions.
-        residual_multiplier: of what is added to hidden states.
-        multiplied: of what products read: `element`, or `float` where the processor has no instructions for bfloat16;
-            there it rounds by those for integers.
+        rotates: whether queries and keys have a rotary embedding.
+        residual_multiplier: the factor of what is added to hidden states.
+        multiplied: the type of the inputs of products: `element`, or `float` where the processor has no instructions
+            for bfloat16, and rounding is done with integers.
     """
 
     element: str
@@ -156,7 +157,7 @@ class BlockShape:
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of each projection."""
+        """The input and output size of each projection."""
         attended = self.num_heads * self.head_size
         return {
             "query_key_value": (self.hidden_size, attended + 2 * self.num_key_heads * self.head_size),
@@ -171,20 +172,20 @@ class BlockShape:
 
     @property
     def attended_buffer(self) -> str:
-        """What the output projection reads: what attention gave, rounded as the shape's type is."""
+        """The buffer that the output projection reads: attention's output, rounded to the shape's type."""
         return "input" if self.rounds else "attended"
 
 
 def counter_bytes(num_layers: int) -> int:
-    """Of all phases."""
+    """Bytes of the counters of all phases of a call."""
     return (1 + num_layers * _MAX_PHASES) * _COUNTER_BYTES
 
 
 def module_source(shape: BlockShape, *, pauses: bool) -> str:
     """A module with one function, `team(call)`, which each of the threads calls.
 
-    A call is three numbers of 64 bits: where a `STEP` lies, and the `LAYER`s from an address on, and how many threads
-    have come so far, 0 at first.
+    A call is three numbers of 64 bits: the address of a `STEP`, the address of the first `LAYER`, and the number of
+    threads that have entered, 0 at first.
 
     Args:
         pauses: whether the processor has an instruction for waiting, as x86 does.
@@ -209,22 +210,22 @@ declare i32 @sched_yield()
 
 
 class _BlockFunction(Function):
-    """Lines of a function over vectors of one type of numbers."""
+    """A function over vectors of a block shape's number types."""
 
     def __init__(self, shape: BlockShape, signature: str, *, is_internal: bool = True) -> None:
         super().__init__(signature, is_internal=is_internal)
         self.shape = shape
 
     def row(self, base: str, name: str, size: int, num_bytes: int) -> str:
-        """Where the token's numbers begin in a buffer of the step, of `size` numbers for each token."""
+        """The address of the token's numbers in a buffer of the step, which has `size` numbers for each token."""
         return self.at(self.field(base, STEP, name), self.let(f"mul i64 %token, {size * num_bytes}"))
 
     def load_numbers(self, base: str, index: str) -> str:
-        """16 numbers of the shape's type from a number on, as float32."""
+        """Loads 16 numbers of the shape's type, from number `index` on, as float32."""
         return self._load(self.shape.element, base, index)
 
     def load_multiplied(self, base: str, index: str) -> str:
-        """The same of numbers that products read."""
+        """Loads 16 inputs of products, from number `index` on, as float32."""
         return self._load(self.shape.multiplied, base, index)
 
     def load_floats(self, base: str, index: str) -> str:
@@ -236,11 +237,11 @@ class _BlockFunction(Function):
         return stored if element == "float" else self.let(f"fpext {kind} {stored} to {FLOATS}")
 
     def store_numbers(self, value: str, base: str, index: str) -> None:
-        """In the shape's type."""
+        """Stores 16 numbers in the shape's type."""
         self._store(self.shape.element, value, base, index)
 
     def store_multiplied(self, value: str, base: str, index: str) -> None:
-        """For products; rounded as the shape's type is."""
+        """Stores 16 inputs of products, rounded to the shape's type."""
         self._store(self.shape.multiplied, self.rounded(value), base, index)
 
     def _store(self, element: str, value: str, base: str, index: str) -> None:
@@ -251,7 +252,7 @@ class _BlockFunction(Function):
         self.lines.append(f"  store {kind} {value}, ptr {place}, align {_NUM_BYTES[element]}")
 
     def _shortened(self, value: str) -> tuple[str, str]:
-        """To the shape's type, which is not float32; and the type as it is stored."""
+        """Rounds to the shape's type, which is not float32. Returns the vector and the LLVM type to store it as."""
         if self.shape.multiplied == self.shape.element:
             kind = f"<{LANES} x {self.shape.element}>"
             return self.let(f"fptrunc {FLOATS} {value} to {kind}"), kind
@@ -260,7 +261,7 @@ class _BlockFunction(Function):
         return self.let(f"trunc {INTS} {upper} to {kind}"), kind
 
     def rounded(self, value: str) -> str:
-        """As the shape's type has it."""
+        """The value rounded to the shape's type, as float32."""
         if not self.shape.rounds:
             return value
         if self.shape.multiplied == self.shape.element:
@@ -269,11 +270,11 @@ class _BlockFunction(Function):
         return self.let(f"bitcast {INTS} {self._rounded_bits(value)} to {FLOATS}")
 
     def _rounded_bits(self, value: str) -> str:
-        """Those of the nearest bfloat16, of two as near the even one, with zeros below."""
+        """The bits of the nearest bfloat16, ties to even, as a float32 with zeros in the lower half."""
         bits = self.let(f"bitcast {FLOATS} {value} to {INTS}")
         last = self.let(f"and {INTS} {self.let(f'lshr {INTS} {bits}, splat (i32 16)')}, splat (i32 1)")
         above = self.let(f"add {INTS} {self.let(f'add {INTS} {bits}, splat (i32 32767)')}, {last}")
-        # What is no number could become one.
+        # The sum could turn a NaN into a number, so NaN gets a bit that keeps it NaN.
         none = self.let(f"or {INTS} {bits}, splat (i32 4194304)")
         is_none = self.let(f"fcmp uno {FLOATS} {value}, {value}")
         chosen = self.let(f"select <{LANES} x i1> {is_none}, {INTS} {none}, {INTS} {above}")
@@ -286,14 +287,14 @@ class _BlockFunction(Function):
         return self.let(f"fadd {FLOATS} {left}, {right}")
 
     def inverse_root(self, squares: str, count: int, epsilon: str) -> str:
-        """Of the mean of squares, whose sums 16 lanes have, in all lanes."""
+        """One over the root of the mean square plus `epsilon`, in all lanes, from 16 partial sums of squares."""
         mean = self.let(f"fdiv float {self.total(squares)}, {float(count)}")
         root = self.let(f"call float @llvm.sqrt.f32(float {self.let(f'fadd float {mean}, {epsilon}')})")
         return self.splat(self.let(f"fdiv float 1.0, {root}"))
 
 
 def _adapt(shape: BlockShape) -> str:
-    """Adds the products of a token's adapter to what a projection gave: rank by rank, in float32."""
+    """Writes `adapt`, which adds a token's adapter to a projection's output, rank by rank, in float32."""
     function = _BlockFunction(shape, "@adapt(ptr %place, ptr %input, i64 %inputs, ptr %product)")
     lines = function.lines
     down, count = function.field("%place", PLACE, "down"), function.field("%place", PLACE, "factors")
@@ -324,7 +325,7 @@ def _adapt(shape: BlockShape) -> str:
 
 
 def _apply_adapter(function: _BlockFunction, projection: str, source: str) -> None:
-    """Has the token's adapter, if there is one, change what a projection made of a buffer."""
+    """Writes the call of `adapt` for the token's adapter, if it has one; `source` is the projection's input buffer."""
     shape, lines = function.shape, function.lines
     num_inputs, num_outputs = shape.sizes[projection]
     adapters = function.field("%step", STEP, "adapters")
@@ -348,7 +349,7 @@ def _begin(shape: BlockShape, name: str) -> _BlockFunction:
 
 
 def _normalise(shape: BlockShape) -> str:
-    """The token's hidden states, for attention."""
+    """Writes `normalise`, which normalises the token's hidden states for attention."""
     function = _begin(shape, "normalise")
     hidden = function.row("%step", "hidden", shape.hidden_size, shape.element_bytes)
     with function.loop("squares", shape.hidden_size, LANES, {"sum": "zeroinitializer"}) as names:
@@ -372,7 +373,7 @@ def _store_normed(function: _BlockFunction, hidden: str, squares: str, layer: st
 
 
 def _prepare_heads(shape: BlockShape) -> str:
-    """The token's queries, keys and values: normalised, turned, and put where attention reads them."""
+    """Writes `prepare_heads`: it normalises and rotates the token's queries and keys, and stores keys and values."""
     function = _begin(shape, "prepare_heads")
     lines, size = function.lines, shape.head_size
     lines.append(f"  %head = alloca [{size} x float], align 64")
@@ -415,7 +416,7 @@ def _prepare_heads(shape: BlockShape) -> str:
 
 
 def _fill_jobs(function: _BlockFunction, group: str) -> None:
-    """Has the group's jobs read the layer's keys and values; the first token's thread does it for all."""
+    """Writes the layer's keys and values into the group's jobs; only the thread of the first token does this."""
     lines = function.lines
     lines.append("  %is_first = icmp eq i64 %token, 0\n  br i1 %is_first, label %fill, label %filled\nfill:")
     for name in ("next_tokens", "chunks"):
@@ -430,7 +431,7 @@ def _fill_jobs(function: _BlockFunction, group: str) -> None:
 
 
 def _projected(function: _BlockFunction, product: str, bias: str, index: str) -> str:
-    """16 outputs of a projection."""
+    """Loads 16 outputs of a projection, adds the bias and rounds them."""
     value = function.load_floats(product, index)
     if bias:
         value = function.sum(value, function.load_floats(bias, index))
@@ -470,7 +471,7 @@ def _prepare_head(function: _BlockFunction, name: str, product: str, bias: str, 
 
 
 def _round_attended(shape: BlockShape) -> str:
-    """What the token attended to, for its projection."""
+    """Writes `round_attended`, which rounds attention's output for the output projection."""
     function = _begin(shape, "round_attended")
     size = shape.num_heads * shape.head_size
     source = function.row("%step", "attended", size, 4)
@@ -481,7 +482,7 @@ def _round_attended(shape: BlockShape) -> str:
 
 
 def _add_attention(shape: BlockShape) -> str:
-    """Attention's output to the hidden states, which are normalised then for the gate."""
+    """Writes `add_attention`: it adds attention's output to the hidden states and normalises these for the gate."""
     function = _begin(shape, "add_attention")
     hidden, squares = _add(function, "output")
     _store_normed(function, hidden, squares, "%layer", "mlp")
@@ -489,7 +490,7 @@ def _add_attention(shape: BlockShape) -> str:
 
 
 def _add_mlp(shape: BlockShape) -> str:
-    """The gated output to the hidden states, which are normalised then for the next block, if there is one."""
+    """Writes `add_mlp`: it adds the MLP's output to the hidden states and normalises them for a following block."""
     function = _begin(shape, "add_mlp")
     hidden, squares = _add(function, "down")
     after = function.at("%layer", LAYER_BYTES)
@@ -500,7 +501,7 @@ def _add_mlp(shape: BlockShape) -> str:
 
 
 def _add(function: _BlockFunction, projection: str) -> tuple[str, str]:
-    """Adds a projection's output to the hidden states; says where they are, and the sums of their squares."""
+    """Adds a projection's output to the hidden states. Returns their address and the partial sums of their squares."""
     shape = function.shape
     _apply_adapter(function, projection, "input" if projection == "down" else shape.attended_buffer)
     hidden = function.row("%step", "hidden", shape.hidden_size, shape.element_bytes)
@@ -519,13 +520,13 @@ def _add(function: _BlockFunction, projection: str) -> tuple[str, str]:
 
 
 def _literal(number: float) -> str:
-    """A float32 as LLVM's text has it: the bits of the float64 that is the same number."""
+    """A float32 in LLVM's text: the bits of the float64 with the same value."""
     (single,) = struct.unpack("f", struct.pack("f", number))
     return f"0x{struct.unpack('Q', struct.pack('d', single))[0]:016X}"
 
 
 def _gate(shape: BlockShape) -> str:
-    """`x / (1 + e^-x)` of the gate, times the other half."""
+    """Writes `gate`, which computes SiLU, `x / (1 + e^-x)`, of the gate's half, times the other half."""
     function = _begin(shape, "gate")
     _apply_adapter(function, "gate_up", "normed")
     product = function.row("%step", "product", 2 * shape.num_gated, 4)
@@ -537,7 +538,7 @@ def _gate(shape: BlockShape) -> str:
         number = names["number"]
         gate = _projected(function, product, bias, number)
         other = _projected(function, product, bias, function.let(f"add i64 {number}, {shape.num_gated}"))
-        # Of numbers up to 0 only, e to their power is never out of range.
+        # The exponential of a number up to 0 cannot overflow, so it is computed of `-|x|`.
         size = function.let(f"call {FLOATS} @llvm.fabs.v16f32({FLOATS} {gate})")
         small = exponential_of_difference(function, constants, "zeroinitializer", size)
         is_positive = function.let(f"fcmp oge {FLOATS} {gate}, zeroinitializer")
@@ -556,7 +557,7 @@ def _of_some_tokens(stage: str) -> str:
 
 
 def _await(pauses: bool) -> str:
-    """Waits until so many pieces are done. A thread that waits long lets others have its processor."""
+    """Writes `await`, which waits until `count` pieces are done. A thread that waits long yields its CPU."""
     return f"""\
 {"declare void @llvm.x86.sse2.pause()" if pauses else ""}
 define internal void @await(ptr %done, i64 %count) #0 {{
@@ -583,7 +584,7 @@ out:
 
 
 class _Team:
-    """Writes what each thread does: all phases of all layers."""
+    """Writes `team`, in which each thread goes through all phases of all layers."""
 
     def __init__(self, shape: BlockShape) -> None:
         self._shape = shape
@@ -643,14 +644,14 @@ done:
         return self._function.at(self._counters, self._num_phases * _COUNTER_BYTES)
 
     def _rounded_up(self, count: str, size: int | str) -> str:
-        """How many pieces of a size there are."""
+        """Writes the number of pieces of `size` that `count` items make."""
         function = self._function
         less = function.let(f"sub i64 {size}, 1")
         return function.let(f"udiv i64 {function.let(f'add i64 {count}, {less}')}, {size}")
 
     @contextmanager
     def _phase(self, name: str, count: str) -> Iterator[str]:
-        """Takes pieces until there are none, and waits for those of others. Yields a piece's number."""
+        """Writes a phase: take pieces while there are any, then wait for the other threads. Yields a piece's number."""
         function, lines = self._function, self._function.lines
         counter = self._counter()
         done = function.at(counter, _COUNTER_BYTES // 2)
@@ -676,7 +677,7 @@ done:
         )
 
     def _range(self, piece: str, size: int | str, end: str) -> tuple[str, str]:
-        """First and end of a piece."""
+        """Writes the first item of a piece and the end of its items."""
         function = self._function
         first = function.let(f"mul i64 {piece}, {size}")
         after = function.let(f"add i64 {first}, {size}")
@@ -698,7 +699,7 @@ done:
         are_several = function.let(f"icmp ugt i64 {fields['threads']}, 1")
         is_shared = function.let(f"and i1 {are_many}, {are_several}")
         pieces = function.let(f"mul i64 {fields['threads']}, {_PIECES_OF_THREAD}")
-        # In fours, which are multiplied at once.
+        # A piece is a multiple of four panels, the most that are multiplied at once.
         fours = self._rounded_up(str(-(-num_panels // 4)), pieces)
         size = function.let(f"select i1 {is_shared}, i64 {function.let(f'mul i64 {fours}, 4')}, i64 {num_panels}")
         part, panels = (function.field("%layer", LAYER, f"{name}_{each}") for each in ("part", "panels"))
@@ -710,7 +711,7 @@ done:
             )
 
     def _attention(self, name: str, job: str, count: str, size: int) -> None:
-        """Pieces, merges or blocks, each for a key head; the last ones first, which of a chunk see most keys."""
+        """Writes a phase of attention. The last items are taken first, since in a chunk they see most keys."""
         function = self._function
         group = function.at(self._fields["groups"], function.field("%layer", LAYER, "group"))
         job_at = function.field(group, GROUP, job)

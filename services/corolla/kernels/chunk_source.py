@@ -1,10 +1,10 @@
-"""Attention of a chunk of a prompt to pages of keys and values, as LLVM's text.
+"""Writes the attention of a chunk of a prompt to pages of keys and values, as LLVM's text.
 
-An item is a block of queries, some tokens of the query heads that share a key head, and goes through all keys that they
-see in tiles of 64. A tile's keys are transposed, and its values copied, once for the block. Then 12 queries at a time
-are multiplied by the keys, weighed, and their weights multiplied by the values; the softmax goes along (see
-`next_token_source`). All is computed in float32. A query's result is the same in every bit wherever its pages lie and
-however many threads compute; it depends on its block, and so on where its chunk begins.
+An item is a block of queries: some tokens of the query heads that share a key head. It goes through all keys that the
+block sees in tiles of 64. A tile's keys are transposed, and its values copied, once for the block. Then the scores of
+12 queries at a time are computed, turned into weights, and multiplied by the values; the softmax is computed tile by
+tile (see `next_token_source`). All numbers are float32. No bit of a query's result depends on where its pages lie or on
+the number of threads; it does depend on its block, and so on where its chunk begins.
 """
 
 from collections.abc import Sequence
@@ -27,30 +27,30 @@ from corolla.kernels.llvm_text import ATTRIBUTES, FLOATS, INTS, LANES, Function
 TILE_KEYS: Final = 64
 _TILE_RUNS: Final = TILE_KEYS // LANES
 _ROWS: Final = 12
-"""Queries that are weighed together."""
+"""How many queries' scores are computed and turned into weights together."""
 _SCORE_RUNS: Final = 2
-"""Runs of 16 keys whose scores are computed at once; one where there are few registers."""
+"""How many runs of 16 keys are multiplied at once; one run where there are few registers."""
 _VALUE_ROWS: Final = 6
-"""Queries whose sums of values are computed at once."""
+"""How many queries' sums of values are computed at once."""
 _BLOCK_ROWS: Final = 96
 
 JOB: Final = (
     *COMMON_FIELDS,
-    # Of each block: its first token, how many, the key of the first one, and where its row's pages begin.
+    # A block's entries: first token, number of tokens, key of the first token, and index of its row's first page.
     ("ptr", "blocks"),
     ("i64", "window"),  # how many keys a token sees, its own included
 )
 
 
 def block_tokens(shape: HeadShape) -> int:
-    """Tokens of a block; a chunk's last one may have fewer."""
+    """How many tokens a block has; a chunk's last block may have fewer."""
     return max(1, _BLOCK_ROWS // shape.num_shared)
 
 
 def module_source(shape: HeadShape) -> str:
-    """A module with one function, `block(job, item)`, whose counts are int64 and whose tables are int32.
+    """A module with one function, `block(job, item)`.
 
-    A job is numbers of 64 bits, see `JOB`; items are blocks times key heads.
+    A job has the fields `JOB`; there is an item for each block and key head. Counts are int64, and tables int32.
     """
     scores, values = _product_of_keys(shape), _products_of_values(shape)
     parts = [HEAD, _transpose(shape), _copy(shape), _weigh()]
@@ -59,17 +59,19 @@ def module_source(shape: HeadShape) -> str:
 
 
 def _num_rows(shape: HeadShape) -> int:
-    """Of a block, filled up."""
+    """How many queries a block has, rounded up to a multiple of `_ROWS`."""
     return -(-block_tokens(shape) * shape.num_shared // _ROWS) * _ROWS
 
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """A few rows times some vectors of a matrix: their sums stay in registers.
+    """A function that multiplies a few rows by some vectors of a matrix, with all sums in registers.
 
     Attributes:
-        row_floats, line_floats, sum_floats: from a row, a line of the matrix and a row of sums to the next one.
-        is_corrected: whether the sums are there before, and multiplied by a number for each row first.
+        row_floats: the distance from a row to the next one, in numbers.
+        line_floats: the distance from a line of the matrix to the next one.
+        sum_floats: the distance from a row of sums to the next one.
+        is_corrected: whether the products are added to earlier sums, after these are multiplied by a factor per row.
     """
 
     name: str
@@ -119,7 +121,7 @@ def _product_of_keys(shape: HeadShape) -> _Product:
 
 
 def _products_of_values(shape: HeadShape) -> list[_Product]:
-    """Side by side."""
+    """The functions that together cover all vectors of a value."""
     left, most = shape.value_size // LANES, max(1, shape.max_sums // _VALUE_ROWS)
     widths = [most] * (left // most) + [left % most] * bool(left % most)
     size = shape.value_size
@@ -129,7 +131,7 @@ def _products_of_values(shape: HeadShape) -> list[_Product]:
 
 
 def _transpose(shape: HeadShape) -> str:
-    """16 keys, to the vectors of each of their numbers, each of which is part of a line of the tile."""
+    """Writes `transpose`, which stores 16 keys as columns of the tile."""
     function = Function("@transpose(ptr noalias %keys, i64 %key_slot, ptr noalias %to)")
     keys = [function.at("%keys", function.let(f"mul i64 %key_slot, {number}")) for number in range(LANES)]
     for part in range(shape.key_size // LANES):
@@ -151,7 +153,7 @@ def _transpose(shape: HeadShape) -> str:
 
 
 def _copy(shape: HeadShape) -> str:
-    """16 values, as they lie side by side."""
+    """Writes `copy`, which stores 16 values as lines of the tile."""
     function = Function("@copy(ptr noalias %values, i64 %value_slot, ptr noalias %to)")
     for number in range(LANES):
         value = function.at("%values", function.let(f"mul i64 %value_slot, {number}"))
@@ -162,7 +164,7 @@ def _copy(shape: HeadShape) -> str:
 
 
 def _weigh() -> str:
-    """Turns the scores of 12 queries into weights, and says what their sums so far are to be multiplied by."""
+    """Writes `weigh`: it turns the scores of 12 queries into weights, and stores the factors of their earlier sums."""
     function = Function(
         "@weigh(ptr noalias %weights, ptr noalias %last, i64 %window, i64 %tile, "
         "ptr noalias %constants, ptr noalias %corrections, ptr noalias %sums, ptr noalias %largest)"
@@ -190,7 +192,7 @@ def _weigh() -> str:
         largest_at, sums_at, correction_at = (function.at(name, lane) for name in ("%largest", "%sums", "%corrections"))
         largest_before = function.load(FLOATS, largest_at, align=4)
         largest = _larger(function, function.splat(largest_of(function, larger)), largest_before)
-        # A query that has seen no key yet has no sums that could be corrected.
+        # A query that has not seen a key yet has sums of 0, and minus infinity as its largest score.
         has_seen = function.let(f"fcmp one {FLOATS} {largest_before}, {LEAST}")
         raised = exponential_of_difference(function, "%constants", largest_before, largest)
         correction = function.let(f"select <{LANES} x i1> {has_seen}, {FLOATS} {raised}, {FLOATS} zeroinitializer")
@@ -206,13 +208,13 @@ def _weigh() -> str:
 
 
 def _larger(function: Function, vector: str, other: str) -> str:
-    """Lane by lane; `other` where either is no number."""
+    """Writes the larger number of each lane; `other` where one of the two is NaN."""
     is_more = function.let(f"fcmp ogt {FLOATS} {vector}, {other}")
     return function.let(f"select <{LANES} x i1> {is_more}, {FLOATS} {vector}, {FLOATS} {other}")
 
 
 class _Block:
-    """Writes what becomes of a block of queries of one key head."""
+    """Writes `block`, which computes the outputs of a block of queries of one key head."""
 
     def __init__(self, shape: HeadShape, scores: _Product, values: Sequence[_Product]) -> None:
         self._shape, self._scores, self._values = shape, scores, values
@@ -245,7 +247,7 @@ class _Block:
         return self._function.source()
 
     def _prepare(self) -> None:
-        """Queries are scaled, and widened; what fills the block up sees nothing."""
+        """Writes the scaled queries as float32, and clears the sums; padding queries see no key."""
         function, shape = self._function, self._shape
         scaling = function.splat(function.float_field("%job", JOB, "scaling"))
         with function.loop("prepare", self._num_rows) as names:
@@ -272,7 +274,7 @@ class _Block:
             self._add(f"  store i32 -1, ptr {last}, align 4\n  br label %prepared\nprepared:")
 
     def _go_through_keys(self) -> None:
-        """From the tile with the first key that the first token sees to that of the last token."""
+        """Writes the loop over tiles, from the first key that the first token sees to the key of the last token."""
         function, fields, scratch = self._function, self._fields, self._scratch
         end = function.let(f"add i64 {self._key}, {self._count}")
         start = function.let(f"sub i64 {function.let(f'add i64 {self._key}, 1')}, {fields['window']}")
@@ -295,7 +297,7 @@ class _Block:
                 self._add_values(group, needed)
 
     def _read_tile(self, tile: str, needed: str) -> None:
-        """Runs of 16 keys and values, which lie on one page each."""
+        """Writes the copy of a tile to scratch memory, in runs of 16 keys and values, which lie on one page each."""
         function, fields, scratch = self._function, self._fields, self._scratch
         with function.loop("runs", needed, LANES) as names:
             run = names["number"]
@@ -307,7 +309,7 @@ class _Block:
             self._add(f"  call void @copy(ptr {values}, i64 {fields['value_slot']}, ptr {to_values})")
 
     def _score(self, group: str, needed: str) -> None:
-        """The scores of a group of queries; those of keys that nobody sees may be anything."""
+        """Writes the scores of a group of queries. Scores of keys that no query sees may be any number."""
         function, scratch, product, size = self._function, self._scratch, self._scores, self._shape.key_size
         with function.loop("scores", needed, LANES * product.num_vectors) as names:
             query = self._of_row("query", size, group)
@@ -349,11 +351,11 @@ class _Block:
                 function.store(function.let(f"fdiv {FLOATS} {function.load(FLOATS, own, align=4)}, {totals}"), place)
 
     def _of_row(self, name: str, num_floats: int, row: str) -> str:
-        """Where a row has its place in scratch memory."""
+        """The address of a row in scratch memory."""
         return self._function.at(self._scratch[name], self._function.let(f"mul i64 {row}, {num_floats}"), "float")
 
     def _number_of(self, row: str) -> str:
-        """A row's number among the queries of all tokens and heads."""
+        """The number of a row's query among those of all tokens and heads."""
         function, shared = self._function, self._shape.num_shared
         token = function.let(f"add i64 {self._first}, {function.let(f'udiv i64 {row}, {shared}')}")
         head = function.let(f"add i64 {self._first_head}, {function.let(f'urem i64 {row}, {shared}')}")

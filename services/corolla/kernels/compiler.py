@@ -1,4 +1,4 @@
-"""Compiles LLVM's text for the processor that it runs on. llvmlite brings the compiler; there need be no other."""
+"""Compiles LLVM's text for this processor. llvmlite contains the compiler, so the machine needs no other."""
 
 import ctypes
 import functools
@@ -13,7 +13,7 @@ _LOCK: Final = threading.Lock()
 
 
 def objection() -> str | None:
-    """Why nothing can be compiled here; None where it can."""
+    """Why functions cannot be compiled on this machine; None where they can."""
     try:
         import llvmlite.binding  # noqa: F401
     except ImportError:
@@ -26,24 +26,26 @@ def objection() -> str | None:
 
 @functools.cache
 def processor_features() -> Mapping[str, bool]:
-    """Of instructions: name, as LLVM has it -> whether this processor has them."""
+    """Maps LLVM's name of each instruction set to whether this processor has it."""
     return dict(_library().get_host_cpu_features())
 
 
 def max_sums() -> int:
-    """Vectors of 16 sums that fit this processor's registers next to what is multiplied: of 32 or of 16 that a vector
-    fills, or of 16 or 32 that are a half or a quarter of one."""
+    """How many vectors of 16 sums fit into this processor's registers next to the operands of the products.
+
+    AVX-512 has 32 registers of a whole vector; other processors have 16 of half a vector or 32 of a quarter.
+    """
     return 24 if processor_features().get("avx512f") else 6
 
 
 class Compiled:
-    """Functions of a module.
+    """The compiled functions of a module.
 
     Args:
-        source: a module, as LLVM's text.
+        source: the module, as LLVM's text.
 
     Attributes:
-        address: gives that of a function, for other compiled ones; as long as the module is kept.
+        address: returns the address of a function by its name; it is valid as long as this object lives.
     """
 
     def __init__(self, source: str) -> None:
@@ -52,10 +54,11 @@ class Compiled:
         self.address: Callable[[str], int] = functools.cache(self._engine.get_function_address)
 
     def function(self, name: str, *arguments: Any) -> Any:
-        """One that returns nothing, and keeps the module. The interpreter's lock is released while it runs.
+        """A Python callable for a function without a result. It keeps the module alive, and releases the GIL in calls.
 
         Args:
-            arguments: their types, of ctypes.
+            name: the function's name.
+            arguments: the ctypes types of its arguments.
         """
         function: Any = ctypes.CFUNCTYPE(None, *arguments)(self.address(name))
         function.module = self
@@ -63,13 +66,14 @@ class Compiled:
 
 
 def in_threads(function: int, argument: int, num_threads: int) -> None:
-    """Calls a compiled function in so many threads at once, those of torch's own OpenMP, so that both share threads.
+    """Calls a compiled function in `num_threads` threads at once.
 
-    Where torch has another OpenMP than GNU's it is called in one thread, which has to do the work of all.
+    They are the threads of torch's own OpenMP, so that the process has only one set of them. Where torch has another
+    OpenMP than GNU's, the function is called in one thread, which has to do the work of all.
 
     Args:
-        function: the address of one that is given a pointer.
-        argument: that pointer.
+        function: the address of a function with one pointer as its argument.
+        argument: the pointer.
     """
     parallel = _parallel()
     if parallel is None or num_threads <= 1:
@@ -79,11 +83,11 @@ def in_threads(function: int, argument: int, num_threads: int) -> None:
 
 
 def share(function: int, job: int, num_items: int, num_threads: int) -> None:
-    """Has threads take items of a job one by one, the last ones first: of a chunk they see most keys.
+    """Lets threads take the items of a job one by one, the last ones first: in a chunk, these see most keys.
 
     Args:
-        function: the address of one that is given the job and the number of an item.
-        job: where it lies.
+        function: the address of a function whose arguments are the job and the number of an item.
+        job: the address of the job.
     """
     call = (ctypes.c_int64 * 4)(function, job, num_items, 0)
     in_threads(_taking().address("take_all"), ctypes.addressof(call), num_threads)
@@ -122,7 +126,7 @@ def _taking() -> Compiled:
 
 @functools.cache
 def _parallel() -> Any:
-    """`GOMP_parallel` of torch's library; None where there is none."""
+    """The function `GOMP_parallel` of torch's OpenMP library; None where torch has no GNU OpenMP."""
     folder = Path(torch.__file__).parent
     places = (*sorted((folder / "lib").glob("libgomp*")), *sorted(folder.with_name("torch.libs").glob("libgomp*")))
     if not places:

@@ -1,19 +1,19 @@
-"""How weights lie in memory while compiled functions multiply by them: those that a file packs, and plain ones.
+"""The memory layouts of weights that compiled functions multiply by: packed weights of a file, and plain ones.
 
-Sixteen rows of a matrix, a panel, lie side by side, so that one vector register holds a number of each. Nothing is
-rounded anew: the bits are those of the file in another order, and take the memory that they take there, to 3 %.
+A panel is sixteen rows of a matrix that are interleaved, so that one vector register holds a number of each row. No
+number is rounded again: a panel has the bits of the file in another order, and its size differs by at most 3 %.
 
-A panel is a list of blocks; a block of `block_weights` columns is, with 16 numbers each, one for each row:
+A panel is a list of blocks. A block of `block_weights` columns has these parts, of 16 numbers each, one for each row:
 
     scale         float16, or another type
     minimum       float16, where the type has one
     zero point    int8, where the type has one
-    sub-scales    int8, one for `scale_weights` columns, where a block has several
-    sub-minima    int8, one for 32 columns, where it has several and the type has minima
-    low bits      for 32 columns: four bits of each, eight columns in an int32, or int8 itself
-    high bits     for 32 columns: the fifth bit of each in one int32, or the fifth and sixth in two
+    sub-scales    int8, one for each `sub_scale_weights` columns, where a block has several
+    sub-minima    int8, one for each 32 columns, where a block has several and the type has minima
+    low bits      for each 32 columns: four bits of each column, eight columns in an int32, or the int8 itself
+    high bits     for each 32 columns: the fifth bit of each in one int32, or the fifth and sixth in two
 
-Of plain weights a block is one column in float32, and two columns, side by side for each row, in bfloat16.
+A block of plain weights is one column in float32, or two columns in bfloat16, which are adjacent for each row.
 """
 
 import enum
@@ -41,15 +41,15 @@ class Scale(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Of one type.
+    """The layout of the packed weights of one type.
 
     Attributes:
-        name: what GGUF calls the type, or `group_layout`.
-        bits: of a number: 4, 5, 6 or 8.
-        is_centred: whether numbers count from the middle of their range; eight bits are int8 as they are.
+        name: the type's name in GGUF, or the name that `group_layout` makes.
+        bits: the bits of a number: 4, 5, 6 or 8.
+        is_centred: whether half of the range is subtracted from numbers; numbers of eight bits are plain int8.
         has_minimum: whether a minimum is added.
-        block_weights: columns with one scale.
-        sub_scale_weights: columns with one sub-scale, which a block has several of; None: there are none.
+        block_weights: how many columns share a scale.
+        sub_scale_weights: how many columns share a sub-scale, where a block has several; None: it has none.
         scale: the type of scales.
         has_zeros: whether a zero point is subtracted from numbers.
     """
@@ -65,7 +65,7 @@ class Layout:
 
     @property
     def step(self) -> int:
-        """Columns that are multiplied in one round of a loop."""
+        """How many columns are multiplied in one round of a loop."""
         return UNIT
 
     @property
@@ -74,7 +74,7 @@ class Layout:
 
     @property
     def units(self) -> int:
-        """Of a block."""
+        """How many units a block has."""
         return self.block_weights // UNIT
 
     @property
@@ -106,7 +106,7 @@ class Layout:
 
     @property
     def low_bytes(self) -> int:
-        """Of a unit."""
+        """Bytes of the low bits of a unit."""
         return LANES * UNIT * (8 if self.bits == 8 else 4) // 8
 
     @property
@@ -115,7 +115,7 @@ class Layout:
 
     @property
     def high_bytes(self) -> int:
-        """Of a unit."""
+        """Bytes of the high bits of a unit."""
         return LANES * UNIT * self.high_bits // 8
 
     @property
@@ -123,17 +123,17 @@ class Layout:
         return self.high_at + self.units * self.high_bytes
 
     def num_bytes(self, num_rows: int, num_columns: int) -> int:
-        """Of a matrix."""
+        """Bytes of the panels of a matrix."""
         return -(-num_rows // LANES) * (num_columns // self.block_weights) * self.block_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PlainLayout:
-    """Of weights as they are.
+    """The layout of weights that are not packed.
 
     Attributes:
-        name: what GGUF calls the type.
-        block_weights: columns that lie side by side.
+        name: the type's name in GGUF.
+        block_weights: how many neighbouring columns of a row are adjacent.
     """
 
     name: str
@@ -141,7 +141,7 @@ class PlainLayout:
 
     @property
     def step(self) -> int:
-        """Columns that are multiplied in one round of a loop: of more, a compiler keeps too many in registers."""
+        """How many columns are multiplied in one round of a loop: with more, the compiler runs out of registers."""
         return self.block_weights
 
     @property
@@ -165,15 +165,15 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
         Layout("Q6_K", 6, is_centred=True, has_minimum=False, block_weights=256, sub_scale_weights=16),
     )
 }
-"""The types of GGUF files that are multiplied as they are packed."""
+"""The types of GGUF files that compiled functions multiply by without unpacking the whole matrix."""
 
 _GROUP_BLOCKS: Final = (256, 128, 64, 32)
 
 
 def group_layout(group_weights: int, scale: Scale, *, has_zeros: bool) -> Layout | None:
-    """The layout of four bits with a scale for each group of columns; None where no layout fits the groups.
+    """The layout of numbers of four bits with a scale for each group of columns; None where none fits the group size.
 
-    Blocks are as long as groups are, or a part of them, so that few kernels serve all lengths.
+    A block is a whole group or an even part of one, so that few kernels serve all group sizes.
     """
     block_weights = next((each for each in _GROUP_BLOCKS if group_weights % each == 0), None)
     if block_weights is None:

@@ -1,29 +1,29 @@
-"""Lines of LLVM's text, and the vectors that all compiled functions use."""
+"""Writes LLVM's text (its assembly language), with the vector types that all compiled functions use."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
 LANES: Final = 16
-"""Numbers of a vector. On processors with smaller registers LLVM uses several for it."""
+"""How many numbers a vector has. On processors with smaller registers LLVM uses several of them for one vector."""
 
 FLOATS: Final = f"<{LANES} x float>"
 INTS: Final = f"<{LANES} x i32>"
 FMA: Final = "llvm.fma.v16f32"
 
-# What is broken up into 16 numbers must stay one register where the machine has such.
+# LLVM must keep a vector of 16 float32 numbers in one register of 512 bits where the processor has such registers.
 ATTRIBUTES: Final = 'attributes #0 = { nounwind "prefer-vector-width"="512" "min-legal-vector-width"="512" }\n'
 
 Fields = Sequence[tuple[str, str]]
-"""Of what a function is given in memory, 64 bits each: the kind, `ptr` or `i64`, and the name."""
+"""The fields of a structure that functions read, of 64 bits each: their kind, `ptr` or `i64`, and name."""
 
 
 class Function:
-    """Lines of a function that is being written, and returns nothing.
+    """The lines of a function without a result, while it is written.
 
     Args:
-        signature: its name and arguments.
-        is_internal: whether it is for the module's own functions only.
+        signature: the function's name and arguments.
+        is_internal: whether only functions of the same module can call it.
     """
 
     def __init__(self, signature: str, *, is_internal: bool = True) -> None:
@@ -31,18 +31,18 @@ class Function:
         self._count = 0
 
     def source(self) -> str:
-        """All of it."""
+        """The text of the whole function."""
         return "\n".join([*self.lines, "  ret void\n}"])
 
     def let(self, value: str) -> str:
-        """A new name for a value."""
+        """Adds a line that gives a value a new name. Returns the name."""
         self._count += 1
         name = f"%v{self._count}"
         self.lines.append(f"  {name} = {value}")
         return name
 
     def at(self, base: str, offset: int | str, element: str = "i8") -> str:
-        """`base` and so many elements, in bytes unless another type is named."""
+        """The address of element number `offset` behind `base`; elements are bytes unless another type is named."""
         return base if offset == 0 else self.let(f"getelementptr {element}, ptr {base}, i64 {offset}")
 
     def load(self, kind: str, base: str, offset: int = 0, align: int = LANES) -> str:
@@ -52,13 +52,13 @@ class Function:
         return self.let(f"call {FLOATS} @{FMA}({FLOATS} {left}, {FLOATS} {right}, {FLOATS} {addend})")
 
     def splat(self, number: str, kind: str = "float") -> str:
-        """A vector of one number, float or i32."""
+        """A vector with the same number, a float or an i32, in all lanes."""
         vector = f"<{LANES} x {kind}>"
         lane = self.let(f"insertelement {vector} poison, {kind} {number}, i32 0")
         return self.let(f"shufflevector {vector} {lane}, {vector} poison, {INTS} zeroinitializer")
 
     def field_at(self, base: str, fields: Fields, name: str) -> str:
-        """Where a field lies."""
+        """The address of a field."""
         return self.at(base, 8 * [each for _, each in fields].index(name))
 
     def field(self, base: str, fields: Fields, name: str) -> str:
@@ -67,23 +67,26 @@ class Function:
         return self.let(f"load {kind}, ptr {self.field_at(base, fields, name)}")
 
     def float_field(self, base: str, fields: Fields, name: str) -> str:
-        """The float32 whose bits a field has."""
+        """The float32 whose bits a field holds."""
         return self.let(f"bitcast i32 {self.let(f'trunc i64 {self.field(base, fields, name)} to i32')} to float")
 
     @contextmanager
     def loop(
         self, label: str, end: int | str, step: int = 1, carried: Mapping[str, str] = {}, *, start: int | str = 0
     ) -> Iterator[dict[str, str]]:
-        """Goes through numbers, at least once.
+        """Writes a loop over numbers that runs at least once; the body is written within the context.
 
         Args:
-            end: where it ends, by the first number beyond.
-            carried: vectors, by name, and what they are at first.
+            label: the prefix of the loop's labels and names.
+            end: the first number beyond the last one.
+            step: the distance from one number to the next.
+            carried: vectors that rounds pass on, by name, with their first values.
             start: the first number.
 
         Yields:
-            For each of the vectors its name; what stands there afterwards is what it becomes, and what it is in the end
-            is called `%LABEL_NAME_after`. `number` is the loop's, and `step` that of a round, which may set another.
+            The names of values in a round: `number`, `step`, and that of each carried vector. The body replaces a
+            vector's entry by its new value, and may replace `step`. After the loop, the last value of a vector is
+            called `%LABEL_NAME_after`.
         """
         self.lines.append(f"  br label %{label}_start\n{label}_start:\n  br label %{label}_loop\n{label}_loop:")
         self.lines.append(f"  %{label}_number = phi i64 [{start}, %{label}_start], [%{label}_next, %{label}_end]")
@@ -101,9 +104,9 @@ class Function:
         self.lines.append(f"  br i1 %{label}_is_more, label %{label}_loop, label %{label}_done\n{label}_done:")
 
     def total(self, vector: str) -> str:
-        """The sum of 16 numbers."""
+        """The sum of a vector's 16 numbers."""
         return self.let(f"call reassoc float @llvm.vector.reduce.fadd.v16f32(float 0.0, {FLOATS} {vector})")
 
     def store(self, value: str, place: str, align: int = 4) -> None:
-        """A vector of floats."""
+        """Stores a vector of float32 numbers."""
         self.lines.append(f"  store {FLOATS} {value}, ptr {place}, align {align}")

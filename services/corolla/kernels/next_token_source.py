@@ -1,10 +1,10 @@
-"""Attention of single queries to pages of keys and values, as LLVM's text: what a compiler would make of loops in C.
+"""Writes the attention of single queries to pages of keys and values, as LLVM's text.
 
-Keys are taken in tiles of 16, as many as a vector has numbers; each begins at a multiple of 16. The softmax goes along:
-a tile's scores change the largest one so far, and with it the weight of all sums before (Milakov and Gimelshein 2018,
-"Online normalizer calculation for softmax"; flash attention). Long rows are cut into pieces at fixed positions, so that
-several threads share one row, and pieces become one by the same rule (Flash-Decoding). So a query's result is the same
-in every bit wherever its pages lie, whichever other queries there are, and however many threads compute.
+Keys are read in tiles of 16, the numbers of a vector; each tile begins at a multiple of 16. The softmax is computed
+tile by tile: a larger score rescales all earlier sums (Milakov and Gimelshein 2018, "Online normalizer calculation for
+softmax"; flash attention). Long rows are cut into pieces at fixed positions, so that several threads share one row, and
+pieces are merged by the same rule (Flash-Decoding). So no bit of a query's result depends on where its pages lie, on
+the other queries, or on the number of threads.
 """
 
 from typing import Final
@@ -24,10 +24,10 @@ from corolla.kernels.llvm_text import ATTRIBUTES, FLOATS, INTS, LANES, Function
 
 
 def module_source(shape: HeadShape) -> str:
-    """A module with two functions, whose counts are int64 and whose tables are int32: `piece(job, item)` and, once all
-    pieces are done, `merge(job, item)`.
+    """A module with two functions: `piece(job, item)`, and `merge(job, item)`, which is called after all pieces.
 
-    A job is numbers of 64 bits, see `JOB`; items are pieces, or queries, times key heads.
+    A job has the fields `JOB`. There is an item for each piece, or each query, and each key head. Counts are int64, and
+    tables int32.
     """
     sizes = sorted({shape.key_size, shape.value_size})
     parts = [HEAD, *(_fetch(shape, size) for size in sizes), _tile(shape), _piece(shape), _merge(shape)]
@@ -39,13 +39,13 @@ _LINE_BYTES: Final = 64
 JOB: Final = (
     *COMMON_FIELDS,
     ("ptr", "states"),  # float32 [pieces, key heads, state_floats]
-    ("ptr", "pieces"),  # of each piece: its query, first key, end, and where its row's pages begin
-    ("ptr", "first_pieces"),  # of each query that is computed: its number, first piece and end
+    ("ptr", "pieces"),  # for each piece: query, first key, end of keys, and index of its row's first page
+    ("ptr", "first_pieces"),  # for each query: its number, first piece, end of pieces
 )
 
 
 def _lane_sums(function: Function, vectors: list[str]) -> str:
-    """The sum of each of 16 vectors, in the lane of its number."""
+    """Writes the sums of 16 vectors: lane `i` of the result is the sum of vector `i`."""
     distance = 1
     while len(vectors) > 1:
         kept = ", ".join(f"i32 {lane + (LANES if lane & distance else 0)}" for lane in range(LANES))
@@ -61,10 +61,10 @@ def _lane_sums(function: Function, vectors: list[str]) -> str:
 
 
 def _tile(shape: HeadShape) -> str:
-    """Some query heads and the keys `[low, high)` of a tile of 16, to their state.
+    """Writes `tile`, which adds the keys `[low, high)` of a tile of 16 to the states of some query heads.
 
-    All 16 keys are read, since they lie on the same page; of the values only those that are seen, since what was never
-    written may be anything.
+    It reads all 16 keys, since they lie on the same page, but only the values that are seen, since values that were
+    never written may be NaN.
     """
     function = Function(
         "@tile(ptr noalias %query, ptr noalias %keys, ptr noalias %values, i64 %key_slot, "
@@ -110,8 +110,10 @@ def _tile(shape: HeadShape) -> str:
 def _weigh(
     function: Function, shape: HeadShape, head: int, keys: list[str], seen: str, scaling: str, weights_at: str
 ) -> str:
-    """Stores how much one query head weighs the tile's keys, and adds that to its state; gives what its sums so far are
-    to be multiplied by."""
+    """Writes the weights of a tile's keys for one query head, and updates the head's largest score and sum of weights.
+
+    Returns the factor by which the head's earlier sums of values have to be multiplied.
+    """
     query = function.at("%query", head * shape.key_size * shape.element_bytes)
     queries = [numbers_of(function, shape, query, index) for index in range(shape.key_size // LANES)]
     products = []
@@ -127,7 +129,7 @@ def _weigh(
     largest_at = function.at(state, 4 * (shape.value_size + LANES))
     before = function.load(FLOATS, largest_at, align=4)
     of_tile = function.splat(largest_of(function, scores))
-    # Of what is not a number the largest stays as it was, and the weights are none either.
+    # A NaN score leaves the largest score unchanged, and its weight is NaN, too.
     is_more = function.let(f"fcmp ogt {FLOATS} {of_tile}, {before}")
     largest = function.let(f"select <{LANES} x i1> {is_more}, {FLOATS} {of_tile}, {FLOATS} {before}")
     correction = exponential_of_difference(function, "%constants", before, largest)
@@ -141,7 +143,7 @@ def _weigh(
 
 
 def _fetch(shape: HeadShape, size: int) -> str:
-    """Has the processor bring 16 heads of so many numbers to its caches: it does not foresee steps as long as these."""
+    """Writes a prefetch of 16 heads of `size` numbers: the hardware prefetcher does not detect strides this long."""
     function = Function(f"@fetch_{size}(ptr %numbers, i64 %slot_bytes)")
     for number in range(LANES):
         head = function.at("%numbers", function.let(f"mul i64 %slot_bytes, {number}"))
@@ -151,7 +153,7 @@ def _fetch(shape: HeadShape, size: int) -> str:
 
 
 def _piece(shape: HeadShape) -> str:
-    """A piece of a row's keys, for the queries of one key head: a state, whatever was there before."""
+    """Writes `piece`, which computes the state of one piece of a row's keys for the queries of one key head."""
     function = Function("@piece(ptr %job, i64 %item)", is_internal=False)
     fields = {name: function.field("%job", JOB, name) for _, name in JOB}
     number, head = item_of(function)
@@ -181,7 +183,7 @@ def _piece(shape: HeadShape) -> str:
         tile_keys = function.at(keys, function.let(f"mul i64 {slot}, {fields['key_slot']}"))
         tile_values = function.at(values, function.let(f"mul i64 {slot}, {fields['value_slot']}"))
         next_tile = function.let(f"add i64 {tile}, {LANES}")
-        # Behind the piece there may be no page.
+        # The last tile fetches itself, since there may be no page behind the piece.
         is_one = function.let(f"icmp ult i64 {next_tile}, {end}")
         next_tile = function.let(f"select i1 {is_one}, i64 {next_tile}, i64 {tile}")
         next_slot = slot_of(function, pages, next_tile, fields["page_tokens"])
@@ -205,7 +207,7 @@ def _piece(shape: HeadShape) -> str:
 
 
 def _merge(shape: HeadShape) -> str:
-    """The output of a query's heads that share a key head, from the states of its pieces."""
+    """Writes `merge`, which computes the output of a query's heads of one key head from the states of its pieces."""
     function = Function("@merge(ptr %job, i64 %item)", is_internal=False)
     key_heads, constants = (function.field("%job", JOB, name) for name in ("key_heads", "constants"))
     number, head = item_of(function)

@@ -1,9 +1,9 @@
-"""The product of rows with a packed or a plain matrix, as LLVM's text: what a compiler would make of a loop in C.
+"""Writes the product of rows with a packed or a plain matrix, as LLVM's text.
 
-Each number of the product is one sum, from the first column to the last, whatever the other rows of the call are: a
-row's result is the same in every bit, alone or among others. The weights are those that the type stands for, rounded to
-float32 as the package `gguf` rounds them. Rows in float32 are multiplied by fused multiply-adds; rows in bfloat16 two
-columns at a time, by weights that are rounded once more, to bfloat16, where a processor has instructions for that.
+Each number of the product is one sum from the first column to the last. So no bit of a row's result depends on the
+other rows of the call. Packed weights are unpacked to float32 with the rounding of the package `gguf`. Rows in float32
+are multiplied by fused multiply-adds. Rows in bfloat16 are multiplied two columns at a time, where the processor has
+instructions for that; the weights are then rounded once more, to bfloat16.
 """
 
 import enum
@@ -18,11 +18,11 @@ from corolla.kernels.weights_source import columns, panel_part
 _PAIRS: Final = f"<{2 * LANES} x bfloat>"
 _DOT: Final = "llvm.x86.avx512bf16.dpbf16ps.512"
 _ROUND: Final = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
-# How many panels are one group, the most first: of unpacked ones few, so that they stay in the cache.
+# The possible numbers of panels of a group. Unpacked groups are small, so that they stay in the cache.
 _PANELS: Final = (4, 2, 1)
 UNPACKED_PANELS: Final = 2
 MAX_FEW_ROWS: Final = 8
-"""More rows are multiplied by weights that are unpacked first."""
+"""The most rows for which weights are unpacked during the product; for more rows, they are unpacked before it."""
 
 _HEAD: Final = f"""\
 declare {FLOATS} @{FMA}({FLOATS}, {FLOATS}, {FLOATS})
@@ -35,7 +35,7 @@ declare {_PAIRS} @{_ROUND}({FLOATS}, {FLOATS})
 
 
 class Rows(enum.Enum):
-    """What is multiplied: rows of float32, or of bfloat16 by instructions for pairs of those."""
+    """The type of the rows: float32, or bfloat16 for instructions that multiply pairs."""
 
     FLOAT32 = "float"
     BFLOAT16 = "bfloat"
@@ -48,33 +48,35 @@ JOB: Final[Fields] = (
     ("ptr", "weights"),
     ("ptr", "y"),  # float32 [rows, 16 * panels]
     ("i64", "panels"),
-    ("ptr", "scratch"),  # of each item, see `scratch_bytes`; of a packed matrix and many rows only
+    ("ptr", "scratch"),  # `scratch_bytes` for each item; only for a packed matrix and many rows
     ("i64", "scratch_bytes"),
     ("i64", "size"),  # panels of an item
 )
-"""What `share` is given."""
+"""The fields of the job that `share` gets."""
 
 Tiles = Sequence[tuple[int, int]]
-"""Rows and panels that are multiplied at once, as many as registers allow; for each number of rows there is one with a
-single panel, and for a single row, too."""
+"""The numbers of rows and panels that are multiplied at once, as many as registers allow. There is a tile with a single
+row, and for each number of rows one with a single panel."""
 
 
 def module_source(
     layout: Layout | PlainLayout, rows: Rows, *, packed_tiles: Tiles, plain_tiles: Tiles, is_ordered: bool = False
 ) -> str:
-    """A module with three functions, of plain weights only the first two; all their counts are int64:
+    """A module with three functions, or the first two for plain weights. All counts are int64.
 
-    `share(job, item)`: `[rows, columns]` times some panels of a matrix; see `JOB`.
+    `share(job, item)` multiplies `[rows, columns]` by the panels of an item; see `JOB`.
 
-    `part(x, rows, columns, weights, y, panels, scratch, first, end)`: the same for panels that are named.
+    `part(x, rows, columns, weights, y, panels, scratch, first, end)` multiplies by the panels `[first, end)`.
 
-    `expand(ids, count, columns, weights, y)`: rows of the matrix, by their numbers, to float32 `[count, columns]`.
+    `expand(ids, count, columns, weights, y)` unpacks rows of the matrix, by number, to float32 `[count, columns]`.
 
     Args:
-        packed_tiles: for weights that are unpacked while they are multiplied.
-        plain_tiles: for plain ones, and for those that are unpacked first, since there are more rows.
-        is_ordered: whether columns are for inputs in another order, of packed weights: `weights` of the first two
-            functions then are two pointers, to an int32 for each column, the number of its input, and to the panels.
+        layout: the layout of the panels.
+        rows: the type of the rows.
+        packed_tiles: the tile sizes for weights that are unpacked during the product.
+        plain_tiles: the tile sizes for plain weights, and for weights that are unpacked before the product.
+        is_ordered: whether columns of packed weights are in another order than the inputs. The `weights` of the first
+            two functions are then two pointers: to int32 `[columns]`, the input of each column, and to the panels.
     """
     parts = [_HEAD, _HEAD_OF_PAIRS if rows is Rows.BFLOAT16 else ""]
     tile = _FloatTile if rows is Rows.FLOAT32 else _PairTile
@@ -93,12 +95,12 @@ def module_source(
 
 
 def unpacked_layout(rows: Rows) -> PlainLayout:
-    """That of weights which are multiplied by many rows."""
+    """The layout to which weights are unpacked for a product with many rows."""
     return PLAIN_FLOAT32 if rows is Rows.FLOAT32 else PLAIN_BFLOAT16
 
 
 def scratch_bytes(num_columns: int, rows: Rows) -> int:
-    """Of an item or a thread: a group of unpacked panels."""
+    """Bytes of scratch memory for an item or a thread, which holds a group of unpacked panels."""
     layout = unpacked_layout(rows)
     return UNPACKED_PANELS * num_columns // layout.block_weights * layout.block_bytes
 
@@ -108,7 +110,7 @@ _Place = tuple[int, int]
 
 
 class _FloatTile:
-    """What a tile does with a round of columns, in float32."""
+    """Writes the products of a tile of rows and panels for one round of columns, in float32."""
 
     rows = Rows.FLOAT32
 
@@ -119,8 +121,10 @@ class _FloatTile:
         self.is_ordered = is_ordered
 
     def places(self, function: Function, first: str, column: int, count: int) -> list[str]:
-        """Where in a row the inputs of `count` neighbouring columns are. Without an order only the first one's place is
-        given, since the others lie behind it."""
+        """Writes the indices of the inputs of `count` neighbouring columns.
+
+        Without an order it returns only the first index, since the other inputs follow it.
+        """
         if not self.is_ordered:
             return [function.let(f"add i64 {first}, {column}")]
         at = [
@@ -131,11 +135,13 @@ class _FloatTile:
     def add(
         self, function: Function, unit: str, inputs: Sequence[str], panels: Sequence[str], sums: dict[_Place, str]
     ) -> None:
-        """Adds the products of a round to the sums, which get new names.
+        """Writes the addition of a round's products to the sums, which get new names.
 
         Args:
             unit: the number of the round.
-            inputs: where rows begin.
+            inputs: the addresses of the rows.
+            panels: the addresses of the panels.
+            sums: the names of the sums; they are replaced.
         """
         first = function.let(f"mul i64 {unit}, {self.layout.step}")
         units = [columns(function, self.layout, panel, unit) for panel in panels]
@@ -149,7 +155,7 @@ class _FloatTile:
 
 
 class _PairTile(_FloatTile):
-    """In bfloat16: each lane adds the products of two columns."""
+    """Writes the products of a tile in bfloat16: each lane adds the products of two columns."""
 
     rows = Rows.BFLOAT16
 
@@ -169,7 +175,7 @@ class _PairTile(_FloatTile):
 
 
 def _pair(function: Function, places: Sequence[str]) -> str:
-    """Two inputs as an i32, which lie at two places, or side by side at one."""
+    """Writes the load of two bfloat16 inputs as an i32, from two addresses, or from one where they are adjacent."""
     if len(places) == 1:
         return function.let(f"load i32, ptr {places[0]}, align 2")
     low, high = (function.let(f"zext i16 {function.let(f'load i16, ptr {at}, align 2')} to i32") for at in places)
@@ -177,7 +183,7 @@ def _pair(function: Function, places: Sequence[str]) -> str:
 
 
 def _rounded_pairs(function: Function, layout: Layout | PlainLayout, panel: str, unit: str) -> Iterator[str]:
-    """Two columns of each row of a panel side by side, in bfloat16."""
+    """Yields vectors with two neighbouring columns of each row of a panel, in bfloat16."""
     if isinstance(layout, PlainLayout):
         yield function.load(_PAIRS, panel_part(function, layout, panel, unit))
         return
@@ -189,7 +195,7 @@ def _rounded_pairs(function: Function, layout: Layout | PlainLayout, panel: str,
 
 
 def _tile(tile: _FloatTile, name: str) -> str:
-    """Some rows times some panels, whose sums stay in registers from the first column to the last."""
+    """Writes the function of a tile, whose sums stay in registers from the first column to the last."""
     element = tile.rows.value
     function = Function(
         f"@{name}_{tile.num_rows}_{tile.num_panels}(ptr noalias %x, i64 %columns, "
@@ -213,7 +219,7 @@ def _tile(tile: _FloatTile, name: str) -> str:
 
 
 def _unpack(layout: Layout, rows: Rows) -> str:
-    """A panel to that of plain weights."""
+    """Writes `unpack`, which unpacks a panel to one of plain weights."""
     unpacked = unpacked_layout(rows)
     function = Function("@unpack(ptr noalias %w, i64 %columns, ptr noalias %to)")
     kind, blocks = (FLOATS, columns) if rows is Rows.FLOAT32 else (_PAIRS, _rounded_pairs)
@@ -239,10 +245,11 @@ def _part(
     *,
     is_ordered: bool = False,
 ) -> str:
-    """All rows times the panels from `first` to `end`: the weights of a few panels are read once, the rows again.
+    """Writes the product of all rows with the panels `[first, end)`, group by group of panels.
 
     Args:
-        unpacked: how a group's weights are unpacked first, and read for all rows; None: they are not.
+        unpacked: the layout to which a group's weights are unpacked before they are multiplied by all rows; None: they
+            are unpacked during the product.
     """
     function = Function(f"@{'few' if unpacked is None else 'many'}({_ARGUMENTS})")
     weights, order = "%weights", ""
@@ -293,11 +300,13 @@ def _part(
 def _chosen_tiles(
     function: Function, tiles: Tiles, widths: Sequence[int], num_rows: str, num_panels: str
 ) -> Iterator[tuple[int, int]]:
-    """Yields each number of rows and of panels, for which lines are to be added; one runs. `%height` is its rows then.
+    """Writes a branch over tile sizes. It yields each number of rows and panels, and the caller adds its lines.
+
+    After the branch, `%height` is the number of rows of the tile that ran.
 
     Args:
-        num_rows: those that are left.
-        num_panels: one of the widths.
+        num_rows: the rows that are left.
+        num_panels: the panels of the group, one of `widths`.
     """
     lines, heights = function.lines, sorted({height for height, _ in tiles}, reverse=True)
     lines.append(f"  br label %height_{heights[0]}")
@@ -317,7 +326,7 @@ def _chosen_tiles(
 
 
 def _all_or_few(*, unpacks: bool) -> str:
-    """`part`, which has weights unpacked first where there are many rows, or never."""
+    """Writes `part`, which unpacks weights before the product where there are many rows and `unpacks` is true."""
     if not unpacks:
         return f"define void @part({_ARGUMENTS}) #0 {{\n  call void @few({_ARGUMENTS})\n  ret void\n}}"
     return f"""\
@@ -334,7 +343,7 @@ keep:
 
 
 def _share() -> str:
-    """An item of a job: its panels, of which others take the rest."""
+    """Writes `share`, which multiplies by the panels of one item of a job."""
     function = Function("@share(ptr %job, i64 %item)", is_internal=False)
     fields = {name: function.field("%job", JOB, name) for _, name in JOB}
     first = function.let(f"mul i64 %item, {fields['size']}")

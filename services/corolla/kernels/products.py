@@ -1,6 +1,6 @@
-"""Compiles what multiplies by panels of weights for the processor that it runs on, once in a process for each layout.
+"""Multiplies by panels of weights, with functions that are compiled for this processor once for each layout.
 
-llvmlite brings the compiler; where the server runs, there need be none. It takes a fifth of a second.
+llvmlite contains the compiler, so the machine needs no other. A compilation takes a fifth of a second.
 """
 
 import ctypes
@@ -20,8 +20,10 @@ from corolla.kernels.product_source import JOB, MAX_FEW_ROWS, Rows, Tiles, modul
 
 @dataclass(frozen=True, slots=True)
 class Tilings:
-    """What is multiplied at once by weights that are unpacked meanwhile, and by plain ones: sums, weights and an input
-    fit the registers."""
+    """The tile sizes for packed weights, which are unpacked during the product, and for plain ones.
+
+    The sums of a tile, its weights and one input fit into the registers.
+    """
 
     packed: Tiles
     plain: Tiles
@@ -31,28 +33,29 @@ WIDE: Final = Tilings(
     packed=((8, 2), (8, 1), (4, 4), (4, 2), (4, 1), (2, 4), (2, 2), (2, 1), (1, 4), (1, 1)),
     plain=((6, 4), (6, 2), (6, 1), (4, 4), (4, 2), (4, 1), (2, 4), (2, 2), (2, 1), (1, 4), (1, 1)),
 )
-"""For 32 registers of 16 numbers."""
+"""The tile sizes for processors with 32 registers of 16 numbers."""
 NARROW: Final = Tilings(
     packed=((4, 1), (2, 2), (2, 1), (1, 2), (1, 1)),
     plain=((6, 1), (4, 1), (3, 1), (2, 2), (2, 1), (1, 4), (1, 2), (1, 1)),
 )
-"""For smaller registers, or fewer."""
+"""The tile sizes for processors with smaller or fewer registers."""
 DTYPES: Final = {Rows.FLOAT32: torch.float32, Rows.BFLOAT16: torch.bfloat16}
 _Job: Final = ctypes.c_int64 * len(JOB)
 LEAST_PRODUCTS_OF_THREADS: Final = 1 << 19
-"""Fewer products take less time than it takes to wake another thread."""
+"""The least number of multiplications for which it pays to wake another thread."""
 
 
 class Kernel:
     """Multiplies by matrices of one layout.
 
     Args:
-        rows: of float32 or of bfloat16; those of plain weights in float32 are of float32.
-        tilings: None: those that this processor has registers for; the results are the same in every bit.
-        is_ordered: whether columns are for inputs in another order.
+        layout: the layout of the panels.
+        rows: the type of the rows: float32 or bfloat16; plain float32 weights need float32.
+        tilings: the tile sizes, which do not change a bit of the results; None: those that fit this processor.
+        is_ordered: whether the columns are in another order than the inputs.
 
     Raises:
-        StartupError: llvmlite is not installed, or this processor cannot run what it makes.
+        StartupError: llvmlite is not installed, or this processor cannot run the compiled functions.
     """
 
     def __init__(
@@ -75,16 +78,16 @@ class Kernel:
 
     @property
     def part_address(self) -> int:
-        """Of `part`, see `module_source`, for other compiled functions."""
+        """The address of the function `part` (see `module_source`), for other compiled functions."""
         return self._compiled.address("part")
 
     def multiply(self, rows: Tensor, panels: Tensor, order: Tensor | None = None) -> Tensor:
-        """`rows W^T`.
+        """The product `rows W^T`.
 
         Args:
-            rows: `[R, in]`, of any type; they are converted to that of the kernel.
-            panels: as `repack` gives them.
-            order: see `Panels`; None unless the kernel is for some.
+            rows: `[R, in]` on the CPU, of any floating-point dtype; they are converted to the kernel's.
+            panels: uint8 `[panels, blocks, bytes of a block]`, as `repack` or `lay_out` returns them.
+            order: int32 `[in]`, see `Panels`; None unless the kernel was made with `is_ordered`.
 
         Returns:
             float32 `[R, 16 * panels]`.
@@ -105,7 +108,7 @@ class Kernel:
             return product
         are_many = num_rows * num_columns * num_panels * LANES >= LEAST_PRODUCTS_OF_THREADS
         num_threads = torch.get_num_threads() if are_many else 1
-        # In fours, which are multiplied at once.
+        # An item is a multiple of four panels, the most that are multiplied at once.
         size = -(-num_panels // (4 * num_threads)) * 4
         num_items = -(-num_panels // size)
         unpacks = not isinstance(self._layout, PlainLayout) and num_rows > MAX_FEW_ROWS
@@ -119,7 +122,13 @@ class Kernel:
         return product
 
     def expand(self, row_ids: Tensor, panels: Tensor, num_columns: int) -> Tensor:
-        """Rows of the matrix, float32 `[R, in]`, by their int64 `[R]` numbers, which must be within it."""
+        """Unpacks rows of the matrix to float32 `[R, in]`.
+
+        Args:
+            row_ids: int64 `[R]`, the numbers of the rows; they are not checked.
+            panels: uint8 `[panels, blocks, bytes of a block]`.
+            num_columns: the matrix's columns.
+        """
         row_ids = row_ids.contiguous()
         rows = torch.empty(len(row_ids), num_columns, dtype=torch.float32)
         pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -129,17 +138,17 @@ class Kernel:
 
 
 def kernel_of(layout: Layout | PlainLayout, dtype: torch.dtype = torch.float32, *, is_ordered: bool = False) -> Kernel:
-    """The process's only one for a layout and a type of hidden states. Raises as `Kernel`."""
+    """The kernel for a layout and a dtype of hidden states, made once in the process. Raises as `Kernel` does."""
     return _kernel(layout, rows_of(dtype), is_ordered)
 
 
 def weights_of(panels: Tensor, order: Tensor | None) -> Tensor:
-    """What `part` is given as weights: the panels, or where the order and they lie."""
+    """The tensor that `part` gets as weights: the panels, or int64 `[2]` with the addresses of order and panels."""
     return panels if order is None else torch.tensor([order.data_ptr(), panels.data_ptr()], dtype=torch.int64)
 
 
 def rows_of(dtype: torch.dtype) -> Rows:
-    """What kernels multiply, of hidden states of a type."""
+    """The type of rows that kernels multiply for hidden states of a dtype."""
     return Rows.BFLOAT16 if dtype == torch.bfloat16 and _multiplies_pairs() else Rows.FLOAT32
 
 
@@ -151,12 +160,15 @@ def multiplied(
     bias: Tensor | None,
     order: Tensor | None = None,
 ) -> Tensor:
-    """`rows W^T + b` in the type of the rows: `[..., in]` to `[..., num_outputs]`. Sums are float32.
+    """The product `rows W^T + b`, `[..., num_outputs]` in the dtype of the rows. Sums are float32.
 
     Args:
-        panels: as `repack` or `lay_out` gives them.
+        layout: the layout of the panels.
+        rows: `[..., in]` on the CPU.
+        panels: uint8 `[panels, blocks, bytes of a block]`, as `repack` or `lay_out` returns them.
+        num_outputs: the rows of the matrix; the last panel may have more.
         bias: `[num_outputs]` or None.
-        order: see `Panels`.
+        order: int32 `[in]` or None, see `Panels`.
     """
     flat = rows if rows.dim() == 2 else rows.flatten(0, -2)
     product = kernel_of(layout, rows.dtype, is_ordered=order is not None).multiply(flat, panels, order)
@@ -170,7 +182,7 @@ def multiplied(
 
 @functools.cache
 def plain_layout(dtype: torch.dtype) -> PlainLayout | None:
-    """How plain weights of a type are laid out for a kernel; None where there is none."""
+    """The layout of plain weights of a dtype; None where no kernel multiplies by them."""
     if objection() is not None:
         return None
     return {torch.float32: PLAIN_FLOAT32, torch.bfloat16: PLAIN_BFLOAT16}.get(dtype)
@@ -183,5 +195,5 @@ def _kernel(layout: Layout | PlainLayout, rows: Rows, is_ordered: bool) -> Kerne
 
 @functools.cache
 def _multiplies_pairs() -> bool:
-    """Whether this processor has instructions for pairs of bfloat16."""
+    """Whether this processor has instructions that multiply pairs of bfloat16 numbers."""
     return bool(processor_features().get("avx512bf16"))

@@ -1,4 +1,4 @@
-"""From the rows of a file to panels; see `layouts`."""
+"""Converts the rows of a file to panels; see `layouts`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,23 +11,23 @@ from corolla.chassis import heap
 from corolla.kernels.layouts import Layout, PlainLayout
 from corolla.kernels.llvm_text import LANES
 
-# So many numbers are reordered at a time: more would only take more memory.
+# How many numbers are reordered at a time: more would only take more memory.
 _CHUNK_WEIGHTS: Final = 1 << 17
-# What comes before the first such page is for nothing.
+# The least size for huge pages: the bytes before the first huge page are wasted.
 _LEAST_BYTES_IN_HUGE_PAGES: Final = 8 * heap.HUGE_PAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What rows of a file hold, type by type alike.
+    """The contents of rows of a file, in one form for all types: `R` rows of `K` columns and `B` blocks.
 
     Attributes:
-        codes: uint8 `[R, K]`, of eight bits those of int8.
-        scales: of the layout's type, `[R, B]`, one for each block.
-        minima: float16 `[R, B]`, which the type adds, or subtracts where a block has several.
-        sub_scales: int8 `[R, B * n]`.
-        sub_minima: int8 `[R, B * n]`.
-        zeros: int8 `[R, B]`, which count from the middle of the range of codes.
+        codes: uint8 `[R, K]`: the packed numbers; codes of eight bits are the bits of int8.
+        scales: `[R, B]` in the layout's scale type, one for each block.
+        minima: float16 `[R, B]`: added to the weights, or subtracted where a block has several; None: none.
+        sub_scales: int8 `[R, B * n]`, `n` for each block; None: none.
+        sub_minima: int8 `[R, B * n]`, `n` for each block; None: none.
+        zeros: int8 `[R, B]`: zero points, relative to the middle of the range of codes; None: none.
     """
 
     codes: Tensor
@@ -39,11 +39,11 @@ class Numbers:
 
 
 class Panels(NamedTuple):
-    """A matrix as a kernel reads it.
+    """A matrix in the form that a kernel reads.
 
     Attributes:
-        panels: see `repack`.
-        order: which input each of their columns is for, int32 `[in]`; None: they are in the same order.
+        panels: uint8 `[panels, blocks, bytes of a block]`, see `repack`.
+        order: int32 `[in]`, the input of each column; None: columns are in the order of the inputs.
     """
 
     panels: Tensor
@@ -51,13 +51,13 @@ class Panels(NamedTuple):
 
 
 def repack(read: Callable[[int, int], Tensor], num_rows: int, num_columns: int, layout: Layout) -> Tensor:
-    """Lays rows of a file out as panels.
+    """Converts the rows of a file to panels.
 
     Args:
-        read: gives the rows from one number to another as they lie in the file, uint8 `[R, bytes of a row]`.
+        read: returns the rows `[first, end)` in the file's form, uint8 `[R, bytes of a row]`.
 
     Returns:
-        uint8 `[ceil(rows / 16), blocks of a row, layout.block_bytes]`; rows that are wanting are zero.
+        uint8 `[ceil(rows / 16), blocks of a row, layout.block_bytes]`; missing rows of the last panel are zero.
     """
 
     def numbers(first: int, end: int) -> Numbers:
@@ -68,11 +68,10 @@ def repack(read: Callable[[int, int], Tensor], num_rows: int, num_columns: int, 
 
 
 def repack_numbers(read: Callable[[int, int], Numbers], num_rows: int, num_columns: int, layout: Layout) -> Tensor:
-    """Lays numbers out as panels, as `repack` does.
+    """Converts numbers to panels; returns the same as `repack`.
 
     Args:
-        read: gives those of the rows from one number to another; where a row has several blocks, these may stand one
-            below the other.
+        read: returns the numbers of the rows `[first, end)`. Each block of a row may be a row of its own there.
     """
     panels = empty_panels(num_rows, num_columns, layout)
     num_panels, num_blocks, _ = panels.shape
@@ -99,14 +98,15 @@ def lay_out(
     into: Tensor | None = None,
     leave: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
-    """Panels of a plain matrix `[out, in]`, whose type is the layout's; see `repack`.
+    """Converts a plain matrix to panels; returns the same as `repack`.
 
     Args:
-        into: room for them, as `empty_panels` gives it; None: new room.
-        leave: called with each part of the matrix that is not read any more.
+        weight: `[out, in]` on the CPU, in the layout's dtype.
+        into: where the panels go, as `empty_panels` returns it; None: into new memory.
+        leave: is called with each part of the matrix after it was read for the last time.
 
     Raises:
-        ValueError: it has not as many columns as blocks have.
+        ValueError: the number of columns is not a multiple of a block's columns.
     """
     num_rows, num_columns = weight.shape
     if num_columns % layout.block_weights:
@@ -127,14 +127,14 @@ def lay_out(
 
 
 def empty_panels(num_rows: int, num_columns: int, layout: Layout | PlainLayout) -> Tensor:
-    """Room for a matrix of that many rows and columns."""
+    """Uninitialised panels for a matrix: uint8 `[panels, blocks, layout.block_bytes]`."""
     return empty_matrices(1, num_rows, num_columns, layout)[0]
 
 
 def empty_matrices(
     num_matrices: int, num_rows: int, num_columns: int, layout: Layout | PlainLayout
 ) -> tuple[Tensor, ...]:
-    """Room for the panels of several matrices, side by side in pages as large as the system has."""
+    """Uninitialised panels for several matrices in contiguous memory, in huge pages where the system has them."""
     num_panels, num_blocks = -(-num_rows // LANES), num_columns // layout.block_weights
     num_bytes = num_matrices * num_panels * num_blocks * layout.block_bytes
     if num_bytes < _LEAST_BYTES_IN_HUGE_PAGES:
@@ -148,10 +148,10 @@ def empty_matrices(
 
 
 def _assembled(numbers: Numbers, layout: Layout, num_blocks: int) -> Tensor:
-    """Panels of rows whose blocks stand one below the other: `R` is rows times blocks here, `B` is 1."""
+    """The panels of numbers in which each block is a row of its own: `R` is rows times blocks here, and `B` is 1."""
 
     def in_panels(values: Tensor) -> Tensor:
-        """`[R, words, bytes of a word]` to `[panels, blocks, words * 16 * bytes]`."""
+        """Reorders `[R, words, bytes of a word]` to `[panels, blocks, words * 16 * bytes of a word]`."""
         words = values.reshape(-1, LANES, num_blocks, *values.shape[1:]).permute(0, 2, 3, 1, 4)
         return words.reshape(-1, num_blocks, values[0].numel() * LANES)
 
@@ -168,7 +168,10 @@ def _assembled(numbers: Numbers, layout: Layout, num_blocks: int) -> Tensor:
 
 
 def _low_bits(codes: Tensor, layout: Layout) -> Tensor:
-    """`[R, words, bytes]`: of eight bits, each is a word; of fewer, eight numbers are one, the first one lowest."""
+    """The low bits as words, `[R, words, bytes of a word]`.
+
+    A word is one number of eight bits, or the four low bits of eight numbers, the first number lowest.
+    """
     if layout.bits == 8:
         return codes[:, :, None]
     if layout.bits == 4 and layout.is_centred:
@@ -181,7 +184,7 @@ def _high_bits(codes: Tensor, layout: Layout) -> Tensor:
 
 
 def _joined(codes: Tensor, bits: int) -> Tensor:
-    """Bytes of which each has several neighbours, the first one lowest."""
+    """Packs neighbouring numbers of `bits` bits into bytes, the first number lowest."""
     per_byte = 8 // bits
     neighbours = codes.reshape(len(codes), -1, per_byte)
     joined = neighbours[..., 0]
@@ -195,12 +198,12 @@ def _halves(blocks: Tensor, offset: int) -> Tensor:
 
 
 def _nibbles(content: Tensor) -> Tensor:
-    """Of each run of bytes `[R, n, bytes]` first the low halves, then the high ones: `[R, n * 2 * bytes]`."""
+    """Splits each run of bytes, `[R, n, bytes]`, into its low halves and then its high ones: `[R, n * 2 * bytes]`."""
     return torch.cat([content & 15, content >> 4], dim=-1).reshape(len(content), -1)
 
 
 def _bits(content: Tensor) -> Tensor:
-    """`[R, bytes]` to `[R, 8 * bytes]`, the lowest bit of a byte first."""
+    """The single bits of bytes, `[R, bytes]` to `[R, 8 * bytes]`, the lowest bit of a byte first."""
     return (content[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1).reshape(len(content), -1)
 
 
@@ -222,7 +225,7 @@ def _of_q45_k(blocks: Tensor, *, bits: int) -> Numbers:
     sub_scales, sub_minima = (torch.from_numpy(part) for part in Q4_K.get_scale_min(blocks[:, 4:16].numpy()))
     codes = _nibbles(blocks[:, -128:].reshape(-1, 4, 32))
     if bits == 5:
-        # A byte has the fifth bits of eight columns that are 32 apart.
+        # A byte holds the fifth bits of eight columns that are 32 apart.
         fifth = blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
         codes = codes | fifth.reshape(len(blocks), -1) << 4
     return Numbers(codes, _halves(blocks, 0), _halves(blocks, 2), sub_scales, sub_minima)

@@ -1,4 +1,4 @@
-"""What turns the bits of a panel into numbers, as lines of LLVM's text."""
+"""Writes the lines of LLVM's text that turn the bits of a panel into numbers."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -12,13 +12,13 @@ _HALVES: Final = f"<{LANES} x half>"
 
 
 class _Unit:
-    """32 columns of one panel, as float32.
+    """Writes the unpacking of one unit, 32 columns of a panel, to float32.
 
     Args:
-        function: to which lines are added.
-        layout: of the weights.
-        block: where the block begins.
-        unit: number of the unit within the block, as a name of LLVM's.
+        function: the function that gets the lines.
+        layout: the layout of the weights.
+        block: the address of the block, a name of LLVM's.
+        unit: the number of the unit within the block, a name of LLVM's.
     """
 
     def __init__(self, function: Function, layout: Layout, block: str, unit: str) -> None:
@@ -30,7 +30,7 @@ class _Unit:
         self._high = self._offset(layout.high_at, layout.high_bytes) if layout.high_bits else ""
 
     def columns(self) -> Iterator[str]:
-        """One vector after the other, each made when it is asked for."""
+        """Yields the vector of each column, and writes its lines only then, so that few registers are in use."""
         layout, function = self._layout, self._function
         scales, minimum, zeros = self._scales(), "", ""
         if layout.has_zeros:
@@ -38,7 +38,7 @@ class _Unit:
         if layout.has_minimum:
             minimum = self._minimum()
         elif zeros and layout.scale is not Scale.FLOAT32:
-            # Numbers of 8 and of 11 bits: their product is not rounded, so the weight is rounded once, or not at all.
+            # The product of a number of 8 bits and a scale of 11 bits is exact, so the weight is rounded at most once.
             minimum = function.let(f"fneg {FLOATS} {function.let(f'fmul {FLOATS} {zeros}, {scales[0]}')}")
         low = high = ""
         for column in range(UNIT):
@@ -96,7 +96,7 @@ class _Unit:
         return function.let(f"fneg {FLOATS} {function.let(f'fmul {FLOATS} {minimum}, {sub}')}")
 
     def _code(self, low: str, high: str, column: int) -> str:
-        """The number of a column, of four bits and those above."""
+        """Writes the extraction of a column's number from its four low bits and its high bits."""
         layout, function = self._layout, self._function
         shift = 4 * (column % 8)
         if layout.bits == 4 and layout.is_centred:
@@ -118,12 +118,13 @@ class _Unit:
 
 
 def columns(function: Function, layout: Layout | PlainLayout, panel: str, unit: str) -> Iterator[str]:
-    """Yields `layout.step` columns of 16 rows, float32, of which each is made when it is asked for.
+    """Yields `layout.step` columns of 16 rows as float32 vectors, and writes the lines of each only then.
 
     Args:
-        function: to which lines are added.
-        panel: where the panel begins.
-        unit: the number of rounds of so many columns from the beginning of a row.
+        function: the function that gets the lines.
+        layout: the layout of the panel.
+        panel: the address of the panel, a name of LLVM's.
+        unit: the number of the round, each of `layout.step` columns, a name of LLVM's.
     """
     if isinstance(layout, PlainLayout):
         return _plain_columns(function, layout, panel, unit)
@@ -140,12 +141,12 @@ def _plain_columns(function: Function, layout: PlainLayout, panel: str, unit: st
     if layout.block_weights == 1:
         yield function.load(FLOATS, part)
         return
-    # The first of two numbers lies in the lower half, on processors whose lowest byte is the first.
+    # The first of two numbers lies in the lower half of the word, since processors here are little-endian.
     both = function.load(INTS, part)
     for bits in (f"shl {INTS} {both}, splat (i32 16)", f"and {INTS} {both}, splat (i32 -65536)"):
         yield function.let(f"bitcast {INTS} {function.let(bits)} to {FLOATS}")
 
 
 def panel_part(function: Function, layout: PlainLayout, panel: str, unit: str) -> str:
-    """Where the columns of a round lie."""
+    """Writes the address of the columns of a round."""
     return function.at(panel, function.let(f"mul i64 {unit}, {layout.block_bytes}"))

@@ -1,4 +1,4 @@
-"""Where what is made of models is kept on this machine."""
+"""The folder of this machine for files that are made from models."""
 
 import os
 from pathlib import Path

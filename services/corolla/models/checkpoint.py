@@ -1,4 +1,4 @@
-"""A checkpoint: where a model's weights lie, what they are, and whether they can be served at all."""
+"""Finds and checks a model's checkpoint, and reads its configuration, fingerprint and weights."""
 
 import collections
 import contextlib
@@ -35,10 +35,10 @@ from corolla.models.hub_snapshot import HubSnapshot
 from corolla.models.quantized.description import QUANTIZATION_KEYS, Quantization, quantization_of
 from corolla.models.weights import find_weights, read_header, sample_bytes
 
-# Raise it whenever two releases would not compute the same hidden states or read the same frames.
+# Raise this whenever two releases would not compute the same hidden states or read the same frames.
 PROTOCOL_VERSION = 7
 
-# In a configuration: the file that it was read from, where `name_or_path` is the folder that was made of it.
+# The attribute of a configuration that names the GGUF file; its `name_or_path` is the folder made from that file.
 GGUF_FILE = "gguf_file"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -54,7 +54,7 @@ _VOCABULARY_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-# Who wrote a file, from where and in which dtype, changes no result.
+# Fields that do not change any result: a file's writer, its origin and its dtype.
 _NOTES = frozenset(
     {
         "_name_or_path",
@@ -71,9 +71,10 @@ _SAMPLE_BYTES = 256
 
 
 def context_length_of(config: PretrainedConfig) -> int:
-    """The longest sequence, prompt and answer, in tokens.
+    """The longest sequence, prompt and answer together, in tokens.
 
-    Of a family that would go on with keys of other factors where a text becomes long, only short texts.
+    A family that would keep keys with the short factors of a longrope embedding in a long text is limited to the
+    length of short texts.
     """
     names = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
     lengths = [length for name in names if isinstance(length := getattr(config, name, None), int) and length > 0]
@@ -92,18 +93,18 @@ def end_token_ids_of(config: GenerationConfig) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A decoder-only model's folder, checked at opening; weights are read later, and only those needed.
+    """The checkpoint of a decoder-only model. It is checked when opened; weights are read later, as needed.
 
     Attributes:
-        name: what the model is called in the interface and the placement.
-        folder: with `config.json`, the tokenizer, and those safetensors shards that were needed so far; the weights of
-            a GGUF file are not in it.
+        name: the model's name in the interface and the placement.
+        folder: the folder with `config.json`, the tokenizer, and the safetensors shards that were needed so far. The
+            weights of a GGUF file are not in it.
         config: the model's configuration.
-        family: its row in the table of families.
-        shards: each stored tensor's name and the one that holds it; none of a GGUF file.
-        snapshot: where further shards come from; None: all are here.
+        family: the model's row in the table of families.
+        shards: maps each stored tensor's name to its shard; empty for a GGUF file.
+        snapshot: the source of further shards; None: all shards are in the folder.
         gguf: the weights of a GGUF file; None: they are safetensors.
-        quantization: how the weights are packed, by somebody who quantised them before; None: they are not.
+        quantization: how the stored weights are quantised; None: they are not.
     """
 
     name: str
@@ -117,17 +118,17 @@ class Checkpoint:
 
     @classmethod
     def from_pretrained(cls, name_or_path: str, *, revision: str | None = None, hub: Hub | None = None) -> "Checkpoint":
-        """Finds and checks a checkpoint. Of one on the hub, the weights are fetched when they are opened.
+        """Finds and checks a checkpoint. Weights on the hub are fetched when they are opened.
 
         Args:
             name_or_path: `"demo"`, a local folder, a GGUF file (any part of a split one), a hub id such as
                 `Qwen/Qwen3-0.6B`, or one with the name of a GGUF file behind it.
             revision: branch, tag or commit on the hub.
-            hub: how it is asked.
+            hub: the hub's client; None: one with default settings.
 
         Raises:
-            CheckpointError: it is missing, incomplete, damaged, or holds only pickled weights.
-            UnsupportedFamily: no row of the table of families serves it.
+            CheckpointError: the checkpoint is missing, incomplete or damaged, or has only pickled weights.
+            UnsupportedFamily: the table of families has no row for the model.
             HubUnavailable: the hub cannot be reached.
         """
         found = _find(name_or_path)
@@ -157,7 +158,7 @@ class Checkpoint:
 
     @property
     def weight_index(self) -> Mapping[str, Path]:
-        """Each stored tensor's name and the file that holds it."""
+        """Maps each stored tensor's name to the file that holds it."""
         return self.shards if self.gguf is None else self.gguf.index
 
     @property
@@ -174,14 +175,15 @@ class Checkpoint:
 
     @property
     def has_tied_edges(self) -> bool:
-        """Whether the head has the embedding's weights."""
+        """Whether the head and the embedding share their weights."""
         return bool(self.config.tie_word_embeddings)
 
     @functools.cached_property
     def largest_blocks(self) -> tuple[int, ...]:
-        """Of the blocks with keys and values, and of those without, the first of the largest.
+        """The first of the largest blocks with keys and values, and the first of the largest blocks without.
 
-        Where some have experts, it is one of these. What is planned by the larger one of the two suffices for any.
+        If a model has blocks with and without experts, it is one with experts. A plan that fits the larger of the two
+        fits every block.
         """
         pageless = pageless_layers(self.config)
         kinds = sorted(set(range(self.num_blocks)) - pageless), sorted(pageless)
@@ -194,18 +196,21 @@ class Checkpoint:
 
     @property
     def caching_block(self) -> int:
-        """That of `largest_blocks` that keeps keys and values, if any block does."""
+        """The one of `largest_blocks` that keeps keys and values, if any block does."""
         return self.largest_blocks[0]
 
     @functools.cached_property
     def _sizes(self) -> dict[int, tuple[int, int]]:
-        """What tells a larger block from a smaller one: its number of tensors, and its heads where these differ."""
+        """A sort key for the size of each block: its number of tensors, then its heads where these differ."""
         counts = collections.Counter(block for block, _ in self._block_tensors())
         heads = dict(enumerate(getattr(self.config, "num_attention_heads_per_layer", None) or ()))
         return {block: (counts[block], heads.get(block, 0)) for block in range(self.num_blocks)}
 
     def _block_tensors(self) -> list[tuple[int, str]]:
-        """Each block's tensors. Of lists of blocks it is the longest one: others may predict further tokens."""
+        """The tensors of all blocks, as block number and name.
+
+        A checkpoint may have several lists of blocks, such as one that predicts further tokens; the longest counts.
+        """
         layer = re.compile(rf"((?:.*\.)?){re.escape(self.family.layers)}\.(\d+)\..*")
         lists: dict[str, list[tuple[int, str]]] = {}
         for name in self.weight_index:
@@ -214,7 +219,9 @@ class Checkpoint:
         return max(lists.values(), key=lambda found: len({block for block, _ in found}), default=[])
 
     def head_blocks(self) -> float:
-        """As many blocks have as many weights as the head: the time of a row, too, is that of reading them.
+        """How many of the largest blocks together have as many weights as the head.
+
+        This is also the ratio of their times for one row, which is the time of reading the weights.
 
         Raises:
             CheckpointError: the largest blocks' weights are not here, or cannot be read.
@@ -233,10 +240,10 @@ class Checkpoint:
         return sum(math.prod(headers[self.weight_index[name]][name].shape) for name in names)
 
     def generation_config(self) -> GenerationConfig:
-        """How answers are made unless somebody says otherwise: the checkpoint's own, else what its model's tells.
+        """The default settings of answers: those of the checkpoint, or else those that follow from its configuration.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: `generation_config.json` cannot be read.
         """
         try:
             return GenerationConfig.from_pretrained(self.folder)
@@ -247,20 +254,20 @@ class Checkpoint:
 
     @property
     def context_length(self) -> int:
-        """The longest sequence, prompt and answer, in tokens."""
+        """The longest sequence, prompt and answer together, in tokens."""
         return context_length_of(self.config)
 
     @property
     def short_factor_length(self) -> int | None:
-        """Tokens of the longest text with the short factors of a longrope embedding; None: no text has others."""
+        """Tokens of the longest text with the short factors of a longrope embedding; None: factors do not change."""
         short = short_factor_length(self.config)
         return short if short is not None and short < self.context_length else None
 
     def fetch(self, names: Iterable[str] | None = None) -> None:
-        """Returns when the shards that hold these tensors are in the folder, and sound; None: all of them.
+        """Fetches the shards that hold these tensors into the folder, and checks them; None: all shards.
 
         Raises:
-            CheckpointError: one cannot be had.
+            CheckpointError: a shard cannot be fetched.
             HubUnavailable: the hub cannot be reached.
         """
         if self.snapshot is not None:
@@ -271,11 +278,11 @@ class Checkpoint:
     def open_tensors(self, names: Mapping[str, str], dtype: Any = None) -> Iterator[dict[str, Any]]:
         """Fetches some tensors' shards and opens the tensors; see `pieces.open_tensors`.
 
-        Packed weights have the names that they have when they are not packed, and come expanded.
+        A packed weight has the name of the ordinary weight, and is expanded when it is read.
 
         Args:
-            names: new name -> stored name.
-            dtype: torch's, to expand to; None: float32.
+            names: maps new names to stored names.
+            dtype: the torch dtype to which packed weights are expanded; None: float32.
 
         Raises:
             CheckpointError: as `fetch`; or parts of packed weights are missing, or do not fit each other.
@@ -298,11 +305,11 @@ class Checkpoint:
         """Identifies what a server computes: two servers with the same fingerprint may share a chain.
 
         The digest covers the weights, the configuration, the tokenizer's files, all arguments and the protocol version.
-        Of weights on the hub it covers the checksums of all files, which are known without having them. Of those in a
-        folder, every tensor's name, dtype, shape and three short samples of its bytes: enough, because the fingerprint
-        guards against mixing revisions, fine-tunes and conversions by mistake, and those change (nearly) every tensor
-        throughout; hashing whole weights would read a hundred gigabytes at each start. It is no protection against
-        somebody who alters single numbers on purpose.
+        For weights on the hub, it covers the checksums of all files, which are known without the files. For weights in
+        a folder, it covers every tensor's name, dtype, shape and three short samples of its bytes. Samples are enough:
+        the fingerprint prevents that revisions, fine-tunes and conversions are mixed by mistake, and these change
+        nearly every tensor throughout, while hashing whole weights could read a hundred gigabytes at each start. It
+        does not protect from an attacker who changes single numbers.
 
         Returns:
             16 hexadecimal characters.
@@ -314,7 +321,7 @@ class Checkpoint:
         if kv_cache_dtype != "auto":
             digest.update(f" with keys and values in {kv_cache_dtype}".encode())
         if LONG_ROPE in rope_types(self.config):
-            # Releases before chose the factors by each call: they would answer otherwise.
+            # Earlier releases chose the factors for each call, so their hidden states differ.
             digest.update(b" with the factors of whole texts")
         return digest.hexdigest()[:16]
 
@@ -322,7 +329,7 @@ class Checkpoint:
     def _content_digest(self) -> bytes:
         digest = hashlib.sha256()
         if self.gguf is not None:
-            # What is in the folder follows from the file.
+            # The folder is made from the file, so the file's facts cover it.
             for fact in self.gguf.facts(_SAMPLE_BYTES):
                 digest.update(fact)
             return digest.digest()
@@ -352,7 +359,7 @@ class Checkpoint:
                 "says how to read them; take a revision that has one."
             )
         if self.quantization is not None and self.has_tied_edges:
-            # Which of both would be the truth, nobody says.
+            # A quantised head and the embedding have different numbers, and nothing says which of them are right.
             heads = [name for name in self.weight_index if name.startswith(("lm_head.", "embed_out."))]
             if odd := next((name for name in heads if not name.endswith((".weight", ".bias"))), None):
                 raise CheckpointError(
@@ -370,7 +377,7 @@ class Checkpoint:
 
 
 def _find(name_or_path: str) -> Path | str:
-    """The folder, or the hub id where there is none."""
+    """The local folder or GGUF file; where there is none, the hub id as it was given."""
     if name_or_path == DEMO_MODEL:
         return demo_checkpoint()
     if not name_or_path:
@@ -390,7 +397,7 @@ def _find(name_or_path: str) -> Path | str:
 
 
 def _fetched_gguf(hub: Hub, repository: str, file: str, revision: str | None) -> Path:
-    """A GGUF file of the hub, with all its parts."""
+    """Fetches a GGUF file from the hub, with all its parts. Returns its path."""
     snapshot = HubSnapshot.pin(hub, repository, revision)
     parts = [part.name for part in part_names(Path(file))]
     absent = sorted(set(parts) - set(snapshot.manifest.files))
@@ -401,7 +408,7 @@ def _fetched_gguf(hub: Hub, repository: str, file: str, revision: str | None) ->
 
 
 def _read_config(folder: Path) -> tuple[PretrainedConfig, Quantization | None]:
-    """The configuration, and apart from it how the weights are packed: they are expanded before a model has them."""
+    """The configuration, without the quantisation fields, since models get expanded weights, and the quantisation."""
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{folder} has no config.json; point to a complete checkpoint folder.")

@@ -1,4 +1,4 @@
-"""A family's own model with only some of its layers: cut before any weight is read, then filled exactly."""
+"""Builds a family's own model with only some of its layers: it is cut before any weight is read, then filled."""
 
 import contextlib
 import copy
@@ -23,7 +23,7 @@ from corolla.models.packed.choice import fill, layouts_of
 from corolla.models.packed.modules import replace_packed
 from corolla.models.pieces import InPieces
 
-# Lists of the configuration with one entry for each layer that a base model's forward indexes by position.
+# The lists of a configuration with one entry per layer, which a base model's forward indexes by the layer's number.
 PER_LAYER_LISTS = (
     "layer_types",
     "layers_block_type",
@@ -33,10 +33,10 @@ PER_LAYER_LISTS = (
     "num_attention_heads_per_layer",
 )
 LAYER_INDEX_NAMES = ("layer_idx", "layer_id")
-# Of made-up weights, as most families begin with.
+# The standard deviation of random weights, the initial one of most families.
 _SPREAD: Final = 0.02
-# They repeat after a prime number of them, so that rows of a matrix, and thereby experts, differ. To draw as many as a
-# block has may take minutes, and in float32 twice its memory.
+# Random weights repeat after this prime number, so that the rows of a matrix, and thereby experts, differ. Drawing
+# weights for a whole block could take minutes, and twice its memory in float32.
 _NUM_MADE_UP: Final = (1 << 20) - 3
 
 
@@ -46,7 +46,7 @@ def model_class_of(auto: Any, config: PretrainedConfig) -> type[PreTrainedModel]
 
 
 def cut_class(model_class: type[PreTrainedModel], cut: Callable[[Any], None]) -> type[PreTrainedModel]:
-    """A subclass that is `cut` right after it was built, before any weight is read.
+    """A subclass whose instances are `cut` right after they were built, before any weight is read.
 
     It keeps the name and module of the family's class, by which transformers finds the renames of stored tensors.
     """
@@ -106,7 +106,10 @@ def build_cut(
     quantization: str,
     attention: str = "sdpa",
 ) -> PreTrainedModel:
-    """Builds a model that is cut, with the tensors `names`, some of which may stay packed. Raises as `build`."""
+    """Builds a cut model and fills it with the tensors `names`, some of which may stay packed.
+
+    Raises as `build` does.
+    """
 
     def cut(model: PreTrainedModel) -> None:
         cut_to(model)
@@ -122,7 +125,8 @@ def build_cut(
 
 
 def _widen(model: PreTrainedModel, pieces: Mapping[str, InPieces], dtype: torch.dtype) -> None:
-    """Has what the model keeps in another type, such as routers in float32, read so, as `from_pretrained` does."""
+    """Sets the dtype of tensors that a model keeps in another dtype, such as routers in float32, as `from_pretrained`
+    does."""
     library = cast(Any, model)
     plan = {re.compile(pattern.replace("*", ".*")): kept for pattern, kept in library._get_dtype_plan(dtype).items()}
     state = model.state_dict()
@@ -138,7 +142,7 @@ def _widen(model: PreTrainedModel, pieces: Mapping[str, InPieces], dtype: torch.
 
 
 def renaming(model: PreTrainedModel) -> Callable[[str], str]:
-    """What gives the name in a model of a tensor that files may have under an older name, or one by one."""
+    """A function from a tensor's name in the files, which may be an older one, to its name in the model."""
     conversions = get_model_conversion_mapping(model)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
@@ -153,7 +157,7 @@ def renaming(model: PreTrainedModel) -> Callable[[str], str]:
 def make_up(
     model_class: type[PreTrainedModel], config: PretrainedConfig, *, dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
-    """Builds a model on the meta device and fills it at random, with numbers that nobody else in the process misses."""
+    """Builds a model on the meta device and fills it at random, without using torch's global random generator."""
     empty = without_weights(model_class, config)
     shapes = {name: tensor.shape for name, tensor in empty.state_dict().items() if tensor.is_floating_point()}
     source = torch.Generator().manual_seed(0)
@@ -165,13 +169,13 @@ def make_up(
 
 
 def without_weights(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """A model on the meta device."""
+    """A model without weights, on the meta device."""
     with torch.device("meta"):
-        return cast(PreTrainedModel, cast(Any, model_class)(copy.deepcopy(config)))  # which building may change
+        return cast(PreTrainedModel, cast(Any, model_class)(copy.deepcopy(config)))  # building may change it
 
 
 def _filled(shape: torch.Size, numbers: Tensor) -> Tensor:
-    """A tensor of this shape that has these numbers, over and over."""
+    """A tensor of this shape, filled with these numbers over and over."""
     tensor = torch.empty(shape, dtype=numbers.dtype)
     for piece in torch.split(tensor.view(-1), len(numbers)):
         piece.copy_(numbers[: len(piece)])
@@ -185,11 +189,12 @@ def _fill(
     dtype: torch.dtype,
     attention: str,
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    """The model, and what transformers says about how the tensors fitted. What they lack is drawn at random."""
+    """The filled model, and transformers' report of missing and mismatched tensors, which it has drawn at random."""
     if attention == "sdpa" and not model_class._supports_sdpa:
         attention = "eager"
-    # Families with recurrent states draw numbers for what is then read all the same, and nobody else in the process is
-    # to miss them. What others draw meanwhile they would draw again: so no other family has that.
+    # transformers draws random numbers for some tensors of families with recurrent states although they are read
+    # afterwards. The fork restores torch's global generator. It also makes other threads draw the same numbers again
+    # that they drew meanwhile, so other families, which do not draw, do without it.
     drawing = torch.random.fork_rng(devices=[]) if recurrent_layers(config) else contextlib.nullcontext()
     with LOADING, drawing:
         filled = cast(Any, model_class).from_pretrained(
@@ -209,7 +214,7 @@ def keep_layers_of_config(config: PretrainedConfig, indices: range) -> None:
     kept = {name: [entries[index] for index in indices] for name, entries in lists.items() if entries is not None}
     computed = [name for name in kept if isinstance(getattr(type(config), name, None), property)]
     if computed:
-        # From the number of a layer in the whole model, which a cut one no longer knows.
+        # The family computes these lists from layers' numbers in the whole model, so they become plain attributes.
         config.__class__ = type(type(config).__name__, (type(config),), dict.fromkeys(computed))
     config.num_hidden_layers = len(indices)
     for name, entries in kept.items():
@@ -231,7 +236,7 @@ def keep_layers(base: PreTrainedModel, family: Family, indices: range) -> None:
 
 @contextlib.contextmanager
 def _quietly(least_severe: int | None = None) -> Iterator[None]:
-    """Without progress bars, and without log lines of transformers that are less severe, if that is said."""
+    """Hides transformers' progress bars, and its log lines that are less severe than `least_severe`, if given."""
     library = cast(Any, transformers_logging)
     shows_bars, level = library.is_progress_bar_enabled(), library.get_verbosity()
     library.disable_progress_bar()

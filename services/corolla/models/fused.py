@@ -1,10 +1,10 @@
-"""Blocks of the common shape, run with little bookkeeping.
+"""Runs blocks of the common shape with little overhead.
 
 Many families share one block: normalise, project to queries, keys and values, rotate, attend, project, add; normalise,
-gate, project, add. In small models half of a decode step of `transformers` is Python around these. Here the projections
-that read the same input are one, the rotary table is made once for all layers, and there are no cache objects. The
-family's own modules stay the reference: they share the weights until those are laid out anew, and both must give the
-same.
+gate, project, add. In small models, half of a decode step of `transformers` is Python code around these. Here, the
+projections of the same input are one product, the rotary table is made once for all layers, and there are no cache
+objects. The family's own modules are the reference for the results; they share the weights until these are laid out in
+another way.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,18 +29,18 @@ PLACES: Final[tuple[Place, ...]] = (
     tuple(f"mlp.{name}" for name in _GATE_UP),
     ("mlp.down_proj",),
 )
-"""Linear layers that are computed together, in the order of a block."""
+"""The linear layers of a block that are computed together, in the order of the block."""
 _QUERY_KEY_VALUE_PLACE, _OUTPUT_PLACE, _GATE_UP_PLACE, _DOWN_PLACE = PLACES
 
 
 class Projection(Protocol):
-    """`[N, in]` to `[N, out]`, by weights of any kind."""
+    """A linear layer with weights of any kind, from `[N, in]` to `[N, out]` in the same dtype."""
 
     def forward(self, rows: Tensor) -> Tensor: ...
 
 
 class Attend(Protocol):
-    """Attention of a batch, which knows the rows and their caches."""
+    """The attention function of a batch, which knows the rows and their caches."""
 
     def __call__(
         self,
@@ -55,24 +55,25 @@ class Attend(Protocol):
         """Stores new keys and values and attends.
 
         Args:
-            layer: index within the span.
-            query: `[N, heads, head_dim]`, one entry for each new token of all rows.
-            key: `[N, key heads, head_dim]`; value likewise.
-            scaling: of the scores.
-            window: how many tokens, itself included, a token sees; None for all before it.
+            layer: the layer's index within the span.
+            query: `[N, heads, head_dim]` in the model's dtype, one entry for each new token of all rows.
+            key: `[N, key heads, head_dim]` in the same dtype.
+            value: `[N, key heads, head_dim]` in the same dtype.
+            scaling: the factor of the scores.
+            window: how many tokens a token sees, itself included; None: it sees all tokens before it.
 
         Returns:
-            `[N, heads, head_dim]`.
+            `[N, heads, head_dim]` in the same dtype.
         """
         ...
 
 
 class FusedSpan:
-    """The blocks of a span.
+    """The fused blocks of a span.
 
     Attributes:
-        layers: in their order.
-        rotary: what all of them turn queries and keys by.
+        layers: the blocks in their order.
+        rotary: the rotary table of all blocks.
     """
 
     def __init__(self, layers: Sequence["FusedLayer"], rotary: RotaryTable) -> None:
@@ -81,7 +82,7 @@ class FusedSpan:
 
     @classmethod
     def of(cls, layers: Sequence[nn.Module], rotary: nn.Module, config: Any) -> Self:
-        """Those of a family.
+        """Fuses the blocks of a family.
 
         Args:
             layers: the decoder layers, for which `fits` must hold; their projections become views of fused ones.
@@ -94,13 +95,13 @@ class FusedSpan:
 
     @property
     def linears(self) -> list[TunedLinear]:
-        """The projections that can be tuned; packed ones are multiplied in one way only."""
+        """The projections that can be tuned; packed projections have only one way to multiply."""
         projections = (each for layer in self.layers for each in layer.projections)
         return [each for each in projections if isinstance(each, TunedLinear)]
 
     @property
     def rotary_table(self) -> Tensor:
-        """What `forward` reads apart from weights and arguments, until it is asked for a higher `end`."""
+        """The table that `forward` reads in addition to weights and arguments; a higher `end` replaces it."""
         return self.rotary.table
 
     def forward(
@@ -117,13 +118,13 @@ class FusedSpan:
         Args:
             hidden: `[N, H]`, in the model's dtype; it is not changed.
             position_ids: int64 `[N]`, absolute positions.
-            end: more than any of them.
-            layers: which, by their index within the span.
+            end: a number above all positions.
+            layers: the layers' indices within the span.
             attend: stores new keys and values, and attends.
-            adapters: of the rows; None where no row has one.
+            adapters: the rows' adapters; None where no row has one.
 
         Returns:
-            `[N, H]`.
+            The output of the last layer: `[N, H]` in the same dtype.
         """
         cos, sin = self.rotary.rows(position_ids, end, hidden)
         for index in layers:
@@ -141,18 +142,26 @@ def fits(layer: nn.Module) -> bool:
 
 
 class FusedLayer:
-    """One block.
+    """One fused block.
 
     Attributes:
-        attention_norm, mlp_norm: of the block's input, and of what attention was added to.
-        query_norm, key_norm: of each head; None in most families.
-        query_key_value, output, gate_up, down: projections; the first and third are several side by side.
-        num_gated: outputs of the gate.
-        activation: of these.
-        rotates: whether queries and keys are turned by their positions.
-        scaling: of scores.
-        window: how many tokens, itself included, a token sees; None for all before it.
-        residual_multiplier: of what is added to the hidden states.
+        attention_norm: the norm of the block's input.
+        mlp_norm: the norm of the MLP's input.
+        query_norm: the norm of each query head; None in most families.
+        key_norm: the norm of each key head; None in most families.
+        head_dim: the size of a head.
+        num_heads: how many query heads there are.
+        num_key_heads: how many key heads, and value heads, there are.
+        num_gated: how many outputs the gate has.
+        query_key_value: the projections to queries, keys and values as one.
+        output: the projection of attention's output.
+        gate_up: the two input projections of the MLP as one.
+        down: the output projection of the MLP.
+        activation: the activation of the gate.
+        rotates: whether queries and keys have a rotary embedding.
+        scaling: the factor of attention scores.
+        window: how many tokens a token sees, itself included; None: it sees all tokens before it.
+        residual_multiplier: the factor of what is added to the hidden states.
     """
 
     def __init__(self, layer: Any, window: int | None) -> None:
@@ -225,7 +234,7 @@ class FusedLayer:
 
 
 class _SideBySide:
-    """Projections of the same input that cannot be one.
+    """Projections of the same input that cannot be joined to one, since not all of them are packed alike.
 
     Attributes:
         parts: the projections, in the order of their outputs.
@@ -245,7 +254,7 @@ def _tuned(part: nn.Linear | PackedLinear) -> TunedLinear | PackedLinear:
 
 
 def _fuse(parent: nn.Module, names: Sequence[str]) -> Projection:
-    """One projection for several of the same input; the parts become views of its weights, so nothing is held twice."""
+    """Joins several projections of the same input to one. The parts become views of its weights, which saves memory."""
     children = [parent.get_submodule(name) for name in names]
     packed = [child for child in children if isinstance(child, PackedLinear)]
     if len(packed) == len(children) and PackedLinear.can_join(packed):
@@ -275,7 +284,7 @@ def _joined_or_none(parameters: Sequence[Tensor | None]) -> nn.Parameter | None:
 
 
 class UsualNorm:
-    """The root mean square norm that most families have, in one kernel where it is in float32.
+    """The root mean square norm of most families (RMSNorm, Zhang and Sennrich 2019); one kernel call in float32.
 
     Attributes:
         weight: `[H]`.
@@ -295,5 +304,5 @@ class UsualNorm:
 
 
 def _norm(module: Any) -> Callable[[Tensor], Tensor]:
-    """The same numbers as the family's normalisation."""
+    """A norm with the same results as the family's module, and faster where that is the usual one."""
     return UsualNorm(module) if hasattr(module, "variance_epsilon") else cast(Callable[[Tensor], Tensor], module)

@@ -1,8 +1,8 @@
-"""The Hugging Face hub, and the cache that its client keeps: what a repository holds at one commit, and fetching it.
+"""The Hugging Face hub and its local cache: lists the files of a repository at one commit, and fetches them.
 
-The cache is laid out by the hub's client, so that other tools find what is in it and several processes may share it: a
-file appears there under its name when it is complete. Next to them lies the manifest of each commit. A start without
-the hub needs it, since weights are distinguished also by files that are not here.
+The cache has the layout of the hub's client, so that other tools can use it and several processes may share it: a file
+gets its name when it is complete. The cache also has the manifest of each commit. A start without the hub needs it,
+since a model's fingerprint includes the checksums of files that are not in the cache.
 """
 
 import logging
@@ -35,23 +35,23 @@ _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _Result = TypeVar("_Result")
 
 Stamp = tuple[int, int, int]
-"""What changes when a file is replaced: its inode, size and time of change."""
+"""A file's inode, size and time of change, one of which changes when the file is replaced."""
 
 _CHECKED: Final[dict[Path, Stamp]] = {}
-"""Files that this process has checked. Block servers that follow each other in one process share it."""
+"""The files that this process has checked, shared by successive block servers of the process."""
 
 
 @dataclass(frozen=True)
 class Hub:
-    """How the hub is asked.
+    """A client of the hub.
 
     Attributes:
-        offline: it never is: what the cache lacks is missing. `HF_HUB_OFFLINE=1` means the same.
-        patience_s: how long that which may pass (no connection, an overloaded hub, a transfer that broke off) is tried
-            again.
-        cache: where files are kept; by default, where the hub's client keeps them (`HF_HOME`, `HF_HUB_CACHE`).
+        offline: whether to use only the cache; `HF_HUB_OFFLINE=1` means the same.
+        patience_s: how long to repeat requests after passing failures (no connection, an overloaded hub, a broken
+            transfer).
+        cache: the folder of the cache; by default, that of the hub's client (`HF_HOME`, `HF_HUB_CACHE`).
         endpoint: address of the hub or a mirror; by default `HF_ENDPOINT`.
-        checked: files of the cache that were read and found right, as they were then.
+        checked: files of the cache whose checksums were found right, with their stamps at that time.
     """
 
     offline: bool = False
@@ -66,15 +66,15 @@ class Hub:
         return self.offline or is_offline_mode()
 
     def stop(self) -> None:
-        """Ends what is under way, in whatever thread: there it fails with HubUnavailable."""
+        """Ends the transfers of all threads; they fail with HubUnavailable."""
         self._stopped.set()
 
     def download(self, repository: str, name: str, commit: str, *, again: bool = False) -> None:
-        """Fetches one file into the cache; `again`, also if it is there.
+        """Fetches one file into the cache; with `again`, also if the cache has it.
 
         Raises:
-            CheckpointError: it may not be read, or the cache cannot be written to.
-            HubUnavailable: the hub cannot be reached, or breaks off.
+            CheckpointError: the hub refuses access, or the cache cannot be written to.
+            HubUnavailable: the hub cannot be reached, or the transfer breaks off.
         """
         try:
             hf_hub_download(
@@ -93,7 +93,7 @@ class Hub:
         return self.cache / repo_folder_name(repo_id=repository, repo_type="model")
 
     def patiently(self, ask: Callable[[], _Result]) -> _Result:
-        """Asks until an answer comes, a failure that no waiting helps, or patience ends."""
+        """Repeats a request until it succeeds, fails for another reason than HubUnavailable, or patience ends."""
         ends_at = time.monotonic() + self.patience_s
         pause_s = _FIRST_PAUSE_S
         while True:
@@ -107,15 +107,15 @@ class Hub:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def manifest(self, repository: str, revision: str | None) -> Manifest:
-        """Pins a revision to a commit, and says what that holds. Of a known commit, without asking the hub.
+        """Pins a revision to a commit, and lists its files; a commit that the cache knows needs no request.
 
         Args:
             repository: hub id.
             revision: branch, tag or commit; None: the main branch.
 
         Raises:
-            CheckpointError: there is no such model, or it may not be read.
-            HubUnavailable: the hub cannot be reached, and the cache does not know either.
+            CheckpointError: there is no such model, or the hub refuses access.
+            HubUnavailable: the hub cannot be reached, and the cache does not have the answer.
         """
         commit = self._remembered_commit(repository, revision or constants.DEFAULT_REVISION)
         known = self._remembered(repository, commit)
@@ -142,7 +142,7 @@ class Hub:
         return self.patiently(ask)
 
     def _ask(self, repository: str, revision: str | None) -> Manifest:
-        """Asks for a commit and its files, in one question. Raises as `manifest` does."""
+        """Asks the hub for a commit and its files, in one request. Raises as `manifest` does."""
         try:
             api = HfApi(endpoint=self.endpoint)
             info = api.model_info(repository, revision=revision, files_metadata=True, timeout=_ASK_TIMEOUT_S)
@@ -193,7 +193,10 @@ class Hub:
         return manifest if manifest.commit == commit else None
 
     def _by_links(self, repository: str, commit: str) -> Manifest:
-        """For a cache that another tool filled: files there are links to contents that are named by their checksums."""
+        """The manifest of a commit that another tool put into the cache, without files that the cache lacks.
+
+        Files of the cache are links to contents whose names are their checksums.
+        """
         folder = self.repository_folder(repository) / "snapshots" / commit
         links = [path for path in folder.rglob("*") if path.is_symlink() and path.exists()]
         return Manifest(
@@ -206,7 +209,7 @@ class Hub:
 
 
 def _bar_until(stopped: threading.Event) -> type[tqdm]:
-    """The hub client's progress bar, which hears of every chunk that arrives, and can so end a transfer."""
+    """A progress bar for the hub's client, which is called for every chunk and can so end a transfer."""
 
     class Bar(tqdm):
         def update(self, n: float | None = 1) -> None:
@@ -218,7 +221,7 @@ def _bar_until(stopped: threading.Event) -> type[tqdm]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Others see the old text or the new one."""
+    """Writes a text file at once: other processes see the old text or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
         file.write(text)

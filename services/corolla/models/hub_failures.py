@@ -1,4 +1,4 @@
-"""What a failure of the hub's client means for who starts a server: one sentence, and whether to try again."""
+"""Converts a failure of the hub's client to an error with a sentence for the operator, and whether to try again."""
 
 import errno
 from typing import Final
@@ -22,14 +22,14 @@ _UNWRITABLE: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 def hub_failure(error: Exception, repository: str, cache: str) -> CheckpointError | HubUnavailable:
-    """The error of our own tree for one of the hub's client.
+    """Corolla's error for an exception of the hub's client: HubUnavailable where a retry may help.
 
-    Its text is not repeated: it may name addresses that were signed for the caller.
+    The exception's text is not repeated, since it may contain signed addresses.
 
     Args:
-        error: whatever the hub's client raised.
+        error: the exception of the hub's client.
         repository: hub id.
-        cache: folder that is written to.
+        cache: the folder of the cache.
     """
     error = _cause(error)
     if isinstance(error, GatedRepoError):
@@ -71,7 +71,7 @@ def hub_failure(error: Exception, repository: str, cache: str) -> CheckpointErro
 
 
 def _cause(error: Exception) -> Exception:
-    """What happened, where the hub's client says only that no file was found or that it was asked to fetch one."""
+    """The underlying exception, where the hub's client wraps it in one that says only that no file was found."""
     wrappers = (LocalEntryNotFoundError, RevisionResolutionError, ValueError)
     while isinstance(error, wrappers) and not isinstance(error, HfHubHTTPError):
         if not isinstance(error.__cause__, Exception):

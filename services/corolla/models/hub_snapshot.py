@@ -1,4 +1,4 @@
-"""A checkpoint on the hub at one commit: fetched file by file as they are needed, checked byte for byte."""
+"""A checkpoint on the hub at one commit; files are fetched when they are needed, and their checksums are checked."""
 
 import logging
 import shutil
@@ -18,18 +18,20 @@ from corolla.models.weights import INDEX_FILE, SINGLE_FILE, no_weights, read_hea
 log = logging.getLogger(__name__)
 
 _SIMULTANEOUS_FILES: Final = 4
-# A transfer that is alive writes more often.
+# A transfer that is still alive has written within this time.
 _LEFTOVER_AGE_S: Final = 3600.0
-# What a checkpoint has next to its weights: configuration, tokenizer, chat template.
+# The endings of a checkpoint's files other than weights: configuration, tokenizer, chat template.
 _SMALL_FILES: Final = frozenset({".json", ".jinja", ".txt", ".model"})
 
 
 class HubSnapshot:
-    """A repository at one commit, of which some files are here.
+    """A repository at one commit, some of whose files are in the cache.
 
     Attributes:
-        folder: where they are.
-        manifest: all files that the hub has of it.
+        hub: the hub's client.
+        repository: hub id.
+        folder: the folder of the files in the cache.
+        manifest: all files that the hub has of the commit.
     """
 
     def __init__(self, hub: Hub, repository: str, manifest: Manifest) -> None:
@@ -40,25 +42,25 @@ class HubSnapshot:
 
     @classmethod
     def pin(cls, hub: Hub, repository: str, revision: str | None) -> "HubSnapshot":
-        """Pins a repository to a commit, and fetches all that is small. What is in the cache needs no hub.
+        """Pins a repository to a commit, and fetches all small files. Files in the cache are not fetched.
 
         Args:
-            hub: how it is asked.
+            hub: the hub's client.
             repository: hub id.
             revision: branch, tag or commit; None: the main branch.
 
         Raises:
-            CheckpointError: there is no such model, it may not be read, or the cache cannot be written.
-            HubUnavailable: the hub cannot be reached, and the cache lacks something.
+            CheckpointError: there is no such model, the hub refuses access, or the cache cannot be written.
+            HubUnavailable: the hub cannot be reached, and the cache lacks a file.
         """
         snapshot = cls(hub, repository, hub.manifest(repository, revision))
         snapshot.fetch({name for name in snapshot.manifest.files if _is_small(name)})
         return snapshot
 
     def weight_index(self) -> dict[str, Path]:
-        """Maps each tensor's name to the shard that holds it, whether that is here or not.
+        """Maps each tensor's name to the shard that holds it, whether the shard is in the cache or not.
 
-        Fetches weights that are all in one file: its beginning says what is in it.
+        Weights without an index are in one file, which is fetched to read its table of contents.
 
         Raises:
             CheckpointError: the repository has no safetensors, or its index names a file that it lacks.
@@ -75,18 +77,18 @@ class HubSnapshot:
         return index
 
     def identity(self, weight_index: Mapping[str, Path]) -> Iterator[bytes]:
-        """Yields what identifies the weights: the name and the checksum of every file that holds some."""
+        """Yields bytes that identify the weights: the name and checksum of every file with weights."""
         for name in sorted({shard.name for shard in weight_index.values()}):
             yield f"{name} {self.manifest.files[name].checksum}\n".encode()
 
     def fetch(self, names: Collection[str]) -> None:
-        """Returns when these files are here and are what the hub says that they are.
+        """Fetches files that the cache lacks, and checks the checksums of all.
 
-        Each is read for that unless `Hub.checked` has it. One that is damaged is fetched again.
+        A file in `Hub.checked` is not read again. A damaged file is fetched again.
 
         Raises:
-            CheckpointError: one is missing and the hub is not to be asked, or there is no room for it.
-            HubUnavailable: the hub cannot be reached, or keeps on sending something else.
+            CheckpointError: a file is missing and the hub is not to be asked, or there is no room for it.
+            HubUnavailable: the hub cannot be reached, or sends other contents than it lists.
         """
         wanted = [name for name in sorted(names) if not self._is_known(name)]
         if not wanted:
@@ -109,7 +111,7 @@ class HubSnapshot:
                 if not given_up.is_set():
                     self.hub.patiently(lambda: self._fetch_one(name))
             except BaseException:
-                given_up.set()  # the other files would only keep this failure from being reported
+                given_up.set()  # other files are not begun, so that the failure is reported soon
                 raise
 
         with ThreadPoolExecutor(_SIMULTANEOUS_FILES, "fetch") as pool:
@@ -117,7 +119,7 @@ class HubSnapshot:
                 for done in [pool.submit(fetch, name) for name in names]:
                     done.result()
             except (KeyboardInterrupt, SystemExit):
-                self.hub.stop()  # whoever interrupts does not wait for transfers of minutes
+                self.hub.stop()  # an interrupt must not wait for transfers that take minutes
                 raise
 
     def _fetch_one(self, name: str) -> None:
@@ -132,7 +134,7 @@ class HubSnapshot:
             )
         log.warning("a file of the cache is damaged; fetching it again", extra={"file": name})
         if not path.is_symlink():
-            path.unlink(missing_ok=True)  # on a disk without links the hub's client would leave it as it is
+            path.unlink(missing_ok=True)  # on a disk without links, the hub's client would not replace it
         self.hub.download(self.repository, name, self.manifest.commit, again=True)
         if not self._is_sound(path, stored):
             raise HubUnavailable(
@@ -144,7 +146,7 @@ class HubSnapshot:
         stamp = _stamp_of(path)
         if stamp is None or not stored.matches(path):
             return False
-        # The file is right if it still has the stamp that it had before it was read.
+        # The stamp is that of before the check, so a file that was replaced meanwhile counts as unchecked.
         self.hub.checked[path] = stamp
         return True
 
@@ -181,7 +183,7 @@ class HubSnapshot:
 
 
 def _stamp_of(path: Path) -> Stamp | None:
-    """None: there is no file, or a link to nothing."""
+    """The stamp of a file; None where it does not exist, or is a broken link."""
     try:
         status = path.stat()
     except OSError:
@@ -190,7 +192,7 @@ def _stamp_of(path: Path) -> Stamp | None:
 
 
 def _is_small(name: str) -> bool:
-    """Whether a repository's file is none of the weights, but needed next to them."""
+    """Whether a repository's file is needed in addition to the weights: configuration, tokenizer or chat template."""
     path = PurePosixPath(name)
     if path.name.endswith(".index.json"):
         return name == INDEX_FILE
@@ -199,11 +201,11 @@ def _is_small(name: str) -> bool:
 
 
 def _remove_leftovers(blobs: Path) -> None:
-    """Removes what processes left that were killed while they fetched: nobody goes on with it."""
+    """Removes incomplete files of processes that were killed during a transfer: no process continues it."""
     oldest = time.time() - _LEFTOVER_AGE_S
     for leftover in blobs.glob("*.incomplete"):
         try:
             if leftover.stat().st_mtime < oldest:
                 leftover.unlink()
         except FileNotFoundError:
-            pass  # somebody else removed it, or it is complete by now
+            pass  # another process removed it, or it is complete by now

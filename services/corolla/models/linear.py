@@ -1,10 +1,9 @@
-"""Linear layers that multiply as fast as the machine can.
+"""Linear layers that multiply in the way that was measured as the fastest on this machine.
 
-On CPUs, what torch calls for `nn.Linear` is made for weights that are used once and in any order. Where they stay, two
-other ways are up to three times as fast, from a single row to a long prompt, but not for every type, shape and machine:
-compiled functions multiply by panels (see `kernels/products`), and oneDNN by a copy in a layout of its own. So the
-fastest way is measured once, when a model is loaded, with the weights that will be used; the plain ones are given up
-where another one won.
+On CPUs, torch's function for `nn.Linear` is made for weights in any layout that are used once. For weights that stay,
+two other ways are up to three times as fast, from a single row to a long prompt, but not for every dtype, shape and
+machine: compiled functions multiply by panels (see `kernels/products`), and oneDNN by a copy in its own layout. So the
+ways are timed once, when a model is loaded, with the real weights; the plain weights are freed where another way wins.
 """
 
 import itertools
@@ -27,50 +26,50 @@ from corolla.kernels.repacking import empty_matrices
 from corolla.kernels.repacking import lay_out as lay_out_panels
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
-"""Rows and weights that were laid out, to their product."""
+"""A function from rows `[R, in]` and laid-out weights to their product `[R, out]`."""
 
 log = logging.getLogger(__name__)
 
 _TYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
-# One session's step, those of many together, and a piece of a prompt.
+# The numbers of rows of one session's step, of many sessions' common step, and of a part of a prompt.
 _TIMED_ROWS: Final = (1, 8, 64)
 _MIN_REPETITIONS: Final = 3
 _MAX_REPETITIONS: Final = 12
-# Timing more layers than the caches hold gives the cost of weights that come from memory, as they will.
+# More layers are timed than the caches hold, so that weights come from memory, as in real steps.
 _MAX_TIMED_LAYERS: Final = 32
 _MAX_TIMED_BYTES: Final = 1 << 28
-# But what is timed is there twice meanwhile: at most this share of a model, if that is more than caches hold.
+# Timed weights take memory twice meanwhile, so they are at most this share of a model, if that exceeds the caches.
 _MAX_TIMED_SHARE: Final = 0.2
 MIN_TIMED_BYTES: Final = 8 << 20
-# A layer that is more than that alone, as a model's head, is laid out in runs of its outputs.
+# A layer that alone exceeds this, such as a model's head, is laid out in runs of its outputs.
 _MAX_PIECES: Final = 8
 _OUTPUTS_OF_LAYOUT: Final = 64
-# Of weights that others read, too.
+# The largest weights to be copied to another layout where other code reads the plain ones, too.
 MAX_COPIED_BYTES: Final = 256 << 20
 # A tie goes to the plain weights.
 _MIN_GAIN: Final = 1.05
-# Of the speed of the fastest way: with panels whole blocks can be one call, which gains more than products do. Where
-# oneDNN has instructions for matrices, it is several times as fast.
+# Panels are chosen from this share of the fastest way's speed on: with panels, one call can run whole blocks, which
+# gains more than the products lose. Where oneDNN has matrix instructions (AMX), it is several times as fast.
 _MIN_SHARE_OF_PANELS: Final = 0.7
 # A difference of this size ends the measurement early.
 _CLEAR_GAIN: Final = 1.25
-# The layout is the same for all small numbers of rows, and serves larger ones well.
+# oneDNN's layout is the same for all small numbers of rows, and is good for larger ones.
 _ROWS_OF_LAYOUT: Final = 16
 _MAX_ROUNDINGS: Final = 16
 _ROWS_OF_PIECE: Final = 1024
 
 
 class TunedLinear(nn.Module):
-    """`x W^T + b`, as `nn.Linear`, in the fastest of three ways.
+    """Computes `x W^T + b` as `nn.Linear` does, in the fastest of three ways.
 
     Attributes:
-        weight: `[out, in]`, the very parameter of the layer that it replaces; on the meta device, with its shape and
-            type and no numbers, once `panels` or `relaid` has them.
+        weight: `[out, in]`, the parameter of the replaced layer; on the meta device, with its shape and dtype but
+            without numbers, once `panels` or `relaid` holds these.
         bias: `[out]` or None.
-        panels: the weights for compiled functions, in `layout`; None where these are not the fastest.
-        relaid: the weights for oneDNN's kernels, by runs of outputs: in its own layout, or as they are where others
-            need them, too. Empty where these are not the fastest.
-        parts: layers whose weights are views of this one's, and go with it.
+        panels: uint8 `[panels, blocks, bytes of a block]` in `layout`, for compiled functions; None: they are not used.
+        relaid: the weights for oneDNN's kernels, by runs of outputs: in oneDNN's layout, or plain where other code
+            reads them, too. Empty: oneDNN's kernels are not used.
+        parts: layers whose weights are views of this layer's weights; they lose them when this layer does.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None, parts: Sequence[nn.Linear] = ()) -> None:
@@ -83,11 +82,11 @@ class TunedLinear(nn.Module):
 
     @property
     def layout(self) -> PlainLayout | None:
-        """That of `panels`; None: there can be none."""
+        """The layout of `panels`; None where these weights cannot be laid out as panels."""
         return _layout_of(self.weight)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Multiplies `[..., in]` to `[..., out]`."""
+        """Multiplies `[..., in]`; returns `[..., out]` in the same dtype."""
         if self.panels is not None and self.layout is not None:
             return multiplied(self.layout, rows, self.panels, self.weight.shape[0], self.bias)
         if not self.relaid:
@@ -110,13 +109,13 @@ class TunedLinear(nn.Module):
         return torch.cat([multiply_relaid(rows, piece, bias) for piece, bias in parts], dim=-1)
 
     def use(self, *relaid: Tensor) -> None:
-        """Multiplies by these weights from now on, by oneDNN; gives up its own where they are others."""
+        """Multiplies by these weights with oneDNN from now on; frees the plain weights unless these are the same."""
         if relaid[0] is not self.weight:
             self._give_up_weight()
         self.relaid = relaid
 
     def use_panels(self, panels: Tensor) -> None:
-        """Multiplies by these, by compiled functions, and gives up its own."""
+        """Multiplies by these panels with compiled functions from now on, and frees the plain weights."""
         self._give_up_weight()
         self.panels = panels
 
@@ -136,21 +135,22 @@ def _layout_of(weight: Tensor) -> PlainLayout | None:
 
 
 def padded(num_rows: int) -> int:
-    """The number of rows that is multiplied instead: at most an eighth more.
+    """The number of rows to which a batch is padded: at most an eighth more.
 
-    oneDNN makes a kernel for each number and keeps the last thousand, which can be half a gigabyte. So only few
-    numbers are used: all up to 16, then eight for each doubling.
+    oneDNN makes a kernel for each number of rows and keeps the last thousand kernels, which can be half a gigabyte. So
+    only few numbers are used: all up to 16, then eight for each doubling.
     """
     step = 1 << max(0, num_rows.bit_length() - 4)
     return -(-num_rows // step) * step
 
 
 def multiply_relaid(rows: Tensor, relaid: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`rows W^T + b` by oneDNN.
+    """Computes `rows W^T + b`, `[..., out]`, with oneDNN.
 
     Args:
-        rows: `[..., in]`.
-        relaid: what `relay` gave, or `[out, in]`, which is then laid out anew for more rows than one.
+        rows: `[..., in]` on the CPU.
+        relaid: the result of `relay`, or plain weights `[out, in]`, which oneDNN lays out at each call with several
+            rows; in the rows' dtype.
         bias: `[out]` or None.
     """
     return cast(Tensor, torch.ops.mkldnn._linear_pointwise.default(rows, relaid, bias, "none", (), ""))
@@ -162,15 +162,16 @@ def relay(weight: Tensor) -> Tensor:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module is torch's own linear layer with ordinary weights; quantised ones must be left as they are."""
+    """Whether a module is torch's own linear layer with ordinary weights; quantised layers must not be changed."""
     return type(module) is nn.Linear and type(module.weight.data) is Tensor
 
 
 def replace_linears(root: nn.Module, kept: Collection[str] = ()) -> list[TunedLinear]:
-    """Puts a TunedLinear, with the same parameters, in place of every plain layer below `root`. Returns them.
+    """Replaces every plain linear layer below `root` by a TunedLinear with the same parameters. Returns these.
 
     Args:
-        kept: names within their blocks of layers that stay, since others read their weights.
+        root: the model.
+        kept: names, within their blocks, of layers that are not replaced, since other code reads their weights.
     """
     replaced: list[TunedLinear] = []
     for parent in list(root.modules()):
@@ -189,14 +190,14 @@ def tune(
     shared: Collection[Tensor] = (),
     budget_s: float = 2.0,
 ) -> None:
-    """Measures, for all layers of a shape together, which way they are multiplied, and lays their weights out for it.
+    """Times the ways to multiply, for all layers of a shape together, and lays their weights out for the fastest.
 
     Args:
-        layers: what is not on a CPU is left alone.
-        shared: weights that others read, too: they stay as they are, and large ones are not copied, either, whichever
-            way is faster. All others are the layers' alone.
-        budget_s: when it is spent, what was not measured is multiplied as `nn.Linear` does, or by panels if these have
-            won so far; on a very busy machine no measurement would mean anything.
+        layers: layers that are not on a CPU are not changed.
+        shared: weights that other code reads, too. They are not changed, and large ones are not copied either. All
+            other weights belong to the layers alone.
+        budget_s: how long to measure. Layers that were not measured then multiply as `nn.Linear` does, or by panels if
+            these have won so far.
     """
     deadline_s = time.perf_counter() + budget_s
     held = {id(weight) for weight in shared}
@@ -208,7 +209,7 @@ def tune(
         if layer.weight.device.type == "cpu" and layer.weight.dtype in _TYPES:
             alike[layer.weight.dtype, layer.weight.shape, id(layer.weight) in held].append(layer)
     groups = [_Group(layers, is_held, max_bytes) for (*_, is_held), layers in alike.items()]
-    # Half of the time: where panels lose, the rest is for the other two ways.
+    # Panels get half of the time; where they lose, the rest is for the other two ways.
     if _panels_win(groups, deadline_s - budget_s / 2):
         log.info("weights are laid out as panels")
         for group in groups:
@@ -228,8 +229,9 @@ class _Group:
     """Layers of one shape.
 
     Attributes:
-        is_held: whether others read their weights, too.
-        layout: of panels that would take the place of the weights; None where there can be none.
+        layers: the layers.
+        is_held: whether other code reads their weights, too.
+        layout: the layout of panels that can replace the weights; None where that is not possible.
     """
 
     def __init__(self, layers: Sequence[TunedLinear], is_held: bool, max_bytes: int) -> None:
@@ -240,7 +242,7 @@ class _Group:
         self._max_bytes = max_bytes
 
     def pieces(self, layer: TunedLinear) -> tuple[Tensor, ...]:
-        """A layer's weight, or runs of its rows if it has more bytes: until one is laid out anew it is there twice."""
+        """A layer's weight; a large one in runs of its rows, since a piece takes memory twice while it is laid out."""
         weight = layer.weight
         if not self._is_copied or weight.nbytes <= self._max_bytes:
             return (weight,)
@@ -249,13 +251,13 @@ class _Group:
 
     @property
     def timed(self) -> list[Tensor]:
-        """Weights to measure with."""
+        """The weights with which the ways are timed."""
         pieces = itertools.chain.from_iterable(map(self.pieces, self.layers))
         num_timed = max(1, min(_MAX_TIMED_LAYERS, self._max_bytes // max(1, self.pieces(self.layers[0])[0].nbytes)))
         return list(itertools.islice(pieces, num_timed))
 
     def relaid_gain(self, deadline_s: float) -> float | None:
-        """The gain of weights laid out for oneDNN: 0 if they do not give the same product, None without time."""
+        """The speedup by weights laid out for oneDNN; 0 if their product differs, None if there was no time."""
         weights = self.timed
         try:
             relaid = [self._lay_out(weight) for weight in weights]
@@ -266,7 +268,7 @@ class _Group:
         return _mean_gain(weights, relaid, multiply_relaid, deadline_s)
 
     def relay(self, layer: TunedLinear) -> None:
-        """Has a layer use what is laid out for oneDNN, piece by piece."""
+        """Lays a layer's weights out for oneDNN, piece by piece, and makes the layer use them."""
         pieces, relaid = self.pieces(layer), []
         for piece in pieces:
             relaid.append(self._lay_out(piece))
@@ -279,8 +281,10 @@ class _Group:
 
 
 def _panels_win(groups: Iterable[_Group], deadline_s: float) -> bool:
-    """Whether panels are about as fast as the fastest way, over all layers that can have some: only together they
-    gain what whole blocks do."""
+    """Whether panels are nearly as fast as the fastest way, over all layers that can have them.
+
+    The layers get panels together or not at all, since compiled blocks need panels everywhere.
+    """
     shares = []
     for group in groups:
         if group.layout is not None and time.perf_counter() < deadline_s:
@@ -296,7 +300,7 @@ def _discard(part: Tensor) -> None:
 
 
 def _panel_gain(weights: Sequence[Tensor], layout: PlainLayout, deadline_s: float) -> float | None:
-    """The gain of panels: 0 if they do not give the same product, None without time to measure it."""
+    """The speedup by panels; 0 if their product differs, None if there was no time."""
 
     def multiply(rows: Tensor, panels: Tensor) -> Tensor:
         return multiplied(layout, rows, panels, len(panels) * LANES, None)
@@ -313,7 +317,7 @@ def _mean_gain(
     multiply: Multiply,
     deadline_s: float,
 ) -> float | None:
-    """The geometric mean over numbers of rows; None if there is no time to measure any."""
+    """The geometric mean of the speedups for several numbers of rows; None if there was no time."""
     gains = []
     for num_rows in _TIMED_ROWS:
         if time.perf_counter() < deadline_s:
@@ -331,7 +335,14 @@ def measured_gain(
 ) -> float:
     """How many times as fast as `nn.Linear` another way is.
 
-    Both ways are timed in turns, and the best time of each counts, so that a busy machine disturbs both alike.
+    Both ways are timed in turns, and the best time of each counts, so that other load disturbs both alike.
+
+    Args:
+        rows: `[R, in]`.
+        weights: plain weights `[out, in]` of several layers.
+        laid_out: the same weights, laid out for `multiply`.
+        multiply: the other way.
+        clock: returns seconds.
     """
     best_plain_s = best_other_s = math.inf
     for repetition in range(_MAX_REPETITIONS):
@@ -349,11 +360,14 @@ def measured_gain(
 
 
 def _agrees(weight: Tensor, laid_out: Tensor, multiply: Multiply) -> bool:
-    """Up to rounding in the type of the weights: oneDNN can be set, by the environment, to compute less exactly."""
+    """Whether a product equals that of `nn.Linear` up to rounding in the weights' dtype.
+
+    An environment variable can make oneDNN compute less exactly.
+    """
     rows = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
     product = multiply(rows, laid_out)[:, : len(weight)].float()
     difference = (product - functional.linear(rows, weight).float()).abs()
-    # Piece by piece: the magnitudes of all weights would take as much as the weights.
+    # This goes piece by piece, since the magnitudes of all weights would take as much memory as the weights.
     sizes = [functional.linear(rows.abs(), piece.abs()).float() for piece in torch.split(weight, _ROWS_OF_PIECE)]
     rounding = torch.finfo(weight.dtype).eps * torch.cat(sizes, dim=1)
     return bool((difference <= _MAX_ROUNDINGS * rounding).all())

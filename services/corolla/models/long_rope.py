@@ -1,4 +1,4 @@
-"""Rotary embeddings of the type `longrope`, which have other factors for long texts than for short ones."""
+"""Rotary embeddings of the type `longrope` (LongRoPE, Ding et al. 2024), with other factors for long texts."""
 
 from typing import Any
 
@@ -7,17 +7,17 @@ from torch import Tensor, nn
 
 
 class LongRope(nn.Module):
-    """A family's own rotary embedding, which chooses the factors of each row by that row's text.
+    """Wraps a family's own rotary embedding, so that each row's factors depend only on that row's text.
 
-    The family's code looks at the longest position of the whole call: a long text would change the factors of the short
-    ones in it, and the first chunk of a long prompt would get those of a short text.
+    The family's code chooses the factors by the longest position of a call. So a long text would change the factors of
+    short texts in the same call, and the first chunk of a long prompt would get the factors of short texts.
 
     Args:
-        rotary: the family's module; it gives two tensors `[1, N, size]`, of which only positions matter.
+        rotary: the family's module; it returns cosines and sines `[1, N, size]`, which depend only on positions.
         short_length: tokens of the longest text with short factors.
 
     Attributes:
-        is_long: bool `[N]`, of the next call: which tokens belong to long texts; None: no token does.
+        is_long: bool `[N]`, whether each token of the next call belongs to a long text; None: no token does.
     """
 
     def __init__(self, rotary: nn.Module, short_length: int) -> None:
@@ -27,7 +27,7 @@ class LongRope(nn.Module):
         self.is_long: Tensor | None = None
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """As the family's module, of positions int64 `[1, N]`."""
+        """The cosines and sines `[1, N, size]` of positions int64 `[1, N]`, in the dtype of `x`."""
         if self.is_long is None or not self.is_long.any():
             return self._short(x, position_ids)
         if self.is_long.all():
@@ -41,7 +41,7 @@ class LongRope(nn.Module):
         return self._own(x, position_ids.clamp(max=self.short_length - 1))
 
     def _long(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        # One position more, which only a long text has, decides for all.
+        # An additional position that only a long text can have makes the module choose the long factors.
         beyond = torch.full_like(position_ids[:, :1], self.short_length)
         cos, sin = self._own(x, torch.cat((position_ids, beyond), dim=1))
         return cos[:, :-1], sin[:, :-1]

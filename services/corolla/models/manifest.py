@@ -1,4 +1,4 @@
-"""What a repository of the hub holds at one commit: each file's size and checksum."""
+"""The manifest of a hub repository at one commit: each file's size and checksum."""
 
 import hashlib
 import json
@@ -17,18 +17,18 @@ class StoredFile:
 
     Attributes:
         num_bytes: its length.
-        checksum: the SHA-256 of its content where the hub keeps it as a large file, else git's SHA-1 of it as a blob;
-            they are distinguished by their length, 64 or 40 hexadecimal digits.
+        checksum: the SHA-256 of the content of a large file, or git's SHA-1 of another file as a blob; it has 64 or 40
+            hexadecimal digits.
     """
 
     num_bytes: int
     checksum: str
 
     def matches(self, path: Path) -> bool:
-        """Whether `path` holds these very bytes. Reads the whole file, unless its length says enough.
+        """Whether the file at `path` has this length and checksum. It is read only if the length is right.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         if path.stat().st_size != self.num_bytes:
             return False
@@ -47,8 +47,8 @@ class Manifest:
     """A repository at one commit.
 
     Attributes:
-        commit: its hash.
-        files: by name; a name with a slash lies in a folder.
+        commit: the commit's hash.
+        files: the files by name; a name with a slash lies in a folder.
     """
 
     commit: str
@@ -63,7 +63,7 @@ class Manifest:
         """The inverse of `to_json`.
 
         Raises:
-            ValueError: the text was not made by it.
+            ValueError: the text is not one of `to_json`.
         """
         try:
             content = json.loads(text)

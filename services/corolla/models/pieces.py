@@ -1,7 +1,7 @@
-"""Large tensors, read piece by piece straight into the memory that they will have, in the type that they will have.
+"""Reads large tensors piece by piece into their final memory, in their final dtype.
 
-A file's numbers as a whole, next to the same numbers in another type, would take three times the memory for a moment:
-of an embedding that is gigabytes.
+A whole tensor in the file's dtype, in addition to the same tensor in another dtype, would take three times the memory
+for a moment, which is gigabytes for an embedding.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ PIECE_BYTES: Final = 1 << 20
 
 
 class InPieces:
-    """A stored matrix as `cut_model.build` takes it: it is read when it is indexed.
+    """A stored tensor for `cut_model.build`, which is read when it is indexed; a large matrix in pieces.
 
     Args:
-        stored: gives `[start:end]` of its first dimension, and its shape by `get_shape`; else it is read as a whole.
-        dtype: of the numbers of a large one, whatever the file holds.
+        stored: the tensor. If it has `get_shape` and can be indexed by `[start:end]`, it is read in pieces.
+        dtype: the dtype of a large matrix after reading, whatever the file holds.
 
     Attributes:
-        dtype: what it was made with; another one may be set before it is read.
+        dtype: see there; it may be changed before the tensor is read.
     """
 
     def __init__(self, stored: Any, dtype: torch.dtype) -> None:
@@ -53,12 +53,14 @@ class InPieces:
 
 
 class StoredMatrix:
-    """A tensor of a shard: as a slice of safetensors, but that reads the whole tensor whatever of it is asked for.
+    """A tensor of a shard with the interface of safetensors' slices, which reads only the rows that are indexed.
+
+    safetensors' own slice would read the whole tensor each time.
 
     Args:
-        whole: the slice.
+        whole: safetensors' slice.
         file: the shard.
-        stored: where the tensor lies there.
+        stored: the tensor's place in the shard.
     """
 
     def __init__(self, whole: Any, file: io.FileIO, stored: StoredTensor) -> None:
@@ -74,7 +76,7 @@ class StoredMatrix:
         return self._stored.dtype
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Of `[start:end]`, only these rows are read."""
+        """Reads the index; for `[start:end]` of a matrix only these rows, in the file's dtype, on the CPU."""
         dtype = _DTYPES.get(self._stored.dtype)
         if dtype is None or not isinstance(index, slice) or len(self._stored.shape) < 2:
             whole: Tensor = self._whole[index]
@@ -92,9 +94,8 @@ class StoredMatrix:
 def open_tensors(weight_index: Mapping[str, Path], names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     """Opens some tensors for reading, under new names: `names` maps a new name to the stored one.
 
-    A value is read when it is indexed, into memory of its own: the file is not mapped, so that what a process holds is
-    what it read. Of one that is indexed by `[start:end]`, only these rows are. Only shards with a wanted tensor are
-    opened.
+    A tensor is read when it is indexed, into new memory: files are not mapped, so that a process takes only the memory
+    of what it has read. Indexing by `[start:end]` reads only these rows. Only shards with a wanted tensor are opened.
 
     Raises:
         CheckpointError: a shard cannot be opened.

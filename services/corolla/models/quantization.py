@@ -1,6 +1,6 @@
-"""Linear layers whose weights are kept as int8 or int4, by torchao.
+"""Quantises the weights of linear layers to int8 or int4, by torchao.
 
-Only weights are quantised; hidden states, the KV cache and what travels between hops keep the model's dtype. A layer
+Only weights are quantised; hidden states, the KV cache and the data between hops keep the model's dtype. A layer
 keeps its class and gets another kind of tensor as its weight, so the family's own code runs as before.
 """
 
@@ -14,24 +14,24 @@ from corolla.chassis.errors import CheckpointError, SettingsError, StartupError
 from corolla.chassis.weight_formats import PACKED
 
 INT4_GROUP_SIZE: Final = 32
-# Less than this is no quantised model: a family keeps its weights elsewhere than in linear layers.
+# The least share of weights to quantise. Families below it keep most weights elsewhere than in linear layers.
 _LEAST_SHARE: Final = 0.5
 
 
 def quantize(model: nn.Module, quantization: str, kept: Collection[str] = ()) -> None:
-    """Quantises every linear layer of `model`, in place, where it lies; `"none"` and `"packed"` leave all as it is.
+    """Quantises every linear layer of `model` in place, on its device; `"none"` and `"packed"` change nothing.
 
     `int8` is symmetric with one scale for each output channel. `int4` is asymmetric with a scale and a zero point for
-    each group of 32 inputs; layers whose inputs are no multiple of 32 stay as they are.
+    each group of 32 inputs; it skips layers whose number of inputs is not a multiple of 32.
 
     Args:
-        model: in its final dtype, on its final device.
+        model: the model in its final dtype, on its final device.
         quantization: `"none"`, `"int8"`, `"int4"` or `"packed"`.
-        kept: names within their blocks of layers that stay, since others read their weights.
+        kept: names, within their blocks, of layers that are not quantised, since other code reads their weights.
 
     Raises:
         StartupError: torchao is not installed.
-        SettingsError: this dtype on this device does not go with the quantisation.
+        SettingsError: the quantisation does not support this dtype on this device.
         CheckpointError: most of the model's weights are not in linear layers.
     """
     if quantization in ("none", PACKED):
@@ -52,7 +52,7 @@ def quantize(model: nn.Module, quantization: str, kept: Collection[str] = ()) ->
 
 
 def stored_bytes(tensor: Tensor) -> int:
-    """Bytes that a tensor really takes: a quantised one reports the size that it stands for."""
+    """Bytes that a tensor takes in memory; `nbytes` of a quantised tensor is the size of the expanded one."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor.nbytes
     names, _ = tensor.__tensor_flatten__()
@@ -66,7 +66,7 @@ def _config_of(quantization: str, dtype: torch.dtype, device: torch.device) -> A
     if quantization != "int4":
         raise SettingsError(f"COROLLA_QUANTIZATION={quantization!r}: give none, int8, int4 or packed")
     if device.type == "cpu":
-        # The layout of torch's own int4 kernels for CPUs, which torchao keeps among its newer parts.
+        # torchao has the layout of torch's int4 kernels for CPUs only in its prototype package.
         from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
 
         return PrototypeInt4WeightOnlyConfig(group_size=INT4_GROUP_SIZE, set_inductor_config=False)

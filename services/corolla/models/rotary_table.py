@@ -1,4 +1,4 @@
-"""What rotary embeddings say of each position, computed once."""
+"""A table of the cosines and sines of rotary embeddings (RoPE, Su et al. 2021), computed once for all positions."""
 
 from typing import Any, Final
 
@@ -6,17 +6,16 @@ import torch
 from torch import Tensor, nn
 
 MIN_POSITIONS: Final = 1024
-"""For which a table is computed at once; most texts are shorter."""
+"""The least positions of a table; most texts are shorter."""
 
 _BY_POSITION_ALONE: Final = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embeddings that say the same of a position however long the text is."""
+"""The types of rotary embeddings in which a position's numbers do not depend on the length of the text."""
 
 
 class RotaryTable:
-    """Rows of cosines and sines; the table grows with the positions that are asked for.
+    """A table of cosines and signed sines, with the numbers of the family's own module. It grows with the positions.
 
-    Turning by half a head is a roll and a sign; the sign goes with the sines. The numbers are the ones that the
-    family's own module gives.
+    A rotation by half a head is a roll and a change of sign, which the table includes in the sines.
 
     Args:
         rotary: the family's rotary embedding.
@@ -31,16 +30,16 @@ class RotaryTable:
 
     @property
     def table(self) -> Tensor:
-        """`[positions, 2, head_dim]`, which `rows` reads until it grows; empty where rows are computed each time."""
+        """The table `[positions, 2, head_dim]` as it is now; empty where rows are computed in each call."""
         return self._table
 
     def rows(self, position_ids: Tensor, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines, each `[N, 1, head_dim]`.
+        """The cosines and signed sines of positions, each `[N, 1, head_dim]`.
 
         Args:
-            position_ids: int64 `[N]`, all before `end`.
-            end: see there.
-            like: in the device and dtype that the rows shall have; always the same ones.
+            position_ids: int64 `[N]`, all below `end`.
+            end: the upper bound of the positions.
+            like: a tensor with the device and dtype of the result, the same ones in all calls.
         """
         table, numbers = self.numbered(position_ids, end, like)
         if numbers is not None:
@@ -50,10 +49,10 @@ class RotaryTable:
     def numbered(self, position_ids: Tensor, end: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
         """A table of cosines and signed sines, `[rows, 2, head_dim]`, and the row of each position.
 
-        Args: see `rows`.
+        Takes the arguments of `rows`.
 
         Returns:
-            For the rows None where they are those of the positions, one by one.
+            The table and int64 `[N]`; None instead of the latter where row `i` belongs to position `i` of the call.
         """
         if not self._is_lasting:
             return self._compute(position_ids, like), None
@@ -63,7 +62,7 @@ class RotaryTable:
         return self._table, position_ids
 
     def _compute(self, position_ids: Tensor, like: Tensor) -> Tensor:
-        """`[N, 2, head_dim]`."""
+        """Computes the rows of positions, `[N, 2, head_dim]`."""
         cos, sin = self._rotary(like, position_ids.unsqueeze(0))
         half = sin.shape[-1] // 2
         return torch.stack((cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)), dim=1)

@@ -33,18 +33,18 @@ from corolla.models.packed.modules import make_up_packed, replace_packed
 from corolla.models.quantization import quantize, stored_bytes
 from corolla.wire.span import Span
 
-# Reads the cached latents of all tokens at every step, with whatever adapter they were computed.
+# This layer reads the cached latents of all tokens at every step, so an adapter cannot change it for new tokens only.
 _EXPANSION: Final = "self_attn.kv_b_proj"
 
 
 @dataclass(frozen=True, slots=True)
 class LinearPlace:
-    """Where a linear layer's product with an adapter is added.
+    """The place at which a linear layer's product with an adapter is added.
 
     Attributes:
-        place: its layer's, or that of several layers that are computed together.
-        first_column: where its output begins in that of the place.
-        shape: numbers that it reads and gives.
+        place: the layer alone, or several layers that are computed together.
+        first_column: the layer's first output within those of the place.
+        shape: the sizes of the layer's input and output.
     """
 
     place: Place
@@ -55,19 +55,19 @@ class LinearPlace:
 class SpanModel:
     """Blocks `[span.start, span.end)` of a model, without embedding, final norm and head.
 
-    The layers number themselves from 0 at `span.start`; that number is the layer's index in any cache. A run of only
-    some of the blocks goes through a view that shares the layers and keeps their numbers.
+    The layers are numbered from 0 at `span.start`; this number is the layer's index in any cache. Where only some of
+    the blocks run, a view is used that shares the layers and keeps their numbers.
 
     Attributes:
-        span: the blocks held.
+        span: the blocks.
         config: the model's configuration, cut to the span.
         family: the row of the table of families.
         packs_rows: whether rows of different sessions may be packed into one call.
-        dtype: of the weights, as of hidden states.
-        device: where they are.
-        fused: a faster way to run the same blocks, once `make_fused` found one.
-        adapters: of the batch that `forward` is about to run; None where no row has one.
-        long_rope: what has to know which tokens of a batch belong to long texts; None where that makes no difference.
+        dtype: the dtype of weights and hidden states.
+        device: the device of the weights.
+        fused: a faster implementation of the same blocks, if `make_fused` found one.
+        adapters: the adapters of the batch that `forward` is about to run; None where no row has one.
+        long_rope: the rotary embedding that has to know which tokens belong to long texts; None: it need not know.
     """
 
     def __init__(self, base: PreTrainedModel, span: Span, family: Family) -> None:
@@ -98,14 +98,16 @@ class SpanModel:
         return sum(stored_bytes(tensor) for tensor in tensors)
 
     def modules(self) -> Iterator[nn.Module]:
-        """All that the blocks are made of, as `nn.Module.modules` gives it."""
+        """All modules of the blocks, as `nn.Module.modules` returns them."""
         return self._base.modules()
 
     def make_fused(self, tuning_budget_s: float = 2.0) -> None:
-        """Prepares the fastest way to run the blocks on this machine, for good; a fused way is the only one then.
+        """Chooses the fastest implementation of the blocks on this machine, for good.
+
+        Where `fused` is set afterwards, only that may run the blocks.
 
         Args:
-            tuning_budget_s: how long multiplication may be measured.
+            tuning_budget_s: for how long products may be timed.
         """
         layers = list(cast(nn.ModuleList, self._base.get_submodule(self.family.layers)))
         if self.family.is_fused and self.packs_rows and all(map(fits, layers)):
@@ -114,10 +116,11 @@ class SpanModel:
         tune(replace_linears(self._base, kept) if self.fused is None else self.fused.linears, budget_s=tuning_budget_s)
 
     def linear_place(self, layer: int, path: str) -> LinearPlace | None:
-        """Where the output of a linear layer is; None: the layer has none of this path that sees each token once.
+        """The place of a linear layer; None where the block has no such layer that sees each token exactly once.
 
         Args:
-            path: within the block, such as `self_attn.q_proj`.
+            layer: the block's index within the span.
+            path: the linear layer's path within the block, such as `self_attn.q_proj`.
         """
         if (self.family.caches_latents and path == _EXPANSION) or path.endswith(self.family.read_weights):
             return None
@@ -133,7 +136,10 @@ class SpanModel:
         return LinearPlace(place, sum(width for _, width in widths), shape)
 
     def take_adapters(self) -> None:
-        """Lets `adapters` change what linear layers give. Not while blocks run; fused ones need no preparation."""
+        """Installs the hooks by which `adapters` change the outputs of linear layers; not while blocks run.
+
+        Fused blocks need no hooks.
+        """
         if self._takes_adapters or self.fused is not None:
             return
         self._takes_adapters = True
@@ -158,7 +164,7 @@ class SpanModel:
         return cast(nn.ModuleList, self._base.get_submodule(self.family.layers))[index]
 
     def set_attention(self, implementation: str) -> None:
-        """Names the attention function, a key of the library's AttentionInterface, that all layers use from now on."""
+        """Sets the attention function of all layers; `implementation` is a key of transformers' AttentionInterface."""
         for view in self._views.values():
             view.config._attn_implementation = implementation
 
@@ -177,14 +183,14 @@ class SpanModel:
 
         Args:
             hidden: `[B, T, H]`, the output of the block before `blocks`, in the model's dtype.
-            position_ids: int64 `[B, T]`, absolute positions. None counts on from what the cache holds.
+            position_ids: int64 `[B, T]`, absolute positions; None: those that follow the cached tokens.
             blocks: a run within the span; None runs the whole span.
             past_key_values: a transformers cache, or None for attention functions that keep their own.
-            attention_mask: as the family's base model takes it.
-            attention_kwargs: handed through to the attention function.
+            attention_mask: a mask in the form of the family's base model.
+            attention_kwargs: passed on to the attention function.
 
         Returns:
-            `[B, T, H]`, the output of the last of `blocks`, before any final norm.
+            The output of the last of `blocks`, before any final norm: `[B, T, H]` in the model's dtype.
         """
         output = self._view(blocks or self.span)(
             inputs_embeds=hidden,
@@ -213,7 +219,7 @@ class SpanModel:
 
 
 def _with_layers(module: Any, path: Sequence[str], layers: nn.ModuleList, config: PretrainedConfig) -> Any:
-    """A model that shares everything with `module` but the layers at `path` and what is around them."""
+    """A copy of a model with other layers at `path`; it shares all modules except those that contain the layers."""
     view = copy.copy(module)
     view._modules = dict(module._modules)
     view.config = config
@@ -223,7 +229,7 @@ def _with_layers(module: Any, path: Sequence[str], layers: nn.ModuleList, config
 
 
 def _separate_factors(base: PreTrainedModel, family: Family) -> LongRope | None:
-    """Has a longrope embedding choose each row's factors by the row's own text."""
+    """Replaces a longrope embedding by one that chooses each row's factors by the row's own text."""
     short_length = short_factor_length(base.config)
     if short_length is None or not family.begins_anew:
         return None
@@ -233,7 +239,7 @@ def _separate_factors(base: PreTrainedModel, family: Family) -> LongRope | None:
 
 
 def _features(module: nn.Module | None) -> tuple[int, int] | None:
-    """Numbers that a linear layer of whatever class reads and gives; None: it is none."""
+    """The input and output size of a linear layer of any class; None for other modules."""
     if isinstance(module, TunedLinear):
         return module.weight.shape[1], module.weight.shape[0]
     if isinstance(module, nn.Embedding) or module is None:
@@ -254,17 +260,17 @@ def load_span(
     """Reads a span's tensors, and only those, into a model.
 
     Args:
-        checkpoint: where the weights lie.
-        span: the blocks to hold.
-        dtype: of the weights in memory, whatever the files hold.
-        device: where they go.
+        checkpoint: the source of the weights.
+        span: the blocks to read.
+        dtype: the dtype of the weights in memory, whatever the files hold.
+        device: the device of the weights.
         attention: transformers' attention implementation; families that `sdpa` does not serve get `eager`.
-        quantization: of the weights of linear layers: `none`; `int8` or `int4`, once they are read; `packed`, as the
-            files have them.
+        quantization: of the weights of linear layers: `none`; `int8` or `int4`, applied after reading; `packed`, as in
+            the files.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape than the configuration says, or cannot be read.
-        StartupError: the weights cannot be quantised so.
+        StartupError: this quantisation is not possible for the weights.
     """
     device = torch.device(device)
     if span.end > checkpoint.num_blocks:
@@ -295,10 +301,10 @@ def make_span(
     device: torch.device | str = "cpu",
     quantization: str = "none",
 ) -> SpanModel:
-    """A span like that of `load_span`, with made-up weights: it reads nothing, and computes as long.
+    """A span like that of `load_span`, with random weights: it reads no weights, and computes at the same speed.
 
     Raises:
-        StartupError: the weights cannot be quantised so.
+        StartupError: this quantisation is not possible for the weights.
     """
     device = torch.device(device)
     names = span_tensors(checkpoint, span)
@@ -310,24 +316,24 @@ def make_span(
 
 
 def fetch_span(checkpoint: Checkpoint, span: Span) -> None:
-    """Fetches what `load_span` would read, where that is not here yet.
+    """Fetches the files that `load_span` would read, as far as they are not here yet.
 
     Raises:
-        CheckpointError: it cannot be had.
+        CheckpointError: a file cannot be fetched.
         HubUnavailable: the hub cannot be reached.
     """
     checkpoint.fetch(span_tensors(checkpoint, span).values())
 
 
 def weight_types(checkpoint: Checkpoint, quantization: str) -> tuple[list[str], list[str]]:
-    """The formats of packed weights: those that stay so, and those of which some tensor is expanded. Reads nothing."""
+    """The formats of packed weights: those that stay packed, and those with an expanded tensor. Reads no weights."""
     largest = Span(checkpoint.largest_block, checkpoint.largest_block + 1)
     names = span_tensors(checkpoint, largest)
     return types_of(checkpoint, quantization, names, functools.partial(_empty_span, checkpoint, largest))
 
 
 def _empty_span(checkpoint: Checkpoint, span: Span) -> PreTrainedModel:
-    """The cut model without weights."""
+    """The span's model without weights, on the meta device."""
     config, cut = _cut_class_of(checkpoint, span, {}, torch.float32)
     return without_weights(cut, config)
 
@@ -350,7 +356,7 @@ def _finished(base: PreTrainedModel, span: Span, family: Family, quantization: s
 
 
 def span_tensors(checkpoint: Checkpoint, span: Span) -> dict[str, str]:
-    """The span's tensors: name in the cut base model -> name in the files, which may begin with that of the base."""
+    """Maps the names of the span's tensors in the cut base model to those in the files, with or without a prefix."""
     prefix = model_class_of(AutoModel, checkpoint.config).base_model_prefix
     layer = re.compile(rf"(?:{re.escape(prefix)}\.)?{re.escape(checkpoint.family.layers)}\.(\d+)\.(.+)")
     names: dict[str, str] = {}
@@ -362,7 +368,7 @@ def span_tensors(checkpoint: Checkpoint, span: Span) -> dict[str, str]:
 
 
 class _NoPositions(nn.Module):
-    """Adds nothing where a family adds learned positions: `edges` already did."""
+    """Stands in for learned positions and adds 0, since `edges` has added them already."""
 
     def forward(self, positions: Tensor, *_arguments: Any, **_options: Any) -> Tensor:
         return torch.zeros((), device=positions.device, dtype=torch.int8)

@@ -1,4 +1,4 @@
-"""Safetensors shards: which tensor lies where, and short samples of their bytes."""
+"""Reads safetensors shards' tables of contents, and short samples of their tensors."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ class StoredTensor:
     Attributes:
         dtype: safetensors' name of the element type, such as `BF16`.
         shape: its dimensions.
-        offset: of its first byte in the file.
+        offset: the position of its first byte in the file.
         num_bytes: its length in the file.
     """
 
@@ -40,7 +40,7 @@ def find_weights(folder: Path) -> dict[str, Path]:
     """Maps each tensor's name to the shard that holds it.
 
     Raises:
-        CheckpointError: there are no safetensors, the index names a shard or tensor that is missing, or one is damaged.
+        CheckpointError: the folder has no safetensors, or a shard or tensor of the index is missing or damaged.
     """
     if (folder / INDEX_FILE).is_file():
         named = read_index(folder)
@@ -61,11 +61,11 @@ def read_header(shard: Path) -> dict[str, StoredTensor]:
     """Reads a shard's table of contents; no tensor is read.
 
     Raises:
-        CheckpointError: the file is missing, cut short or no safetensors file.
+        CheckpointError: the file is missing, cut short or not a safetensors file.
     """
     try:
         # Opening checks that the table of contents is sound and covers the file to its last byte.
-        # By numpy, which every process with a tokenizer has; torch is only where something is computed.
+        # numpy is installed wherever a tokenizer is; torch only in processes that compute.
         with safe_open(shard, framework="numpy"):
             pass
         with shard.open("rb") as file:
@@ -87,10 +87,10 @@ def read_header(shard: Path) -> dict[str, StoredTensor]:
 
 
 def sample_bytes(weight_index: Mapping[str, Path], num_bytes: int) -> Iterator[bytes]:
-    """Yields, tensor by tensor in the order of their names, what identifies it cheaply.
+    """Yields, tensor by tensor in the order of their names, bytes that identify it without reading all of it.
 
-    That is its name, dtype and shape, and `num_bytes` each from its beginning, middle and end. How the tensors are
-    spread over shards does not matter.
+    These are its name, dtype and shape, and `num_bytes` each from its beginning, middle and end. They do not depend on
+    how tensors are distributed over shards.
     """
     headers = {shard: read_header(shard) for shard in set(weight_index.values())}
     with contextlib.ExitStack() as stack:
@@ -105,7 +105,7 @@ def sample_bytes(weight_index: Mapping[str, Path], num_bytes: int) -> Iterator[b
 
 
 def read_index(folder: Path) -> dict[str, Path]:
-    """Maps each tensor's name to the shard of `folder` that the index names, whether that is there or not.
+    """Maps each tensor's name to the shard of `folder` that the index names, whether the shard exists or not.
 
     Raises:
         CheckpointError: the index is damaged, or names a file that lies elsewhere.
@@ -123,7 +123,7 @@ def read_index(folder: Path) -> dict[str, Path]:
 
 
 def no_weights(place: str, files: Iterable[str]) -> str:
-    """Why there is nothing to read in `place`, which holds `files`."""
+    """The error message for a place whose `files` do not include safetensors weights."""
     pickled = sorted(name for name in files if Path(name).suffix in PICKLED_SUFFIXES)
     if pickled:
         return (

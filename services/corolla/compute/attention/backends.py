@@ -1,4 +1,4 @@
-"""Which attention a server uses: chosen at start, and checked against the definition in float64."""
+"""Chooses a server's attention at start, and checks it against the definition of attention in float64."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -26,23 +26,23 @@ BACKENDS: Final[Mapping[str, Callable[[], AttentionBackend]]] = {
 }
 _BY_DEVICE: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("compiled", "flash", "sdpa"), "cuda": ("paged", "sdpa")}
 TOLERANCES: Final[Mapping[torch.dtype, float]] = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-"""How far results may be from right ones, for numbers about as large as standard normal ones."""
+"""The largest absolute error allowed in a result, for inputs that are standard normal numbers."""
 
 
 def choose_backend(
     name: str, device: torch.device, dtype: torch.dtype, page_tokens: int, *, is_encoded: bool = False
 ) -> AttentionBackend:
-    """The fastest attention that is right on this device.
+    """The fastest attention that gives correct results on this device.
 
     Args:
         name: `auto`, or a key of BACKENDS.
-        device: of keys, values and queries.
-        dtype: theirs.
+        device: the device of keys, values and queries.
+        dtype: their dtype.
         page_tokens: tokens of a page.
-        is_encoded: whether keys and values are stored in eight bits, which only some can read.
+        is_encoded: whether keys and values are stored in eight bits, which `paged` cannot read.
 
     Raises:
-        StartupError: the one asked for does not work here.
+        StartupError: the requested attention does not work here.
     """
     names = _BY_DEVICE.get(device.type, ("sdpa",)) if name == "auto" else (name,)
     if is_encoded:
@@ -66,7 +66,7 @@ def choose_backend(
 def _tried(
     name: str, device: torch.device, dtype: torch.dtype, page_tokens: int
 ) -> tuple[AttentionBackend | None, str]:
-    """A backend, or why it cannot be used: it computes a small batch, which the definition computes, too."""
+    """A backend that gave correct results for a small batch, or None and the reason why it cannot be used."""
     try:
         backend = BACKENDS[name]()
         difference = largest_difference(backend, device, dtype, page_tokens)
@@ -81,7 +81,10 @@ def _tried(
 def largest_difference(
     backend: AttentionBackend, device: torch.device, dtype: torch.dtype, page_tokens: int, window: int | None = None
 ) -> float:
-    """How far a backend's results are from the definition's in float64, for two sessions' chunks and tokens."""
+    """The largest difference between a backend's results and the definition's in float64.
+
+    It attends for chunks and single tokens of two sessions, with inputs in `dtype` on `device`.
+    """
     num_heads, num_key_heads, head_size = 4, 2, 64
     generator = torch.Generator().manual_seed(0)
 
@@ -116,7 +119,7 @@ def largest_difference(
 
 
 def _definition(query: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None) -> Tensor:
-    """Attention of the last tokens of a text, in float64: `[T, heads, head_dim]`."""
+    """The attention of the last `T` tokens of a text in float64, `[T, heads, head_dim]`."""
     groups = query.shape[1] // keys.shape[1]
     keys, values = (tensor.double().repeat_interleave(groups, dim=1) for tensor in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * scaling

@@ -19,11 +19,11 @@ RAGGED = "corolla_ragged"
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """One row's place in a call: its tokens are `[start, end)` of those of the call.
+    """One row's place in a call: its tokens are `[start, end)` of the call's tokens.
 
     Attributes:
-        cache: the session's, prepared for this step.
-        position: of the first new token in the session.
+        cache: the session's cache, prepared for this step.
+        position: the position of the first new token in the session.
     """
 
     cache: SessionCache
@@ -38,15 +38,16 @@ class PackedRow:
 
 @dataclass(slots=True)
 class LayerInput:
-    """What attention computes with in one layer.
+    """The inputs of attention in one layer; all tensors have one dtype and device.
 
     Attributes:
-        layer: index within the server's span.
-        query: `[N, heads, head_dim]`, the new tokens of all rows.
-        key: `[N, key heads, head_dim]`; value likewise, with a head size of its own.
-        scaling: of the scores.
-        window: how many tokens, itself included, a token sees; None for all before it.
-        softcap: bound of the scores, or None.
+        layer: the layer's index within the server's span.
+        query: `[N, heads, head_dim]` of the new tokens of all rows.
+        key: `[N, key heads, head_dim]`.
+        value: `[N, key heads, value head size]`.
+        scaling: the factor of the scores.
+        window: how many tokens a token sees, itself included; None: it sees all tokens before it.
+        softcap: the bound of the scores; None: they are not bounded.
     """
 
     layer: int
@@ -58,7 +59,7 @@ class LayerInput:
     softcap: float | None = None
 
     def part(self, row: PackedRow) -> "LayerInput":
-        """The same of one row only."""
+        """The part of the inputs that belongs to one row."""
         query, key, value = (tensor[row.start : row.end] for tensor in (self.query, self.key, self.value))
         return LayerInput(self.layer, query, key, value, self.scaling, self.window, self.softcap)
 
@@ -74,14 +75,15 @@ class AttentionBackend(Protocol):
 
 
 class AttentionBatch:
-    """The rows of one call, and what all its layers share: slots, runs and masks.
+    """The rows of one call, with the slots, runs and masks that all its layers share.
 
     Args:
-        store: where all rows' keys and values lie.
-        rows: of different sessions.
-        backend: computes.
-        slots: where new tokens go, int64 `[N]` for each group of layers, where that is known already.
-        prepared: likewise what the backend would prepare for each group. With both, rows are not read.
+        store: the store of all rows' keys and values.
+        rows: rows of different sessions.
+        backend: computes the attention.
+        slots: for each group of layers, the slots of the new tokens, int64 `[N]`, if they are known already.
+        prepared: for each group of layers, what the backend would prepare, if it is known already. With `slots` and
+            `prepared` of all groups, rows are not read.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class AttentionBatch:
         self._slots: dict[int, Tensor] = dict(slots or {})
         self._extents: dict[tuple[int, int, int, int], tuple[tuple[int, int], ...]] = {}
         self._biases: dict[tuple[int, int, int, int, int], Tensor | None] = {}
-        # What a backend prepares once for all layers.
+        # The objects that a backend prepares once for all layers of a group.
         self.prepared: dict[int, Any] = dict(prepared or {})
 
     def attend(
@@ -115,7 +117,7 @@ class AttentionBatch:
     ) -> Tensor:
         """Stores new keys and values and attends. Returns `[N, heads, value head size]`; see `LayerInput`."""
         if (codec := self.store.codec) is not None:
-            # Tokens of a chunk see each other as later ones will see them.
+            # Tokens of a chunk use the rounded keys and values of each other, as later tokens will do.
             key, value = codec.decode(codec.encode(key)), codec.decode(codec.encode(value))
         return self._backend.attend(self, LayerInput(layer, query, key, value, scaling, window, softcap))
 
@@ -132,7 +134,7 @@ class AttentionBatch:
         return keys, values
 
     def slots(self, layer: int, device: torch.device) -> Tensor:
-        """Where the new tokens of all rows go in a layer, int64 `[N]`."""
+        """The slots of the new tokens of all rows in a layer, int64 `[N]`."""
         group = self.store.group_of(layer)
         slots = self._slots.get(group)
         if slots is None:
@@ -141,7 +143,7 @@ class AttentionBatch:
         return slots
 
     def extents(self, number: int, layer: int, start: int, end: int) -> tuple[tuple[int, int], ...]:
-        """Where a row's keys of positions `[start, end)` lie: first slot and number of tokens of each run."""
+        """The runs of slots of a row's positions `[start, end)`: first slot and number of tokens of each."""
         key = (number, self.store.group_of(layer), start, end)
         extents = self._extents.get(key)
         if extents is None:
@@ -151,10 +153,11 @@ class AttentionBatch:
     def bias(
         self, position: int, num_queries: int, first_key: int, num_keys: int, window: int | None, like: Tensor
     ) -> Tensor | None:
-        """What is added to the scores of queries from `position` on and keys from `first_key` on.
+        """The mask that is added to the scores of queries from `position` on and keys from `first_key` on.
 
         Returns:
-            `[num_queries, num_keys]` of the dtype and device of `like`, 0 or minus infinity; None where all is seen.
+            `[num_queries, num_keys]` of the dtype and device of `like`, 0 or minus infinity; None where every query
+            sees every key.
         """
         kind = (position, num_queries, first_key, num_keys, window or 0)
         if kind not in self._biases:
@@ -185,16 +188,17 @@ def ragged_attention(
 
     Args:
         module: the family's attention module; its `layer_idx` picks the layer of the caches.
-        query: `[1, heads, N, head_dim]`.
-        key: `[1, key heads, N, head_dim]`; value likewise.
-        attention_mask: unused; transformers makes none for functions that it does not know.
+        query: `[1, heads, N, head_dim]` in the model's dtype.
+        key: `[1, key heads, N, head_dim]` in the same dtype.
+        value: `[1, key heads, N, value head size]` in the same dtype.
+        attention_mask: unused; transformers makes no mask for functions that it does not know.
         batch: the rows.
-        scaling: of the scores; None is one over the root of the head size.
-        sliding_window: how many tokens, itself included, a token sees; None for all.
-        softcap: bound of the scores, or None.
+        scaling: the factor of the scores; None: one over the square root of the head size.
+        sliding_window: how many tokens a token sees, itself included; None: it sees all tokens before it.
+        softcap: the bound of the scores; None: they are not bounded.
 
     Returns:
-        `[1, N, heads, head_dim]` and None.
+        The output `[1, N, heads, value head size]` in the query's dtype, and None.
     """
     layer: Any = module.layer_idx
     output = batch.attend(
@@ -206,7 +210,7 @@ def ragged_attention(
         window=sliding_window,
         softcap=softcap,
     )
-    # As the library's own functions give it: some families make a view of it.
+    # The library's own functions return a contiguous tensor, and some families make a view of it.
     return output.contiguous().unsqueeze(0), None
 
 

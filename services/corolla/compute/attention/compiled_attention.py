@@ -1,7 +1,7 @@
-"""Attention by compiled functions, for all rows of a batch in one call or two; for CPUs.
+"""Attention by compiled functions, on CPUs, for all rows of a batch in one call or two.
 
-torch's flash attention takes a call for each row, and with few keys a call takes longer than its work. With many, it
-has half of the speed of these.
+torch's flash attention needs a call for each row, and with few keys a call takes longer than its work. With many keys,
+it has half of the speed of these functions.
 """
 
 import ctypes
@@ -31,19 +31,19 @@ ELEMENTS: Final[Mapping[torch.dtype, str]] = {
 }  # fmt: skip
 
 _MAX_TOKENS: Final = 8
-"""Of a row whose new tokens go through its keys each by itself; those of a longer one are a chunk."""
+"""The most new tokens of a row that go through its keys one by one; more new tokens are processed as a chunk."""
 
 _PIECE_TOKENS: Final = 1024
 """Keys that one thread goes through at once; a multiple of every tile."""
 
 _LEAST_KEYS_OF_THREADS: Final = 256
-"""Fewer, over all queries, take less time than it takes to wake another thread."""
+"""The least keys, over all queries, for which it pays to wake another thread."""
 
 _ALL_KEYS: Final = 1 << 30
-"""The window of those that see all before them."""
+"""The window of layers whose tokens see all tokens before them."""
 
 EXPONENTIAL: Final = torch.tensor(CONSTANTS, dtype=torch.float32)
-"""`CONSTANTS`, where compiled functions read them."""
+"""`CONSTANTS` as a tensor, whose address compiled functions get."""
 
 _Job: Final = ctypes.c_int64 * len(JOB)
 _ChunkJob: Final = ctypes.c_int64 * len(chunk_source.JOB)
@@ -54,12 +54,13 @@ class Tables:
     """The rows of a batch for one group of layers, int32.
 
     Attributes:
-        pieces: `[pieces, 4]`: query, first key, end, and where the row's pages begin; keys count from the first page.
-        queries: `[queries, 3]`: query, first piece and end.
-        blocks: of the chunks, `[blocks, 4]`: first token, how many, key of the first one, and where the row's pages
-            begin.
-        pages: ids of all rows' pages.
-        num_keys: of all queries together.
+        pieces: `[pieces, 4]`: query, first key, end of keys, index of the row's first entry in `pages`; keys are
+            counted from the row's first page.
+        queries: `[queries, 3]`: query, first piece, end of pieces.
+        blocks: `[blocks, 4]` for the chunks: first token, number of tokens, key of the first token, index of the row's
+            first entry in `pages`.
+        pages: `[pages]`: the ids of all rows' pages.
+        num_keys: how many keys all queries of `queries` see together.
     """
 
     pieces: Tensor
@@ -70,7 +71,7 @@ class Tables:
 
 
 class CompiledAttention:
-    """Compiled functions where they know the heads and the cache, and torch's flash attention elsewhere.
+    """Attention by compiled functions; torch's flash attention where they do not support the heads or the cache.
 
     Raises:
         StartupError: nothing can be compiled here.
@@ -101,7 +102,7 @@ class CompiledAttention:
             job, _states = call.next_token_job()
             at, functions = ctypes.addressof(job), next_token_module(shape)
             share(functions.address("piece"), at, len(tables.pieces) * num_key_heads, call.num_next_token_threads)
-            # They are little work.
+            # Merging is too little work for several threads.
             share(functions.address("merge"), at, len(tables.queries) * num_key_heads, 1)
         if len(tables.blocks):
             chunks = call.chunk_job(given.window)
@@ -112,12 +113,17 @@ class CompiledAttention:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What both functions work on.
+    """The arguments of an attention call, from which the jobs of both compiled functions are made.
 
     Attributes:
-        query: where `[N, heads, key size]` lie, in the type of the shape.
-        keys: `[slots, key heads, key size]`; values likewise.
-        output: where float32 `[N, heads, value size]` go.
+        shape: the heads.
+        query: the address of `[N, heads, key size]` in the shape's element type.
+        keys: `[slots, key heads, key size]` in the same type.
+        values: `[slots, key heads, value size]` in the same type.
+        output: the address of the output, float32 `[N, heads, value size]`.
+        tables: the rows of the batch.
+        page_tokens: tokens of a page.
+        scaling_bits: the scaling of the scores; see `float_bits`.
     """
 
     shape: HeadShape
@@ -134,20 +140,20 @@ class AttentionCall:
         return torch.get_num_threads() if self.tables.num_keys >= _LEAST_KEYS_OF_THREADS else 1
 
     def next_token_job(self) -> tuple[Any, Tensor]:
-        """For `next_token_module`, and memory that it works in."""
+        """The job for `next_token_module`, and the memory that it works in, which must live as long."""
         tables = self.tables
         states = torch.empty(len(tables.pieces) * self.keys.shape[1] * self.shape.state_floats)
         fields = (states.data_ptr(), tables.pieces.data_ptr(), tables.queries.data_ptr())
         return _Job(*self._common_fields, *fields), states
 
     def chunk_job(self, window: int | None) -> Any:
-        """For `chunk_module`."""
+        """The job for `chunk_module`."""
         window = min(window or _ALL_KEYS, _ALL_KEYS)
         return _ChunkJob(*self._common_fields, self.tables.blocks.data_ptr(), window)
 
     @property
     def _common_fields(self) -> tuple[int, ...]:
-        """See `COMMON_FIELDS`."""
+        """The fields `COMMON_FIELDS` of `attention_text`, which both jobs begin with."""
         size = self.shape.element_bytes
         strides = (*self.keys.stride()[:2], *self.values.stride()[:2])
         return (
@@ -158,7 +164,7 @@ class AttentionCall:
 
 
 def _shape_of(given: LayerInput) -> HeadShape | None:
-    """What has to be compiled for a layer; None where it cannot be."""
+    """The shape for which functions have to be compiled for a layer; None where the layer is not supported."""
     key_heads, key_size = given.key.shape[1:]
     value_size = given.value.shape[2]
     element = ELEMENTS.get(given.query.dtype)
@@ -169,25 +175,25 @@ def _shape_of(given: LayerInput) -> HeadShape | None:
 
 @functools.lru_cache(maxsize=1024)
 def float_bits(number: float) -> int:
-    """A number as a field of a job has it."""
+    """The bits of a number as float32, the form in which a job's fields hold numbers."""
     bits: int = struct.unpack("I", struct.pack("f", number))[0]
     return bits
 
 
 @functools.cache
 def next_token_module(shape: HeadShape) -> Compiled:
-    """The process's only one for a shape."""
+    """The compiled functions for single new tokens of a shape, made once in the process."""
     return Compiled(next_token_source.module_source(shape))
 
 
 @functools.cache
 def chunk_module(shape: HeadShape) -> Compiled:
-    """Likewise."""
+    """The compiled functions for chunks of a shape, made once in the process."""
     return Compiled(chunk_source.module_source(shape))
 
 
 def tables_of(batch: AttentionBatch, layer: int, window: int | None, shape: HeadShape) -> Tables:
-    """Those for a layer, made once for all layers that have them alike."""
+    """The tables for a layer, made once for all layers of its group with the same tokens of a block."""
     group, num_block_tokens = batch.store.group_of(layer), block_tokens(shape)
     # Layers of one group may differ in their number of heads, and so in the tokens of a block.
     prepared: dict[int, Tables] = batch.prepared.setdefault(group, {})
@@ -209,7 +215,8 @@ def _tables(
     for row in rows:
         table = row.cache.tables[group]
         if row.num_tokens > _MAX_TOKENS:
-            # Tiles begin at multiples of positions, whatever pages a window has given back: others stand in.
+            # A tile begins at a multiple of TILE_KEYS, but the window may have freed the pages there: repeated pages
+            # stand in for them, and their keys are masked.
             num_stand_ins = next(n for n in itertools.count() if (table.first_token - n * page_tokens) % TILE_KEYS == 0)
             stand_ins = [table.pages[0]] * num_stand_ins
             first_key = table.first_token - len(stand_ins) * page_tokens

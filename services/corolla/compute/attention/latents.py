@@ -1,9 +1,9 @@
 """Multi-latent attention over rows of different sessions.
 
-Families with it cache a short latent of each token and the part of its key that is rotated, in one head each, and make
-keys and values of all heads from them at every step. The family's own code expands them, in one product for as many
-rows as there is memory for; then each row attends to its own session's part. A row that is too long for that alone is
-expanded piece by piece, and what it finds in each piece is merged (see `partial_attention`).
+Families with it (DeepSeek-V2, 2024) cache for each token a short latent and the rotated part of its key, in one head
+each, and make the keys and values of all heads from them at every step. The family's own code expands them, in one
+product for as many rows as fit into memory; then each row attends to its own session's part. A row that does not fit
+alone is expanded piece by piece, and the attention outputs of the pieces are merged (see `partial_attention`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,22 +20,22 @@ from corolla.compute.attention.partial_attention import Part, math, merge_two
 LATENT = "corolla_latent"
 
 MAX_EXPANDED_BYTES: Final = 1 << 30
-"""That expanded latents may take in one layer, and the scores of those who attend to them."""
+"""The most bytes that expanded latents and the scores over them may take in one layer."""
 
-# Of one query and head, with what becomes of it: float32, a few times.
+# Bytes of one query's score in one head and of its intermediate results: a few float32 numbers.
 _SCORE_BYTES: Final = 16
 _FLOAT32_BYTES: Final = 4
 
 
 def bytes_of_key(config: PretrainedConfig, like: Tensor, num_queries: int) -> int:
-    """Bytes that one token's keys and values of all heads take in one layer while some queries attend to them.
+    """Bytes that one token's keys and values of all heads take in one layer while `num_queries` attend to them.
 
-    They count the product that keys and values are made from, the scores and, on CPUs, the copies of torch: its
-    attention for heads of two sizes takes keys and values to float32 and scales the keys, and its product copies
-    values that are strided where the processor has instructions for the dtype.
+    The sum includes the product that keys and values are made from, the scores and, on CPUs, the copies of torch. Its
+    attention for heads of two sizes converts keys and values to float32 and scales the keys, and its product copies
+    strided values where the processor has instructions for the dtype.
 
     Args:
-        like: a tensor of the dtype and the device that they are computed in.
+        like: a tensor with the dtype and device of the computation.
     """
     product = config.qk_nope_head_dim + config.v_head_dim
     key = config.qk_nope_head_dim + config.qk_rope_head_dim
@@ -44,7 +44,7 @@ def bytes_of_key(config: PretrainedConfig, like: Tensor, num_queries: int) -> in
 
 
 def runs_within(costs: Sequence[int], most: int) -> Iterator[slice]:
-    """Cuts rows into runs that cost at most `most` together, and of one row at least. Pure."""
+    """Cuts rows into runs whose costs add up to at most `most`; a row that costs more is a run by itself. Pure."""
     start = total = 0
     for index, cost in enumerate(costs):
         if index > start and total + cost > most:
@@ -55,7 +55,7 @@ def runs_within(costs: Sequence[int], most: int) -> Iterator[slice]:
 
 
 def leave_latents(modules: Iterable[nn.Module]) -> None:
-    """Has attention modules hand on latents as they are: `latent_attention` expands them."""
+    """Makes attention modules pass latents on unexpanded, since `latent_attention` expands them later."""
     for module in modules:
         if hasattr(module, "expand_kv"):
             cast(Any, module).expand_kv = _as_they_are
@@ -66,7 +66,7 @@ def _as_they_are(latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class PackedLatents(Cache):
-    """What the family's code takes for its cache: it stores the latents of all rows' new tokens."""
+    """The transformers `Cache` that the family's code gets; it stores the latents of all rows' new tokens."""
 
     def __init__(self, batch: AttentionBatch) -> None:
         super().__init__(layers=[])
@@ -75,7 +75,7 @@ class PackedLatents(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stores `[1, 1, N, size]` of the new tokens, and gives them back."""
+        """Stores the latents and rotated keys of the new tokens, `[1, 1, N, size]` each, and returns both unchanged."""
         self._batch.write(layer_idx, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
         return key_states, value_states
 
@@ -95,14 +95,14 @@ def latent_attention(
 
     Args:
         module: the family's attention module, which expands latents.
-        query: `[1, heads, N, head_dim]`.
+        query: `[1, heads, N, head_dim]` in the model's dtype.
         key: unused, as `value` is; every row's latents are read from its pages.
-        attention_mask: unused; transformers makes none for functions that it does not know.
+        attention_mask: unused; transformers makes no mask for functions that it does not know.
         batch: the rows.
-        scaling: of the scores; None is one over the root of the head size.
+        scaling: the factor of the scores; None: one over the square root of the head size.
 
     Returns:
-        `[1, N, heads, value head size]` and None.
+        The output `[1, N, heads, value head size]` in the query's dtype, and None.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     key_bytes = [bytes_of_key(cast(Any, module).config, query, row.num_tokens) for row in batch.rows]
@@ -121,13 +121,13 @@ def latent_attention(
 def _attend_together(
     module: nn.Module, query: Tensor, rows: Sequence[PackedRow], batch: AttentionBatch, scaling: float
 ) -> Iterator[Tensor]:
-    """`[1, num_tokens, heads, value head size]` of each row; the latents of all are expanded in one product."""
+    """Yields each row's output `[1, num_tokens, heads, value head size]`; one product expands the latents of all."""
     num_keys = [row.position + row.num_tokens for row in rows]
     keys, values = _expanded(module, [_latents(module, row, 0, end) for row, end in zip(rows, num_keys, strict=True)])
     parts = zip(rows, torch.split(keys, num_keys, dim=2), torch.split(values, num_keys, dim=2), strict=True)
     for row, own_keys, own_values in parts:
         own_query = query[:, :, row.start : row.end]
-        # Without a mask, several queries are taken to start together with the keys.
+        # The function assumes that several queries start together with the keys where it gets no mask.
         starts_later = row.position > 0 and row.num_tokens > 1
         mask = batch.bias(row.position, row.num_tokens, 0, own_keys.shape[2], None, query) if starts_later else None
         yield sdpa_attention_forward(module, own_query, own_keys, own_values, mask, scaling=scaling)[0]
@@ -136,15 +136,15 @@ def _attend_together(
 def _attend_in_pieces(
     module: nn.Module, query: Tensor, row: PackedRow, batch: AttentionBatch, scaling: float, piece_tokens: int
 ) -> Tensor:
-    """`[1, num_tokens, heads, value head size]` of one row, of whose latents so many tokens are expanded at a time.
+    """The output `[1, num_tokens, heads, value head size]` of one row; `piece_tokens` latents are expanded at a time.
 
-    Not so many heads: linear layers are laid out, packed or quantised in ways that do not let them be cut by outputs.
+    The pieces are not runs of heads: the layouts of packed or quantised linear layers cannot be cut by outputs.
     """
     own_query = query[:, :, row.start : row.end]
     end = row.position + row.num_tokens
 
     def attended(start: int) -> Part:
-        # A function, so that what is expanded goes before the next piece is.
+        # This is a function so that a piece's keys and values are freed before the next piece is expanded.
         num_keys = min(piece_tokens, end - start)
         keys, values = _expanded(module, [_latents(module, row, start, start + num_keys)])
         bias = batch.bias(row.position, row.num_tokens, start, num_keys, None, query)
@@ -157,12 +157,12 @@ def _attend_in_pieces(
 
 
 def _latents(module: nn.Module, row: PackedRow, start: int, end: int) -> tuple[Tensor, Tensor]:
-    """Latents and rotated keys of a row's positions `[start, end)`, `[1, end - start, size]` each."""
+    """The latents and rotated keys of a row's positions `[start, end)`, `[1, end - start, size]` each."""
     return row.cache.gather(cast(Any, module).layer_idx, end, start)
 
 
 def _expanded(module: nn.Module, parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Keys and values `[1, heads, all parts' tokens, head size]`, by the family's own code."""
+    """Expands latents by the family's own code into keys and values `[1, heads, all parts' tokens, head size]`."""
     latents, rotated = (torch.cat(tensors, dim=1).unsqueeze(0) for tensors in zip(*parts, strict=True))
     expand: Any = type(module)
     keys, values = expand.expand_kv(module, latents, rotated)

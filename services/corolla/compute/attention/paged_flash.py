@@ -13,19 +13,19 @@ from corolla.compute.attention.partial_attention import math
 from corolla.compute.attention.run_attention import RunAttention
 
 PagedKernel = Callable[..., Any]
-"""With the arguments of `torch.nn.attention.varlen.varlen_attn`."""
+"""A function with the arguments of `torch.nn.attention.varlen.varlen_attn`."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchTables:
-    """The rows of a batch as the kernel wants them, for one group of layers.
+    """The rows of a batch as arguments of the kernel, for one group of layers. The tensors lie on the model's device.
 
     Attributes:
-        first_queries: int32 `[rows + 1]`, where each row's queries begin, and where the last one's end.
-        num_keys: int32 `[rows]`, from each row's first page on.
-        pages: int32 `[rows, longest]`, their ids.
-        max_queries: of a row.
-        max_keys: of a row.
+        first_queries: int32 `[rows + 1]`: where each row's queries begin, and where the last row's queries end.
+        num_keys: int32 `[rows]`: the keys of each row, counted from its first page on.
+        pages: int32 `[rows, longest]`: the ids of each row's pages.
+        max_queries: the most queries of a row.
+        max_keys: the most keys of a row.
     """
 
     first_queries: Tensor
@@ -38,11 +38,11 @@ class BatchTables:
 class PagedFlash:
     """torch's variable-length flash attention with block tables; for half precision on CUDA.
 
-    It may not split a row's keys among blocks of threads: how it splits depends on the longest row of the batch, and so
-    would the rounding. A session's tokens must not depend on the other rows of a batch.
+    The kernel must not split a row's keys among thread blocks (`num_splits=1`): the split depends on the longest row of
+    the batch, and the rounding with it, but a session's tokens must not depend on the other rows.
 
     Args:
-        kernel: computes.
+        kernel: the function that computes.
     """
 
     name = "paged"

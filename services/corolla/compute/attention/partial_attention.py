@@ -1,8 +1,8 @@
-"""Attention kernels: how some queries attend to one run of keys, and how the parts of several runs become one.
+"""Attention of queries to one run of keys, and the merge of the results of several runs.
 
-A session's keys may lie in several runs of slots. Each part's softmax is computed by itself, together with the
-logarithm of its sum; from these the whole follows exactly (Rabe and Staats 2021, "Self-attention does not need O(n^2)
-memory"; the same step splits long contexts in Flash-Decoding). So nothing is gathered.
+A session's keys may lie in several runs of slots. Each run's softmax is computed by itself, together with the
+logarithm of its sum; from these the attention over all runs follows exactly (Rabe and Staats 2021, "Self-attention does
+not need O(n^2) memory"; Flash-Decoding splits long contexts in the same way). So keys need not be gathered.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,15 +11,15 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-# As of `torch.ops.aten`, but bound without its look-ups, which take a quarter of the time at a token of few keys.
+# The operator of `torch.ops.aten` without its look-ups, which take a quarter of the time of a token with few keys.
 _flash: Final[Callable[..., "Part"]] = torch._scaled_dot_product_flash_attention_for_cpu
 
 Part = tuple[Tensor, Tensor]
-"""Output `[1, H, Q, head_dim]` and float32 log-sum-exp `[1, H, Q]` of some queries over some keys."""
+"""The output `[1, H, Q, head_dim]` and the float32 log-sum-exp `[1, H, Q]` of some queries over some keys."""
 
 
 class Kernel(Protocol):
-    """Attention of all queries to one run of keys."""
+    """A function that computes the attention of all queries to one run of keys."""
 
     def __call__(
         self,
@@ -32,16 +32,17 @@ class Kernel(Protocol):
         is_causal: bool = False,
         softcap: float | None = None,
     ) -> Part:
-        """Attends.
+        """Computes the output and log-sum-exp of the queries.
 
         Args:
             query: `[1, H, Q, head_dim]`.
-            keys: `[1, H, K, head_dim]`, strided as they lie; values likewise.
-            scaling: of the scores.
-            bias: `[Q, K]` of the query's dtype, added to the scores: 0 or minus infinity. A query that sees no key
-                gives a part without weight.
+            keys: `[1, H, K, head_dim]` in the query's dtype, with any strides.
+            values: `[1, H, K, value head size]`, likewise.
+            scaling: the factor of the scores.
+            bias: `[Q, K]` in the query's dtype, 0 or minus infinity, added to the scores; None: 0. For a query that
+                sees no key, the output is 0 and the log-sum-exp minus infinity.
             is_causal: query `i` sees keys `[0, i]`; Q equals K, and there is no bias.
-            softcap: bound of the scores, or None.
+            softcap: the bound of the scores; None: they are not bounded.
         """
         ...
 
@@ -56,10 +57,13 @@ def flash_cpu(
     is_causal: bool = False,
     softcap: float | None = None,
 ) -> Part:
-    """torch's flash attention for CPUs, which reads strided keys as they lie."""
+    """The `Kernel` of torch's flash attention for CPUs, which reads strided keys without a copy.
+
+    `math` computes what it does not support: a softcap, and values of another head size.
+    """
     if softcap is not None or keys.shape[-1] != values.shape[-1]:
         return math(query, keys, values, scaling=scaling, bias=bias, is_causal=is_causal, softcap=softcap)
-    # The kernel takes it for granted that the numbers of a head lie next to each other, and reads others' otherwise.
+    # The kernel assumes, without a check, that the numbers of a head are contiguous; otherwise it reads wrong numbers.
     query = query if query.stride(-1) == 1 else query.contiguous()
     keys = keys if keys.stride(-1) == 1 else keys.contiguous()
     values = values if values.stride(-1) == 1 else values.contiguous()
@@ -83,7 +87,10 @@ def math(
     is_causal: bool = False,
     softcap: float | None = None,
 ) -> Part:
-    """The definition, on any device, with scores in float32: the reference, and for what fused kernels lack."""
+    """The `Kernel` that follows the definition, on any device, with float32 scores.
+
+    It is the reference, and computes what fused kernels do not support.
+    """
     scores = torch.matmul(query, keys.transpose(2, 3)).float() * scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -99,7 +106,7 @@ def math(
 
 
 def merge(parts: Sequence[Part]) -> Tensor:
-    """The attention over all keys of the parts together, `[1, H, Q, head_dim]`; each query sees a key of some part."""
+    """The attention over the keys of all parts, `[1, H, Q, head_dim]`. Each query must see a key of some part."""
     if len(parts) == 1:
         return parts[0][0]
     weights = torch.stack([log_sum for _, log_sum in parts]).softmax(dim=0).unsqueeze(-1)
@@ -108,7 +115,10 @@ def merge(parts: Sequence[Part]) -> Tensor:
 
 
 def merge_two(first: Part, second: Part) -> Part:
-    """As `merge`, for parts that come one by one. Each query sees a key of `first`. The output is float32."""
+    """Merges two parts into one, for parts that are computed one by one; its output is float32.
+
+    Each query must see a key of `first`.
+    """
     (output, log_sum), (other, other_log_sum) = first, second
     total = torch.logaddexp(log_sum, other_log_sum)
     share = torch.exp(log_sum - total).unsqueeze(-1)

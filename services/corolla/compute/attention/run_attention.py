@@ -1,4 +1,4 @@
-"""Attention that goes through the runs of slots of each row, one kernel call for each run."""
+"""Attention with one kernel call for each run of slots of each row."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,9 +11,9 @@ from corolla.compute.attention.partial_attention import Kernel, Part, merge
 
 
 class RunAttention:
-    """Works on every device, with every kernel. The pages of a session form few runs, mostly one.
+    """Attends run by run, on every device and with every kernel. The pages of a session form few runs, mostly one.
 
-    The queries that share a key head count as more queries of that head, so that no key is repeated.
+    Query heads that share a key head are treated as further queries of that head, so that no key is repeated.
     """
 
     def __init__(self, name: str, kernel: Kernel) -> None:
@@ -41,9 +41,9 @@ class RunAttention:
     def _attend_next_tokens(
         self, batch: AttentionBatch, numbers: Sequence[int], own: LayerInput, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """The next token of each of these rows, which sees all keys of its window, its own among them.
+        """Attends for the one new token of each of these rows, which sees all keys of its window and its own.
 
-        Whatever is done here is done for each session and layer, so all that rows share is made before the loop.
+        The loop runs for each session and layer, so everything that rows share is made before it.
         """
         num_rows, num_heads, head_size = own.query.shape
         grouped = own.query.reshape(num_rows, keys.shape[1], -1, head_size)
@@ -62,7 +62,7 @@ class RunAttention:
         return joined.reshape(num_rows, num_heads, -1)
 
     def _attend_many(self, batch: AttentionBatch, number: int, own: LayerInput, keys: Tensor, values: Tensor) -> Tensor:
-        """A chunk: its tokens see the ones before the chunk, and each other as far as they are not later."""
+        """Attends for a chunk, whose tokens see the tokens before the chunk and, causally, each other."""
         num_tokens, num_heads, head_size = own.query.shape
         num_key_heads, position, window = keys.shape[1], batch.rows[number].position, own.window
         groups = num_heads // num_key_heads
@@ -87,7 +87,7 @@ class RunAttention:
         return merge(parts).reshape(num_heads, num_tokens, -1).transpose(0, 1)
 
     def _attend_own(self, batch: AttentionBatch, position: int, own: LayerInput) -> Part:
-        """The chunk's tokens among each other; a kernel that knows causality computes half of the square."""
+        """Attends for a chunk's tokens to the chunk itself; a causal kernel computes only half of the square."""
         num_tokens, num_heads, _ = own.query.shape
         groups = num_heads // own.key.shape[1]
         is_causal = own.window is None or num_tokens <= own.window
@@ -103,9 +103,9 @@ class RunAttention:
 
 
 def _runs_of(tensor: Tensor, codec: KVCodec | None) -> Callable[[int, int], Tensor]:
-    """What gives the runs of slots of `[num_slots, heads, head_dim]`, as they lie, by first slot and number of tokens.
+    """A function from first slot and number of tokens to the view of that run of `[num_slots, heads, head_dim]`.
 
-    A run is `[1, heads, num_tokens, head_dim]`, made by one operation instead of three; where it is encoded, decoded.
+    A run is `[1, heads, num_tokens, head_dim]`, made by one operation instead of three. With a codec it is decoded.
     """
     _, num_heads, head_size = tensor.shape
     of_slot, of_head, _ = tensor.stride()

@@ -1,4 +1,4 @@
-"""What an adapter's configuration says: how strongly it changes which modules, as PEFT writes it. Pure."""
+"""Reads an adapter's configuration in the form of PEFT: which modules it changes, and how strongly. Pure."""
 
 import json
 import math
@@ -16,9 +16,9 @@ MAX_CONFIG_BYTES: Final = 256 << 10
 MAX_RANK: Final = 1024
 
 _PLAIN_NAME: Final = re.compile(r"[\w.]+")
-# Of these, the initial weights are ordinary low-rank products; the others take something out of the base model.
+# Adapters with these initial weights are ordinary low-rank products. Other initialisations change the base model.
 _PLAIN_INITS: Final = (True, False, None, "gaussian", "eva", "orthogonal")
-# Which modules have weights, the file itself says; the rest is about training, or where the adapter came from.
+# Fields without an effect here: the weights file lists the changed modules, and the rest is about training or origin.
 _WITHOUT_EFFECT: Final = frozenset(
     {
         "arrow_config", "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
@@ -42,14 +42,15 @@ _REFUSED: Final = {
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """How an adapter's products are scaled.
+    """The ranks and strengths of an adapter's products.
 
     Attributes:
-        rank: of products without one of their own.
-        alpha: their strength, before it is divided by the rank.
-        divides_by_root: by the rank's square root instead (rsLoRA).
-        targets: last parts of the names of modules that it changes; None where a pattern names them.
-        ranks, alphas: of modules whose names end so.
+        rank: the rank of products without one of their own.
+        alpha: the strength of products without one of their own, before it is divided by the rank.
+        divides_by_root: whether it is divided by the rank's square root instead (rsLoRA).
+        targets: the last parts of the names of changed modules; None where a pattern names them.
+        ranks: maps the last part of modules' names to their own rank.
+        alphas: maps the last part of modules' names to their own strength.
     """
 
     rank: int
@@ -61,7 +62,7 @@ class AdapterConfig:
 
     @classmethod
     def parse(cls, text: bytes) -> Self:
-        """Raises AdapterError: it is no LoRA, or of a kind that is not served; the sentence says which."""
+        """Reads a configuration. Raises AdapterError, with the reason, where it is not a LoRA that can be served."""
         if len(text) > MAX_CONFIG_BYTES:
             raise AdapterError(f"{CONFIG_FILE} is larger than {MAX_CONFIG_BYTES >> 10} KiB")
         try:
@@ -85,7 +86,7 @@ class AdapterConfig:
         )
 
     def targets_module(self, name: str) -> bool:
-        """Whether a module may have a product. A pattern is not asked: it may be slow on purpose."""
+        """Whether a module may have a product. A pattern is not evaluated, since it could be made to take for ever."""
         return self.targets is None or any(_ends_with(name, target) for target in self.targets)
 
     def rank_of(self, name: str) -> int:
@@ -93,7 +94,7 @@ class AdapterConfig:
         return _of_pattern(self.ranks, name, self.rank)
 
     def scaling_of(self, name: str) -> float:
-        """What a module's product is multiplied by."""
+        """The factor of a module's product."""
         rank, alpha = self.rank_of(name), _of_pattern(self.alphas, name, self.alpha)
         return alpha / (math.sqrt(rank) if self.divides_by_root else rank)
 
@@ -135,7 +136,7 @@ def _alpha(value: Any, name: str) -> float:
 
 
 def _of_pattern(patterns: Mapping[str, Value] | None, name: str, default: Value) -> Value:
-    """That of the first name that the module's ends with, as PEFT reads it."""
+    """The value of the first entry that the module's name ends with, as in PEFT; otherwise the default."""
     return next((value for end, value in (patterns or {}).items() if _ends_with(name, end)), default)
 
 

@@ -1,6 +1,6 @@
-"""An adapter's folder: its table of contents, its digest, and the part that a span needs, read in one pass.
+"""Reads an adapter's folder in one pass: its table of contents, its digest, and the part that a span needs.
 
-No torch: who registers an adapter needs none.
+It does not import torch, so that a process that only registers adapters can do without.
 """
 
 import hashlib
@@ -32,13 +32,17 @@ _NAME: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ProductPart:
-    """One of the two factors of a module's product.
+    """One of the two factors of a module's product, as the file stores it.
 
     Attributes:
-        name: of the module, as the adapter spells it, by which ranks and strengths are given.
-        module: its path within the block.
+        name: the module's name in the adapter, by which the configuration gives ranks and strengths.
+        block: the number of the module's block.
+        module: the module's path within the block.
         part: `A`, `[rank, in]`, or `B`, `[out, rank]`.
         dtype: safetensors' name of the element type.
+        shape: the factor's shape.
+        start: the offset of its first byte in the data of the file.
+        end: the offset behind its last byte.
     """
 
     name: str
@@ -60,12 +64,13 @@ Wanted = Callable[[ProductPart], bool]
 
 @dataclass(frozen=True, slots=True)
 class AdapterContents:
-    """What was read of an adapter.
+    """The contents of an adapter's folder, as far as they were read.
 
     Attributes:
+        config: the configuration.
         digest: SHA-256 of configuration and weights, 64 hexadecimal characters.
-        parts: of the file, in its order.
-        data: the bytes of those that were wanted.
+        parts: all parts of the weights file, in its order.
+        data: the bytes of the parts that were wanted.
     """
 
     config: AdapterConfig
@@ -77,16 +82,17 @@ class AdapterContents:
 def read_adapter(
     folder: Path, wanted: Wanted, check_size: Callable[[int], None] = lambda num_values: None
 ) -> AdapterContents:
-    """Reads an adapter, all of it once for its digest, and keeps what is wanted.
+    """Reads a whole adapter once, for its digest, and keeps the wanted parts.
 
-    What is kept is what was digested, whatever becomes of the files meanwhile.
+    The kept bytes are those that the digest covers, even if the files change meanwhile.
 
     Args:
-        wanted: whether a part is to be kept.
-        check_size: is called with the number of values to be kept, before there is memory for any; may raise.
+        folder: the folder that PEFT wrote.
+        wanted: returns whether a part is to be kept.
+        check_size: is called with the number of values to be kept, before memory is allocated; may raise.
 
     Raises:
-        AdapterError: the folder holds no adapter that can be served, or it is damaged.
+        AdapterError: the folder does not hold an adapter that can be served, or it is damaged.
     """
     config_text = _read_config(folder)
     config = AdapterConfig.parse(config_text)
@@ -105,7 +111,7 @@ def read_adapter(
 
 
 def read_parts(folder: Path) -> tuple[ProductPart, ...]:
-    """The table of contents alone. Raises AdapterError as `read_adapter` does."""
+    """Reads only the table of contents of an adapter. Raises AdapterError as `read_adapter` does."""
     config = AdapterConfig.parse(_read_config(folder))
     try:
         with (folder / WEIGHTS_FILE).open("rb") as file:
@@ -115,7 +121,7 @@ def read_parts(folder: Path) -> tuple[ProductPart, ...]:
 
 
 def digest_of(folder: Path) -> str:
-    """The digest of an adapter that can be served. Raises AdapterError."""
+    """The digest of an adapter. Raises AdapterError where it cannot be served."""
     return read_adapter(folder, lambda part: False).digest
 
 
@@ -134,7 +140,7 @@ def _no_weights() -> AdapterError:
 
 
 def _read_parts(file: IO[bytes], config: AdapterConfig) -> tuple[bytes, tuple[ProductPart, ...]]:
-    """The table of contents as it lies there, and what it says, checked."""
+    """Reads and checks the table of contents. Returns its bytes and its parts."""
     header = _read_header(file)
     parts = _parts(header, os.fstat(file.fileno()).st_size - _HEADER_LENGTH.size - len(header))
     _check(config, parts)
@@ -156,7 +162,7 @@ def _read_header(file: IO[bytes]) -> bytes:
 
 
 def _parts(header: bytes, num_data_bytes: int) -> tuple[ProductPart, ...]:
-    """In the order of the file, which they cover without a gap."""
+    """The parts in the order of the file. Raises AdapterError where they do not cover the data without a gap."""
     try:
         entries = json.loads(header)
     except (ValueError, RecursionError):
@@ -206,7 +212,7 @@ def _why_not(name: str) -> str:
 
 
 def _check(config: AdapterConfig, parts: tuple[ProductPart, ...]) -> None:
-    """Each module has both factors, of the rank that the configuration gives it."""
+    """Raises AdapterError unless each module has both factors, of the rank that the configuration gives it."""
     by_module: dict[tuple[int, str], dict[str, ProductPart]] = {}
     for part in parts:
         by_module.setdefault((part.block, part.module), {})[part.part] = part

@@ -1,4 +1,4 @@
-"""Where the files of an adapter are: in a folder, or fetched from the hub at one commit."""
+"""Finds the files of an adapter in a local folder, or fetches them from the hub at one commit."""
 
 from pathlib import Path
 from typing import Final
@@ -13,15 +13,16 @@ _FILES: Final = (CONFIG_FILE, WEIGHTS_FILE)
 
 
 def adapter_folder(source: str, revision: str, root: Path | None = None, hub: Hub | None = None) -> Path:
-    """The folder of an adapter, complete.
+    """The complete folder of an adapter.
 
     Args:
-        source: a folder, relative to `root` where there is one, or a hub id with a `revision`.
+        source: a folder, relative to `root` where that is given, or a hub id with a `revision`.
         revision: branch, tag or commit on the hub; empty: `source` is a folder.
-        root: folders outside of it are refused; None: none is.
+        root: folders outside of it are refused; None: any folder may be read.
+        hub: the hub's client; None: one with default settings.
 
     Raises:
-        AdapterError: it is not there, or may not be read.
+        AdapterError: the folder or file does not exist, or may not be read.
         HubUnavailable: the hub cannot be reached.
     """
     if revision:

@@ -1,4 +1,4 @@
-"""An adapter's weights for one span: read, checked against the model's layers, and laid out for its places."""
+"""Reads an adapter's weights for one span, checks them against the model's layers, and groups them by place."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ _DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bflo
 
 
 def adapter_bytes(folder: Path, model: SpanModel) -> int:
-    """What an adapter's products for a span take. Raises AdapterError: it cannot be served."""
+    """Bytes of an adapter's products for a span. Raises AdapterError where it cannot be served."""
     num_values = sum(part.num_values for part in read_parts(folder) if _is_within(part, model))
     return num_values * model.dtype.itemsize
 
@@ -36,12 +36,14 @@ def load_adapter(
     """Reads an adapter's products for a span, in the model's dtype and on its device.
 
     Args:
-        num_blocks: of the whole model.
-        digest: that it must have; empty: any.
-        check_bytes: is called with the bytes that it will take, before it takes any; may raise.
+        folder: the folder that PEFT wrote.
+        model: the span.
+        num_blocks: the number of blocks of the whole model.
+        digest: the digest that the adapter must have; empty: any.
+        check_bytes: is called with the bytes that the products will take, before memory is allocated; may raise.
 
     Raises:
-        AdapterError: it cannot be served, is another one than the digest's, or was not made for this model.
+        AdapterError: the adapter cannot be served, has another digest, or was not made for this model.
     """
     contents = read_adapter(
         folder, lambda part: _is_within(part, model),
@@ -77,7 +79,7 @@ def _placed(contents: AdapterContents, model: SpanModel) -> dict[PlaceKey, list[
             .to(device=model.device, dtype=model.dtype),
             first_column=found.first_column,
         )
-        # A row's product with another one's adapter is left out by a zero, and that times infinity is none.
+        # In a mixed batch a row is multiplied by 0 for other rows' adapters, and 0 times infinity would be NaN.
         if not (bool(torch.isfinite(product.down).all()) and bool(torch.isfinite(product.up).all())):
             raise AdapterError(f"{down.name[:128]} has numbers that are not finite")
         placed.setdefault((layer, found.place), []).append(product)

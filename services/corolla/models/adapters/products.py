@@ -1,7 +1,7 @@
-"""The low-rank products of adapters, added to what linear layers give: rows of different adapters in one batch.
+"""Adds the low-rank products of adapters (LoRA, Hu et al. 2021) to the outputs of linear layers, for mixed batches.
 
-A place is one or several linear layers that read the same input: their products are computed together. Where no row of
-a batch has an adapter, nothing here is called.
+A place is one or several linear layers that read the same input: their products are computed together. Batches without
+an adapter do not call this module.
 """
 
 from collections import OrderedDict
@@ -14,25 +14,25 @@ from torch import Tensor
 from torch.nn import functional
 
 Place = tuple[str, ...]
-"""Paths of its linear layers within the block, in the order of their outputs."""
+"""A place, as the paths of its linear layers within the block, in the order of their outputs."""
 
 PlaceKey = tuple[int, Place]
-"""A layer's index within the span, and a place of it."""
+"""The index of a layer within the span, and a place in it."""
 
 _MAX_GROUPED_TOKENS: Final = 64
-"""Of longer batches each adapter's tokens are multiplied for themselves, wherever they lie."""
+"""The most tokens of a batch whose adapters are multiplied together; in longer batches each is multiplied alone."""
 _MAX_SPARE: Final = 2
-"""So many times the adapters, or the tokens, that a batch has may be multiplied with it: the rest is for nothing."""
+"""The most padding: a grouped product may have this many times the adapters, or the tokens, of its batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The product of one linear layer.
+    """The low-rank product that is added to one linear layer; both factors have the model's dtype and device.
 
     Attributes:
         down: `[rank, in]`.
-        up: `[rank, out]`, with the adapter's strength in it.
-        first_column: where its output begins in that of its place.
+        up: `[rank, out]`, already multiplied by the adapter's strength.
+        first_column: the layer's first output within those of its place.
     """
 
     down: Tensor
@@ -41,14 +41,14 @@ class LowRank:
 
 
 class PlaceProducts:
-    """The products at one place, of one adapter or of several. Ranks are those of the largest one, filled with zeros.
+    """The products of one or several adapters at one place, all padded with zeros to the largest rank.
 
     Args:
-        of_adapters: for each adapter its products at the place; none where it has none there.
+        of_adapters: for each adapter, its products at the place; empty where it has none there.
     """
 
     def __init__(self, of_adapters: Sequence[Sequence[LowRank]]) -> None:
-        # Of each layer the second factors, `[adapters, rank, out]`, and its first column.
+        # Each layer's second factors, `[adapters, rank, out]`, and first column.
         self._ups: list[tuple[Tensor, int]] = []
         downs: list[Tensor] = []
         for column in sorted({product.first_column for products in of_adapters for product in products}):
@@ -66,22 +66,22 @@ class PlaceProducts:
 
     @property
     def products(self) -> tuple[LowRank, ...]:
-        """Where they are those of one adapter: views, which take no memory."""
+        """The products of a single adapter, as views; not for several adapters."""
         downs = torch.split(self._down[0], [up.shape[1] for up, _ in self._ups])
         return tuple(LowRank(down, up[0], column) for down, (up, column) in zip(downs, self._ups, strict=True))
 
     @property
     def down(self) -> Tensor:
-        """Of one adapter the first factors of all its products, one below the other: `[ranks, in]`."""
+        """The first factors of all products of a single adapter, concatenated: `[sum of ranks, in]`."""
         return self._down[0]
 
     def add(self, rows: Tensor, output: Tensor, groups: "_Groups | None" = None) -> None:
         """Adds the products to `output`, in place.
 
         Args:
-            rows: `[N, in]`, what the place's layers have read.
-            output: `[N, out]`, what they gave.
-            groups: which rows have which adapter; None: there is one adapter, and all have it.
+            rows: `[N, in]`, the input of the place's layers, in the model's dtype.
+            output: `[N, out]`, their output, in the same dtype.
+            groups: which rows have which adapter; None: there is one adapter, and all rows have it.
         """
         num_adapters, _, num_in = self._down.shape
         if groups is not None and groups.index is not None:
@@ -102,7 +102,7 @@ class PlaceProducts:
 
 
 def _side_by_side(parts: Sequence[Tensor | None], rank: int) -> Tensor:
-    """`[adapters, rank, ...]`; zeros where there is none."""
+    """Stacks factors to `[adapters, rank, ...]`, padded with zeros; a missing factor is all zeros."""
     some = next(part for part in parts if part is not None)
     if len(parts) == 1:
         return some.unsqueeze(0)
@@ -115,10 +115,10 @@ def _side_by_side(parts: Sequence[Tensor | None], rank: int) -> Tensor:
 
 
 class SpanAdapter:
-    """What an adapter changes in a span.
+    """An adapter's products for a span.
 
     Args:
-        places: its products, by layer and place.
+        places: the products, by layer and place.
     """
 
     def __init__(self, places: Mapping[PlaceKey, Sequence[LowRank]]) -> None:
@@ -127,7 +127,7 @@ class SpanAdapter:
 
 
 class _Stack:
-    """Several adapters side by side, in their order."""
+    """The products of several adapters, stacked in the order of the adapters."""
 
     def __init__(self, adapters: Sequence[SpanAdapter]) -> None:
         self.adapters = tuple(adapters)
@@ -144,19 +144,19 @@ class _Stack:
 
 
 class AdapterStacks:
-    """Stacks of the adapters that ran together lately. They are used, and forgotten, by one thread at a time.
+    """Keeps the stacks of the adapters that ran together lately. Only one thread at a time may use it.
 
     Args:
-        max_bytes: of all of them, though never fewer than the one that runs.
+        max_bytes: the most memory of all stacks; the newest stack is kept even if it is larger.
     """
 
     def __init__(self, max_bytes: int = 256 << 20) -> None:
         self._max_bytes = max_bytes
-        # Least recently used first.
+        # The least recently used stack comes first.
         self._stacks: OrderedDict[frozenset[SpanAdapter], _Stack] = OrderedDict()
 
     def of(self, adapters: Sequence[SpanAdapter]) -> _Stack:
-        """A stack that has them, and few more; a new one has their order."""
+        """A stack with these adapters and few others. A new stack has exactly these, in this order."""
         wanted = frozenset(adapters)
         if len(wanted) == 1:
             return _Stack(adapters)
@@ -170,18 +170,18 @@ class AdapterStacks:
         return stack
 
     def forget(self, adapter: SpanAdapter) -> None:
-        """The adapter is unloaded: what holds its weights is given back."""
+        """Drops all stacks with this adapter, so that its memory is freed once it is unloaded."""
         for held in [held for held in self._stacks if adapter in held]:
             del self._stacks[held]
 
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """Which tokens of a batch each adapter of a stack multiplies: as many for each.
+    """The tokens of a batch that each adapter of a stack multiplies, padded to the same number for each adapter.
 
     Attributes:
-        index: int64 `[adapters * tokens]`; None: all tokens in their order.
-        filled: bool `[adapters, tokens, 1]`, where the index names a token for nothing; None: nowhere.
+        index: int64 `[adapters * tokens]`, the tokens' numbers; None: all tokens in their order.
+        filled: bool `[adapters, tokens, 1]`, true where an entry of the index is padding; None: there is no padding.
     """
 
     index: Tensor | None
@@ -189,31 +189,34 @@ class _Groups:
 
     @classmethod
     def of(cls, tokens: Sequence[Sequence[int]], num_tokens: int, device: torch.device) -> "_Groups":
-        """Args:
-        tokens: for each adapter those that have it.
-        num_tokens: of the batch.
+        """Groups the tokens of a batch by adapter.
+
+        Args:
+            tokens: for each adapter, the numbers of its tokens.
+            num_tokens: how many tokens the batch has.
+            device: the device of the tensors.
         """
         size = max(map(len, tokens))
         index = [token for own in tokens for token in (*own, *[0] * (size - len(own)))]
         filled = None
         if any(len(own) < size for own in tokens):
             filled = torch.tensor([[[at >= len(own)] for at in range(size)] for own in tokens], device=device)
-        # Where an adapter has no token, the index may name all in their order, and yet not each for its own.
+        # This needs the test above: with padding, the index may equal the tokens in their order by chance.
         elif index == list(range(num_tokens)):
             return cls(None, None)
         return cls(torch.tensor(index, device=device), filled)
 
 
 class AdapterBatch:
-    """Which tokens of a batch have which adapter.
+    """Adds the adapters' products for one batch, whose tokens may have different adapters.
 
     Args:
-        rows: for each row its adapter, or None, and the number of its tokens.
-        stacks: of this span.
+        rows: for each row, its adapter, or None, and its number of tokens.
+        stacks: the span's stacks.
         device: where the batch is computed.
 
     Attributes:
-        num_tokens: of all rows.
+        num_tokens: the number of tokens of all rows.
     """
 
     def __init__(
@@ -236,12 +239,13 @@ class AdapterBatch:
             self._parts = [(each, _part_of(own, device)) for each, own in tokens.items()]
 
     def add(self, layer: int, place: Place, rows: Tensor, output: Tensor) -> None:
-        """Adds what the rows' adapters change at a place.
+        """Adds the products of the rows' adapters at a place to `output`, in place.
 
         Args:
-            layer: index within the span.
-            rows: `[N, in]`, one for each token of the batch.
-            output: `[N, out]`; is changed.
+            layer: the layer's index within the span.
+            place: the place.
+            rows: `[N, in]`, one row for each token of the batch, in the model's dtype.
+            output: `[N, out]` in the same dtype.
         """
         if self._stack is not None:
             products = self._stack.places.get((layer, place))
@@ -252,7 +256,7 @@ class AdapterBatch:
             products = adapter.places.get((layer, place))
             if products is None:
                 continue
-            # Of a slice these are views, and of an index copies.
+            # A slice gives a view of the output, an index a copy, which is copied back below.
             own = output[part]
             products.add(rows[part], own)
             if isinstance(part, Tensor):
@@ -260,6 +264,6 @@ class AdapterBatch:
 
 
 def _part_of(tokens: Sequence[int], device: torch.device) -> slice | Tensor:
-    """Some tokens of a batch, in their order: where they lie together, none is copied."""
+    """The index of some tokens of a batch: a slice, which needs no copy, where they are contiguous."""
     first, last = tokens[0], tokens[-1]
     return slice(first, last + 1) if last - first < len(tokens) else torch.tensor(tokens, device=device)

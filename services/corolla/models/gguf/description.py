@@ -1,7 +1,7 @@
-"""What transformers calls a model's configuration, from a GGUF file's metadata. Pure.
+"""Converts a GGUF file's metadata to a configuration of transformers. Pure.
 
-The keys are those of transformers' own table; what that leaves out is added here or refused, since a model that runs
-with another rotary embedding than it was trained with answers, and answers wrongly.
+The keys are those of transformers' own table. Settings that the table lacks are added here or refused, since a model
+with a wrong rotary embedding would run and give wrong answers.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CO
 from corolla.chassis.errors import CheckpointError
 from corolla.models.gguf.header import GgufHeader
 
-# llama.cpp's name: that of transformers, and the key of its table.
+# Maps llama.cpp's name to transformers' model type and the key of transformers' table.
 _ARCHITECTURES: Final = {
     "llama": ("llama", "llama"),
     "qwen2": ("qwen2", "qwen2"),
@@ -21,7 +21,7 @@ _ARCHITECTURES: Final = {
     "gemma2": ("gemma2", "gemma2"),
     "gemma3": ("gemma3_text", "gemma3"),
 }
-# What transformers' table leaves out.
+# Keys that transformers' table lacks.
 _MORE_KEYS: Final = {
     "attention.key_length": "head_dim",
     "attention.sliding_window": "sliding_window",
@@ -33,7 +33,7 @@ _SIZES: Final = ("num_hidden_layers", "hidden_size", "num_attention_heads", "voc
 _WHOLE_HEADS_OF_27B: Final = {"gemma2": 46, "gemma3_text": 62}
 _SCALINGS: Final = frozenset({"linear", "yarn"})
 _FREQUENCY_FACTORS: Final = "rope_freqs.weight"
-# Texts of tokens by which models end a turn or a document: llama.cpp, too, stops at each of them.
+# The texts of tokens that end a turn or a document; llama.cpp stops at each of them, too.
 _END_TEXTS: Final = frozenset(
     {"<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end|>", "<|end_of_text|>", "<end_of_turn>", "<|eom_id|>", "<EOT>"}
 )
@@ -44,8 +44,8 @@ def configuration(header: GgufHeader) -> dict[str, Any]:
     """The content of `config.json`.
 
     Raises:
-        CheckpointError: nothing here serves this architecture, or not with this rotary embedding, or the file does not
-            say how large the model is.
+        CheckpointError: this architecture or its rotary embedding is not served, or the file does not say how large the
+            model is.
     """
     architecture = header.architecture
     if architecture not in _ARCHITECTURES:
@@ -72,7 +72,7 @@ def configuration(header: GgufHeader) -> dict[str, Any]:
         if (value := header.metadata.get(f"{architecture}.{key}")) is not None:
             found[name] = value
     if model_type == "llama" and "sliding_window" in found:
-        found["model_type"] = "mistral"  # whose models call themselves llama
+        found["model_type"] = "mistral"  # GGUF files of Mistral models have the architecture llama
     _check_sizes(found)
     _add_score_scale(found)
     _add_rotary_scaling(found, header, architecture)
@@ -87,7 +87,7 @@ def _check_sizes(found: Mapping[str, Any]) -> None:
 
 def _add_score_scale(found: dict[str, Any]) -> None:
     if found["model_type"] in _WHOLE_HEADS_OF_27B:
-        # llama.cpp knows these by their number of blocks: a file does not say by what their scores are divided.
+        # The file lacks the divisor of attention scores; llama.cpp derives it from the number of blocks.
         is_27b = found["num_hidden_layers"] == _WHOLE_HEADS_OF_27B[found["model_type"]]
         per_head = found["hidden_size"] // found["num_attention_heads"]
         found["query_pre_attn_scalar"] = per_head if is_27b else found.get("head_dim", per_head)
@@ -114,7 +114,7 @@ def _add_rotary_scaling(found: dict[str, Any], header: GgufHeader, architecture:
 
 
 def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """The tokens that end an answer: those that the file names, first the one of its end of text, and known ones."""
+    """The tokens that end an answer: those that the file names, its end of text first, then those of known texts."""
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     tokens = metadata.get("tokenizer.ggml.tokens", ())
     kinds = metadata.get("tokenizer.ggml.token_type", ())

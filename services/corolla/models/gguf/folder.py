@@ -1,4 +1,4 @@
-"""What every other checkpoint has next to its weights, written once for a GGUF file: a folder of some megabytes."""
+"""Writes the configuration and tokenizer of a GGUF file to a folder in the form of other checkpoints."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from corolla.models.gguf.description import configuration, end_token_ids
 from corolla.models.gguf.header import GgufHeader
 from corolla.models.gguf.vocabulary import write_tokenizer
 
-# Raise it when the same file is to become another folder.
+# Raise this when the folder of the same file would get other contents.
 _VERSION: Final = 1
 _FILE_MODE: Final = 0o644
 
@@ -23,8 +23,8 @@ _FILE_MODE: Final = 0o644
 def settings_folder(header: GgufHeader, cache_folder: Path) -> Path:
     """The folder with `config.json`, `generation_config.json` and the tokenizer that the file describes.
 
-    It is made at the first call, in a second or some. A folder under the final name is whole: it is built next to that
-    and renamed. Several processes may call at once.
+    It is made at the first call, within seconds. A folder with the final name is complete, since it is built under
+    another name and renamed. Several processes may call this at the same time.
 
     Raises:
         CheckpointError: the file's model or tokenizer is not served, or the cache folder cannot be written.

@@ -1,5 +1,7 @@
-"""What a GGUF file says of itself: its metadata, and where each tensor lies. Nothing is believed that the file's own
-length does not bear out, so a damaged or hostile file takes no more memory than it has bytes.
+"""Reads the header of a GGUF file: its metadata, and the place of each tensor.
+
+All lengths are checked against the length of the file, so a damaged or hostile file cannot make the reader allocate
+much more memory than the file has bytes.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -35,7 +37,7 @@ _MAX_DIMENSIONS: Final = 4
 _MAX_NAME_BYTES: Final = 256
 _PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<total>\d{5})\.gguf")
 
-# Type number: name, numbers in a block, bytes of a block.
+# Maps a type's number to its name, the numbers in a block, and the bytes of a block.
 TYPES: Final[Mapping[int, tuple[str, int, int]]] = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2),
     2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34),
@@ -43,19 +45,19 @@ TYPES: Final[Mapping[int, tuple[str, int, int]]] = {
     14: ("Q6_K", 256, 210), 20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136), 39: ("MXFP4", 32, 17),
 }  # fmt: skip
 PLAIN_TYPES: Final = frozenset({"F32", "F16", "BF16"})
-"""In which every number stands for itself."""
+"""The types that are not quantised."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where one tensor lies, and how it is stored.
+    """The place of a tensor in a file, and its type.
 
     Attributes:
         path: the file, one of several where the model is split.
-        shape: as torch orders dimensions.
+        shape: the shape, with dimensions in torch's order.
         type_number: a key of `TYPES`.
-        offset: of its first byte in the file.
-        num_bytes: its length there.
+        offset: the position of its first byte in the file.
+        num_bytes: its length in the file.
     """
 
     path: Path
@@ -75,10 +77,12 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """A model's metadata, by the keys of the format, and its tensors, by the names of the format.
+    """The headers of a model's files.
 
     Attributes:
-        digest: SHA-256 of all that was read to know these.
+        metadata: the metadata, by the keys of the format.
+        tensors: the tensors, by the names of the format.
+        digest: SHA-256 of all headers.
     """
 
     metadata: Mapping[str, Any]
@@ -91,10 +95,10 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Reads the beginnings of a file, or of all parts of a split one, of which `path` may be any.
+    """Reads the header of a file, or of all parts of a split model; `path` may be any of the parts.
 
     Raises:
-        CheckpointError: one is missing, damaged, cut short, or has tensors of a type that is not served.
+        CheckpointError: a file is missing, damaged, cut short, or has tensors of a type that is not served.
     """
     metadata: Mapping[str, Any] = {}
     tensors: dict[str, GgufTensor] = {}
@@ -105,7 +109,7 @@ def read_header(path: Path) -> GgufHeader:
             raise CheckpointError(f"{part} is missing; all {len(parts)} parts of a split model lie in one folder.")
         own, held, own_digest = _read_part(part)
         digest.update(own_digest)
-        # What describes the model stands in the first part.
+        # The first part has the metadata of the model.
         metadata = metadata or own
         if twice := tensors.keys() & held.keys():
             raise CheckpointError(f"{part} holds the tensor {min(twice)!r} once more; fetch the model again.")
@@ -117,7 +121,7 @@ def read_header(path: Path) -> GgufHeader:
 
 
 def part_names(path: Path) -> list[Path]:
-    """All files of a model, in their order, whether they are there or not."""
+    """The paths of all parts of a model, in their order, whether they exist or not."""
     match = _PART.fullmatch(path.name)
     if match is None:
         return [path]
@@ -126,7 +130,7 @@ def part_names(path: Path) -> list[Path]:
 
 
 def raw_bytes(tensor: GgufTensor, start: int, num_bytes: int) -> bytes:
-    """At most so many bytes of a tensor as they lie in the file.
+    """The stored bytes of a tensor from `start` on, at most `num_bytes`.
 
     Raises:
         CheckpointError: the file cannot be read, or has become shorter.
@@ -155,7 +159,7 @@ def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor], bytes
 
 
 class _Reader:
-    """Reads one file from its beginning. Raises struct.error or ValueError where it makes no sense."""
+    """Reads one file's header. Raises struct.error or ValueError where it is not valid."""
 
     def __init__(self, path: Path, content: mmap.mmap) -> None:
         self._path = path
@@ -197,7 +201,7 @@ class _Reader:
         if kind != _ARRAY:
             return self._number(kind)
         inner, number = self._take(_ARRAY_HEAD)
-        # Every value has a byte at least, so that no list is longer than the file.
+        # Every value has at least one byte, so a valid list has at most as many values as the file has bytes.
         if number > len(self._content) - self._position:
             raise ValueError("a list that is longer than the file")
         if inner == _STRING:

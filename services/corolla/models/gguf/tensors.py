@@ -1,7 +1,7 @@
 """A GGUF file's tensors under the names of transformers' model, expanded one by one as they are read, or left packed.
 
-Which tensor is which, and how llama.cpp changed it (it interleaves the rows of some queries and keys, and adds one to
-some norms), transformers and the package `gguf` say.
+transformers and the package `gguf` know the tensors' names, and how llama.cpp changed the tensors (it interleaves the
+rows of some queries and keys, and adds one to some norms).
 """
 
 import re
@@ -31,12 +31,12 @@ class GgufTensors(Mapping[str, "LazyTensor"]):
     """All weights of a model, by transformers' names; each is read from its file when it is indexed.
 
     Args:
-        header: of the file.
-        config: of the model.
+        header: the header of the model's files.
+        config: the model's configuration.
 
     Raises:
         StartupError: the package `gguf` is not installed.
-        CheckpointError: it does not know the architecture.
+        CheckpointError: the package does not know the architecture.
     """
 
     def __init__(self, header: GgufHeader, config: PretrainedConfig) -> None:
@@ -46,7 +46,7 @@ class GgufTensors(Mapping[str, "LazyTensor"]):
         self._names, self._packable = _names(header.architecture, config, self._processor)
         self._stored: dict[str, list[str]] = defaultdict(list)
         for stored in header.tensors:
-            # Experts, which lie together, have no ending in the table.
+            # The experts of a layer are one tensor, whose name has no ending in the table.
             name = self._names.get(stored) or self._names.get(stored.removesuffix(".weight"))
             if name is not None:
                 self._stored[name].append(stored)
@@ -61,13 +61,13 @@ class GgufTensors(Mapping[str, "LazyTensor"]):
         return len(self._stored)
 
     def stored(self, name: str) -> Sequence[GgufTensor]:
-        """Where the weights of this name lie: one tensor, or several that become one."""
+        """The stored tensors of a name: one, or several that become one."""
         return [self.header.tensors[each] for each in self._stored[name]]
 
     def layout(self, name: str) -> Layout | None:
-        """How the weights of this name lie in memory if they stay packed.
+        """The layout in memory of a weight that stays packed.
 
-        None for those that must be expanded: of types without a kernel, and of what is neither a linear layer nor an
+        None for a weight that must be expanded: its type has no kernel, or it does not belong to a linear layer or an
         embedding.
         """
         tensors = self.stored(name)
@@ -76,13 +76,14 @@ class GgufTensors(Mapping[str, "LazyTensor"]):
         return LAYOUTS.get(tensors[0].type_name)
 
     def panels(self, name: str, shape: tuple[int, int]) -> Panels:
-        """The weights of this name as `repack` gives them; only for those with a layout.
+        """The panels of a weight with a `layout`, as `repack` returns them.
 
         Args:
-            shape: `[out, in]`, as the model has them.
+            name: transformers' name of the weight.
+            shape: its shape in the model, `[out, in]`.
 
         Raises:
-            CheckpointError: the file cannot be read, or has another shape.
+            CheckpointError: the file cannot be read, or the stored shape differs.
         """
         (stored,) = self._stored[name]
         tensor = self.header.tensors[stored]
@@ -104,7 +105,7 @@ class GgufTensors(Mapping[str, "LazyTensor"]):
         return Panels(repack(read, num_rows, num_columns, LAYOUTS[tensor.type_name]))
 
     def _row_order(self, stored: str, num_rows: int) -> Tensor | None:
-        """Which row of the file each row of the model is; None: they are in the same order."""
+        """The row of the file for each row of the model, int64 `[out]`; None: they are in the same order."""
         numbers = np.arange(num_rows, dtype=np.float64)
         result = self._processor.process(
             weights=numbers[:, None], name=stored, tensor_key_mapping=self._names, parsed_parameters={"tensors": {}}
@@ -115,7 +116,7 @@ class GgufTensors(Mapping[str, "LazyTensor"]):
         return None if np.array_equal(order, numbers) else torch.from_numpy(order)
 
     def read(self, names: Sequence[str]) -> Tensor:
-        """The tensor that the file keeps under `names`, in float32.
+        """The tensor that is stored under `names`, expanded to float32.
 
         Raises:
             CheckpointError: the file cannot be read.
@@ -132,7 +133,7 @@ class GgufTensors(Mapping[str, "LazyTensor"]):
         return cast(Tensor, whole)
 
     def has_rows(self, names: Sequence[str]) -> bool:
-        """Whether the rows of a matrix are those of the file, in the same order."""
+        """Whether a name is a matrix whose rows are stored unchanged and in the same order."""
         if len(names) != 1 or len(self.header.tensors[names[0]].shape) != 2:
             return False
         numbers = np.arange(self.header.tensors[names[0]].shape[0], dtype=np.float32)[:, None]
@@ -142,12 +143,12 @@ class GgufTensors(Mapping[str, "LazyTensor"]):
         return result.name == names[0] and np.array_equal(result.weights, numbers)
 
     def read_rows(self, name: str, start: int, end: int) -> Tensor:
-        """Some rows of such a matrix, in float32. Raises as `read`."""
+        """The rows `[start, end)` of a matrix for which `has_rows`, in float32. Raises as `read` does."""
         return expanded(self.header.tensors[name], start, end)
 
 
 class LazyTensor:
-    """As a slice of safetensors: what is indexed is read, into memory of its own."""
+    """A tensor with the interface of safetensors' slices: indexing reads the numbers into new memory, as float32."""
 
     def __init__(self, tensors: GgufTensors, names: Sequence[str]) -> None:
         self._tensors = tensors
@@ -155,7 +156,7 @@ class LazyTensor:
         self._has_rows = tensors.has_rows(names)
 
     def get_shape(self) -> tuple[int, ...]:
-        """Of a matrix of which some rows can be read; else nothing."""
+        """The shape of a matrix whose rows can be read separately; `()` for other tensors."""
         return self._tensors.header.tensors[self._names[0]].shape if self._has_rows else ()
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -166,7 +167,7 @@ class LazyTensor:
 
 
 def expanded(tensor: GgufTensor, start: int = 0, end: int | None = None) -> Tensor:
-    """The numbers that a tensor of a file stands for, float32; or those with an index from `start` to `end`.
+    """The numbers of a tensor, or of its entries `[start, end)`, expanded to float32.
 
     Raises:
         CheckpointError: the file cannot be read.
@@ -191,7 +192,7 @@ def _raw(tensor: GgufTensor, start: int, num_bytes: int) -> Tensor:
 
 
 def _names(architecture: str, config: PretrainedConfig, processor: Any) -> tuple[dict[str, str], frozenset[str]]:
-    """GGUF's name of each tensor to transformers', and which of the latter are of layers that can be packed."""
+    """A map from GGUF's names to transformers' names, and those of the latter whose layers can be packed."""
     try:
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
     except ImportError as error:
@@ -202,7 +203,7 @@ def _names(architecture: str, config: PretrainedConfig, processor: Any) -> tuple
     library: Any = AutoModelForCausalLM
     with LOADING, torch.device("meta"):
         empty = library.from_config(config)
-    # `get_gguf_hf_weights_map` of transformers gives the same, and makes this table anew for every module.
+    # `get_gguf_hf_weights_map` of transformers has the same result, but makes this table again for every module.
     table = get_tensor_name_map(known[architecture], config.num_hidden_layers)
     names: dict[str, str] = {}
     for own in map(processor.preprocess_name, empty.state_dict()):

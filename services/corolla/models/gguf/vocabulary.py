@@ -1,4 +1,4 @@
-"""A GGUF file's tokenizer, as transformers keeps it."""
+"""Converts a GGUF file's tokenizer to the files of transformers."""
 
 from pathlib import Path
 from typing import Any, Final, cast
@@ -16,8 +16,8 @@ from corolla.chassis.errors import CheckpointError
 from corolla.models.gguf.header import GgufHeader
 
 _SPECIAL_TOKENS: Final = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-# How byte-level vocabularies cut texts before they merge bytes: as GPT-2's does; with digits one by one; and those that
-# transformers' converter knows.
+# The ways in which byte-level vocabularies split texts before they merge bytes: as in GPT-2; with single digits; and
+# those that transformers' converter knows.
 _AS_GPT2: Final = frozenset({"gpt-2", "phi-2", "mpt", "olmo", "jais"})
 _SINGLE_DIGITS: Final = frozenset({"smollm", "starcoder", "refact", "command-r"})
 _CUTS: Final = _AS_GPT2 | _SINGLE_DIGITS | GGUF_PRE_TOKENIZER_SPLITS.keys()
@@ -27,7 +27,7 @@ def write_tokenizer(header: GgufHeader, folder: Path) -> None:
     """Writes `tokenizer.json`, `tokenizer_config.json` and the chat template.
 
     Raises:
-        CheckpointError: the file has no tokenizer, or none that transformers knows.
+        CheckpointError: the file has no tokenizer, or one that transformers does not know.
     """
     described = {
         group: {
@@ -55,7 +55,7 @@ def write_tokenizer(header: GgufHeader, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
     except OSError:
         raise
-    except Exception as error:  # the converter and the Rust tokenizers raise whatever a wrong vocabulary runs into
+    except Exception as error:  # the converter and the Rust tokenizers raise many unrelated classes
         raise CheckpointError(
             "The file's tokenizer cannot be read by transformers; give the model as safetensors with its tokenizer."
         ) from error

@@ -1,6 +1,6 @@
-"""The weights of a GGUF file as a checkpoint has them: what is in it, and what tells it from others.
+"""The weights of a GGUF file for a checkpoint: their names, sizes and identity.
 
-Needs neither torch nor the package `gguf` until a tensor is read.
+This module needs neither torch nor the package `gguf` until a tensor is read.
 """
 
 import functools
@@ -21,12 +21,12 @@ _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
 class GgufWeights:
-    """One model's.
+    """The weights of one model.
 
     Args:
-        path: the file, or any part of a split one.
-        header: what it says of itself.
-        config: of the model.
+        path: the file, or any part of a split model.
+        header: the header of its files.
+        config: the model's configuration.
 
     Raises:
         CheckpointError: a block has no weights.
@@ -40,17 +40,17 @@ class GgufWeights:
 
     @property
     def name(self) -> str:
-        """What the model is called: as the file, without what says that it is one of several parts."""
+        """The model's name: that of the file, without the number of a part."""
         return re.sub(r"-\d{5}-of-\d{5}$", "", part_names(self.path)[0].stem)
 
     @functools.cached_property
     def index(self) -> Mapping[str, Path]:
-        """Maps transformers' name of each tensor to the file that holds it. Only a process with torch can find out."""
+        """Maps transformers' name of each tensor to the file that holds it. This needs torch."""
         return {name: self.tensors.stored(name)[0].path for name in self.tensors}
 
     @functools.cached_property
     def tensors(self) -> "GgufTensors":
-        """All weights by transformers' names. Raises as `GgufTensors`."""
+        """All weights by transformers' names. Raises as `GgufTensors` does."""
         from corolla.models.gguf.tensors import GgufTensors
 
         return GgufTensors(self.header, self._config)
@@ -61,9 +61,9 @@ class GgufWeights:
         return sum(tensor.num_weights for tensor in held)
 
     def facts(self, num_bytes: int) -> Iterator[bytes]:
-        """Yields what identifies the weights and all else in the file cheaply.
+        """Yields bytes that identify the file without reading all of it.
 
-        That is its header, and `num_bytes` each from the beginning, middle and end of every tensor.
+        These are its header's digest, and `num_bytes` each from the beginning, middle and end of every tensor.
         """
         yield self.header.digest
         for name in sorted(self.header.tensors):

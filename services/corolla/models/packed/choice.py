@@ -1,4 +1,4 @@
-"""Which weights of a checkpoint stay packed."""
+"""Decides which weights of a checkpoint stay packed, and reads them."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -29,17 +29,18 @@ def layouts_of(
     model: Callable[[], nn.Module],
     weights: Mapping[str, Any] | None = None,
 ) -> dict[str, Layout]:
-    """The layouts of those weights that stay packed, by their names in the model; the others are expanded.
+    """The layouts of the weights that stay packed, by their names in the model; the other weights are expanded.
 
     Args:
-        names: name in the model -> name in the files.
-        quantization: none do unless it is `packed`.
-        model: makes the model without weights; of its linear layers packed weights may be.
-        weights: as `Checkpoint.open_tensors` gives them; None: nothing is read of safetensors, and what config.json
-            and the names of tensors say is believed.
+        names: maps names in the model to names in the files.
+        quantization: weights stay packed only if this is `packed`.
+        device: where the model is computed.
+        model: makes the model without weights; only weights of its linear layers can stay packed.
+        weights: the tensors that `Checkpoint.open_tensors` yields; None: safetensors are not read, and the answer
+            relies on config.json and the names of tensors.
 
     Raises:
-        SettingsError: nothing is packed in this checkpoint, or nothing multiplies by packed weights on this device.
+        SettingsError: the checkpoint has no packed weights, or this device cannot multiply by them.
     """
     if quantization != PACKED:
         packed = [weight for weight in (weights or {}).values() if isinstance(weight, PackedWeight)]
@@ -73,7 +74,7 @@ def types_of(
     """The formats of packed weights: first those that stay packed, then those with a tensor that is expanded.
 
     Args:
-        block_names: of the largest block's tensors: name in the model -> name in the files.
+        block_names: for the largest block's tensors, maps names in the model to names in the files.
         block: makes that block without weights.
     """
     if checkpoint.gguf is None:
@@ -104,10 +105,13 @@ def fill(
     """Reads the weights of all packed layers.
 
     Args:
-        layouts: as `layouts_of` gave them for these names and weights.
+        root: the model, in which packed layers have been put by `replace_packed`.
+        layouts: the result of `layouts_of` for these names and weights.
+        names: maps names in the model to names in the files.
+        weights: the tensors that `Checkpoint.open_tensors` yields.
 
     Raises:
-        CheckpointError: the file cannot be read, or has another shape.
+        CheckpointError: the file cannot be read, or a weight has another shape.
     """
     if checkpoint.gguf is not None:
         fill_packed(root, {name: names[name] for name in layouts}, checkpoint.gguf.tensors.panels)
@@ -138,7 +142,7 @@ def _facts(weight: PackedWeight) -> dict[str, str]:
 
 
 def _linear_shapes(checkpoint: Checkpoint, model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """By the names of the weights of a model's linear layers, but for those whose weights others read."""
+    """Maps the names of linear layers' weights to their shapes, without layers whose weights other code reads."""
     layers = {path: module for path, module in model.named_modules() if type(module) is nn.Linear}
     kept = checkpoint.family.read_weights
     return {

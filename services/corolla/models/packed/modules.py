@@ -1,4 +1,4 @@
-"""Layers whose weights stay as a file packs them."""
+"""Layers that keep their weights packed as in the file."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Self, cast
@@ -12,24 +12,27 @@ from corolla.kernels.llvm_text import LANES
 from corolla.kernels.products import kernel_of, multiplied
 from corolla.kernels.repacking import Panels, empty_panels
 
-# Of scales this is a small number, so that products of made-up weights stay finite.
+# This byte stands for a small number in scales, so that products with arbitrary weights stay finite.
 _MADE_UP_BYTE: Final = 0x11
-# Where transformers' embeddings that scale what they look up keep the factor.
+# The attribute in which transformers' scaled embeddings keep their factor.
 _SCALE: Final = "scalar_embed_scale"
 
 
 class PackedLinear(nn.Module):
-    """`x W^T + b`, as `nn.Linear`, without a copy of the weights that is any larger than in the file.
+    """Computes `x W^T + b` as `nn.Linear` does, with weights that stay packed; for CPUs.
 
-    Rows of another type than float32 are multiplied in float32, and the result is rounded to their type. Where the
-    processor has instructions for bfloat16, rows of that are multiplied by them, and sums are float32.
+    Rows are multiplied in float32, and the result is rounded to the rows' dtype. Where the processor has instructions
+    for bfloat16, rows in bfloat16 are multiplied by these, with float32 sums.
 
     Args:
+        in_features: the size of the input.
+        out_features: the size of the output.
+        layout: the layout of the panels.
         bias: `[out]` or None.
 
     Attributes:
-        panels: the weights, as `repack` gives them; None until they are read.
-        order: see `Panels`.
+        panels: uint8 `[panels, blocks, bytes of a block]`, see `repack`; None until they are read.
+        order: int32 `[in]` or None, see `Panels`.
     """
 
     panels: Tensor | None
@@ -46,9 +49,9 @@ class PackedLinear(nn.Module):
 
     @classmethod
     def joined(cls, parts: Sequence["PackedLinear"]) -> Self:
-        """One layer for several of one layout and input; their weights become views of its own.
+        """One layer in place of several with the same layout and input; their weights become views of its weights.
 
-        Each but the last one must have a multiple of 16 outputs.
+        All parts except the last one must have a multiple of 16 outputs.
         """
         biases = [part.bias for part in parts if part.bias is not None]
         bias = nn.Parameter(torch.cat([each.data for each in biases]), requires_grad=False) if biases else None
@@ -64,7 +67,7 @@ class PackedLinear(nn.Module):
 
     @staticmethod
     def can_join(parts: Sequence["PackedLinear"]) -> bool:
-        """Whether `joined` takes them."""
+        """Whether `joined` can join these layers."""
         return (
             len({(part.layout, part.in_features, part.bias is None) for part in parts}) == 1
             and not any(part.out_features % LANES for part in parts[:-1])
@@ -73,11 +76,11 @@ class PackedLinear(nn.Module):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the weights, `[out, in]`."""
+        """The shape of the weights, `[out, in]`."""
         return self.out_features, self.in_features
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Multiplies `[..., in]` to `[..., out]`."""
+        """Multiplies `[..., in]` on the CPU; returns `[..., out]` in the same dtype."""
         return multiplied(self.layout, rows, cast(Tensor, self.panels), self.out_features, self.bias, self.order)
 
     def extra_repr(self) -> str:
@@ -85,14 +88,17 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """Looks rows up, as `nn.Embedding`, and expands those that are asked for.
+    """Looks rows up as `nn.Embedding` does, with packed weights: only the requested rows are expanded.
 
     Args:
-        dtype: of what is looked up.
-        scale: that it is multiplied by.
+        num_embeddings: the number of rows.
+        embedding_dim: the size of a row.
+        layout: the layout of the panels.
+        dtype: the dtype of the result.
+        scale: the factor of the result.
 
     Attributes:
-        panels: the weights, as `repack` gives them; None until they are read.
+        panels: uint8 `[panels, blocks, bytes of a block]`, see `repack`; None until they are read.
     """
 
     panels: Tensor | None
@@ -110,11 +116,11 @@ class PackedEmbedding(nn.Module):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the weights."""
+        """The shape of the weights, `[num_embeddings, embedding_dim]`."""
         return self.num_embeddings, self.embedding_dim
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """int64 `[...]` to `[..., embedding_dim]`.
+        """Looks up the rows of int64 `[...]`; returns `[..., embedding_dim]` in `dtype`.
 
         Raises:
             IndexError: an id is not within the table.
@@ -143,21 +149,21 @@ PackedModule = PackedLinear | PackedEmbedding
 
 
 def can_be_packed(module: nn.Module) -> bool:
-    """Whether `replace_packed` has a layer that does the same."""
+    """Whether `replace_packed` can replace a module."""
     return type(module) in (nn.Linear, nn.Embedding) or (isinstance(module, nn.Embedding) and hasattr(module, _SCALE))
 
 
 def replace_packed(root: nn.Module, layouts: Mapping[str, Layout], dtype: torch.dtype) -> None:
-    """Puts layers without weights in place of those whose weights are packed, and has their kernels compiled.
+    """Replaces layers whose weights are packed by packed layers without weights, and compiles their kernels.
 
     Args:
-        root: on the meta device or elsewhere.
-        layouts: by the name of the weight in `root`, which must be that of a layer that `can_be_packed`.
-        dtype: of hidden states.
+        root: the model, on any device, including the meta device.
+        layouts: layouts by the name of the weight in `root`; each must belong to a layer that `can_be_packed`.
+        dtype: the dtype of hidden states.
 
     Raises:
-        CheckpointError: a layer has not as many columns as blocks of its layout have.
-        StartupError: nothing multiplies by packed weights here.
+        CheckpointError: a layer's columns are not a multiple of its layout's block.
+        StartupError: this machine cannot multiply by packed weights.
     """
     for layout in set(layouts.values()):
         kernel_of(layout, dtype)
@@ -173,7 +179,7 @@ def replace_packed(root: nn.Module, layouts: Mapping[str, Layout], dtype: torch.
             plain = cast(nn.Linear, child)
             bias = cast(nn.Parameter | None, plain.bias)
             packed = PackedLinear(plain.in_features, plain.out_features, layout, bias)
-        # The kernel reads whole blocks, and knows nothing of the file.
+        # The kernel reads whole blocks without a check.
         if packed.shape[1] % layout.block_weights:
             raise CheckpointError(
                 f"The file has {path!r} as {layout.name}, whose blocks have {layout.block_weights} columns, and "
@@ -183,11 +189,12 @@ def replace_packed(root: nn.Module, layouts: Mapping[str, Layout], dtype: torch.
 
 
 def fill_packed(root: nn.Module, names: Mapping[str, str], read: Callable[[str, tuple[int, int]], Panels]) -> None:
-    """Reads the weights of all packed layers; those that are stored once are held once.
+    """Reads the weights of all packed layers. Layers with the same stored weight share its memory.
 
     Args:
-        names: name of the weight in `root` -> name in the files.
-        read: gives the panels of a name in the files, which must be those of a matrix of the given shape.
+        root: the model.
+        names: maps the names of weights in `root` to names in the files.
+        read: returns the panels for a name in the files; the matrix must have the given shape.
     """
     held: dict[str, Panels] = {}
     for name, stored in names.items():
@@ -200,7 +207,7 @@ def fill_packed(root: nn.Module, names: Mapping[str, str], read: Callable[[str, 
 
 
 def make_up_packed(root: nn.Module) -> None:
-    """Gives all packed layers weights that mean nothing."""
+    """Fills all packed linear layers with arbitrary weights."""
     for module in root.modules():
         if isinstance(module, PackedLinear):
             panels = empty_panels(module.out_features, module.in_features, module.layout)

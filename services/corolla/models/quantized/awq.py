@@ -1,6 +1,6 @@
-"""AWQ in the layout "gemm", as AutoAWQ, transformers and vLLM write and read it.
+"""AWQ (Lin et al. 2023) in the layout "gemm", as AutoAWQ, transformers and vLLM write and read it.
 
-Eight outputs share a word, in the order 0, 2, 4, 6, 1, 3, 5, 7: so the kernels that it was made for take numbers out.
+Eight outputs share a word, in the order 0, 2, 4, 6, 1, 3, 5, 7, as the kernels that it was made for need it.
 """
 
 from collections.abc import Collection, Mapping
@@ -18,7 +18,7 @@ from corolla.models.quantized.integers import unpacked
 from corolla.models.quantized.parts import Parts, Unfit, allow, expect, shape_of
 
 _PER_WORD: Final = 32 // BITS
-# Where output 0, 1, ... of a word's outputs lies in it.
+# The places of outputs 0, 1, ... within a word.
 _PLACES: Final = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
@@ -68,6 +68,6 @@ class Awq(Format):
 
 
 def _in_order(words: Tensor) -> Tensor:
-    """int32 `[R, W]` to uint8 `[R, 8 W]`."""
+    """Unpacks int32 `[R, W]` to uint8 `[R, 8 W]`, with the outputs in order."""
     numbers = unpacked(words, BITS, words.shape[1] * _PER_WORD)
     return numbers.view(len(words), -1, _PER_WORD)[..., _PLACES].flatten(1)

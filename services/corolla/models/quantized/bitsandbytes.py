@@ -1,4 +1,4 @@
-"""bitsandbytes: NF4 and FP4 in blocks of a flattened weight, and int8 with a scale for each output."""
+"""bitsandbytes: NF4 (QLoRA, Dettmers et al. 2023) and FP4 in blocks of a flattened weight, and int8 per output."""
 
 import json
 import math
@@ -22,7 +22,7 @@ _INT8_UNIT: Final = 7.874015718698502e-3  # as bitsandbytes writes 1/127
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What is not a tensor of a weight in four bits."""
+    """The settings of a weight in four bits, from its `quant_state`."""
 
     shape: tuple[int, int]
     block_size: int
@@ -79,7 +79,7 @@ class BitsAndBytes(Format):
         octets = parts["weight"].view(torch.uint8).flatten()[first // 2 : -(-last // 2)]
         # The upper four bits come first.
         numbers = torch.stack((octets >> 4, octets & 15), dim=-1).flatten()[: last - first]
-        # A row may begin within a block, and a block may be said to be far larger than the weight.
+        # A row may begin within a block. Scales are picked by index, since a file may claim blocks of any size.
         first_block = first // state.block_size
         scales = _scales(parts, state, first_block, -(-last // state.block_size))
         of_numbers = scales[torch.arange(first, last) // state.block_size - first_block]
@@ -111,7 +111,7 @@ def _read_state(parts: Parts) -> _State:
 
 
 def _state_of(text: bytes) -> _State:
-    """Raises Unfit where it is none."""
+    """Reads a `quant_state`. Raises Unfit where it is not valid."""
     try:
         read: Any = json.loads(text)
         num_outputs, num_inputs = read["shape"]

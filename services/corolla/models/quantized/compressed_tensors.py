@@ -1,6 +1,6 @@
 """compressed-tensors, as llm-compressor writes it: integers and floats of one to eight bits, in many schemes.
 
-Where its models quantise activations too (w8a8, fp8), only the weights are read here, and activations stay as they are.
+Where a model also quantises activations (w8a8, fp8), only the weights are read here, and activations keep their dtype.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -23,20 +23,19 @@ _ROLES: Final = (
     "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale"
 )  # fmt: skip
 _OCTETS: Final = FLOATS_OF_8_BITS | {"I8"}
-# Of numbers of four bits: NVFP4's, whose scales have a scale of their own, and MXFP4's.
+# The schemes of floats of four bits: NVFP4, whose scales have a scale of their own, and MXFP4.
 _NVFP4, _MXFP4 = Scheme(4, group_size=16), Scheme(4, group_size=32)
 
 
 class CompressedTensors(Format):
-    """A weight's parts: the numbers are
+    """A weight's parts. The numbers are one of these:
 
     - `weight_packed` int32, with `weight_shape`: integers of 1 to 8 bits;
     - `weight_packed` uint8 `[out, in / 2]`: floats of four bits;
     - `weight` `[out, in]`: integers or floats of eight bits.
 
-    `weight_scale` is one for all, for each output, for each group of inputs, or for each block; `weight_zero_point`
-    goes with integers, `weight_g_idx` says of each input which group it is of, and `weight_global_scale` divides
-    scales.
+    `weight_scale` has one scale for the whole weight, each output, each group of inputs, or each block. Integers may
+    have a `weight_zero_point`, `weight_g_idx` is the group of each input, and `weight_global_scale` divides scales.
     """
 
     endings: ClassVar[Mapping[str, str]] = {f".{role}": ".weight" for role in _ROLES}
@@ -121,14 +120,14 @@ class CompressedTensors(Format):
         )
 
     def _zeros(self, parts: Mapping[str, Tensor], bits: int, num_outputs: int) -> Tensor | None:
-        """Zero points of packed integers, as the scales; they count from the middle of the range."""
+        """The zero points of packed integers, in the shape of the scales, relative to the middle of the range."""
         zeros = parts.get("weight_zero_point")
         if zeros is None or zeros.dtype != torch.int32:
             return zeros
         return unpacked(zeros.T, bits, num_outputs).T.to(torch.int8) - (1 << (bits - 1))
 
     def _numbers(self, parts: Mapping[str, Tensor], start: int, end: int) -> tuple[Tensor, Tensor | None, Scheme]:
-        """Numbers `[end - start, in]` and zero points as the scales, both of which still count from 0."""
+        """The numbers float32 `[end - start, in]`, the zero points in the shape of the scales, and the scheme."""
         scale_shape, zeros = tuple(parts["weight_scale"].shape), parts.get("weight_zero_point")
         if (packed := parts.get("weight_packed")) is None:
             weight = parts["weight"]
@@ -138,7 +137,7 @@ class CompressedTensors(Format):
         num_outputs, num_inputs = (int(size) for size in parts["weight_shape"])
         schemes = self._packed_schemes(packed.shape[1], num_inputs)
         scheme = _fitting(scale_shape, (num_outputs, num_inputs), schemes)
-        # Stored without a sign.
+        # The numbers are stored without a sign.
         numbers = unpacked(packed[start:end], scheme.bits, num_inputs).float().sub_(1 << (scheme.bits - 1))
         return numbers, self._zeros(parts, scheme.bits, num_outputs), scheme
 
@@ -161,7 +160,7 @@ class CompressedTensors(Format):
 
 
 def _packed_shape(parts: Parts) -> tuple[int, ...]:
-    """What `weight_shape` says, where the packed numbers bear it out."""
+    """The weight's shape by `weight_shape`. Raises Unfit where the packed numbers do not fit it."""
     allow(parts, "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
     num_outputs, num_packed = shape_of(parts, "weight_packed", {"I32"}, 2)
     expect(parts, "weight_shape", {"I32", "I64"}, (2,))
@@ -208,26 +207,26 @@ def _scale_shapes(scheme: Scheme, shape: tuple[int, ...]) -> Iterator[tuple[int,
 
 
 def _of_outputs(values: Tensor, start: int, end: int) -> Tensor:
-    """Of one value, or one or several for each output, those of some outputs: two dimensions."""
+    """The values of the outputs `[start, end)`, `[outputs, groups]`; `[1, 1]` where there is only one value."""
     if values.numel() == 1:
         return values.reshape(1, 1)
     return values[start:end].reshape(end - start, -1)
 
 
 def _of_inputs(values: Tensor, scheme: Scheme, groups: Tensor | None) -> Tensor:
-    """Of `[outputs, groups]` the value of each input."""
+    """The values of each input, `[outputs, in]`, from `[outputs, groups]`; `[outputs, 1]` stays as it is."""
     if values.shape[1] == 1:
         return values
     return values.repeat_interleave(scheme.group_size, dim=1) if groups is None else values[:, groups.long()]
 
 
 def _input_order(groups: Tensor, scales: Sequence[int]) -> Tensor | None:
-    """See `input_order`, of scales of this shape."""
+    """The `input_order` for scales of this shape."""
     if _is_unset(groups) or len(scales) < 2 or scales[1] == 1:
         return None
     return input_order(groups, len(groups) // scales[1], scales[1])
 
 
 def _is_unset(groups: Tensor) -> bool:
-    """compressed-tensors writes -1 where the order does not matter."""
+    """Whether groups are in the order of inputs, for which compressed-tensors writes -1 everywhere."""
     return bool((groups == -1).all())

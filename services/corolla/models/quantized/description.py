@@ -1,8 +1,8 @@
-"""What a checkpoint's `quantization_config` says of its weights, checked. Pure.
+"""Reads and checks a checkpoint's `quantization_config`. Pure.
 
-Which weights are packed, and in which of the schemes that are named here, their tensors say: a module that was left as
-it is has an ordinary weight. So patterns such as `ignore`, `targets` and `modules_to_not_convert`, which are regular
-expressions of whoever wrote the checkpoint, are never run.
+The stored tensors show which weights are packed, and in which of the configuration's schemes: a module that was not
+quantised has an ordinary weight. So the patterns `ignore`, `targets` and `modules_to_not_convert`, regular expressions
+from an untrusted file, are never run.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -12,13 +12,13 @@ from typing import Any, Final
 from corolla.chassis.errors import CheckpointError
 
 QUANTIZATION_KEYS: Final = ("quantization_config", "compression_config")
-"""Of `config.json`; the second is an older name."""
+"""The keys of `config.json` for the quantisation; the second is an older name."""
 
 _MAX_SCHEMES: Final = 256
 _LARGEST: Final = 1 << 20
 _GPTQ_BITS: Final = frozenset({2, 3, 4, 8})
 _AWQ_LAYOUTS: Final = ("gemm",)
-# AutoGPTQ stores zero points less one; v2 of its format, as they are.
+# Maps the layout to the number that was subtracted from stored zero points: 1 by AutoGPTQ, 0 in v2 of its format.
 _GPTQ_LAYOUTS: Final = {"gptq": 1, "gptq_v2": 0}
 _COMPRESSED_FORMATS: Final = (
     "dense", "float-quantized", "int-quantized", "mixed-precision", "mxfp4-pack-quantized", "mxfp8-quantized",
@@ -29,12 +29,12 @@ _WHAT_TO_DO: Final = "give the original checkpoint, or one in another format of 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How the numbers of some weights were made small.
+    """The settings with which some weights were quantised.
 
     Attributes:
-        bits: of one number.
-        group_size: how many inputs share a scale; 0: all of them, or blocks do.
-        block: outputs and inputs that share a scale; None: no blocks.
+        bits: the bits of a number.
+        group_size: how many inputs share a scale; 0: all inputs do, or scales belong to blocks.
+        block: the numbers of outputs and inputs that share a scale; None: scales do not belong to blocks.
     """
 
     bits: int
@@ -44,12 +44,12 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How a checkpoint's weights are packed.
+    """The format and settings of a checkpoint's packed weights.
 
     Attributes:
-        method: what transformers calls it; a key of METHODS.
-        schemes: each way that some of the weights are packed in; none where the tensors say all.
-        zero_offset: by how much stored zero points are too small.
+        method: the name of the format, a key of FORMATS in `tensors`.
+        schemes: all schemes of the weights; empty where the stored tensors show the scheme.
+        zero_offset: the number to add to stored zero points.
     """
 
     method: str
@@ -58,10 +58,10 @@ class Quantization:
 
 
 def quantization_of(configuration: Mapping[str, Any]) -> Quantization | None:
-    """What the content of a checkpoint's `config.json` says; None: the weights are not packed.
+    """Reads the quantisation from the content of a checkpoint's `config.json`; None: the weights are not packed.
 
     Raises:
-        CheckpointError: nothing here serves it, or it says what cannot be.
+        CheckpointError: this quantisation is not served, or its description is not valid.
     """
     stored = next((configuration[key] for key in QUANTIZATION_KEYS if configuration.get(key) is not None), None)
     if stored is None:
@@ -101,7 +101,7 @@ def _gptq(stored: Mapping[str, Any]) -> Quantization:
     if stored.get("pack_dtype", "int32") != "int32":
         raise CheckpointError(f"GPTQ weights that are not packed in int32 are not served; {_WHAT_TO_DO}.")
     whole = _gptq_scheme(stored, {})
-    # GPTQModel's exceptions: a pattern of modules, and what differs for them.
+    # GPTQModel's exceptions map a pattern of modules to the settings that differ for these.
     exceptions = stored.get("dynamic") or {}
     if not isinstance(exceptions, Mapping) or len(exceptions) > _MAX_SCHEMES:
         raise _senseless("dynamic")
@@ -153,7 +153,7 @@ METHODS: Final[Mapping[str, Callable[[Mapping[str, Any]], Quantization]]] = {
     "gptq": _gptq,
     "mxfp4": lambda _: Quantization("mxfp4"),
 }
-"""By the value of `quant_method`."""
+"""The readers of descriptions by the value of `quant_method`."""
 
 
 def _one_of(given: str, known: Container[str], what: str) -> None:
@@ -162,7 +162,7 @@ def _one_of(given: str, known: Container[str], what: str) -> None:
 
 
 def _number(stored: Mapping[str, Any], *names: str, default: int) -> int:
-    """The first of `names` that is there, as a number of sensible size."""
+    """The value of the first of `names` that is set; raises CheckpointError where it is not a number within limits."""
     value = next((stored[name] for name in names if stored.get(name) is not None), default)
     if not isinstance(value, int) or isinstance(value, bool) or not -1 <= value <= _LARGEST:
         raise _senseless(names[0])

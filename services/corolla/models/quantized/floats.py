@@ -9,23 +9,23 @@ from torch import Tensor
 _E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 FLOATS: Final = frozenset({"F16", "BF16", "F32", "F64"})
-"""Types of ordinary weights and scales, as safetensors calls them."""
+"""Types of ordinary weights and scales, by safetensors' names."""
 FLOATS_OF_8_BITS: Final = frozenset({"F8_E4M3", "F8_E5M2"})
 SCALES: Final = FLOATS | FLOATS_OF_8_BITS | {"F8_E8M0", "U8"}
-"""Types of scales; U8 are exponents, as F8_E8M0."""
+"""Types of scales; a U8 is an exponent, like an F8_E8M0."""
 
 
 def nibbles(octets: Tensor) -> Tensor:
-    """uint8 `[..., N]` to uint8 `[..., 2 N]`, the lower four bits first."""
+    """Splits bytes, uint8 `[..., N]`, into halves, uint8 `[..., 2 N]`, the lower four bits first."""
     return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)
 
 
 def e2m1(octets: Tensor) -> Tensor:
-    """uint8 `[..., N]` to float32 `[..., 2 N]`: two numbers of four bits in each."""
+    """Expands bytes of two E2M1 numbers each, uint8 `[..., N]`, to float32 `[..., 2 N]`."""
     table = torch.tensor([*_E2M1, *(-number for number in _E2M1)])
     return table[nibbles(octets).int()]
 
 
 def scale_numbers(scales: Tensor) -> Tensor:
-    """Scales as float32; bytes are powers of two whose exponent is the byte less 127."""
+    """Scales as float32, in the same shape; a uint8 is the power of two with the exponent of the byte minus 127."""
     return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()

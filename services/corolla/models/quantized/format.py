@@ -1,4 +1,4 @@
-"""What the ways to pack weights have in common; each has a module next to this one."""
+"""The interface of formats of packed weights; each format has a module next to this one."""
 
 import abc
 from collections.abc import Collection, Mapping
@@ -13,11 +13,11 @@ from corolla.models.quantized.parts import Parts, Unfit
 
 
 class Format(abc.ABC):
-    """One way to pack weights. Kernels multiply by some as they are, where they have four bits.
+    """A format of packed weights. Kernels can multiply by weights of some formats without expanding them.
 
     Attributes:
-        endings: of the names of a weight's parts, and what stands for each in the weight's own name.
-        step: rows are expanded from and up to multiples of it, the last one apart.
+        endings: maps the ending of a part's name to the ending that the weight's own name has instead.
+        step: rows are expanded in ranges whose bounds are multiples of this, except the last one.
     """
 
     endings: ClassVar[Mapping[str, str]]
@@ -32,41 +32,42 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def shape(self, parts: Parts) -> tuple[int, ...]:
-        """The shape of the weight that the parts hold, mostly `[out, in]`.
-
-        Nothing is read but what a part of some bytes says of the others.
+        """The shape of the weight that the parts hold, mostly `[out, in]`. Reads only parts of a few bytes.
 
         Raises:
-            Unfit: they hold none.
+            Unfit: the parts do not fit each other.
         """
 
     @abc.abstractmethod
     def rows(self, parts: Mapping[str, Tensor], start: int, end: int) -> Tensor:
-        """The weight's entries `[start, end)` of its first dimension, float32, in memory of their own.
+        """The weight's entries `[start, end)` of its first dimension, as a new float32 tensor.
 
-        The parts are those that `shape` found right.
+        `shape` has accepted the parts before.
         """
 
     def likely_layout(self, roles: Collection[str], num_inputs: int) -> Layout:
-        """That of a weight that was not read: what it has parts for. Raises Unfit."""
+        """The layout of a weight, judged only by the names of its parts. Raises Unfit where it cannot stay packed."""
         raise Unfit("is of a format that has no kernel")
 
     def layout(self, parts: Parts) -> Layout:
-        """How the weight lies in memory if it stays packed.
+        """The layout in memory of a weight that stays packed.
 
-        The parts are those that `shape` found right.
+        `shape` has accepted the parts before.
 
         Raises:
-            Unfit: it has to be expanded; the sentence says why.
+            Unfit: the weight has to be expanded; the message says why.
         """
         raise Unfit("is of a format that has no kernel")
 
     def order(self, parts: Mapping[str, Tensor]) -> Tensor | None:
-        """The input that each column of the packed weight takes, int32 `[in]`; None where the order is the same."""
+        """The input of each column of the packed weight, int32 `[in]`; None where columns are in the inputs' order."""
         return None
 
     def numbers(
         self, parts: Mapping[str, Tensor], start: int, end: int, layout: Layout, order: Tensor | None
     ) -> Numbers:
-        """The rows `[start, end)` of a weight with a layout: `start` is a multiple of 16, columns are in this order."""
+        """The numbers of the rows `[start, end)` of a weight with a layout, with columns in the given order.
+
+        `start` is a multiple of 16.
+        """
         raise NotImplementedError

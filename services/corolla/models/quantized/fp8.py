@@ -1,4 +1,4 @@
-"""Floats of eight bits, with a scale for the whole weight, for each output or for each block, as DeepSeek's."""
+"""Floats of eight bits, with a scale for the whole weight, for each output or, as in DeepSeek's models, each block."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Final
@@ -19,7 +19,7 @@ class Fp8(Format):
     endings: ClassVar[Mapping[str, str]] = {"_scale_inv": "", ".weight_scale": ".weight"}
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
-        """`[..., out, in]`. Raises Unfit."""
+        """The shape `[..., out, in]`. Raises Unfit."""
         allow(parts, "weight", *_SCALES)
         shape = shape_of(parts, "weight", FLOATS_OF_8_BITS)
         named = [role for role in _SCALES if role in parts]
@@ -35,7 +35,7 @@ class Fp8(Format):
         return shape
 
     def rows(self, parts: Mapping[str, Tensor], start: int, end: int) -> Tensor:
-        """Some of the outputs, or of what stands before them, float32."""
+        """The entries `[start, end)` of the first dimension, outputs or experts, as float32."""
         weight = parts["weight"]
         scales = scale_numbers(next(parts[role] for role in _SCALES if role in parts))
         if scales.numel() == 1:
@@ -55,8 +55,8 @@ class Fp8(Format):
 
 
 def spread(scales: Tensor, block: tuple[int, int], rows: range, num_columns: int) -> Tensor:
-    """Of `[blocks of rows, blocks of columns]` the scale of each number of some rows, `[len(rows), num_columns]`."""
+    """The scale of each number of some rows, `[len(rows), num_columns]`, from `[blocks of rows, blocks of columns]`."""
     high, wide = block
-    # By index, since blocks may be said to be far larger than the weight.
+    # Scales are picked by index, since a file may claim blocks that are far larger than the weight.
     of_rows = scales[torch.arange(rows.start, rows.stop) // high]
     return of_rows[:, torch.arange(num_columns) // wide]

@@ -1,7 +1,7 @@
-"""GPTQ, as AutoGPTQ and GPTQModel write it, with and without activation order.
+"""GPTQ (Frantar et al. 2022), as AutoGPTQ and GPTQModel write it, with and without activation order.
 
-Numbers are packed along the inputs, zero points along the outputs. With activation order, inputs of a group do not lie
-next to each other: `g_idx` says of each input which group it is of.
+Numbers are packed along the inputs, zero points along the outputs. With activation order, the inputs of a group are not
+adjacent, and `g_idx` is the group of each input.
 """
 
 from collections.abc import Collection, Mapping
@@ -22,7 +22,7 @@ from corolla.models.quantized.parts import Parts, Unfit, allow, expect, need, sh
 
 class Gptq(Format):
     """A weight's parts: `qweight` int32 `[in * bits / 32, out]`, `qzeros` int32 `[groups, out * bits / 32]`, `scales`
-    `[groups, out]`, and where it is stored `g_idx` int32 `[in]`.
+    `[groups, out]`, and sometimes `g_idx` int32 `[in]`.
     """
 
     endings: ClassVar[Mapping[str, str]] = {
@@ -84,9 +84,9 @@ class Gptq(Format):
         return numbers_of_blocks(codes, scales[:, start:end].T, zeros, layout)
 
     def _zeros(self, qzeros: Tensor, bits: int, num_outputs: int) -> Tensor:
-        """int32 `[groups, out]`."""
+        """The zero points, int32 `[groups, out]`."""
         zeros = unpacked(qzeros, bits, num_outputs).int().add_(self._quantization.zero_offset)
-        # In the number's bits, as it was stored: a zero point of 0 became the largest number there is.
+        # The writer subtracted 1 with a wrap-around (0 became the largest number), so the sum wraps around, too.
         return zeros.bitwise_and_(2**bits - 1)
 
     def _scheme(self, qweight: tuple[int, ...], qzeros: tuple[int, ...], scales: tuple[int, ...]) -> tuple[Scheme, int]:

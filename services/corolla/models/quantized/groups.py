@@ -1,6 +1,6 @@
-"""Integers of four bits that share scales in groups of inputs: what AWQ, GPTQ and compressed-tensors have in common.
+"""Integers of four bits with a scale for each group of inputs, as in AWQ, GPTQ and compressed-tensors.
 
-Kernels multiply by them as they are; see `corolla.kernels.layouts`.
+Kernels multiply by them without expanding them; see `corolla.kernels.layouts`.
 """
 
 from collections.abc import Mapping
@@ -15,16 +15,19 @@ from corolla.models.quantized.parts import Unfit
 
 BITS: Final = 4
 MIDDLE: Final = 1 << (BITS - 1)
-"""Numbers and zero points of kernels count from here."""
+"""The middle of the range, which kernels subtract from numbers and zero points."""
 _SCALES: Final[Mapping[str, Scale]] = {"F16": Scale.FLOAT16, "BF16": Scale.BFLOAT16, "F32": Scale.FLOAT32}
 
 
 def layout_of_groups(bits: int, group_size: int, num_inputs: int, scale: str = "F16", *, has_zeros: bool) -> Layout:
-    """How such a weight lies in memory.
+    """The layout in memory of such a weight.
 
     Args:
-        group_size: inputs that share a scale; 0: all of them.
-        scale: the type of scales, as safetensors calls it.
+        bits: the bits of a number; kernels need four.
+        group_size: how many inputs share a scale; 0: all of them.
+        num_inputs: how many inputs the weight has.
+        scale: safetensors' name of the type of scales.
+        has_zeros: whether there are zero points.
 
     Raises:
         Unfit: no kernel multiplies by such weights.
@@ -41,13 +44,15 @@ def layout_of_groups(bits: int, group_size: int, num_inputs: int, scale: str = "
 
 
 def input_order(group_of_inputs: Tensor, group_size: int, num_groups: int) -> Tensor | None:
-    """The inputs, those of a group next to each other, int32 `[in]`; None: they lie so.
+    """The inputs in the order of their groups, int32 `[in]`; None where this is their own order.
 
     Args:
-        group_of_inputs: `[in]`, each within the groups.
+        group_of_inputs: integers `[in]`, the group of each input, below `num_groups`.
+        group_size: how many inputs each group must have.
+        num_groups: how many groups there are.
 
     Raises:
-        Unfit: groups are not of one size.
+        Unfit: a group has another size.
     """
     sizes = torch.bincount(group_of_inputs.flatten(), minlength=num_groups)
     if not bool((sizes == group_size).all()):
@@ -57,12 +62,13 @@ def input_order(group_of_inputs: Tensor, group_size: int, num_groups: int) -> Te
 
 
 def numbers_of_blocks(codes: Tensor, scales: Tensor, zeros: Tensor | None, layout: Layout) -> Numbers:
-    """Rows as a layout has them, whose blocks may be parts of groups.
+    """The numbers of rows for `repack_numbers`, with a scale for each block, which may be a part of a group.
 
     Args:
         codes: uint8 `[R, in]`, in the order of `input_order`.
-        scales: `[R, groups]`.
-        zeros: integers `[R, groups]` that count from `MIDDLE`, as `codes` do not; None: they are 0.
+        scales: `[R, groups]` in the layout's scale type.
+        zeros: integers `[R, groups]`, zero points minus `MIDDLE`, unlike `codes`; None: there are none.
+        layout: the layout of the weight.
     """
     repeats = codes.shape[1] // layout.block_weights // scales.shape[1]
     scales = scales.repeat_interleave(repeats, dim=1)

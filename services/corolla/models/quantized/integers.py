@@ -1,16 +1,16 @@
-"""Numbers of few bits, packed one behind the other in words of 32."""
+"""Unpacks numbers of few bits that are packed without gaps in words of 32 bits."""
 
 import torch
 from torch import Tensor
 
 
 def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
-    """The numbers in words.
+    """The numbers that words hold.
 
     Args:
         words: int32 `[..., W]`.
-        bits: of one number, 1 to 8. Number `i` is the bits `[i * bits, (i + 1) * bits)` of its row's words, the least
-            significant first; one may begin in a word and end in the next.
+        bits: the bits of a number, 1 to 8. Number `i` is the bits `[i * bits, (i + 1) * bits)` of its row's words, the
+            least significant first; a number may begin in one word and end in the next.
         count: how many numbers a row has; `count * bits <= 32 W`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""MXFP4, as gpt-oss keeps its experts: 32 numbers of four bits share a power of two."""
+"""MXFP4 (OCP Microscaling Formats), the format of gpt-oss' experts: 32 numbers of four bits share a power of two."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Final
@@ -18,7 +18,7 @@ class Mxfp4(Format):
     endings: ClassVar[Mapping[str, str]] = {"_blocks": "", "_scales": ""}
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
-        """`[experts, in, out]`, as the family's own code has them. Raises Unfit."""
+        """The shape in the family's own code, `[experts, in, out]`. Raises Unfit."""
         allow(parts, "blocks", "scales")
         num_experts, num_outputs, num_groups, _ = shape = shape_of(parts, "blocks", {"U8"}, 4)
         expect(parts, "blocks", {"U8"}, (*shape[:3], _OCTETS))

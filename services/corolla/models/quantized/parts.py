@@ -1,4 +1,4 @@
-"""The stored tensors that one weight is packed in: which they are, by their names, and what they have to be. Pure."""
+"""The stored tensors, called parts, that together hold a packed weight: finds them by name and checks them. Pure."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 
 class Stored(Protocol):
-    """A tensor of a file, as safetensors' slices are: what is indexed is read."""
+    """The interface of safetensors' slices: a tensor of a file that is read when it is indexed."""
 
     def get_shape(self) -> list[int]: ...
 
@@ -16,22 +16,22 @@ class Stored(Protocol):
 
 
 Parts = Mapping[str, Stored]
-"""By role: what the stored tensor's name says that it is. The ordinary one is `weight`."""
+"""The parts of a weight by role, which follows from the part's name. An ordinary weight is one part, `weight`."""
 
 
 class Unfit(ValueError):
-    """The parts are no weight: the sentence says what is wrong with them."""
+    """The parts do not hold a weight, or not one of the needed kind; the message says what is wrong with them."""
 
 
 def grouped(names: Iterable[str], endings: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Which names belong together.
+    """Groups the names of stored tensors by weight.
 
     Args:
-        names: of stored tensors.
-        endings: of the names of parts, and what stands for each in the weight's name.
+        names: the names of stored tensors.
+        endings: maps the ending of a part's name to the ending that the weight's name has instead.
 
     Returns:
-        For each weight's name, its parts: role, and name among `names`.
+        For each weight's name, a map from its parts' roles to their names.
     """
     longest_first = sorted(endings, key=len, reverse=True)
     groups: defaultdict[str, dict[str, str]] = defaultdict(dict)
@@ -45,7 +45,7 @@ def grouped(names: Iterable[str], endings: Mapping[str, str]) -> dict[str, dict[
 
 
 def role_of(ending: str) -> str:
-    """`qzeros` for `.qzeros`, `absmax` for `.weight.absmax`."""
+    """The role of a part by its ending: `qzeros` for `.qzeros`, `absmax` for `.weight.absmax`."""
     return ending.removeprefix(".weight.").lstrip("._")
 
 
@@ -56,7 +56,7 @@ def need(parts: Parts, *roles: str) -> None:
 
 
 def allow(parts: Parts, *roles: str) -> None:
-    """Raises Unfit where there is a part that no such weight has."""
+    """Raises Unfit where there is a part with another role."""
     if odd := sorted(parts.keys() - set(roles)):
         raise Unfit(f"has {odd[0]}, which does not go with its other parts")
 
@@ -65,11 +65,11 @@ def shape_of(parts: Parts, role: str, dtypes: Collection[str], num_dims: int | N
     """A part's shape.
 
     Args:
-        dtypes: those that it may have, as safetensors calls them.
-        num_dims: how many dimensions it has to have; None: any number.
+        dtypes: the dtypes that it may have, by safetensors' names.
+        num_dims: how many dimensions it must have; None: any number.
 
     Raises:
-        Unfit: it has others, or no numbers at all.
+        Unfit: the part is missing or empty, or has another dtype or number of dimensions.
     """
     need(parts, role)
     shape = tuple(parts[role].get_shape())
@@ -81,7 +81,7 @@ def shape_of(parts: Parts, role: str, dtypes: Collection[str], num_dims: int | N
 
 
 def expect(parts: Parts, role: str, dtypes: Collection[str], *shapes: tuple[int, ...]) -> None:
-    """Raises Unfit where a part has none of the shapes that fit the others."""
+    """Raises Unfit unless a part has one of these dtypes and one of these shapes, which fit the other parts."""
     shape = shape_of(parts, role, dtypes)
     if shape not in shapes:
         raise Unfit(f"has {role} of the shape {list(shape)}, which does not fit its other parts")

@@ -1,7 +1,7 @@
-"""Packed weights as a model's: each is expanded when it is read, some rows at a time, to the dtype that is served.
+"""Reads packed weights for a model: each is expanded when it is read, some rows at a time, to the served dtype.
 
-So a server holds its span expanded, one weight's packed parts, and some megabytes. Or it is laid out for kernels that
-multiply by it as it is, where there are such for its format.
+So a server holds its expanded span, one weight's packed parts, and some megabytes. A weight of some formats can instead
+be laid out for kernels that multiply by it without expanding it.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ from corolla.models.quantized.mxfp4 import Mxfp4
 from corolla.models.quantized.parts import Parts, Stored, Unfit, grouped
 
 NUMBERS_AT_ONCE: Final = 1 << 18
-"""How many are expanded at once, to float32 first: they stay in a processor's caches."""
-# Of activations and of keys and values, which stay as they are.
+"""How many numbers are expanded at once, first to float32; so many stay in a CPU's caches."""
+# The endings of scales for activations, keys and values, which are not quantised here.
 _UNUSED: Final = (
     ".input_scale", ".input_zero_point", ".input_global_scale", ".input_scale_ub", ".activation_scale", ".output_scale",
     ".output_zero_point", ".k_scale", ".v_scale", ".q_scale",
@@ -44,16 +44,16 @@ FORMATS: Final[Mapping[str, Callable[[Quantization], Format]]] = {
     "gptq": Gptq,
     "mxfp4": Mxfp4,
 }
-"""By `Quantization.method`."""
+"""The formats by `Quantization.method`."""
 
 
 class PackedWeight:
-    """As a slice of safetensors: what is indexed is read and expanded, into memory of its own.
+    """A packed weight. Indexing reads and expands it into new memory, as with safetensors' slices.
 
     Attributes:
-        method: what transformers calls the format.
-        shape: of the weight.
-        dtype: that it is expanded to.
+        method: transformers' name of the format.
+        shape: the shape of the expanded weight.
+        dtype: the dtype of the expanded weight.
     """
 
     def __init__(self, method: str, unpack: Format, parts: Parts, dtype: torch.dtype, lock: threading.Lock) -> None:
@@ -65,11 +65,11 @@ class PackedWeight:
         self._lock = lock
 
     def layout(self) -> Layout:
-        """See `Format`. Raises Unfit."""
+        """See `Format.layout`. Raises Unfit."""
         return self._format.layout(self._parts)
 
     def panels(self) -> Panels:
-        """The weight as `layout` says. Raises Unfit."""
+        """The weight's panels in its `layout`. Raises Unfit."""
         layout = self.layout()
         parts = {role: stored[...] for role, stored in self._parts.items()}
         order = self._format.order(parts)
@@ -97,21 +97,21 @@ class PackedWeight:
 def packed_weights(
     quantization: Quantization, stored: Mapping[str, Stored], dtype: torch.dtype | None = None
 ) -> dict[str, Stored | PackedWeight]:
-    """What a model has, of what is stored: parts become the weight that they are packed in, all else stays.
+    """The weights of a model, by name: parts are combined to packed weights, and other tensors are passed on.
 
-    Nothing is read but some bytes, and all is checked before any weight is.
+    All parts are checked before any weight is read; the check reads only a few bytes.
 
     Args:
-        quantization: what the checkpoint says.
-        stored: safetensors' slices, by any names that end as the files' do.
-        dtype: to expand to; None: float32.
+        quantization: how the checkpoint's weights are packed.
+        stored: safetensors' slices; their names must end like those in the files.
+        dtype: the dtype of expanded weights; None: float32.
 
     Raises:
         CheckpointError: a weight lacks a part, or its parts do not fit each other.
     """
     dtype = dtype or torch.float32
     unpack = FORMATS[quantization.method](quantization)
-    # One at a time: transformers reads in several threads.
+    # transformers reads in several threads, and the lock lets them expand one weight at a time.
     lock = threading.Lock()
     found: dict[str, Stored | PackedWeight] = {}
     for name, roles in grouped((name for name in stored if not name.endswith(_UNUSED)), unpack.endings).items():
@@ -131,11 +131,12 @@ def packed_weights(
 def likely_layouts(
     quantization: Quantization, names: Collection[str], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Layout | None]:
-    """How packed weights would lie in memory if they stayed so, for which nothing is read; None: they are expanded.
+    """The layouts of packed weights that can stay packed, by name, without reading them; None: a weight is expanded.
 
     Args:
-        names: of stored tensors, as the model has them.
-        shapes: of linear layers' weights: others are expanded.
+        quantization: how the checkpoint's weights are packed.
+        names: the names of stored tensors, with the model's prefixes.
+        shapes: the shapes of linear layers' weights; other weights are expanded.
     """
     unpack = FORMATS[quantization.method](quantization)
     packed = {name: roles for name, roles in grouped(names, unpack.endings).items() if roles.keys() != {"weight"}}
@@ -147,7 +148,7 @@ def likely_layouts(
 
 
 def _is_lacking(name: str, dtype: str) -> bool:
-    """Whether what is stored as it is lacks its scales: no model computes with weights of few bits."""
+    """Whether an unpacked tensor lacks its scales: it is a weight, or a float, of a dtype that models do not use."""
     return dtype not in FLOATS and (name.endswith("weight") or dtype.startswith("F"))
 
 
