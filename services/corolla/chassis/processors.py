@@ -1,4 +1,4 @@
-"""The processors that this process may use, and how OpenMP's threads wait on them. This module does not import torch."""
+"""The processors that this process may use, and how threads of OpenMP wait on them. The module imports no torch."""
 
 import math
 import os
