@@ -20,8 +20,8 @@ class CorollaError(Exception):
     Args:
         message: One sentence for the caller.
         metadata: Facts for programs (`ErrorInfo.metadata`), for example `uncovered_blocks`.
-        retry_after_s: The seconds after which the same call may succeed; None: the default of the class, which is None
-            for errors that a retry cannot help.
+        retry_after_s: The seconds after which the same call may succeed; None: the default of the class, which may also
+            be None: then a retry cannot help.
     """
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL

@@ -76,7 +76,7 @@ class Signatories:
         self._known: dict[tuple[bytes, ...], Signatory] = {}
 
     def find(self, certificates: Sequence[bytes]) -> Signatory | None:
-        """Returns the owner of the first certificate; None: the authorities have not signed it, or it names no workload.
+        """Returns the owner of the first certificate; None: no authority has signed it, or it names no workload.
 
         Args:
             certificates: The certificates in DER; those after the first are intermediate ones.

@@ -133,7 +133,7 @@ class ClusterKeeper:
         self._has_news.set()
 
     async def _round(self) -> None:
-        """Marks in the store each server that its pod's state withholds; marks end unless the next rounds repeat them."""
+        """Marks in the store each server that its pod's state withholds; marks end unless later rounds repeat them."""
         # The pods are read before the rosters: so the first roster of a new pod's model is read after the pod was seen.
         uids = {pod.uid for pod in self._pods}
         rosters = [roster async for roster in self._registry.rosters()]
