@@ -6,7 +6,7 @@ servers only where a server's span starts or ends, and the planner looks at no o
 best block for a server to begin at does not depend on where its hop ends: at each boundary, the planner keeps one
 figure for each server that holds it. The time is O(servers x boundaries).
 
-An example with 8 blocks, where a hop costs 1 ms and a change of zone 2 ms (tests/unit/planning/test_planner.py runs it):
+An example with 8 blocks, where a hop costs 1 ms and a change of zone 2 ms (test_planner.py runs it):
 
     server       a1    a2    b1    b2    c     d
     blocks       0:4   4:8   0:4   4:8   2:6   0:8

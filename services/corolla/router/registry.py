@@ -179,8 +179,8 @@ class Registry:
         Args:
             model: The server's model.
             server_id: The server's id.
-            reason: `leaving`: the server counts as draining, for good. `unready`: chains avoid it if they can. Empty:
-                it is ready again.
+            reason: `leaving`: the server counts as draining, and another reason does not change that. `unready`: chains
+                avoid it if they can. Empty: it is ready again.
             ttl_ms: How long this lasts unless it is repeated.
         """
         await self._store.call("withhold", model, server_id, reason, ttl_ms)
