@@ -1,4 +1,4 @@
-"""What a block server exports."""
+"""The metrics of a block server."""
 
 from typing import Any, Final
 
@@ -15,22 +15,22 @@ OUTCOMES: Final = ("moved", "refused", "failed", "no_peer")
 
 
 class BlockServerMetrics:
-    """Pages, sessions, steps. No label names a session or a request."""
+    """Metrics of pages, sessions and steps. No label names a session or a request."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._exported: dict[Counter, int] = {}
         self.sessions = Gauge("corolla_hop_sessions", "Sessions held by this server.", registry=registry)
         self.pages = Gauge(
             "corolla_kv_pages",
-            "KV pages by state: used by sessions, reserved for them, cached (they hold beginnings of texts that no "
+            "KV pages by state: used by sessions, reserved for them, cached (with beginnings of texts that no "
             "session uses now; available to sessions), free.",
             ["state"],
             registry=registry,
         )
         self.guaranteed_pages = Gauge(
             "corolla_kv_guaranteed_pages",
-            "KV pages that tenants are guaranteed, by state: kept (free for tenants that hold less than they are "
-            "guaranteed, and for nobody else), missing (more than this server has).",
+            "KV pages that tenants are guaranteed, by state: kept (free only for tenants that hold less than they are "
+            "guaranteed), missing (more than this server has).",
             ["state"],
             registry=registry,
         )
@@ -41,16 +41,16 @@ class BlockServerMetrics:
         )
         self.cache_bytes = Gauge("corolla_kv_cache_bytes", "Bytes of the KV pages in use.", registry=registry)
         self.prefix_queries = Counter(
-            "corolla_prefix_cache_queries", "Tokens that opened sessions looked for in this server's prefix cache.",
+            "corolla_prefix_cache_queries", "Tokens that sessions looked for in this server's prefix cache.",
             registry=registry,
         )  # fmt: skip
         self.prefix_hits = Counter(
-            "corolla_prefix_cache_hits", "Tokens of them that the prefix cache held.", registry=registry
+            "corolla_prefix_cache_hits", "Tokens of these that the prefix cache held.", registry=registry
         )
         self.waiting = Gauge("corolla_num_steps_waiting", "Steps queued for the next iterations.", registry=registry)
         self.ring_waiting = Gauge(
             "corolla_num_ring_rows_waiting",
-            "Rows that have come round to this first hop and wait for their microbatch; on busy chains some do.",
+            "Rows back from the last hop that wait at this first hop for their microbatch; normal on busy chains.",
             registry=registry,
         )
         step_seconds = Histogram(
@@ -60,7 +60,7 @@ class BlockServerMetrics:
             buckets=STEP_BUCKETS,
             registry=registry,
         )
-        # Looked up once: each iteration counts with them.
+        # The labelled metrics are looked up once, since each iteration uses them.
         self.step_seconds = {kind: step_seconds.labels(kind) for kind in STEP_KINDS}
         self.edge_seconds = Counter(
             "corolla_edge_compute_seconds", "Seconds of iterations spent on embedding, head and choice of tokens.",
@@ -81,12 +81,12 @@ class BlockServerMetrics:
         self.adapter_bytes = Gauge("corolla_adapter_bytes", "Bytes of the loaded adapters.", registry=registry)
         self.adapter_load_seconds = Histogram(
             "corolla_adapter_load_seconds",
-            "Seconds from a session's wish for an adapter that was not loaded until it was.",
+            "Seconds from a session's request for an adapter that was not loaded until it was loaded.",
             buckets=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 60.0),
             registry=registry,
         )
         self.faults = Counter("corolla_hop_faults", "Rows refused or failed, by reason.", ["reason"], registry=registry)
-        # Alerts see only what was there before it grew.
+        # Alerts see the growth of a series, not its beginning. So each series exists before its first error.
         for error in (NonFiniteOutput, StepFailed, OutOfMemory):
             self.faults.labels(error.reason)
         self.split_iterations = Counter(
@@ -96,7 +96,7 @@ class BlockServerMetrics:
         )
         self.book_breaches = Counter(
             "corolla_hop_book_breaches",
-            "Times that accounts of this server did not agree while it was idle, by book: each is a fault of ours.",
+            "Times that this server's internal accounts disagreed while it was idle, by book: each is a bug.",
             ["book"],
             registry=registry,
         )
@@ -111,7 +111,7 @@ class BlockServerMetrics:
         )
         self.outputs_evicted = Counter(
             "corolla_boundary_activations_evicted",
-            "Sessions whose boundary activations gave way to others'.",
+            "Sessions whose boundary activations were dropped for those of others.",
             registry=registry,
         )
         self.handover_bytes = Counter(
@@ -136,15 +136,17 @@ class BlockServerMetrics:
         self.evicted = Counter("corolla_hop_sessions_evicted", "Idle sessions freed for others.", registry=registry)
 
     def observe_waiting(self, num_steps: int, num_ring_rows: int) -> None:
-        """Refreshes the gauges of what waits."""
+        """Updates the gauges of waiting steps and rows."""
         self.waiting.set(num_steps)
         self.ring_waiting.set(num_ring_rows)
 
     def observe_holdings(self, sessions: SessionTable[Any], outputs: BoundaryActivations, page_bytes: int) -> None:
-        """Refreshes the gauges of what is held, and the counters of what is counted elsewhere.
+        """Updates the gauges of held resources, and the counters whose totals other objects count.
 
         Args:
-            page_bytes: of one page of the KV cache.
+            sessions: The sessions that this server holds.
+            outputs: The boundary activations that it holds.
+            page_bytes: The bytes of one page of the KV cache.
         """
         pool = sessions.pool
         self.sessions.set(len(sessions))
@@ -167,6 +169,6 @@ class BlockServerMetrics:
         self._export(self.outputs_evicted, outputs.num_evicted)
 
     def _export(self, counter: Counter, total: int) -> None:
-        """Raises a counter to a total that is counted elsewhere."""
+        """Raises a counter to a total that another object counts."""
         counter.inc(total - self._exported.get(counter, 0))
         self._exported[counter] = total

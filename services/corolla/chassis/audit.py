@@ -1,4 +1,4 @@
-"""The audit log: who asked for what, and its outcome. One JSON line each; never a text, an answer or a session id."""
+"""The audit log: one JSON line for each call, with its caller and outcome; never a text, an answer or a session id."""
 
 import logging
 from collections.abc import Mapping
@@ -10,14 +10,14 @@ _log = logging.getLogger(LOGGER)
 
 
 class Caller(Protocol):
-    """Somebody who was asked who they are."""
+    """A caller whose identity the service has checked."""
 
     def audited(self) -> Mapping[str, str]:
-        """What the audit log says of them."""
+        """Returns the facts that the audit log holds about the caller."""
 
 
 class Anybody:
-    """Who calls where nobody is asked."""
+    """The caller of a service that does not authenticate its callers."""
 
     def audited(self) -> Mapping[str, str]:
         return {}
@@ -27,6 +27,6 @@ ANYBODY: Final = Anybody()
 
 
 def write(event: str, facts: Mapping[str, Any]) -> None:
-    """Writes a line, if there is an audit log."""
+    """Writes a line if the audit log is on."""
     if _log.isEnabledFor(logging.INFO):
         _log.info(event, extra=dict(facts))

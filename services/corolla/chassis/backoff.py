@@ -1,16 +1,16 @@
-"""How long to wait before something that failed is started again."""
+"""Exponential back-off: how long to wait before something that failed is started again."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class Backoff:
-    """Doubled with each early failure, forgotten after a long life.
+    """A delay that doubles with each early failure, and starts anew after a long life.
 
     Attributes:
-        first_s: seconds before the first restart.
-        most_s: seconds at most.
-        healthy_s: what lived so long counts as healthy.
+        first_s: The delay before the first restart.
+        most_s: The longest delay.
+        healthy_s: A task that lived this long counts as healthy, so the delay starts anew.
     """
 
     first_s: float = 0.5

@@ -1,12 +1,12 @@
-"""A circuit breaker: who was silent is left alone for a moment instead of being waited for again. Pure."""
+"""A circuit breaker (Nygard, "Release It!"): calls to a service that does not answer fail at once for a while. Pure."""
 
 
 class Breaker:
-    """Opens after failures in a row; then one call at a time tries whether the other side is back.
+    """Opens after several failures in a row; then one call at a time tests whether the other side is back.
 
     Args:
-        max_failures: in a row, until it opens.
-        rest_s: seconds between two tries while it is open.
+        max_failures: The number of failures in a row after which the breaker opens.
+        rest_s: The seconds between two tests while the breaker is open.
     """
 
     def __init__(self, max_failures: int, rest_s: float) -> None:
@@ -16,7 +16,7 @@ class Breaker:
         self._next_try_s = 0.0
 
     def admits(self, now_s: float) -> bool:
-        """Whether a call may be made now; one that is admitted must report how it went."""
+        """Whether a call may be made now. The caller reports the outcome of an admitted call."""
         if self._num_failures < self._max_failures:
             return True
         if now_s < self._next_try_s:

@@ -1,8 +1,8 @@
-"""Calls of callers, through whichever door they come: who calls, how long it took, how it ended.
+"""Calls of any protocol: authentication, duration, outcome, metrics and the audit log.
 
-A door (gRPC, HTTP) reads requests and writes replies in its own way. What a call is, who may make it, and what metrics
-and the audit log learn of it is the same for all of them, and stands here. Whatever a servicer raises leaves as an
-error of the tree; an exception's own text never does.
+A protocol (gRPC, HTTP) reads requests and writes replies in its own way. This module holds what all protocols share:
+what a call is, who may make it, and what the metrics and the audit log record. An exception of a servicer reaches the
+caller as an error of the tree, and never with its own text.
 """
 
 import asyncio
@@ -30,24 +30,23 @@ Who = TypeVar("Who", bound=Caller)
 
 
 class Context(Protocol):
-    """What a door knows of the other end. Those of gRPC are such."""
+    """What a protocol knows about the caller. gRPC's contexts have this interface."""
 
     def peer(self) -> str:
-        """Its address, such as `ipv4:127.0.0.1:40000`."""
+        """Returns the caller's address, such as `ipv4:127.0.0.1:40000`."""
 
     def time_remaining(self) -> float | None:
-        """Seconds for which it waits; None: it does not say."""
+        """Returns the seconds until the call's deadline; None: it has no deadline."""
 
     def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
-        """What came before the request, names in small letters."""
+        """Returns the request's metadata or headers, with names in lower case."""
 
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
-        """What its certificate says, where it shows one."""
+        """Returns the properties of the caller's certificate; empty without one."""
 
 
 def x_request_id(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """By which a caller names its call; empty where it does not, or by something else than 1 to 128 visible ASCII
-    characters."""
+    """Returns the caller's own id of its call; empty if it is missing or not 1 to 128 visible ASCII characters."""
     given = next((value for key, value in metadata or () if key == _REQUEST_ID_HEADER), "")
     return given if isinstance(given, str) and _REQUEST_ID.fullmatch(given) else ""
 
@@ -56,10 +55,10 @@ class Call(Generic[Who]):
     """One call, as a servicer gets it.
 
     Attributes:
-        method: `Service/Method`, or method and path of HTTP.
-        caller: ANYBODY until somebody has found out who it is.
-        failure: what the call ends with if its task is cancelled; None: its caller has cancelled it.
-        started_s: when it began, by `time.perf_counter`.
+        method: `Service/Method`, or the method and path of HTTP.
+        caller: The caller; ANYBODY until it is authenticated.
+        failure: The error with which the call ends if its task is cancelled; None: the caller cancelled the call.
+        started_s: The time at which the call began, by `time.perf_counter`.
     """
 
     def __init__(self, method: str, context: Context, caller: Who) -> None:
@@ -71,9 +70,9 @@ class Call(Generic[Who]):
         self._described: list[Callable[[], Mapping[str, Any]]] = []
 
     def describe(self, facts: Callable[[], Mapping[str, Any]]) -> None:
-        """Adds facts to the call's audit line, asked at its end: numbers and names, nothing of what was asked.
+        """Adds facts to the call's audit line; `facts` is called at the end of the call.
 
-        Numbers of the same name are added up.
+        The facts are numbers and names, never a part of the request. Numbers of the same name are added up.
         """
         self._described.append(facts)
 
@@ -90,13 +89,13 @@ class Call(Generic[Who]):
 
 
 Authenticate = Callable[[Call[Any]], Awaitable[None]]
-"""Called before the request is read: sets who calls. Raises an error of the tree."""
+"""A function that is called before the request is read. It sets the call's caller or raises an error of the tree."""
 
 Outcome = errors.CorollaError | Literal["OK", "CANCELLED"]
 
 
 class CallMetrics(Protocol):
-    """What a door counts."""
+    """The metrics that a protocol counts."""
 
     def done(self, method: str, outcome: Outcome, seconds: float, fault: Fault = "none") -> None: ...
 
@@ -104,11 +103,13 @@ class CallMetrics(Protocol):
 
 
 class Guard:
-    """Of one method at one door: asks who calls, counts and times calls, and makes errors of exceptions.
+    """Guards one method of one protocol: authenticates callers, counts and times calls, converts exceptions to errors.
 
     Args:
-        authenticate: None: nobody is asked who they are.
-        is_audited: whether each call is in the audit log; who was denied a call is there in any case.
+        method: The method's name in metrics and in the audit log.
+        metrics: The metrics of the protocol.
+        authenticate: The function that authenticates callers; None: callers are not authenticated.
+        is_audited: Whether each call is in the audit log; denied calls are there in any case.
     """
 
     def __init__(
@@ -120,28 +121,28 @@ class Guard:
         self._is_audited = is_audited
 
     def begin(self, context: Context) -> Call[Any]:
-        """A call of which nothing is known yet."""
+        """Returns a new call, whose caller is not known yet."""
         return Call(self._method, context, ANYBODY)
 
     async def let_in(self, call: Call[Any]) -> None:
-        """Finds out who calls. Raises what `authenticate` raises."""
+        """Authenticates the caller. Raises what `authenticate` raises."""
         if self._authenticate is not None:
             await self._authenticate(call)
 
     def done(self, call: Call[Any]) -> None:
-        """The call has its reply."""
+        """Records that the call has its reply."""
         seconds = time.perf_counter() - call.started_s
         self._metrics.done(self._method, "OK", seconds)
         if self._is_audited:
             call.write("OK", seconds)
 
     def stalled(self) -> None:
-        """A caller takes nothing of its answer; the call ends with CallerStalled when it reads again, or leaves."""
+        """Records that a caller does not read its answer; its call ends when the caller reads again or disconnects."""
         log.warning("a caller does not take its answer", extra={"method": self._method})
         self._metrics.error(errors.CallerStalled.reason)
 
     def failed(self, call: Call[Any], failure: BaseException) -> errors.CorollaError | None:
-        """What the caller is to learn of a call that ended with an exception; None: nobody is there to learn it."""
+        """Records a call that ended with an exception, and returns the error for the caller; None: the caller left."""
         seconds = time.perf_counter() - call.started_s
         if isinstance(failure, asyncio.CancelledError) and call.failure is not None:
             failure = call.failure
@@ -159,7 +160,7 @@ class Guard:
             return None
         fault: Fault = "caller" if error.is_callers_fault else "service"
         self._metrics.done(self._method, error, seconds, fault)
-        if not isinstance(error, errors.CallerStalled):  # which was counted when it came about
+        if not isinstance(error, errors.CallerStalled):  # `stalled` has counted it
             self._metrics.error(error.reason)
         if self._is_audited or error.code in _DENIALS:
             call.write(error.reason, seconds)
@@ -167,7 +168,7 @@ class Guard:
 
 
 def where(failure: BaseException) -> str:
-    """Type and call path of an exception without its text, which might quote a prompt."""
+    """Returns the type and call path of an exception without its text, which might quote a prompt."""
     frames = traceback.extract_tb(failure.__traceback__)
     path = " < ".join(f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in reversed(frames))
     return f"{type(failure).__name__} at {path}"

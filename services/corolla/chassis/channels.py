@@ -1,6 +1,6 @@
-"""gRPC channels and servers with the options that matter.
+"""gRPC channels and servers with Corolla's options.
 
-Keepalive alone notices a frozen peer only after a minute; with the HTTP/2 ping time-out it takes about two seconds.
+Keepalive alone notices a frozen peer after a minute; with the HTTP/2 ping time-out it takes about two seconds.
 """
 
 from collections.abc import Callable
@@ -12,46 +12,48 @@ import grpc
 from corolla.chassis.errors import StartupError
 
 TLS_1_3_ONLY: Final = ("GRPC_SSL_CIPHER_SUITES", "ECDHE-PSK-CHACHA20-POLY1305")
-"""Variable and value, to be set before gRPC's first handshake. It has no option for the least version of TLS; of the
-ciphers of TLS 1.2, this leaves one that needs a shared secret, which nobody has."""
+"""An environment variable and its value, which must be set before gRPC's first handshake. gRPC has no option for the
+least version of TLS. This value leaves one cipher of TLS 1.2, which needs a shared secret that does not exist."""
 MAX_FRAME_BYTES: Final = 64 << 20
-"""Hard limit of a gRPC message; services refuse earlier, with a status of their own."""
+"""The hard limit of a gRPC message; services refuse smaller messages already, with a status of their own."""
 
 _COMMON: Final[list[tuple[str, Any]]] = [
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
     ("grpc.max_send_message_length", MAX_FRAME_BYTES),
     ("grpc.http2.max_pings_without_data", 0),
 ]
-# A service that is silent is replaced, and soon.
+# Another service replaces a silent one, so silence must be noticed soon.
 _PEERS: Final[list[tuple[str, Any]]] = [
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.keepalive_timeout_ms", 1000),
     ("grpc.http2.ping_timeout_ms", 1000),
 ]
-# A caller's machine may stop for a moment, and its network too; nobody else can take the caller's answer.
+# A caller's machine or network may stop for a moment, and no other process can receive the caller's answer.
 _CALLERS: Final[list[tuple[str, Any]]] = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
-    # A busy caller's pings come in bunches, and idle streams carry nothing that forgives them: only floods are cut off.
+    # A busy caller sends pings in bunches, and an idle stream sends no data that would reset gRPC's count of them.
+    # Only a flood of pings ends the connection.
     ("grpc.http2.max_ping_strikes", 64),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 50),
     ("grpc.compression_enabled_algorithms_bitset", 1),
-    # Pings keep a connection from looking dead, not from being idle; the next call opens another one.
+    # A connection with pings and no calls is idle. The next call opens another one.
     ("grpc.max_connection_idle_ms", 300_000),
 ]
 _CHANNEL: Final[list[tuple[str, Any]]] = [
     *_COMMON,
     *_PEERS,
-    # Also how long a connection may take to come about, which on a busy machine is more than a moment.
+    # This is also the time that connecting may take, which can be long on a busy machine.
     ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),
     ("grpc.enable_retries", 0),
-    # A connection of its own for each channel: else a new one to who came back shares the pause of one that failed.
+    # Each channel has its own connection. Otherwise a new channel to a restarted server would share the back-off of an
+    # older channel that failed.
     ("grpc.use_local_subchannel_pool", 1),
-    # A proxy of the environment is for the world outside, not between the services.
+    # A proxy from the environment is for other hosts, not for connections between the services.
     ("grpc.enable_http_proxy", 0),
 ]
 _SERVER: Final[list[tuple[str, Any]]] = [
@@ -64,7 +66,7 @@ _SERVER: Final[list[tuple[str, Any]]] = [
 ]
 
 _LABELLED_EXCESS_BYTES: Final = 64 << 10
-"""A request that is larger by no more than this is read, and refused with a status that says by how much."""
+"""A request that exceeds the limit by no more than this is read, and refused with a status that names its size."""
 
 
 _SILENCE_LIMITS: Final = frozenset(
@@ -73,28 +75,29 @@ _SILENCE_LIMITS: Final = frozenset(
 
 
 def tolerate_silence(silence_ms: int) -> None:
-    """Connections that this process opens or takes from now on bear that the other end is silent for so long.
+    """Makes connections that this process opens or accepts from now on survive a silence of `silence_ms`.
 
-    For machines that stop processes for seconds, where a frozen peer noticed late is the lesser evil.
+    It is meant for machines that stop processes for seconds. There it is better to notice a frozen peer late.
     """
     for options in (_CHANNEL, _PEERS, _CALLERS):
         options[:] = [(name, silence_ms if name in _SILENCE_LIMITS else value) for name, value in options]
 
 
 Channels = Callable[[str], grpc.aio.Channel]
-"""What opens channels: `open_channel`, or a network that does not exist."""
+"""A function that opens channels: `open_channel`, or a simulated network of tests."""
 
 
 def open_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
-    """A channel to `host:port`, `dns:///name:port` (balanced over all addresses) or any other gRPC target.
+    """Opens a channel to `host:port`, `dns:///name:port` (balanced over all addresses) or any other gRPC target.
 
     Args:
-        credentials: None: in the clear.
+        address: The target.
+        credentials: The TLS credentials; None: the connection is not encrypted.
     """
     options = list(_CHANNEL)
     if address.startswith("dns:"):
         options.append(("grpc.lb_policy_name", "round_robin"))
-        # Addresses of pods that were replaced: the default would look them up twice a minute at most.
+        # Replaced pods have new addresses, and by default gRPC looks them up only twice a minute.
         options.append(("grpc.dns_min_time_between_resolutions_ms", 1000))
     if credentials is not None:
         return grpc.aio.secure_channel(address, credentials, options=options)
@@ -103,15 +106,15 @@ def open_channel(address: str, credentials: grpc.ChannelCredentials | None = Non
 
 @dataclass(frozen=True, slots=True)
 class CallerBounds:
-    """Of a server that is called by whoever uses Corolla, and not by services only.
+    """The bounds of a server that callers from outside reach, not only services.
 
-    gRPC reads no compressed message, of which 60 KB can be 60 MB. Nothing bounds the calls of one connection: at such a
-    bound gRPC fails calls of callers that keep to it.
+    The server accepts no compressed message, since 60 KB of one can become 60 MB. The number of calls on one connection
+    has no bound: with one, gRPC fails calls of callers that respect it.
 
     Attributes:
-        max_request_bytes: of a message.
-        max_connections: at a time; a further one is closed at once.
-        max_connection_age_s: then a connection takes no new call, and ends with its last one.
+        max_request_bytes: The greatest size of a message.
+        max_connections: The number of connections at a time; the server closes further ones at once.
+        max_connection_age_s: The age after which a connection accepts no new call, and ends with its last one.
     """
 
     max_request_bytes: int
@@ -120,10 +123,10 @@ class CallerBounds:
 
 
 def new_server(callers: CallerBounds | None = None) -> grpc.aio.Server:
-    """A server without handlers. Its owner must hold on to it: a collected server silently stops serving.
+    """Creates a server without handlers. Its owner must keep a reference: a collected server silently stops serving.
 
     Args:
-        callers: None: only services call it.
+        callers: The bounds for callers from outside; None: only services call this server.
     """
     options = dict([*_SERVER, *_PEERS])
     if callers is not None:

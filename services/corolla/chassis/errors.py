@@ -1,8 +1,8 @@
-"""The one error tree.
+"""The error tree: the exception classes of all services.
 
-Every failure that leaves a room is one of these classes. A class carries one gRPC code and one reason; the reason is
-the label in the status detail (`google.rpc.ErrorInfo.reason`), in the metric `corolla_errors_total{reason}` and in the
-log line. Messages are written for the caller: they never hold prompt text, exception text or a session id.
+Every failure that leaves a room is one of these classes. A class has one gRPC code and one reason. The reason is the
+label in the status detail (`google.rpc.ErrorInfo.reason`), in the metric `corolla_errors_total{reason}` and in the log
+line. Messages are written for the caller: they never hold prompt text, exception text or a session id.
 """
 
 import math
@@ -15,19 +15,20 @@ DOMAIN = "corolla.dev"
 
 
 class CorollaError(Exception):
-    """Base of the tree.
+    """The base class of the tree.
 
     Args:
-        message: one sentence for the caller.
-        metadata: facts for programs (`ErrorInfo.metadata`), for example `uncovered_blocks`.
-        retry_after_s: seconds after which the same call may succeed; None when a retry cannot help.
+        message: One sentence for the caller.
+        metadata: Facts for programs (`ErrorInfo.metadata`), for example `uncovered_blocks`.
+        retry_after_s: The seconds after which the same call may succeed; None: the default of the class, which may also
+            be None: then a retry cannot help.
     """
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     reason: ClassVar[str] = "INTERNAL"
     retry_after_default_s: ClassVar[float | None] = None
     is_callers_fault: ClassVar[bool] = False
-    """Whether the service did what it should by failing the call: nothing that its objectives count."""
+    """Whether the caller caused the failure. Service level objectives do not count such failures."""
 
     def __init__(
         self, message: str, *, metadata: Mapping[str, str] | None = None, retry_after_s: float | None = None
@@ -39,32 +40,32 @@ class CorollaError(Exception):
 
 
 class InternalError(CorollaError):
-    """A fault of our own. The caller learns nothing but that."""
+    """A bug in Corolla. The caller learns no more than that."""
 
 
 class NotComputed(CorollaError):
-    """A hop has no output for a row, and says why by the class. Another hop may have one; the same row fails alone.
+    """A hop cannot compute a row; the subclass says why. Another hop may succeed, and other rows are not affected.
 
-    `address` is the hop, if known.
+    `address` is the hop's address, if known.
     """
 
     address = ""
 
 
 class NonFiniteOutput(NotComputed):
-    """A block produced NaN or Inf; no token is made of it."""
+    """A block produced NaN or Inf, from which no token is chosen."""
 
     reason = "NON_FINITE"
 
 
 class StepFailed(NotComputed):
-    """Computing a row raised an exception: a device that fails, or a bug of ours."""
+    """Computing a row raised an exception: the device failed, or Corolla has a bug."""
 
     reason = "STEP_FAILED"
 
 
 class OutOfMemory(NotComputed):
-    """A hop's memory does not suffice to compute a row, not even by itself. Becomes `google.rpc.QuotaFailure`."""
+    """A hop has too little memory to compute a row, even alone. The status has a `google.rpc.QuotaFailure`."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "OUT_OF_MEMORY"
@@ -72,7 +73,7 @@ class OutOfMemory(NotComputed):
 
 
 class RequestKillsServers(CorollaError):
-    """Servers died of the same step, one after the other; it is not tried on a further one."""
+    """Several servers died of the same step, one after the other, so no further server tries it."""
 
     reason = "REQUEST_KILLS_SERVERS"
 
@@ -81,7 +82,7 @@ class RequestKillsServers(CorollaError):
 
 
 class InvalidRequest(CorollaError):
-    """A field is missing, out of range or contradicts another. Becomes `google.rpc.BadRequest`."""
+    """A field is missing, out of range or contradicts another. The status has a `google.rpc.BadRequest`."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     reason = "INVALID_REQUEST"
@@ -94,19 +95,19 @@ class InvalidRequest(CorollaError):
 
 
 class MalformedMessage(InvalidRequest):
-    """The bytes are not the message that the method takes."""
+    """The bytes are not a message of the type that the method expects."""
 
     reason = "MALFORMED_MESSAGE"
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """Prompt plus new tokens do not fit the model's context."""
+    """The prompt and the new tokens together exceed the model's context."""
 
     reason = "CONTEXT_LENGTH_EXCEEDED"
 
 
 class MessageTooLarge(CorollaError):
-    """The request is larger than the service's limit. Becomes `google.rpc.QuotaFailure`."""
+    """The request is larger than the service's limit. The status has a `google.rpc.QuotaFailure`."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "MESSAGE_TOO_LARGE"
@@ -120,7 +121,8 @@ class Unauthenticated(CorollaError):
 
 
 class QuotaExceeded(CorollaError):
-    """The caller's tenant has all that it may; `metadata["quota"]` says of what. Becomes `google.rpc.QuotaFailure`."""
+    """The caller's tenant has used up a quota, named in `metadata["quota"]`. The status has a
+    `google.rpc.QuotaFailure`."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "QUOTA_EXCEEDED"
@@ -129,7 +131,7 @@ class QuotaExceeded(CorollaError):
 
     @classmethod
     def of(cls, quota: str, wait_s: float) -> Self:
-        """Of `quota` there is enough again in `wait_s`; 0: when something that holds a part of it ends."""
+        """Returns the error for a `quota` of which enough is free again after `wait_s`; 0: when a use of it ends."""
         return cls(
             f"the tenant has used all that it may of {quota}",
             metadata={"quota": quota},
@@ -138,7 +140,7 @@ class QuotaExceeded(CorollaError):
 
 
 class ScopeDenied(CorollaError):
-    """A caller's key is for other calls, or other models."""
+    """A caller's key does not allow this call or this model."""
 
     code = grpc.StatusCode.PERMISSION_DENIED
     reason = "SCOPE_DENIED"
@@ -154,7 +156,7 @@ class AdapterDenied(CorollaError):
 
 
 class RoleDenied(CorollaError):
-    """A service or program may not ask for this, whoever it is; see `trust/authorisation`."""
+    """The role of a service or program does not allow this call; see `trust/authorisation`."""
 
     code = grpc.StatusCode.PERMISSION_DENIED
     reason = "ROLE_DENIED"
@@ -162,19 +164,22 @@ class RoleDenied(CorollaError):
 
 
 class AddressNotYours(RoleDenied):
-    """A block server registers at an address, or speaks for a server, that its certificate does not give it."""
+    """A block server registers at an address, or acts for a server, that its certificate does not allow."""
 
     reason = "ADDRESS_NOT_YOURS"
 
 
 class CapabilityDenied(RoleDenied):
-    """A session is opened, or handed over, without the word of a client service or library for just that."""
+    """A session is opened or handed over without a capability that a client service or library signed for it."""
 
     reason = "CAPABILITY_DENIED"
 
 
 class ResourceNotFound(CorollaError):
-    """Becomes `google.rpc.ResourceInfo`. A foreign owner's resource is not found, too: existence is not disclosed."""
+    """A resource does not exist, or belongs to another owner, which the caller must not learn.
+
+    The status has a `google.rpc.ResourceInfo`.
+    """
 
     code = grpc.StatusCode.NOT_FOUND
     reason = "NOT_FOUND"
@@ -198,21 +203,21 @@ class SessionNotFound(ResourceNotFound):
 
 
 class AdapterNotFound(ResourceNotFound):
-    """No such adapter is registered, or it was taken out since."""
+    """The adapter is not registered, or not any more."""
 
     reason = "ADAPTER_NOT_FOUND"
     resource_type = "adapter"
 
 
 class LeaseLost(CorollaError):
-    """The router does not know this block server, and does not know enough to register it."""
+    """The router does not know this block server, and the call has too little information to register it."""
 
     code = grpc.StatusCode.NOT_FOUND
     reason = "LEASE_LOST"
 
 
 class LeaseTaken(LeaseLost):
-    """Another block server, the newer incarnation, has this one's address."""
+    """Another block server, which started later, has this one's address."""
 
     reason = "LEASE_TAKEN"
 
@@ -230,7 +235,8 @@ class SessionBusy(CorollaError):
 
 
 class OutOfPages(CorollaError):
-    """A hop cannot reserve the pages that the session needs in the worst case. Becomes `google.rpc.QuotaFailure`."""
+    """A hop cannot reserve the pages that the session needs in the worst case. The status has a
+    `google.rpc.QuotaFailure`."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "OUT_OF_PAGES"
@@ -238,7 +244,7 @@ class OutOfPages(CorollaError):
 
 
 class NoAdapterRoom(OutOfPages):
-    """A hop's memory for adapters is full of those that running sessions use."""
+    """A hop's memory for adapters is full, and running sessions use all adapters in it."""
 
     reason = "NO_ADAPTER_ROOM"
 
@@ -250,7 +256,7 @@ class QueueFull(CorollaError):
 
 
 class ShareExceeded(QueueFull):
-    """The caller's tenant alone has more than its share of a full service. To the caller it is any QueueFull."""
+    """The caller's tenant has more than its share of a full service. The caller sees it as QueueFull."""
 
     is_callers_fault = True
 
@@ -259,7 +265,7 @@ class ShareExceeded(QueueFull):
 
 
 class PositionGap(CorollaError):
-    """A hop holds fewer tokens than the step assumes: `held`. Becomes `google.rpc.PreconditionFailure`."""
+    """A hop holds fewer tokens (`held`) than the step assumes. The status has a `google.rpc.PreconditionFailure`."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "POSITION_GAP"
@@ -270,28 +276,28 @@ class PositionGap(CorollaError):
 
 
 class StaleEpoch(CorollaError):
-    """The session was reopened since; this frame belongs to an older epoch and is discarded."""
+    """The session has been reopened. This frame belongs to an older epoch, so the server discards it."""
 
     code = grpc.StatusCode.ABORTED
     reason = "STALE_EPOCH"
 
 
 class HopSessionLost(CorollaError):
-    """A hop does not know the session: never opened there, closed, or its lease ran out."""
+    """A hop does not know the session: it was never opened there, it is closed, or its lease ran out."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "HOP_SESSION_LOST"
 
 
 class OutputsNotKept(CorollaError):
-    """A hop no longer has the outputs that it is to send again; they must be computed."""
+    """A hop no longer has the outputs that it should send again; they must be computed again."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "OUTPUTS_NOT_KEPT"
 
 
 class FingerprintMismatch(CorollaError):
-    """A chain never mixes two fingerprints."""
+    """A server has weights with another fingerprint than the chain; a chain never mixes two."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "FINGERPRINT_MISMATCH"
@@ -306,14 +312,14 @@ class NoChain(CorollaError):
 
 
 class HopUnavailable(CorollaError):
-    """A transport fault between the services. `address` is the hop to blame, if known; it never reaches the caller."""
+    """The connection between two services failed. `address` is the failed hop, if known; the caller never learns it."""
 
     code = grpc.StatusCode.UNAVAILABLE
     reason = "HOP_UNAVAILABLE"
     retry_after_default_s = 1.0
 
     reporter = ""
-    """Who could not reach it; empty where our stream broke."""
+    """The hop that could not reach `address`; empty if this process' own stream broke."""
 
     def __init__(self, message: str, address: str = "") -> None:
         super().__init__(message)
@@ -321,16 +327,16 @@ class HopUnavailable(CorollaError):
 
 
 class RouteUnknown(HopUnavailable):
-    """A step, or a session, was to go to an address that the placement does not name; nothing was sent there.
+    """A hop refused to send a step or a session to an address that its placement does not contain.
 
-    Nobody is to blame: the server at `address` may have joined while the hop reached no router.
+    No server has failed: the server at `address` may have joined while the hop could not reach a router.
     """
 
     reason = "ROUTE_UNKNOWN"
 
 
 class HopLeaving(CorollaError):
-    """A block server drains: no new sessions, and its own go to others. Nobody is to blame. `address` is its own."""
+    """The block server at `address` drains: it takes no new sessions, and its sessions go to others. It is healthy."""
 
     code = grpc.StatusCode.UNAVAILABLE
     reason = "HOP_LEAVING"
@@ -339,7 +345,7 @@ class HopLeaving(CorollaError):
 
 
 class AdapterNotLoaded(CorollaError):
-    """A hop cannot have an adapter: its files are missing, are not those registered, or do not fit the model."""
+    """A hop cannot load an adapter: its files are missing, differ from the registered ones, or do not fit the model."""
 
     code = grpc.StatusCode.UNAVAILABLE
     reason = "ADAPTER_NOT_LOADED"
@@ -347,7 +353,7 @@ class AdapterNotLoaded(CorollaError):
 
 
 class ChecksumMismatch(CorollaError):
-    """Bytes of a handover were changed on the way; they are sent again."""
+    """The bytes of a handover were corrupted on the way; the sender sends them again."""
 
     code = grpc.StatusCode.DATA_LOSS
     reason = "CHECKSUM_MISMATCH"
@@ -366,7 +372,7 @@ class RouterUnavailable(CorollaError):
 
 
 class ServiceUnavailable(CorollaError):
-    """The service that was called cannot be reached, or went away in the middle of the call."""
+    """The called service cannot be reached, or its connection broke during the call."""
 
     code = grpc.StatusCode.UNAVAILABLE
     reason = "SERVICE_UNAVAILABLE"
@@ -387,7 +393,7 @@ class DeadlineExceeded(CorollaError):
 
 
 class CallerStalled(DeadlineExceeded):
-    """The caller stayed and took nothing of its answer for too long. It learns so when it reads again."""
+    """The caller stayed connected, but read nothing of its answer for too long. It learns this when it reads again."""
 
     reason = "CALLER_STALLED"
     is_callers_fault = True
@@ -411,13 +417,13 @@ class CheckpointError(StartupError):
 
 
 class AdapterError(CheckpointError):
-    """An adapter's folder is incomplete or corrupt, or holds one of a kind that is not served."""
+    """An adapter's folder is incomplete or corrupt, or holds an adapter of an unsupported kind."""
 
     reason = "ADAPTER"
 
 
 class HubUnavailable(StartupError):
-    """The hub cannot be reached, or what it sends breaks off or is damaged. The same may succeed later."""
+    """The hub cannot be reached, or its download breaks off or is damaged. A retry may succeed."""
 
     reason = "HUB_UNAVAILABLE"
 
@@ -427,6 +433,6 @@ class UnsupportedFamily(CheckpointError):
 
 
 class SpanRefused(StartupError):
-    """The router has no span for this server, or refuses the one that it asked for."""
+    """The router has no span for this server, or refuses the span that the server asked for."""
 
     reason = "SPAN_REFUSED"

@@ -1,4 +1,4 @@
-"""Services that whoever reaches them may use: on this machine only, or on purpose."""
+"""Checks that a service without authentication listens on this machine only, or is exposed on purpose."""
 
 import asyncio
 import ipaddress
@@ -16,7 +16,10 @@ _INTERVAL_S: Final = 60.0
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or every address of a name, is reached from this machine only. Empty: all of this machine."""
+    """Whether an address, or every address of a name, is reachable from this machine only.
+
+    An empty name means all interfaces, which other machines reach.
+    """
     if not host:
         return False
     try:
@@ -27,14 +30,14 @@ def is_loopback(host: str) -> bool:
 
 
 def exposed(settings: ServiceSettings) -> Mapping[str, str]:
-    """Where the service listens for others, by the variable, though nothing guards it."""
+    """Returns the hosts on which the service listens for other machines unguarded, by their variables."""
     if not settings.missing_guards:
         return {}
     return {name: host for name, host in settings.listening_hosts.items() if not is_loopback(host)}
 
 
 def check(settings: ServiceSettings) -> None:
-    """Raises StartupError: the service would be exposed, and nobody has said that it may be."""
+    """Checks that the service is guarded, local or allowed to be exposed. Raises StartupError."""
     if settings.insecure:
         return
     for name, host in exposed(settings).items():
@@ -45,7 +48,7 @@ def check(settings: ServiceSettings) -> None:
 
 
 async def remind(settings: ServiceSettings, interval_s: float = _INTERVAL_S) -> None:
-    """Has the log say every minute that the service is exposed, if it is."""
+    """Logs every minute that the service is exposed, if it is."""
     facts = {name.removeprefix("COROLLA_").lower(): host for name, host in exposed(settings).items()}
     while facts:
         missing = " and ".join(settings.missing_guards)

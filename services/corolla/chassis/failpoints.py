@@ -1,10 +1,9 @@
-"""Named places at which a process can be made to die, and tasks that can be made to fail, so that tests of faults hit
-just the moment that they mean.
+"""Failpoints: named places where tests can kill a process or make a task fail, at an exact moment.
 
-`COROLLA_FAILPOINT=before_send:12` ends the process with SIGKILL when it gets there for the twelfth time.
-`COROLLA_FAILPOINT=fail:engine:12` raises InjectedFailure inside the task `engine` when it goes on for the twelfth time,
-wherever it was waiting. `fail:engine:12@/tmp/now` counts from when that file exists, so that a test is ready first.
-Without the variable nothing is counted, and passing a place costs a call of a function.
+`COROLLA_FAILPOINT=before_send:12` ends the process with SIGKILL when it reaches that place for the twelfth time.
+`COROLLA_FAILPOINT=fail:engine:12` raises InjectedFailure inside the task `engine` when the task resumes for the twelfth
+time, at whatever it awaited. `fail:engine:12@/tmp/now` starts to count when that file exists, so that a test can
+prepare first. Without the variable nothing is counted, and a place costs one function call.
 """
 
 import os
@@ -28,8 +27,8 @@ Place = Literal[
     "before_lease", "after_lease",
     "before_deregister", "after_deregister",
 ]  # fmt: skip
-"""Around the opening of a session on a hop, an iteration, the sending of its outputs, the writing back of a turn, a
-heartbeat and a farewell."""
+"""The places before and after these events: a session opens on a hop, an iteration runs, its outputs are sent, a turn
+is written back, a heartbeat is sent, a server deregisters."""
 
 EssentialTask = Literal[
     "moves", "heartbeats", "engine", "housekeeping",  # block server
@@ -45,12 +44,12 @@ Result = TypeVar("Result")
 
 
 class InjectedFailure(BaseException):
-    """What a background task fails of that was given to: a bug that no `except Exception` on its way catches."""
+    """The injected failure of a background task. It stands for a bug that no `except Exception` in the task catches."""
 
 
 @dataclass(slots=True)
 class _Armed:
-    """What was asked for: the name of a place or of a task, and how often it is passed until then."""
+    """The armed failpoint: the name of a place or task, and how many more times it is passed until the failure."""
 
     name: str
     is_task: bool
@@ -68,18 +67,18 @@ _armed: _Armed | None = None
 
 
 def passed(place: Place) -> None:
-    """Says that the process has got to `place`."""
+    """Marks that the process has reached `place`; kills the process if the armed failpoint is due."""
     if _armed is not None and not _armed.is_task and _armed.is_now(place):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def within(task: str, work: Coroutine[Any, Any, Result]) -> Coroutine[Any, Any, Result]:
-    """What the task of this name runs: `work`, and the failure where one was asked for."""
+    """Returns `work`, wrapped so that it fails if a failpoint is armed for tasks; the task of this name runs it."""
     return _fail(work, partial(_armed.is_now, task)) if _armed is not None and _armed.is_task else work
 
 
 def arm(environment: Mapping[str, str]) -> None:
-    """Reads what was asked for, at the start of a process. Raises SettingsError where it is no place and no task."""
+    """Arms the failpoint of the environment, at the start of a process. Raises SettingsError for an unknown name."""
     global _armed
     _armed = None
     given = environment.get(VARIABLE, "")
@@ -98,7 +97,7 @@ async def _fail(work: Coroutine[Any, Any, Any], is_now: Callable[[], bool]) -> A
 
 
 class _Failing:
-    """Awaits a coroutine; each time that it goes on, `is_now` says whether it gets the failure instead."""
+    """Awaits a coroutine; each time that it resumes, `is_now` decides whether the failure is raised in it instead."""
 
     def __init__(self, work: Coroutine[Any, Any, Any], is_now: Callable[[], bool]) -> None:
         self._work = work

@@ -2,11 +2,12 @@
 
 
 class FairQueueing:
-    """Says when tenants are due. The caller keeps the line, and serves the lowest stamp first.
+    """Gives each piece of work a stamp. The caller keeps the queue, and serves the lowest stamp first.
 
-    A stamp is the service, in whatever unit, after which a tenant is due: where what it asked for before ends, but not
-    before what is served at present. So over any time in which two tenants both wait, what they get differs by no more
-    than the longest piece of each together; and a tenant that was away comes back without debts or savings.
+    A stamp is a virtual time, in units of service (the start tag of the paper). A tenant's next piece starts where its
+    previous piece ends, but not before the stamp that is served at present. So while two tenants both wait, the service
+    that they get differs by at most the longest piece of one plus the longest piece of the other. A tenant that was
+    idle comes back with neither debts nor credit.
     """
 
     def __init__(self) -> None:
@@ -14,17 +15,17 @@ class FairQueueing:
         self._ends: dict[str, int] = {}
 
     def start(self, tenant: str) -> int:
-        """The stamp that the tenant's next piece will have."""
+        """Returns the stamp that the tenant's next piece will have."""
         return max(self._present, self._ends.get(tenant, 0))
 
     def stamp(self, tenant: str, amount: int) -> int:
-        """When a piece of service of this amount is due; what the tenant asks for later is due after it."""
+        """Returns the stamp of a piece with this amount of service; the tenant's later pieces come after it."""
         start = self.start(tenant)
         self._ends[tenant] = start + amount
         return start
 
     def serve(self, stamp: int) -> None:
-        """A piece of this stamp is served now. Tenants with nothing due any more are forgotten."""
+        """Records that the piece with this stamp is served now, and forgets tenants whose pieces have all ended."""
         if stamp > self._present:
             self._present = stamp
             self._ends = {tenant: end for tenant, end in self._ends.items() if end > stamp}

@@ -1,8 +1,8 @@
-"""Servicers as gRPC handlers: the door through which gRPC comes in.
+"""Makes gRPC handlers of servicers.
 
-Requests are parsed here rather than by gRPC, so that undecodable bytes and over-long messages get a status of our own.
-They are read here, too: every method is registered as one that reads a stream, which is the same on the wire, because
-gRPC reads a single request before it calls a handler, and a caller who is refused shall cost no memory for its request.
+This module parses requests instead of gRPC, so that undecodable bytes and over-long messages get a status of Corolla's
+own. It also reads them: gRPC would read a single request before it calls a handler, and a refused caller must cost no
+memory for its request. Therefore every method is registered as one that reads a stream, which is the same on the wire.
 """
 
 import asyncio
@@ -40,17 +40,20 @@ def service_handler(
     audited: Container[str] = (),
     traced: bool = False,
 ) -> grpc.GenericRpcHandler:
-    """Handlers for every method of `service` that `servicer` has.
+    """Returns handlers for every method of `service` that `servicer` has.
 
     Args:
-        service: from the generated module, for example `router_pb2.DESCRIPTOR.services_by_name["RouterService"]`.
-        servicer: unary methods are coroutines, streaming ones asynchronous generators; `(request, call)`.
-        max_request_bytes: larger requests are refused with MESSAGE_TOO_LARGE.
-        authenticate: None: nobody is asked who they are.
-        audited: of which methods each call is in the audit log; who was denied a call is there in any case.
-        traced: whether a call of a unary method belongs to the trace that its metadata names.
-        reader_timeout_s: how long the caller of a streaming method may take nothing of what it is sent, before its call
-            ends with CALLER_STALLED; None: for ever.
+        service: The service of the generated module, such as `router_pb2.DESCRIPTOR.services_by_name["RouterService"]`.
+        servicer: An object whose methods take `(request, call)`. Unary methods are coroutines, streaming ones
+            asynchronous generators.
+        metrics: The service's RPC metrics.
+        max_request_bytes: The greatest size of a request; larger ones are refused with MESSAGE_TOO_LARGE.
+        reader_timeout_s: How long the caller of a streaming method may read nothing before its call ends with
+            CALLER_STALLED; None: for ever.
+        authenticate: The function that authenticates callers; None: callers are not authenticated.
+        audited: The methods (`Service/Method`) whose calls are all in the audit log; denied calls are there in any
+            case.
+        traced: Whether a call of a unary method belongs to the trace that its metadata names.
     """
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
     for method in service.methods:
@@ -98,15 +101,15 @@ async def _request(context: Context) -> bytes:
 
 
 class _Responses:
-    """What a streaming method gives, until its caller has taken nothing for too long: then it is closed.
+    """The responses of a streaming method. The generator is closed when the caller has read nothing for too long.
 
-    A write that hangs cannot be taken back, and nothing can be sent next to it. So it is left alone, and only what it
-    keeps waiting ends.
+    A hanging write cannot be cancelled, and nothing else can be sent meanwhile. So the write goes on, and only the
+    generator ends.
 
     Args:
-        generator: nothing in it may belong to the task that runs it.
-        timeout_s: None waits for ever.
-        on_stalled: is called at once; the caller hears of it when it reads again.
+        generator: The responses. Another task may close the generator, so nothing in it may depend on its task.
+        timeout_s: The time for which a write may hang; None: for ever.
+        on_stalled: A function that is called at the time-out; the caller gets its error when it reads again.
     """
 
     def __init__(
@@ -118,7 +121,7 @@ class _Responses:
         self._closing: asyncio.Task[None] | None = None
 
     async def send(self, response: message.Message, context: Context) -> None:
-        """Raises CallerStalled, and CancelledError when the caller is gone."""
+        """Sends a response. Raises CallerStalled after a time-out, and CancelledError when the caller has left."""
         timer = None
         if self._timeout_s is not None:
             timer = asyncio.get_running_loop().call_later(self._timeout_s, self._give_up)
@@ -155,7 +158,7 @@ def _unary_stream(
     async def handle(requests: object, context: Context) -> None:
         async with _guarded(guard, context) as call:
             responses = _Responses(behaviour(parse(await _request(context)), call), reader_timeout_s, guard.stalled)
-            # The servicer's own clean-up runs now, not when the garbage collector comes by.
+            # The servicer's own clean-up runs now, not at the next garbage collection.
             async with aclosing(responses):
                 async for response in responses.generator:
                     await responses.send(response, context)
@@ -165,7 +168,7 @@ def _unary_stream(
 
 @asynccontextmanager
 async def _guarded(guard: Guard, context: Context) -> AsyncIterator[Call[Any]]:
-    """A call, let in; its caller learns what it fails of."""
+    """Yields an authenticated call, and sends the call's failure to its caller."""
     call = guard.begin(context)
     try:
         await guard.let_in(call)

@@ -1,4 +1,4 @@
-"""The memory of a process between its start, after which most of it stays, and its end."""
+"""Settings of the memory allocator and the garbage collector while a process loads and while it serves."""
 
 import ctypes
 import gc
@@ -10,17 +10,17 @@ from typing import Any, Final
 _TRIM_THRESHOLD: Final = -1
 _MAP_THRESHOLD: Final = -3
 _LOADING_BYTES: Final = 128 << 10
-# What glibc itself arrives at, once as much was freed at a time.
+# glibc raises its threshold to this value by itself once a block of that size is freed.
 _SERVING_BYTES: Final = 32 << 20
 
 _is_loading = False
 
 
 def expect_loading() -> None:
-    """Until the process settles, large pieces of memory come from the system one by one, and go back when freed.
+    """Makes the allocator map large blocks one by one, and unmap them when freed, until the process settles.
 
-    A model passes through several forms while it is loaded. Otherwise what the earlier ones took would stay, in holes
-    that the later ones do not fit.
+    A model passes through several forms while it is loaded. Otherwise the memory of earlier forms would stay with the
+    process, in holes that are too small for the later forms.
     """
     global _is_loading
     _is_loading = True
@@ -28,10 +28,10 @@ def expect_loading() -> None:
 
 
 def settle() -> None:
-    """What is there now stays for long: the collector passes it over from now on, and the system gets what is free.
+    """Excludes all present objects from garbage collection, and returns free memory to the system.
 
-    Otherwise a step now and then would wait until the collector has been through all that was imported and loaded; and
-    tokenizers, for one, leave more memory behind than they take.
+    What exists now will stay for long. Otherwise some steps would wait while the collector visits every imported and
+    loaded object. Some libraries, such as tokenizers, also leave more memory free than they use.
     """
     global _is_loading
     gc.collect()
@@ -44,7 +44,7 @@ def settle() -> None:
 
 
 def release() -> None:
-    """What was passed over may be gone: frees it."""
+    """Includes all objects in garbage collection again, and collects those that are unused now."""
     gc.unfreeze()
     gc.collect()
 
@@ -53,7 +53,7 @@ HUGE_PAGE_BYTES: Final = 2 << 20
 
 
 def discard(address: int, num_bytes: int) -> None:
-    """The system gets a part of memory that is not freed yet, which nobody reads any more: it would find zeros."""
+    """Returns allocated memory to the system whose content is not needed any more; it reads as zeros afterwards."""
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if first < end:
@@ -63,8 +63,8 @@ def discard(address: int, num_bytes: int) -> None:
 def prefer_huge_pages(address: int, num_bytes: int) -> None:
     """Asks the system for pages of `HUGE_PAGE_BYTES` where a part of memory has room for whole ones.
 
-    To be called before anything is written there. Addresses of memory that is read from end to end take a processor
-    up to a seventh of its time otherwise. Systems without such pages, or that never give any, leave it as it is.
+    Call it before anything is written there. With small pages, a processor that reads memory from end to end may spend
+    a seventh of its time on the translation of addresses. Nothing changes on systems without huge pages.
     """
     first = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     end = (address + num_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
@@ -73,7 +73,7 @@ def prefer_huge_pages(address: int, num_bytes: int) -> None:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    # Not every C library has it.
+    # Not every C library has every function.
     function: Callable[..., Any] | None = getattr(ctypes.CDLL(None), name, None)
     if function is not None:
         function(*arguments)

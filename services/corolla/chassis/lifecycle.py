@@ -1,4 +1,4 @@
-"""A service's life: settings, start, run until a signal, stop in order; or fail, and end at once."""
+"""Runs a service: reads its settings, starts it, waits for a signal and stops it in order, or ends it at a failure."""
 
 import asyncio
 import logging
@@ -24,40 +24,40 @@ EXIT_STARTUP = 2
 
 
 class Service(Protocol):
-    """What a composition root builds."""
+    """A service as its composition root builds it."""
 
     async def start(self) -> None:
-        """Returns when the service serves. Raises StartupError when it cannot."""
+        """Starts the service, and returns when it serves. Raises StartupError when it cannot."""
 
     async def stop(self) -> None:
-        """Frees everything, also after a start that failed or was cut short."""
+        """Frees everything, also after a start that failed or was cancelled."""
 
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
 
-# In which health's last word reaches those who watch it.
+# The time in which the last health status reaches its watchers.
 _LAST_WORD_S: Final = 0.1
-# The end comes then also where the event loop is stuck.
+# After this time the process ends even if the event loop is stuck.
 _FAILED_WITHIN_S: Final = 0.8
 
-# Of the service that this process runs.
+# The functions that stop the service of this process, and the tasks that end the process.
 _stops: list[Callable[[], None]] = []
 _ends: set[asyncio.Task[None]] = set()
 
 
 def ask_to_stop() -> None:
-    """Has this process' service stop, as a first signal does. Where it stops already, nothing happens."""
+    """Stops this process' service, like a first signal. Does nothing if it is stopping already."""
     for stop in _stops:
         stop()
 
 
 def fail(say_not_serving: Callable[[], Awaitable[None]]) -> None:
-    """An essential part of the service has failed: health says so, and the process ends with status 1 within a second.
+    """Ends the process with status 1 within a second, after an essential part of the service has failed.
 
-    Nothing is handed over, which would need the part that is gone. Peers see their streams break at once and recover
-    the sessions, as after any death.
+    Health says NOT_SERVING first. The service hands nothing over, which would need the failed part. Peers see their
+    streams break at once and recover the sessions, as after any crash.
 
-    A service that is not this process' own, as where tests run several in one, stays there and says NOT_SERVING.
+    If the process runs other code than this service, as in tests, it stays, and only health says NOT_SERVING.
     """
     is_own = bool(_stops)
     if is_own:
@@ -81,10 +81,10 @@ def fail(say_not_serving: Callable[[], Awaitable[None]]) -> None:
 def run_service(settings_class: type[Settings], build: Callable[[Settings], Service], /, **overrides: Any) -> int:
     """Reads the settings, builds the service and runs it until SIGTERM or SIGINT. Returns the exit status.
 
-    A second signal does not wait for the service's end: the process dies by it.
+    A second signal ends the process at once.
 
-    A StartupError ends the process with its sentence on standard error and status 2, the failure of an essential part
-    with status 1.
+    After a StartupError, the process writes the error's message to standard error and returns status 2. The failure of
+    an essential part ends the process with status 1.
     """
     try:
         settings = load(settings_class, **overrides)

@@ -1,4 +1,4 @@
-"""Log lines: one event, its facts next to it, never a prompt, an answer or a session id."""
+"""Log lines: each has one event and its facts, and never a prompt, an answer or a session id."""
 
 import json
 import logging
@@ -15,7 +15,7 @@ def _facts(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class TextFormatter(logging.Formatter):
-    """A line for people: time, level, event, facts."""
+    """Formats a line for people: time, level, event, facts."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = f"{self.formatTime(record, '%H:%M:%S')} {record.levelname:<7} {_escaped(record.getMessage())}"
@@ -23,14 +23,14 @@ class TextFormatter(logging.Formatter):
 
 
 def _escaped(text: str) -> str:
-    """In one line, and without what a terminal would obey."""
+    """Returns the text in one line, without control characters for the terminal."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def _quoted(value: object) -> str:
-    """A fact that cannot be taken for two."""
+    """Returns a fact's value as text, quoted if it could be read as two facts."""
     text = str(value)
     if text.isprintable() and not any(each in text for each in ' "='):
         return text
@@ -44,7 +44,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _StandardError(logging.StreamHandler[Any]):
-    """Writes to what is standard error at the time: whoever redirects it may have closed what it was before."""
+    """Writes to the present `sys.stderr`: a program that redirects it may have closed the earlier one."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -55,7 +55,7 @@ class _StandardError(logging.StreamHandler[Any]):
 
 
 def configure(level: str, log_format: str, *, with_audit: bool = False) -> None:
-    """Sends all log lines to standard error, and those of the audit log in JSON in any case."""
+    """Sends all log lines to standard error; lines of the audit log are always JSON."""
     handler = _StandardError()
     handler.setFormatter(_JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)

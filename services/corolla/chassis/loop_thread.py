@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for code that blocks."""
+"""An event loop in a thread of its own, for synchronous code."""
 
 import asyncio
 import contextlib
@@ -14,14 +14,14 @@ _STOP_TIMEOUT_S: Final = 5.0
 
 
 class LoopStopped(Exception):
-    """The loop takes no more work."""
+    """The loop has been stopped and runs no more work."""
 
 
 class LoopThread:
     """Runs coroutines for other threads until it is stopped.
 
-    The loop is never closed: gRPC delivers events to each loop that ever used it, for as long as the process lives, and
-    a closed one raises `Event loop is closed` in the middle of the others' events.
+    The loop is never closed: gRPC delivers events to each loop that ever used it, for as long as the process lives. A
+    closed loop would raise `Event loop is closed`, and other loops would miss their events.
     """
 
     def __init__(self, name: str) -> None:
@@ -33,16 +33,16 @@ class LoopThread:
         self._thread.start()
 
     def call(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Runs `work` and waits for it; an interrupt cancels it.
+        """Runs `work` and waits for its result; an interrupt cancels it.
 
         Raises:
-            LoopStopped: nobody runs it any more.
+            LoopStopped: The loop has been stopped.
         """
         with self._lock:
             if self._is_stopped:
                 work.close()
                 raise LoopStopped
-            # Timers and tasks that outlive the call must not hold what the caller's context variables name.
+            # An empty context: timers and tasks that outlive the call must not keep the caller's context alive.
             future: Future[Result] = Context().run(asyncio.run_coroutine_threadsafe, work, self._loop)
         try:
             return future.result()
@@ -57,9 +57,9 @@ class LoopThread:
                 self._loop.call_soon_threadsafe(work, context=Context())
 
     def stop(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Runs `last()` for some seconds at most, cancels what runs otherwise, and ends the thread.
+        """Runs `last()` for at most `_STOP_TIMEOUT_S` seconds, cancels all other tasks, and ends the thread.
 
-        May be called in any thread, the loop's own too, where it does not wait.
+        Any thread may call it. In the loop's own thread it does not wait.
         """
         with self._lock:
             if self._is_stopped:

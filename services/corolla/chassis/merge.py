@@ -1,4 +1,4 @@
-"""Several streams as one, in the order in which their items come."""
+"""Merges several streams into one, in the order in which their items arrive."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -9,7 +9,7 @@ Item = TypeVar("Item")
 
 
 async def merge(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[tuple[int, Item], None]:
-    """Yields `(index, item)` of what any stream yields. The first failure ends them all; on leaving, all are closed."""
+    """Yields `(index, item)` for each item of any stream. The first failure ends all streams; leaving closes all."""
     queue: asyncio.Queue[tuple[int, Item] | Exception | None] = asyncio.Queue(maxsize=2 * len(streams))
 
     async def drain(index: int, stream: AsyncGenerator[Item, None]) -> None:

@@ -1,6 +1,6 @@
-"""Prometheus: buckets, the metrics that every service has, and the port on which they are read.
+"""Prometheus metrics: buckets, the metrics that every service has, and the port that serves them.
 
-Each service gets a registry of its own, handed down from its composition root, so that several can live in one process.
+Each service has a registry of its own, which its composition root creates, so that one process can hold several.
 """
 
 import socket
@@ -37,7 +37,7 @@ _POLL_S: Final = 0.05
 
 
 def new_registry() -> CollectorRegistry:
-    """A registry with the process's own figures in it."""
+    """Creates a registry with the metrics of the process itself."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
@@ -66,7 +66,7 @@ class RpcMetrics:
         self._errors = Counter(
             "corolla_errors", "Errors by their label in the error tree.", ["reason"], registry=registry
         )
-        # Alerts see a series grow, not begin: the first error of its kind must not be the series' first sample.
+        # Alerts see the growth of a series, not its beginning. So each series exists before its first error.
         for reason in _reasons_of_calls(CorollaError):
             self._errors.labels(reason)
 
@@ -80,7 +80,7 @@ class RpcMetrics:
 
 
 class TaskMetrics:
-    """Restarts of background tasks that the service does without for a while."""
+    """Restarts of background tasks without which the service can work for a while."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.restarts = Counter(
@@ -92,24 +92,25 @@ class TaskMetrics:
 
 
 class GrammarMetrics:
-    """Grammars of answers: what became of them, and how long they took to compile.
+    """Grammars of answers: their outcomes, and how long they took to compile.
 
     Args:
-        name: that the metrics' names begin with.
+        registry: The registry of the service.
+        name: The beginning of the metrics' names.
     """
 
     def __init__(self, registry: CollectorRegistry, name: str) -> None:
         outcomes = Counter(
             f"{name}s",
-            "Grammars of answers by outcome: compiled, cached (known from an earlier answer), refused (none, too large "
-            "or too complex).",
+            "Grammars of answers by outcome: compiled, cached (known from an earlier answer), refused (invalid, too "
+            "large or too complex).",
             ["outcome"],
             registry=registry,
         )
         self.compiled, self.cached, self.refused = map(outcomes.labels, ("compiled", "cached", "refused"))
         self.seconds = Histogram(
             f"{name}_compile_seconds",
-            "To compile a grammar, refused ones included, in seconds.",
+            "Time to compile a grammar, refused ones included, in seconds.",
             buckets=STEP_BUCKETS,
             registry=registry,
         )
@@ -117,13 +118,13 @@ class GrammarMetrics:
 
 class _Handler(WSGIRequestHandler):
     def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002 - the library's name
-        """Logs nothing: scrapes are no news."""
+        """Logs nothing: scrapes are routine."""
 
 
 class _MetricsServer(ThreadingWSGIServer):
-    """prometheus_client's server, with few connections at a time: a further one cuts the oldest one off.
+    """prometheus_client's server with few connections at a time: a further connection ends the oldest one.
 
-    Its port asks for no certificate, so strangers must not be able to use up the process's threads and descriptors.
+    The port needs no certificate, so strangers must not be able to use up the process's threads and descriptors.
     """
 
     def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
@@ -140,7 +141,7 @@ class _MetricsServer(ThreadingWSGIServer):
             if len(self._connections) > _MAX_CONNECTIONS:
                 oldest = next(iter(self._connections))
                 del self._connections[oldest]
-                # Its thread reads the end of the connection, and closes it.
+                # The connection's thread reads the end of the connection, and closes it.
                 with suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)
         super().process_request(request, client_address)
@@ -151,18 +152,21 @@ class _MetricsServer(ThreadingWSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Logs nothing: the scraper has gone."""
+        """Logs nothing: the scraper has disconnected."""
 
 
 class MetricsEndpoint:
-    """Takes a port at once, 0 a free one; from its start on it serves `/metrics` of one registry, and `/health`.
+    """Serves `/metrics` of one registry, and `/health`. It binds its port at once and serves after `start`.
 
     Args:
-        is_serving: what `/health` answers, with status 200 or 503: for kubelets, which show no certificate. A thread of
-            the endpoint's own calls it.
+        registry: The registry to serve.
+        host: The address to listen on.
+        port: The port; 0: a free one.
+        is_serving: Whether `/health` answers with status 200 or 503, for kubelets, which have no certificate. The
+            endpoint's own thread calls it.
 
     Raises:
-        StartupError: the port is taken.
+        StartupError: The port is taken.
     """
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int, is_serving: Callable[[], bool]) -> None:
@@ -181,12 +185,12 @@ class MetricsEndpoint:
             raise StartupError(
                 f"cannot serve metrics on {host}:{port} ({failure.strerror}); choose another COROLLA_METRICS_PORT"
             ) from None
-        # A stopping event loop waits in `close` for as long as the server looks at its socket only.
+        # A stopping event loop waits in `close` for up to one poll interval of the server.
         self._thread = Thread(target=self._server.serve_forever, kwargs={"poll_interval": _POLL_S}, daemon=True)
         self.port: int = self._server.server_port
 
     def start(self) -> None:
-        """Begins to serve, and answers the callers that have connected since the port was taken."""
+        """Begins to serve, also those that have connected since the port was bound."""
         self._thread.start()
 
     def close(self) -> None:
@@ -198,7 +202,7 @@ class MetricsEndpoint:
 
 
 def _reasons_of_calls(root: type[CorollaError]) -> Iterator[str]:
-    """The reasons that calls fail for; a StartupError ends a process instead. Some come more than once."""
+    """Yields the reasons of failed calls, some more than once. A StartupError ends a process instead of a call."""
     yield root.reason
     for child in root.__subclasses__():
         if child is not StartupError:

@@ -1,4 +1,4 @@
-"""Files that hold secrets."""
+"""Writes and locks files that hold secrets."""
 
 import fcntl
 import os
@@ -9,15 +9,15 @@ from pathlib import Path
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all, readable by its owner only. A link stays one.
+    """Writes a file completely or not at all, readable by its owner only. A symbolic link stays a link.
 
     Raises:
-        OSError: it cannot be written; what there was stays, and nothing of the new content.
+        OSError: The file cannot be written; the old content stays, and the new content is deleted.
     """
     path = path.resolve()
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        # Exclusively: in a folder for all, somebody else's file or link of that name must not get it.
+        # O_EXCL: in a shared folder, another user's file or link of that name must not receive the content.
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(content)
         draft.replace(path)
@@ -28,12 +28,12 @@ def write_private(path: Path, content: bytes) -> None:
 
 @contextmanager
 def changing(path: Path) -> Iterator[None]:
-    """Whoever reads a file to write it again does so in here: one at a time, in any process of this machine.
+    """Locks a file while the caller reads and rewrites it, against all processes of this machine that use this lock.
 
-    The lock is on the file's folder, which stays when the file is replaced. A link leads to the folder of its target.
+    The lock is on the file's folder, because the file itself is replaced. For a link, it is the folder of its target.
 
     Raises:
-        OSError: there is no such folder, or it cannot be locked.
+        OSError: The folder does not exist or cannot be locked.
     """
     folder = os.open(path.resolve().parent, os.O_RDONLY)
     try:

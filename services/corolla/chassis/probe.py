@@ -1,6 +1,6 @@
-"""Whether a service on this machine serves: `python -m corolla.chassis.probe PORT`, for kubelets that speak no gRPC.
+"""Checks whether a service on this machine serves: `python -m corolla.chassis.probe PORT`, for a kubelet without gRPC.
 
-Ends with 0 if the health service says SERVING, else with 1.
+The exit status is 0 if the health service says SERVING, else 1.
 """
 
 import sys
@@ -9,7 +9,7 @@ from typing import Final
 import grpc
 
 _CHECK: Final = "/grpc.health.v1.Health/Check"
-# The protocol's messages as bytes: to import their classes would take as long as all the rest.
+# The protocol's messages as bytes: importing their classes would take as long as the whole check.
 _WHOLE_SERVER: Final = b""
 _SERVING: Final = b"\x08\x01"
 

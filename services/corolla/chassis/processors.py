@@ -1,4 +1,4 @@
-"""The processors that this process may use, and how threads of OpenMP wait on them. Loads no torch."""
+"""The processors that this process may use, and how threads of OpenMP wait on them. The module imports no torch."""
 
 import math
 import os
@@ -7,18 +7,19 @@ from pathlib import Path
 from typing import Final
 
 OPENMP_WAITING: Final[Mapping[str, str]] = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
-"""To be set before torch is imported: helpers wait for the next product for some 50 microseconds, and then sleep.
+"""Environment variables to set before torch is imported. OpenMP's helper threads then wait for the next matrix product
+for some 50 microseconds before they sleep.
 
-Helpers that sleep at once, as the policy alone says, are woken for each of the hundred products of a step, which takes
-as long as they save; those that wait for milliseconds, as they do by themselves, starve neighbours on a small machine.
-Where a process has more of them than processors, the policy holds.
+The policy alone makes helpers sleep at once. Then each of the hundred products of a step wakes them, which costs as
+much time as they save. By default, helpers wait actively for milliseconds, which starves other processes on a small
+machine. The policy alone applies if a process has more helpers than processors.
 """
 
 _CPU_QUOTA: Final = Path("/sys/fs/cgroup/cpu.max")
 
 
 def available_cores(quota_file: Path = _CPU_QUOTA) -> int:
-    """Cores that this process may use: those it may run on, or fewer where its control group has a smaller share."""
+    """Returns the number of cores that this process may use: those of its affinity, or its control group's share."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = quota_file.read_text().split()

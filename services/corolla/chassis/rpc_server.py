@@ -12,10 +12,10 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class RpcServer:
-    """Starts NOT_SERVING; `ready()` makes it SERVING; `stop()` says NOT_SERVING before it stops.
+    """A gRPC server that starts as NOT_SERVING. `ready()` sets SERVING; `stop()` sets NOT_SERVING before it stops.
 
     Attributes:
-        is_serving: what health says.
+        is_serving: Whether the health status is SERVING.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class RpcServer:
         self._server.add_generic_rpc_handlers((handler,))
 
     def announce(self, service: descriptor.ServiceDescriptor) -> None:
-        """Names a service that is added only after the start, so that health and reflection know it from then on."""
+        """Names a service whose handler is added after the start, so that health and reflection know it from there."""
         if service.full_name not in self._services:
             self._services.append(service.full_name)
 
@@ -63,7 +63,7 @@ class RpcServer:
         """Refuses new calls and gives running ones `grace_s` seconds."""
         await self._set_all(_NOT_SERVING)
         if not self._is_started:
-            # gRPC listens from the beginning, and lets go of the port of a server that has started only.
+            # gRPC listens from `bind` on, but frees the port only for a server that has started.
             await self._server.start()
         await self._server.stop(grace_s)
 

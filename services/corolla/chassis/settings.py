@@ -1,7 +1,7 @@
-"""Settings: frozen models read from `COROLLA_*` variables, overridden by the command line.
+"""Settings: frozen models that are read from `COROLLA_*` variables, and that the command line overrides.
 
-A service's own model inherits from `ServiceSettings`; each field says what it means and in which unit. A bad value ends
-the process at start with a sentence that names key and value.
+A service's own model inherits from `ServiceSettings`. The description of each field states its meaning and unit. A bad
+value ends the process at start with a sentence that names key and value.
 """
 
 from collections.abc import Mapping
@@ -27,10 +27,10 @@ REMOVED: Final = frozenset(
         "REBALANCE_SETTLE_S", "RELIST_INTERVAL_S", "SPIN_US", "TURN_LOCK_MS",
     )
 )  # fmt: skip
-"""Variables that were settings once. Others with the prefix may be anybody's: Kubernetes itself makes such ones up."""
+"""Variables that were settings once. Unknown variables with the prefix are allowed: Kubernetes itself creates some."""
 
 Dtype = Annotated[DtypeName, BeforeValidator(full_dtype_name)]
-"""A dtype by its name, or by its abbreviation."""
+"""A dtype by its name or its abbreviation."""
 
 _LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR")
 LogLevel = Annotated[
@@ -38,14 +38,14 @@ LogLevel = Annotated[
     BeforeValidator(lambda given: given.upper() if isinstance(given, str) else given),
     WithJsonSchema({"enum": [*_LEVELS, *map(str.lower, _LEVELS)], "type": "string"}),
 ]
-"""A level of the log in any case: `info` is `INFO`."""
+"""A log level in upper or lower case: `info` is `INFO`."""
 
 
 class ServiceSettings(BaseSettings):
-    """What every service has.
+    """The settings that every service has.
 
     Attributes:
-        service_name: what it is called in traces.
+        service_name: The service's name in traces.
     """
 
     service_name: ClassVar[str] = "corolla"
@@ -57,34 +57,34 @@ class ServiceSettings(BaseSettings):
     metrics_port: int = Field(0, ge=0, le=65535, description="Port of the Prometheus metrics; 0 takes a free one.")
     tls_dir: Path | None = Field(
         None,
-        description="Folder with tls.crt, tls.key and ca.crt in PEM, as cert-manager writes them, and crl.pem where "
-        "certificates are revoked; changes are taken within five seconds. Between services everything is TLS 1.3 then, "
+        description="Folder with tls.crt, tls.key and ca.crt in PEM, as cert-manager writes them, and crl.pem if "
+        "certificates are revoked; changes apply within five seconds. Services then connect by TLS 1.3 only, "
         "with certificates of both ends, which name "
-        "`spiffe://<trust domain>/<role>/<name>`. Without it everything is in the clear.",
+        "`spiffe://<trust domain>/<role>/<name>`. Without it, connections are not encrypted.",
     )
     insecure: bool = Field(
         False,
-        description="Whether the service may listen for other machines where nothing keeps them out: without "
-        "certificates or, for callers, without a certificate and keys or tokens. The log says so every minute.",
+        description="Whether other machines may reach the service although it is unguarded: without "
+        "certificates or, for callers, without a certificate and keys or tokens. The log warns every minute.",
     )
     reflection: bool = Field(True, description="Whether gRPC reflection is served.")
     log_level: LogLevel = Field("INFO", description="Least severe level logged, in any case: `info` is `INFO`.")
     log_format: Literal["text", "json"] = Field("text", description="Log lines for people or for machines.")
     audit: bool = Field(
         True,
-        description="Whether calls of callers, acts of services, and whoever is denied something are logged, a line of "
-        "JSON each: who, what, the outcome and numbers of tokens; never a text or a key.",
+        description="Whether calls of callers, acts of services, and denied calls are logged, one JSON line "
+        "each: caller, method, outcome and numbers of tokens; never a text or a key.",
     )
     grace_s: float = Field(10.0, ge=0, le=600, description="Seconds that running calls get when the service stops.")
 
     @property
     def listening_hosts(self) -> Mapping[str, str]:
-        """Where it does what it is asked, by the variable. Metrics are not among that."""
+        """The addresses on which the service takes calls, by their variables, without the one of the metrics."""
         return {"COROLLA_HOST": self.host}
 
     @property
     def missing_guards(self) -> tuple[str, ...]:
-        """What would have to be set so that nobody is let in who should not be."""
+        """The variables that must be set for the service to authenticate its callers, and are not."""
         return () if self.tls_dir is not None else ("COROLLA_TLS_DIR",)
 
 
@@ -95,7 +95,7 @@ def load(model: type[Settings], /, **overrides: Any) -> Settings:
     """Reads `model` from the environment; `overrides` that are not None win.
 
     Raises:
-        SettingsError: names each bad key with its value.
+        SettingsError: Some values are bad; the message names each bad key with its value.
     """
     try:
         return model(**{key: value for key, value in overrides.items() if value is not None})

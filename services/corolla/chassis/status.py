@@ -1,6 +1,6 @@
-"""Errors as gRPC statuses with google.rpc details, and back.
+"""Converts errors to gRPC statuses with google.rpc details, and back.
 
-The only place that knows how an error of the tree looks on the wire.
+Only this module knows how an error of the tree looks on the wire.
 """
 
 import math
@@ -16,7 +16,7 @@ DETAILS_KEY = "grpc-status-details-bin"
 
 
 def to_status(error: errors.CorollaError) -> status_pb2.Status:
-    """The status of `error`: ErrorInfo always, and what else its class promises."""
+    """Returns the status of `error`, with an ErrorInfo and the other details of its class."""
     status = status_pb2.Status(code=error.code.value[0], message=error.message)
     for detail in _details(error):
         packed = any_pb2.Any()
@@ -26,7 +26,7 @@ def to_status(error: errors.CorollaError) -> status_pb2.Status:
 
 
 def trailing_metadata(error: errors.CorollaError) -> tuple[tuple[str, bytes], ...]:
-    """What a handler hands to `context.abort` next to code and message."""
+    """Returns the metadata that a handler passes to `context.abort` with code and message."""
     return ((DETAILS_KEY, to_status(error).SerializeToString()),)
 
 
@@ -69,11 +69,11 @@ for _class in _leaves(errors.CorollaError):
 def from_reason(
     reason: str, text: str, metadata: dict[str, str] | None = None, retry_after_s: float | None = None
 ) -> errors.CorollaError:
-    """The error that a peer reported by its label; an unknown label is an InternalError."""
+    """Returns the error that a peer reported by its reason; an unknown reason gives an InternalError."""
     cls = _CLASS_BY_REASON.get(reason, errors.InternalError)
     error = cls.__new__(cls)
     facts = dict(metadata or {})
-    # Metadata goes on to the caller, who must not learn addresses.
+    # The caller gets the metadata, and must not learn addresses.
     address = facts.pop("address", "")
     errors.CorollaError.__init__(error, text, metadata=facts, retry_after_s=retry_after_s)
     if isinstance(error, errors.PositionGap):
@@ -85,7 +85,7 @@ def from_reason(
 
 
 def from_rpc_error(failure: grpc.RpcError) -> errors.CorollaError:
-    """The error behind a failed call to a router: the router's own one, or that it was not reached."""
+    """Returns the error of a failed call to a router: the router's own error, or the failure to reach it in time."""
     if (status := status_of(failure)) is not None:
         return parse_status(status)
     if isinstance(failure, grpc.aio.AioRpcError) and failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -94,7 +94,7 @@ def from_rpc_error(failure: grpc.RpcError) -> errors.CorollaError:
 
 
 def parse_status(status: status_pb2.Status) -> errors.CorollaError:
-    """Reads what `to_status` wrote; details that are unknown here are passed over."""
+    """Returns the error that `to_status` converted; unknown details are ignored."""
     info = error_details_pb2.ErrorInfo()
     bad_request = error_details_pb2.BadRequest()
     resource = error_details_pb2.ResourceInfo()
@@ -116,7 +116,7 @@ def parse_status(status: status_pb2.Status) -> errors.CorollaError:
 
 
 def status_of(failure: grpc.RpcError) -> status_pb2.Status | None:
-    """What a handler said of a failed call by `trailing_metadata`. None: no handler said anything."""
+    """Returns the status that a handler sent with `trailing_metadata`; None: no handler sent one."""
     metadata = failure.trailing_metadata() if isinstance(failure, grpc.Call | grpc.aio.AioRpcError) else None
     for key, value in metadata or ():
         if key == DETAILS_KEY and isinstance(value, bytes):

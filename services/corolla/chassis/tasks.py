@@ -1,9 +1,10 @@
-"""Background tasks of a service. How a task is started says what its end means.
+"""Background tasks of a service. There are three kinds, which differ in what their end means.
 
-- One-shot (`start`): it ends when its work is done. A failure is logged.
-- Restartable (`start_restartable`): the service does without it for a while. A failure starts it again, with back-off.
-- Essential (`start_essential`): without it the service would be alive in name only. Its end ends the process, and
-  whoever watches over processes starts that again.
+- One-shot (`start`): the task ends when its work is done. A failure is logged.
+- Restartable (`start_restartable`): the service can work without the task for a while. A failed task is started again,
+  with back-off.
+- Essential (`start_essential`): the service is useless without the task. Its end ends the process, and the process'
+  supervisor starts a new one.
 """
 
 import asyncio
@@ -23,13 +24,13 @@ Work = Coroutine[Any, Any, Any]
 
 
 class TaskGroup:
-    """Tasks of one owner: held against the garbage collector, cancelled and awaited on close.
+    """The tasks of one owner. The group keeps references to them, and on close cancels and awaits them.
 
     Args:
-        on_fatal: is called when an essential task has ended. Without it, as in a library, whose process belongs to
-            somebody else, essential tasks are restarted like others.
-        metrics: count restarts.
-        cancel_again_s: how long a cancelled task may take to end before it is cancelled once more.
+        on_fatal: A function that is called when an essential task has ended. Without it, essential tasks are restarted
+            like others; a library uses this, since the process is not its own.
+        metrics: The metrics that count restarts.
+        cancel_again_s: How long a cancelled task may take to end before it is cancelled again.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class TaskGroup:
         self._essential: set[asyncio.Task[Any]] = set()
 
     def subgroup(self) -> "TaskGroup":
-        """A group for a part of the service that closes it by itself."""
+        """Creates a group for a part of the service; that part closes the group."""
         return TaskGroup(self._on_fatal, self._metrics, cancel_again_s=self._cancel_again_s)
 
     def start(self, work: Work, name: str) -> asyncio.Task[Any]:
@@ -57,7 +58,7 @@ class TaskGroup:
         return task
 
     def start_restartable(self, run: Callable[[], Work], name: RestartableTask) -> asyncio.Task[Any]:
-        """Runs `run()` until it returns or the group closes; where it raises, again."""
+        """Runs `run()` until it returns or the group closes; after an exception, it runs again."""
         return self.start(self._restart(run, name, is_endless=False), name)
 
     def start_essential(self, run: Callable[[], Work], name: EssentialTask) -> asyncio.Task[Any]:
@@ -69,15 +70,15 @@ class TaskGroup:
         return task
 
     def cancel(self, task: asyncio.Task[Any]) -> None:
-        """Ends a task that nobody needs any more; that is no failure, also of an essential one."""
+        """Ends a task that is not needed any more. This does not count as a failure, even of an essential task."""
         self._essential.discard(task)
         task.cancel()
 
     async def close(self) -> None:
-        """Cancels all tasks and waits for their ends.
+        """Cancels all tasks, several times if needed, and waits for their ends.
 
-        More than once, if need be: before Python 3.12, `asyncio.wait_for` loses a cancellation that comes together with
-        what was waited for, and libraries use it.
+        Before Python 3.12, `asyncio.wait_for`, which libraries use, loses a cancellation that arrives together with the
+        awaited result.
         """
         self._essential.clear()
         tasks = set(self._tasks)

@@ -1,4 +1,4 @@
-"""What tenants may use, from the configured file."""
+"""The limits and guarantees of tenants, read from the configured file."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -15,24 +15,24 @@ PERIODS_MS: Final = {
     "prompt_tokens_per_minute": _MINUTE_MS,
     "generated_tokens_per_minute": _MINUTE_MS,
 }
-"""Of the quotas that flow; the others are held."""
+"""The periods of the quotas that limit a rate. The other quotas limit what is in use at a time."""
 COUNTED: Final = (*PERIODS_MS, "running_requests", "running_sequences", "open_streams", "reserved_tokens")
-"""What requests use, and the router counts."""
+"""The quotas that requests use and the router counts."""
 QUOTAS: Final = (*COUNTED, "stored_sessions", "stored_session_bytes")
-"""The last two are counted where sessions are stored."""
+"""All quotas. The last two are counted where sessions are stored."""
 _GUARANTEES: Final = {"guaranteed_tokens": "reserved_tokens", "guaranteed_sequences": "running_sequences"}
-"""And the quota that bounds the same."""
+"""Each guarantee, and the quota that limits the same resource."""
 
 _Limit = Annotated[int, Field(ge=1, le=10**12)]
 
 
 class TenantLimits(BaseModel):
-    """Of one tenant. None: no limit but those of the service."""
+    """The limits of one tenant; None: only the service's own limits apply."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     requests_per_second: _Limit | None = Field(
-        default=None, description="Answers, sessions made and texts tokenised; as many as that at once."
+        default=None, description="Answers, new sessions and tokenised texts; a burst may have as many at once."
     )
     prompt_tokens_per_minute: _Limit | None = Field(
         default=None, description="Tokens of prompts, cached ones included."
@@ -43,14 +43,15 @@ class TenantLimits(BaseModel):
     )
     running_requests: _Limit | None = Field(default=None, description="Answers that run or wait at a time.")
     running_sequences: _Limit | None = Field(
-        default=None, description="The same, one for each completion that a request asks for."
+        default=None, description="Completions that run or wait at a time, of which a request may ask for several."
     )
     open_streams: _Limit | None = Field(
         default=None, description="Streamed answers at a time, each until its caller has taken all of it."
     )
     reserved_tokens: _Limit | None = Field(
         default=None,
-        description="Tokens that running answers may come to, prompts included: what block servers reserve pages for.",
+        description="The most tokens that running answers may reach, prompts included; block servers reserve pages for "
+        "them.",
     )
     stored_sessions: Annotated[int, Field(ge=1, le=2**31)] | None = Field(
         default=None, description="Sessions stored at a time; the router's COROLLA_MAX_TENANT_SESSIONS holds as well."
@@ -69,20 +70,20 @@ class TenantLimits(BaseModel):
         description="Places for running sequences that every client service keeps free for this tenant.",
     )
     answer_seconds: Annotated[float, Field(gt=0, le=86_400)] | None = Field(
-        default=None, description="Seconds after which an answer ends as by the time limit of its request."
+        default=None, description="Seconds after which an answer ends, like at the time limit of its request."
     )
     withhold_cached_tokens: bool = Field(
         default=False,
-        description="Whether callers learn nothing of how many of a prompt's tokens were cached: usage says 0.",
+        description="Whether the number of cached prompt tokens is hidden from callers: usage says 0.",
     )
 
     @property
     def are_counted(self) -> bool:
-        """Whether anything has to be counted to keep them."""
+        """Whether the router must count anything to enforce these limits."""
         return any(getattr(self, quota) is not None for quota in COUNTED)
 
     def uses(self, amounts: dict[str, int], *, must_fit: bool) -> tuple[pb.QuotaUse, ...]:
-        """Amounts by quota; those without a limit are left out."""
+        """Returns the uses of quotas for these amounts; quotas without a limit are left out."""
         return tuple(
             pb.QuotaUse(quota=quota, amount=amount, limit=limit, period_ms=PERIODS_MS.get(quota, 0), must_fit=must_fit)
             for quota, amount in amounts.items()
@@ -107,7 +108,7 @@ class _File(BaseModel):
 
 
 class QuotaTable:
-    """The limits of all tenants: those of `default`, but for what a tenant's own entry says."""
+    """The limits of all tenants: a tenant's own entry overrides single limits of `default`."""
 
     def __init__(self, default: TenantLimits = NO_LIMITS, tenants: dict[str, TenantLimits] | None = None) -> None:
         self._default = default
@@ -117,7 +118,7 @@ class QuotaTable:
 
     @classmethod
     def parse(cls, text: bytes) -> Self:
-        """Raises ValueError: a sentence that names the place."""
+        """Parses the file. Raises ValueError with a sentence that names the bad entry."""
         try:
             file = _File.model_validate_json(text)
         except ValidationError as failure:
@@ -133,7 +134,7 @@ class QuotaTable:
         return self._tenants.get(tenant, self._default)
 
     def guaranteed(self, guarantee: Literal["guaranteed_tokens", "guaranteed_sequences"]) -> dict[str, int]:
-        """By tenant; those without are left out."""
+        """Returns the guaranteed amounts by tenant; tenants without this guarantee are left out."""
         given = {tenant: getattr(limits, guarantee) for tenant, limits in self._tenants.items()}
         return {tenant: amount for tenant, amount in given.items() if amount is not None}
 

@@ -1,4 +1,4 @@
-"""One thing at a time, for which tenants take turns."""
+"""A resource for one user at a time, for which tenants take turns."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,26 +9,27 @@ from corolla.chassis.fair_queueing import FairQueueing
 
 
 class Turns:
-    """A tenant waits for what runs, and then for one turn of each other tenant, however much these have waiting.
+    """A tenant waits for the running turn and at most one turn of each other tenant, however many turns these wait for.
 
-    Of one event loop.
+    All users of an instance share one event loop.
 
     Args:
-        most_waiting: of all tenants. Where more come, the tenant with the longest line has its latest one refused.
-        refusal: the sentence that a refused caller gets.
+        most_waiting: The number of waiting turns of all tenants. If more arrive, the tenant with the longest line has
+            its latest turn refused.
+        refusal: The sentence that a refused caller gets.
     """
 
     def __init__(self, most_waiting: int, refusal: str) -> None:
         self._most_waiting = most_waiting
         self._refusal = refusal
         self._queueing = FairQueueing()
-        # By tenant, without empty lines. A tenant that has had a turn moves behind others with the same stamp.
+        # The lines by tenant, without empty ones. A tenant that has had a turn moves behind others with the same stamp.
         self._lines: dict[str, list[asyncio.Future[bool]]] = {}
         self._current: asyncio.Future[bool] | None = None
 
     @asynccontextmanager
     async def of(self, tenant: str) -> AsyncIterator[None]:
-        """The tenant's turn, once it has come. Raises QueueFull."""
+        """Waits for the tenant's turn, which lasts as long as the context. Raises QueueFull."""
         self._make_room(tenant)
         turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._lines.setdefault(tenant, []).append(turn)
@@ -57,7 +58,7 @@ class Turns:
             refused.set_result(False)
 
     def _begin_next(self) -> None:
-        """Begins the next turn as soon as one ends, so that no newcomer can come in between."""
+        """Begins the next turn as soon as one ends, so that no newcomer can overtake it."""
         self._current = None
         if self._lines:
             tenant = min(self._lines, key=self._queueing.start)
@@ -66,6 +67,6 @@ class Turns:
             self._current = line.pop(0)
             if line:
                 self._lines[tenant] = line
-            # One that is cancelled in this moment ends its turn itself.
+            # A turn that is cancelled at this moment ends itself.
             if not self._current.done():
                 self._current.set_result(True)

@@ -1,4 +1,4 @@
-"""How settings and commands spell the weight formats that block servers run."""
+"""The names of weight formats in settings and commands."""
 
 from collections.abc import Sequence
 from typing import Final, Literal
@@ -6,22 +6,24 @@ from typing import Final, Literal
 DtypeName = Literal["float32", "bfloat16", "float16"]
 QuantizationName = Literal["none", "int8", "int4", "packed"]
 PACKED: Final = "packed"
-"""As the files have the weights."""
+"""The quantization that keeps the weights as the checkpoint's files have them."""
 KVCacheDtypeName = Literal["auto", "fp8", "int8"]
 DTYPE_ABBREVIATIONS: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def full_dtype_name(name: str) -> str:
-    """`float32` for `fp32`, and so on; anything else as it came."""
+    """Returns the full name of an abbreviation, such as `float32` for `fp32`; returns any other name unchanged."""
     return DTYPE_ABBREVIATIONS.get(name, name)
 
 
 def weight_format(dtype: str, quantization: str, packed: Sequence[str] = (), expanded: Sequence[str] = ()) -> str:
-    """For people: `float32`, `int4/bf16`, `packed/fp32: Q4_K, Q3_K expanded`, or `bfloat16: awq expanded`.
+    """Returns a format's name for people, such as `float32`, `int4/bf16`, or `packed/fp32: Q4_K, Q3_K expanded`.
 
     Args:
-        packed: formats of a checkpoint's weights that are multiplied as they are.
-        expanded: formats that are not.
+        dtype: The full name of the dtype.
+        quantization: The name of the quantization.
+        packed: The checkpoint's weight formats that are multiplied without expanding them first.
+        expanded: The checkpoint's weight formats that are expanded.
     """
     short = {full: abbreviation for abbreviation, full in DTYPE_ABBREVIATIONS.items()}
     name = dtype if quantization == "none" else f"{quantization}/{short.get(dtype, dtype)}"

@@ -1,4 +1,4 @@
-"""The metrics of a client service. Base names and buckets are those of vLLM, so that its dashboards can be used."""
+"""The metrics of a client service. Base names and buckets are vLLM's, so that its dashboards are easy to adapt."""
 
 from functools import partial
 from itertools import product
@@ -20,7 +20,7 @@ from corolla.chassis.tenant_limits import QUOTAS
 
 
 class ClientMetrics:
-    """The metrics of requests and tokens. No label names a session, a request or a tenant."""
+    """Metrics of requests and tokens. No label names a session, a request or a tenant."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
@@ -29,17 +29,17 @@ class ClientMetrics:
         self.waiting = gauge("corolla_num_requests_waiting", "Answers that wait for their chain.")
         self.time_to_first_token = histogram(
             "corolla_time_to_first_token_seconds",
-            "From the request to its first token, in seconds.",
+            "Time from the request to its first token, in seconds.",
             buckets=TIME_TO_FIRST_TOKEN_BUCKETS,
         )
         self.inter_token = histogram(
             "corolla_inter_token_latency_seconds",
-            "Between one token of an answer and the next, in seconds.",
+            "Time between one token of an answer and the next, in seconds.",
             buckets=INTER_TOKEN_BUCKETS,
         )
         self.e2e = histogram(
             "corolla_e2e_request_latency_seconds",
-            "From the request to the end of its answer, in seconds.",
+            "Time from the request to the end of its answer, in seconds.",
             buckets=REQUEST_BUCKETS,
         )
         self.prompt_tokens = counter("corolla_prompt_tokens", "Tokens of prompts.")
@@ -49,62 +49,62 @@ class ClientMetrics:
         )
         self.cached_prompt_tokens = counter(
             "corolla_cached_prompt_tokens",
-            "Tokens of prompts that all hops still held, of the session's earlier turns or of other texts that begin "
-            "alike, so that none of them was computed.",
+            "Tokens of prompts that all hops still held, from the session's earlier turns or from other texts with the "
+            "same beginning, and did not compute.",
         )
         self.recomputed = counter(
             "corolla_recomputed_tokens",
-            "Tokens of a session's log processed again since a cache was gone, for each hop that did.",
+            "Tokens of sessions that were processed again because a cache was lost, counted for each hop.",
         )
         self.drafted_tokens = counter("corolla_drafted_tokens", "Tokens drafted and checked by speculation.")
         self.accepted_tokens = counter(
-            "corolla_accepted_draft_tokens", "Draft tokens that were right: steps that were saved."
+            "corolla_accepted_draft_tokens", "Draft tokens that were right; each saved a step."
         )
         self.discarded_tokens = counter(
             "corolla_discarded_tokens",
             "Tokens that hops chose after their answer had ended by a stop sequence, a time limit or its caller, or "
-            "that went round once more after a recovery.",
+            "chose again after a recovery.",
         )
         self.grammars = GrammarMetrics(registry, "corolla_grammar")
         self.success = counter("corolla_request_success", "Finished answers by why they ended.", ["finished_reason"])
         self.quota_refusals = counter(
-            "corolla_quota_refusals", "Requests refused since their tenant had used up a quota.", ["quota"]
+            "corolla_quota_refusals", "Requests refused because their tenant had used up a quota.", ["quota"]
         )
         for quota in QUOTAS:
             self.quota_refusals.labels(quota)
         self.local_quota_takes = counter(
             "corolla_local_quota_takes",
-            "Times that this client service counted for its own share of a quota, since no router answered.",
+            "Times that this client service used its own share of a quota, because no router answered.",
         )
         self.recoveries = counter(
             "corolla_session_recoveries",
-            "Sessions that lost hops, or what hops held, and went on; by cause and method.",
+            "Sessions that lost hops, or the caches of hops, and continued; by cause and method.",
             ["cause", "method"],
         )
         for cause, method in product(CAUSES, METHODS):
             self.recoveries.labels(cause, method)
         self.recovery_seconds = histogram(
             "corolla_session_recovery_seconds",
-            "From a lost hop until its session could go on, in seconds.",
+            "Time from a lost hop until its session could continue, in seconds.",
             buckets=RECOVERY_BUCKETS,
         )
         self.quarantines = counter(
             "corolla_quarantines",
-            "Times that this client service began to leave a block server out, by what that failed at: to open a "
-            "session, or a step.",
+            "Times that this client service began to avoid a block server, by what had failed: opening a session, or "
+            "a step.",
             ["cause"],
         )
         for each in get_args(QuarantineCause):
             self.quarantines.labels(each)
         self.quarantined = gauge(
             "corolla_quarantined_servers",
-            "Block servers that this client service leaves out now since they failed lately.",
+            "Block servers that this client service avoids now because they failed recently.",
         )
 
         self.issuer_up = gauge(
             "corolla_issuer_up",
-            "Whether the key set of the tokens' issuer was there at the last try; 0: it could not be fetched, and the "
-            "keys that are known stay. 1 as well where none is fetched.",
+            "Whether the last fetch of the tokens' issuer's key set succeeded; 0: it failed, and the "
+            "known keys stay. Also 1 if none is fetched.",
         )
         self.issuer_up.set(1)
 

@@ -1,4 +1,4 @@
-"""Settings of a client service, from `COROLLA_*` variables."""
+"""The settings of a client service, from `COROLLA_*` variables."""
 
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -11,7 +11,7 @@ from corolla.client.api.tokens import ALGORITHMS
 
 
 class ClientSettings(ServiceSettings):
-    """One client service."""
+    """The settings of one client service."""
 
     service_name: ClassVar[str] = "corolla-client"
 
@@ -23,13 +23,13 @@ class ClientSettings(ServiceSettings):
         None,
         ge=0,
         le=65535,
-        description="Port of the public API over HTTP, in OpenAI's dialect, at the same address; 0 takes a free one. "
-        "Without it there is none; `corolla up` and the chart set 8080.",
+        description="Port of the public HTTP API, which is compatible with OpenAI's; 0 takes a free one. "
+        "Without it, HTTP is off; `corolla up` and the chart set 8080.",
     )
     http_page: bool = Field(
         True,
-        description="Whether the port for HTTP has a page at `/`, with a chat and the model's blocks, and what that "
-        "watches at `/v1/placement`.",
+        description="Whether the HTTP port serves a page at `/` with a chat and the model's blocks, and the page's "
+        "data at `/v1/placement`.",
     )
     router: str = Field("127.0.0.1:50050", description="host:port of the router.")
     model: str = Field("demo", description="Checkpoint folder, GGUF file, hub id, or `demo`.")
@@ -38,72 +38,71 @@ class ClientSettings(ServiceSettings):
         False, description="Never ask the hub: what its cache lacks is missing. HF_HUB_OFFLINE=1 means the same."
     )
     hub_patience_s: float = Field(
-        300.0, ge=0, description="Seconds for which a hub that is away, or breaks off, is asked again."
+        300.0, ge=0, description="Seconds of retries while the hub cannot be reached or breaks off."
     )
     dtype: Dtype = Field("float32", description="Type that the block servers run; fp32, bf16, fp16 for short.")
     quantization: QuantizationName = Field(
-        "none", description="How the block servers keep their weights: `none`, `int8`, `int4` or `packed`."
+        "none", description="How the block servers store their weights: `none`, `int8`, `int4` or `packed`."
     )
     kv_cache_dtype: KVCacheDtypeName = Field("auto", description="How the block servers store keys and values.")
     api_keys_file: Path | None = Field(
         None,
         description="File of callers' keys, as `corolla keys` writes it, or with lines `tenant:key`, keys of at least "
-        "16 characters; changes are taken within five seconds. Without keys and tokens everybody is the tenant "
+        "16 characters; changes apply within five seconds. Without keys and tokens, all callers are the tenant "
         "`public`.",
     )
     oidc_issuer: str = Field(
         "",
-        description="Issuer of callers' tokens, as their claim `iss` names it, an https address; empty: no tokens are "
-        "taken.",
+        description="Issuer of callers' tokens, an https address, as in their claim `iss`; empty: tokens are not "
+        "accepted.",
     )
     oidc_audience: str = Field(
         "", validate_default=True, description="What a token's claim `aud` must name; needed with an issuer."
     )
     oidc_jwks: str = Field(
         "",
-        description="Where the issuer's key set is: an https address, or a file, whose changes are taken within five "
-        "seconds; empty: where the issuer's OpenID configuration says.",
+        description="The issuer's key set: an https address, or a file, whose changes apply within five "
+        "seconds; empty: the address in the issuer's OpenID configuration.",
     )
     oidc_ca_file: Path | None = Field(
-        None, description="Authorities by which the issuer is known, in PEM; without it, those of the system."
+        None, description="Certificate authorities for the issuer, in PEM; without it, those of the system."
     )
     oidc_algorithms: str = Field(
-        "RS256,ES256", description="By which tokens may be signed, with commas; only ones with public keys."
+        "RS256,ES256", description="Accepted algorithms of tokens' signatures, with commas; only public-key ones."
     )
     oidc_tenant_claim: str = Field(
-        "sub", min_length=1, description="Claim of a token that names the tenant; `sub`: each subject is one."
+        "sub", min_length=1, description="Claim that names the tenant; `sub`: each subject is a tenant."
     )
     oidc_models_claim: str = Field(
         "",
-        description="Claim that lists the models that a token is for, which is for none without it; empty: tokens are "
-        "for all models.",
+        description="Claim that lists the models that a token allows; a token without it allows none. Empty: tokens "
+        "allow all models.",
     )
     oidc_scopes_claim: str = Field(
         "",
-        description="Claim that lists the scopes, `generate`, `chat`, `sessions` and `tokenize`, likewise; other words "
-        "in it do not count.",
+        description="Claim that lists a token's scopes, likewise: `generate`, `chat`, `sessions` and `tokenize`; other "
+        "words are ignored.",
     )
     quotas_file: Path | None = Field(
         None,
-        description="File with the quotas of tenants, in JSON: docs/security.md#quotas; changes are taken within five "
-        "seconds. Without it there are none.",
+        description="JSON file with the quotas of tenants: docs/security.md#quotas; changes apply within five "
+        "seconds. Without it there are no quotas.",
     )
     cache_secret: SecretStr = Field(
         SecretStr(""),
-        description="Random text of at least 32 characters, the same for all client services of a model and known to "
-        "nobody else: the digests by which block servers find a tenant's texts begin with what follows from it. Empty: "
-        "they are digests of the texts alone.",
+        description="Secret random text of at least 32 characters, the same for all client services of a model. The "
+        "digests by which block servers find a tenant's texts depend on it. Empty: they depend on the texts alone.",
     )
     public_tls_dir: Path | None = Field(
         None,
-        description="Folder with tls.crt and tls.key in PEM, shown to callers of the public API; changes are taken "
-        "within five seconds. Without it callers speak in the clear.",
+        description="Folder with tls.crt and tls.key in PEM for the public API; changes apply "
+        "within five seconds. Without it, callers' connections are not encrypted.",
     )
     max_request_bytes: int = Field(4 << 20, ge=1024, le=32 << 20, description="Larger requests are refused.")
     max_running_requests: int = Field(
         256,
         ge=1,
-        description="Requests served at a time, one for several completions counted as so many; further ones wait.",
+        description="Requests served at a time, of which each completion counts as one; further ones wait.",
     )
     max_waiting_requests: int = Field(
         256, ge=0, description="Requests that wait for their turn, shared fairly by tenants; further ones are refused."
@@ -111,44 +110,44 @@ class ClientSettings(ServiceSettings):
     max_held_request_bytes: int = Field(
         256 << 20,
         ge=1024,
-        description="Bytes of all requests that run or wait; further ones are refused. Those that HTTP still reads "
-        "have as many to themselves: slow ones take no room from those that are there.",
+        description="Bytes of all requests that run or wait; further ones are refused. Requests that are still being "
+        "read over HTTP have a separate allowance of the same size, so slow callers block no other.",
     )
     trace_callers: bool = Field(
         False,
-        description="Whether a caller's `traceparent` decides: its trace goes on here, and is sampled where it says so."
-        " Otherwise each request begins a trace, sampled at the service's own rate, which names the caller's.",
+        description="Whether a request continues the trace in the caller's `traceparent`, sampled as that says. "
+        "Otherwise each request begins a trace, sampled at the service's own rate, with a link to the caller's.",
     )
-    default_max_tokens: int = Field(256, ge=1, description="New tokens when the request does not say.")
+    default_max_tokens: int = Field(256, ge=1, description="The most new tokens of a request that sets no number.")
     prefill_chunk_tokens: int = Field(
         256,
         ge=1,
-        description="Tokens of one prefill step; a quarter of them, at most, while others decode on the same chain.",
+        description="Tokens of one prefill step; at most a quarter of them while others decode on the same chain.",
     )
     max_microbatches: int = Field(
         0,
         ge=0,
-        description="Prefill steps of one request that are under way at a time, which keep as many hops busy; 0: "
-        "enough for all hops. Fewer where hops share processors; as many as the block servers' microbatches.",
+        description="Prefill steps of one request in flight at a time, which keep as many hops busy; 0: "
+        "enough for all hops. Set fewer if hops share processors, the same as on the block servers.",
     )
     step_timeout_s: float = Field(60.0, gt=0, description="Seconds after which a step counts as lost.")
     recovery_patience_s: float = Field(
         30.0,
         ge=0,
-        description="Seconds that a recovery waits for a server that can replace a lost one, and no longer than its "
-        "caller: a lease must end, a server must move or start, and weights must be loaded.",
+        description="Seconds that a recovery waits for a server that can replace a lost one, if its caller waits so "
+        "long: a lease must end, a server must move or start, and weights must be loaded.",
     )
     merge_replayed_steps: bool = Field(
         True,
-        description="Whether a replay takes tokens in chunks that were processed one by one; else one by one again.",
+        description="Whether a replay processes decoded tokens in chunks; otherwise one by one again.",
     )
     session_ttl_s: float = Field(1800.0, gt=0, description="Seconds that an idle conversation is kept.")
     speculation: Literal["off", "prompt_lookup", "draft_model"] = Field(
-        "off", description="How answers are drafted ahead where the request does not say; tokens stay the same."
+        "off", description="Speculation for requests that do not choose; the tokens of answers stay the same."
     )
-    max_draft_tokens: int = Field(16, ge=1, le=64, description="Tokens drafted ahead in one step at most.")
+    max_draft_tokens: int = Field(16, ge=1, le=64, description="The most tokens drafted ahead in one step.")
     adaptive_drafts: bool = Field(
-        True, description="Whether the number of draft tokens follows their success and cost; else always the most."
+        True, description="Whether the number of draft tokens adapts to their success and cost; else it is the most."
     )
 
     @field_validator("oidc_issuer")
@@ -187,12 +186,12 @@ class ClientSettings(ServiceSettings):
 
     @property
     def algorithms(self) -> tuple[str, ...]:
-        """The algorithms by which tokens may be signed."""
+        """The accepted algorithms of tokens' signatures."""
         return tuple(self.oidc_algorithms.split(","))
 
     @property
     def missing_guards(self) -> tuple[str, ...]:
-        """The settings that would guard the public port, whose callers have no certificates, and that are missing."""
+        """The missing settings that would guard the public port, whose callers have no certificates."""
         missing = []
         if self.public_tls_dir is None:
             missing.append("COROLLA_PUBLIC_TLS_DIR")

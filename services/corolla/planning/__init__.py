@@ -1,1 +1,1 @@
-"""Which servers make a chain: for the router on what the store says, for a client service on its snapshot."""
+"""Plans which servers form a chain. The router plans on the store's data, a client service on its snapshot."""

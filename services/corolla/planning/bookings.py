@@ -1,7 +1,7 @@
-"""What a planner placed on servers which have not reported it yet. Pure: time is passed in.
+"""Sessions that a planner has placed on servers and that no heartbeat reports yet. Pure: time is passed in.
 
-A server says with each heartbeat what it holds. Until then all who come at once would find the same server the least
-busy one, and all would go there.
+A server reports its load with each heartbeat. Without bookings, all sessions that are planned between two heartbeats
+would find the same server the least busy one, and all would go there.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,43 +12,44 @@ from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 
 MOST_AGE_S: Final = 10.0
-"""A booking of which no heartbeat tells in this time came to nothing, or its server is silent."""
+"""A booking is dropped when no heartbeat has come for this long: its session never opened, or its server is silent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Booked:
-    """What a server is to hold in addition to what it reported."""
+    """The load that a server will have in addition to what it reported."""
 
     num_sessions: int = 0
     num_tokens: int = 0
 
 
 class Bookings:
-    """The sessions that this process placed, by server, from when it chose their hops until a heartbeat counts them.
+    """The sessions that this process placed, by server, from the choice of their hops until a heartbeat counts them.
 
-    None is left out meanwhile; for a moment, one may be counted twice.
+    Every session is counted in this time; for a moment, a session may be counted twice.
 
     Args:
-        lag_s: how long before it is seen here a heartbeat may have been written, at most, after the one that was known.
-            A session that is younger than that when a heartbeat is seen may not be in it.
+        lag_s: The greatest age of a new heartbeat when this process sees it. A session that was placed less than this
+            time before a heartbeat is seen may be missing from that heartbeat, so its booking stays.
     """
 
     def __init__(self, lag_s: float) -> None:
         self._lag_s = lag_s
-        # By server: its newest heartbeat that was seen, and of each session when it was placed and its tokens.
+        # The number of each server's newest known heartbeat, and for each of its sessions the time of placement and
+        # the number of tokens; both by server id.
         self._heartbeats: dict[str, int] = {}
         self._sessions: dict[str, list[tuple[float, int]]] = {}
 
     def book(self, hops: Iterable[common_pb2.Hop], num_tokens: int, now_s: float) -> None:
-        """A session of so many tokens is about to be opened on these hops."""
+        """Records that a session of `num_tokens` tokens is about to be opened on these hops."""
         for hop in hops:
             self._sessions.setdefault(hop.server_id, []).append((now_s, num_tokens))
 
     def unreported(self, servers: Iterable[pb.PlacedServer], now_s: float) -> Mapping[str, Booked]:
-        """What to add to the loads of these servers, by server id; what is theirs to tell by now is forgotten.
+        """Returns the load to add to what these servers report, by server id; drops what their reports now include.
 
         Args:
-            servers: all that are placed, with their newest known loads.
+            servers: All servers of the placement, with their newest known loads.
         """
         heartbeats = {each.server.server_id: each.load.heartbeat_number for each in servers}
         for server_id, sessions in list(self._sessions.items()):

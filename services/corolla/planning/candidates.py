@@ -1,4 +1,4 @@
-"""From the messages of a placement to what the planner reckons with, and back. Pure."""
+"""Converts the messages of a placement to the planner's candidates, and planned hops back to messages. Pure."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -11,37 +11,39 @@ from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span
 
 UNMEASURED_TOKENS_PER_SECOND: Final = 1.0
-"""Speed per block of a server that has not measured itself: little, but more than nothing."""
+"""The assumed speed through one block of a server that has not measured its own: low, but above zero."""
 
 SESSION_LOAD: Final = 0.05
-"""What an open session adds to a server's time per block, as a part of it: most of them are idle or batched."""
+"""The part by which an open session raises a server's time per block; small, as most sessions are idle or batched."""
 
 MOST_TIMES_TYPICAL: Final = 32.0
-"""So many times the speed of others counts at most; devices of one pool may be 20 times as fast as others of it."""
+"""A server's speed counts up to this many times the typical one; devices in one pool may differ by a factor of 20."""
 
 SLOW_TIMES: Final = 8.0
-"""A chain is far slower than its servers say where a token takes so many times as long as they make it."""
+"""A chain is slow when a token takes more than this many times as long as its servers' figures predict ..."""
 
 _SLOW_HOP_SECONDS: Final = 0.05
-"""And so much more for each hop: links, batches and busy machines are in nobody's figures."""
+"""... plus this time for each hop: no server's figures include links, batches and busy machines."""
 
 _NOTHING: Final = Booked()
 
 
 def counted_speed(placed: pb.PlacedServer, bound: float) -> float:
-    """Tokens per second through one block: of late if known, else as measured at its start; 0: not measured.
+    """Returns the tokens per second through one block that the planner counts; 0: the server has measured nothing.
+
+    It is the recent speed that the server reports or else the one measured at its start, up to `bound`.
 
     Args:
-        bound: of `speed_bounds`.
+        bound: The server's entry in `speed_bounds`.
     """
     return min(_claimed_speed(placed), bound)
 
 
 def speed_bounds(servers: Iterable[pb.PlacedServer]) -> dict[str, float]:
-    """How fast each server may count, by id: nobody but itself knows how fast it is, and it may lie.
+    """Returns the greatest speed that the planner believes of each server, by id, since a server may overstate its own.
 
-    That is `MOST_TIMES_TYPICAL` times the median of what the others with its weights say, and that median alone where
-    the server is doubted. Who is alone counts with what it says.
+    The bound is `MOST_TIMES_TYPICAL` times the median of what the other servers with the same weights report, or that
+    median itself for a doubted server. A server without others is believed.
     """
     groups: dict[str, list[pb.PlacedServer]] = {}
     for each in servers:
@@ -60,7 +62,7 @@ def _claimed_speed(placed: pb.PlacedServer) -> float:
 
 
 def _median_of_others(measured: Sequence[float], own: float) -> float:
-    """Of sorted speeds without `own`, the lower one of two; infinite where there are none."""
+    """Returns the median of the sorted speeds without `own` (the lower of two middle ones); infinite without others."""
     num_others = len(measured) - (own > 0)
     if num_others == 0:
         return math.inf
@@ -69,10 +71,10 @@ def _median_of_others(measured: Sequence[float], own: float) -> float:
 
 
 def is_slow(servers: Collection[pb.PlacedServer], chain: common_pb2.Chain, token_seconds: float) -> bool:
-    """Whether a chain's tokens come far more slowly than its servers make the planner believe.
+    """Whether a chain's tokens come far more slowly than its servers' figures predict.
 
     Args:
-        token_seconds: from one token of a session to the next one.
+        token_seconds: The time from one token of a session to the next one.
     """
     hops = {hop.server_id: hop for hop in chain.hops}
     chosen = [each for each in candidates(servers, fingerprint=chain.fingerprint) if each.server_id in hops]
@@ -92,12 +94,14 @@ def candidates(
     excluded: Collection[str] = (),
     booked: Mapping[str, Booked] | None = None,
 ) -> list[Candidate]:
-    """The ready servers with these weights (empty: any), save the excluded ones, in the given order.
+    """Returns the ready servers with these weights, except the excluded ones, in the given order.
 
     Args:
-        num_tokens: for which a server needs free pages; 0 asks for none.
-        excluded: server ids.
-        booked: what servers are to hold in addition to what they reported, by id.
+        servers: All servers of the placement.
+        fingerprint: The weights; empty: any.
+        num_tokens: The number of tokens for which a server needs free pages; 0: it needs none.
+        excluded: The ids of servers to leave out.
+        booked: The load that servers will have in addition to what they reported, by id.
     """
     bounds = speed_bounds(servers)
     return [
@@ -110,7 +114,7 @@ def candidates(
 
 
 def has_room(load: pb.ServerLoad, num_tokens: int) -> bool:
-    """Whether a server that said so has room for a session of so many tokens; one that says nothing may have."""
+    """Whether a server has room for a session of `num_tokens` tokens; true if it does not report its room."""
     return not load.HasField("max_session_tokens") or num_tokens <= load.max_session_tokens
 
 

@@ -1,9 +1,10 @@
-"""Which of several replicas a chain takes, so that sessions share routes. Pure.
+"""Chooses among replicas so that sessions share routes. Pure.
 
-A batch forms of sessions that take the same way. Were each hop chosen by itself, two spans of `r` replicas each would
-make `r * r` ways, with a session here and there. So replicas have partners: a server's are those of the same rank in
-the next span, which all planners find alike from the placement, without knowing of each other's sessions. Where there
-are more replicas in the next span, each has several partners; where there are fewer, they are shared.
+Sessions form a batch if they take the same route. If each hop were chosen by itself, two spans with `r` replicas each
+would give `r * r` routes with few sessions on each. Therefore replicas have partners: the partners of a server are the
+servers of the same rank in the next span. All planners derive the same partners from the placement and need not know
+each other's sessions. If the next span has more replicas, each server has several partners; if it has fewer, servers
+share them.
 """
 
 from collections.abc import Sequence
@@ -14,18 +15,18 @@ from corolla.planning.planner import Candidate, PlannedChain, PlannedHop
 from corolla.wire.span import Span
 
 MAX_DETOUR: Final = 0.25
-"""A partner's step may take so much longer than that of the cheapest hop; beyond, waiting for it costs more than a
-larger batch saves."""
+"""A partner's step may take longer than the cheapest hop's by this part. Beyond it, waiting for the partner costs more
+than a larger batch saves."""
 
 
 def with_partners(chain: PlannedChain, candidates: Sequence[Candidate]) -> PlannedChain:
-    """The chain with a partner behind each hop, where one has room and is hardly slower than what was planned.
+    """Returns the chain with each later hop replaced by a partner of the hop before it, if one is about as good.
 
-    The first hop stays, so that sessions spread over its replicas as their loads say.
+    The first hop stays, so that sessions spread over its replicas according to their loads.
 
     Args:
-        chain: the cheapest one.
-        candidates: that it was planned of.
+        chain: The cheapest chain.
+        candidates: The servers from which it was planned.
     """
     replicas: dict[_Role, list[Candidate]] = {}
     for each in sorted(candidates, key=lambda each: each.server_id):
@@ -51,7 +52,7 @@ _Role = tuple[str, Span, str]
 
 
 def _role(server: Candidate) -> _Role:
-    """What equal replicas have in common."""
+    """Returns what replicas of each other have in common."""
     return server.fingerprint, server.span, server.zone
 
 

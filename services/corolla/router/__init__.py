@@ -1,1 +1,1 @@
-"""The control plane: who hosts which blocks, which chain a session is pinned to, and the sessions' records."""
+"""The control plane: which servers host which blocks, the chain of each session, and the sessions' records."""

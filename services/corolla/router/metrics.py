@@ -1,4 +1,4 @@
-"""What the router counts."""
+"""The router's metrics."""
 
 import collections
 from functools import partial
@@ -19,7 +19,7 @@ _STATES: Final = {
 
 
 class RouterMetrics:
-    """Gauges show the store's state as this router last read it; every router of one store shows the same."""
+    """The router's metrics. Gauges show the store's state as this router last read it, so all routers show the same."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
@@ -49,8 +49,8 @@ class RouterMetrics:
         self.store_up = gauge("corolla_store_up", "1 while Redis answers and has room, else 0.")
         self.unreadable_records = counter(
             "corolla_unreadable_records",
-            "Readings of records in Redis that could not be read and were passed over, by kind: server, chain (of a "
-            "session), order (to move), model (a name), key (a whole one).",
+            "Attempts to read a corrupt record in Redis, which is then skipped, by kind: server, chain (of a "
+            "session), order (to move), model (a name), key (a whole one), adapter.",
             ["model", "kind"],
         )
         self.script_seconds = histogram(
@@ -74,7 +74,7 @@ class RouterMetrics:
         self._moves.labels(model, MOVE_REASONS[0] if covers else MOVE_REASONS[1]).inc()
 
     def observe(self, roster: Roster, num_sessions: int) -> None:
-        """Shows one model's placement and session count. A span that lost its last replica stays, at zero."""
+        """Shows one model's placement and session count. A span without replicas left stays, at zero."""
         model = roster.model
         ready = collections.Counter(
             f"{each.span.start}:{each.span.end}" for each in roster.servers if each.state == pb.SERVER_STATE_READY

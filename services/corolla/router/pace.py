@@ -1,4 +1,4 @@
-"""How often a router looks, and how long it waits: what every deployment has alike."""
+"""The intervals and time-outs of a router, which are the same in every deployment."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -6,19 +6,19 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class RouterPace:
-    """All in seconds.
+    """Intervals and time-outs in seconds.
 
     Attributes:
-        relist_s: between two readings of a placement of which nothing is heard. Changes are heard at once; this bounds
-            how late a lease that ran out is noticed, and is far shorter than a lease.
-        settle_s: for which all servers must be ready, and a move the best one, before it is ordered: as long as servers
-            that start together differ.
-        between_moves_s: after a move until another one that only makes blocks faster, longer than most servers load
-            their blocks; it doubles while the servers stay.
-        list_pods_s: until the watched pods are listed anew, should the watch have missed something.
-        kubernetes_answer_s: for an answer of the Kubernetes API.
-        after_forbidden_s: before pods are listed again by a router that may not list them.
-        after_failures_s: before something is written to Kubernetes again after several failures.
+        relist_s: The time between two readings of a placement without changes. The router hears of changes at once;
+            this interval bounds how late it notices an expired lease, and is far shorter than a lease.
+        settle_s: How long all servers must be ready, and a move must be the best one, before the router orders the
+            move. Servers that start together are ready within this time.
+        between_moves_s: The time between a move and another one that only makes blocks faster. It is longer than most
+            servers need to load their blocks, and doubles while the servers stay the same.
+        list_pods_s: The time after which the watched pods are listed anew, in case the watch missed a change.
+        kubernetes_answer_s: How long an answer of the Kubernetes API may take.
+        after_forbidden_s: The pause of a router that may not list pods before it tries again.
+        after_failures_s: The pause after several failed writes to Kubernetes.
     """
 
     relist_s: float = 0.5

@@ -1,6 +1,8 @@
-"""Who hosts what: the throughput of each block, and the span that a new server helps most with.
+"""Computes the throughput of each block, and the span with which a new server helps most. Pure.
 
-Pure. Throughputs are whole micro-tokens per second: their sums are exact, so equal spans compare equal in any order.
+Throughputs are whole micro-tokens per second. Their sums are exact, so equal spans compare equal in any order. Petals
+(Borzunov et al., "Petals: Collaborative Inference and Fine-tuning of Large Models", 2023) has a similar rule: a new
+server takes the blocks with the least throughput.
 """
 
 import math
@@ -17,12 +19,13 @@ _MICRO: Final = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class HostedSpan:
-    """What one server holds.
+    """The span of one server, and the server's speed.
 
     Attributes:
-        speed: in tokens per second through one block; 0 means not measured.
-        head_blocks: as many blocks take the time of what comes behind the last one, where the span has that: final
-            norm, head, draft model.
+        span: The blocks that the server holds.
+        speed: Tokens per second through one block; 0: not measured.
+        head_blocks: The time of what follows the model's last block (final norm, head, draft model), as a number of
+            blocks. It counts only in a span with the last block.
     """
 
     span: Span
@@ -30,19 +33,19 @@ class HostedSpan:
     head_blocks: float = 0.0
 
     def share(self, num_blocks: int) -> int:
-        """What it gives each of its blocks, in micro-tokens per second; the model has `num_blocks`."""
+        """Returns the throughput that the server gives each of its blocks, in micro-tokens per second."""
         return share_at(self.span, num_blocks, self.speed, self.head_blocks)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class WeightMemory:
-    """A server's memory for weights, counted in blocks.
+    """A server's memory for weights, in units of one block's memory.
 
     Attributes:
-        num_blocks: so many take all of it.
-        edge_blocks: so many take that of the embedding, and so many that of the head.
-        are_edges_tied: whether a server with both has them once.
-        draft_blocks: so many take that of the draft model, which comes with the last block.
+        num_blocks: The whole memory.
+        edge_blocks: The memory of the embedding, and also that of the head.
+        are_edges_tied: Whether a server with embedding and head stores them once.
+        draft_blocks: The memory of the draft model, which the server with the last block holds.
     """
 
     num_blocks: float = math.inf
@@ -51,7 +54,7 @@ class WeightMemory:
     draft_blocks: float = 0.0
 
     def holds(self, span: Span, num_model_blocks: int) -> bool:
-        """Whether a span fits, with what lies at the model's ends."""
+        """Whether a span fits, with embedding, head and draft model where the span reaches the model's ends."""
         num_edges = (span.start == 0) + (span.end == num_model_blocks)
         if self.are_edges_tied:
             num_edges = min(num_edges, 1)
@@ -60,13 +63,13 @@ class WeightMemory:
 
 
 ENOUGH: Final = WeightMemory()
-"""For any span."""
+"""Memory for any span."""
 
 
 def throughput(servers: Iterable[HostedSpan], num_blocks: int) -> list[int]:
-    """Micro-tokens per second of each block; a server of k blocks gives each of them a k-th of its speed.
+    """Returns the micro-tokens per second of each block; a server of k blocks gives each of them a k-th of its speed.
 
-    The head counts as blocks, too.
+    The head's time counts as blocks, too.
     """
     per_block = [0] * num_blocks
     for server in servers:
@@ -77,7 +80,7 @@ def throughput(servers: Iterable[HostedSpan], num_blocks: int) -> list[int]:
 
 
 def uncovered(servers: Iterable[HostedSpan], num_blocks: int) -> list[Span]:
-    """The longest runs of blocks that no server holds, in order."""
+    """Returns the longest runs of blocks that no server holds, in order."""
     return _gaps(throughput(servers, num_blocks))
 
 
@@ -89,24 +92,26 @@ def choose_span(
     head_blocks: float = 0.0,
     memory: WeightMemory = ENOUGH,
 ) -> Span:
-    """The span that most raises the minimum throughput over all blocks.
+    """Returns the span for a new server that most raises the minimum throughput over all blocks.
 
-    Candidates are compared by all blocks' throughputs from the least upwards: the higher minimum wins, then the fewer
-    blocks at that minimum, and so on. Among equals, fewer gaps are left over, then the lowest start wins. Servers that
-    join one after another therefore cover the model as soon as their capacities add up to it. Where memory is bounded,
-    less fits at the model's ends, and gaps are not alike: first counts how many such servers those need that are left.
+    Candidates are compared by the sorted throughputs of all blocks: the higher minimum wins, then the fewer blocks at
+    that minimum, and so on. Among equals, the candidate that leaves fewer gaps wins, then the lowest start. Servers
+    that join one after another therefore cover the model as soon as their capacities add up to it.
+
+    If memory is bounded, fewer blocks fit at the model's ends, so gaps differ in cost. Then the first criterion is how
+    many servers like the new one the remaining gaps need.
 
     Args:
-        servers: those whose weights may stand in one chain with the new one's, joining ones included.
-        num_blocks: of the model; at least 1.
-        capacity: how many blocks fit; at least 1. A smaller model is taken whole.
-        speed: the new server's, in tokens per second through one block.
-        head_blocks: as many blocks take the time of final norm and head there. Where capacities add up to more than
-            the model, the server at its end therefore takes fewer blocks than fit.
-        memory: for weights; a span is as long as it holds.
+        servers: The servers whose weights may be in one chain with the new server's, joining ones included.
+        num_blocks: The number of blocks of the model, at least 1.
+        capacity: The number of blocks that the server may hold, at least 1. If the model has fewer, it gets all.
+        speed: The new server's tokens per second through one block.
+        head_blocks: The time of final norm and head on this server, as a number of blocks. If capacities add up to
+            more than the model, the server at the model's end therefore gets fewer blocks than fit.
+        memory: The server's memory for weights, which the span must fit.
 
     Raises:
-        SpanRefused: there is no memory for a single block anywhere.
+        SpanRefused: The memory holds not even one block, wherever it lies.
     """
     length = min(capacity, num_blocks)
     before = throughput(servers, num_blocks)
@@ -130,7 +135,7 @@ def choose_span(
 
 
 def _num_servers(gap: Span, length: int, num_blocks: int, memory: WeightMemory) -> int:
-    """How many such servers a gap needs; one that no server can begin to fill needs more than there are blocks."""
+    """Returns how many such servers a gap needs; more than the model's blocks if no such server can fill it."""
     start, count = gap.start, 0
     while start < gap.end:
         part = _longest(start, min(length, gap.end - start), num_blocks, memory)
@@ -141,13 +146,13 @@ def _num_servers(gap: Span, length: int, num_blocks: int, memory: WeightMemory) 
 
 
 def _longest(start: int, length: int, num_blocks: int, memory: WeightMemory) -> Span | None:
-    """The longest span from `start` on that fits, of `length` at most."""
+    """Returns the longest span from `start` on that fits, with at most `length` blocks; None: none fits."""
     ends = range(min(start + length, num_blocks), start, -1)
     return next((span for end in ends if memory.holds(span := Span(start, end), num_blocks)), None)
 
 
 def share_at(span: Span, num_blocks: int, speed: float, head_blocks: float) -> int:
-    """What a server of this speed would give each block of a span, in micro-tokens per second."""
+    """Returns the micro-tokens per second that a server of this speed would give each block of a span."""
     num_held = len(span) + (head_blocks if span.end == num_blocks else 0.0)
     return max(1, round((speed or UNMEASURED_TOKENS_PER_SECOND) * _MICRO / num_held))
 

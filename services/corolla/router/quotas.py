@@ -1,4 +1,4 @@
-"""What tenants use of their quotas, counted in the store for all client services together."""
+"""Counts in the store what tenants use of their quotas, for all client services together."""
 
 from typing import Final
 
@@ -15,7 +15,7 @@ MOST_PERIOD_MS: Final = 24 * 3600 * 1000
 
 
 class Quotas:
-    """Methods raise StoreUnavailable when Redis does not answer."""
+    """The counted quotas. Methods raise StoreUnavailable when Redis does not answer."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -24,7 +24,7 @@ class Quotas:
         """Counts all takes, one after the other, and returns the number of client services.
 
         Raises:
-            QuotaExceeded: a take does not fit; nothing of it and of those after it is counted.
+            QuotaExceeded: A take does not fit. Neither it nor the takes after it are counted.
         """
         num_takers = 1
         for each in request.takes:
@@ -43,7 +43,7 @@ class Quotas:
 
 
 def checked(request: pb.TakeQuotasRequest) -> pb.TakeQuotasRequest:
-    """Raises InvalidRequest."""
+    """Returns the request if it is valid. Raises InvalidRequest."""
     validation.check_text("model", request.model)
     validation.check_name("taker_id", request.taker_id)
     if len(request.takes) > MOST_TAKES:

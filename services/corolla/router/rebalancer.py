@@ -1,4 +1,4 @@
-"""Has block servers moved, one at a time, when all is quiet and another layout is better."""
+"""Orders block servers to move, one at a time, when the placement is stable and another layout is better."""
 
 import asyncio
 import logging
@@ -17,10 +17,13 @@ _Advice = tuple[Sequence[Member], Move | None]
 
 
 class Rebalancer:
-    """Of several routers each decides by itself; the store lets one order through, and none while a server moves.
+    """Orders moves. Each router decides by itself; the store accepts one order, and none while a server moves.
 
     Args:
-        min_gain: part by which a move must make the slowest block faster.
+        registry: The placement in the store.
+        metrics: The router's metrics.
+        min_gain: The part by which a move must make the slowest block faster.
+        pace: The router's intervals.
     """
 
     def __init__(self, registry: Registry, metrics: RouterMetrics, min_gain: float, pace: RouterPace) -> None:
@@ -29,11 +32,11 @@ class Rebalancer:
         self._settle_s = pace.settle_s
         self._min_gain = min_gain
         self._pause_ms = round(pace.between_moves_s * 1000)
-        # By model and fingerprint: what the last look said.
+        # The members and the best move at the last look, by model and fingerprint.
         self._advice: dict[tuple[str, str], _Advice] = {}
 
     async def run(self) -> None:
-        """Looks again and again, for ever."""
+        """Looks at all models repeatedly, for ever."""
         while True:
             try:
                 async for roster in self._registry.rosters():
@@ -43,7 +46,7 @@ class Rebalancer:
             await asyncio.sleep(self._settle_s)
 
     async def _look(self, roster: Roster) -> None:
-        """Orders what was the best move at the last look as well."""
+        """Orders the best move if it was the best one at the last look, too."""
         groups = roster.members() if roster.is_settled else {}
         for key in [key for key in self._advice if key[0] == roster.model and key[1] not in groups]:
             del self._advice[key]

@@ -1,9 +1,8 @@
-"""Which server should hold another span than it does, if any. Pure.
+"""Finds the server that should move to another span, if any. Pure.
 
-The search is breadth first over layouts, from the present one by single moves. Spans keep their lengths; at the end of
-the model a server has the head to compute, too. A move that
-would leave a block without a server for its duration is none, so what is found is the best layout that can be reached,
-and a shortest way to it.
+The algorithm is a breadth-first search over layouts, which begins at the present layout; an edge is the move of one
+server. Spans keep their lengths; a server at the model's end also computes the head. The search excludes moves that
+would leave a block without a server while they last. So it finds the best reachable layout, and a shortest way to it.
 """
 
 import math
@@ -16,23 +15,23 @@ from corolla.router.placement import ENOUGH, HostedSpan, WeightMemory, share_at,
 from corolla.wire.span import Span
 
 MAX_LAYOUTS: Final = 4000
-"""Small pools are searched to the end; larger ones take some tenths of a second."""
+"""The bound of the search: small pools are searched completely; larger ones take some tenths of a second."""
 
 _SPEED_STEP: Final = 1.05
 
-# Where the span of each movable server starts.
+# The start of each movable server's span.
 _Layout = tuple[int, ...]
-# Index of a movable server, and where its span is to start.
+# The index of a movable server, and the new start of its span.
 _Step = tuple[int, int]
-# Length of a server's span, what it gives each of its blocks within the model and at its end, and its memory.
+# The length of a server's span, the throughput of each of its blocks within the model and at its end, and its memory.
 _Facts = tuple[int, int, int, WeightMemory]
-# How many blocks have a server, and the throughput of the slowest block in micro-tokens per second.
+# The number of blocks with a server, and the throughput of the slowest block in micro-tokens per second.
 _Worth = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A ready server, and whether it may be ordered to hold another span, of as many blocks, that its memory holds."""
+    """A ready server, and whether the router may move it to another span of the same length that fits its memory."""
 
     server_id: str
     hosted: HostedSpan
@@ -42,7 +41,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """`covers`: blocks get a server that have none. Otherwise the slowest block becomes faster."""
+    """A move of a server to `span`. `covers`: it gives uncovered blocks a server; else it makes the slowest faster."""
 
     server_id: str
     span: Span
@@ -50,24 +49,24 @@ class Move:
 
 
 def steady(speed: float) -> float:
-    """The speed in steps of 5 %, so that most measurements say nothing new."""
+    """Rounds a speed to steps of 5 %, so that small changes of measurements change nothing."""
     return _SPEED_STEP ** round(math.log(speed, _SPEED_STEP)) if speed > 0 else 0.0
 
 
 def next_move(
     members: Sequence[Member], num_blocks: int, *, min_gain: float, max_layouts: int = MAX_LAYOUTS
 ) -> Move | None:
-    """The first of the fewest moves to the best layout; None when that one is not worth it.
+    """Returns the first move on a shortest way to the best layout; None if that layout is not better enough.
 
-    Layouts are compared by the number of blocks that have a server, then by the throughput of the slowest block. Who
-    follows the advice again and again comes to an end if nothing else changes: each move brings the goal nearer, or
-    shows a better one. To that end goals are at most two moves away where there are too many layouts for all of them.
+    Layouts are compared by the number of blocks with a server, then by the throughput of the slowest block. Repeated
+    moves come to an end if nothing else changes, because each move comes closer to the goal or finds a better goal. To
+    ensure this, goals are at most two moves away when there are too many layouts to search them all.
 
     Args:
-        members: of one fingerprint, all ready.
-        num_blocks: of the model.
-        min_gain: by which part the slowest block must become faster. Blocks that get a server always count.
-        max_layouts: to look at, about; those that are one move away are looked at in any case.
+        members: The servers of one fingerprint, all ready.
+        num_blocks: The number of blocks of the model.
+        min_gain: The part by which the slowest block must become faster. A layout that covers more blocks needs none.
+        max_layouts: The approximate number of layouts to search. Those that are one move away are always searched.
     """
     pool = _Pool(members, num_blocks)
     goal, step = _search(pool, max_layouts)
@@ -83,12 +82,12 @@ def next_move(
 
 
 class _Pool:
-    """The servers; what is the same in all layouts."""
+    """The servers, and the facts that are the same in all layouts."""
 
     def __init__(self, members: Sequence[Member], num_blocks: int) -> None:
         self.num_blocks = num_blocks
         fixed = [each.hosted for each in members if not each.is_movable]
-        # Equal ones side by side.
+        # Equal servers are neighbours in this order.
         self.movable = sorted(
             (each for each in members if each.is_movable),
             key=lambda each: (*_facts(each, num_blocks), each.server_id),
@@ -103,7 +102,7 @@ class _Pool:
         self._equals = [list(group) for _, group in equals]
 
     def standing(self, layout: _Layout) -> tuple[list[int], list[int]]:
-        """Of each block the throughput, and how many servers hold it."""
+        """Returns the throughput of each block, and the number of servers that hold it."""
         per_block, num_holders = list(self._throughput), list(self._num_holders)
         for start, facts in zip(layout, self._facts, strict=True):
             share = self._share(facts, start)
@@ -113,7 +112,7 @@ class _Pool:
         return per_block, num_holders
 
     def steps(self, layout: _Layout, num_holders: Sequence[int]) -> Iterator[_Step]:
-        """All that leave no block without a server."""
+        """Yields all moves that leave no block without a server."""
         for index, (start, (length, *_, memory)) in enumerate(zip(layout, self._facts, strict=True)):
             if min(num_holders[start : start + length]) > 1:
                 for other in range(self.num_blocks - length + 1):
@@ -135,14 +134,14 @@ class _Pool:
         return at_end if start + length == self.num_blocks else within
 
     def key(self, layout: _Layout) -> _Layout:
-        """The same for layouts that differ only by which of equal servers holds what."""
+        """Returns a key that is the same for layouts that differ only by an exchange of equal servers."""
         return tuple(start for group in self._equals for start in sorted(layout[index] for index in group))
 
 
 def _facts(member: Member, num_blocks: int) -> _Facts:
     hosted = member.hosted
     length = len(hosted.span)
-    # Wherever the span lies now.
+    # The share within the model, wherever the span lies now.
     within = share_at(Span(0, length), num_blocks + 1, hosted.speed, hosted.head_blocks)
     at_end = share_at(Span(num_blocks - length, num_blocks), num_blocks, hosted.speed, hosted.head_blocks)
     return length, within, at_end, member.memory
@@ -153,7 +152,7 @@ def _worth(per_block: list[int]) -> _Worth:
 
 
 def _search(pool: _Pool, max_layouts: int) -> tuple[_Worth, _Step | None]:
-    """The worth of the best layout, and the first step on a shortest way to it; None: it is the present one."""
+    """Returns the worth of the best layout, and the first step of a shortest way to it; None: it is the present one."""
     best: tuple[_Worth, _Step | None] = (_worth(pool.standing(pool.layout)[0]), None)
     best_near = best
     seen = {pool.key(pool.layout)}

@@ -1,4 +1,4 @@
-"""Who is there: registration, leases and snapshots of the placement. Keeps nothing of its own."""
+"""Registration and leases of block servers, and snapshots of the placement. All state is in the store."""
 
 import asyncio
 import logging
@@ -37,11 +37,11 @@ _LONGEST_PAUSE_S: Final = 0.01
 _UNKNOWN: Final = 0
 _TAKEN: Final = 2
 _NOT_THEIRS: Final = 3
-# In which a server hands over, leaves and registers again; then others may move.
+# The time in which a moving server hands over, leaves and registers again. Then other servers may move.
 _MOVE_TTL_MS: Final = 60_000
 _DOUBTED_MS: Final = 600_000
 MOST_ADAPTERS: Final = 512
-"""Of a model: all of them are in each placement that is pushed."""
+"""The greatest number of a model's adapters; each pushed placement contains all of them."""
 _DIGEST_CHARS: Final = 64
 
 
@@ -49,8 +49,10 @@ class Registry:
     """The placement in the store. Methods raise StoreUnavailable when Redis does not answer.
 
     Args:
-        models: the only ones that servers may join with; none: any. Those that have joined stay: while a release goes
-            from one model to another, the servers of both are there.
+        store: The Redis server.
+        lease_ms: The duration of a lease.
+        models: The only models whose servers may join; empty: any. Servers that have joined stay, so while a release
+            changes from one model to another, servers of both are present.
     """
 
     def __init__(self, store: Store, lease_ms: int, models: Mapping[str, ExpectedModel] = MappingProxyType({})) -> None:
@@ -60,18 +62,20 @@ class Registry:
         self._choosing: dict[str, asyncio.Lock] = {}
 
     async def register(self, server: pb.ServerDescription, wanted: Span | None, workload: str = "") -> Span:
-        """Gives `server` a span and a lease; it replaces whoever had its address.
+        """Gives `server` a span and a lease; it replaces an earlier server at its address.
 
-        The span is chosen on a snapshot and committed only if the placement has not changed since, else chosen anew: no
-        two servers get the same gap, whichever routers they ask.
+        The span is chosen on a snapshot and committed only if the placement has not changed since; else it is chosen
+        anew. So two servers never get the same gap, even from different routers.
 
         Args:
-            workload: who asks; empty where nobody is asked.
+            server: The server's description.
+            wanted: The span that the server asks for; None: the router chooses.
+            workload: The caller's workload; empty if callers are not authenticated.
 
         Raises:
-            SpanRefused: the wanted span does not fit, the model's number of blocks is not that of the others, or the
-                model is not one of `models`.
-            AddressNotYours: another workload has the address and a lease, or this server's id.
+            SpanRefused: The wanted span does not fit, the number of blocks differs from that of the model's other
+                servers, or the model is not one of `models`.
+            AddressNotYours: Another workload has a lease at this address, or has this server's id.
         """
         lease = _lease(pb.SERVER_STATE_JOINING, pb.ServerLoad())
         return await self._place(server, wanted, lease, workload, replaces=True)
@@ -81,7 +85,7 @@ class Registry:
     ) -> Span:
         check_expected(server, self._models)
         await self._store.remember_model(server.model)
-        # Within one process they queue up; between routers the version decides.
+        # Registrations of one process wait for each other; between routers the placement's version decides.
         async with self._choosing.setdefault(server.model, asyncio.Lock()):
             for attempt in range(MOST_ATTEMPTS):
                 roster = await self.snapshot(server.model)
@@ -90,7 +94,7 @@ class Registry:
                 roster = roster.without(server)
                 span = _choose(roster, server, wanted)
                 if await self._commit(roster, server, span, lease, workload):
-                    # Again: as long as nobody was there, it may have been forgotten.
+                    # Once more, because routers forget a model without servers.
                     await self._store.remember_model(server.model)
                     return span
                 await asyncio.sleep(random.uniform(0, min(_LONGEST_PAUSE_S, 0.001 * (attempt + 1))))
@@ -115,16 +119,16 @@ class Registry:
         return bool(reply == 1)
 
     async def heartbeat(self, beat: pb.HeartbeatRequest, workload: str = "") -> Span | None:
-        """Renews the lease. A server that is not known, but describes itself, is registered as it is.
+        """Renews the lease. An unknown server that describes itself is registered with the span that it holds.
 
         Returns:
-            The span that the server is ordered to move to, if any.
+            The span to which the server must move, if a move is ordered.
 
         Raises:
-            LeaseLost: it is not known and does not say what it is.
-            LeaseTaken: another server has its address.
-            AddressNotYours: another workload registered it.
-            SpanRefused: the other servers' model has another number of blocks by now, or is not one of `models`.
+            LeaseLost: The server is unknown and does not describe itself.
+            LeaseTaken: Another server has its address.
+            AddressNotYours: Another workload registered it.
+            SpanRefused: The model's other servers have another number of blocks, or it is not one of `models`.
         """
         lease = _lease(beat.state, beat.load)
         reply = await self._store.call(
@@ -146,11 +150,13 @@ class Registry:
             return None
 
     async def order(self, roster: Roster, move: Move, pause_ms: int) -> bool:
-        """Has a server ordered to move; False if the placement is another one by now, or a move is under way.
+        """Orders a server to move. Returns False if the placement has changed, or another move is not finished.
 
         Args:
-            pause_ms: for which moves that give no block its only server have to wait after this one; it doubles with
-                each further one among the same servers.
+            roster: The placement on which the move was decided.
+            move: The move.
+            pause_ms: How long moves that cover no uncovered block must wait after this one. The pause doubles with each
+                further one among the same servers.
         """
         covers = int(move.covers)
         reply = await self._store.call(
@@ -160,36 +166,39 @@ class Registry:
         return bool(reply == 1)
 
     async def report(self, model: str, server_id: str) -> None:
-        """Suspects a server until its next heartbeat; an unknown one is no error."""
+        """Marks a server as suspected until its next heartbeat; does nothing for an unknown server."""
         await self._store.call("report", model, server_id, self._lease_ms)
 
     async def doubt(self, model: str, server_id: str) -> None:
-        """Servers at its host are slower than they say, whatever they register as; an unknown one is no error."""
+        """Marks the servers at a server's host as slower than they report, under any id; ignores an unknown server."""
         await self._store.call("doubt", model, server_id, _DOUBTED_MS)
 
     async def withhold(self, model: str, server_id: str, reason: str, ttl_ms: int) -> None:
-        """Keeps sessions from a server that says it is ready; an unknown one is no error.
+        """Keeps sessions from a server that reports to be ready; ignores an unknown server.
 
         Args:
-            reason: `leaving`: it counts as draining, and nothing takes that back. `unready`: chains avoid it where they
-                can. Empty: it is no longer unready.
-            ttl_ms: how long that holds unless it is said again.
+            model: The server's model.
+            server_id: The server's id.
+            reason: `leaving`: the server counts as draining, and another reason does not change that. `unready`: chains
+                avoid it if they can. Empty: it is ready again.
+            ttl_ms: How long this lasts unless it is repeated.
         """
         await self._store.call("withhold", model, server_id, reason, ttl_ms)
 
     async def lead(self, task: str, router_id: str, ttl_ms: int) -> bool:
-        """Whether this router, alone among all, does `task` for the next `ttl_ms`."""
+        """Whether this router is the only one that does `task` for the next `ttl_ms`."""
         return bool(await self._store.call("lead", "", task, router_id, ttl_ms) == 1)
 
     async def deregister(self, model: str, server_id: str, workload: str = "") -> None:
-        """Takes a server out at once; an unknown one is no error. Raises AddressNotYours: it is another workload's."""
+        """Removes a server at once; ignores an unknown one. Raises AddressNotYours for another workload's server."""
         _check_theirs(await self._store.call("deregister", model, server_id, workload))
 
     async def snapshot(self, model: str, *, with_adapters: bool = False) -> Roster:
-        """The servers whose leases run now. One that has just lost its lease is taken out, as a change.
+        """Returns the servers with valid leases. A server whose lease has just ended is removed, which is a change.
 
         Args:
-            with_adapters: there may be many, and no chain depends on them.
+            model: The name of the model.
+            with_adapters: Whether to read the adapters, too. There may be many, and no chain depends on them.
         """
         roster, _ = await self.snapshot_for(model, "", with_adapters=with_adapters)
         return roster
@@ -197,7 +206,7 @@ class Registry:
     async def snapshot_for(
         self, model: str, session_id: str, *, with_adapters: bool = False
     ) -> tuple[Roster, common_pb2.Chain | None]:
-        """The servers, and in the same moment the chain that a session is pinned to."""
+        """Returns the servers, and in the same transaction the chain to which a session is pinned."""
         version, num_blocks, last_change, records, pinned, adapters, removed = await self._store.call(
             "snapshot", model, session_id, self._lease_ms, int(with_adapters)
         )
@@ -208,7 +217,7 @@ class Registry:
         ]
         if not num_blocks.isdigit() or len(num_blocks) > 4:
             num_blocks = 0
-        # No less than what servers hold, whatever the store says.
+        # At least the number that the servers report, even if the store's number is wrong.
         num_blocks = max([int(num_blocks), *(each.server.num_model_blocks for each in servers)])
         roster = Roster(
             model, int(version), num_blocks, sort_servers(servers), last_change.decode(),
@@ -218,7 +227,7 @@ class Registry:
         return roster, self._chain(model, session_id, pinned)
 
     async def rosters(self) -> AsyncIterator[Roster]:
-        """The snapshot of each model, save those that cannot be read."""
+        """Yields the snapshot of each model, except those that cannot be read."""
         for model in await self.models():
             try:
                 yield await self.snapshot(model)
@@ -233,10 +242,10 @@ class Registry:
             return None
 
     async def add_adapter(self, model: str, adapter: pb.RegisteredAdapter) -> None:
-        """Registers an adapter; one of the same name and other bytes is taken out by that.
+        """Registers an adapter; it replaces one with the same name and other bytes.
 
         Raises:
-            InvalidRequest: the model has as many as it may.
+            InvalidRequest: The model has the greatest number of adapters already.
         """
         version = adapter.version
         reply = await self._store.call(
@@ -247,8 +256,10 @@ class Registry:
             raise InvalidRequest("adapter", f"would be one too many: a model has at most {MOST_ADAPTERS}")
 
     async def restore_adapters(self, model: str, adapters: Iterable[pb.RegisteredAdapter]) -> None:
-        """Registers again what the store has lost with its memory, unless it knows another under the name, or that
-        somebody took it out."""
+        """Registers again the adapters that the store lost with its data.
+
+        An adapter stays out if the store knows another one with its name, or knows that it was removed.
+        """
         for adapter in adapters:
             version = adapter.version
             await self._store.call(
@@ -256,7 +267,7 @@ class Registry:
             )
 
     async def remove_adapter(self, model: str, name: str) -> None:
-        """Takes an adapter out. Raises AdapterNotFound: there is none."""
+        """Removes an adapter. Raises AdapterNotFound if it is not registered."""
         if await self._store.call("remove_adapter", model, name) != 1:
             raise AdapterNotFound("no such adapter is registered", name)
 
@@ -283,14 +294,14 @@ class Registry:
             return None
 
     async def wait_for_change(self, roster: Roster, wait_s: float) -> None:
-        """Returns once the placement is no longer that of `roster`, or after `wait_s`. An expired lease is no event."""
+        """Returns once the placement differs from `roster`, or after `wait_s`; does not notice an expired lease."""
         await self._store.wait_for_change(roster.model, roster.last_change, wait_s)
 
     async def models(self) -> list[str]:
         return await self._store.models()
 
     async def forget(self, model: str) -> None:
-        """No longer lists a model that the store does not know, unless a server came in this moment."""
+        """Removes a model without servers from the list of models, unless a server registers at this moment."""
         await self._store.forget_model(model)
         if (await self.snapshot(model)).is_known:
             await self._store.remember_model(model)

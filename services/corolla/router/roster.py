@@ -1,6 +1,6 @@
-"""One model's block servers at one version of the placement, as the store listed them.
+"""One model's block servers at one version of the placement, as the store listed them. Pure.
 
-Pure: turns what servers report into what placement and planner reckon with, and into the message that is pushed.
+This module converts what servers report to the inputs of placement and planner, and to the message for watchers.
 """
 
 from collections import Counter
@@ -19,9 +19,9 @@ from corolla.wire.span import Span
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """`version` 0 and `num_blocks` 0: the store does not know the model. Servers are sorted by span, then id.
+    """The servers of one model, sorted by span, then by id. `num_blocks` 0: the store does not know the model.
 
-    Adapters are there where they were asked for.
+    The adapters are empty unless the snapshot asked for them.
     """
 
     model: str
@@ -37,7 +37,7 @@ class Roster:
         return self.num_blocks > 0
 
     def hosted(self, fingerprint: str) -> list[HostedSpan]:
-        """The spans of all servers with these weights, joining and draining ones included."""
+        """Returns the spans of all servers with these weights, joining and draining ones included."""
         speeds = self._speeds()
         return [
             _hosted(each, speeds[each.server.server_id])
@@ -46,7 +46,7 @@ class Roster:
         ]
 
     def speed_with(self, server: pb.ServerDescription) -> float:
-        """What a server counts with that is about to join, in tokens per second through one block."""
+        """Returns the tokens per second through one block that count for a server that is about to join."""
         joining = pb.PlacedServer(server=server)
         return counted_speed(joining, speed_bounds([*self.servers, joining])[server.server_id])
 
@@ -56,11 +56,11 @@ class Roster:
 
     @property
     def is_settled(self) -> bool:
-        """Whether everybody is ready: nobody comes, goes or is suspected."""
+        """Whether all servers are ready and unsuspected: no server joins or drains."""
         return all(each.state == pb.SERVER_STATE_READY and not each.suspected for each in self.servers)
 
     def members(self) -> dict[str, list[Member]]:
-        """All servers by fingerprint, for one who wants to move them."""
+        """Returns all servers by fingerprint, for the rebalancer."""
         groups: dict[str, list[Member]] = {}
         speeds = self._speeds()
         for each in self.servers:
@@ -70,7 +70,7 @@ class Roster:
         return groups
 
     def slowest_block_tokens_per_second(self) -> float:
-        """The throughput of the slowest block, of the fingerprint where it is highest; ready servers count."""
+        """Returns the throughput of the slowest block through ready servers, for the fastest fingerprint."""
         groups: dict[str, list[HostedSpan]] = {}
         speeds = self._speeds()
         for each in self.servers:
@@ -85,7 +85,7 @@ class Roster:
         )
 
     def without(self, server: pb.ServerDescription) -> "Roster":
-        """The roster as it is once `server` has replaced what was registered under its id or at its address."""
+        """Returns the roster without the servers that have this server's id or address."""
         kept = tuple(
             each
             for each in self.servers
@@ -94,7 +94,7 @@ class Roster:
         return replace(self, servers=kept)
 
     def carries(self, chain: common_pb2.Chain, *, fingerprint: str = "", excluded: Collection[str] = ()) -> bool:
-        """Whether every hop of a recorded chain can be used now, by the incarnation that it names."""
+        """Whether every hop of a recorded chain is usable now; a restarted server has another id and does not count."""
         ready = {each.server_id: each for each in candidates(self.servers, fingerprint=fingerprint, excluded=excluded)}
         return bool(chain.hops) and all(
             hop.server_id in ready
@@ -104,7 +104,7 @@ class Roster:
         )
 
     def places(self, hop: common_pb2.Hop) -> bool:
-        """Whether the server of a hop is there, at its address and with its blocks."""
+        """Whether the server of a hop is registered, at the hop's address and with its blocks."""
         return any(
             each.server.server_id == hop.server_id
             and each.server.address == hop.address
@@ -113,13 +113,13 @@ class Roster:
         )
 
     def uncovered(self) -> list[Span]:
-        """Blocks without a ready server, of the fingerprint that covers most."""
+        """Returns the blocks without a ready server, for the fingerprint that covers most."""
         if not self.is_known:
             return []
         return least_uncovered(self._by_fingerprint(), Span(0, self.num_blocks))
 
     def num_single_copy_blocks(self) -> int:
-        """Blocks that one ready server alone holds, of the fingerprint that covers most."""
+        """Returns the number of blocks with exactly one ready server, for the fingerprint that covers most."""
         copies = [
             Counter(block for each in group for block in range(each.span.start, each.span.end))
             for group in self._by_fingerprint()
@@ -133,7 +133,7 @@ class Roster:
         return groups.values()
 
     def placement(self) -> pb.Placement:
-        """The message for watchers, with the cheapest chain if there is one."""
+        """Returns the message for watchers, with the cheapest chain if there is one."""
         message = pb.Placement(
             model=self.model,
             version=self.version,
@@ -157,12 +157,12 @@ def _hosted(placed: pb.PlacedServer, speed: float) -> HostedSpan:
 
 
 def end_blocks_of(server: pb.ServerDescription) -> float:
-    """As many blocks take the time of what a server computes behind the last block."""
+    """Returns the time of what a server computes after the last block (head, draft model), as a number of blocks."""
     return server.head_blocks + server.draft_blocks
 
 
 def memory_of(server: pb.ServerDescription) -> WeightMemory:
-    """A server's memory for weights, as it says."""
+    """Returns a server's memory for weights, as the server reports it."""
     if not server.weight_blocks:
         return ENOUGH
     return WeightMemory(server.weight_blocks, server.head_blocks, server.tied_edges, server.draft_blocks)

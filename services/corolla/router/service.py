@@ -1,4 +1,4 @@
-"""Composition root of the router."""
+"""The composition root of the router."""
 
 import asyncio
 import logging
@@ -37,10 +37,11 @@ class RouterProcess:
     """One router in this process.
 
     Args:
-        pace: how often it looks, and how long it waits.
+        settings: The router's settings.
+        pace: The router's intervals and time-outs.
 
     Raises:
-        StartupError: ports are taken, or the Redis address is none.
+        StartupError: A port is taken, or the Redis address is not valid.
     """
 
     def __init__(self, settings: RouterSettings, *, pace: RouterPace = USUAL_PACE) -> None:
@@ -99,9 +100,9 @@ class RouterProcess:
         return self._metrics_endpoint.port
 
     async def start(self) -> None:
-        """Returns when Redis answers and the router serves; until then health is NOT_SERVING.
+        """Starts the router. Returns when Redis answers and the router serves; until then health is NOT_SERVING.
 
-        Later, the router stays SERVING while Redis is away: to restart it would heal nothing.
+        Later, the router stays SERVING while Redis does not answer, because a restart of the router would not help.
         """
         self._metrics_endpoint.start()
         self._network.start_renewal(self._tasks)
@@ -124,7 +125,7 @@ class RouterProcess:
         return str(workload_of_call(call.context.auth_context()))
 
     async def _observe_placement(self) -> None:
-        """Shows what the store holds in the gauges, for ever. Its snapshots also turn expired leases into changes."""
+        """Shows the store's state in the gauges, for ever. Its snapshots also turn expired leases into changes."""
         shown: set[str] = set()
         while True:
             with suppress(CorollaError):
@@ -156,7 +157,7 @@ class RouterProcess:
                 return
 
     async def stop(self) -> None:
-        """Says NOT_SERVING, ends the watches, lets running calls finish and closes everything."""
+        """Sets NOT_SERVING, ends the watches, lets running calls finish and closes everything."""
         await self._rpc.not_ready()
         await self._tasks.close()
         await self._watches.close()

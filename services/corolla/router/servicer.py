@@ -1,4 +1,4 @@
-"""RouterService: checks the request, asks the store, decides."""
+"""The methods of RouterService: each checks its request, asks the store and decides."""
 
 import asyncio
 import random
@@ -22,21 +22,27 @@ from corolla.trust.credentials import workload_of_call
 from corolla.trust.workload import Role, Workload
 from corolla.v1 import router_pb2 as pb
 
-# From the plan until the last hop has opened the session.
+# The time from the plan until the last hop has opened the session.
 _BOOKING_LAG_S: Final = 0.25
-# Where who asks names no time: as long as a caller may come back to a conversation, and as a turn needs that renews it.
+# The defaults for callers that name no time. A caller may continue a conversation within the first; a running turn
+# renews its lock within the second.
 _SESSION_TTL_MS: Final = 3_600_000
 _TURN_LOCK_MS: Final = 30_000
 _STATES = frozenset({pb.SERVER_STATE_JOINING, pb.SERVER_STATE_READY, pb.SERVER_STATE_DRAINING})
 
 
 class RouterServicer:
-    """Every method raises an error of the tree; StoreUnavailable whenever Redis does not answer.
+    """RouterService. Every method may raise an error of the tree; StoreUnavailable means that Redis does not answer.
 
     Args:
-        registrant: who speaks for a block server, checked against the address that it describes; empty where nobody is
-            asked. Raises AddressNotYours.
-        on_deregistered: is called with the pod of a server that left, and what it said.
+        settings: The router's settings.
+        registry: The placement in the store.
+        sessions: The session records in the store.
+        tenant_quotas: The counted quotas in the store.
+        watches: The watches of placements.
+        registrant: A function that returns the workload of a block server's call, after it has checked the described
+            address against the caller's; empty if callers are not authenticated. Raises AddressNotYours.
+        on_deregistered: A function that is called with the pod of a server that left, and the server's request.
     """
 
     def __init__(
@@ -57,7 +63,7 @@ class RouterServicer:
         self._watches = watches
         self._registrant = registrant
         self._on_deregistered = on_deregistered
-        # By model. Each router counts what it placed itself.
+        # The bookings by model. Each router counts the sessions that it placed itself.
         self._bookings: defaultdict[str, Bookings] = defaultdict(lambda: Bookings(_BOOKING_LAG_S))
 
     # --- for block servers ---
@@ -114,7 +120,7 @@ class RouterServicer:
             roster.servers, fingerprint=request.fingerprint, num_tokens=request.num_tokens, excluded=excluded,
             booked=bookings.unreported(roster.servers, now_s),
         )  # fmt: skip
-        # The planner keeps to the order between equals: shuffled, they share the sessions.
+        # The planner prefers the first of equal servers. Shuffled, equal servers share the sessions.
         random.shuffle(usable)
         planned = with_partners(plan_around_suspects(usable, roster.num_blocks), usable)
         chain = chain_of(planned.hops, planned.fingerprint)
@@ -139,7 +145,7 @@ class RouterServicer:
         return shown_to(workload_of_call(call.context.auth_context()), placement)
 
     async def _only_model(self) -> str:
-        """Empty while there is none."""
+        """Returns the name of the only model; empty while there is none. Raises InvalidRequest if there are several."""
         models = sorted(await self._registry.models())
         if len(models) > 1:
             raise InvalidRequest("model", f"is required, since there are several: {', '.join(models)}")
@@ -187,7 +193,7 @@ class RouterServicer:
         model, session_id = self._session(request)
         server_id = validation.check_name("server_id", request.server_id)
         hop = validation.check_hop(request.hop)
-        # Client services connect to what a record names.
+        # Client services connect to the addresses in a record, so the hop must be a registered server.
         if not (await self._registry.snapshot(model)).places(hop):
             raise RouteUnknown("the session would go to a block server that the placement does not name")
         await self._sessions.move(model, session_id, request.tenant, server_id, hop)
@@ -238,10 +244,14 @@ class RouterServicer:
 
 
 def shown_to(caller: Workload | None, placement: pb.Placement) -> pb.Placement:
-    """What a caller may know of the adapters in a placement; None: nobody is asked who they are.
+    """Returns the placement with only the facts about adapters that the caller may know.
 
-    Where files are is for block servers and operators. A library, which is a tenant's own process, learns of that
-    tenant's adapters and of no others.
+    Only block servers and operators learn where an adapter's files are. A library, which is a tenant's own process,
+    learns only of that tenant's adapters.
+
+    Args:
+        caller: The caller's workload; None: callers are not authenticated.
+        placement: The whole placement.
     """
     has_any = placement.adapters or placement.removed_adapters
     if caller is None or caller.role not in (Role.CLIENT, Role.LIBRARY) or not has_any:
@@ -255,6 +265,6 @@ def shown_to(caller: Workload | None, placement: pb.Placement) -> pb.Placement:
         elif not each.tenants or caller.name in each.tenants:
             shown.adapters.add(version=each.version)
     if caller.role is Role.LIBRARY:
-        # Whose they were is not known any more; hops refuse what was taken out.
+        # The tenants of removed adapters are not known any more, and hops refuse removed adapters anyway.
         del shown.removed_adapters[:]
     return shown

@@ -1,4 +1,4 @@
-"""Session records in the store: owner, chain, token log, and the lock of the turn that runs."""
+"""Session records in the store: owner, chain, token log, and the lock of the running turn."""
 
 import secrets
 from typing import Any
@@ -12,11 +12,14 @@ from corolla.v1 import router_pb2 as pb
 
 
 class SessionRecords:
-    """Methods raise StoreUnavailable when Redis does not answer, SessionNotFound for a session that is unknown,
-    expired or of another tenant. Whoever repeats a call that may have got through gets the same answer.
+    """The session records in the store.
+
+    Methods raise StoreUnavailable when Redis does not answer, and SessionNotFound for a session that is unknown,
+    expired or of another tenant. A repeated call gets the same answer, since the first answer may be lost.
 
     Args:
-        max_tenant_sessions: that one tenant may have stored at a time; 0: any number.
+        store: The Redis server.
+        max_tenant_sessions: The number of sessions that one tenant may have stored at a time; 0: any number.
     """
 
     def __init__(self, store: Store, max_tenant_sessions: int = 0) -> None:
@@ -26,11 +29,11 @@ class SessionRecords:
     async def create(
         self, record: pb.SessionRecord, ttl_ms: int, max_tenant_sessions: int = 0, max_tenant_bytes: int = 0
     ) -> pb.SessionRecord:
-        """Bounds of 0 are none.
+        """Stores a new session. A bound of 0 does not apply.
 
         Raises:
-            InvalidRequest: the id is taken.
-            QuotaExceeded: the tenant has as many as it may, or as many bytes.
+            InvalidRequest: The id is taken.
+            QuotaExceeded: The tenant has reached its number of sessions or of bytes.
         """
         bounds = [each for each in (self._max_tenant_sessions, max_tenant_sessions) if each]
         most = min(bounds, default=0)
@@ -51,22 +54,22 @@ class SessionRecords:
         """Locks the session for `turn_id`.
 
         Raises:
-            SessionBusy: another turn holds it.
-            QuotaExceeded: the tenant has `max_tenant_bytes` stored, or more; 0 is no bound.
+            SessionBusy: Another turn holds the lock.
+            QuotaExceeded: The tenant has stored `max_tenant_bytes` or more; 0: any number.
         """
         return _record(
             await self._store.call("begin_turn", model, session_id, tenant, turn_id, lock_ms, max_tenant_bytes)
         )
 
     async def renew_turn(self, model: str, session_id: str, turn_id: str, lock_ms: int) -> None:
-        """Raises SessionBusy when the turn no longer holds the session."""
+        """Extends the lock of a turn. Raises SessionBusy when the turn no longer holds the session."""
         _checked(await self._store.call("renew_turn", model, session_id, turn_id, lock_ms))
 
     async def end_turn(self, record: pb.SessionRecord, turn_id: str, ttl_ms: int, *, discard: bool) -> None:
-        """Writes the record, unless discarded, and unlocks. A session that the store has lost since is written anew.
+        """Writes the record, unless `discard`, and unlocks it. A session that the store has lost is written anew.
 
         Raises:
-            SessionBusy: the turn no longer holds it, and another one may have begun.
+            SessionBusy: The turn no longer holds the session, and another one may have begun.
         """
         changes = () if discard else _stored(record)
         _checked(
@@ -84,11 +87,12 @@ class SessionRecords:
         )
 
     async def move(self, model: str, session_id: str, tenant: str, server_id: str, hop: common_pb2.Hop) -> None:
-        """Puts `hop` into the recorded chain, in place of the server that held the same blocks.
+        """Puts `hop` into the recorded chain, in place of the hop on `server_id` with the same blocks.
 
         Raises:
-            SessionBusy: a turn runs, or ended just now.
-            SessionNotFound: also where the chain has no such hop, or the server of `hop` as another one.
+            SessionBusy: A turn is running, or has ended just now.
+            SessionNotFound: The session or the hop on `server_id` does not exist, or the server of `hop` already holds
+                other blocks of the session.
         """
         record = await self.get(model, session_id, tenant)
         before, _ = _stored(record)
@@ -114,7 +118,7 @@ class SessionRecords:
 
 
 def _stored(record: pb.SessionRecord) -> tuple[bytes, bytes]:
-    """Record and chain as bytes, without what is filled on reading. The chain stands apart for the planner."""
+    """Returns record and chain as bytes, without the fields that reading fills in. Planning reads the chain alone."""
     kept = pb.SessionRecord()
     kept.CopyFrom(record)
     kept.ClearField("epoch")

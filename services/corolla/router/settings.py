@@ -1,4 +1,4 @@
-"""Settings of the router."""
+"""The router's settings."""
 
 import re
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ from corolla.chassis.settings import ServiceSettings
 
 
 class ExpectedModel(NamedTuple):
-    """What block servers of a model have to say of it.
+    """The facts that a model's block servers must report to be accepted.
 
     Attributes:
-        num_blocks: 0: as many as the first one of them says.
-        fingerprint: empty: its weights may be any.
+        num_blocks: The model's number of blocks; 0: the number that its first server reports.
+        fingerprint: The fingerprint of its weights; empty: any.
     """
 
     num_blocks: int
@@ -26,7 +26,7 @@ _EXPECTED: Final = re.compile(r"(?P<name>[^=,]+)(=(?P<num_blocks>[1-9][0-9]{0,3}
 
 
 class RouterSettings(ServiceSettings):
-    """Read from `COROLLA_*`. The Redis address may hold a password, so it is checked where no error quotes it."""
+    """The router's settings. The Redis address may hold a password, so the store checks it, which never quotes it."""
 
     service_name: ClassVar[str] = "corolla-router"
 
@@ -36,19 +36,19 @@ class RouterSettings(ServiceSettings):
         description="Address of Redis 6.2 or later: redis://, rediss:// or unix://, with user and password if needed.",
     )
     redis_password: SecretStr = Field(
-        SecretStr(""), description="Password of Redis where the address names none; nothing in it has to be escaped."
+        SecretStr(""), description="Password of Redis, unless the address has one; nothing in it has to be escaped."
     )
     redis_timeout_ms: int = Field(
         250,
         ge=10,
         le=10_000,
-        description="Milliseconds after which Redis counts as silent; asked once more, then given up.",
+        description="Milliseconds after which Redis counts as silent; the router asks once more, then gives up.",
     )
     models: str = Field(
         "",
         description="The only models that block servers may register, like `name,second=30,third=64@fingerprint`: "
-        "each with its number of blocks where that is known, and with its fingerprint where only those weights are "
-        "wanted. Empty: any. Who is the first of a name says how many blocks it has, where this does not.",
+        "each with its number of blocks if that is known, and with its fingerprint to accept only those weights. "
+        "Empty: any. Without a number here, the first server of a model sets its number of blocks.",
     )
     lease_ms: int = Field(
         6000,
@@ -61,25 +61,25 @@ class RouterSettings(ServiceSettings):
         5.0, ge=0.1, le=600, description="Seconds after which watchers learn of changed load when nothing else changes."
     )
     rebalance: bool = Field(
-        True, description="Whether block servers that hold what the router chose are ordered to hold other blocks."
+        True, description="Whether the router may move block servers whose blocks it chose to other blocks."
     )
     rebalance_min_gain: float = Field(
         0.25,
         ge=0,
         le=100,
-        description="Part by which a move must make the slowest block faster; blocks without a server always count.",
+        description="Part by which a move must make the slowest block faster; moves to uncovered blocks need no gain.",
     )
     kubernetes: str = Field(
         "auto",
-        description="Where the router watches and tags the pods of its block servers, and records Events: `auto`, in "
-        "the cluster that gave it a service account's token, if one did; `off`, nowhere; else what the kubeconfig of "
-        "this path names.",
+        description="The cluster where the router watches and tags the pods of its block servers, and records Events: "
+        "`auto`, the cluster that it runs in, if it has a service account's token; `off`, none; else the cluster of "
+        "the kubeconfig at this path.",
     )
     pod_selector: str = Field(
         "app.kubernetes.io/component=block-server", description="Label selector of the block servers' pods."
     )
     pod_name: str = Field(
-        "", description="Name of the router's own Kubernetes pod, which Events about spans are attached to."
+        "", description="Name of the router's own Kubernetes pod, to which Events about spans are attached."
     )
     pod_uid: str = Field("", description="UID of the router's own Kubernetes pod.")
     max_tenant_sessions: int = Field(
@@ -97,12 +97,12 @@ class RouterSettings(ServiceSettings):
 
     @property
     def heartbeat_interval_ms(self) -> int:
-        """Between a block server's heartbeats: three may be lost before its lease ends."""
+        """The time between a block server's heartbeats; three in a row may be lost before its lease ends."""
         return self.lease_ms // _HEARTBEATS_IN_A_LEASE
 
     @property
     def expected_models(self) -> Mapping[str, ExpectedModel]:
-        """The models of `models` by name."""
+        """The models of the setting `models` by name."""
         return _expected_models(self.models)
 
 

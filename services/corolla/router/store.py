@@ -1,4 +1,4 @@
-"""Redis: one Lua script per decision, short time-outs, and one error for whatever goes wrong."""
+"""Access to Redis: one Lua script per decision, short time-outs, and one error for every failure of Redis."""
 
 import asyncio
 import logging
@@ -31,23 +31,23 @@ _REST_S: Final = 0.5
 _MODELS_KEY: Final = "corolla:models"
 _FAILURES: Final = (RedisError, OSError, RuntimeError)
 _WORTH_A_RETRY: Final[Any] = (RedisConnectionError, RedisTimeoutError, RuntimeError)
-# What Redis says of a key of another type, or of a script that failed on a value. Redis 6 names the place before it.
+# Redis' messages for a key of another type, and for a script that failed on a value. Redis 6 names the place first.
 _ON_A_BAD_RECORD: Final = re.compile(r"(.*@user_script: ?\d+: )?(WRONGTYPE |user_script: ?\d+: |.* is not an integer)")
 _MOST_LOGGED: Final = 1000
 _ON_A_CLOSED_TRANSPORT: Final = "unable to perform operation on <"
 
 
 def is_outage(failure: Exception) -> bool:
-    """Whether a failure of `_FAILURES` tells of Redis or the way to it, and not of a mistake in this program.
+    """Whether a failure of `_FAILURES` means that Redis or the network failed, and not that this program has a bug.
 
-    Where asyncio says ConnectionResetError, uvloop raises RuntimeError on whoever writes on a connection just reset:
+    A write to a connection that was just reset raises ConnectionResetError in asyncio, but RuntimeError in uvloop:
     "unable to perform operation on <TCPTransport closed=True ...>; the handler is closed".
     """
     return not isinstance(failure, RuntimeError) or str(failure).startswith(_ON_A_CLOSED_TRANSPORT)
 
 
 def key_prefix(model: str) -> str:
-    """What all keys of a model start with; the braces keep them together on one node of a Redis cluster."""
+    """Returns the prefix of all keys of a model; the braces keep the keys on one node of a Redis cluster."""
     return f"corolla:{{{model}}}:"
 
 
@@ -60,17 +60,20 @@ def script_text(name: str) -> str:
 class Store:
     """A Redis server.
 
-    Every method raises StoreUnavailable when Redis is silent for `timeout_s`, twice, or refuses. A script may then have
-    run all the same, so each of them bears being run again. After two such calls a breaker refuses further ones at
-    once, save one in half a second: requests do not queue up behind a Redis that is frozen.
+    Every method raises StoreUnavailable when Redis does not answer for `timeout_s`, twice, or refuses. A script may
+    have run nevertheless, so every script may safely run again. After two such calls, a breaker refuses further ones at
+    once, except one every half second, so that requests do not queue up behind a frozen Redis.
 
-    A key that cannot be read, as one of another type, is no outage: methods raise InternalError then.
+    A key that cannot be read, such as one of another type, is not an outage: methods then raise InternalError.
 
     Args:
-        password: where `url` names none.
+        url: The address of Redis.
+        timeout_s: The time-out of an answer.
+        metrics: The router's metrics.
+        password: The password, unless `url` has one.
 
     Raises:
-        StartupError: `url` is no Redis address.
+        StartupError: `url` is not a Redis address.
     """
 
     def __init__(self, url: str, timeout_s: float, metrics: RouterMetrics, *, password: str = "") -> None:
@@ -79,14 +82,14 @@ class Store:
         self._timeout_s = timeout_s
         self._is_up = True
         self._is_full = False
-        # Operations that a full Redis has refused: it still answers the others.
+        # The operations that a full Redis has refused. It still answers the others.
         self._refused: set[str] = set()
         self._breaker = Breaker(_MAX_SILENCES, _REST_S)
         self._scripts: dict[str, AsyncScript] = {}
         self._logged: set[tuple[str, ...]] = set()
         try:
             self._client = self._connect(url, timeout_s, Retry(NoBackoff(), _NUM_RETRIES, _WORTH_A_RETRY))
-            # Waiting for a change takes longer than any answer may, and is repeated by its caller.
+            # Waiting for a change takes longer than `timeout_s`, and the caller repeats it.
             self._waiting = self._connect(url, None, Retry(NoBackoff(), 0))
         except (ValueError, TypeError, RedisError):
             raise StartupError(
@@ -96,7 +99,7 @@ class Store:
     def _connect(self, url: str, timeout_s: float | None, retry: Retry) -> Redis:
         pool: BlockingConnectionPool = BlockingConnectionPool.from_url(
             url,
-            # One in the address wins.
+            # A password in the address wins.
             password=self._password or None,
             max_connections=MOST_CONNECTIONS,
             timeout=self._timeout_s,
@@ -104,16 +107,16 @@ class Store:
             socket_connect_timeout=self._timeout_s,
             retry=retry,
         )
-        # Reads the address now, not at the first call.
+        # This reads the address now, not at the first call.
         pool.make_connection()  # type: ignore[no-untyped-call]
         return Redis(connection_pool=pool)
 
     async def check(self) -> None:
-        """Asks whether Redis is there.
+        """Checks that Redis answers.
 
         Raises:
-            StartupError: it is there, but does not let us in.
-            StoreUnavailable: it is not there, or not ready yet.
+            StartupError: Redis answers, but refuses access.
+            StoreUnavailable: Redis does not answer, or is not ready yet.
         """
         try:
             await self._client.ping()
@@ -145,7 +148,7 @@ class Store:
             await self._client.srem(_MODELS_KEY, model)
 
     async def models(self) -> list[str]:
-        """All models that have had a block server, sorted."""
+        """Returns all models that have had a block server, sorted."""
         async with self._translated("models"):
             names: Any = await self._client.smembers(_MODELS_KEY)
         models = []
@@ -162,7 +165,7 @@ class Store:
             await self._waiting.xread({key_prefix(model) + "changes": last_change}, block=max(1, round(wait_s * 1000)))
 
     def skip(self, kind: str, model: str, name: str) -> None:
-        """Counts a record that cannot be read, and says so in the log the first time."""
+        """Counts a record that cannot be read, and logs it the first time."""
         self._metrics.unreadable_records.labels(model, kind).inc()
         record = (kind, model, name)
         if record not in self._logged and len(self._logged) < _MOST_LOGGED:
@@ -187,7 +190,7 @@ class Store:
             if not is_outage(caught):
                 raise
             failure = caught
-        # The client sends through asyncio.wait_for, which before Python 3.12 loses a cancellation that comes just then.
+        # The client uses asyncio.wait_for, which before Python 3.12 loses a cancellation that comes with the result.
         if task and task.cancelling() > num_cancels:
             raise asyncio.CancelledError
         if failure is None or isinstance(failure, ResponseError):
@@ -197,7 +200,7 @@ class Store:
         self._raise_failure(operation, model, failure)
 
     def _raise_failure(self, operation: str, model: str, failure: Exception | None) -> None:
-        """Raises what an operation failed of, if it did, and notes whether Redis answers."""
+        """Raises the error of a failed operation, and records whether Redis answers."""
         if isinstance(failure, ResponseError) and _ON_A_BAD_RECORD.match(str(failure)):
             self.skip("key", model, operation)
             raise InternalError("the store holds a record that cannot be read")

@@ -1,4 +1,4 @@
-"""What requests must hold before the store is asked. Every failure is an InvalidRequest that names the field."""
+"""Checks requests before the store is asked. Every failed check raises an InvalidRequest that names the field."""
 
 import re
 from collections.abc import Mapping
@@ -44,14 +44,14 @@ def check_session_id(field: str, session_id: str) -> str:
 
 
 def check_name(field: str, name: str) -> str:
-    """Ids that their owners draw: of servers and turns."""
+    """Checks an id that its owner has drawn, such as that of a server or a turn."""
     if not _NAME.fullmatch(name):
         raise InvalidRequest(field, "must be 1 to 64 letters, digits, dots, dashes or underscores")
     return name
 
 
 def check_duration(field: str, milliseconds: int, most: int, default: int) -> int:
-    """0 means the router's own default."""
+    """Returns the duration, or the default for 0."""
     if milliseconds > most:
         raise InvalidRequest(field, f"is {milliseconds}; at most {most} ms are accepted")
     return milliseconds or default
@@ -82,7 +82,7 @@ def check_server(server: pb.ServerDescription) -> pb.ServerDescription:
 
 
 def check_expected(server: pb.ServerDescription, models: Mapping[str, ExpectedModel]) -> None:
-    """Raises SpanRefused: a server is of none of the `models`, or not as these are. Without any, all are expected."""
+    """Checks a server against the expected models; if there are none, any server is accepted. Raises SpanRefused."""
     if not models:
         return
     expected = models.get(server.model)
@@ -113,7 +113,7 @@ def check_load(load: pb.ServerLoad) -> pb.ServerLoad:
 
 
 def check_placed(placed: pb.PlacedServer) -> pb.PlacedServer:
-    """What everybody computes with, in a server's record as the store has it."""
+    """Checks the fields of a server's stored record with which placement and planner calculate."""
     if not check_span("span", placed.span).end <= placed.server.num_model_blocks <= MOST_MODEL_BLOCKS:
         raise InvalidRequest("span", "reaches beyond the model")
     for field in _PLANNED_WITH:

@@ -1,4 +1,4 @@
-"""Placement for watchers: one loop per watched model, however many watch it, and the newest state for each of them."""
+"""Pushes placements to watchers. Each watched model has one loop for all its watchers, which get its newest state."""
 
 import asyncio
 import math
@@ -14,17 +14,18 @@ from corolla.router.roster import Roster
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.adapter_version import still_registered
 
-# In which the servers of a store that has lost its memory have registered again, or are gone.
+# After the store has lost its data, all live servers register again within this time.
 _LOST_MEMORY_S: Final = 5.0
 
 MOST_UNKNOWN_MODELS: Final = 16
-"""That are watched at a time: each waits at a connection to Redis, and anybody may name models."""
+"""The number of unknown models that may be watched at a time. Each one occupies a connection to Redis, and any caller
+may name models."""
 _UNKNOWN_RELIST_FACTOR: Final = 10
-"""The first server of a model is a change, which is pushed at once; nothing else can become of an unknown one."""
+"""Unknown models are read less often by this factor. Their first server is a change, which is pushed at once."""
 
 
 class _Feed:
-    """What the watchers of one model wait on. A slow one finds only the newest placement."""
+    """The placements of one model, for which its watchers wait. A slow watcher gets only the newest one."""
 
     def __init__(self) -> None:
         self.num_watchers = 0
@@ -55,11 +56,13 @@ class _Feed:
 
 
 class PlacementWatches:
-    """Pushes placements. A change reaches watchers at once, an expired lease within `relist_interval_s`, changed load
-    alone within `load_push_interval_s`.
+    """Pushes placements to watchers.
 
     Args:
-        tasks: of these watches alone.
+        registry: The placement in the store.
+        tasks: A task group for these watches only.
+        relist_interval_s: The time within which an expired lease reaches watchers. Other changes reach them at once.
+        load_push_interval_s: The time within which changed load reaches watchers if nothing else changes.
     """
 
     def __init__(
@@ -69,17 +72,17 @@ class PlacementWatches:
         self._relist_interval_s = relist_interval_s
         self._load_push_interval_s = load_push_interval_s
         self._feeds: dict[str, _Feed] = {}
-        # What a model's last watcher saw, until Redis says more.
+        # The placement that a model's last watcher saw, until Redis gives a newer one.
         self._last: dict[str, pb.Placement] = {}
         self._is_closed = False
         self._tasks = tasks
 
     async def watch(self, model: str) -> AsyncIterator[pb.Placement]:
-        """The placement now, and again at each change; while Redis is away, at most the one that was pushed last.
+        """Yields the placement now and at each change. While Redis is down, it yields at most the one pushed last.
 
         Raises:
-            ServiceStopping: this router.
-            QueueFull: too many models are watched that no server has registered for.
+            ServiceStopping: This router stops.
+            QueueFull: Too many models without a server are watched.
         """
         if self._is_closed:
             raise _stopping()
@@ -103,7 +106,7 @@ class PlacementWatches:
                     self._last[model] = feed.placement
 
     async def close(self) -> None:
-        """Ends all watches with ServiceStopping, and begins none any more."""
+        """Ends all watches with ServiceStopping, and refuses new ones."""
         self._is_closed = True
         for feed in self._feeds.values():
             feed.close()
@@ -118,8 +121,8 @@ class PlacementWatches:
                 roster = await self._restored(feed, await self._registry.snapshot(model, with_adapters=True))
                 self._last.pop(model, None)
                 before = feed.placement
-                # A lower version is a store that has lost its memory, not a cluster that has lost its servers: they
-                # register again within a heartbeat, and until then what was pushed last stands.
+                # A lower version means that the store has lost its data, not that the servers are gone. They register
+                # again within a heartbeat; until then the last pushed placement stays.
                 is_older = before is not None and roster.version < before.version
                 older_since = min(older_since, clock()) if is_older else math.inf
                 if clock() - older_since >= _LOST_MEMORY_S or not is_older:
@@ -138,12 +141,12 @@ class PlacementWatches:
                 await asyncio.sleep(self._relist_interval_s)
 
     async def _restored(self, feed: _Feed, roster: Roster) -> Roster:
-        """The roster with the adapters that the store has lost with its memory: they are registered again."""
+        """Registers adapters again that the store has lost with its data, and returns the roster with them."""
         feed.adapters = still_registered(feed.adapters, roster.adapters, roster.removed_adapters)
         lost = feed.adapters[len(roster.adapters) :]
         if not lost or not roster.is_known:
             return roster
-        with suppress(CorollaError):  # the servers are pushed nevertheless
+        with suppress(CorollaError):  # watchers get the servers nevertheless
             await self._registry.restore_adapters(roster.model, lost)
             return await self._registry.snapshot(roster.model, with_adapters=True)
         return roster

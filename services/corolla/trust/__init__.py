@@ -1,1 +1,1 @@
-"""Who a process is, whom it believes to be who they say, and what each may ask of the others."""
+"""Identities of processes by certificates, the verification of other identities, and what each role may call."""

@@ -1,4 +1,4 @@
-"""At which addresses a block server may say that it is reached."""
+"""Checks the address at which a block server registers against its certificate or the address that it calls from."""
 
 import ipaddress
 from collections.abc import Iterable, Mapping
@@ -14,14 +14,14 @@ _WILDCARD: Final = "*."
 
 @dataclass(frozen=True, slots=True)
 class CallerAddress:
-    """What is known of where a caller is.
+    """The addresses that a caller may register.
 
-    Pods get their addresses when they start, often after their certificates. So one that names no address may be used
-    at that which the call comes from.
+    A pod gets its address when it starts, often after its certificate. So the owner of a certificate without addresses
+    may register the address that the call comes from.
 
     Attributes:
-        names: DNS names and IP addresses of its certificate.
-        host: IP address that the call came from; empty: unknown.
+        names: The DNS names and IP addresses in the caller's certificate.
+        host: The IP address that the call came from; empty: unknown.
     """
 
     names: tuple[str, ...]
@@ -29,13 +29,13 @@ class CallerAddress:
 
     @classmethod
     def of(cls, auth_context: Mapping[str, Iterable[bytes]], peer: str) -> Self:
-        """As gRPC says: `peer` is like `ipv4:10.0.0.7:4711` or `ipv6:%5B::1%5D:4711`."""
+        """Reads gRPC's form of an address: `peer` is like `ipv4:10.0.0.7:4711` or `ipv6:%5B::1%5D:4711`."""
         kind, _, place = unquote(peer).partition(":")
         host = place.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else ""
         return cls(tuple(name for name in names_of_call(auth_context) if "://" not in name), host)
 
     def check(self, address: str) -> None:
-        """Raises AddressNotYours where `host:port` is not the caller's."""
+        """Checks that `host:port` is the caller's. Raises AddressNotYours."""
         host = address.rpartition(":")[0].strip("[]").lower()
         if not any(_is_same(host, name.lower()) for name in self.names or (self.host,)):
             raise AddressNotYours("neither the certificate of this server nor where it calls from gives it its address")
@@ -55,5 +55,5 @@ def _is_same(host: str, name: str) -> bool:
 
 
 def _plain(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """An IPv4 address that is written as one of IPv6 is one of IPv4."""
+    """Returns the IPv4 address of an IPv4-mapped IPv6 address, and any other address unchanged."""
     return getattr(address, "ipv4_mapped", None) or address

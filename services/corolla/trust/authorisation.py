@@ -1,4 +1,4 @@
-"""Who may ask for what: one row for each method between services, and one for each kind of frame."""
+"""The roles that may call each method between services, and those that may send each kind of frame."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -11,7 +11,7 @@ from corolla.trust.workload import Role, Workload
 from corolla.v1 import blocks_pb2 as pb
 
 _CLIENT, _BLOCK, _ROUTER, _LIBRARY, _OPERATOR = Role.CLIENT, Role.BLOCK, Role.ROUTER, Role.LIBRARY, Role.OPERATOR
-# Who steps through chains.
+# The roles that send steps through chains.
 _STEPPERS: Final = frozenset({_CLIENT, _LIBRARY})
 
 METHODS: Final[Mapping[str, frozenset[Role]]] = MappingProxyType(
@@ -38,7 +38,7 @@ METHODS: Final[Mapping[str, frozenset[Role]]] = MappingProxyType(
         "AdminService/Drain": frozenset({_OPERATOR}),
     }
 )
-"""By service and method. Health and reflection are for whoever has a certificate."""
+"""The allowed roles by `Service/Method`. Every role may call health and reflection."""
 
 FRAMES: Final[Mapping[type[Message], frozenset[Role]]] = MappingProxyType(
     {
@@ -48,7 +48,7 @@ FRAMES: Final[Mapping[type[Message], frozenset[Role]]] = MappingProxyType(
         pb.Resend: _STEPPERS,
         pb.Credit: _STEPPERS,
         pb.Holds: _STEPPERS,
-        # A server that has handed a session over passes on what its client said meanwhile.
+        # A server that has handed a session over forwards the frames that its client sent meanwhile.
         pb.Close: frozenset({*_STEPPERS, _BLOCK}),
         pb.Truncate: frozenset({*_STEPPERS, _BLOCK}),
         pb.Next: frozenset({_BLOCK}),
@@ -56,7 +56,7 @@ FRAMES: Final[Mapping[type[Message], frozenset[Role]]] = MappingProxyType(
         pb.HandoverTokens: frozenset({_BLOCK}),
     }
 )
-"""By what a block server takes."""
+"""The allowed senders of each kind of frame that a block server accepts."""
 
 
 AUDITED: Final = frozenset(
@@ -72,17 +72,17 @@ AUDITED: Final = frozenset(
         "AdminService/Drain",
     }
 )
-"""The methods of which every call is in the audit log; those of servers that live and of answers that run are not."""
+"""The methods whose calls are all in the audit log. Heartbeats and the calls of running answers are not."""
 
 
 def check_method(method: str, caller: Workload | None) -> None:
-    """Raises RoleDenied: the caller may not ask for `Service/Method`, or is no workload."""
+    """Checks that the caller may call `Service/Method`; None: it has no identity. Raises RoleDenied."""
     if caller is None or caller.role not in METHODS[method]:
         raise RoleDenied(f"{_named(caller)} may not call {method}")
 
 
 def check_frame(kind: type[Message], caller: Workload) -> None:
-    """Raises RoleDenied: the caller may not send frames of this kind, which is one of `FRAMES`."""
+    """Checks that the caller may send frames of this kind, which is one of `FRAMES`. Raises RoleDenied."""
     if caller.role not in FRAMES[kind]:
         raise RoleDenied(f"{_named(caller)} may not send {kind.DESCRIPTOR.name}")
 

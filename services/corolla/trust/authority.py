@@ -1,4 +1,4 @@
-"""An authority that lives as long as a process: it signs the certificates of a stack, and its key is never written."""
+"""A certificate authority for the life of a process. It signs the certificates of a stack; its key is never stored."""
 
 import datetime
 import ipaddress
@@ -27,7 +27,7 @@ _KEY_USES: Final = (
 
 
 class Authority:
-    """Signs certificates on P-256, for handshakes of both ends."""
+    """Signs certificates with keys on P-256, for TLS servers and TLS clients."""
 
     def __init__(self) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
@@ -42,17 +42,19 @@ class Authority:
 
     @property
     def certificate_pem(self) -> bytes:
-        """What others have to believe."""
+        """The authority's own certificate, which others must trust."""
         return self._certificate.public_bytes(serialization.Encoding.PEM)
 
     def issue(
         self, folder: Path, workload: Workload, addresses: Sequence[str], until: datetime.datetime | None = None
     ) -> None:
-        """Writes certificate, key and authority for a workload, as `Credentials` reads them, for nobody else's eyes.
+        """Writes a workload's certificate, its key and the authority as private files that `Credentials` reads.
 
         Args:
-            addresses: DNS names and IP addresses at which it is reached.
-            until: when the certificate ends, if not with the authority.
+            folder: The folder of the files.
+            workload: The workload that the certificate names.
+            addresses: The DNS names and IP addresses of the workload.
+            until: The end of the certificate; None: that of the authority.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         names = [x509.UniformResourceIdentifier(str(workload)), *map(_address, addresses)]
@@ -73,7 +75,7 @@ class Authority:
         write_private(folder / AUTHORITY_FILE, self.certificate_pem)
 
     def revocations(self, certificates: Iterable[bytes]) -> bytes:
-        """The list of those that count no longer, each given in PEM, as `Credentials` reads it."""
+        """Returns the revocation list of these certificates, which are in PEM, as `Credentials` reads it."""
         now = datetime.datetime.now(datetime.UTC)
         builder = x509.CertificateRevocationListBuilder(self._name, now, self._until)
         for certificate in map(x509.load_pem_x509_certificate, certificates):

@@ -1,4 +1,4 @@
-"""Which certificates count: those of an authority that is believed, which have not ended and were not revoked."""
+"""Decides whether a certificate is valid: a trusted authority signed it, and it has not ended or been revoked."""
 
 import datetime
 import logging
@@ -20,11 +20,11 @@ _NEVER: Final = datetime.datetime.min.replace(tzinfo=datetime.UTC)
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What the other end of a connection showed, which passed the handshake.
+    """The certificate of the other end of a connection, which passed the handshake.
 
     Attributes:
-        certificate: its own, in PEM or DER. Nobody says which intermediate ones came with it.
-        believed: at the handshake; None: that is not known.
+        certificate: The other end's own certificate, in PEM or DER. The intermediate ones are not known.
+        believed: The authorities that were trusted at the handshake; None: unknown.
     """
 
     certificate: bytes
@@ -32,19 +32,19 @@ class Shown:
 
 
 class Beliefs:
-    """What one state of the files says of the certificates of others.
+    """The trusted authorities and revocations in one state of the files.
 
     Args:
-        authorities: in PEM; empty: nobody is believed.
-        revocations: certificate revocation lists in PEM, one behind the other; empty: nothing is revoked. A list counts
-            if one of the authorities signed it, also past its next update.
-        before: the state that this one follows.
+        authorities: The certificates of the authorities in PEM; empty: no certificate is valid.
+        revocations: Certificate revocation lists in PEM, one after the other; empty: none. A list counts if one of the
+            authorities signed it, even after the date of its next update.
+        before: The previous state.
 
     Attributes:
-        authorities: that are believed, in DER.
+        authorities: The trusted authorities, in DER.
 
     Raises:
-        ValueError: they are no such files.
+        ValueError: The files have another format.
     """
 
     def __init__(self, authorities: bytes, revocations: bytes, before: "Beliefs | None" = None) -> None:
@@ -56,15 +56,15 @@ class Beliefs:
         }
         self.authorities: Final = frozenset(each.public_bytes(Encoding.DER) for each in self._authorities)
         known: Mapping[bytes, x509.Certificate] = before.known if before is not None else {}
-        # All that were believed by now.
+        # All authorities that have been trusted until now.
         self.known: Mapping[bytes, x509.Certificate] = {**known} | {
             each.public_bytes(Encoding.DER): each for each in self._authorities
         }
-        # When a certificate ends that counts until then.
+        # The end of each known certificate; `_NEVER` for one that is not valid.
         self._ends: dict[Shown, datetime.datetime] = {}
 
     def hold(self, shown: Shown) -> bool:
-        """Whether a certificate counts now. It is asked often, and looks closely once."""
+        """Whether a certificate is valid now. The result is cached, since it is asked often."""
         end = self._ends.get(shown)
         if end is None:
             if len(self._ends) >= _MOST_REMEMBERED:
@@ -82,11 +82,11 @@ class Beliefs:
         return certificate.not_valid_after_utc
 
     def _is_signed(self, certificate: x509.Certificate, shown: Shown) -> bool:
-        """Whether an authority that is believed has signed it.
+        """Whether a trusted authority has signed the certificate, directly or through intermediate certificates.
 
-        The handshake knew of intermediate certificates, and nobody else does. So one that no authority signed itself
-        counts as long as all those that were believed then are believed; where that is not known, unless one that is
-        not believed any more signed it.
+        Only the handshake saw the intermediate certificates. So a certificate that no authority signed directly is
+        valid while all authorities that were trusted at its handshake are still trusted. If those are unknown, it is
+        valid unless an authority that is no longer trusted signed it directly.
         """
         if any(_has_signed(each, certificate) for each in self._authorities):
             return True

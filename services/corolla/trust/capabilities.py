@@ -1,6 +1,7 @@
-"""Who may hold a session for which tenant: signed by who opens it, verified by each hop that gets it.
+"""Capabilities: signed permissions to hold a session for a tenant. Each hop that gets the session verifies one.
 
-So a hop believes neither an open nor another hop about the tenant, but the key of a client service's certificate.
+The process that opens a session signs its capability. So a hop need not trust the open or another hop about the tenant:
+it trusts the key in the certificate of a client service or library.
 """
 
 import time
@@ -15,20 +16,20 @@ from corolla.trust.workload import Role, Workload
 from corolla.v1 import blocks_pb2 as pb
 
 _PURPOSE: Final = b"corolla capability 1\0"
-"""In front of what is signed: the same key shakes hands."""
+"""A prefix of the signed bytes, because the same key also signs TLS handshakes."""
 _SIGNERS: Final = frozenset({Role.CLIENT, Role.LIBRARY})
 GRACE_MS: Final = 3_600_000
-"""How much longer than its lease a session may be handed over. Its steps renew the lease, and not the capability; what
-runs longer is computed again elsewhere, with the same tokens."""
+"""The time for which a capability outlasts the session's first lease. Steps renew the lease, but not the capability. A
+session that runs longer cannot be handed over; another server computes it again, with the same tokens."""
 
 
 class Capabilities:
-    """Of the sessions of one model.
+    """Signs and verifies the capabilities of one model's sessions.
 
     Args:
-        credentials: of this process.
-        fingerprint: of the model.
-        clock: Unix time in seconds.
+        credentials: The credentials of this process.
+        fingerprint: The fingerprint of the model.
+        clock: The Unix time in seconds.
     """
 
     def __init__(self, credentials: Credentials, fingerprint: str, clock: Callable[[], float] = time.time) -> None:
@@ -37,7 +38,7 @@ class Capabilities:
         self._clock = clock
 
     def sign(self, opening: pb.Open) -> None:
-        """Adds the capability for just this. Raises RoleDenied: of a process that opens no sessions."""
+        """Adds the capability for exactly this open. Raises RoleDenied in a process that may not open sessions."""
         signer = self._credentials.signer
         if signer is None:
             raise RoleDenied("this process opens no sessions")
@@ -56,12 +57,12 @@ class Capabilities:
         opening.capability.CopyFrom(signed)
 
     def verify(self, asked: pb.Open | pb.Handover) -> Workload:
-        """Who opened the session that is asked for.
+        """Returns the workload that opened the session.
 
         Raises:
-            CapabilityDenied: nobody who may has signed for this session, tenant and epoch, for these blocks and for so
-                many tokens, or no longer.
-            RoleDenied: a library has, for a tenant that is not its own.
+            CapabilityDenied: The capability is not valid for this session, tenant and epoch, or for so many blocks or
+                tokens; or its signer may not open sessions, or it has expired.
+            RoleDenied: A library signed it for a tenant that is not its own.
         """
         signed = asked.capability
         signatory = self._credentials.signatories.find(signed.certificates)

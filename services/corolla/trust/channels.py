@@ -1,4 +1,4 @@
-"""gRPC channels that live longer than the certificates they were opened with."""
+"""gRPC channels that outlive the certificates with which they were opened."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -14,22 +14,22 @@ _LOOK_INTERVAL_S: Final = 0.5
 
 
 class _Opened(NamedTuple):
-    """A channel, and which certificates it shows."""
+    """A channel, and the version of the certificates that it uses."""
 
     version: int
     channel: grpc.aio.Channel
 
 
 def renewed_channels(credentials: Credentials) -> Channels:
-    """What opens channels that go on with new certificates once there are some."""
+    """Returns a function that opens channels, which switch to new certificates when the files change."""
     return lambda address: cast(grpc.aio.Channel, _RenewedChannel(address, credentials))
 
 
 class _RenewedChannel:
-    """A gRPC channel cannot take other certificates. So another one takes its place, as soon as that is connected.
+    """A channel that replaces its gRPC channel when the certificates change, which gRPC channels cannot do themselves.
 
-    It has what stubs ask of a channel. Calls that run on the old one have `_GRACE_S` to end; watches end at once, and
-    their owners begin them anew.
+    The new gRPC channel takes over as soon as it is connected. Calls on the old one have `_GRACE_S` to end; watches end
+    at once, and their owners begin them anew. This class has the methods of a channel that stubs use.
     """
 
     def __init__(self, address: str, credentials: Credentials) -> None:
@@ -68,7 +68,7 @@ class _RenewedChannel:
         await self._current.channel.close(grace_s)
 
     def _newest(self) -> grpc.aio.Channel:
-        """The one with the newest certificates that is connected."""
+        """Returns the connected channel with the newest certificates."""
         if self._current.version != self._credentials.version:
             if self._following.version != self._credentials.version:
                 if self._following is not self._current:
@@ -85,6 +85,6 @@ class _RenewedChannel:
         task.add_done_callback(self._closing.discard)
 
     def _open(self) -> _Opened:
-        # The version first: where the files change in between, the channel only counts as older than it is.
+        # The version is read first: if the files change in between, the channel only counts as older than it is.
         version = self._credentials.version
         return _Opened(version, open_channel(self._address, self._credentials.for_channels()))

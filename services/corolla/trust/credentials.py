@@ -1,6 +1,6 @@
-"""The certificate of this process and the authority that it believes, from files that others renew.
+"""The certificate of this process and the authority that it trusts, read from files that other programs renew.
 
-cert-manager, SPIFFE agents and Vault all write files. Connections that begin after a change use the new ones.
+cert-manager, SPIFFE agents and Vault all write files. Connections that begin after a change use the new files.
 """
 
 import asyncio
@@ -27,21 +27,21 @@ _CERTIFICATE: Final = "x509_pem_cert"
 
 
 class Credentials:
-    """What a process shows to others, and what it asks them to show: TLS 1.3 with certificates of both ends.
+    """The certificate of a process, and its checks of other certificates: TLS 1.3 with certificates of both ends.
 
     Args:
-        folder: with `tls.crt`, `tls.key` and `ca.crt`, in PEM; the first may hold intermediate certificates, too, and
-            the last several authorities. A `crl.pem` may hold revocation lists of those authorities.
+        folder: The folder with `tls.crt`, `tls.key` and `ca.crt`, in PEM. `tls.crt` may also hold intermediate
+            certificates, `ca.crt` several authorities, and a `crl.pem` revocation lists of those authorities.
 
     Attributes:
-        files: which are to be watched.
-        version: counts the changes.
-        signer: by the key of the certificate, of who opens sessions; None of others.
-        signatories: who has certificates of the authority.
+        files: The files, which the service must watch.
+        version: The number of times that the files were read successfully.
+        signer: Signs with the key of the certificate, in processes that open sessions; None in others.
+        signatories: Verifies signatures of other workloads of the authority.
 
     Raises:
-        SettingsError: a file is missing or none, or the certificate names no workload; or the key of who opens sessions
-            signs nothing.
+        SettingsError: A file is missing or not valid, or the certificate names no workload; or the process opens
+            sessions and its key cannot sign for them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -50,49 +50,52 @@ class Credentials:
         self._beliefs = Beliefs(b"", b"")
         names = (CERTIFICATE_FILE, KEY_FILE, AUTHORITY_FILE)
         self.files = WatchedFiles("COROLLA_TLS_DIR", folder, names, self._take, optional=(REVOCATIONS_FILE,))
-        # A listener keeps its context for ever. Which one holds for a handshake is chosen as that begins.
+        # A listener keeps its context for ever, so the callback chooses the newest context for each handshake.
         self._listening = _context(ssl.PROTOCOL_TLS_SERVER, folder)
         self._listening.sni_callback = self._choose
 
     @property
     def certificate(self) -> bytes:
-        """What it shows, in PEM."""
+        """The certificate of this process, in PEM."""
         return self._certificate
 
     def for_connections(self) -> ssl.SSLContext:
-        """For a connection that begins now. Whether the other end is the right one is for its workload to say."""
+        """Returns the TLS context for a connection that begins now. It does not check the other end's workload."""
         return self._calling
 
     def for_listeners(self) -> ssl.SSLContext:
-        """For listeners that live longer than the files."""
+        """Returns the TLS context for listeners, which follows changes of the files."""
         return self._listening
 
     def for_rpc_servers(self) -> grpc.ServerCredentials:
-        """For gRPC servers, likewise. They take TLS 1.2, too, unless the process has `TLS_1_3_ONLY` set."""
+        """Returns the credentials for gRPC servers, which follow changes of the files.
+
+        Servers accept TLS 1.2, too, unless the process has `TLS_1_3_ONLY` set.
+        """
         return _rpc_servers(lambda: self._rpc, shows_certificate=True)
 
     def for_channels(self) -> grpc.ChannelCredentials:
-        """For a channel that is opened now."""
+        """Returns the credentials for a channel that is opened now."""
         return grpc.ssl_channel_credentials(self._authority, self._key, self._certificate)
 
     def witness(self, transport: asyncio.BaseTransport) -> Callable[[], bool]:
-        """What tells, at any time, whether the certificate still counts that the other end of a connection showed."""
+        """Returns a function that says whether the certificate of a connection's other end is still valid."""
         connection: ssl.SSLObject = transport.get_extra_info("ssl_object")
         certificate = connection.getpeercert(binary_form=True) or b""
         shown = Shown(certificate, self._beliefs.authorities)
         return lambda: self._beliefs.hold(shown)
 
     def witness_call(self, auth_context: Mapping[str, Iterable[bytes]]) -> Callable[[], bool]:
-        """The same for whoever makes a call."""
+        """Returns a function that says whether the certificate of a call's caller is still valid."""
         shown = Shown(b"".join(auth_context.get(_CERTIFICATE, ())))
         return lambda: self._beliefs.hold(shown)
 
     def counts(self, certificate: bytes) -> bool:
-        """Whether a certificate of an authority that is believed, in DER, has neither ended nor been revoked."""
+        """Whether a certificate (in DER) is of a trusted authority, and has neither ended nor been revoked."""
         return self._beliefs.hold(Shown(certificate))
 
     def knows(self, other: Workload | None) -> bool:
-        """Whether somebody is of this process's trust domain: an authority may sign for others, too."""
+        """Whether a workload is of this process' trust domain; an authority may sign for several domains."""
         return other is not None and other.trust_domain == self._workload.trust_domain
 
     def _take(self, contents: Contents) -> None:
@@ -117,16 +120,16 @@ class Credentials:
 
 
 class PublicCertificate:
-    """What a service shows to callers who show none.
+    """The certificate of a public port, whose callers need no certificate.
 
     Args:
-        folder: with `tls.crt` and `tls.key`, in PEM.
+        folder: The folder with `tls.crt` and `tls.key`, in PEM.
 
     Attributes:
-        files: which are to be watched.
+        files: The files, which the service must watch.
 
     Raises:
-        SettingsError: a file is missing, or they do not belong together.
+        SettingsError: A file is missing, or certificate and key do not belong together.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -136,11 +139,11 @@ class PublicCertificate:
         self._listening.sni_callback = self._choose
 
     def for_listeners(self) -> ssl.SSLContext:
-        """For listeners that live longer than the files."""
+        """Returns the TLS context for listeners, which follows changes of the files."""
         return self._listening
 
     def for_rpc_servers(self) -> grpc.ServerCredentials:
-        """For gRPC servers that live longer than the files."""
+        """Returns the credentials for gRPC servers, which follow changes of the files."""
         return _rpc_servers(lambda: self._rpc, shows_certificate=False)
 
     def _take(self, contents: Contents) -> None:
@@ -158,7 +161,7 @@ def _rpc_servers(
     seen = newest()
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
-        """For a connection that begins. None: nothing new."""
+        """Returns the configuration for a new connection; None: it has not changed."""
         nonlocal seen
         if seen is newest():
             return None
@@ -169,25 +172,25 @@ def _rpc_servers(
 
 
 def workload_of_transport(transport: asyncio.BaseTransport) -> Workload | None:
-    """Who is at the other end of a connection. None: it shows no certificate, or one that names no workload."""
+    """Returns the workload at a connection's other end; None: it has no certificate, or one without a workload."""
     certificate: Mapping[str, Any] = transport.get_extra_info("peercert") or {}
     return Workload.only_one(value for kind, value in certificate.get("subjectAltName", ()) if kind == "URI")
 
 
 def workload_of_call(auth_context: Mapping[str, Iterable[bytes]]) -> Workload | None:
-    """Who made a call, from what gRPC says of its connection."""
+    """Returns the workload that made a call, from gRPC's facts about the connection; None: as above."""
     return Workload.only_one(name for name in names_of_call(auth_context) if "://" in name)
 
 
 def names_of_call(auth_context: Mapping[str, Iterable[bytes]]) -> list[str]:
-    """All that the certificate of a call's connection names: URIs, DNS names, IP addresses."""
+    """Returns all names in the certificate of a call's caller: URIs, DNS names, IP addresses."""
     return [name.decode(errors="replace") for name in auth_context.get(_NAMES, ())]
 
 
 def _context(protocol: int, folder: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # Pods have no names: who is there is said by the workload.
+    # Pods have no stable host names, so the workload in the certificate identifies them.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(folder / AUTHORITY_FILE)

@@ -1,4 +1,4 @@
-"""Where a stack on this machine keeps its certificates, so that other programs of whoever started it find theirs."""
+"""The folder where a stack on this machine keeps its certificates, so that other programs of its user find theirs."""
 
 import os
 import shutil
@@ -16,10 +16,10 @@ _LOOPBACK: Final = ("127.0.0.1", "localhost", "[::1]")
 
 
 def make_folder(router: str) -> Path:
-    """An empty folder for the certificates of a stack, by the address of its router, which nobody else can read.
+    """Creates an empty private folder for the certificates of a stack, named after the address of its router.
 
     Raises:
-        StartupError: somebody else has it, or it cannot be made.
+        StartupError: The folder belongs to another user, or cannot be made.
     """
     own, folder = _own_folder(), _folder_of(router)
     try:
@@ -35,10 +35,14 @@ def make_folder(router: str) -> Path:
 
 
 def tls_dir(router: str, role: Role, given: str | Path | None = None) -> Path | None:
-    """Which certificates a program of this user shows to a router. None: it speaks in the clear.
+    """Returns the folder of the certificates with which a program of this user calls a router; None: no encryption.
+
+    It is `given`, or else `COROLLA_TLS_DIR`, or else the folder that a stack on this machine has made for the role.
 
     Args:
-        given: what its caller says; else `COROLLA_TLS_DIR`; else what a stack on this machine has left for the role.
+        router: The address of the router.
+        role: The role of the program.
+        given: The folder that the caller names, if any.
     """
     if named := given or os.environ.get(VARIABLE):
         return Path(named)
@@ -57,7 +61,10 @@ def _folder_of(router: str) -> Path:
 
 
 def _has_living_owner(folder: Path) -> bool:
-    """A stack that was killed has left its folder, and another one may listen there that shows no certificates."""
+    """Whether the stack of this folder is running.
+
+    A killed stack leaves its folder, and another stack without certificates may use its port now.
+    """
     try:
         os.kill(int((folder / _OWNER_FILE).read_text()), 0)
     except (OSError, ValueError):
@@ -66,7 +73,7 @@ def _has_living_owner(folder: Path) -> bool:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether it is this user's and nobody else's: in a folder for all, somebody else may have made it before."""
+    """Whether the folder is private to this user: in a shared folder, another user may have created it first."""
     try:
         found = os.lstat(folder)
     except OSError:

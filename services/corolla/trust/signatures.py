@@ -1,4 +1,4 @@
-"""Signatures by the keys of certificates: made here, and verified by whoever believes the authority."""
+"""Signs data with the key of a certificate, and verifies such signatures of other workloads."""
 
 import datetime
 from collections.abc import Sequence
@@ -20,17 +20,17 @@ _ALGORITHM: Final = ec.ECDSA(hashes.SHA256())
 
 
 class Signer:
-    """Signs as the certificate of a process.
+    """Signs with the key of a process' certificate.
 
     Args:
-        certificates: in PEM; the process's own one first, then intermediate ones.
-        key: in PEM.
+        certificates: The certificates in PEM; the process' own one first, then intermediate ones.
+        key: The key in PEM.
 
     Attributes:
-        certificates: in DER.
+        certificates: The certificates in DER.
 
     Raises:
-        ValueError: the key is not for ECDSA. RSA takes ten times as long, and gRPC shakes hands with no Ed25519.
+        ValueError: The key is not for ECDSA. RSA takes ten times as long, and gRPC does not support Ed25519.
     """
 
     def __init__(self, certificates: bytes, key: bytes) -> None:
@@ -48,7 +48,7 @@ class Signer:
 
 @dataclass(frozen=True, slots=True)
 class Signatory:
-    """Whom a certificate of the authority names, and what its signatures are verified with, until it ends."""
+    """The workload that a certificate of the authority names, the key that verifies its signatures, and its end."""
 
     workload: Workload
     key: ec.EllipticCurvePublicKey
@@ -63,10 +63,12 @@ class Signatory:
 
 
 class Signatories:
-    """Who has certificates of these authorities. Each chain of certificates is verified once, until one of it ends.
+    """The workloads with certificates of these authorities.
+
+    Each chain of certificates is verified once, and remembered until one of its certificates ends.
 
     Args:
-        authorities: in PEM.
+        authorities: The authorities in PEM.
     """
 
     def __init__(self, authorities: bytes) -> None:
@@ -74,10 +76,10 @@ class Signatories:
         self._known: dict[tuple[bytes, ...], Signatory] = {}
 
     def find(self, certificates: Sequence[bytes]) -> Signatory | None:
-        """Whose certificate the first one is. None: of no workload that an authority of ours has signed for.
+        """Returns the owner of the first certificate; None: no authority has signed it, or it names no workload.
 
         Args:
-            certificates: in DER, the others intermediate ones.
+            certificates: The certificates in DER; those after the first are intermediate ones.
         """
         chain = tuple(certificates)
         found = self._known.get(chain)
@@ -105,7 +107,7 @@ class Signatories:
 
 
 def workload_of_certificate(certificate: x509.Certificate) -> Workload | None:
-    """Whom a certificate names. None: no workload."""
+    """Returns the workload that a certificate names; None: it names none."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:

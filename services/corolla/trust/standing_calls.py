@@ -1,4 +1,4 @@
-"""Calls between services that run, and whether those who make them are still believed."""
+"""Ends running calls between services when the caller's certificate is no longer valid."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,10 +11,16 @@ _LOOK_INTERVAL_S: Final = 2.0
 
 
 def end_once_unbelieved(call: Call[Any], is_believed: Callable[[], bool]) -> None:
-    """Looks after a call, in the task that handles it: gRPC looks at certificates in the handshake, and at no list.
+    """Watches the caller's certificate while the current task handles a call, and ends the call if it becomes invalid.
+
+    gRPC checks certificates only in the handshake, and ignores revocation lists.
+
+    Args:
+        call: The call.
+        is_believed: Whether the caller's certificate is valid now.
 
     Raises:
-        Unauthenticated: its caller is not believed.
+        Unauthenticated: The certificate is not valid at the beginning.
     """
     error = Unauthenticated("the certificate was revoked, has ended, or is of no authority that is believed")
     if not is_believed():

@@ -1,4 +1,4 @@
-"""Files of one folder that belong together, and that others renew while this process runs."""
+"""Files of one folder that belong together, and that other programs renew while this process runs."""
 
 import asyncio
 import logging
@@ -19,18 +19,20 @@ Contents = tuple[bytes, ...]
 class WatchedFiles:
     """Reads the files, and reads them again when they have changed.
 
-    A change that makes no sense, such as a key of another certificate, is logged once, and leaves what there was:
-    whoever writes them file by file is seen in between.
+    An invalid change, such as a key of another certificate, is logged once, and the old contents stay. It happens when
+    another program writes the files one by one.
 
     Args:
-        variable: by which the folder was named.
-        names: of the files.
-        named: what the variable names, where that is not the folder.
-        optional: names of further files, whose contents are empty while they are missing.
-        take: is called with their contents, in any thread. Raises ValueError or OSError where they make no sense.
+        variable: The setting that names the folder.
+        folder: The folder.
+        names: The names of the files.
+        take: A function that is called with their contents, in any thread. It raises ValueError or OSError for invalid
+            contents.
+        named: The value of the setting, if it is not the folder.
+        optional: The names of further files, whose contents are empty while they are missing.
 
     Raises:
-        SettingsError: a file is missing, or they make no sense from the beginning.
+        SettingsError: A file is missing, or the contents are invalid at the start.
     """
 
     def __init__(
@@ -53,13 +55,13 @@ class WatchedFiles:
             raise SettingsError(f"{variable}={named or folder}: {_sentence(failure)}") from None
 
     async def run(self) -> None:
-        """Takes changes, for ever."""
+        """Reads changes, for ever."""
         while True:
             await asyncio.sleep(LOOK_INTERVAL_S)
             await asyncio.to_thread(self.refresh)
 
     def refresh(self) -> None:
-        """Reads the files, and takes them if they have changed."""
+        """Reads the files, and uses them if they have changed."""
         contents: Contents | None = None
         try:
             contents = self._read()
@@ -75,7 +77,7 @@ class WatchedFiles:
     def _take_all(self) -> Contents:
         contents = self._read()
         self._take(contents)
-        # Whoever takes them may have to read the files itself.
+        # `take` may read the files itself, so they must still be the same.
         if self._read() != contents:
             raise ValueError("the files change just now")
         return contents

@@ -1,4 +1,4 @@
-"""Who a process is: the SPIFFE id that its certificate carries (https://spiffe.io, "SPIFFE-ID" 2)."""
+"""The identity of a process: the SPIFFE id in its certificate (https://spiffe.io, "SPIFFE-ID" 2)."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -11,20 +11,20 @@ _URI: Final = re.compile(r"spiffe://([a-z0-9._-]{1,255})/([a-z]+)/([A-Za-z0-9._-
 
 
 class Role(Enum):
-    """What a process is there for."""
+    """The role of a process."""
 
     CLIENT = "client"
     BLOCK = "block"
     ROUTER = "router"
     LIBRARY = "library"
-    """Somebody's own program, which steps through chains by itself, for one tenant."""
+    """A user's own program, which sends steps through chains itself, for one tenant."""
     OPERATOR = "operator"
-    """The command line, and what looks after the others."""
+    """The command line, and programs that operate the services."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One process, or several that share a certificate; of a library, `name` is its tenant."""
+    """One process, or several that share a certificate. The `name` of a library is its tenant."""
 
     trust_domain: str
     role: Role
@@ -32,7 +32,7 @@ class Workload:
 
     @classmethod
     def parse(cls, uri: str) -> Self | None:
-        """Reads `spiffe://<trust domain>/<role>/<name>`; None where it is not of that form."""
+        """Reads `spiffe://<trust domain>/<role>/<name>`; returns None if the URI has another form."""
         matched = _URI.fullmatch(uri) if len(uri) <= MAX_URI_CHARS else None
         if matched is None:
             return None
@@ -44,17 +44,17 @@ class Workload:
 
     @classmethod
     def only_one(cls, uris: Iterable[str]) -> Self | None:
-        """Whom the URIs of a certificate name. None unless there is just one: a SPIFFE certificate has no second."""
+        """Returns the workload of a certificate's URIs; None unless there is exactly one, as SPIFFE demands."""
         found = list(uris)
         return cls.parse(found[0]) if len(found) == 1 else None
 
     @property
     def owner(self) -> str:
-        """Whose sessions they are that it opens: any client service goes on with those of another one."""
+        """The owner of the sessions that this workload opens. All client services are one owner, and share sessions."""
         return str(self) if self.role is Role.LIBRARY else f"spiffe://{self.trust_domain}/{self.role.value}"
 
     def audited(self) -> Mapping[str, str]:
-        """What the audit log says of it."""
+        """Returns the facts that the audit log holds about the workload."""
         return {"workload": str(self)}
 
     def __str__(self) -> str:

@@ -175,6 +175,28 @@ def test_a_server_left_for_a_faster_one_inside_it_is_not_taken_again() -> None:
     check_form(with_another, 30)
 
 
+def test_the_example_of_the_planners_description() -> None:
+    servers = [
+        server("a1", "0:4", 0.010, zone="A"),
+        server("a2", "4:8", 0.010, zone="A"),
+        server("b1", "0:4", 0.008, zone="B"),
+        server("b2", "4:8", 0.012, zone="B"),
+        server("c", "2:6", 0.004, zone="A"),
+        server("d", "0:8", 0.020, zone="A"),
+    ]
+    a1, a2, *_, d = servers
+    chain = plan(servers, 8)
+    assert [(hop.server.server_id, str(hop.span)) for hop in chain.hops] == [("b1", "0:2"), ("c", "2:6"), ("a2", "6:8")]
+    assert chain.seconds == pytest.approx(0.057)
+    assert plan([a1, a2], 8).seconds == pytest.approx(0.082)
+    assert plan([d], 8).seconds == pytest.approx(0.161)
+    # The steps of the example: the cheapest way to each boundary.
+    assert plan_blocks([servers[2]], Span(0, 2)).seconds == pytest.approx(0.017)
+    assert plan_blocks([a1], Span(0, 2)).seconds == pytest.approx(0.021)
+    assert plan_blocks([servers[2], servers[4]], Span(0, 6)).seconds == pytest.approx(0.036)
+    assert plan([servers[2], servers[3], servers[4]], 8).seconds == pytest.approx(0.063)
+
+
 def test_fewer_hops_win_between_equals() -> None:
     chain = plan([server("a", "0:5"), server("b", "5:10"), server("whole", "0:10")], 10, COSTS)
     assert [hop.server.server_id for hop in chain.hops] == ["whole"]

@@ -1,6 +1,6 @@
-"""W3C trace contexts: what a caller, a router and a hop learn of a trace, in headers, metadata and frames.
+"""W3C trace contexts (https://www.w3.org/TR/trace-context), which carry a trace in headers, metadata and frames.
 
-A context that is too long, or none, is ignored: nobody is refused for what only a trace would have shown.
+A context that is too long or invalid is ignored: tracing alone never makes a request fail.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ class TraceParent:
         return self.context.trace_flags.sampled
 
     def at(self, span_id: bytes) -> Self:
-        """Another span of the same trace; this one where the id is none."""
+        """Returns the span with this id of the same trace; this span if the id is not valid."""
         if len(span_id) != SPAN_ID_BYTES or not any(span_id):
             return self
         own = self.context
@@ -40,7 +40,7 @@ class TraceParent:
 
 
 def trace_parent(headers: Mapping[str, str | bytes]) -> TraceParent | None:
-    """What `traceparent` and `tracestate` among headers, or gRPC metadata, name; their names are in lower case."""
+    """Reads the span that `traceparent` and `tracestate` name, from headers or metadata with names in lower case."""
     parent, state = headers.get(PARENT_HEADER), headers.get(STATE_HEADER)
     if not isinstance(parent, str) or len(parent) > _MAX_PARENT_CHARS:
         return None
@@ -52,7 +52,7 @@ def trace_parent(headers: Mapping[str, str | bytes]) -> TraceParent | None:
 
 
 def trace_headers() -> Mapping[str, str]:
-    """The headers that name the current span; none where it is not sampled, or has ended."""
+    """Returns the headers that name the current span; empty if it is not sampled or has ended."""
     headers: dict[str, str] = {}
     if trace.get_current_span().is_recording():
         _PROPAGATOR.inject(headers)
@@ -60,11 +60,11 @@ def trace_headers() -> Mapping[str, str]:
 
 
 def trace_metadata() -> Sequence[tuple[str, str]] | None:
-    """`trace_headers` as gRPC takes them."""
+    """Returns `trace_headers` in the form of gRPC's metadata."""
     return tuple(trace_headers().items()) or None
 
 
 def current_span_id() -> bytes:
-    """Of the current span, for hops that know the trace; empty where it is not sampled, or has ended."""
+    """Returns the current span's id, for hops that know the trace; empty if the span is not sampled or has ended."""
     span = trace.get_current_span()
     return span.get_span_context().span_id.to_bytes(SPAN_ID_BYTES) if span.is_recording() else b""

@@ -1,7 +1,7 @@
-"""Sends a process' spans to a collector, as OpenTelemetry's own variables say.
+"""Sends a process' spans to a collector, as OpenTelemetry's own variables configure it.
 
-The SDK is an extra, and is imported only where a collector is named. It sends from a thread of its own, out of a queue
-that drops what is too much, so no event loop waits for a collector, and no process for its end.
+The SDK is an optional dependency, and is imported only if a variable names a collector. Its own thread sends spans from
+a bounded queue, which drops spans when it is full. So no event loop waits for a collector, and no process stays for it.
 """
 
 import importlib.util
@@ -21,14 +21,14 @@ log = logging.getLogger(__name__)
 ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 LAST_SPANS_S: Final = 2.0
-"""What the last spans of a process may take to leave it."""
+"""The time in which a stopping process sends its last spans."""
 
-# They quote what callers sent, and headers for the collector, which may be keys.
+# These loggers quote data of callers, and headers for the collector, which may be keys.
 _QUIET: Final = ("opentelemetry.trace", "opentelemetry.attributes", "opentelemetry.util")
 
 
 def obstacle(environment: Mapping[str, str]) -> str | None:
-    """Why no span is sent: a sentence; empty where nobody asks for it. None: nothing is in the way."""
+    """Returns the sentence why no span is sent; empty if no collector is configured; None if spans are sent."""
     named = next((name for name in ENDPOINTS if environment.get(name)), None)
     is_disabled = environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
     exporter = environment.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp"
@@ -43,16 +43,16 @@ def obstacle(environment: Mapping[str, str]) -> str | None:
 
 
 def start(service: str) -> Callable[[], None]:
-    """Begins to send this process' spans, where a collector is named and the extra is there; else logs why not.
+    """Begins to send this process' spans if a collector is named and the SDK is installed; else logs the obstacle.
 
     Args:
-        service: what the process is called, where OTEL_SERVICE_NAME does not say.
+        service: The name of the process, unless OTEL_SERVICE_NAME gives another.
 
     Returns:
-        What ends that, and waits for the last spans for LAST_SPANS_S at most.
+        A function that stops the export, and waits for the last spans for at most LAST_SPANS_S.
 
     Raises:
-        StartupError: a variable has a value that the SDK does not take.
+        StartupError: The SDK does not accept the value of a variable.
     """
     sentence = obstacle(os.environ)
     if sentence is not None:
@@ -62,7 +62,7 @@ def start(service: str) -> Callable[[], None]:
     try:
         return _start(service)
     except Exception:
-        # Their texts may quote a key.
+        # The exception's text may quote a key.
         raise StartupError("one of the variables OTEL_... has a value that OpenTelemetry does not take") from None
 
 
@@ -85,7 +85,7 @@ def _start(service: str) -> Callable[[], None]:
 
     def stop() -> None:
         spans.use(None)
-        # The SDK would wait for half a minute, and has no shorter way.
+        # The SDK's shutdown may wait for half a minute, and has no option for less.
         sending = threading.Thread(target=provider.shutdown, name="last spans", daemon=True)
         sending.start()
         sending.join(LAST_SPANS_S)

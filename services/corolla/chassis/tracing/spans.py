@@ -1,6 +1,6 @@
-"""Spans of a request and of what is done for it: each is current in its block of code, above all that begin there.
+"""Spans of requests and of their steps. A span is current in its block of code, and the parent of spans begun there.
 
-Names and numbers only: no span has a text, a key, or the id of a session. An exception's own text never comes in.
+Spans hold names and numbers only: no text, no key, no session id, and no exception's own text.
 """
 
 import asyncio
@@ -19,24 +19,24 @@ SpanName = Literal["queue", "open", "prefill", "decode", "recovery", "replay", "
 
 Fact = str | bool | int | float | list[str]
 
-# Until a process says otherwise, that of whoever uses the library and traces; without one, none of these spans is made.
+# Until `use` is called, this is the tracer of the program that uses the library; without one, no span is made.
 _tracer: trace.Tracer = trace.get_tracer("corolla")
 _is_collected = False
 
 
 def use(tracer: trace.Tracer | None) -> None:
-    """This process' spans are collected from now on; None: no longer."""
+    """Collects this process' spans with `tracer` from now on; None: stops that."""
     global _tracer, _is_collected
     _tracer, _is_collected = tracer or trace.get_tracer("corolla"), tracer is not None
 
 
 def is_collected() -> bool:
-    """Whether this process' spans are collected, as far as they are sampled."""
+    """Whether this process' sampled spans are collected."""
     return _is_collected
 
 
 class Span:
-    """A span of this process; one that is not sampled takes everything and keeps nothing."""
+    """A span of this process; a span that is not sampled ignores everything."""
 
     __slots__ = ("_span", "_token")
 
@@ -53,12 +53,12 @@ class Span:
             self._span.set_attributes(_attributes(facts))
 
     def describe(self, attributes: Mapping[str, Fact]) -> None:
-        """Adds attributes by the names of OpenTelemetry's conventions."""
+        """Adds attributes with the names of OpenTelemetry's conventions."""
         if self._span.is_recording():
             self._span.set_attributes(attributes)
 
     def end(self, failure: BaseException | None = None) -> None:
-        """Ends it; without a failure it went well. A failure of the caller's own is none of the service."""
+        """Ends the span, with or without a failure. A failure that the caller caused does not mark it as an error."""
         if not self._span.is_recording():
             return
         if failure is not None:
@@ -85,9 +85,10 @@ NOT_SAMPLED: Final = Span(trace.INVALID_SPAN)
 
 
 class RequestSpan(Span):
-    """A request's. It is current from its beginning to the end of the task that it begins in.
+    """The span of a request. It is current from its beginning to the end of the task that began it.
 
-    A request's generators may be closed by another task than the one that ran them, which could not take it back.
+    A request's generators may be closed by another task than the one that ran them, and that task cannot reset the
+    context variable.
     """
 
     __slots__ = ()
@@ -104,12 +105,14 @@ class RequestSpan(Span):
 
 
 def request(name: str, caller: TraceParent | None, *, trusts_caller: bool) -> RequestSpan:
-    """A request of a caller.
+    """Begins the span of a caller's request.
 
     Args:
-        caller: what it says of its own trace.
-        trusts_caller: its trace goes on here, and is sampled where it says so. Otherwise a trace begins, sampled at the
-            rate of this process, and names the caller's: who calls can neither fill the collector nor choose ids.
+        name: The name of the span.
+        caller: The caller's span, if it sent one.
+        trusts_caller: True: the caller's trace continues here, and the caller decides whether it is sampled. False: a
+            new trace begins, sampled at the rate of this process, with a link to the caller's. So an untrusted caller
+            can neither fill the collector nor choose ids.
     """
     if not _is_collected:
         return RequestSpan(trace.INVALID_SPAN)
@@ -121,14 +124,14 @@ def request(name: str, caller: TraceParent | None, *, trusts_caller: bool) -> Re
 
 
 def served(name: str, caller: TraceParent | None) -> Span:
-    """A call of another service, where that is traced."""
+    """Begins the span of another service's call, if that call is traced."""
     if caller is None or not caller.is_sampled or not _is_collected:
         return NOT_SAMPLED
     return Span(_tracer.start_span(name, _under(caller), trace.SpanKind.SERVER))
 
 
 def span(name: SpanName, under: TraceParent | None = None, **facts: Fact) -> Span:
-    """What is done for the request of the current span, or for that of `under`, which another process began."""
+    """Begins a span below the current one, or below `under`, which belongs to another process."""
     if under is not None:
         return Span(_tracer.start_span(name, _under(under), attributes=_attributes(facts)))
     if not trace.get_current_span().is_recording():
@@ -143,7 +146,7 @@ def record(
     attributes: Mapping[str, Fact],
     failure: BaseException | None = None,
 ) -> None:
-    """A span that has just ended, and took so long."""
+    """Records a span that took `seconds` and has just ended."""
     end_ns = time.time_ns()
     done = _tracer.start_span(name, _under(under), attributes=attributes, start_time=end_ns - round(seconds * 1e9))
     if failure is not None:
@@ -153,12 +156,12 @@ def record(
 
 
 def event(name: str) -> None:
-    """Something that took no time, in the current span."""
+    """Adds an event, which has no duration, to the current span."""
     trace.get_current_span().add_event(name)
 
 
 def error_type(failure: BaseException) -> str:
-    """A failure's label in the error tree."""
+    """Returns a failure's reason in the error tree."""
     if isinstance(failure, CorollaError):
         return failure.reason
     return "CANCELLED" if isinstance(failure, asyncio.CancelledError | GeneratorExit) else "INTERNAL"

@@ -11,10 +11,11 @@ from corolla.client.http.errors import CLIENT_CLOSED, status_of
 
 
 class HttpMetrics:
-    """Requests by route and status; their errors count with those of gRPC.
+    """Metrics of requests by route and status. Their errors count with those of gRPC.
 
     Args:
-        rpc: the metrics of gRPC, which count errors by label.
+        registry: The registry of the service.
+        rpc: The RPC metrics, which count errors by their label.
     """
 
     def __init__(self, registry: CollectorRegistry, rpc: RpcMetrics) -> None:
@@ -34,10 +35,10 @@ class HttpMetrics:
             registry=registry,
         )
         self.open_streams = gauge("corolla_http_open_streams", "Answers that are being streamed over HTTP.")
-        self.watchers = gauge("corolla_http_watchers", "Callers that watch the placement, such as the page does.")
+        self.watchers = gauge("corolla_http_watchers", "Callers that watch the placement, such as open pages.")
         self.connections = gauge("corolla_http_connections", "Open HTTP connections.")
         self.refused_connections = counter(
-            "corolla_http_refused_connections", "HTTP connections refused since there were COROLLA_MAX_CONNECTIONS."
+            "corolla_http_refused_connections", "HTTP connections refused because COROLLA_MAX_CONNECTIONS were open."
         )
 
     def done(self, method: str, outcome: Outcome, seconds: float, fault: Fault = "none") -> None:

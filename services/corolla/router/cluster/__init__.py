@@ -1,1 +1,1 @@
-"""What Kubernetes knows of the pods of block servers, and what the router writes there. The router works without it."""
+"""Reads the states of block servers' pods from Kubernetes, and tags the pods. The router also works without it."""

@@ -1,6 +1,6 @@
-"""The Kubernetes API as far as the router uses it; nothing else touches the package `kubernetes`.
+"""The part of the Kubernetes API that the router uses. No other module imports the package `kubernetes`.
 
-Answers are read as plain JSON: the package's models refuse what clusters older or newer than itself say.
+Answers are read as plain JSON, because the package's models refuse answers of older and newer clusters.
 """
 
 import asyncio
@@ -39,16 +39,16 @@ _MISSED: Final = {
 
 
 def is_in_cluster(account: Path = ACCOUNT) -> bool:
-    """Whether this process has a service account's token, and knows where the API is.
+    """Whether this process has a service account's token and the address of the API.
 
     Args:
-        account: where Kubernetes mounts the service account.
+        account: The folder where Kubernetes mounts the service account.
     """
     return "KUBERNETES_SERVICE_HOST" in os.environ and (account / "token").is_file()
 
 
 class ApiUnavailable(Exception):
-    """The API server does not answer, or not with sense; `cause` is for the log. It does not leave this room."""
+    """The API server does not answer, or its answer is not valid; `cause` is for the log. No other room sees it."""
 
     def __init__(self, cause: str) -> None:
         super().__init__(cause)
@@ -56,18 +56,20 @@ class ApiUnavailable(Exception):
 
 
 class ApiForbidden(ApiUnavailable):
-    """The API server does not let us."""
+    """The API server refuses the router's call."""
 
 
 class KubernetesApi:
-    """The pods of one namespace. Methods block: a watch for as long as it is asked, everything else for some seconds.
+    """The pods of one namespace. Methods block: a watch for its whole duration, others for some seconds.
 
-    They raise ApiUnavailable for whatever goes wrong, and ApiForbidden among that.
+    Every failure raises ApiUnavailable, or its subclass ApiForbidden.
 
     Args:
-        kubeconfig: file that says where the API server is, and the namespace; empty: the pod's service account does.
-        selector: of the pods' labels.
-        answer_s: how long an answer may take.
+        kubeconfig: The file with the address of the API server and the namespace; empty: the pod's service account has
+            them.
+        selector: The label selector of the pods.
+        metrics: The router's metrics.
+        answer_s: How long an answer may take.
     """
 
     def __init__(self, kubeconfig: str, selector: str, metrics: RouterMetrics, answer_s: float) -> None:
@@ -76,7 +78,7 @@ class KubernetesApi:
         self._answer_s = answer_s
         self._raw: dict[str, Any] = {"_preload_content": False, "_request_timeout": (_CONNECT_S, answer_s)}
         with _translated():
-            # Takes a second and 40 MB, so only who needs it pays.
+            # This import takes a second and 40 MB, so it happens only if the API is used.
             from kubernetes import client, config, watch
 
             settings = client.Configuration()
@@ -87,15 +89,15 @@ class KubernetesApi:
             else:
                 config.load_incluster_config(client_configuration=settings)
                 self.namespace = (ACCOUNT / "namespace").read_text(encoding="utf-8").strip()
-            # Whoever calls tries again in his own time.
+            # The callers of this class retry at their own intervals.
             settings.retries = False
-            # Answers come as urllib3's, which the package's annotations do not know.
+            # The methods return responses of urllib3, which the package's annotations do not say.
             self._core: Any = client.CoreV1Api(client.ApiClient(settings))
             self._event_type = client.CoreV1Event
             self._watch = watch.Watch(return_type="object")
 
     def pods(self) -> tuple[list[Pod], str]:
-        """All pods, and the version to watch them from."""
+        """Returns all pods, and the version from which to watch them."""
         with self._called("list"):
             listed = json.loads(
                 self._core.list_namespaced_pod(self.namespace, label_selector=self.selector, **self._raw).data
@@ -104,9 +106,9 @@ class KubernetesApi:
             return [each for each in pods if each is not None], str(listed["metadata"]["resourceVersion"])
 
     def changes(self, version: str, for_s: int) -> Iterator[tuple[str, Pod]]:
-        """(ADDED, MODIFIED or DELETED, pod) for each change since `version`.
+        """Yields (ADDED, MODIFIED or DELETED, pod) for each change since `version`.
 
-        Ends after `for_s`, after `stop`, or when the server no longer knows the version: then list again.
+        It ends after `for_s`, after `stop`, or when the server no longer knows the version. Then the caller lists anew.
         """
         with self._called("watch"):
             stream = self._watch.stream(
@@ -129,11 +131,11 @@ class KubernetesApi:
                     raise
 
     def stop(self) -> None:
-        """Ends the watch that another thread is in."""
+        """Ends the watch that runs in another thread."""
         self._watch.stop()
 
     def patch(self, patch: Patch) -> None:
-        """Changes a pod; one that is gone is no error."""
+        """Changes a pod; does nothing if the pod has gone."""
         with self._called("patch"):
             try:
                 self._core.patch_namespaced_pod(
@@ -148,7 +150,7 @@ class KubernetesApi:
                     raise
 
     def record(self, happening: Happening, own_pod: PodRef) -> None:
-        """Writes an Event about the pod that it names, else about our own."""
+        """Writes an Event about the pod that it names, or else about the router's own pod."""
         with self._called("event"):
             described = _event(happening, happening.about or own_pod, own_pod, self.namespace)
             event = self._event_type.model_validate(described)
@@ -169,7 +171,7 @@ class KubernetesApi:
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Whatever the package, its transport or an answer without sense raise, as ApiUnavailable."""
+    """Converts all exceptions of the package, its transport and of invalid answers to ApiUnavailable."""
     try:
         yield
     except ApiUnavailable:
@@ -180,7 +182,7 @@ def _translated() -> Iterator[None]:
 
 
 def _status(failure: Exception) -> int | None:
-    """Of HTTP, if the server answered with one."""
+    """Returns the HTTP status of a failure, if the server answered with one."""
     status = getattr(failure, "status", None)
     return status if isinstance(status, int) else None
 
@@ -205,13 +207,13 @@ def _event(happening: Happening, about: PodRef, own_pod: PodRef, namespace: str)
 
 
 class Complaints:
-    """Logs what does not work, once for each kind of call and of failure, and that it works again."""
+    """Logs failures, once for each kind of call and of failure, and logs when the calls succeed again."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, type[ApiUnavailable]] = {}
 
     def about(self, call: str, failure: ApiUnavailable | None) -> None:
-        """A call has failed, or worked."""
+        """Notes that a call has failed, or has succeeded (None)."""
         if failure is None:
             if self._kinds.pop(call, None) is not None:
                 log.info("kubernetes is back", extra={"call": call})
@@ -222,7 +224,10 @@ class Complaints:
 
 
 async def in_daemon_thread(work: Callable[[], T]) -> T:
-    """The result of `work`, or what it raised. Cancelled, it leaves the work to end by itself."""
+    """Runs `work` in a daemon thread, and returns its result or raises its exception.
+
+    If the caller is cancelled, the thread still runs to its end.
+    """
     outcome: Future[T] = Future()
     outcome.set_running_or_notify_cancel()
 
@@ -237,6 +242,6 @@ async def in_daemon_thread(work: Callable[[], T]) -> T:
 
 
 def post(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """Has the loop call it, unless the loop has ended."""
+    """Makes the loop run `call`, unless the loop has ended."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(call)

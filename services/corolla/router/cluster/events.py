@@ -1,4 +1,4 @@
-"""What is worth an Event, and when: a span that flaps must not flood the namespace. Pure."""
+"""Decides what to report as an Event of Kubernetes, and when. A flapping span must not flood the namespace. Pure."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Final
 from corolla.wire.span import Span
 
 _SETTLE_S: Final = 3.0
-"""A store that has lost its memory has its servers back by then."""
+"""After the store has lost its data, all servers are registered again within this time."""
 _SHORTEST_PAUSE_S: Final = 10.0
 _LONGEST_PAUSE_S: Final = 600.0
 _HANDOVER_PAUSE_S: Final = 60.0
@@ -23,7 +23,7 @@ class PodRef:
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """An Event to be. `about` None: the router's own pod."""
+    """An Event to write. `about`: the pod that it is about; None: the router's own pod."""
 
     reason: str
     message: str
@@ -33,7 +33,7 @@ class Happening:
 
 @dataclass(slots=True)
 class _Coverage:
-    """Of one model: what was reported last, and what is so now."""
+    """The uncovered blocks of one model: those reported last, and those seen now."""
 
     reported: tuple[Span, ...]
     seen: tuple[Span, ...]
@@ -44,18 +44,18 @@ class _Coverage:
 
 
 class SpanLedger:
-    """Tells when blocks of a model have no ready server, and when they have one again.
+    """Reports when blocks of a model lose their last ready server, and when they have one again.
 
-    A state is reported once it has lasted a moment, and not before a pause after what was reported last; the pause
-    doubles with each Event and is short again once all was quiet for its length. What is so at the first look was
-    reported by another router, or is a release that loads.
+    A state is reported once it has lasted for a moment, and a pause has passed since the last report. The pause doubles
+    with each Event, and is short again once nothing has changed for its length. The state at the first look is not
+    reported: another router has reported it, or a new release is loading.
     """
 
     def __init__(self) -> None:
         self._models: dict[str, _Coverage] = {}
 
     def look(self, model: str, uncovered: Sequence[Span], now_s: float) -> Happening | None:
-        """What is to be reported now, if anything."""
+        """Returns the Event to write now, if any."""
         gaps = tuple(uncovered)
         state = self._models.setdefault(model, _Coverage(gaps, gaps, now_s))
         if gaps != state.seen:
@@ -74,7 +74,7 @@ class SpanLedger:
         return happening
 
     def forget(self, models: Collection[str]) -> None:
-        """Only these models are left."""
+        """Forgets all models except these."""
         for model in self._models.keys() - set(models):
             del self._models[model]
 
@@ -96,18 +96,18 @@ class _Drained:
 
 @dataclass(slots=True)
 class HandoverLedger:
-    """Tells what became of the sessions of block servers that left; one pod's are added up for a minute."""
+    """Reports what happened to the sessions of block servers that left, added up for each pod over a minute."""
 
     _pods: dict[PodRef, _Drained] = field(default_factory=dict)
 
     def note(self, pod: PodRef, num_moved: int, num_left: int) -> None:
-        """A server in this pod has left."""
+        """Notes that a server in this pod has left."""
         drained = self._pods.setdefault(pod, _Drained())
         drained.num_moved += num_moved
         drained.num_left += num_left
 
     def due(self, now_s: float) -> list[Happening]:
-        """What is to be reported now."""
+        """Returns the Events to write now."""
         happenings = []
         for pod, drained in list(self._pods.items()):
             is_old = drained.reported_s is not None and now_s - drained.reported_s >= _HANDOVER_PAUSE_S

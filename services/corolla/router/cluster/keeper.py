@@ -1,4 +1,4 @@
-"""Keeps routing in step with the pods of the block servers, where there is a cluster."""
+"""Keeps the placement in step with the pods of the block servers, if the router runs with Kubernetes."""
 
 import asyncio
 import contextlib
@@ -34,10 +34,14 @@ _SHORTEST_ROUND_S: Final = 0.05
 
 
 class ClusterKeeper:
-    """Of one router. Whatever the Kubernetes API does or fails to do, routing goes on as it does without it.
+    """Connects one router to Kubernetes. If the Kubernetes API fails, routing continues as without Kubernetes.
 
     Args:
-        tasks: of the keeper alone.
+        registry: The placement in the store.
+        metrics: The router's metrics.
+        settings: The router's settings.
+        pace: The router's intervals and time-outs.
+        tasks: A task group for the keeper only.
     """
 
     def __init__(
@@ -53,20 +57,20 @@ class ClusterKeeper:
         self._settings = settings
         self._pace = pace
         self._tasks = tasks
-        # Repeated in time, however rarely this router looks.
+        # The duration of a mark on a server. Each round of this router repeats the marks well before they end.
         self._mark_ms = max(settings.lease_ms, round(3000 * pace.relist_s))
         self._pods = PodTable()
         self._has_news = asyncio.Event()
         self._failure: Exception | None = None
         self._rosters: list[Roster] = []
         self._local_models: set[str] = set()
-        # By model: what was said against its servers last.
+        # The servers withheld in the last round, by model.
         self._withheld: dict[str, Mapping[str, Withheld]] = {}
         self._recorder: PodRecorder | None = None
         self._complaints = Complaints()
 
     async def run(self) -> None:
-        """Runs for ever, or ends at once where there is no cluster. Raises what its watch failed of."""
+        """Runs for ever, or ends at once without a cluster. Raises an unexpected exception of its watch."""
         settings = self._settings
         kubeconfig = "" if settings.kubernetes == "auto" else settings.kubernetes
         if settings.kubernetes == "off" or not (kubeconfig or is_in_cluster()):
@@ -112,7 +116,7 @@ class ClusterKeeper:
             await self._tasks.close()
 
     def deregistered(self, pod_uid: str, farewell: pb.DeregisterServerRequest) -> None:
-        """A block server in this pod has left and said what became of its sessions."""
+        """Notes that a block server in this pod has left, and what happened to its sessions."""
         if self._recorder is not None and pod_uid in self._pods:
             pod = self._pods[pod_uid]
             self._recorder.deregistered(
@@ -129,8 +133,8 @@ class ClusterKeeper:
         self._has_news.set()
 
     async def _round(self) -> None:
-        """Tells the store of each server that its pod speaks against; what is not repeated lapses by itself."""
-        # Before the rosters: where a pod is new, its model's first roster is read after the pod was seen.
+        """Marks in the store each server that its pod's state withholds; marks end unless later rounds repeat them."""
+        # The pods are read before the rosters: so the first roster of a new pod's model is read after the pod was seen.
         uids = {pod.uid for pod in self._pods}
         rosters = [roster async for roster in self._registry.rosters()]
         self._rosters = rosters

@@ -1,6 +1,6 @@
-"""What pods shall say of their block servers: the span, and what the loss would cost. Pure.
+"""Computes the tags of pods: the span of the block server, and the cost of losing it. Pure.
 
-When a pool shrinks, the ReplicaSet takes the pod with the lowest `pod-deletion-cost` first.
+When a pool shrinks, the ReplicaSet deletes the pod with the lowest `pod-deletion-cost` first.
 """
 
 from collections import Counter
@@ -13,21 +13,22 @@ from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span
 
 _SETTLE_S: Final = 1.0
-"""What is wanted for so long is written."""
+"""A tag is written once it has been wanted for this long."""
 _FORGET_S: Final = 15.0
-"""A store that has lost its memory knows all servers again well before."""
+"""The tags of a pod without a server are removed after this time. A store that has lost its data knows all servers
+again well before."""
 _PAUSE_S: Final = 5.0
-"""Between two patches of one pod."""
+"""The pause between two patches of one pod."""
 _LOAD_PAUSE_S: Final = 60.0
-"""The same, where only the number of sessions has changed."""
+"""The same pause if only the number of sessions has changed."""
 
 _SESSIONS_DIGIT: Final = 10
-"""The last digit of a cost says how many sessions there are."""
+"""The last digit of a cost stands for the number of sessions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """Label and annotation of one pod; None: it has none."""
+    """The label and the annotation of one pod; None: the pod has no such label or annotation."""
 
     span: str | None
     cost: str | None
@@ -43,15 +44,18 @@ class Patch:
 
 
 def span_label(span: Span) -> str:
-    """The span as a label's value, which holds no colon."""
+    """Returns the span as the value of a label, which may not contain a colon."""
     return f"{span.start}-{span.end}"
 
 
 def deletion_cost(placed: pb.PlacedServer, copies: Counter[tuple[str, int]]) -> int:
-    """The fewer ready servers hold its scarcest block, the more; most where it alone holds blocks; then by sessions.
+    """Returns a server's cost: higher the fewer ready servers hold its scarcest block and the more sessions it has.
+
+    Each block that this server alone holds adds to the cost; sessions count least.
 
     Args:
-        copies: how many ready servers hold a block, by fingerprint and block.
+        placed: The server.
+        copies: The number of ready servers that hold a block, by fingerprint and block.
     """
     if placed.state != pb.SERVER_STATE_READY:
         return 0
@@ -62,7 +66,7 @@ def deletion_cost(placed: pb.PlacedServer, copies: Counter[tuple[str, int]]) -> 
 
 
 def wanted_tags(servers: Sequence[pb.PlacedServer]) -> dict[str, Tags]:
-    """What the pods of one model's servers shall say, by the pods' UIDs."""
+    """Returns the tags that the pods of one model's servers should have, by the pods' UIDs."""
     copies = Counter(
         (each.server.fingerprint, block)
         for each in servers
@@ -83,14 +87,14 @@ class _Wish:
 
 
 class TagPlan:
-    """Which pods to patch now: few, and none without need."""
+    """Decides which pods to patch now, with as few patches as possible."""
 
     def __init__(self) -> None:
         self._wishes: dict[str, _Wish] = {}
         self._patched_s: dict[str, float] = {}
 
     def due(self, pods: PodTable, wanted: Mapping[str, Tags], now_s: float) -> list[Patch]:
-        """The patches to try now; pods of which nothing is wanted lose what they say."""
+        """Returns the patches to try now; pods without wanted tags lose theirs."""
         present = {each.uid for each in pods}
         for memory in (self._wishes, self._patched_s):
             for uid in memory.keys() - present:
@@ -114,12 +118,12 @@ class TagPlan:
 
 
 def _differs(one: Tags, other: Tags) -> bool:
-    """In more than the number of sessions."""
+    """Whether tags differ in more than the number of sessions."""
     return one.span != other.span or _usefulness(one.cost) != _usefulness(other.cost)
 
 
 def _usefulness(cost: str | None) -> int | None:
-    # Somebody else may have annotated the pod.
+    # Another program may have annotated the pod.
     is_number = cost is not None and cost.isascii() and cost.isdigit() and len(cost) < 12
     return int(cost) // _SESSIONS_DIGIT if cost is not None and is_number else None
 

@@ -1,4 +1,4 @@
-"""Tags pods and records Events: one router for all."""
+"""Tags pods and records Events; one router does it for all."""
 
 import collections
 import secrets
@@ -19,14 +19,17 @@ _MOST_WAITING_EVENTS: Final = 100
 
 
 class PodRecorder:
-    """What is written to Kubernetes. Each router sees what there is to say; the one that leads says it.
+    """Writes tags and Events to Kubernetes. All routers see the same states, and only the leading router writes them.
 
-    What becomes of a departed server's sessions only the router hears that the server reported, so that one says it.
+    A server that leaves reports the fate of its sessions to one router only, so that router writes this Event.
 
     Args:
-        own_pod: that of this router; without a name, Events about spans have no place.
-        after_failures_s: before something is written again after several failures.
-        lead_ms: after which another router leads if this one is not heard of.
+        api: The Kubernetes API.
+        registry: The placement in the store, by which routers elect the leading one.
+        own_pod: The pod of this router; without its name, no Events about spans are written.
+        complaints: The log of failures.
+        after_failures_s: The pause after several failed writes.
+        lead_ms: The time after which another router leads if this one is silent.
     """
 
     def __init__(
@@ -53,23 +56,26 @@ class PodRecorder:
         self._breakers = {call: Breaker(_MOST_FAILURES, after_failures_s) for call in ("patch", "event")}
 
     def deregistered(self, pod: PodRef, num_moved: int, num_left: int) -> None:
-        """A block server has left, and said what became of its sessions."""
+        """Notes that a block server has left, and what happened to its sessions."""
         self._handovers.note(pod, num_moved, num_left)
 
     async def look(
         self, rosters: Sequence[Roster], local_models: Collection[str], pods: PodTable, clock: Callable[[], float]
     ) -> None:
-        """Writes what is due. Raises StoreUnavailable when nobody can tell who leads.
+        """Writes what is due. Raises StoreUnavailable when the store cannot name the leading router.
 
         Args:
-            local_models: those of the rosters that have a server in one of the pods.
+            rosters: The servers of all models.
+            local_models: The models that have a server in one of the pods.
+            pods: The pods.
+            clock: The time in seconds.
         """
-        # First: what the ledgers below take counts as written.
+        # This comes first, because the ledgers below count as written what they return.
         leads = await self._registry.lead(
             f"pods:{self._api.namespace}:{self._api.selector}", self._router_id, self._lead_ms
         )
         now_s = clock()
-        # Others may share the store: their releases' models are theirs to tell of.
+        # Releases in other namespaces may share the store; their own routers report on their models.
         self._models |= set(local_models)
         self._models &= {each.model for each in rosters}
         self._spans.forget(self._models)
@@ -85,7 +91,7 @@ class PodRecorder:
 
     async def _patch(self, patches: Iterable[Patch], clock: Callable[[], float]) -> None:
         for patch in patches:
-            # What one pod's patch fails of need not be what the next one's does.
+            # One pod's patch may fail for a reason that does not apply to the next.
             await self._try("patch", partial(self._api.patch, patch), clock)
 
     async def _record(self, clock: Callable[[], float]) -> None:

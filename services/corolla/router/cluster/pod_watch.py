@@ -1,4 +1,4 @@
-"""Lists the pods and watches them, again and again, in a thread of its own: nobody waits for it."""
+"""Lists and watches the pods repeatedly, in a thread of its own, for which no task waits."""
 
 import random
 import threading
@@ -9,21 +9,22 @@ from corolla.router.cluster.api import ApiForbidden, ApiUnavailable, KubernetesA
 from corolla.router.cluster.pods import Pod, PodTable
 
 Update = Callable[[PodTable], None]
-"""What was learned, to be done to the table by whoever owns it."""
+"""A change of the table of pods, which the table's owner applies."""
 
 _SHORTEST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 30.0
 
 
 class PodWatch:
-    """Tells of every list and every change.
+    """Reports every list and every change of the pods. Its thread calls the functions.
 
     Args:
-        relist_interval_s: after which a watch is given up for a new list, should it have missed something.
-        tell: called from the thread, with what was learned.
-        complain: called from the thread with what is wrong; with None when all is well.
-        fail: called from the thread when it ends of something that nobody expected.
-        after_forbidden_s: before pods are listed again where that is not allowed.
+        api: The Kubernetes API.
+        relist_interval_s: The time after which a watch ends for a new list, in case it missed a change.
+        tell: A function that is called with each change of the table.
+        complain: A function that is called with each failure, and with None after a success.
+        fail: A function that is called when an unexpected exception ends the thread.
+        after_forbidden_s: The pause after the API server has forbidden to list pods.
     """
 
     def __init__(
@@ -65,14 +66,14 @@ class PodWatch:
                 self._complain(failure)
                 pause_s = self._rest_s(failure)
             except Exception as failure:
-                # What is known of the pods must not stand for ever.
+                # The table must not count as current for ever.
                 self._tell(PodTable.lost)
                 self._fail(failure)
                 return
             self._stopping.wait(pause_s)
 
     def _look(self) -> None:
-        """One list, and what changes after it."""
+        """Reads one list, and the changes after it."""
         pods, version = self._api.pods()
         self._tell(lambda table: table.listed(pods))
         for kind, pod in self._api.changes(version, max(1, round(self._relist_interval_s))):

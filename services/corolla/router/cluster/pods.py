@@ -1,4 +1,4 @@
-"""What a list of pods means for the block servers in them. Pure."""
+"""Derives from a list of pods which block servers should get no sessions. Pure."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ _ENDED: Final = frozenset({"Succeeded", "Failed"})
 
 
 class Withheld(StrEnum):
-    """Why a server that says it is ready should not get sessions."""
+    """The reason why a server that reports to be ready should not get sessions."""
 
     LEAVING = "leaving"
-    """Its pod is being deleted or has ended: there is no way back."""
+    """The server's pod is being deleted or has ended, which cannot be undone."""
     UNREADY = "unready"
-    """Its pod is not ready: others come first."""
+    """The server's pod is not ready, so other servers are preferred."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """A pod as the API server last showed it. `span` and `cost` are the label and the annotation that it has."""
+    """A pod as the API server last showed it. `span` and `cost` are its present label and annotation."""
 
     uid: str
     name: str
@@ -36,7 +36,7 @@ class Pod:
 
 
 def read_pod(described: Any) -> Pod | None:
-    """A pod from its JSON; None if that is not one."""
+    """Returns the pod that the JSON describes; None if it describes no pod."""
     metadata = _mapping(described, "metadata")
     uid, name = metadata.get("uid"), metadata.get("name")
     if not (isinstance(uid, str) and isinstance(name, str) and uid and name):
@@ -53,9 +53,9 @@ def read_pod(described: Any) -> Pod | None:
 
 
 def _is_unready(status: Mapping[str, Any]) -> bool:
-    """Whether the pod has lost its readiness, or a readiness gate keeps it back.
+    """Whether the pod has lost its readiness, or a readiness gate is not met.
 
-    A pod that has not been ready yet may just not have been probed: what its server says is newer.
+    A pod that was never ready does not count: it may not have been probed yet, and its server's own report is newer.
     """
     conditions = {each.get("type"): each for each in _mappings(status, "conditions")}
     ready = conditions.get("Ready")
@@ -66,22 +66,22 @@ def _is_unready(status: Mapping[str, Any]) -> bool:
     started = [
         _mapping(_mapping(each, "state"), "running").get("startedAt") for each in _mappings(status, "containerStatuses")
     ]
-    # Times of one form, in UTC and whole seconds, compare as texts do.
+    # The times have one form, in UTC and whole seconds, so they can be compared as texts.
     return all(str(ready.get("lastTransitionTime", "")) > since for since in started if isinstance(since, str))
 
 
 class PodTable:
-    """The pods that a selector chooses, as lists and watched changes tell.
+    """The pods of a selector, kept up to date by lists and watched changes.
 
-    A pod that was there and is no more counts as leaving: its server may live until its lease ends. One that was never
-    seen says nothing: it may be another release's.
+    A pod that was seen and has gone counts as leaving, because its server may live until its lease ends. A pod that was
+    never seen does not count: it may belong to another release.
     """
 
     def __init__(self) -> None:
         self._pods: dict[str, Pod] = {}
         self._gone: dict[str, None] = {}
         self.is_current = False
-        """Whether the API server tells of changes now."""
+        """Whether the API server reports changes at present."""
 
     def __iter__(self) -> Iterator[Pod]:
         return iter(self._pods.values())
@@ -93,7 +93,7 @@ class PodTable:
         return uid in self._pods
 
     def listed(self, pods: Iterable[Pod]) -> None:
-        """All that there are."""
+        """Replaces all pods by those of a new list."""
         now = {each.uid: each for each in pods}
         for uid in self._pods.keys() - now.keys():
             self._note_gone(uid)
@@ -103,21 +103,21 @@ class PodTable:
         self.is_current = True
 
     def changed(self, pod: Pod) -> None:
-        """One is new, or another than before."""
+        """Adds or replaces a pod."""
         self._gone.pop(pod.uid, None)
         self._pods[pod.uid] = pod
 
     def deleted(self, pod: Pod) -> None:
-        """One is gone, or is no longer chosen."""
+        """Removes a pod that has gone, or that the selector no longer matches."""
         self._pods.pop(pod.uid, None)
         self._note_gone(pod.uid)
 
     def lost(self) -> None:
-        """Nothing more is heard: what can change may have changed."""
+        """Marks the table as not current, because the watch has ended."""
         self.is_current = False
 
     def withheld(self, uid: str) -> Withheld | None:
-        """What is known of a pod speaks against its server, or nothing does."""
+        """Returns the reason why the server in this pod should get no sessions; None: there is no reason."""
         pod = self._pods.get(uid)
         if uid in self._gone or (pod is not None and pod.is_leaving):
             return Withheld.LEAVING
@@ -132,7 +132,7 @@ class PodTable:
 
 
 def withheld_servers(servers: Iterable[pb.PlacedServer], table: PodTable) -> dict[str, Withheld]:
-    """The servers, by id, that their pods speak against. Servers outside of Kubernetes have no pod."""
+    """Returns the reasons of all withheld servers, by server id. Servers outside of Kubernetes are never withheld."""
     reasons = {each.server.server_id: table.withheld(each.server.pod_uid) for each in servers if each.server.pod_uid}
     return {server_id: reason for server_id, reason in reasons.items() if reason is not None}
 

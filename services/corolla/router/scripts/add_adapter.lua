@@ -1,5 +1,6 @@
--- Registers an adapter, or its name anew. ARGV: name, digest, serialised RegisteredAdapter, how many there may be.
--- Returns 1; 0 where there are as many.
+-- Registers an adapter, or replaces the one with its name.
+-- ARGV: name, digest, serialised RegisteredAdapter, the greatest number of adapters.
+-- Returns 1; 0 if that number is reached.
 local before = redis.call('HGET', ADAPTERS, ARGV[1])
 local entry = ARGV[2] .. ARGV[3]
 if before == entry then return 1 end

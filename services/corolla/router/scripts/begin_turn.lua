@@ -1,5 +1,7 @@
--- ARGV: session id, tenant, turn id, lock in ms, how many bytes the tenant may have stored or 0. A turn that already holds the lock gets it again, and one of the same
--- name takes it over; the name ends at the first dot. A turn that was written already may be read again.
+-- Locks a session for a turn.
+-- ARGV: session id, tenant, turn id, lock in ms, the greatest number of the tenant's stored bytes or 0.
+-- A turn that already holds the lock gets it again. A turn of the same name takes the lock over; the name ends at the
+-- first dot. The bound of bytes does not apply to a turn that was written already, since it only reads the result.
 local function name_of(turn_id) return string.match(turn_id, '^[^.]*') end
 local record = owned(ARGV[1], ARGV[2])
 if not record then return {'missing'} end
@@ -10,7 +12,7 @@ local is_over = written and name_of(written) == name_of(ARGV[3])
 if most_bytes > 0 and holder ~= ARGV[3] and not is_over and stored_bytes(ARGV[2]) >= most_bytes then
   return {'quota', 'stored_session_bytes'}
 end
--- Raised here and nowhere else, so that no two turns open a hop with the same epoch, whatever became of the earlier one.
+-- Only this script raises the epoch. So two turns never open a hop with the same epoch, even if the earlier one failed.
 if holder ~= ARGV[3] then redis.call('HINCRBY', session_key(ARGV[1]), 'epoch', 1) end
 redis.call('SET', turn_key(ARGV[1]), ARGV[3], 'PX', ARGV[4])
 keep_at_least(ARGV[1], tonumber(ARGV[4]))

@@ -1,5 +1,5 @@
--- ARGV: session id, tenant, name of this call. The same call again gets the same answer: the first may be lost, and no
--- other call tells where the session is to be freed.
+-- Deletes a session. ARGV: session id, tenant, name of this call.
+-- A repeated call gets the same answer, because the first may be lost, and only this answer names the hops to free.
 local record = owned(ARGV[1], ARGV[2])
 if not record then
   local deleted = redis.call('HMGET', deleted_key(ARGV[3]), 'record', 'epoch')

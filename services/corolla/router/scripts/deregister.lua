@@ -1,5 +1,5 @@
--- Removes a server at once. ARGV: server id, who asks or ''. Returns 1; 0 when it was not there; 3 when somebody else
--- registered it.
+-- Removes a server at once. ARGV: server id, the caller's workload or ''.
+-- Returns 1; 0 if the server is unknown; 3 if another workload registered it.
 local entry = redis.call('HGET', SERVERS, ARGV[1])
 if not entry then return 0 end
 if is_anothers(ARGV[1], ARGV[2]) then return 3 end

@@ -1,4 +1,4 @@
--- Marks the servers at a server's host as slower than they say. Returns 1 if they were not marked before.
+-- Marks the servers at a server's host as slower than they report. Returns 1 if they were not marked before.
 -- ARGV: server id, ms.
 local entry = redis.call('HGET', SERVERS, ARGV[1])
 if not entry then return 0 end

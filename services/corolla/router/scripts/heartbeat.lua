@@ -1,6 +1,7 @@
--- Renews a lease with a new state and load. ARGV: server id, address or '', lease, lease in ms, who asks or ''.
--- Returns 1; 0 when the server is not known; 2 when another one has its address; 3 when somebody else registered it; the span that it is to
--- move to.
+-- Renews a lease with a new state and load.
+-- ARGV: server id, address or '', lease, lease in ms, the caller's workload or ''.
+-- Returns 1; 0 if the server is unknown; 2 if another server has its address; 3 if another workload registered it; or
+-- the span to which the server must move.
 local READY, DRAINING = '2', '3'
 listening_since(tonumber(ARGV[4]))
 local holder = redis.call('HGET', ADDRESSES, ARGV[2])
@@ -14,10 +15,10 @@ local state = string.sub(ARGV[3], 1, 1)
 if was_suspected or string.sub(before, 1, 1) ~= state then changed(ARGV[1]) end
 local order = redis.call('HMGET', ORDER, 'server', 'address', 'span', 'version')
 if order[1] == ARGV[1] and state ~= DRAINING then
-  -- As long as it has not begun to move, it need not: what was decided on another placement may leave blocks alone.
+  -- A server that has not begun to move need not move if the placement has changed: the move might uncover blocks.
   if order[4] == version() then return order[3] end
   redis.call('DEL', ORDER)
 elseif order[1] and order[1] ~= ARGV[1] and order[2] == ARGV[2] and state == READY then
-  redis.call('DEL', ORDER)  -- its next incarnation is there
+  redis.call('DEL', ORDER)  -- the server has moved, and is registered under its new id
 end
 return 1

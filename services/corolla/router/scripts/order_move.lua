@@ -1,9 +1,9 @@
--- Orders a server to hold another span, if the placement is still the one that this was decided on and no move is under
--- way. ARGV: expected version, server id, span, ms in which it must be back, whether blocks without a server need it (0 or
--- 1), ms for which moves without such a need have to wait afterwards. Returns 1 if ordered.
+-- Orders a server to move to another span, if the placement has the expected version and no other move is ordered.
+-- ARGV: expected version, server id, span, ms in which the server must be back, 1 if the move covers uncovered blocks
+-- or else 0, ms for which later moves with 0 must wait. Returns 1 if ordered.
 local entry = redis.call('HGET', SERVERS, ARGV[2])
 if version() ~= ARGV[1] or not entry or redis.call('EXISTS', ORDER) == 1 then return 0 end
--- They wait twice as long each time, as long as the servers are the same: speeds that waver must not keep them moving.
+-- While the servers stay the same, the wait doubles with each move: fluctuating speeds must not keep servers moving.
 local addresses = redis.call('HKEYS', ADDRESSES)
 table.sort(addresses)
 local among, pause_ms = table.concat(addresses, ' '), tonumber(ARGV[6])

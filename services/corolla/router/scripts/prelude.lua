@@ -1,5 +1,5 @@
--- Stands before every script. KEYS[1] is the prefix of all keys of one model, its hash tag included.
--- Time is Redis' own: no clock of another machine takes part in any decision.
+-- This text is put before every script. KEYS[1] is the prefix of all keys of one model, with the model's hash tag.
+-- All times are of Redis' own clock, so no other machine's clock affects a decision.
 local PREFIX = KEYS[1]
 local PLACEMENT = PREFIX .. 'placement'    -- hash: version, blocks
 local SERVERS = PREFIX .. 'servers'        -- hash: server id -> address, newline, serialised PlacedServer without state and load
@@ -7,45 +7,45 @@ local ADDRESSES = PREFIX .. 'addresses'    -- hash: address -> server id
 local CHANGES = PREFIX .. 'changes'        -- stream: an entry for each change of the version
 local SESSIONS = PREFIX .. 'sessions'      -- sorted set: session id by the millisecond at which it expires
 local LEASES = PREFIX .. 'leases'          -- hash: server id -> one digit, its state, then serialised PlacedServer with only state and load
-local WORKLOADS = PREFIX .. 'workloads'    -- hash: server id -> who registered it, where routers ask that
+local WORKLOADS = PREFIX .. 'workloads'    -- hash: server id -> the workload that registered it, if authenticated
 local HEARD = PREFIX .. 'heard'            -- sorted set: server id by the millisecond of its last heartbeat
-local LISTENING = PREFIX .. 'listening'    -- hash: since when a router has been there to hear heartbeats, and when one was last
-local STORE_ID = PREFIX .. 'store'          -- string: names this memory of the store; another one after it was lost
+local LISTENING = PREFIX .. 'listening'    -- hash: since when routers have listened for heartbeats without a gap, and when a router last did
+local STORE_ID = PREFIX .. 'store'          -- string: the id of this data set; Redis gets another one after it has lost its data
 local ADAPTERS = PREFIX .. 'adapters'      -- hash: name -> 64 digits, its digest, then serialised RegisteredAdapter
-local REMOVED_ADAPTERS = PREFIX .. 'removed_adapters' -- hash with a TTL: name, space, digest of what was taken out -> 1
-local ORDER = PREFIX .. 'order'            -- hash with a TTL: the move under way: server, address, span, version
-local PAUSE = PREFIX .. 'pause'            -- string with a TTL: moves that only make it faster have to wait
-local PATIENCE = PREFIX .. 'patience'      -- hash with a TTL: how long they waited last, and among which servers
+local REMOVED_ADAPTERS = PREFIX .. 'removed_adapters' -- hash with a TTL: name, space, digest of a removed adapter -> 1
+local ORDER = PREFIX .. 'order'            -- hash with a TTL: the ordered move: server, address, span, version
+local PAUSE = PREFIX .. 'pause'            -- string with a TTL: while it exists, moves that only make the model faster must wait
+local PATIENCE = PREFIX .. 'patience'      -- hash with a TTL: the last wait of such moves, and the servers at that time
 local TAKERS = PREFIX .. 'takers'          -- sorted set with a TTL: client service by the millisecond of its last take
-local ALL_SESSIONS = 'of all'             -- no session's id has a space
-local FORGOTTEN_AFTER_MS = 86400000        -- a model that nobody has served for so long is forgotten
+local ALL_SESSIONS = 'of all'             -- no session's id contains a space
+local FORGOTTEN_AFTER_MS = 86400000        -- the time after which a model without servers is forgotten
 local MOST_SESSION_TTL_MS = 2592000000
-local MOST_ARGUMENTS = 1000                -- of one command; Lua unpacks no more than some thousands
-local MOST_EXPIRED = 256                   -- sessions that one call forgets; the next ones forget the others
-local MOST_REMOVED = 1024                  -- adapters that were taken out and that servers learn of
-local REPEATED_WITHIN_MS = 30000           -- a call whose answer was lost
+local MOST_ARGUMENTS = 1000                -- arguments of one command; Lua unpacks no more than some thousands
+local MOST_EXPIRED = 256                   -- expired sessions that one call removes; the next calls remove the others
+local MOST_REMOVED = 1024                  -- removed adapters that are remembered, so that servers learn of them
+local REPEATED_WITHIN_MS = 30000           -- the time in which a call whose answer was lost is repeated
 
--- String with a TTL: somebody reported that the server failed.
+-- String with a TTL: a client service reported that the server failed.
 local function suspect_key(server_id) return PREFIX .. 'suspect:' .. server_id end
--- String with a TTL: what speaks against a server that says it is ready: `leaving` or `unready`.
+-- String with a TTL: why a server that reports to be ready is withheld: `leaving` or `unready`.
 local function withheld_key(server_id) return PREFIX .. 'withheld:' .. server_id end
--- String with a TTL: chains through servers at this host were far slower than those said. It outlasts them.
+-- String with a TTL: chains through servers at this host were far slower than reported. It outlasts these servers.
 local function doubted_key(address) return PREFIX .. 'doubted:' .. (string.match(address, '.*:') or '') end
--- String with a TTL: who alone does what one router is enough for.
+-- String with a TTL: the id of the router that alone does a task.
 local function lead_key(task) return PREFIX .. 'lead:' .. task end
--- Hash with a TTL: tenant, record, chain, epoch, the id of the turn that ended last, and of the last one that wrote.
+-- Hash with a TTL: tenant, record, chain, epoch, the id of the last turn that ended, and of the last turn that wrote.
 local function session_key(session_id) return PREFIX .. 'session:' .. session_id end
 -- Sorted set with a TTL: the sessions of one tenant, by the millisecond at which they expire.
 local function tenant_key(tenant) return PREFIX .. 'tenant:' .. tenant end
 -- Hash with a TTL: session of one tenant -> bytes of its record and chain, and ALL_SESSIONS -> their sum.
 local function tenant_bytes_key(tenant) return PREFIX .. 'tenant_bytes:' .. tenant end
--- Hash with a TTL: of one tenant, `level <quota>` and `since <quota>` of what flows, `held <quota>` of what is held.
+-- Hash with a TTL for one tenant: `level <quota>` and `since <quota>` of rates, `held <quota>` of what is in use.
 local function quotas_key(tenant) return PREFIX .. 'quotas:' .. tenant end
--- Hash with a TTL: request of the tenant -> JSON, what it has taken of each quota: `spent` and `held`.
+-- Hash with a TTL: request of the tenant -> JSON with its use of each quota: `spent` of rates, `held` of the others.
 local function quota_takes_key(tenant) return PREFIX .. 'quota_takes:' .. tenant end
--- Sorted set with a TTL: those requests, by the millisecond at which they give back what they hold.
+-- Sorted set with a TTL: these requests, by the millisecond at which their lease ends.
 local function quota_leases_key(tenant) return PREFIX .. 'quota_leases:' .. tenant end
--- The hash of a session that was deleted by a call of this name.
+-- The hash of a session that the call of this name has deleted.
 local function deleted_key(call) return PREFIX .. 'deleted:' .. call end
 -- String with a TTL: the id of the turn that holds the session.
 local function turn_key(session_id) return PREFIX .. 'turn:' .. session_id end
@@ -55,7 +55,7 @@ local function now_ms()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
--- A version that is none begins anew.
+-- Returns the version of the placement; 0 if it is missing or not a valid number.
 local function version()
   local found = redis.call('HGET', PLACEMENT, 'version') or '0'
   local number = tonumber(found)
@@ -63,7 +63,7 @@ local function version()
   return '0'
 end
 
--- Versions start at the time in microseconds, so that they keep growing when the store has lost everything.
+-- Raises the version. Versions start at the time in microseconds, so they keep growing after Redis has lost its data.
 local function changed(server_id)
   if version() == '0' then
     local time = redis.call('TIME')
@@ -75,11 +75,12 @@ local function changed(server_id)
   redis.call('PEXPIRE', CHANGES, FORGOTTEN_AFTER_MS)
 end
 
--- Of an entry without a line feed, which no router wrote, both are the whole entry.
+-- The two parts of a server's entry. If it has no line feed, which no router writes, both are the whole entry.
 local function address_of(entry) return string.sub(entry, 1, (string.find(entry, '\n', 1, true) or 0) - 1) end
 local function description_of(entry) return string.sub(entry, (string.find(entry, '\n', 1, true) or 0) + 1) end
 
--- Servers that have an adapter learn that sessions with it are to end. First, and freeing: a full store lets it happen.
+-- Removes an adapter, and remembers it, so that its servers end sessions with it. The first write frees memory, so a
+-- full Redis allows it.
 local function take_out(name, entry)
   redis.call('HDEL', ADAPTERS, name)
   if redis.call('HLEN', REMOVED_ADAPTERS) >= MOST_REMOVED then redis.call('DEL', REMOVED_ADAPTERS) end
@@ -87,8 +88,8 @@ local function take_out(name, entry)
   redis.call('PEXPIRE', REMOVED_ADAPTERS, FORGOTTEN_AFTER_MS)
 end
 
--- Silence counts against a server only while somebody listened: not while routers were away, nor while the store was
--- frozen, nor while it was too full to note a heartbeat. A clock that was set, in either direction, begins it anew.
+-- Returns since when routers have listened for heartbeats. A server's silence counts only from then: not while all
+-- routers were down, Redis was frozen, or Redis was too full to store a heartbeat. A change of the clock restarts it.
 local function listening_since(lease_ms)
   local now = now_ms()
   local listened = redis.call('HMGET', LISTENING, 'since', 'last')
@@ -99,13 +100,13 @@ local function listening_since(lease_ms)
   return since
 end
 
--- A heartbeat.
+-- Stores a heartbeat.
 local function hear(server_id, lease)
   redis.call('HSET', LEASES, server_id, lease)
   redis.call('ZADD', HEARD, string.format('%.0f', now_ms()), server_id)
 end
 
--- Whether a server was registered by somebody else. Where nobody is asked, `workload` is empty, and everybody may.
+-- Whether another workload registered the server. Without authentication, `workload` is empty, and the answer is false.
 local function is_anothers(server_id, workload)
   local registered = redis.call('HGET', WORKLOADS, server_id)
   return workload ~= '' and registered and registered ~= workload
@@ -121,7 +122,7 @@ local function remove(server_id, entry)
   if redis.call('HGET', ADDRESSES, address) == server_id then redis.call('HDEL', ADDRESSES, address) end
 end
 
--- The session's record if `tenant` owns it.
+-- Returns the session's record if `tenant` owns it, else false.
 local function owned(session_id, tenant)
   local fields = redis.call('HMGET', session_key(session_id), 'tenant', 'record')
   if fields[1] == tenant then return fields[2] end
@@ -138,7 +139,7 @@ local function store_id()
   return id
 end
 
--- A session of the tenant has so many bytes from now on.
+-- Sets the number of bytes of a session of the tenant.
 local function count_bytes(session_id, tenant, num_bytes)
   local key = tenant_bytes_key(tenant)
   local before = tonumber(redis.call('HGET', key, session_id) or '0')
@@ -150,12 +151,12 @@ local function record_bytes(session_id)
   return redis.call('HSTRLEN', session_key(session_id), 'record') + redis.call('HSTRLEN', session_key(session_id), 'chain')
 end
 
--- Sessions of the tenant that have expired and are still counted.
+-- Returns the sessions of the tenant that have expired and are still counted.
 local function expired_sessions(tenant, most)
   return redis.call('ZRANGEBYSCORE', tenant_key(tenant), '-inf', string.format('%.0f', now_ms()), 'LIMIT', 0, most)
 end
 
--- Bytes that the tenant has stored. It writes nothing: it comes before what a full store may refuse.
+-- Returns the bytes that the tenant has stored. It writes nothing, since it runs before the script's first write.
 local function stored_bytes(tenant)
   local key = tenant_bytes_key(tenant)
   local sum = tonumber(redis.call('HGET', key, ALL_SESSIONS) or '0')
@@ -190,7 +191,7 @@ local function keep(session_id, ttl_ms)
   redis.call('PEXPIRE', STORE_ID, MOST_SESSION_TTL_MS)
 end
 
--- A running turn outlasts the session's own time to live.
+-- Extends the session's time to live to that of a running turn.
 local function keep_at_least(session_id, ttl_ms)
   if redis.call('PTTL', session_key(session_id)) < ttl_ms then keep(session_id, ttl_ms) end
 end

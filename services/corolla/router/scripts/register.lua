@@ -1,6 +1,6 @@
--- Commits a span if the placement is still the one that it was chosen on. Returns 1; 0 when it is not; 3 when somebody
--- else registered this server, or the one at its address. ARGV: expected version, server id, address, description, lease,
--- number of blocks, who asks or ''.
+-- Registers a server with its span, if the placement still has the version on which the span was chosen.
+-- ARGV: expected version, server id, address, description, lease, number of blocks, the caller's workload or ''.
+-- Returns 1; 0 if the version is another; 3 if another workload registered this server, or the one at its address.
 if version() ~= ARGV[1] then return 0 end
 local server_id, address = ARGV[2], ARGV[3]
 local older = redis.call('HGET', ADDRESSES, address)

@@ -1,24 +1,24 @@
--- Lists the servers and removes those that were silent for a lease: whoever looks first turns an expiry into a change.
--- ARGV: session id or '', lease in ms, 1 where adapters are asked for.
--- Returns version, number of blocks, id of the last change, each server's id and description, the session's chain, then
--- each adapter's name and entry, and each one that was taken out, where they are asked for.
+-- Lists the servers, and removes those that were silent for a lease. So the first snapshot after an expiry makes it a
+-- change. ARGV: session id or '', lease in ms, 1 to list adapters, too.
+-- Returns version, number of blocks, id of the last change, each server's id and description, the session's chain, each
+-- adapter's name and entry, and each removed adapter.
 local SUSPECTED = string.char(0x28, 1)    -- PlacedServer.suspected = true, serialised
 local DOUBTED = string.char(0x30, 1)      -- PlacedServer.doubted = true, serialised
-local DRAINING = string.char(0x18, 3)     -- PlacedServer.state = DRAINING, serialised; the last one said holds
+local DRAINING = string.char(0x18, 3)     -- PlacedServer.state = DRAINING, serialised; the last value of a field wins
 local now = now_ms()
 local silent_since = now - tonumber(ARGV[2])
 local live = {}
 local entries = redis.call('HGETALL', SERVERS)
--- Nothing is written of a model that has no server: anybody may ask for any name.
+-- The script writes nothing for a model without servers, because callers may ask for any name.
 local may_expire = #entries > 0 and listening_since(tonumber(ARGV[2])) < silent_since
 for index = 1, #entries, 2 do
   local server_id, entry = entries[index], entries[index + 1]
   local lease = redis.call('HGET', LEASES, server_id)
   local heard = tonumber(redis.call('ZSCORE', HEARD, server_id) or '0')
-  -- The clock was set back: silence is counted from now on.
+  -- The clock was set back, so silence is counted from now on.
   if heard > now then redis.pcall('ZADD', HEARD, string.format('%.0f', now), server_id) end
   if lease and not (may_expire and heard < silent_since) then
-    -- Two serialised halves of a message, one after the other, are the whole message.
+    -- In Protocol Buffers, two serialised halves of a message, one after the other, are the whole message.
     local marks = redis.call('MGET', suspect_key(server_id), withheld_key(server_id), doubted_key(address_of(entry)))
     local suspected = (marks[1] or marks[2] == 'unready') and SUSPECTED or ''
     local leaving = marks[2] == 'leaving' and DRAINING or ''

@@ -1,7 +1,7 @@
--- One request's take. ARGV: tenant, request, taker, lease in ms or 0 where the request has ended, then for each quota:
--- name, all that the request has used of it so far, limit, period in ms or 0 where it is held, 1 where it must fit.
--- What flows is a token bucket of `limit`, filled in one period; what is charged without having to fit may leave it
--- below zero. Amounts are sums, and are remembered as long as the lease runs: the same take again changes nothing.
+-- Counts one request's use of quotas. ARGV: tenant, request, taker, lease in ms or 0 if the request has ended, then for
+-- each quota: name, the sum that the request has used so far, limit, period in ms or 0 for a quota of what is in use,
+-- 1 if the use must fit. A quota with a period is a token bucket of size `limit`, which fills in one period; a use that
+-- need not fit may leave it below zero. Sums are remembered while the lease runs, so a repeated take changes nothing.
 local tenant, request, taker, lease_ms = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local quotas, takes, leases = quotas_key(tenant), quota_takes_key(tenant), quota_leases_key(tenant)
 local now = now_ms()
@@ -21,7 +21,7 @@ local function give_back(id)
 end
 
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', string.format('%.0f', now), 'LIMIT', 0, MOST_LAPSED)) do
-  -- This one is heard of just now.
+  -- The present request is still running.
   if id ~= request then give_back(id) end
 end
 
@@ -39,9 +39,9 @@ for at = 5, #ARGV, 5 do
   if period > 0 then
     local more = math.max(0, amount - (taken.spent[quota] or 0))
     local level, since = number_of('level ' .. quota) or limit, number_of('since ' .. quota) or now
-    -- A clock that was set back fills nothing.
+    -- If the clock was set back, nothing is filled.
     level = math.min(limit, level + math.max(0, now - since) * limit / period)
-    -- More than a full bucket can only ever be taken from a full one.
+    -- An amount larger than the bucket needs a full bucket.
     local needed = math.min(more, limit)
     if must_fit and more > 0 and level < needed then
       return {'quota', quota, string.format('%.0f', math.ceil((needed - level) * period / limit))}
