@@ -229,7 +229,7 @@ $(VENV)/bin/helm: | $(STAMP)
 # --- images ---------------------------------------------------------------------------------------------------------
 
 DOCKER ?= docker
-IMAGE_TAG ?= 0.1.0
+IMAGE_TAG ?= 0.2.0
 
 .PHONY: images
 images: ## Builds both images; DOCKER=podman and ARGS="--target demo" or others go to the builder.

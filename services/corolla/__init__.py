@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from corolla.sdk.async_client import AsyncClient as AsyncClient
     from corolla.sdk.client import Client as Client
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["AsyncClient", "Client", "__version__", "errors"]
 
 # transformers imports torchao where that is installed, which warns of its kernels for devices that are not there.

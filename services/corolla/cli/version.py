@@ -12,7 +12,7 @@ _CHECKOUT: Final = Path(__file__).resolve().parents[3]
 
 
 def version() -> str:
-    """The version with its commit, such as `0.1.0 (5f2c81a07d3e)`."""
+    """The version with its commit, such as `0.2.0 (5f2c81a07d3e)`."""
     commit = _built_from() or _checked_out()
     return f"{__version__} ({commit})" if commit else __version__
 
