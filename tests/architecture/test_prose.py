@@ -9,8 +9,8 @@ from typing import Final
 
 from tests.architecture.sources import ROOT, identify
 
-CLEAN: Final = ("tests", "benchmarks", "tools", "charts", "Makefile", "Dockerfile.client", "Dockerfile.server")
-"""The folders and files that keep to these rules; services/ comes next."""
+CLEAN: Final = ("services", "tests", "benchmarks", "tools", "charts", "Makefile", "Dockerfile.client", "Dockerfile.server")
+"""The folders and files that keep to these rules."""
 
 _OPENINGS: Final = re.compile(
     r"(?:Of|As|From|To|By|With|Without|For(?! example\b)|At|On)\b(?! (?:first|least|most|once)\b)"
