@@ -30,7 +30,7 @@ CAUSES: Final = ("idle", *(each.reason.lower() for each in (*RECOVERABLE, RouteU
 """Why a recovery was needed: hops had forgotten an idle session (`idle`), or a step failed with one of the others."""
 
 METHODS: Final = ("outputs", "outputs+tokens", "reopen", "tokens")
-"""How hops got the tokens that they lacked: from kept outputs, from tokens, or not at all (`reopen`)."""
+"""How hops got the tokens that they lacked: from boundary activations, from tokens, or not at all (`reopen`)."""
 
 MAX_DEATHS: Final = 2
 """How many deaths of servers at the same step end the request."""

@@ -101,7 +101,7 @@ class OpenOptions:
 
     Attributes:
         max_tokens: each hop reserves pages for this many tokens.
-        transient: passed to the hops as `Open.transient`.
+        transient: whether hops also free the session when the client's stream ends.
         lease_ms: how long the hops keep the session without hearing of it; None: the configured lease.
         recorded_chain: the chain of the session's last turn; its hops keep what they hold of the session.
         record_id: the id under which the router knows the session; empty where it does not.

@@ -216,7 +216,7 @@ class ChainSession(OpenSequences):
         return most is not None and self.position >= most and not self._binding.open_options.long_factors
 
     async def _take_long_factors(self) -> None:
-        """Has the hops compute the whole text again with the long factors, as transformers' `generate()` does, too."""
+        """Makes the hops compute the whole text again with the long factors, as transformers' `generate()` does."""
         self.end_ring()
         self._first_token = None
         self._sampler.pauses_at = None

@@ -1,1 +1,1 @@
-"""What runs a span of blocks: the runner, its ways to attend and to run whole blocks, and the choice among them."""
+"""Runs a span of blocks: the runner, its ways to attend and to run whole blocks, and the choice among them."""

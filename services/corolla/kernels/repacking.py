@@ -110,7 +110,7 @@ def lay_out(
     """
     num_rows, num_columns = weight.shape
     if num_columns % layout.block_weights:
-        raise ValueError(f"{num_columns} columns are no blocks of {layout.block_weights}")
+        raise ValueError(f"{num_columns} columns are not whole blocks of {layout.block_weights}")
     panels = empty_panels(num_rows, num_columns, layout) if into is None else into
     step = max(1, _CHUNK_WEIGHTS // (LANES * num_columns)) * LANES
     for first in range(0, num_rows, step):

@@ -389,7 +389,7 @@ def _find(name_or_path: str) -> Path | str:
         return path.resolve()
     if path.exists():
         raise CheckpointError(
-            f"{name_or_path} is no GGUF file; point to one, or to the folder that holds config.json and the weights."
+            f"{name_or_path} is not a GGUF file; point to one, or to the folder that holds config.json and the weights."
         )
     if not _HUB_ID.fullmatch(name_or_path) and not _HUB_FILE.fullmatch(name_or_path):
         raise CheckpointError(f"There is no folder {name_or_path}; check the path, or give {DEMO_MODEL!r} or a hub id.")

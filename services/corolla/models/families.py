@@ -242,7 +242,7 @@ def family_of(config: PretrainedConfig) -> Family:
     for name, value in family.required.items():
         if getattr(config, name, value) != value:
             raise UnsupportedFamily(
-                f"Of the family {model_type!r}, only checkpoints with {name}={value} are supported; choose another one."
+                f"Checkpoints of the family {model_type!r} are supported only with {name}={value}; choose another one."
             )
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise UnsupportedFamily("Only decoder-only models are supported; this checkpoint has an encoder.")

@@ -122,7 +122,7 @@ class Hub:
         if self.is_offline:
             if commit is None:
                 raise CheckpointError(
-                    f"{repository!r} is no local folder, the cache {self.cache} does not know its revision "
+                    f"{repository!r} is not a local folder, the cache {self.cache} does not know its revision "
                     f"{revision or constants.DEFAULT_REVISION!r}, and the hub is not to be asked; fetch it where there "
                     "is a network, or give a local folder."
                 )

@@ -45,7 +45,7 @@ def hub_failure(error: Exception, repository: str, cache: str) -> CheckpointErro
         )
     if isinstance(error, (RepositoryNotFoundError, HFValidationError)):
         return CheckpointError(
-            f"{repository!r} is no local folder, and the hub does not know it or does not show it to this access "
+            f"{repository!r} is not a local folder, and the hub does not know it or does not show it to this access "
             "token; check the name and HF_TOKEN, or give a local folder."
         )
     if isinstance(error, HfHubHTTPError):
@@ -65,7 +65,7 @@ def hub_failure(error: Exception, repository: str, cache: str) -> CheckpointErro
     elif isinstance(error, OSError) and error.errno in _UNWRITABLE:
         return CheckpointError(f"{cache} cannot be written to; set HF_HOME to a folder that can.")
     return HubUnavailable(
-        f"{repository!r} is no local folder, and the hub cannot be reached or its answers break off; check the "
+        f"{repository!r} is not a local folder, and the hub cannot be reached or its answers break off; check the "
         "network, the proxy and HF_ENDPOINT, or give a local folder."
     )
 

@@ -167,7 +167,7 @@ class HubSnapshot:
             raise hub_failure(error, self.repository, str(cache)) from error
         if num_bytes > num_free_bytes:
             raise CheckpointError(
-                f"{cache} has {num_free_bytes >> 20} MiB left, and what is missing of {self.repository!r} has "
+                f"{cache} has {num_free_bytes >> 20} MiB left, and the missing files of {self.repository!r} have "
                 f"{num_bytes >> 20} MiB; give the cache more room, or hold fewer blocks."
             )
 

@@ -73,4 +73,4 @@ class Manifest:
             }
             return cls(str(content["commit"]), files)
         except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError("this is no manifest") from error
+            raise ValueError("this is not a manifest") from error

@@ -31,7 +31,7 @@ class InPieces:
         dtype: the dtype of a large matrix after reading, whatever the file holds.
 
     Attributes:
-        dtype: see there; it may be changed before the tensor is read.
+        dtype: the same; it may be changed before the tensor is read.
     """
 
     def __init__(self, stored: Any, dtype: torch.dtype) -> None:

@@ -30,7 +30,7 @@ class RotaryTable:
 
     @property
     def table(self) -> Tensor:
-        """The table `[positions, 2, head_dim]` as it is now; empty where rows are computed in each call."""
+        """The current table `[positions, 2, head_dim]`; empty where rows are computed in each call."""
         return self._table
 
     def rows(self, position_ids: Tensor, end: int, like: Tensor) -> tuple[Tensor, Tensor]:

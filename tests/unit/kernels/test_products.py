@@ -190,5 +190,5 @@ def test_a_product_with_plain_weights_is_the_same_in_any_company(
 
 def test_plain_weights_are_laid_out_in_whole_blocks() -> None:
     assert lay_out(torch.ones(3, 5), PLAIN_FLOAT32).shape == (1, 5, 64)
-    with pytest.raises(ValueError, match="no blocks"):
+    with pytest.raises(ValueError, match="not whole blocks"):
         lay_out(torch.ones(3, 5, dtype=torch.bfloat16), PLAIN_BFLOAT16)

@@ -255,7 +255,7 @@ def test_no_block_is_larger_than_what_is_planned_by(tmp_path: Path, family: str)
     [
         ("./nowhere", r"There is no folder \./nowhere; check the path"),
         ("/no/such/folder", r"There is no folder /no/such/folder; check the path"),
-        ("nobody/no-such-model", r"'nobody/no-such-model' is no local folder, .* give a local folder"),
+        ("nobody/no-such-model", r"'nobody/no-such-model' is not a local folder, .* give a local folder"),
         ("", r"No model is named; give"),
     ],
 )
@@ -268,7 +268,7 @@ def test_a_missing_checkpoint_is_refused(
 
 
 def test_a_file_is_no_checkpoint(folder: Path) -> None:
-    with pytest.raises(CheckpointError, match="is no GGUF file; point to one, or to the folder"):
+    with pytest.raises(CheckpointError, match="is not a GGUF file; point to one, or to the folder"):
         Checkpoint.from_pretrained(str(folder / "config.json"))
 
 

@@ -346,7 +346,7 @@ def test_a_refusal_is_not_tried_again(server: HubServer, tmp_path: Path, status:
 
 
 def test_an_unknown_model_or_revision_is_named(hub: Hub) -> None:
-    with pytest.raises(CheckpointError, match="'nobody/none' is no local folder, and the hub does not know it"):
+    with pytest.raises(CheckpointError, match="'nobody/none' is not a local folder, and the hub does not know it"):
         Checkpoint.from_pretrained("nobody/none", hub=hub)
     with pytest.raises(CheckpointError, match="no such revision"):
         opened(hub, "v7")
@@ -381,7 +381,7 @@ def test_files_beyond_the_free_disk_space_are_refused_before_the_fetch(
 ) -> None:
     checkpoint = opened(hub)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(total=10, used=9, free=1))
-    with pytest.raises(CheckpointError, match=r"MiB left, and what is missing .* give the cache more room"):
+    with pytest.raises(CheckpointError, match=r"MiB left, and the missing files .* give the cache more room"):
         load_span(checkpoint, Span(0, 1), dtype=torch.float32)
     assert server.sent_shards() == []
 

@@ -1,1 +1,1 @@
-"""A backend for each way to attend to keys and values on pages; `batch` has what they share."""
+"""The backends that attend to keys and values on pages; `batch` has the parts that they share."""

@@ -34,7 +34,7 @@ _REFUSED: Final = {
     "trainable_token_indices": "it changes embeddings (trainable_token_indices); merge it into the checkpoint",
     "fan_in_fan_out": "its weights are transposed (fan_in_fan_out); only linear layers of the usual layout are served",
     "lora_bias": "it has biases (lora_bias); train it without",
-    "target_parameters": "it changes parameters that are no linear layers (target_parameters); merge it",
+    "target_parameters": "it changes parameters outside of linear layers (target_parameters); merge it",
     "layer_replication": "it repeats layers of the base model (layer_replication); merge it into a checkpoint",
     "alora_invocation_tokens": "it begins to act in mid-text (alora_invocation_tokens), which is not served",
 }
@@ -70,7 +70,7 @@ class AdapterConfig:
         except (ValueError, RecursionError):
             stored = None
         if not isinstance(stored, dict):
-            raise AdapterError(f"{CONFIG_FILE} is no object in JSON")
+            raise AdapterError(f"{CONFIG_FILE} is not a JSON object")
         _check_kind(stored)
         targets = stored.get("target_modules")
         is_list = isinstance(targets, list) and all(isinstance(each, str) for each in targets)
@@ -101,7 +101,7 @@ class AdapterConfig:
 
 def _check_kind(stored: Mapping[str, Any]) -> None:
     if stored.get("peft_type") != "LORA":
-        raise AdapterError("it is no LoRA adapter (peft_type); only those are served")
+        raise AdapterError("it is not a LoRA adapter (peft_type); only those are served")
     for name, sentence in _REFUSED.items():
         if stored.get(name):
             raise AdapterError(sentence)

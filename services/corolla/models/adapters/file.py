@@ -135,7 +135,7 @@ def _read_config(folder: Path) -> bytes:
 
 def _no_weights() -> AdapterError:
     return AdapterError(
-        f"there is no {WEIGHTS_FILE} that can be read; pickled ones are never loaded; save it with safetensors"
+        f"there is no {WEIGHTS_FILE} that can be read; pickled weights are never loaded; save them with safetensors"
     )
 
 
@@ -154,7 +154,7 @@ def _read_header(file: IO[bytes]) -> bytes:
     (num_bytes,) = _HEADER_LENGTH.unpack(start)
     num_file_bytes = os.fstat(file.fileno()).st_size
     if num_bytes > MAX_HEADER_BYTES or num_bytes > num_file_bytes or num_file_bytes > MAX_FILE_BYTES:
-        raise AdapterError(f"{WEIGHTS_FILE} is no safetensors file, or a larger one than is served")
+        raise AdapterError(f"{WEIGHTS_FILE} is not a safetensors file, or larger than what is served")
     header = file.read(num_bytes)
     if len(header) < num_bytes:
         raise AdapterError(f"{WEIGHTS_FILE} is cut short")
@@ -223,7 +223,7 @@ def _check(config: AdapterConfig, parts: tuple[ProductPart, ...]) -> None:
         if not (down.shape[0] == up.shape[1] == config.rank_of(down.name)) or down.name != up.name:
             raise AdapterError(f"{down.name[:128]} has another rank than {CONFIG_FILE} says")
         if not config.targets_module(down.name):
-            raise AdapterError(f"{down.name[:128]} is none of target_modules")
+            raise AdapterError(f"{down.name[:128]} is not among target_modules")
 
 
 def _read_data(

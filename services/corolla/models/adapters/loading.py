@@ -50,7 +50,7 @@ def load_adapter(
         lambda num_values: check_bytes(num_values * model.dtype.itemsize),
     )  # fmt: skip
     if digest and contents.digest != digest:
-        raise AdapterError("its files are others than those that were registered; register them anew")
+        raise AdapterError("its files differ from those that were registered; register them again")
     for part in contents.parts:
         if part.block >= num_blocks or not part.name.endswith(f"{model.family.layers}.{part.block}.{part.module}"):
             raise AdapterError(f"it was made for another model: this one has no {part.name[:128]}")

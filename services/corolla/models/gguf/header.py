@@ -148,7 +148,7 @@ def raw_bytes(tensor: GgufTensor, start: int, num_bytes: int) -> bytes:
 
 
 def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor], bytes]:
-    damaged = CheckpointError(f"{path} is damaged, cut short or no GGUF file; fetch it again.")
+    damaged = CheckpointError(f"{path} is damaged, cut short or not a GGUF file; fetch it again.")
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return _Reader(path, content).read()
@@ -235,7 +235,7 @@ class _Reader:
             )
         _, block_weights, block_bytes = TYPES[type_number]
         if not shape or shape[-1] % block_weights:
-            raise ValueError("a row that is no whole number of blocks")
+            raise ValueError("a row that is not a whole number of blocks")
         num_bytes = math.prod(shape) // block_weights * block_bytes
         if start + offset + num_bytes > len(self._content):
             raise ValueError("a tensor that ends behind the file")

@@ -166,7 +166,7 @@ def _packed_shape(parts: Parts) -> tuple[int, ...]:
     expect(parts, "weight_shape", {"I32", "I64"}, (2,))
     shape = tuple(int(size) for size in parts["weight_shape"][...])
     if shape[0] != num_outputs or not 0 < shape[1] <= 32 * num_packed:
-        raise Unfit(f"has a weight_shape of {list(shape)}, which its packed numbers do not bear out")
+        raise Unfit(f"has a weight_shape of {list(shape)}, which does not fit its packed numbers")
     return shape
 
 

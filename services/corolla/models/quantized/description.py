@@ -67,7 +67,7 @@ def quantization_of(configuration: Mapping[str, Any]) -> Quantization | None:
     if stored is None:
         return None
     if not isinstance(stored, Mapping):
-        raise CheckpointError("config.json has a quantization_config that is none; fetch the checkpoint again.")
+        raise CheckpointError("config.json has a quantization_config that is not a table; fetch the checkpoint again.")
     method = stored.get("quant_method")
     if method is None and (stored.get("load_in_4bit") or stored.get("load_in_8bit")):
         method = "bitsandbytes"

@@ -98,6 +98,6 @@ class Gptq(Format):
             if not rest and scales == (num_groups, qweight[1]) and qzeros == zeros:
                 return scheme, num_inputs
         raise Unfit(
-            f"has parts of the shapes {list(qweight)}, {list(qzeros)} and {list(scales)}, which are of none of the "
-            "bits and groups that config.json names"
+            f"has parts of the shapes {list(qweight)}, {list(qzeros)} and {list(scales)}, which fit none of the bits "
+            "and groups that config.json names"
         )

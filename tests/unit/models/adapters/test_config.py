@@ -19,7 +19,7 @@ def parse(**changes: Any) -> AdapterConfig:
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"peft_type": "IA3"}, "no LoRA"),
+        ({"peft_type": "IA3"}, "not a LoRA"),
         ({"use_dora": True}, "DoRA"),
         ({"modules_to_save": ["embed_tokens"]}, "modules_to_save"),
         ({"trainable_token_indices": [3]}, "embeddings"),

@@ -121,5 +121,5 @@ def test_a_split_model_needs_all_its_parts(good: Path, tmp_path: Path) -> None:
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match="is no GGUF file"):
+    with pytest.raises(CheckpointError, match="is not a GGUF file"):
         Checkpoint.from_pretrained(str(tmp_path / "model.bin"))
