@@ -88,7 +88,7 @@ def _parser(request_class: type[message.Message], max_request_bytes: int) -> Cal
         try:
             return request_class.FromString(data)
         except DecodeError:
-            raise errors.MalformedMessage("request", f"the bytes are no {request_class.DESCRIPTOR.name}") from None
+            raise errors.MalformedMessage("request", f"the bytes are not a {request_class.DESCRIPTOR.name}") from None
 
     return parse
 

@@ -93,7 +93,7 @@ def run_service(settings_class: type[Settings], build: Callable[[Settings], Serv
         os.environ.setdefault(*TLS_1_3_ONLY)
         logs.configure(settings.log_level, settings.log_format, with_audit=settings.audit)
         for variable in sorted(REMOVED & os.environ.keys()):
-            log.warning("this variable is no setting any more, and changes nothing", extra={"variable": variable})
+            log.warning("this variable is not a setting any more, and is ignored", extra={"variable": variable})
         stop_tracing = export.start(settings.service_name)
         try:
             uvloop.run(_serve_until_signal(settings, build))
@@ -113,7 +113,7 @@ async def _serve_until_signal(settings: Settings, build: Callable[[Settings], Se
     def stop(number: signal.Signals) -> None:
         nonlocal is_signalled
         if not is_signalled:
-            log.info("stopping; once more ends it at once")
+            log.info("stopping; a second signal ends the process at once")
             is_signalled = True
             stopping.set()
             return

@@ -96,7 +96,7 @@ NO_LIMITS: Final = TenantLimits()
 
 def _guarantees_nothing(limits: TenantLimits) -> TenantLimits:
     if any(getattr(limits, each) is not None for each in _GUARANTEES):
-        raise ValueError("guarantees are of tenants that are named")
+        raise ValueError("guarantees are possible for named tenants only")
     return limits
 
 

@@ -98,7 +98,7 @@ class Registry:
                     await self._store.remember_model(server.model)
                     return span
                 await asyncio.sleep(random.uniform(0, min(_LONGEST_PAUSE_S, 0.001 * (attempt + 1))))
-        raise StoreUnavailable("the placement changes too fast to take part in it")
+        raise StoreUnavailable("the placement changes too fast to register a server")
 
     async def _commit(
         self, roster: Roster, server: pb.ServerDescription, span: Span, lease: bytes, workload: str

@@ -38,7 +38,7 @@ class CallerAddress:
         """Checks that `host:port` is the caller's. Raises AddressNotYours."""
         host = address.rpartition(":")[0].strip("[]").lower()
         if not any(_is_same(host, name.lower()) for name in self.names or (self.host,)):
-            raise AddressNotYours("neither the certificate of this server nor where it calls from gives it its address")
+            raise AddressNotYours("this server's address is neither in its certificate nor where its call comes from")
 
 
 def _is_same(host: str, name: str) -> bool:

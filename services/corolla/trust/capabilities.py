@@ -67,7 +67,7 @@ class Capabilities:
         signed = asked.capability
         signatory = self._credentials.signatories.find(signed.certificates)
         if signatory is None or not signatory.has_signed(signed.signature, _PURPOSE + signed.capability):
-            raise CapabilityDenied("no workload that this server knows has signed for the session")
+            raise CapabilityDenied("the session's capability is not signed by a workload that this server knows")
         workload = signatory.workload
         if not self._credentials.counts(signed.certificates[0]):
             raise CapabilityDenied("the certificate of who has signed for the session counts no longer")
@@ -76,7 +76,7 @@ class Capabilities:
         try:
             capability = pb.Capability.FromString(signed.capability)
         except DecodeError:
-            raise CapabilityDenied("what was signed is no capability") from None
+            raise CapabilityDenied("the signed message is not a capability") from None
         if workload.role is Role.LIBRARY and workload.name != capability.tenant:
             raise RoleDenied("a library's certificate names its tenant; this one is another")
         if self._now_ms() >= capability.expires_at_ms:

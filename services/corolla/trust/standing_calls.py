@@ -22,7 +22,7 @@ def end_once_unbelieved(call: Call[Any], is_believed: Callable[[], bool]) -> Non
     Raises:
         Unauthenticated: The certificate is not valid at the beginning.
     """
-    error = Unauthenticated("the certificate was revoked, has ended, or is of no authority that is believed")
+    error = Unauthenticated("the certificate was revoked, has ended, or is not of a trusted authority")
     if not is_believed():
         raise error
     loop, task = asyncio.get_running_loop(), asyncio.current_task()

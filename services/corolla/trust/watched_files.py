@@ -72,7 +72,7 @@ class WatchedFiles:
             self._bad = contents
             log.error("changed files cannot be used; the old ones stay", extra={"cause": _sentence(failure)})
         else:
-            log.info("changed files were taken", extra={"folder": str(self._folder)})
+            log.info("changed files are in use", extra={"folder": str(self._folder)})
 
     def _take_all(self) -> Contents:
         contents = self._read()
@@ -96,7 +96,7 @@ def _contents(path: Path) -> bytes:
 
 def _sentence(failure: Exception) -> str:
     if isinstance(failure, ssl.SSLError):
-        return "certificate, key and authority do not belong together, or are no PEM"
+        return "certificate, key and authority do not belong together, or are not in PEM"
     if isinstance(failure, OSError):
         return f"{Path(failure.filename or '').name or 'a file'} cannot be read: {failure.strerror}"
     return str(failure)
