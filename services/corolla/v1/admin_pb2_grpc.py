@@ -45,8 +45,8 @@ class AdminServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Drain(self, request, context):
-        """As SIGTERM: the server leaves the placement, takes no new sessions, hands over those that it holds, and ends. The
-        answer comes when nothing is left to be done but to end, at the latest when the time for it is over.
+        """Does the same as SIGTERM: the server leaves the placement, takes no new sessions, hands over those that it holds,
+        and ends. The answer comes just before the end, at the latest when the time for the drain is over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

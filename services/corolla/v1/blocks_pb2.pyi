@@ -3,8 +3,8 @@
 isort:skip_file
 The data plane between client services and block servers, and from one block server to the next.
 
-It runs over TCP connections of its own, not over gRPC: frames back to back, so that tensors are neither copied nor
-re-encoded. A frame is
+It uses its own TCP connections, not gRPC, so that tensors are neither copied nor re-encoded. A connection carries
+frames, one directly after the other. A frame is
 
   offset  size  little-endian
   0       2     magic 0xC0 0x01
@@ -14,8 +14,6 @@ re-encoded. A frame is
   8       4     length of the payload in bytes
   12            control part: the serialised message named next to the FrameKind
                 payload: raw tensor bytes, row-major, or nothing
-
-`Frames` stands for such a message in the service's description.
 
 A caller opens one long-lived stream per server and multiplexes all its sessions over it. Its first frame is Hello.
 Frames of one stream are handled in order. Positions are absolute: a server that holds more tokens than a step's
@@ -169,7 +167,7 @@ Global___TensorType: _TypeAlias = TensorType  # noqa: Y015
 
 @_typing.final
 class Ping(_message.Message):
-    """Asks a silent end of a connection whether it lives."""
+    """Asks the silent end of a connection for a Pong, to learn whether it still works."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -201,7 +199,7 @@ Global___Pong: _TypeAlias = Pong  # noqa: Y015
 
 @_typing.final
 class End(_message.Message):
-    """One end of a connection stops: nothing follows."""
+    """The last frame of one end of a connection."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -229,7 +227,7 @@ class End(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """Label in the error tree of what it found wrong; empty where nothing is."""
+    """The reason in the error tree, if the sender ends the connection because of an error; else empty."""
     message: _builtins.str
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
@@ -250,15 +248,15 @@ Global___End: _TypeAlias = End  # noqa: Y015
 
 @_typing.final
 class GoAway(_message.Message):
-    """The server's certificate has changed: the stream is to go on over another connection, which the caller opens with the
-    same Hello. Once that is welcome, both ends say it as their last frame on the old connection, the caller first.
+    """The server's certificate has changed, and the stream must continue over another connection. The caller opens it with
+    the same Hello. After its Welcome, both ends send GoAway as their last frame on the old connection, the caller first.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     IS_LAST_FIELD_NUMBER: _builtins.int
     is_last: _builtins.bool
-    """Nothing but pings follows on this connection from who says so: what follows is on the new one."""
+    """Whether the sender will send only pings on this connection, and everything else on the new one."""
     def __init__(
         self,
         *,
@@ -280,11 +278,13 @@ class Hello(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     STREAM_ID_FIELD_NUMBER: _builtins.int
     client_id: _builtins.bytes
-    """Who gets the results: 16 random bytes drawn at each start of a client service. Empty on streams between servers."""
+    """The client that gets the results: 16 random bytes, drawn at each start of a client service. Empty on streams
+    between servers.
+    """
     fingerprint: _builtins.str
     """The weights and protocol that the caller expects; a server with others refuses the stream."""
     stream_id: _builtins.bytes
-    """16 random bytes that name the stream, where it may go on over another connection: see GoAway."""
+    """The id of the stream, 16 random bytes, if it may continue over another connection: see GoAway."""
     def __init__(
         self,
         *,
@@ -315,11 +315,11 @@ class Welcome(_message.Message):
     dtype: Global___TensorType.ValueType
     max_tokens_per_frame: _builtins.int
     page_tokens: _builtins.int
-    """Tokens of one KV page; 0 where pages of other sessions are not reused."""
+    """Tokens of one KV page; 0: the server does not reuse pages of other sessions."""
     has_draft_model: _builtins.bool
-    """Whether it drafts tokens by a small model, for sessions whose last hop it is."""
+    """Whether the server has a draft model, for sessions whose last hop it is."""
     takes_stream_ids: _builtins.bool
-    """Whether it knows what Hello.stream_id is for."""
+    """Whether the server supports Hello.stream_id."""
     @_builtins.property
     def span(self) -> _common_pb2.BlockSpan: ...
     def __init__(
@@ -363,26 +363,26 @@ class Open(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     LONG_FACTORS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
-    """Answers carry the same number."""
+    """The number of this request, which its answer carries, too."""
     session_id: _builtins.bytes
     """16 random bytes."""
     epoch: _builtins.int
-    """Higher than any earlier one of this session. Frames of earlier epochs are discarded from now on."""
+    """The epoch, higher than any earlier one of this session. From now on, the server discards frames of earlier epochs."""
     tenant: _builtins.str
-    """Owner of the session; a session that exists with another owner is refused as lost."""
+    """The owner of the session. If the session exists with another owner, the open fails as for a lost session."""
     resume: _builtins.bool
-    """Keep what the server still holds of the session. Otherwise it starts empty."""
+    """Whether to keep what the server still holds of the session. Otherwise the session starts empty."""
     max_tokens: _builtins.int
-    """Pages for this many tokens are reserved now, or the open is refused."""
+    """The server reserves pages for this many tokens now, or refuses the open."""
     lease_ms: _builtins.int
-    """The session is freed when nothing was heard of it for so long."""
+    """The server frees the session after this time without a frame for it."""
     transient: _builtins.bool
-    """Free it as well when the client's stream ends."""
+    """Whether to free the session also when the client's stream ends."""
     keep_activations: _builtins.bool
-    """Keep what the blocks put out for the session, as far as there is memory for it: see Resend."""
+    """Whether to keep the outputs of the blocks for the session, if there is memory for them: see Resend."""
     long_factors: _builtins.bool
-    """Of a model whose rotary embedding is longrope: the text has become longer than the short factors are for, and all of
-    it is computed with the long ones. What a session holds that was computed with the others does not count.
+    """For a model with longrope embeddings: whether the text is too long for the short factors, so that all of it is
+    computed with the long ones. Cached tokens of the session that were computed with the short ones do not count.
     """
     @_builtins.property
     def blocks(self) -> _common_pb2.BlockSpan:
@@ -390,30 +390,30 @@ class Open(_message.Message):
 
     @_builtins.property
     def block_prompts(self) -> Global___BlockPrompts:
-        """What the payload is. Without it the session has no trained prompts, also if it had some in an earlier epoch."""
+        """The form of the payload. Without it the session has no trained prompts, even if it had some in an earlier epoch."""
 
     @_builtins.property
     def text(self) -> Global___ExpectedText:
-        """What the session is going to hold. Not together with prompts. If it holds nothing yet, it begins with the pages that
-        other sessions of the tenant computed for the same beginning; and what it computes will be found by others.
+        """The text that the session will hold; not together with prompts. An empty session begins with the pages that other
+        sessions of the tenant computed for the same beginning, and other sessions will find the pages that it computes.
         """
 
     @_builtins.property
     def sampler(self) -> Global___Sampler:
-        """Only to the last hop, of a session whose tokens that hop chooses: see Step.samples."""
+        """The sampler, sent only to the last hop of a session whose tokens that hop chooses: see Step.samples."""
 
     @_builtins.property
     def capability(self) -> Global___SignedCapability:
-        """Where both ends show certificates: without it, or with one for another session, the open is refused."""
+        """The capability, if both ends use certificates: without it, or with one for another session, the server refuses."""
 
     @_builtins.property
     def trace(self) -> Global___Trace:
-        """Only of a request that is traced: what the hop does for the session belongs to it."""
+        """The trace of the request, if it is traced: the hop's spans for the session belong to it."""
 
     @_builtins.property
     def adapter(self) -> _common_pb2.AdapterVersion:
-        """With which the session is computed. The server loads it first, if it does not have it. What a session holds that was
-        computed with another one, or with none, does not count.
+        """The adapter with which the session is computed; the server loads it first if needed. Cached tokens of the session
+        that were computed with another adapter, or without one, do not count.
         """
 
     def __init__(
@@ -447,16 +447,16 @@ Global___Open: _TypeAlias = Open  # noqa: Y015
 
 @_typing.final
 class Trace(_message.Message):
-    """A span of OpenTelemetry, as W3C's trace context writes it. One that is none is ignored."""
+    """A span of OpenTelemetry in the form of W3C's trace context. The receiver ignores an invalid one."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PARENT_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     parent: _builtins.str
-    """As the header traceparent."""
+    """The value of the header traceparent."""
     state: _builtins.str
-    """As the header tracestate."""
+    """The value of the header tracestate."""
     def __init__(
         self,
         *,
@@ -473,7 +473,9 @@ Global___Trace: _TypeAlias = Trace  # noqa: Y015
 
 @_typing.final
 class Capability(_message.Message):
-    """What a caller may hold on one hop, as Open says it. Another hop takes it from nobody but who opened the session."""
+    """The permission to hold one session on one hop, with the fields of its Open. Another hop accepts it only if it is
+    signed by the process that opened the session.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -490,7 +492,7 @@ class Capability(_message.Message):
     tenant: _builtins.str
     max_tokens: _builtins.int
     expires_at_ms: _builtins.int
-    """Unix time. Nobody opens the session with it, or hands it over, from then on."""
+    """The Unix time from which no server opens the session with it, or accepts its handover."""
     @_builtins.property
     def blocks(self) -> _common_pb2.BlockSpan: ...
     def __init__(
@@ -520,12 +522,14 @@ class SignedCapability(_message.Message):
     SIGNATURE_FIELD_NUMBER: _builtins.int
     CERTIFICATES_FIELD_NUMBER: _builtins.int
     capability: _builtins.bytes
-    """A Capability as it was serialised."""
+    """The serialised Capability."""
     signature: _builtins.bytes
-    """ECDSA with SHA-256, of "corolla capability 1" and a zero byte in front of it, by the key of the first certificate."""
+    """The ECDSA signature with SHA-256 of "corolla capability 1", a zero byte and the serialised Capability, by the key
+    of the first certificate.
+    """
     @_builtins.property
     def certificates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Of the client service or library that opened the session, and intermediate ones behind it. DER."""
+        """The certificate of the client service or library that opened the session, then intermediate ones, in DER."""
 
     def __init__(
         self,
@@ -544,7 +548,9 @@ Global___SignedCapability: _TypeAlias = SignedCapability  # noqa: Y015
 
 @_typing.final
 class Sampler(_message.Message):
-    """Who chooses a session's tokens on the last hop. A sampler is made from this anew each time that the session is opened."""
+    """The sampler that chooses a session's tokens on the last hop, which makes it anew each time that the session is
+    opened.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -568,7 +574,7 @@ class Sampler(_message.Message):
     BIASED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     BIASES_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """As SamplingParameters, with all values set."""
+    """The same fields as in SamplingParameters, with all values set."""
     top_k: _builtins.int
     top_p: _builtins.float
     min_p: _builtins.float
@@ -576,32 +582,36 @@ class Sampler(_message.Message):
     presence_penalty: _builtins.float
     frequency_penalty: _builtins.float
     num_logprobs: _builtins.int
-    """Log probabilities of so many tokens beside the chosen one; absent: none at all."""
+    """The number of most probable tokens whose log probabilities are reported with that of the chosen one; absent: no
+    log probabilities at all.
+    """
     seed: _builtins.int
-    """Where the random stream begins: at the seed or, where it is not empty, at this state, which a SampledRow brought."""
+    """The beginning of the random stream: the seed, or this state if it is not empty. A SampledRow brought the state."""
     state: _builtins.bytes
     num_skipped: _builtins.int
-    """How many choices were drawn from there already."""
+    """The number of choices that were already drawn since that beginning."""
     num_prompt_tokens: _builtins.int
     num_tokens_left: _builtins.int
-    """How many tokens the answer may still have, and the tokens that end it: what follows is not begun."""
+    """The number of tokens that the answer may still have, and the tokens that end it. No step begins after the end."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The text so far, the answer's tokens behind those of the prompt; empty where neither penalties nor drafts need it."""
+        """The text so far, first the prompt's tokens, then the answer's; empty if neither penalties nor drafts need it."""
 
     @_builtins.property
     def drafts(self) -> Global___Drafts:
-        """Drafts for the step that follows."""
+        """How to draft tokens for the next step."""
 
     @_builtins.property
     def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def grammar(self) -> Global___Grammar:
-        """Tokens that would break it are never chosen. It has read the answer's tokens of `token_ids`."""
+        """The grammar of the answer: tokens that would break it are never chosen. The answer's tokens in `token_ids` have
+        already advanced it.
+        """
 
     @_builtins.property
     def biased_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Added to the logits of these tokens, before all else."""
+        """Values that are added to the logits of these tokens, before all else."""
 
     @_builtins.property
     def biases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
@@ -640,13 +650,13 @@ Global___Sampler: _TypeAlias = Sampler  # noqa: Y015
 
 @_typing.final
 class Grammar(_message.Message):
-    """What an answer must be, as llguidance reads it."""
+    """The grammar of an answer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TEXT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """Its JSON form of a grammar."""
+    """The grammar in the JSON form of llguidance."""
     def __init__(
         self,
         *,
@@ -662,7 +672,7 @@ Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
 
 @_typing.final
 class Drafts(_message.Message):
-    """What to draft beside the sampler, so that one step may check several tokens."""
+    """How the last hop drafts tokens, so that one step may check several of them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -674,25 +684,25 @@ class Drafts(_message.Message):
         DESCRIPTOR: _descriptor.EnumDescriptor
         SOURCE_UNSPECIFIED: Drafts._Source.ValueType  # 0
         SOURCE_PROMPT_LOOKUP: Drafts._Source.ValueType  # 1
-        """What followed the last time that the text ran like this."""
+        """The tokens that followed the last earlier occurrence of the text's last tokens."""
         SOURCE_DRAFT_MODEL: Drafts._Source.ValueType  # 2
-        """The small model of the last hop; where that has none, nothing is drafted."""
+        """The draft model of the last hop; if it has none, nothing is drafted."""
 
     class Source(_Source, metaclass=_SourceEnumTypeWrapper): ...
     SOURCE_UNSPECIFIED: Drafts.Source.ValueType  # 0
     SOURCE_PROMPT_LOOKUP: Drafts.Source.ValueType  # 1
-    """What followed the last time that the text ran like this."""
+    """The tokens that followed the last earlier occurrence of the text's last tokens."""
     SOURCE_DRAFT_MODEL: Drafts.Source.ValueType  # 2
-    """The small model of the last hop; where that has none, nothing is drafted."""
+    """The draft model of the last hop; if it has none, nothing is drafted."""
 
     SOURCE_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     IS_ADAPTIVE_FIELD_NUMBER: _builtins.int
     source: Global___Drafts.Source.ValueType
     max_tokens: _builtins.int
-    """Of one step, at most."""
+    """The most draft tokens of one step."""
     is_adaptive: _builtins.bool
-    """Whether the number of draft tokens follows their success and cost; else it is always the most."""
+    """Whether the number of draft tokens adapts to their success and cost; else it is always the most."""
     def __init__(
         self,
         *,
@@ -715,10 +725,10 @@ class ExpectedText(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     PAGE_HASHES_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
-    """The last one is always left to be processed."""
+    """The number of tokens of the text. The last token is never taken from a cache, so that a step processes it."""
     page_hashes: _builtins.bytes
-    """16 bytes for each whole page of the text: the BLAKE2b digest of the one before and of the page's token ids, 4 bytes
-    little-endian each.
+    """16 bytes for each whole page of the text: the BLAKE2b digest of the previous page's digest and of the page's token
+    ids, with 4 little-endian bytes each.
     """
     def __init__(
         self,
@@ -780,10 +790,10 @@ class Opened(_message.Message):
     num_cached_tokens: _builtins.int
     min_position: _builtins.int
     """A step may begin at any position from here to num_cached_tokens, or at 0. In between, layers with a sliding window
-    have given back tokens that it would see.
+    have freed tokens that the step would need.
     """
     kept_start: _builtins.int
-    """The session's outputs that are kept here: those of the tokens [kept_start, kept_end)."""
+    """The tokens [kept_start, kept_end) are those whose outputs the server keeps for the session."""
     kept_end: _builtins.int
     def __init__(
         self,
@@ -822,22 +832,22 @@ class StepRow(_message.Message):
     session_id: _builtins.bytes
     epoch: _builtins.int
     position: _builtins.int
-    """Tokens of the session before this step."""
+    """The number of the session's tokens before this step."""
     num_tokens: _builtins.int
     num_result_tokens: _builtins.int
-    """Hidden states of this many last tokens come back with the result; 0 for a prompt's inner chunks."""
+    """The result contains the hidden states of this many last tokens; 0 for a prompt's inner chunks."""
     source_session_id: _builtins.bytes
-    """Before anything else, the session's tokens become those that this session held before the step: beams that swap,
-    branches that fork. All rows of a step do so at once. Empty: the session keeps its own.
+    """Before anything else, the session's tokens are replaced by those that this session held before the step, for beams
+    that swap and branches that fork. This happens for all rows of a step at once. Empty: the session keeps its own.
     """
     scratch_session_id: _builtins.bytes
-    """Takes the session's place on the hops that Step.scratch_hops names."""
+    """The session that replaces this one on the hops that Step.scratch_hops names."""
     client_id: _builtins.bytes
-    """Hello.client_id of the originating client, in a step whose own client_id is empty."""
+    """The Hello.client_id of the originating client, in a step whose own client_id is empty."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The new tokens, where the step brings them to block 0 instead of hidden states. Behind the first hop only those of
-        rows with several results: the last hop compares its choices with them.
+        """The new tokens, if the step brings token ids to block 0 instead of hidden states. After the first hop, only rows
+        with several results have them: the last hop compares its choices with them.
         """
 
     def __init__(
@@ -877,22 +887,24 @@ class Step(_message.Message):
     RING_FIELD_NUMBER: _builtins.int
     SPAN_ID_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
-    """Unique per client; the result and any fault carry it. A session's steps have rising ids: one that comes again, or
-    after a later one, is neither computed nor answered. 0 in a ring, where positions rise instead.
+    """The id of the step, unique per client; the result and any fault carry it. A session's steps have rising ids: a
+    server neither computes nor answers a step that comes again, or after a later one. 0 in a ring, where positions
+    rise instead.
     """
     client_id: _builtins.bytes
-    """Hello.client_id of the originating client; empty where the rows have several."""
+    """The Hello.client_id of the originating client; empty if the rows are of several clients."""
     dtype: Global___TensorType.ValueType
-    """Of the payload; absent where the rows bring token ids."""
+    """The type of the payload; absent if the rows bring token ids."""
     hidden_size: _builtins.int
     scratch_hops: _builtins.int
-    """Bit 0 stands for this hop, bit 1 for the next one, and so on: where it is set, the rows run in their scratch sessions
-    and leave the sessions themselves as they are. So hops that lost nothing can help to rebuild one behind them.
+    """Bit 0 stands for this hop, bit 1 for the next one, and so on. On hops whose bit is set, the rows run in their
+    scratch sessions and do not change the sessions themselves. So hops that lost nothing can help to rebuild a later
+    hop.
     """
     samples: _builtins.bool
-    """The last hop chooses tokens, by the samplers of the rows' sessions, instead of sending hidden states back."""
+    """Whether the last hop chooses tokens, by the samplers of the rows' sessions, instead of returning hidden states."""
     span_id: _builtins.bytes
-    """Only in what a client sends of a session that is traced: 8 bytes, the span of the trace that the hops' own belong to."""
+    """The span (8 bytes) that is the parent of the hops' spans, only in steps that a client sends of a traced session."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRow]: ...
     @_builtins.property
@@ -905,7 +917,7 @@ class Step(_message.Message):
 
     @_builtins.property
     def ring(self) -> Global___Ring:
-        """Set where the tokens that the last hop chooses go round."""
+        """The ring, if the last hop sends the tokens that it chooses to the first hop."""
 
     def __init__(
         self,
@@ -932,9 +944,9 @@ Global___Step: _TypeAlias = Step  # noqa: Y015
 
 @_typing.final
 class Ring(_message.Message):
-    """A decode that goes round without the client service: the last hop sends the tokens that it chooses to the client and, as
-    what the next step begins with, to the first hop. A client begins it by a step of one row. The first hop forms the steps
-    that follow, microbatches of all sessions that go the same way, whichever client they are of.
+    """A decode that goes round the chain without the client service: the last hop sends the tokens that it chooses to the
+    client, and also to the first hop, where they begin the next step. A client begins it with a step of one row. The
+    first hop forms the steps that follow: microbatches of all sessions with the same route, from all clients.
 
     The ring of a session ends with the last token that its sampler may choose, with its turn, or with a fault.
     """
@@ -946,13 +958,13 @@ class Ring(_message.Message):
     MAX_STEP_TOKENS_FIELD_NUMBER: _builtins.int
     CREDIT_END_FIELD_NUMBER: _builtins.int
     first_address: _builtins.str
-    """Of the first hop: host:port."""
+    """The address of the first hop: host:port."""
     microbatch: _builtins.int
-    """Number of the first hop, which Next brings back; 0 in the step by which a client begins."""
+    """The first hop's number of this microbatch, which Next brings back; 0 in the step with which a client begins."""
     max_step_tokens: _builtins.int
-    """In the step by which a client begins: tokens of one step, draft tokens included, at most."""
+    """The most tokens of one step, draft tokens included; only in the step with which a client begins."""
     credit_end: _builtins.int
-    """There, too: as of Credit."""
+    """The same as Credit.end; only in the step with which a client begins."""
     def __init__(
         self,
         *,
@@ -971,7 +983,7 @@ Global___Ring: _TypeAlias = Ring  # noqa: Y015
 
 @_typing.final
 class Next(_message.Message):
-    """What the next steps of a microbatch's sessions begin with; those that do not go on now are left out."""
+    """The tokens with which the next steps of a microbatch's sessions begin, without the sessions that do not continue now."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -996,8 +1008,8 @@ Global___Next: _TypeAlias = Next  # noqa: Y015
 
 @_typing.final
 class Credit(_message.Message):
-    """How far a session may go round before its client has taken more: a step may begin at positions below `end`, which
-    never falls. What waits for it goes on.
+    """The position up to which a session may go round before its client has read more: a step may begin at positions below
+    `end`, which never falls. A session that waits for credit continues.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1025,7 +1037,7 @@ Global___Credit: _TypeAlias = Credit  # noqa: Y015
 
 @_typing.final
 class Resend(_message.Message):
-    """The hop computes nothing: it sends outputs that it kept to the first hop of the step's route, as it once did. Where it
+    """Asks a hop to send outputs that it kept to the first hop of the step's route again, without computing anything. If it
     no longer has all of them, the answer is FAILED_PRECONDITION/OUTPUTS_NOT_KEPT.
     """
 
@@ -1034,7 +1046,7 @@ class Resend(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def step(self) -> Global___Step:
-        """`blocks` are the session's on this hop; no row has a source or results of this hop."""
+        """The step. Its `blocks` are those of the session on this hop; its rows have no source, and no results of this hop."""
 
     def __init__(
         self,
@@ -1059,14 +1071,14 @@ class Result(_message.Message):
     HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
     SAMPLED_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
-    """0 for rows that went round."""
+    """The id of the step; 0 for rows of a ring."""
     dtype: Global___TensorType.ValueType
     hidden_size: _builtins.int
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRow]: ...
     @_builtins.property
     def sampled(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledRow]:
-        """One for each row of a step that samples; empty for rows without results."""
+        """An entry for each row of a step that samples; empty for rows without results."""
 
     def __init__(
         self,
@@ -1087,8 +1099,8 @@ Global___Result: _TypeAlias = Result  # noqa: Y015
 
 @_typing.final
 class SampledRow(_message.Message):
-    """What the last hop chose for one row: a token after the newest one or, where that checked draft tokens, several. All but
-    the last one are draft tokens of the row.
+    """The tokens that the last hop chose for one row: one token or, if the row had draft tokens, several. All but the last
+    one are draft tokens of the row.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1097,9 +1109,9 @@ class SampledRow(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     IS_LAST_FIELD_NUMBER: _builtins.int
     state: _builtins.bytes
-    """Now and then: the random stream's state behind the last one."""
+    """The random stream's state after the last token, which only some rows have."""
     is_last: _builtins.bool
-    """The ring of the session ends with these."""
+    """Whether the ring of the session ends with these tokens."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledToken]: ...
     def __init__(
@@ -1175,7 +1187,9 @@ Global___Close: _TypeAlias = Close  # noqa: Y015
 
 @_typing.final
 class Holds(_message.Message):
-    """Tokens that a session holds, sent at the end of an answer: a server that sees hidden states does not know the tokens."""
+    """The tokens that a session holds, sent at the end of an answer, since a server that gets hidden states does not know
+    them.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1186,7 +1200,7 @@ class Holds(_message.Message):
     epoch: _builtins.int
     @_builtins.property
     def text(self) -> Global___ExpectedText:
-        """The session's first tokens. Their whole pages will be found by others of the tenant whose texts begin alike."""
+        """The session's first tokens. Other sessions of the tenant whose texts have the same beginning will find their pages."""
 
     def __init__(
         self,
@@ -1205,7 +1219,7 @@ Global___Holds: _TypeAlias = Holds  # noqa: Y015
 
 @_typing.final
 class Truncate(_message.Message):
-    """Forget all tokens from this position on and give back the pages reserved beyond it."""
+    """Asks a server to forget all tokens from this position on, and to free the pages that are reserved beyond it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1236,7 +1250,7 @@ Global___Truncate: _TypeAlias = Truncate  # noqa: Y015
 
 @_typing.final
 class Fault(_message.Message):
-    """Something about an Open or a Step failed; the other rows of the step go on."""
+    """Reports that an Open, or some rows of a Step, failed; the other rows of the step continue."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1270,19 +1284,21 @@ class Fault(_message.Message):
     CLIENT_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     step_id: _builtins.int
-    """0 for rows that went round."""
+    """The id of the step; 0 for rows of a ring."""
     reason: _builtins.str
-    """Label in the error tree, such as "POSITION_GAP"; whoever does not know it takes it for "INTERNAL". NON_FINITE,
-    STEP_FAILED and OUT_OF_MEMORY say that the hop has no output for the rows, each by itself; another hop may have one.
+    """The reason in the error tree, such as "POSITION_GAP"; an unknown reason counts as "INTERNAL". NON_FINITE,
+    STEP_FAILED and OUT_OF_MEMORY mean that the hop cannot compute each of these rows, and another hop may succeed.
     """
     message: _builtins.str
     address: _builtins.str
-    """The hop to blame for a transport fault: host:port."""
+    """The hop (host:port) that caused a transport fault."""
     client_id: _builtins.bytes
-    """Whom it is for. A hop without a stream from that client sends the fault back to the hop that the step came from."""
+    """The client that must get it. A hop without a stream from that client returns the fault to the hop that sent the
+    step.
+    """
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRow]:
-        """The rows that failed; empty: all of the step."""
+        """The rows that failed; empty: all rows of the step."""
 
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
@@ -1310,8 +1326,8 @@ Global___Fault: _TypeAlias = Fault  # noqa: Y015
 
 @_typing.final
 class Handover(_message.Message):
-    """A draining server offers a session that it holds. The receiver reserves its pages or refuses. After a broken stream the
-    same offer is made again, and what arrived counts. Who gives up sends Close.
+    """Offers a session of a draining server to another one. The receiver reserves its pages or refuses. After a broken
+    stream the sender repeats the offer, and need not repeat the tokens that arrived. A sender that gives up sends Close.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1332,7 +1348,7 @@ class Handover(_message.Message):
     LONG_FACTORS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     epoch: _builtins.int
-    """The one that the session is open with; its client opens it on the receiver with a higher one."""
+    """The epoch with which the session is open; its client opens it on the receiver with a higher one."""
     tenant: _builtins.str
     client_id: _builtins.bytes
     max_tokens: _builtins.int
@@ -1340,20 +1356,20 @@ class Handover(_message.Message):
     transient: _builtins.bool
     keep_activations: _builtins.bool
     transfer_id: _builtins.bytes
-    """128 random bits: of this attempt at a handover. Parts of another one are not taken."""
+    """The id of this attempt at a handover, 128 random bits. The receiver refuses parts of another attempt."""
     long_factors: _builtins.bool
-    """As of Open."""
+    """The same as Open.long_factors."""
     @_builtins.property
     def blocks(self) -> _common_pb2.BlockSpan: ...
     @_builtins.property
     def block_prompts(self) -> Global___BlockPrompts: ...
     @_builtins.property
     def capability(self) -> Global___SignedCapability:
-        """With which it was opened; as of Open."""
+        """The capability with which the session was opened; see Open.capability."""
 
     @_builtins.property
     def adapter(self) -> _common_pb2.AdapterVersion:
-        """As of Open: the receiver loads it, or refuses."""
+        """The adapter of the session, which the receiver loads, or else refuses the session; see Open.adapter."""
 
     def __init__(
         self,
@@ -1383,9 +1399,10 @@ Global___Handover: _TypeAlias = Handover  # noqa: Y015
 
 @_typing.final
 class HandoverTokens(_message.Message):
-    """Keys and values of the tokens [position, position + num_tokens). As with a step, a receiver that holds more forgets what
-    lies beyond position, and one that holds fewer answers POSITION_GAP. The payload has for each block the keys, then the
-    values, [tokens, key heads, head size] each, as the cache stores them; of a block only tokens from its first one on.
+    """The keys and values of the tokens [position, position + num_tokens). As with a step, a receiver that holds more
+    tokens forgets those from position on, and one that holds fewer answers POSITION_GAP. The payload contains for each
+    block the keys, then the values, each as [tokens, key heads, head size] in the cache's format, from the block's first
+    token on.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1404,15 +1421,15 @@ class HandoverTokens(_message.Message):
     position: _builtins.int
     num_tokens: _builtins.int
     checksum: _builtins.int
-    """CRC-32 of the payload."""
+    """The CRC-32 of the payload."""
     is_last: _builtins.bool
-    """Nothing follows; the session may be opened."""
+    """Whether this is the last part, after which the session may be opened."""
     is_idle: _builtins.bool
-    """With the last one: the session is between two turns."""
+    """Whether the session is between two turns; only in the last part."""
     transfer_id: _builtins.bytes
     @_builtins.property
     def first_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """For each block the first token that is still held: a sliding window has given back those before."""
+        """For each block, the first token that is still held: layers with a sliding window have freed those before."""
 
     def __init__(
         self,
@@ -1447,9 +1464,9 @@ class HandoverAnswer(_message.Message):
     session_id: _builtins.bytes
     epoch: _builtins.int
     num_tokens: _builtins.int
-    """That the receiver holds; what is sent next begins there."""
+    """The number of tokens that the receiver holds, where the next part must begin."""
     reason: _builtins.str
-    """Label in the error tree; empty: taken."""
+    """The reason in the error tree; empty: the receiver has accepted it."""
     message: _builtins.str
     def __init__(
         self,
@@ -1470,7 +1487,9 @@ Global___HandoverAnswer: _TypeAlias = HandoverAnswer  # noqa: Y015
 
 @_typing.final
 class Moved(_message.Message):
-    """What became of an attempt to hand a session over. Where it was taken, its client opens it there with its next epoch."""
+    """The result of an attempt to hand a session over. If it succeeded, the client opens the session there with its next
+    epoch.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1479,10 +1498,10 @@ class Moved(_message.Message):
     HOP_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     epoch: _builtins.int
-    """With which this server had it."""
+    """The epoch of the session on this server."""
     @_builtins.property
     def hop(self) -> _common_pb2.Hop:
-        """Who took it, for the same blocks; absent: nobody, and it goes on here."""
+        """The hop that took it, for the same blocks; absent: no server took it, and it stays here."""
 
     def __init__(
         self,
@@ -1545,13 +1564,13 @@ class BlockServerStatus(_message.Message):
     resident_memory_bytes: _builtins.int
     num_queued_steps: _builtins.int
     num_cached_pages: _builtins.int
-    """Of the free pages those that hold beginnings of texts, to be reused."""
+    """The number of free pages that hold beginnings of texts for reuse."""
     adapter_bytes: _builtins.int
     @_builtins.property
     def span(self) -> _common_pb2.BlockSpan: ...
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.AdapterVersion]:
-        """Loaded now, least recently used first, and what they take."""
+        """The loaded adapters, least recently used first, and their memory."""
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ class BlockServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def GetStatus(self, request, context):
-        """What the server holds now. For operators and tests; needs no stream.
+        """Returns what the server holds now, for operators and tests. It is a gRPC method, and needs no stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -3,8 +3,8 @@
 isort:skip_file
 The data plane between client services and block servers, and from one block server to the next.
 
-It runs over TCP connections of its own, not over gRPC: frames back to back, so that tensors are neither copied nor
-re-encoded. A frame is
+It uses its own TCP connections, not gRPC, so that tensors are neither copied nor re-encoded. A connection carries
+frames, one directly after the other. A frame is
 
   offset  size  little-endian
   0       2     magic 0xC0 0x01
@@ -14,8 +14,6 @@ re-encoded. A frame is
   8       4     length of the payload in bytes
   12            control part: the serialised message named next to the FrameKind
                 payload: raw tensor bytes, row-major, or nothing
-
-`Frames` stands for such a message in the service's description.
 
 A caller opens one long-lived stream per server and multiplexes all its sessions over it. Its first frame is Hello.
 Frames of one stream are handled in order. Positions are absolute: a server that holds more tokens than a step's
@@ -51,13 +49,13 @@ class BlockServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> BlockServiceAsyncStub: ...
     GetStatus: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.GetBlockServerStatusRequest, _blocks_pb2.BlockServerStatus]
-    """What the server holds now. For operators and tests; needs no stream."""
+    """Returns what the server holds now, for operators and tests. It is a gRPC method, and needs no stream."""
 
 @_typing.type_check_only
 class BlockServiceAsyncStub(BlockServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetStatus: _aio.UnaryUnaryMultiCallable[_blocks_pb2.GetBlockServerStatusRequest, _blocks_pb2.BlockServerStatus]  # type: ignore[assignment]
-    """What the server holds now. For operators and tests; needs no stream."""
+    """Returns what the server holds now, for operators and tests. It is a gRPC method, and needs no stream."""
 
 class BlockServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -66,6 +64,6 @@ class BlockServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _blocks_pb2.GetBlockServerStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_blocks_pb2.BlockServerStatus, _abc.Awaitable[_blocks_pb2.BlockServerStatus]]:
-        """What the server holds now. For operators and tests; needs no stream."""
+        """Returns what the server holds now, for operators and tests. It is a gRPC method, and needs no stream."""
 
 def add_BlockServiceServicer_to_server(servicer: BlockServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

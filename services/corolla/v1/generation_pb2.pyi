@@ -3,10 +3,10 @@
 isort:skip_file
 The public API: text or token ids in, text and token ids out.
 
-Errors are gRPC statuses with google.rpc details: ErrorInfo (reason, domain "corolla.dev") always, and BadRequest,
-QuotaFailure, RetryInfo, ResourceInfo or PreconditionFailure where they say more. Nothing fails inside a chunk.
+Errors are gRPC statuses with google.rpc details: always ErrorInfo (reason, domain "corolla.dev"), and BadRequest,
+QuotaFailure, RetryInfo, ResourceInfo or PreconditionFailure if they apply. Chunks contain no errors.
 
-Callers authenticate with the metadata `authorization: Bearer <key>` where the service has keys configured.
+Callers authenticate with the metadata `authorization: Bearer <key>` if the service has keys configured.
 """
 
 from collections import abc as _abc
@@ -36,9 +36,11 @@ class _SpeculationModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Specu
     """The service's default."""
     SPECULATION_MODE_OFF: _SpeculationMode.ValueType  # 1
     SPECULATION_MODE_PROMPT_LOOKUP: _SpeculationMode.ValueType  # 2
-    """Draft the tokens that followed the last time that the text ran like this: for answers that quote or rewrite."""
+    """Draft the tokens that followed the last earlier occurrence of the text's last tokens, for answers that quote or
+    rewrite.
+    """
     SPECULATION_MODE_DRAFT_MODEL: _SpeculationMode.ValueType  # 3
-    """Draft with the small model of the service; refused where it has none."""
+    """Draft with the draft model of the service; refused if it has none."""
 
 class SpeculationMode(_SpeculationMode, metaclass=_SpeculationModeEnumTypeWrapper): ...
 
@@ -46,9 +48,11 @@ SPECULATION_MODE_UNSPECIFIED: SpeculationMode.ValueType  # 0
 """The service's default."""
 SPECULATION_MODE_OFF: SpeculationMode.ValueType  # 1
 SPECULATION_MODE_PROMPT_LOOKUP: SpeculationMode.ValueType  # 2
-"""Draft the tokens that followed the last time that the text ran like this: for answers that quote or rewrite."""
+"""Draft the tokens that followed the last earlier occurrence of the text's last tokens, for answers that quote or
+rewrite.
+"""
 SPECULATION_MODE_DRAFT_MODEL: SpeculationMode.ValueType  # 3
-"""Draft with the small model of the service; refused where it has none."""
+"""Draft with the draft model of the service; refused if it has none."""
 Global___SpeculationMode: _TypeAlias = SpeculationMode  # noqa: Y015
 
 class _FinishReason:
@@ -64,7 +68,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 4
     FINISH_REASON_TIME_LIMIT: _FinishReason.ValueType  # 5
     FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 6
-    """The answer calls tools; it ended by itself."""
+    """The answer calls tools, and ended by itself."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
@@ -75,7 +79,7 @@ FINISH_REASON_STOP_SEQUENCE: FinishReason.ValueType  # 3
 FINISH_REASON_CANCELLED: FinishReason.ValueType  # 4
 FINISH_REASON_TIME_LIMIT: FinishReason.ValueType  # 5
 FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 6
-"""The answer calls tools; it ended by itself."""
+"""The answer calls tools, and ended by itself."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -114,7 +118,7 @@ class SamplingParameters(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """0 is greedy; up to 100. Unset: 1 when top_k, top_p, min_p or seed is set, otherwise greedy."""
+    """The temperature, up to 100; 0 is greedy. Unset: 1 if top_k, top_p, min_p or seed is set, otherwise greedy."""
     top_k: _builtins.int
     """Keep the k most likely tokens; 0 is off."""
     top_p: _builtins.float
@@ -124,14 +128,14 @@ class SamplingParameters(_message.Message):
     repetition_penalty: _builtins.float
     """Divides (or multiplies) the logits of tokens seen in prompt and answer; in (0, 100], 1 is off."""
     presence_penalty: _builtins.float
-    """Subtracted once from the logit of each token already in the answer; in [-2, 2]."""
+    """A number that is subtracted once from the logit of each token already in the answer; in [-2, 2]."""
     frequency_penalty: _builtins.float
-    """Subtracted from a token's logit for each time that it stands in the answer; in [-2, 2]."""
+    """A number that is subtracted from a token's logit for each of its occurrences in the answer; in [-2, 2]."""
     seed: _builtins.int
-    """The same seed, prompt and parameters give the same tokens. Unset in a session: the session's stream goes on."""
+    """The same seed, prompt and parameters give the same tokens. Unset in a session: its random stream continues."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to the logits of these tokens, before all else; in [-100, 100], at most 1,024 tokens."""
+        """Numbers that are added to the logits of these tokens, before all else; in [-100, 100], at most 1,024 tokens."""
 
     def __init__(
         self,
@@ -196,11 +200,13 @@ class StoppingParameters(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     TIME_LIMIT_MS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """New tokens at most; unset: the service's default, or what is left of the context if that is less."""
+    """The most new tokens; unset: the service's default, or the rest of the context if that is less."""
     ignore_eos: _builtins.bool
-    """Go on after end-of-sequence tokens."""
+    """Whether to continue after end-of-sequence tokens."""
     time_limit_ms: _builtins.int
-    """End with TIME_LIMIT after this many milliseconds and keep what there is. A gRPC deadline, by contrast, is an error."""
+    """The answer ends with TIME_LIMIT after this many milliseconds, and the caller gets its tokens until then. A gRPC
+    deadline, by contrast, is an error.
+    """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The answer ends before the first of these; at most 16, each of 1 to 256 characters."""
@@ -230,8 +236,8 @@ Global___StoppingParameters: _TypeAlias = StoppingParameters  # noqa: Y015
 
 @_typing.final
 class SpeculationParameters(_message.Message):
-    """Whether the next tokens are drafted and several of them checked in one pass through the chain. The answer's tokens
-    are the same with and without, seeded sampling included. The number of draft tokens follows their success.
+    """Speculation drafts the next tokens, and checks several of them in one pass through the chain. The answer's tokens are
+    the same with and without it, seeded sampling included. The number of draft tokens adapts to their success.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -240,7 +246,7 @@ class SpeculationParameters(_message.Message):
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     mode: Global___SpeculationMode.ValueType
     max_draft_tokens: _builtins.int
-    """Tokens drafted in one step at most, 1 to 64; and never more than the service allows."""
+    """The most draft tokens of one step, 1 to 64; and never more than the service allows."""
     def __init__(
         self,
         *,
@@ -259,8 +265,8 @@ Global___SpeculationParameters: _TypeAlias = SpeculationParameters  # noqa: Y015
 
 @_typing.final
 class ResponseFormat(_message.Message):
-    """What an answer must be: a token that would break it is never chosen. An answer that its length or a stop sequence ends
-    may be cut off; one that ends by itself is whole.
+    """The format of an answer: a token that would break it is never chosen. An answer that ends by its length or a stop
+    sequence may be incomplete; an answer that ends by itself is complete.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -275,10 +281,10 @@ class ResponseFormat(_message.Message):
     regex: _builtins.str
     """A regular expression for the whole answer."""
     lark: _builtins.str
-    """A grammar in Lark's notation, as llguidance reads it; its rule `start` is the whole answer."""
+    """A grammar in llguidance's form of Lark's notation; its rule `start` is the whole answer."""
     @_builtins.property
     def json_object(self) -> Global___JsonObject:
-        """An object in JSON, of any kind."""
+        """Any JSON object."""
 
     @_builtins.property
     def choice(self) -> Global___Choice:
@@ -380,22 +386,23 @@ class GenerateRequest(_message.Message):
     RESPONSE_FORMAT_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Empty: the only model that the service has."""
+    """The name of the model; empty: the service's only model."""
     text: _builtins.str
     session_id: _builtins.str
-    """Continue this session: the prompt is appended to what it holds. Not together with num_completions > 1."""
+    """The session to continue: the prompt is appended to its text. Not together with num_completions > 1."""
     num_completions: _builtins.int
-    """Independent completions of one prompt, 1 to 16; unset is 1. Completion i is seeded with seed + i. The prompt is
-    processed once, and counts once.
+    """The number of independent completions of the prompt, 1 to 16; unset: 1. Completion i is seeded with seed + i. The
+    prompt is processed once, and counts once.
     """
     logprobs: _builtins.int
-    """Report the log-probability of each token, and of the this many most likely ones (0 to 20), under the model's own
+    """Report the log probability of each token, and of this many most likely ones (0 to 20), under the model's own
     distribution, before temperature, penalties and filters.
     """
     request_id: _builtins.str
-    """Names the request, so that it can go on after its stream broke: send it again with the same name, to any client
-    service. Not with num_completions > 1. Up to 64 letters, digits, dots, dashes and underscores; draw a new one for each request. In a session a
-    named turn is never made twice. Without a seed, the name gives the random numbers.
+    """A name of the request, by which it can continue after its stream broke: the caller sends it again with the same
+    name, to any client service. Not with num_completions > 1. Up to 64 letters, digits, dots, dashes and underscores;
+    each new request needs a new name. In a session, a named turn is never made twice. Without a seed, the name
+    determines the random numbers.
     """
     resume_from_index: _builtins.int
     """With a request_id: so many tokens of the answer have come; only what follows is sent, and at least its end: a chunk
@@ -406,8 +413,8 @@ class GenerateRequest(_message.Message):
     comes, and `cached_tokens`, tell nothing about texts of those with another one. At most 256 characters.
     """
     adapter: _builtins.str
-    """Name of an adapter of the model; empty: the model as it is, or what the session was created with. NOT_FOUND where there
-    is none, PERMISSION_DENIED where it is for other tenants. The same as `model` "<model>:<adapter>".
+    """Name of an adapter of the model; empty: the model as it is, or what the session was created with. NOT_FOUND where
+    there is none, PERMISSION_DENIED where it is for other tenants. The same as `model` "<model>:<adapter>".
     """
     @_builtins.property
     def tokens(self) -> Global___TokenIds: ...
@@ -473,9 +480,9 @@ class TokenLogprob(_message.Message):
     TOP_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     text: _builtins.str
-    """The token's own text; U+FFFD stands for bytes that are no character by themselves."""
+    """The token's own text; U+FFFD stands for bytes that are only a part of a character."""
     logprob: _builtins.float
-    """Natural logarithm."""
+    """The natural logarithm of the probability."""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]: ...
     def __init__(
@@ -510,14 +517,14 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     cached_tokens: _builtins.int
-    """Prompt tokens whose keys and values were still on the servers; always 0 to tenants from which that is withheld."""
+    """Prompt tokens whose keys and values were still on the servers; always 0 for tenants that must not learn it."""
     recoveries: _builtins.int
-    """How often a hop was replaced during the answer, and how long that stalled it."""
+    """The number of recoveries from lost hops during the answer, and the time that they took."""
     stall_seconds: _builtins.float
     time_to_first_token_seconds: _builtins.float
     total_seconds: _builtins.float
     drafted_tokens: _builtins.int
-    """Tokens drafted by speculation, and those of them that were right: each saved a pass through the chain."""
+    """Tokens drafted by speculation, and those of them that were right; each of these saved a pass through the chain."""
     accepted_tokens: _builtins.int
     def __init__(
         self,
@@ -611,13 +618,15 @@ class GenerateChunk(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """Which completion this belongs to."""
+    """The index of the completion."""
     text_delta: _builtins.str
     finish_reason: Global___FinishReason.ValueType
     """Set on a completion's last chunk."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens since the last chunk. Text may lag behind: whole characters only, and never a part of a stop sequence."""
+        """The tokens since the last chunk. The text may lag behind the tokens: it has only whole characters, and never a part
+        of a stop sequence.
+        """
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]: ...
@@ -658,18 +667,18 @@ class ChatMessage(_message.Message):
     """"system", "developer", "user", "assistant" or "tool", in any order that the model's chat template accepts."""
     content: _builtins.str
     tool_call_id: _builtins.str
-    """Of a tool: which call this answers."""
+    """The id of the call that a tool's message answers."""
     name: _builtins.str
-    """Of a tool or of a participant, where the template knows names."""
+    """The name of a tool or a participant, if the template supports names."""
     reasoning: _builtins.str
-    """Of an assistant: what it thought before it answered, where the model marks that."""
+    """The text that an assistant thought before its answer, if the model marks it."""
     @_builtins.property
     def content_parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """In place of `content`: several parts of text."""
+        """Several parts of text, instead of `content`."""
 
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """Of an assistant: the tools that it called."""
+        """The tools that an assistant called."""
 
     def __init__(
         self,
@@ -706,7 +715,7 @@ class Tool(_message.Message):
     parameters: _builtins.str
     """A JSON Schema of an object, as text; empty: no parameters."""
     strict: _builtins.bool
-    """The arguments of each call fit the schema, also where calls are not required."""
+    """Whether the arguments of each call must match the schema, even if calls are not required."""
     def __init__(
         self,
         *,
@@ -733,7 +742,7 @@ class ToolCall(_message.Message):
     id: _builtins.str
     name: _builtins.str
     arguments: _builtins.str
-    """An object in JSON."""
+    """A JSON object."""
     def __init__(
         self,
         *,
@@ -760,23 +769,23 @@ class ToolChoice(_message.Message):
     class _ModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[ToolChoice._Mode.ValueType], _builtins.type):
         DESCRIPTOR: _descriptor.EnumDescriptor
         MODE_UNSPECIFIED: ToolChoice._Mode.ValueType  # 0
-        """AUTO where there are tools."""
+        """AUTO if the request has tools."""
         MODE_NONE: ToolChoice._Mode.ValueType  # 1
         MODE_AUTO: ToolChoice._Mode.ValueType  # 2
         MODE_REQUIRED: ToolChoice._Mode.ValueType  # 3
-        """One call or more, and no other text."""
+        """The answer is one call or more, without other text."""
         MODE_NAMED: ToolChoice._Mode.ValueType  # 4
-        """A call of the tool of this name, and no other text."""
+        """The answer is a call of the tool with this name, without other text."""
 
     class Mode(_Mode, metaclass=_ModeEnumTypeWrapper): ...
     MODE_UNSPECIFIED: ToolChoice.Mode.ValueType  # 0
-    """AUTO where there are tools."""
+    """AUTO if the request has tools."""
     MODE_NONE: ToolChoice.Mode.ValueType  # 1
     MODE_AUTO: ToolChoice.Mode.ValueType  # 2
     MODE_REQUIRED: ToolChoice.Mode.ValueType  # 3
-    """One call or more, and no other text."""
+    """The answer is one call or more, without other text."""
     MODE_NAMED: ToolChoice.Mode.ValueType  # 4
-    """A call of the tool of this name, and no other text."""
+    """The answer is a call of the tool with this name, without other text."""
 
     MODE_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
@@ -824,22 +833,24 @@ class ChatRequest(_message.Message):
     session_id: _builtins.str
     logprobs: _builtins.int
     request_id: _builtins.str
-    """As of GenerateRequest."""
+    """These four fields have the same meaning as in GenerateRequest."""
     resume_from_index: _builtins.int
     cache_salt: _builtins.str
     parallel_tool_calls: _builtins.bool
-    """Whether one answer may call several tools; unset: it may."""
+    """Whether one answer may call several tools; unset: true."""
     continue_last_message: _builtins.bool
-    """The last message is an assistant's, and the answer continues it."""
+    """Whether the answer continues the last message, which must be an assistant's."""
     num_completions: _builtins.int
-    """As of GenerateRequest."""
+    """The same as in GenerateRequest."""
     expected_turns: _builtins.int
-    """With a session: the turn is made only if the session has had so many, so that nobody answers to what they did not see."""
+    """With a session: the turn is made only if the session has had this number of turns, so that a caller never continues
+    a conversation with turns that it has not seen.
+    """
     adapter: _builtins.str
-    """As of GenerateRequest."""
+    """The same as in GenerateRequest."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """Without a session the whole conversation; with one, what is new since its last turn."""
+        """The whole conversation, or with a session, the messages since its last turn."""
 
     @_builtins.property
     def sampling(self) -> Global___SamplingParameters: ...
@@ -851,7 +862,7 @@ class ChatRequest(_message.Message):
     def received(self) -> Global___TokenIds: ...
     @_builtins.property
     def response_format(self) -> Global___ResponseFormat:
-        """Of the answer's text; not together with a tool_choice that requires calls."""
+        """The format of the answer's text; not together with a tool_choice that requires calls."""
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
@@ -861,7 +872,7 @@ class ChatRequest(_message.Message):
     def tool_choice(self) -> Global___ToolChoice: ...
     @_builtins.property
     def template_arguments(self) -> _struct_pb2.Struct:
-        """Handed to the chat template by these names, such as `enable_thinking`. Not the names that the service gives itself."""
+        """Arguments of the chat template, such as `enable_thinking`. Names that the service sets itself are not allowed."""
 
     def __init__(
         self,
@@ -933,7 +944,7 @@ class ChatResponse(_message.Message):
     def usage(self) -> Global___Usage: ...
     @_builtins.property
     def others(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatCompletion]:
-        """The other answers, where num_completions asked for several; the first one is above."""
+        """The other answers, if num_completions asked for several; the fields above are the first one."""
 
     def __init__(
         self,
@@ -990,7 +1001,7 @@ Global___ChatCompletion: _TypeAlias = ChatCompletion  # noqa: Y015
 
 @_typing.final
 class ToolCallDelta(_message.Message):
-    """A part of a call. The first one of a call has its id and name."""
+    """A part of a call. The first part of a call has its id and name."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -999,7 +1010,7 @@ class ToolCallDelta(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_DELTA_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """Which of the answer's calls."""
+    """The index of the call in the answer."""
     id: _builtins.str
     name: _builtins.str
     arguments_delta: _builtins.str
@@ -1035,7 +1046,7 @@ class ChatChunk(_message.Message):
     finish_reason: Global___FinishReason.ValueType
     """Set on an answer's last chunk."""
     index: _builtins.int
-    """Which of several answers this belongs to."""
+    """The index of the answer, if there are several."""
     reasoning_delta: _builtins.str
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -1069,7 +1080,7 @@ Global___ChatChunk: _TypeAlias = ChatChunk  # noqa: Y015
 
 @_typing.final
 class Session(_message.Message):
-    """A conversation that outlives a call, and any one client service."""
+    """A conversation of several calls, which outlives any single client service."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1081,17 +1092,17 @@ class Session(_message.Message):
     EXPIRES_IN_SECONDS_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
-    """128 random bits in hexadecimal. Whoever created it owns it; to others it does not exist."""
+    """The id, 128 random bits in hexadecimal. The tenant that created the session owns it; for others it does not exist."""
     model: _builtins.str
     num_tokens: _builtins.int
-    """Tokens of prompt and answers so far."""
+    """The number of tokens of its text so far."""
     num_turns: _builtins.int
     busy: _builtins.bool
     """Whether a turn is running."""
     expires_in_seconds: _builtins.float
-    """Seconds until it expires when it stays idle."""
+    """Seconds until it expires if it stays idle."""
     adapter: _builtins.str
-    """With which its turns are computed; empty: none."""
+    """The adapter with which its turns are computed; empty: none."""
     def __init__(
         self,
         *,
@@ -1119,7 +1130,7 @@ class CreateSessionRequest(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     adapter: _builtins.str
-    """With which all turns of the session are computed."""
+    """The adapter with which all turns of the session are computed; empty: none."""
     def __init__(
         self,
         *,
@@ -1198,7 +1209,7 @@ class TokenizeRequest(_message.Message):
     model: _builtins.str
     text: _builtins.str
     without_special_tokens: _builtins.bool
-    """Skip the tokens that the tokenizer adds of itself, such as a beginning-of-sequence token."""
+    """Whether to leave out the tokens that the tokenizer adds itself, such as a beginning-of-sequence token."""
     @_builtins.property
     def chat(self) -> Global___Conversation: ...
     def __init__(
@@ -1283,7 +1294,7 @@ class DetokenizeRequest(_message.Message):
     WITHOUT_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     without_special_tokens: _builtins.bool
-    """Leave out special tokens."""
+    """Whether to leave out special tokens."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -1307,7 +1318,7 @@ class DetokenizeResponse(_message.Message):
 
     TEXT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """Bytes that are no character become U+FFFD."""
+    """The text; bytes that are not valid characters become U+FFFD."""
     def __init__(
         self,
         *,
@@ -1400,7 +1411,7 @@ class Model(_message.Message):
     ready: _builtins.bool
     """Whether every block has a live server now."""
     adapter: _builtins.str
-    """Of a model with an adapter, whose name is "<model>:<adapter>"."""
+    """The name of the adapter, for a model with an adapter, whose name is "<model>:<adapter>"."""
     def __init__(
         self,
         *,

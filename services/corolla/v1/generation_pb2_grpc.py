@@ -108,7 +108,7 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Chat(self, request, context):
-        """Answers a conversation. With a session only the new messages are sent, and only their tokens are processed.
+        """Answers a conversation. With a session, callers send only the new messages, and only their tokens are processed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

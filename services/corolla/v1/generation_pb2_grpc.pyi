@@ -3,10 +3,10 @@
 isort:skip_file
 The public API: text or token ids in, text and token ids out.
 
-Errors are gRPC statuses with google.rpc details: ErrorInfo (reason, domain "corolla.dev") always, and BadRequest,
-QuotaFailure, RetryInfo, ResourceInfo or PreconditionFailure where they say more. Nothing fails inside a chunk.
+Errors are gRPC statuses with google.rpc details: always ErrorInfo (reason, domain "corolla.dev"), and BadRequest,
+QuotaFailure, RetryInfo, ResourceInfo or PreconditionFailure if they apply. Chunks contain no errors.
 
-Callers authenticate with the metadata `authorization: Bearer <key>` where the service has keys configured.
+Callers authenticate with the metadata `authorization: Bearer <key>` if the service has keys configured.
 """
 
 from collections import abc as _abc
@@ -41,7 +41,7 @@ class GenerationServiceStub:
     """Completes a prompt, or continues a session with it."""
     GenerateStream: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateChunk]
     Chat: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ChatRequest, _generation_pb2.ChatResponse]
-    """Answers a conversation. With a session only the new messages are sent, and only their tokens are processed."""
+    """Answers a conversation. With a session, callers send only the new messages, and only their tokens are processed."""
     ChatStream: _grpc.UnaryStreamMultiCallable[_generation_pb2.ChatRequest, _generation_pb2.ChatChunk]
     CreateSession: _grpc.UnaryUnaryMultiCallable[_generation_pb2.CreateSessionRequest, _generation_pb2.Session]
     GetSession: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetSessionRequest, _generation_pb2.Session]
@@ -58,7 +58,7 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     """Completes a prompt, or continues a session with it."""
     GenerateStream: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateChunk]  # type: ignore[assignment]
     Chat: _aio.UnaryUnaryMultiCallable[_generation_pb2.ChatRequest, _generation_pb2.ChatResponse]  # type: ignore[assignment]
-    """Answers a conversation. With a session only the new messages are sent, and only their tokens are processed."""
+    """Answers a conversation. With a session, callers send only the new messages, and only their tokens are processed."""
     ChatStream: _aio.UnaryStreamMultiCallable[_generation_pb2.ChatRequest, _generation_pb2.ChatChunk]  # type: ignore[assignment]
     CreateSession: _aio.UnaryUnaryMultiCallable[_generation_pb2.CreateSessionRequest, _generation_pb2.Session]  # type: ignore[assignment]
     GetSession: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetSessionRequest, _generation_pb2.Session]  # type: ignore[assignment]
@@ -90,7 +90,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.ChatRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.ChatResponse, _abc.Awaitable[_generation_pb2.ChatResponse]]:
-        """Answers a conversation. With a session only the new messages are sent, and only their tokens are processed."""
+        """Answers a conversation. With a session, callers send only the new messages, and only their tokens are processed."""
 
     @_abc_1.abstractmethod
     def ChatStream(

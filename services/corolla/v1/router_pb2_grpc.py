@@ -139,9 +139,9 @@ class RouterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Renews the lease. A server that is not known, since the store lost its memory or the lease ran out, is registered
-        again by the same call if it describes itself; else NOT_FOUND/LEASE_LOST. NOT_FOUND/LEASE_TAKEN: a newer
-        incarnation has its address.
+        """Renews the lease. A server is unknown if Redis has lost its data or the lease ran out. If an unknown server
+        describes itself, this call registers it again; else it fails with NOT_FOUND/LEASE_LOST. NOT_FOUND/LEASE_TAKEN: a
+        server that started later has its address.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -156,14 +156,14 @@ class RouterServiceServicer:
     def PlanChain(self, request, context):
         """--- for client services ---
 
-        The chain of a session if it has one that still lives, else the cheapest.
+        Returns the session's own chain if all its servers still live, else the cheapest chain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchPlacement(self, request, context):
-        """The placement now, and again at each change.
+        """Sends the placement now and at each change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -176,7 +176,8 @@ class RouterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReportServer(self, request, context):
-        """A server failed. Until its next heartbeat, chains avoid it where they can. Or it is slower than it says.
+        """Reports that a server failed: until its next heartbeat, chains avoid it if they can. Or reports that it is slower
+        than it claims.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -204,7 +205,7 @@ class RouterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RenewTurn(self, request, context):
-        """Keeps the lock of a long turn.
+        """Extends the lock of a long turn.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -218,8 +219,8 @@ class RouterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def MoveSession(self, request, context):
-        """A block server that leaves has handed an idle session over: its recorded chain names the new hop from now on.
-        ABORTED/SESSION_BUSY while a turn runs: then its client learns of it, and writes its own chain back.
+        """Puts a new hop into the recorded chain of an idle session, which a leaving block server has handed over.
+        ABORTED/SESSION_BUSY while a turn runs: then the turn's client learns of the handover, and writes its own chain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -232,16 +233,16 @@ class RouterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CountSessionRecords(self, request, context):
-        """How many session records there are.
+        """Returns the number of session records.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TakeQuotas(self, request, context):
-        """Counts what requests use of their tenants' quotas, in all client services together. A take that does not fit is
-        RESOURCE_EXHAUSTED/QUOTA_EXCEEDED and names the first quota that it does not fit in; nothing of it is counted then,
-        nor is any take after it. The same take again changes nothing.
+        """Counts what requests use of their tenants' quotas, in all client services together. A take that does not fit fails
+        with RESOURCE_EXHAUSTED/QUOTA_EXCEEDED, which names the first exceeded quota; then neither this take nor the takes
+        after it are counted. A repeated take changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -250,14 +251,14 @@ class RouterServiceServicer:
     def AddAdapter(self, request, context):
         """--- for operators ---
 
-        Registers an adapter, or registers its name anew. Servers load it when a session asks for it.
+        Registers an adapter, or replaces the one with its name. Servers load it when a session asks for it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RemoveAdapter(self, request, context):
-        """Takes an adapter out: sessions with it end with NOT_FOUND/ADAPTER_NOT_FOUND. NOT_FOUND where there is none.
+        """Removes an adapter: its sessions end with NOT_FOUND/ADAPTER_NOT_FOUND. NOT_FOUND if it is not registered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
