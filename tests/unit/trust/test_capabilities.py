@@ -196,7 +196,7 @@ def test_a_block_server_cannot_sign_certificates_of_others(
     opening = with_certificate_of(minted, signed_by(of(identities, Role.CLIENT, "1")))
     for others in ([], [own.public_bytes(serialization.Encoding.DER)]):
         opening.capability.certificates[1:] = others
-        with pytest.raises(CapabilityDenied, match="no workload"):
+        with pytest.raises(CapabilityDenied, match="not signed by a workload"):
             hop.verify(opening)
 
 
