@@ -9,7 +9,16 @@ from typing import Final
 
 from tests.architecture.sources import ROOT, identify
 
-CLEAN: Final = ("services", "tests", "benchmarks", "tools", "charts", "Makefile", "Dockerfile.client", "Dockerfile.server")
+CLEAN: Final = (
+    "services",
+    "tests",
+    "benchmarks",
+    "tools",
+    "charts",
+    "Makefile",
+    "Dockerfile.client",
+    "Dockerfile.server",
+)
 """The folders and files that keep to these rules."""
 
 _OPENINGS: Final = re.compile(
