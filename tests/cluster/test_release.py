@@ -18,7 +18,7 @@ from tests.tiers import quick
 INSIDE: Final = Path(__file__).with_name("inside.py")
 # The brackets keep it from finding itself; the files are those of both versions of control groups.
 MEMORY: Final = """
-grep -al 'template_[w]orker' /proc/[0-9]*/cmdline | wc -l
+grep -al 'client.text.[t]emplate' /proc/[0-9]*/cmdline | wc -l
 cat /sys/fs/cgroup/memory/memory.usage_in_bytes /sys/fs/cgroup/memory.current 2>/dev/null; true
 """
 WAITING: Final = ("--wait", "--timeout", "5m")
