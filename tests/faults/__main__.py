@@ -62,8 +62,9 @@ _ALONE: Final = frozenset({"drain"})
 _IN_THE_CLEAR: Final = frozenset({"cut"})
 # Drafts are always as long as they may be: they are what is to be wrong at times.
 _SETTINGS: Final = {"adapters": ADAPTER_SETTINGS, "forms": {"COROLLA_ADAPTIVE_DRAFTS": "false"}}
-# A stack takes as long to start as some rows take. Those that add a client service are apart.
-_ON_ONE_STACK: Final = (("redis", "tasks", "places", "herd", "cancel"), ("freeze", "client", "kill", "library"))
+# A stack takes as long to start as some rows take. The rows that add a client service come last: they leave sessions on
+# servers, which end with their leases.
+_ON_ONE_STACK: Final = (("redis", "places", "herd", "cancel", "tasks"), ("freeze", "kill", "library", "client"))
 _ENDED: Final = re.compile(r"^(\w+) ended with \d+ after (\d+) s$", re.MULTILINE)
 # A soak that is short tells nothing that the others do not.
 _LONG: Final = frozenset({"soak"})

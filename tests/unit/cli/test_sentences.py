@@ -175,10 +175,10 @@ def test_ctrl_c_before_a_command_has_done_anything(command: str, tmp_path: Path)
     time.sleep(0.6)
     running.send_signal(signal.SIGINT)
     shown, said = running.communicate(timeout=TIMEOUT_S)
-    assert "Traceback" not in shown + said
+    assert "Traceback" not in shown + said, shown + said
     if running.returncode == EXIT_INTERRUPTED:
         assert_one_sentence(said)
     else:
         # The router is up by then; services log that they stop.
-        assert running.returncode == 0
+        assert running.returncode == 0, said
         assert "stopping" in said

@@ -207,7 +207,10 @@ def test_a_bad_checkpoint_is_refused(folder: Path, damage: Callable[[Path], None
             },
             r"keeps state .*; set another",
         ),
-        ({"model_type": "opt", "do_layer_norm_before": False}, r"'opt' are supported only with do_layer_norm_before=True"),
+        (
+            {"model_type": "opt", "do_layer_norm_before": False},
+            r"'opt' are supported only with do_layer_norm_before=True",
+        ),
     ],
 )
 def test_an_unsupported_model_is_refused(folder: Path, changes: dict[str, Any], advice: str) -> None:
