@@ -70,33 +70,27 @@ _ENDED: Final = re.compile(r"^(\w+) ended with \d+ after (\d+) s$", re.MULTILINE
 _LONG: Final = frozenset({"soak"})
 
 
-async def run(row: str, stand: Stand, seed: int, runs: range) -> int:
-    """Does a row's runs on a stack that is whole, and leaves it whole. Returns the exit status."""
-    work, _, _, what = ROWS[row]
-    say(f"==> {what}: {len(runs)} runs from number {runs.start}, seed {seed}")
-    # No two rows ask the same questions: of the second one, servers would hold what they computed for the first.
-    return await work(stand, random.Random(f"{row} {seed}"), runs)
-
-
 async def run_together(
     rows: Sequence[str], model: str, spans: str, seed: int, runs_of: Callable[[str], range], outage_s: float
 ) -> int:
-    """Does rows that need the same settings, one after the other, on one stack."""
+    """Does rows that need the same settings, one after the other, on one stack. Returns the exit status."""
     status, is_secure = 0, rows[0] not in _IN_THE_CLEAR
     async with standing(model, spans, _SETTINGS.get(rows[0]), outage_s=outage_s, is_secure=is_secure) as stand:
         # The callers are here: what was imported took the collector half a second, in which no token could arrive.
         settle()
         for row in rows:
-            started_s = time.monotonic()
+            (work, _, _, what), runs, started_s = ROWS[row], runs_of(row), time.monotonic()
+            say(f"==> {what}: {len(runs)} runs from number {runs.start} on {model} as {spans}, seed {seed}")
+            # Each row draws its own questions: servers still hold pages of the questions of the row before.
             with PAUSES.watched():
-                row_status = await run(row, stand, seed, runs_of(row))
+                row_status = await work(stand, random.Random(f"{row} {seed}"), runs)
             status |= row_status
             say(f"{row} ended with {row_status} after {time.monotonic() - started_s:.0f} s\n")
     return status
 
 
 async def run_all(arguments: Sequence[str], num_jobs: int) -> tuple[int, dict[str, float]]:
-    """Does all rows in processes, each with a stack for its rows, `num_jobs` at a time. Shows their words at their end.
+    """Does all rows but the soak, `num_jobs` stacks at a time, each in a process whose output is shown at its end.
 
     Returns:
         The exit status, and the seconds that each row took.

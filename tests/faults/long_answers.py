@@ -29,7 +29,7 @@ class LongRepertoire:
     async def undisturbed(self, question: Question, num_tokens: int) -> list[int]:
         """The first tokens of the answer. Nothing may be broken meanwhile."""
         if len(self._undisturbed[question]) < num_tokens:
-            # Others will be a little longer: these tokens serve them, too.
+            # This answer is longer than needed, so that it also serves later ones with a few tokens more.
             longer = Question(question.prompt, min(_MAX_TOKENS, num_tokens * 5 // 4), question.options)
             answer = Answer(longer)
             await listen(self.stand.client, answer)
