@@ -6,7 +6,7 @@ value ends the process at start with a sentence that names key and value.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
 
 from pydantic import BeforeValidator, Field, ValidationError, WithJsonSchema
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -32,11 +32,11 @@ REMOVED: Final = frozenset(
 Dtype = Annotated[DtypeName, BeforeValidator(full_dtype_name)]
 """A dtype by its name or its abbreviation."""
 
-_LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR")
+_Level = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 LogLevel = Annotated[
-    Literal["DEBUG", "INFO", "WARNING", "ERROR"],
+    _Level,
     BeforeValidator(lambda given: given.upper() if isinstance(given, str) else given),
-    WithJsonSchema({"enum": [*_LEVELS, *map(str.lower, _LEVELS)], "type": "string"}),
+    WithJsonSchema({"enum": [*get_args(_Level), *map(str.lower, get_args(_Level))], "type": "string"}),
 ]
 """A log level in upper or lower case: `info` is `INFO`."""
 
