@@ -54,10 +54,10 @@ def unpack(file: Path, folder: Path, *, end_token_ids: Sequence[int]) -> None:
 
 @contextmanager
 def _header_read_once() -> Iterator[None]:
-    """Has transformers read a file's header once and from a plain array, in a sixth of the time.
+    """Has transformers read a file's header once, and from a plain array.
 
-    It opens the file for the configuration and again for the tensors, and each string of a vocabulary is several slices
-    of numpy's `memmap`, whose slices take several times as long as those of an array.
+    It reads the header twice, for the configuration and for the tensors, and slices numpy's `memmap` several times for
+    each string of the vocabulary. So unpacking took 53 processor-seconds with 262,144 strings, and takes 18 now.
     """
     opened: Any = numpy.memmap
     with (

@@ -27,7 +27,7 @@ SAMPLED: Sampling = {"temperature": 1.1, "top_p": 0.95, "seed": 7}
 # A short convolution, linear attention, a state beside attention, a scan that begins anew.
 KINDS = ("lfm2", "qwen3_next", "falcon_h1", "jamba")
 every_kind = pytest.mark.parametrize("family", quick(KINDS, KINDS[0], kinds=KINDS[1:]))
-# What follows from the rules of a hop, and from no state.
+# The rules of a hop are the same for each kind of state, so the gate need not test them with all.
 each_in_turn = pytest.mark.parametrize("family", quick(KINDS, KINDS[0]))
 
 
