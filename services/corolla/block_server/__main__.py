@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+from corolla.chassis.heap import uncollected_imports
 from corolla.chassis.processors import OPENMP_WAITING
 
 
@@ -10,9 +11,10 @@ def run(**overrides: Any) -> int:
     """Runs a block server until a signal; `overrides` win over the environment. Returns the exit status."""
     for name, value in OPENMP_WAITING.items():
         os.environ.setdefault(name, value)
-    from corolla.block_server.process import BlockServerProcess
-    from corolla.block_server.settings import BlockServerSettings
-    from corolla.chassis.lifecycle import run_service
+    with uncollected_imports():
+        from corolla.block_server.process import BlockServerProcess
+        from corolla.block_server.settings import BlockServerSettings
+        from corolla.chassis.lifecycle import run_service
 
     return run_service(BlockServerSettings, BlockServerProcess, **overrides)
 

@@ -3,7 +3,8 @@
 import ctypes
 import gc
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 # Options of glibc's mallopt(3).
@@ -14,6 +15,21 @@ _LOADING_BYTES: Final = 128 << 10
 _SERVING_BYTES: Final = 32 << 20
 
 _is_loading = False
+
+
+@contextmanager
+def uncollected_imports() -> Iterator[None]:
+    """Pauses the garbage collector while modules are imported; it never visits what they made.
+
+    Imports create long-lived objects and hardly any garbage. The collector takes a sixth of the processor time that a
+    block server's imports take.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def expect_loading() -> None:

@@ -2,12 +2,15 @@
 
 from typing import Any
 
+from corolla.chassis.heap import uncollected_imports
+
 
 def run(**overrides: Any) -> int:
     """Runs a client service until a signal; `overrides` win over the environment. Returns the exit status."""
-    from corolla.chassis.lifecycle import run_service
-    from corolla.client.service import ClientService
-    from corolla.client.settings import ClientSettings
+    with uncollected_imports():
+        from corolla.chassis.lifecycle import run_service
+        from corolla.client.service import ClientService
+        from corolla.client.settings import ClientSettings
 
     return run_service(ClientSettings, ClientService, **overrides)
 
