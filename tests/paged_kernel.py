@@ -1,7 +1,5 @@
 """Attention over pages through page tables, by its definition: what flash attention computes on a GPU."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -11,22 +9,39 @@ def paged_definition(
     keys: Tensor,
     values: Tensor,
     first_queries: Tensor,
-    first_keys: None,
+    first_keys: Tensor,
     max_queries: int,
     max_keys: int,
     *,
     scale: float,
     window_size: tuple[int, int],
+    enable_gqa: bool,
     seqused_k: Tensor,
     block_table: Tensor,
-    **_options: Any,
+    num_splits: int,
 ) -> Tensor:
-    """Attends as `torch.nn.attention.varlen.varlen_attn` does.
+    """Attends as `torch.nn.attention.varlen.varlen_attn` does, and refuses what it and its kernel refuse.
 
-    Keys and values are `[pages, page tokens, key heads, head_dim]`. The function may be recorded: it looks at tensors
-    with tensors only.
+    Keys and values are `[pages, page tokens, key heads, head_dim]`. The function may be recorded: it looks at the
+    numbers in tensors with tensors only.
+
+    Raises:
+        TypeError, ValueError: an argument is missing, or has a dtype, shape or layout that the kernel does not take.
     """
     num_rows, num_pages = block_table.shape
+    _check(query, keys, values, enable_gqa=enable_gqa)
+    for name, numbers, length in (
+        ("cu_seq_q", first_queries, num_rows + 1), ("cu_seq_k", first_keys, num_rows + 1),
+        ("seqused_k", seqused_k, num_rows),
+    ):  # fmt: skip
+        if numbers is None:
+            raise ValueError("cumulative sequence lengths of queries and keys must be both set or both not set")
+        if numbers.dtype != torch.int32 or numbers.shape != (length,) or not numbers.is_contiguous():
+            raise ValueError(f"{name} must be a contiguous int32 tensor [{length}]")
+    if block_table.dtype != torch.int32 or block_table.stride(-1) != 1:
+        raise ValueError("block_table must be int32, with a contiguous last dimension")
+    if max_queries < 1 or max_keys < 1 or num_splits != 1:
+        raise ValueError("max_q and max_k must be positive, and rows must not split their keys")
     entries = torch.arange(len(query), device=query.device)
     row = torch.searchsorted(first_queries[1:], entries.to(first_queries.dtype), right=True)
     # A row's last query is as far as its last key.
@@ -45,3 +60,19 @@ def paged_definition(
     scores = torch.einsum("qhd,qkhd->qhk", query.float(), keys.float()) * scale
     weights = scores.masked_fill(~seen[:, None, :], -torch.inf).softmax(dim=-1)
     return torch.einsum("qhk,qkhd->qhd", weights, values.float()).to(query.dtype)
+
+
+def _check(query: Tensor, keys: Tensor, values: Tensor, *, enable_gqa: bool) -> None:
+    if keys.shape != values.shape or query.dim() != 3 or keys.dim() != 4:
+        raise ValueError(
+            "query must be [tokens, heads, head_dim], keys and values [pages, page tokens, heads, head_dim]"
+        )
+    if not query.dtype == keys.dtype == values.dtype:
+        raise ValueError("query, keys and values must have the same dtype")
+    if any(tensor.stride(-1) != 1 for tensor in (query, keys, values)):
+        raise ValueError("the last dimension of query, keys and values must be contiguous")
+    if query.shape[-1] != keys.shape[-1] or keys.shape[-1] % 8 or keys.shape[-1] > 256:
+        raise ValueError("query, keys and values need the same head size, a multiple of 8 up to 256")
+    heads, key_heads = query.shape[1], keys.shape[2]
+    if heads % key_heads or (heads != key_heads and not enable_gqa):
+        raise ValueError("the number of query heads must be a multiple of that of key heads, and needs enable_gqa")

@@ -411,7 +411,9 @@ class BlockServer:
         layers_per_group = LayerGroups.of(
             attention_windows(model.config), pageless_layers(model.config)
         ).layers_per_group
-        num_pages, num_state_pages = self._num_pages(cache_bytes_per_token * layers_per_group, state_bytes(model))
+        num_pages, num_state_pages = self._num_pages(
+            cache_bytes_per_token * layers_per_group, state_bytes(model, self._new_runner)
+        )
         may_replay = settings.cuda_graphs == "auto" and model.device.type == "cuda"
         runner = self._new_runner(
             model,

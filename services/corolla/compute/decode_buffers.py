@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from corolla.cache.store import KVStore
 from corolla.compute.attention.batch import AttentionBackend, AttentionBatch, PackedRow
@@ -88,10 +89,12 @@ class DecodeBuffers:
     def batch(self, size: int, backend: AttentionBackend) -> AttentionBatch:
         """The attention batch of a step of `size` over these buffers. The recorded step has to call this itself."""
         columns = self._columns[:, :size]
+        num_keys = [column.to(torch.int32) for column in columns[2::2]]
         tables = {
             group: BatchTables(
                 first_queries=self._first_queries[: size + 1],
-                num_keys=columns[2 + 2 * group].to(torch.int32),
+                first_keys=pad(num_keys[group].cumsum(0, dtype=torch.int32), (1, 0)),
+                num_keys=num_keys[group],
                 pages=pages[:size],
                 max_queries=1,
                 max_keys=pages.shape[1] * self._store.pool.page_tokens,

@@ -85,7 +85,8 @@ def measure_speed(
 
     Args:
         num_threads: threads that this process computes with from now on; 0: the number with which the block is fastest.
-        new_runner: makes a `Runner` with this server's settings.
+        new_runner: makes a `Runner` with this server's settings, of which nothing that has a part in the speed is
+            changed: what is measured is what will run.
     """
 
     def made(number: int = checkpoint.largest_block) -> SpanModel:
@@ -118,7 +119,8 @@ class _Trial:
 
     def __init__(self, model: SpanModel, new_runner: Callable[..., Runner]) -> None:
         self.model = model
-        self._runner = new_runner(model, num_pages=1, page_tokens=2 * _PREFILL_TOKENS, tuning_budget_s=_TUNING_BUDGET_S)
+        # As many pages are enough, however small they are.
+        self._runner = new_runner(model, num_pages=_PREFILL_TOKENS + 1, tuning_budget_s=_TUNING_BUDGET_S)
         self._cache = self._runner.new_cache()
         self._cache.reserve(_PREFILL_TOKENS + 1)
 
@@ -131,12 +133,12 @@ class _Trial:
     @property
     def page_bytes_per_token(self) -> int:
         """Bytes of a token's keys and values; valid after the first run."""
-        return self._runner.store.page_bytes // (2 * _PREFILL_TOKENS)
+        return _bytes_per_token(self._runner)
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of the session's keys, values and states, per token of its page; valid after the first run."""
-        return self._cache.nbytes // (2 * _PREFILL_TOKENS)
+        """Bytes of the session's keys, values and states, per token; valid after the first run."""
+        return self._cache.nbytes // (_PREFILL_TOKENS + 1)
 
     def _seconds(self, position: int, num_tokens: int) -> float:
         hidden = torch.zeros(num_tokens, self.model.hidden_size, dtype=self.model.dtype)
@@ -149,16 +151,24 @@ def _page_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: str, new_run
     """Bytes of a token's keys and values in a block that caches some; 0 where no block does."""
     block = Span(checkpoint.caching_block, checkpoint.caching_block + 1)
     model = make_span(checkpoint, block, dtype=dtype, device=device)
-    runner = new_runner(model, num_pages=1, page_tokens=1, attention="auto", is_fused=False)
+    runner = new_runner(model, num_pages=1, is_fused=False)
     runner.warm_up()
-    return runner.store.page_bytes
+    return _bytes_per_token(runner)
 
 
-def state_bytes(model: SpanModel) -> int:
-    """Bytes of the recurrent states of one session at one position."""
+def _bytes_per_token(runner: Runner) -> int:
+    return runner.store.page_bytes // runner.store.pool.page_tokens
+
+
+def state_bytes(model: SpanModel, new_runner: Callable[..., Runner] = Runner) -> int:
+    """Bytes of the recurrent states of one session at one position.
+
+    Args:
+        new_runner: makes a `Runner` with this server's settings.
+    """
     if not recurrent_layers(model.config):
         return 0
-    runner = Runner(model, num_pages=1, is_fused=False)
+    runner = new_runner(model, num_pages=1, is_fused=False)
     runner.warm_up()
     return sum(shape.nbytes for shape in runner.store.state_shapes.values())
 

@@ -2,15 +2,16 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from corolla.compute.runner import Runner
-from corolla.compute.speed import measure_speed
+from corolla.compute.speed import measure_speed, state_bytes
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import head_bytes
-from corolla.models.span_model import load_span
+from corolla.models.span_model import SpanModel, load_span
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
 
@@ -42,3 +43,16 @@ def test_keys_and_values_are_measured_as_the_server_stores_them(tmp_path: Path, 
     new_runner = partial(Runner, page_tokens=8, attention="sdpa", kv_cache_dtype="fp8")
     stored = measure_speed(checkpoint, torch.float32, "cpu", new_runner=new_runner)
     assert stored.cache_bytes_per_token == plain.cache_bytes_per_token // torch.float32.itemsize
+
+
+@pytest.mark.parametrize("family", ["llama", "jamba", "mamba2"])
+def test_what_is_measured_is_what_will_run(tmp_path: Path, family: str) -> None:
+    def new_runner(model: SpanModel, **options: Any) -> Runner:
+        # An option that the measurement sets, too, would be a TypeError.
+        return Runner(model, page_tokens=8, attention="sdpa", kv_cache_dtype="auto", **options)
+
+    checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, tmp_path / family)))
+    speed = measure_speed(checkpoint, torch.float32, "cpu", new_runner=new_runner)
+    assert speed.cache_bytes_per_token > 0
+    model = load_span(checkpoint, Span(0, 1), dtype=torch.float32)
+    assert (state_bytes(model, new_runner) > 0) == (family != "llama")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ class BatchTables:
 
     Attributes:
         first_queries: int32 `[rows + 1]`: where each row's queries begin, and where the last row's queries end.
+        first_keys: int32 `[rows + 1]`: the same for keys, as if the rows' keys lay behind each other. The kernel finds
+            them by `pages`, but refuses a call without it.
         num_keys: int32 `[rows]`: the keys of each row, counted from its first page on.
         pages: int32 `[rows, longest]`: the ids of each row's pages.
         max_queries: the most queries of a row.
@@ -29,6 +32,7 @@ class BatchTables:
     """
 
     first_queries: Tensor
+    first_keys: Tensor
     num_keys: Tensor
     pages: Tensor
     max_queries: int
@@ -66,7 +70,7 @@ class PagedFlash:
             keys.view(-1, page_tokens, *keys.shape[1:]),
             values.view(-1, page_tokens, *values.shape[1:]),
             tables.first_queries,
-            None,
+            tables.first_keys,
             tables.max_queries,
             tables.max_keys,
             scale=given.scaling,
@@ -90,6 +94,7 @@ def _tables(rows: Sequence[PackedRow], group: int, device: torch.device) -> Batc
 
     return BatchTables(
         first_queries=integers([0, *(row.end for row in rows)]),
+        first_keys=integers([0, *accumulate(num_keys)]),
         num_keys=integers(num_keys),
         pages=integers(pages),
         max_queries=max(row.num_tokens for row in rows),
