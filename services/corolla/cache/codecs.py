@@ -70,7 +70,9 @@ class Int8Codec:
 
     def encode(self, numbers: Tensor) -> Tensor:
         largest = numbers.abs().amax(dim=-1, keepdim=True).float()
-        exponents = torch.frexp(largest / _LARGEST_INT8).exponent.clamp(_LEAST_EXPONENT, _GREATEST_EXPONENT)
+        # The least power of two with which the largest number has a code; one whose mantissa is a half is a power of two.
+        mantissas, exponents = torch.frexp(largest / _LARGEST_INT8)
+        exponents = (exponents - (mantissas == 0.5).int()).clamp(_LEAST_EXPONENT, _GREATEST_EXPONENT)
         codes = torch.ldexp(numbers.float(), -exponents).round().nan_to_num().clamp(-_LARGEST_INT8, _LARGEST_INT8)
         exponents = torch.where(largest.isfinite(), exponents, _NOT_FINITE)
         return torch.cat([codes, exponents.to(codes)], dim=-1).to(torch.int8)

@@ -30,6 +30,15 @@ def test_what_was_read_is_stored_as_the_same_bytes(kind: str, data: st.DataObjec
     assert torch.equal(codec.decode(codec.encode(read)), read)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("largest", [127.0, 126.5, 126.4, 64.0, 63.5, 63.4])
+@pytest.mark.parametrize("exponent", [-12, -8, 0, 1, 8])
+def test_the_largest_code_is_kept_as_it_is(largest: float, exponent: int, dtype: torch.dtype) -> None:
+    codec = CODECS["int8"](dtype)
+    stored = codec.encode(torch.tensor([largest, -1.0]).mul(2.0**exponent).to(dtype))
+    assert torch.equal(codec.encode(codec.decode(stored)), stored)
+
+
 @pytest.mark.parametrize("kind, most", [("fp8", 2**-4), ("int8", 2**-7)])
 def test_rounding_is_as_small_as_the_bits_allow(kind: str, most: float) -> None:
     numbers = torch.randn(64, 4, 64, generator=torch.Generator().manual_seed(0))
