@@ -293,7 +293,16 @@ def _received(batch: Admitted) -> Iterator[Tensor]:
 
 
 def error_of(failure: Exception) -> CorollaError:
-    """The error for the owners of failed rows. It quotes nothing of the exception's text, which may contain data."""
+    """The error for the owners of failed rows. It quotes nothing of the exception's text, which may contain data.
+
+    Raises:
+        AcceleratorError: `failure` is one. Every later call of the device would fail, too, so the engine ends, and with
+            it the process; clients recover their sessions elsewhere.
+    """
+    if isinstance(failure, torch.AcceleratorError):
+        # The driver's sentence contains no data of callers.
+        log.critical("the device failed", extra={"failure": str(failure).partition("\n")[0]})
+        raise failure
     if isinstance(failure, CorollaError):
         return failure.with_traceback(None)
     is_memory = isinstance(failure, torch.OutOfMemoryError | MemoryError) or (

@@ -430,14 +430,14 @@ class BlockServer:
 
     def _processor_use(self, span: Span, checkpoint: Checkpoint, num_threads: int) -> ProcessorUse:
         settings = self.settings
+        on_cpu = settings.device.startswith("cpu")
         num_sampling_threads = 1
         if span.end == checkpoint.num_blocks:
             # A GPU leaves the processors free for this. On a CPU, as many threads as help blocks help sampling, too.
-            on_cpu = settings.device.startswith("cpu")
             num_sampling_threads = num_threads if on_cpu else settings.threads or available_cores()
         return ProcessorUse(
-            # The thread of the event loop computes alone.
-            max_inline_s=self._max_inline_s if num_threads == 1 else 0.0,
+            # The thread of the event loop computes alone, and does not wait for a device: sockets need it meanwhile.
+            max_inline_s=self._max_inline_s if num_threads == 1 and on_cpu else 0.0,
             num_sampling_threads=num_sampling_threads,
             max_microbatches=settings.max_microbatches,
             compute_thread=self._compute_thread,

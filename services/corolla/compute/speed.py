@@ -84,7 +84,8 @@ def measure_speed(
     any.
 
     Args:
-        num_threads: threads that this process computes with from now on; 0: the number with which the block is fastest.
+        num_threads: threads that this process computes with from now on; 0: the number with which the block is
+            fastest, and 1 for a device other than a CPU.
         new_runner: makes a `Runner` with this server's settings, of which nothing that has a part in the speed is
             changed: what is measured is what will run.
     """
@@ -99,6 +100,9 @@ def measure_speed(
         # The geometric mean gives both the same weight, whatever their sizes.
         return math.sqrt(trial.prefill_s() * trial.decode_s())
 
+    if not device.startswith("cpu"):
+        # The device computes, so more threads of this process make no block faster.
+        num_threads = num_threads or 1
     num_threads = set_num_threads(num_threads, seconds)
     prefill_s, decode_s = trial.prefill_s(), trial.decode_s()
     others = (made(other).nbytes for other in checkpoint.largest_blocks if other != checkpoint.largest_block)

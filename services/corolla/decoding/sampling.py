@@ -215,7 +215,8 @@ class Sampler:
         return scores
 
     def _biases(self, logits: Tensor) -> Tensor:
-        if self._bias is None:
+        # A fork may read logits of another device, such as those of a draft model.
+        if self._bias is None or self._bias.device != logits.device:
             self._bias = torch.zeros_like(logits)
             token_ids, biases = zip(*self.params.logit_bias, strict=True)
             self._bias[list(token_ids)] = torch.tensor(biases, device=logits.device)

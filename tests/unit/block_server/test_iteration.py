@@ -198,6 +198,25 @@ def test_a_failure_maps_to_its_error(failure: Exception, kind: type[CorollaError
     assert isinstance(failure, CorollaError) or not str(failure) or str(failure) not in error.message
 
 
+def test_a_device_that_failed_ends_the_engine_and_its_first_line_is_logged(
+    runner: Runner, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken:
+        def forward_each(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> BatchOutput:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nFor debugging consider")
+
+        def warm_up(self) -> None:
+            pass
+
+    sessions = Sessions(runner, b"ab")
+    with pytest.raises(torch.AcceleratorError):
+        compute(Broken(), sessions.step({b"a"[0]: (5, 1), b"b"[0]: (5, 1)}), SPAN)
+    assert [record.failure for record in caplog.records if hasattr(record, "failure")] == [
+        "CUDA error: an illegal memory access was encountered"
+    ]
+    sessions.close()
+
+
 def test_memory_that_the_processor_does_not_have_is_recognised() -> None:
     with pytest.raises(RuntimeError) as refused:
         torch.empty(1 << 50)

@@ -361,3 +361,10 @@ def test_a_fork_chooses_as_the_sampler_will_and_neither_disturbs_the_other(param
         assert [fork.sample(each).token_id for each in logits[index:]] == expected[index:]
         tokens.append(sampler.sample(row).token_id)
     assert tokens == expected
+
+
+def test_a_fork_may_read_logits_of_another_device() -> None:
+    """A draft model's logits may be on a CPU, where those of the head are not."""
+    sampler = Sampler(SamplingParams(temperature=0.0, logit_bias=((3, 5.0),)), ())
+    assert sampler.scores(torch.zeros(8, device="meta")).device.type == "meta"
+    assert sampler.fork().scores(torch.zeros(8)).tolist() == [0, 0, 0, 5, 0, 0, 0, 0]
