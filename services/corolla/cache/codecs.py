@@ -3,6 +3,9 @@
 A server attends to all tokens as they are stored, even to those of the chunk that it computes, and numbers that were
 read are stored as the same bytes again. So answers depend neither on how a prompt was cut nor on a handover. If keys
 are computed again in a batch with other rows, their last bits may differ, and a number may then round the other way.
+
+E4M3 is the format of Micikevicius et al. 2022, "FP8 Formats for Deep Learning". Integers with a shared power of two are
+a block floating point format, like those of the OCP Microscaling Formats.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,11 +33,14 @@ class KVCodec(Protocol):
         ...
 
     def encode(self, numbers: Tensor) -> Tensor:
-        """Converts floats `[..., head_size]` of any dtype to int8 `[..., stored_size]`, on the same device."""
+        """Converts `numbers`, floats `[..., head_size]` of any dtype, to int8 `[..., stored_size]` on their device."""
         ...
 
     def decode(self, stored: Tensor) -> Tensor:
-        """Converts int8 `[..., stored_size]` to `[..., head_size]` in `dtype`; `encode` gives the same bytes again."""
+        """Converts `stored`, int8 `[..., stored_size]`, to `[..., head_size]` in the codec's dtype, on the same device.
+
+        `encode` gives the same bytes again.
+        """
         ...
 
 
@@ -48,9 +54,11 @@ class Fp8Codec:
         return head_size
 
     def encode(self, numbers: Tensor) -> Tensor:
+        """See `KVCodec.encode`."""
         return numbers.clamp(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn).view(torch.int8)
 
     def decode(self, stored: Tensor) -> Tensor:
+        """See `KVCodec.decode`."""
         return stored.view(torch.float8_e4m3fn).to(self.dtype)
 
 
@@ -69,6 +77,7 @@ class Int8Codec:
         return head_size + 1
 
     def encode(self, numbers: Tensor) -> Tensor:
+        """See `KVCodec.encode`."""
         largest = numbers.abs().amax(dim=-1, keepdim=True).float()
         # The least power of two with which the largest number has a code; one whose mantissa is a half is a power of two.
         mantissas, exponents = torch.frexp(largest / _LARGEST_INT8)
@@ -78,6 +87,7 @@ class Int8Codec:
         return torch.cat([codes, exponents.to(codes)], dim=-1).to(torch.int8)
 
     def decode(self, stored: Tensor) -> Tensor:
+        """See `KVCodec.decode`."""
         exponents = stored[..., -1:].int()
         ones = torch.ones_like(exponents, dtype=torch.float32)
         units = torch.ldexp(ones, exponents.clamp(_LEAST_EXPONENT, _GREATEST_EXPONENT))

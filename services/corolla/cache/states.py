@@ -53,6 +53,7 @@ class LayerState:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
+        """`conv` and, if there is one, `recurrent`, with the shapes of these attributes."""
         return (self.conv,) if self.recurrent is None else (self.conv, self.recurrent)
 
     @property

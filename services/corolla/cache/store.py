@@ -64,8 +64,8 @@ class KVStore:
     """Keys and values of all sessions of a server.
 
     The tensors of a layer are `[num_pages * page_tokens, key heads, head_dim]`, slot by slot, like the paged caches of
-    flash attention. A token has the same slot in all layers of a group. The tensors are made at a layer's first use; on
-    a CPU, memory that was never written costs nothing.
+    flash attention. A token has the same slot in all layers of a group. The tensors are made at a layer's first use,
+    on the device of its keys; on a CPU, memory that was never written costs nothing.
 
     Args:
         num_pages: the number of pages of the server.
@@ -132,12 +132,12 @@ class KVStore:
         return tensors
 
     def layer_like(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Like `layer`, but makes the tensors if they do not exist yet.
+        """See `KVStore.layer`; makes the tensors if they do not exist yet.
 
         Args:
             layer: the layer's index within the span.
             keys: computed keys `[..., key heads, head_dim]`, whose shape, dtype and device new tensors follow.
-            values: the same for values.
+            values: computed values `[..., key heads, value head size]`, likewise.
         """
         index = self.groups.layer_indices[layer][1]
         if self._tensors[index] is None:
@@ -145,11 +145,17 @@ class KVStore:
         return self.layer(layer)
 
     def encoded(self, numbers: Tensor) -> Tensor:
-        """Converts keys or values `[..., head_dim]` to their stored form `[..., stored size]`, on the same device."""
+        """The stored form `[..., stored size]` of `numbers`, keys or values `[..., head_dim]`, on the same device.
+
+        It is int8 with a codec, else it has the dtype of `numbers`.
+        """
         return numbers if self.codec is None else self.codec.encode(numbers)
 
     def decoded(self, stored: Tensor) -> Tensor:
-        """Converts stored numbers `[..., stored size]` to keys or values `[..., head_dim]`, on the same device."""
+        """Converts stored numbers `[..., stored size]` to keys or values `[..., head_dim]` in the model's dtype.
+
+        They are on the same device.
+        """
         return stored if self.codec is None else self.codec.decode(stored)
 
     def new_cache(self) -> "SessionCache":
@@ -245,7 +251,10 @@ class SessionCache(SessionPages):
                 raise
 
     def gather(self, layer: int, end: int, start: int = 0) -> tuple[Tensor, Tensor]:
-        """Copies the decoded keys and values of positions `[start, end)`, `[key heads, end - start, head_dim]` each."""
+        """Copies the decoded keys and values of positions `[start, end)`, `[key heads, end - start, head_dim]` each.
+
+        They are in the model's dtype, on the device of the pages.
+        """
         extents = self.extents(end, start, self.store.group_of(layer))
         keys, values = (self.store.decoded(gathered(tensor, extents)) for tensor in self.store.layer(layer))
         return keys, values
@@ -264,7 +273,8 @@ class SessionCache(SessionPages):
 def gathered(tensor: Tensor, extents: Sequence[Extent]) -> Tensor:
     """Copies slots of a tensor `[slots, key heads, head_dim]` of any dtype to `[key heads, tokens, head_dim]`.
 
-    The copy has the memory layout of the library's own caches, since the layout decides how products round.
+    The copy is on the same device. It has the memory layout of the library's own caches, since the layout decides how
+    products round.
     """
     parts = [tensor.narrow(0, start, count) for start, count in extents]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(0, 1).contiguous()

@@ -53,6 +53,7 @@ class DecodeBuffers:
 
     @property
     def positions(self) -> Tensor:
+        """The positions of the new tokens, int64 `[max_rows]`."""
         return self._columns[0]
 
     def fit(self, rows: Sequence[PackedRow]) -> bool:

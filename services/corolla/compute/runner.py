@@ -151,7 +151,10 @@ class Runner:
             cache.clear()
 
     def forward(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
-        """The output `[sum of num_tokens, H]` of `forward_each`, for callers that need all rows to be finite.
+        """The output of `forward_each` alone, for callers that need all rows to be finite. See `Runner.forward_each`.
+
+        Returns:
+            `[sum of num_tokens, H]` in the model's dtype, on its device.
 
         Raises:
             NonFiniteOutput: a row has NaN or Inf. The other rows' tokens are in their caches.

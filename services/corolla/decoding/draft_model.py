@@ -111,7 +111,7 @@ class DraftReading:
         return bool(chunk) and self.num_tokens_left > 0
 
     def logits_after(self, newest: int) -> Tensor:
-        """The logits, float32 `[vocab_size]`, after the text's last token or a draft token that follows it."""
+        """The logits, float32 `[vocab_size]` on the CPU, after the text's last token or a draft token after it."""
         return self._read([newest])
 
     def forget_rejected_tokens(self) -> None:

@@ -1,4 +1,10 @@
-"""Chooses the next token from the model's logits, as `generate` of `transformers` would."""
+"""Chooses the next token from the model's logits, as `generate` of `transformers` would.
+
+The filters are top-k (Fan et al. 2018, "Hierarchical Neural Story Generation"), top-p (Holtzman et al. 2019, "The
+Curious Case of Neural Text Degeneration") and min-p (Nguyen et al. 2024, "Turning Up the Heat"); the repetition penalty
+is that of CTRL (Keskar et al. 2019). A token is drawn as `torch.multinomial` does: the largest quotient of probability
+and a number from an exponential distribution wins, which is the Gumbel-max trick without logarithms.
+"""
 
 import copy
 import functools
@@ -113,7 +119,10 @@ class QuickTopP(LogitsProcessor):
         self._exact = TopPLogitsWarper(top_p)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Filters float32 scores `[1, V]` on the CPU; the scores of removed tokens become minus Inf."""
+        """Filters `scores`, float32 `[1, V]` on the CPU; those of removed tokens become minus Inf.
+
+        `input_ids`, int64 `[1, T]`, have no effect.
+        """
         ascending = torch.from_numpy(np.sort(scores.numpy()))
         # The very sums that the library forms, in the same order: rounding decides about the last token.
         is_removed = (ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - self._top_p)[0]
@@ -322,7 +331,10 @@ class Sampler:
         return numbers.exponential_(generator=self._generator)
 
     def with_logprobs(self, token_id: int, logits: Tensor) -> SampledToken:
-        """The token with the log probabilities that `params` ask for, from the model's logits, float32 `[V]`."""
+        """The token with the log probabilities that `params` ask for, from the model's logits.
+
+        `logits` are float32 `[V]`, on any device.
+        """
         if self.params.num_logprobs is None:
             return SampledToken(token_id)
         logprobs = logits.log_softmax(dim=-1)

@@ -64,7 +64,7 @@ class RemotePastKeyValues(Cache):
             self.session.position += tokens_to_remove
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replaces row `i` by what row `beam_idx[i]` was; `beam_idx` is int64 `[R]`."""
+        """Replaces row `i` by what row `beam_idx[i]` was; `beam_idx` is int64 `[R]`, on any device."""
         self.session.select_rows(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -72,7 +72,7 @@ class RemotePastKeyValues(Cache):
         self.session.select_rows([row for row in range(self.batch_size) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the rows of `indices`, int64 or bool `[R]`."""
+        """Keeps the rows of `indices`, int64 or bool `[R]`, on any device."""
         chosen = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
         self.session.select_rows(chosen.tolist())
 

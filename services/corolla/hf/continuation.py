@@ -1,4 +1,7 @@
-"""Joins the text of a session with the input of a further call of `generate`."""
+"""Joins the text of a session with the input of a further call of `generate`.
+
+Results are on the device of the session's text; the input of the call may be on another.
+"""
 
 from dataclasses import dataclass
 

@@ -49,9 +49,9 @@ class RemoteGenerationMixin(GenerationMixin):
 
         Args:
             max_length: the number of positions, padding included, to reserve now; None lets the session grow.
-            prompts: `[P, H]`, trained embeddings that come before every sequence's text.
-            block_prompts: `[blocks, P, H]` or `[blocks, B, P, H]`, trained embeddings that are added to the input of
-                each block at the first P positions; see `InferenceSession`.
+            prompts: `[P, H]`, floating point, on any device: trained embeddings that come before every sequence's text.
+            block_prompts: `[blocks, P, H]` or `[blocks, B, P, H]`, likewise: trained embeddings that are added to the
+                input of each block at the first P positions; see `InferenceSession`.
         """
         return self.blocks.inference_session(max_length=max_length, prompts=prompts, block_prompts=block_prompts)
 
@@ -80,7 +80,7 @@ class RemoteGenerationMixin(GenerationMixin):
         session, `max_new_tokens` only new tokens.
 
         Args:
-            inputs: int64 `[B, T]`, padded on the left if at all; None continues a session that has text.
+            inputs: int64 `[B, T]`, on any device, padded on the left if at all; None continues a session that has text.
             session: the session to use; it stays open after the call.
             args: arguments of transformers' own `generate`, as `kwargs`.
 

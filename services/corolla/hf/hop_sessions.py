@@ -53,7 +53,8 @@ class HopSessions:
     sends the rows' trained prompts.
 
     Args:
-        prompts: trained prompts `[blocks, P, H]` in the dtype of the blocks, for each sequence of their batch.
+        prompts: trained prompts `[blocks, P, H]` on the CPU in the dtype of the blocks, for each sequence of their
+            batch.
     """
 
     def __init__(self, blocks: RemoteSpan, prompts: Sequence[Tensor] | None = None) -> None:
@@ -101,6 +102,7 @@ class HopSessions:
         self._capacity = capacity
 
     def step(self, steps: Sequence[RowStep]) -> list[Tensor]:
+        """See `RowGroup.step`."""
         if self._group is None:
             raise HopSessionLost("the session was not opened")
         return self._blocks.connection.call(self._group.step(steps))

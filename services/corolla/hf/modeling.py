@@ -167,7 +167,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Computes the logits of new tokens.
+        """Computes the logits of new tokens. The arguments may be on any device.
 
         Args:
             input_ids: int64 `[B, T]`; or give `inputs_embeds`, floating point `[B, T, H]`.
@@ -179,7 +179,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
             logits_to_keep: how many last columns get logits, 0 for all; or int64 `[kept]`, the columns.
 
         Returns:
-            The logits, float32 `[B, kept, V]`.
+            The logits, float32 `[B, kept, V]`, on the device of the head.
 
         Raises:
             ValueError: an argument needs what remote blocks cannot do, or a token id is outside the vocabulary.

@@ -17,8 +17,8 @@ def checked_draft_token(
     where `target` exceeds `draft`, in proportion to the excess; so it differs from the draft token.
 
     Args:
-        target: float32 `[V]`, probabilities.
-        draft: float32 `[V]`, the probabilities by which `draft_token` was drawn.
+        target: float32 `[V]`, probabilities, on any device.
+        draft: float32 `[V]`, on the same device: the probabilities by which `draft_token` was drawn.
         generator: the random stream; None takes torch's own.
     """
     chance = torch.rand((), generator=generator, device=target.device)

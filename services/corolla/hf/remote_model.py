@@ -125,7 +125,7 @@ class RemoteModelForCausalLM(GenerationMixin):
         Each row is a session of its own, so no row waits for another.
 
         Args:
-            inputs: int64 `[B, T]`, padded on the left if at all; it may be given as `input_ids` instead.
+            inputs: int64 `[B, T]`, on any device, padded on the left if at all; it may be given as `input_ids` instead.
             generation_config: None takes the model's own; `options` are applied to it.
             attention_mask: `[B, T]`; 0 is padding.
             stopping_criteria: they are called for each row by itself, without scores.

@@ -2,6 +2,8 @@
 
 The functions have the names and arguments of ColossalAI's `coati.models.generation`, so that training loops written for
 it run unchanged. Greedy decoding, beams and several stop sequences, which it lacks, work here.
+
+All tensors are on the device of the prompts, which a local model must share.
 """
 
 import inspect
@@ -110,6 +112,7 @@ def generate_streaming(
     """Does the same as `generate`, and yields the answers as they grow.
 
     Args:
+        input_ids: int64 `[B, T]`, padded on the left; the other arguments are those of `generate`, too.
         stream_interval: the number of tokens from one result to the next.
 
     Yields:
@@ -169,7 +172,10 @@ def prepare_inputs_fn(input_ids: Tensor, pad_token_id: int | None, **model_kwarg
 
 
 def update_model_kwargs_fn(outputs: Any, new_mask: Tensor, **model_kwargs: Any) -> dict[str, Any]:
-    """The next step's `model_kwargs`: with the new cache, and masks and token types longer by one token, `[B, 1]`."""
+    """The next step's `model_kwargs`, with the new cache. Masks get `new_mask`, int64 `[B, 1]`, as their last column.
+
+    Token types repeat their last column.
+    """
     updated = {**model_kwargs, "past_key_values": outputs.get("past_key_values")}
     if (token_type_ids := model_kwargs.get("token_type_ids")) is not None:
         updated["token_type_ids"] = torch.cat([token_type_ids, token_type_ids[:, -1:]], dim=-1)

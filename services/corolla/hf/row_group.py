@@ -77,7 +77,8 @@ class RowGroup(OpenSequences):
         """Takes new tokens of different sequences through the chain.
 
         Returns:
-            The output of the last block before the final norm, `[num_results, H]` for each of `rows`.
+            The output of the last block before the final norm, `[num_results, H]` for each of `rows`, on the CPU
+            in the blocks' dtype.
 
         Raises:
             CorollaError: a row failed, and so the step. The other rows' results are forgotten at their next step.

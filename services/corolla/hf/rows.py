@@ -1,7 +1,7 @@
 """Records the tokens that the rows of a session hold, so that a cache can be matched with a text, cut and forked.
 
 A row is one sequence. Positions count columns, the same for all rows. A column that is masked in a row (padding) was
-never sent for it, so a hop counts fewer tokens in that row.
+never sent for it, so a hop counts fewer tokens in that row. All tensors are on the CPU.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,10 @@ class HeldRows:
         return self.sources == list(range(self.num_rows))
 
     def extend(self, token_ids: Tensor, mask: Tensor) -> None:
-        """Records a step of new columns, int64 and bool `[R, T]`. Each row's tokens are in its own session now."""
+        """Records a step of new columns: `token_ids`, int64 `[R, T]`, and `mask`, bool `[R, T]`.
+
+        Each row's tokens are in its own session now.
+        """
         self.token_ids = torch.cat([self.token_ids, token_ids], dim=1)
         self.mask = torch.cat([self.mask, mask], dim=1)
         self.sources = list(range(self.num_rows))

@@ -29,10 +29,11 @@ class InferenceSession:
         blocks: the blocks of the session.
         max_length: the number of positions, padding included, to reserve; None lets the session grow.
         expected_length: the number of positions that a growing session reserves first.
-        prompts: `[P, H]`, trained embeddings that come before every sequence's text.
-        block_prompts: trained embeddings that are added to the input of each block at the first P positions of every
-            sequence: `[blocks, P, H]`, or `[blocks, B, P, H]` with other values for each of B sequences. Positions
-            include `prompts` and exclude padding. A sequence that was repeated, as for beams, keeps its block prompts.
+        prompts: `[P, H]`, floating point, on any device: trained embeddings that come before every sequence's text.
+        block_prompts: floating point, on any device: trained embeddings that are added to the input of each block at
+            the first P positions of every sequence: `[blocks, P, H]`, or `[blocks, B, P, H]` with other values for each
+            of B sequences. Positions include `prompts` and exclude padding. A sequence that was repeated, as for beams,
+            keeps its block prompts.
 
     Raises:
         ValueError: a shape or a length does not fit the model.
@@ -110,7 +111,7 @@ class InferenceSession:
 
     @property
     def last_token_id(self) -> Tensor | None:
-        """The newest token of the log, int64 `[B, 1]`; no step has processed it yet."""
+        """The newest token of the log, int64 `[B, 1]` on the log's device; no step has processed it yet."""
         return None if self.output_ids is None else self.output_ids[:, -1:]
 
     @property
@@ -231,7 +232,12 @@ class InferenceSession:
         self._held.select(rows)
 
     def align(self, token_ids: Tensor, mask: Tensor) -> None:
-        """Keeps the positions that are part of a text, int64 and bool `[R, T]`, and forgets the rest; sends nothing."""
+        """Keeps the positions that are part of a text, and forgets the rest; sends nothing.
+
+        Args:
+            token_ids: int64 `[R, T]`, on any device.
+            mask: bool `[R, T]`, on any device.
+        """
         if self._held is not None:
             self._held.align(token_ids.cpu(), mask.cpu())
 

@@ -70,7 +70,7 @@ class SpeculativeGenerationMixin:
         """`generate` of the model, with the same results, and one more argument.
 
         Args:
-            inputs: int64 `[1, T]`.
+            inputs: int64 `[1, T]`, on the device of the model's head.
             speculative_inference_iteration_size: tokens drafted before each pass through the model.
 
         Raises:

@@ -11,7 +11,12 @@ from corolla.wire.tensors import tensor_type, to_payload
 
 @dataclass(slots=True)
 class StateHistory:
-    """Like `TokenHistory`, for a sequence that was given hidden states, which cannot be computed again from tokens."""
+    """Like `TokenHistory`, for a sequence that was given hidden states, which cannot be computed again from tokens.
+
+    Attributes:
+        parts: `[T, H]` for each step, on the CPU in the blocks' dtype: the inputs of the first block.
+        shapes: the number of tokens of each step.
+    """
 
     # The parts are never changed in place: forked sequences share them.
     parts: list[torch.Tensor] = field(default_factory=list)
@@ -47,5 +52,5 @@ class StateHistory:
 
 
 def as_hidden_states(hidden: torch.Tensor) -> HiddenStates:
-    """Hidden states `[T, H]`, on any device, in the form in which they are sent."""
+    """Hidden states `[T, H]`, of any dtype that the wire knows, on any device, in the form in which they are sent."""
     return HiddenStates(to_payload(hidden), len(hidden), tensor_type(hidden.dtype), hidden.shape[1])

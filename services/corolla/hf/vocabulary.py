@@ -17,7 +17,7 @@ def require_token_ids(name: str, token_ids: Tensor, num_tokens: int) -> None:
 
     Args:
         name: the name of the caller's argument.
-        token_ids: int64, any shape, without padding.
+        token_ids: int64, any shape, on any device, without padding.
         num_tokens: the size of the vocabulary.
 
     Raises:

@@ -3,8 +3,9 @@
 An item is a block of queries: some tokens of the query heads that share a key head. It goes through all keys that the
 block sees in tiles of 64. A tile's keys are transposed, and its values copied, once for the block. Then the scores of
 12 queries at a time are computed, turned into weights, and multiplied by the values; the softmax is computed tile by
-tile (see `next_token_source`). All numbers are float32. No bit of a query's result depends on where its pages lie or on
-the number of threads; it does depend on its block, and so on where its chunk begins.
+tile (see `next_token_source`), as FlashAttention does (Dao et al. 2022). All numbers are float32. No bit of a query's
+result depends on where its pages lie or on the number of threads; it does depend on its block, and so on where its
+chunk begins.
 """
 
 from collections.abc import Sequence

@@ -13,6 +13,9 @@ A panel is a list of blocks. A block of `block_weights` columns has these parts,
     low bits      for each 32 columns: four bits of each column, eight columns in an int32, or the int8 itself
     high bits     for each 32 columns: the fifth bit of each in one int32, or the fifth and sixth in two
 
+The idea of panels is that of BLAS (Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix Multiplication").
+The packed types are those of llama.cpp, whose file `ggml-common.h` defines them.
+
 A block of plain weights is one column in float32, or two columns in bfloat16, which are adjacent for each row.
 """
 

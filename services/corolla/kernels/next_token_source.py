@@ -2,9 +2,9 @@
 
 Keys are read in tiles of 16, the numbers of a vector; each tile begins at a multiple of 16. The softmax is computed
 tile by tile: a larger score rescales all earlier sums (Milakov and Gimelshein 2018, "Online normalizer calculation for
-softmax"; flash attention). Long rows are cut into pieces at fixed positions, so that several threads share one row, and
-pieces are merged by the same rule (Flash-Decoding). So no bit of a query's result depends on where its pages lie, on
-the other queries, or on the number of threads.
+softmax"; FlashAttention, Dao et al. 2022). Long rows are cut into pieces at fixed positions, so that several threads
+share one row, and pieces are merged by the same rule (Flash-Decoding). So no bit of a query's result depends on where
+its pages lie, on the other queries, or on the number of threads.
 """
 
 from typing import Final

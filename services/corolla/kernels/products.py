@@ -1,6 +1,7 @@
 """Multiplies by panels of weights, with functions that are compiled for this processor once for each layout.
 
 llvmlite contains the compiler, so the machine needs no other. A compilation takes a fifth of a second.
+All tensors are on the CPU.
 """
 
 import ctypes
@@ -143,7 +144,12 @@ def kernel_of(layout: Layout | PlainLayout, dtype: torch.dtype = torch.float32, 
 
 
 def weights_of(panels: Tensor, order: Tensor | None) -> Tensor:
-    """The tensor that `part` gets as weights: the panels, or int64 `[2]` with the addresses of order and panels."""
+    """The tensor that `part` gets as weights: the panels, or int64 `[2]` with the addresses of order and panels.
+
+    Args:
+        panels: uint8 `[panels, blocks, bytes of a block]`.
+        order: int32 `[in]` or None, see `Panels`.
+    """
     return panels if order is None else torch.tensor([order.data_ptr(), panels.data_ptr()], dtype=torch.int64)
 
 

@@ -1,4 +1,4 @@
-"""Converts the rows of a file to panels; see `layouts`."""
+"""Converts the rows of a file to panels; see `layouts`. All tensors are on the CPU."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ def repack(read: Callable[[int, int], Tensor], num_rows: int, num_columns: int, 
 
 
 def repack_numbers(read: Callable[[int, int], Numbers], num_rows: int, num_columns: int, layout: Layout) -> Tensor:
-    """Converts numbers to panels; returns the same as `repack`.
+    """Converts numbers to panels; see `repack` for the result.
 
     Args:
         read: returns the numbers of the rows `[first, end)`. Each block of a row may be a row of its own there.
@@ -98,12 +98,13 @@ def lay_out(
     into: Tensor | None = None,
     leave: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
-    """Converts a plain matrix to panels; returns the same as `repack`.
+    """Converts a plain matrix to panels; see `repack` for the result.
 
     Args:
         weight: `[out, in]` on the CPU, in the layout's dtype.
-        into: where the panels go, as `empty_panels` returns it; None: into new memory.
-        leave: is called with each part of the matrix after it was read for the last time.
+        into: where the panels go, uint8 `[panels, blocks, layout.block_bytes]`, see `empty_panels`; None: into new
+            memory.
+        leave: is called with each part `[R, in]` of the matrix after it was read for the last time.
 
     Raises:
         ValueError: the number of columns is not a multiple of a block's columns.
@@ -134,7 +135,10 @@ def empty_panels(num_rows: int, num_columns: int, layout: Layout | PlainLayout) 
 def empty_matrices(
     num_matrices: int, num_rows: int, num_columns: int, layout: Layout | PlainLayout
 ) -> tuple[Tensor, ...]:
-    """Uninitialised panels for several matrices in contiguous memory, in huge pages where the system has them."""
+    """Uninitialised panels for several matrices in contiguous memory, in huge pages where the system has them.
+
+    Each is uint8 `[panels, blocks, layout.block_bytes]`.
+    """
     num_panels, num_blocks = -(-num_rows // LANES), num_columns // layout.block_weights
     num_bytes = num_matrices * num_panels * num_blocks * layout.block_bytes
     if num_bytes < _LEAST_BYTES_IN_HUGE_PAGES:

@@ -44,6 +44,8 @@ Part = TypeVar("Part", bound=nn.Module)
 class Edges:
     """The embedding before block 0 and the head after the last block; a server may have just one of them.
 
+    Arguments may be on any device; results are on the device of the weights.
+
     Args:
         family: the row of the table of families.
         embedding_model: a base model without layers and norm; None: there is no embedding.
@@ -118,20 +120,26 @@ class Edges:
 
     @torch.no_grad()
     def embed(self, token_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """The input of block 0, `[T, H]` in the model's dtype, for int64 `[T]` ids and int64 `[T]` positions."""
+        """The input of block 0, `[T, H]` in the model's dtype, for `token_ids` and `position_ids`, int64 `[T]` each."""
         if self.is_lookup:
             return cast(Tensor, _present(self._embedding)(token_ids.to(self.device)))
         return self._first_input(position_ids, input_ids=token_ids.to(self.device).unsqueeze(0))
 
     @torch.no_grad()
     def embed_given(self, embeddings: Tensor, position_ids: Tensor) -> Tensor:
-        """Like `embed`, for given embeddings `[T, H]` of any dtype: applies the family's positions, scale and norm."""
+        """Like `embed`, for given embeddings `[T, H]` of any dtype: applies the family's positions, scale and norm.
+
+        `position_ids` are int64 `[T]`.
+        """
         rows = embeddings.to(device=self.device, dtype=self.dtype).unsqueeze(0)
         return self._first_input(position_ids, inputs_embeds=rows)
 
     @torch.no_grad()
     def head(self, hidden: Tensor) -> Tensor:
-        """The next-token logits, float32 `[R, V]`, for rows `[R, H]` of the last block's output, of any sessions."""
+        """The next-token logits, float32 `[R, V]`, for rows of any sessions.
+
+        `hidden` is `[R, H]` in any floating-point dtype: the last block's output.
+        """
         rows = hidden.to(device=self.device, dtype=self.dtype).unsqueeze(0)
         output = _present(self._head_model)(inputs_embeds=rows, use_cache=False)
         return cast(Tensor, output.logits)[0].float().contiguous()

@@ -4,7 +4,7 @@ Many families share one block: normalise, project to queries, keys and values, r
 gate, project, add. In small models, half of a decode step of `transformers` is Python code around these. Here, the
 projections of the same input are one product, the rotary table is made once for all layers, and there are no cache
 objects. The family's own modules are the reference for the results; they share the weights until these are laid out in
-another way.
+another way. All tensors of a call are on the device of the weights.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +36,9 @@ _QUERY_KEY_VALUE_PLACE, _OUTPUT_PLACE, _GATE_UP_PLACE, _DOWN_PLACE = PLACES
 class Projection(Protocol):
     """A linear layer with weights of any kind, from `[N, in]` to `[N, out]` in the same dtype."""
 
-    def forward(self, rows: Tensor) -> Tensor: ...
+    def forward(self, rows: Tensor) -> Tensor:
+        """Multiplies `rows`, `[N, in]`; returns `[N, out]` in the same dtype."""
+        ...
 
 
 class Attend(Protocol):
@@ -101,7 +103,10 @@ class FusedSpan:
 
     @property
     def rotary_table(self) -> Tensor:
-        """The table that `forward` reads in addition to weights and arguments; a higher `end` replaces it."""
+        """The table that `forward` reads in addition to weights and arguments; a higher `end` replaces it.
+
+        See `RotaryTable.table`.
+        """
         return self.rotary.table
 
     def forward(
@@ -192,6 +197,19 @@ class FusedLayer:
     def forward(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, index: int, attend: Attend, adapters: AdapterBatch | None
     ) -> Tensor:
+        """Runs the block over the new tokens of all rows; see `FusedSpan.forward`.
+
+        Args:
+            hidden: `[N, H]`, in the model's dtype; it is not changed.
+            cos: `[N, 1, head_dim]` in the same dtype, see `RotaryTable.rows`.
+            sin: `[N, 1, head_dim]`, likewise.
+            index: the layer's index within the span.
+            attend: stores new keys and values, and attends.
+            adapters: the rows' adapters; None where no row has one.
+
+        Returns:
+            `[N, H]` in the same dtype.
+        """
         num_tokens, num_rotated = hidden.shape[0], self.num_heads + self.num_key_heads
         normed = self.attention_norm(hidden)
         projected = self.query_key_value.forward(normed)
@@ -298,6 +316,7 @@ class UsualNorm:
         self._shape = tuple(self.weight.shape)
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        """Normalises the last dimension of `hidden`, `[..., H]`; returns the same shape and dtype."""
         if self.weight.dtype != torch.float32:
             return cast(Tensor, self._module(hidden))
         return functional.rms_norm(hidden, self._shape, self.weight, self.epsilon)

@@ -4,6 +4,8 @@ On CPUs, torch's function for `nn.Linear` is made for weights in any layout that
 two other ways are up to three times as fast, from a single row to a long prompt, but not for every dtype, shape and
 machine: compiled functions multiply by panels (see `kernels/products`), and oneDNN by a copy in its own layout. So the
 ways are timed once, when a model is loaded, with the real weights; the plain weights are freed where another way wins.
+Plain weights have the model's dtype, and panels are uint8. Weights in other layouts are on the CPU, as is all that is
+timed.
 """
 
 import itertools
@@ -86,7 +88,7 @@ class TunedLinear(nn.Module):
         return _layout_of(self.weight)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Multiplies `[..., in]`; returns `[..., out]` in the same dtype."""
+        """Multiplies `rows`, `[..., in]` on the weight's device; returns `[..., out]` in the same dtype."""
         if self.panels is not None and self.layout is not None:
             return multiplied(self.layout, rows, self.panels, self.weight.shape[0], self.bias)
         if not self.relaid:
@@ -109,13 +111,19 @@ class TunedLinear(nn.Module):
         return torch.cat([multiply_relaid(rows, piece, bias) for piece, bias in parts], dim=-1)
 
     def use(self, *relaid: Tensor) -> None:
-        """Multiplies by these weights with oneDNN from now on; frees the plain weights unless these are the same."""
+        """Multiplies by `relaid`, together `[out, in]`, with oneDNN from now on.
+
+        Frees the plain weights unless these are the same.
+        """
         if relaid[0] is not self.weight:
             self._give_up_weight()
         self.relaid = relaid
 
     def use_panels(self, panels: Tensor) -> None:
-        """Multiplies by these panels with compiled functions from now on, and frees the plain weights."""
+        """Multiplies by `panels`, uint8 `[panels, blocks, bytes of a block]`, with compiled functions from now on.
+
+        Frees the plain weights.
+        """
         self._give_up_weight()
         self.panels = panels
 
@@ -157,7 +165,7 @@ def multiply_relaid(rows: Tensor, relaid: Tensor, bias: Tensor | None = None) ->
 
 
 def relay(weight: Tensor) -> Tensor:
-    """A copy of `[out, in]` in the layout of oneDNN's kernels; only `multiply_relaid` can read it."""
+    """A copy of `weight`, `[out, in]`, in the layout of oneDNN's kernels; only `multiply_relaid` can read it."""
     return cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_OF_LAYOUT))
 
 
@@ -194,8 +202,8 @@ def tune(
 
     Args:
         layers: layers that are not on a CPU are not changed.
-        shared: weights that other code reads, too. They are not changed, and large ones are not copied either. All
-            other weights belong to the layers alone.
+        shared: weights `[out, in]` that other code reads, too. They are not changed, and large ones are not copied
+            either. All other weights belong to the layers alone.
         budget_s: how long to measure. Layers that were not measured then multiply as `nn.Linear` does, or by panels if
             these have won so far.
     """
@@ -340,7 +348,7 @@ def measured_gain(
     Args:
         rows: `[R, in]`.
         weights: plain weights `[out, in]` of several layers.
-        laid_out: the same weights, laid out for `multiply`.
+        laid_out: the same weights `[out, in]`, laid out for `multiply`.
         multiply: the other way.
         clock: returns seconds.
     """

@@ -27,7 +27,10 @@ class LongRope(nn.Module):
         self.is_long: Tensor | None = None
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The cosines and sines `[1, N, size]` of positions int64 `[1, N]`, in the dtype of `x`."""
+        """The cosines and sines `[1, N, size]` of `position_ids`, int64 `[1, N]`.
+
+        They have the dtype and device of `x`, which has any shape.
+        """
         if self.is_long is None or not self.is_long.any():
             return self._short(x, position_ids)
         if self.is_long.all():

@@ -39,6 +39,10 @@ class InPieces:
         self._stored = stored
 
     def __getitem__(self, index: Any) -> Tensor:
+        """The numbers at `index`, on the CPU, in the shape of a tensor that is indexed so.
+
+        A large matrix has the attribute's dtype, other tensors that of the file.
+        """
         shape = tuple(self._stored.get_shape()) if hasattr(self._stored, "get_shape") else ()
         num_bytes = math.prod(shape) * torch.float32.itemsize
         if len(shape) < 2 or num_bytes <= PIECE_BYTES:

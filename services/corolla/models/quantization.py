@@ -52,7 +52,10 @@ def quantize(model: nn.Module, quantization: str, kept: Collection[str] = ()) ->
 
 
 def stored_bytes(tensor: Tensor) -> int:
-    """Bytes that a tensor takes in memory; `nbytes` of a quantised tensor is the size of the expanded one."""
+    """Bytes that a tensor of any shape, dtype and device takes in memory.
+
+    `nbytes` of a quantised tensor is the size of the expanded one.
+    """
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor.nbytes
     names, _ = tensor.__tensor_flatten__()

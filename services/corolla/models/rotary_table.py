@@ -30,7 +30,10 @@ class RotaryTable:
 
     @property
     def table(self) -> Tensor:
-        """The current table `[positions, 2, head_dim]`; empty where rows are computed in each call."""
+        """The current table `[positions, 2, head_dim]`, in the dtype and on the device of hidden states.
+
+        It is empty where rows are computed in each call.
+        """
         return self._table
 
     def rows(self, position_ids: Tensor, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,7 +42,7 @@ class RotaryTable:
         Args:
             position_ids: int64 `[N]`, all below `end`.
             end: the upper bound of the positions.
-            like: a tensor with the device and dtype of the result, the same ones in all calls.
+            like: a tensor of any shape with the device and dtype of the result, the same ones in all calls.
         """
         table, numbers = self.numbered(position_ids, end, like)
         if numbers is not None:
@@ -49,7 +52,7 @@ class RotaryTable:
     def numbered(self, position_ids: Tensor, end: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
         """A table of cosines and signed sines, `[rows, 2, head_dim]`, and the row of each position.
 
-        Takes the arguments of `rows`.
+        Takes the arguments of `rows`; see `RotaryTable.rows`.
 
         Returns:
             The table and int64 `[N]`; None instead of the latter where row `i` belongs to position `i` of the call.

@@ -182,8 +182,9 @@ class SpanModel:
         """Runs the blocks.
 
         Args:
-            hidden: `[B, T, H]`, the output of the block before `blocks`, in the model's dtype.
-            position_ids: int64 `[B, T]`, absolute positions; None: those that follow the cached tokens.
+            hidden: `[B, T, H]`, the output of the block before `blocks`, in the model's dtype and on its device.
+            position_ids: int64 `[B, T]`, on the same device, absolute positions; None: those that follow the cached
+                tokens.
             blocks: a run within the span; None runs the whole span.
             past_key_values: a transformers cache, or None for attention functions that keep their own.
             attention_mask: a mask in the form of the family's base model.

@@ -1,8 +1,9 @@
 """Finds the server that should move to another span, if any. Pure.
 
-The algorithm is a breadth-first search over layouts, which begins at the present layout; an edge is the move of one
-server. Spans keep their lengths; a server at the model's end also computes the head. The search excludes moves that
-would leave a block without a server while they last. So it finds the best reachable layout, and a shortest way to it.
+The algorithm is a breadth-first search (Cormen et al., "Introduction to Algorithms") over layouts, which begins at the
+present layout; an edge is the move of one server. Spans keep their lengths; a server at the model's end also computes
+the head. The search excludes moves that would leave a block without a server while they last. So it finds the best
+reachable layout, and a shortest way to it.
 """
 
 import math

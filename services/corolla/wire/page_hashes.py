@@ -1,4 +1,7 @@
-"""Computes the digests by which client services and hops name the pages of a text. Pure."""
+"""Computes the digests by which client services and hops name the pages of a text. Pure.
+
+The digests of a text form a hash chain. The automatic prefix caching of vLLM names its pages in the same way.
+"""
 
 import hashlib
 import struct

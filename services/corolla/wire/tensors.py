@@ -28,7 +28,7 @@ def tensor_type(dtype: torch.dtype) -> pb.TensorType.ValueType:
 
 
 def describe_prompts(values: torch.Tensor) -> pb.BlockPrompts:
-    """Describes the payload of trained prompts `[blocks, P, H]`, of any dtype that the wire knows."""
+    """Describes the payload of trained prompts `[blocks, P, H]`, of any dtype that the wire knows, on any device."""
     return pb.BlockPrompts(num_tokens=values.shape[1], dtype=tensor_type(values.dtype), hidden_size=values.shape[2])
 
 

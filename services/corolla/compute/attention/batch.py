@@ -1,7 +1,7 @@
 """Attention over rows of different sessions, computed in one call.
 
 All rows' new keys and values are written into the pages of their sessions; then each row attends to its own session's
-tokens where they lie. Rows never see each other.
+tokens where they lie. Rows never see each other. All tensors of a call are on the device of the pages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -115,7 +115,11 @@ class AttentionBatch:
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Stores new keys and values and attends. Returns `[N, heads, value head size]`; see `LayerInput`."""
+        """Stores new keys and values and attends. See `LayerInput`.
+
+        Returns:
+            `[N, heads, value head size]` in the query's dtype, on its device.
+        """
         if (codec := self.store.codec) is not None:
             # Tokens of a chunk use the rounded keys and values of each other, as later tokens will do.
             key, value = codec.decode(codec.encode(key)), codec.decode(codec.encode(value))
@@ -124,8 +128,13 @@ class AttentionBatch:
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Stores the new tokens of all rows.
 
+        Args:
+            layer: the layer's index within the span.
+            key: `[N, key heads, head_dim]` in the model's dtype.
+            value: `[N, key heads, value head size]` in the same dtype.
+
         Returns:
-            The layer's keys and values of all sessions as they are stored, `[num_slots, key heads, head_dim]`.
+            The layer's keys and values of all sessions as they are stored, see `KVStore.layer`.
         """
         slots = self.slots(layer, key.device)
         keys, values = self.store.layer_like(layer, key, value)

@@ -1,7 +1,7 @@
 """Attention by compiled functions, on CPUs, for all rows of a batch in one call or two.
 
 torch's flash attention needs a call for each row, and with few keys a call takes longer than its work. With many keys,
-it has half of the speed of these functions.
+it has half of the speed of these functions. All tensors are on the CPU.
 """
 
 import ctypes
@@ -140,7 +140,10 @@ class AttentionCall:
         return torch.get_num_threads() if self.tables.num_keys >= _LEAST_KEYS_OF_THREADS else 1
 
     def next_token_job(self) -> tuple[Any, Tensor]:
-        """The job for `next_token_module`, and the memory that it works in, which must live as long."""
+        """The job for `next_token_module`, and the memory that it works in, which must live as long.
+
+        The memory is float32 `[pieces * key heads * shape.state_floats]`.
+        """
         tables = self.tables
         states = torch.empty(len(tables.pieces) * self.keys.shape[1] * self.shape.state_floats)
         fields = (states.data_ptr(), tables.pieces.data_ptr(), tables.queries.data_ptr())

@@ -4,6 +4,8 @@ Families with it (DeepSeek-V2, 2024) cache for each token a short latent and the
 each, and make the keys and values of all heads from them at every step. The family's own code expands them, in one
 product for as many rows as fit into memory; then each row attends to its own session's part. A row that does not fit
 alone is expanded piece by piece, and the attention outputs of the pieces are merged (see `partial_attention`).
+
+All tensors of a call are on the device of the pages, in the model's dtype.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,7 +37,7 @@ def bytes_of_key(config: PretrainedConfig, like: Tensor, num_queries: int) -> in
     strided values where the processor has instructions for the dtype.
 
     Args:
-        like: a tensor with the dtype and device of the computation.
+        like: a tensor of any shape with the dtype and device of the computation.
     """
     product = config.qk_nope_head_dim + config.v_head_dim
     key = config.qk_nope_head_dim + config.qk_rope_head_dim
@@ -75,7 +77,11 @@ class PackedLatents(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stores the latents and rotated keys of the new tokens, `[1, 1, N, size]` each, and returns both unchanged."""
+        """Stores the latents `key_states` and rotated keys `value_states` of the new tokens, `[1, 1, N, size]` each.
+
+        Returns:
+            Both, unchanged; so their shapes are the same, `[1, 1, N, size]`.
+        """
         self._batch.write(layer_idx, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
         return key_states, value_states
 

@@ -1,4 +1,8 @@
-"""Flash attention that reads pages through page tables, for all rows in one call."""
+"""Flash attention that reads pages through page tables, for all rows in one call.
+
+The kernel is FlashAttention (Dao et al. 2022; Dao 2023); pages and their tables are those of PagedAttention (Kwon et
+al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention").
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

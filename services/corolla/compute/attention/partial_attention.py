@@ -3,6 +3,8 @@
 A session's keys may lie in several runs of slots. Each run's softmax is computed by itself, together with the
 logarithm of its sum; from these the attention over all runs follows exactly (Rabe and Staats 2021, "Self-attention does
 not need O(n^2) memory"; Flash-Decoding splits long contexts in the same way). So keys need not be gathered.
+
+All tensors of a call are on one device.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,7 +59,7 @@ def flash_cpu(
     is_causal: bool = False,
     softcap: float | None = None,
 ) -> Part:
-    """The `Kernel` of torch's flash attention for CPUs, which reads strided keys without a copy.
+    """The `Kernel` of torch's flash attention for CPUs, which reads strided keys without a copy. See `Kernel.__call__`.
 
     `math` computes what it does not support: a softcap, and values of another head size.
     """
@@ -87,7 +89,7 @@ def math(
     is_causal: bool = False,
     softcap: float | None = None,
 ) -> Part:
-    """The `Kernel` that follows the definition, on any device, with float32 scores.
+    """The `Kernel` that follows the definition, on any device, with float32 scores. See `Kernel.__call__`.
 
     It is the reference, and computes what fused kernels do not support.
     """
@@ -106,7 +108,10 @@ def math(
 
 
 def merge(parts: Sequence[Part]) -> Tensor:
-    """The attention over the keys of all parts, `[1, H, Q, head_dim]`. Each query must see a key of some part."""
+    """The attention over the keys of all parts, `[1, H, Q, head_dim]` in their dtype.
+
+    Each query must see a key of some part.
+    """
     if len(parts) == 1:
         return parts[0][0]
     weights = torch.stack([log_sum for _, log_sum in parts]).softmax(dim=0).unsqueeze(-1)

@@ -1,7 +1,7 @@
 """Adds the low-rank products of adapters (LoRA, Hu et al. 2021) to the outputs of linear layers, for mixed batches.
 
 A place is one or several linear layers that read the same input: their products are computed together. Batches without
-an adapter do not call this module.
+an adapter do not call this module. Factors, rows and outputs are on one device and in one dtype, those of the model.
 """
 
 from collections import OrderedDict

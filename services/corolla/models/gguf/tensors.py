@@ -1,7 +1,8 @@
 """A GGUF file's tensors under the names of transformers' model, expanded one by one as they are read, or left packed.
 
 transformers and the package `gguf` know the tensors' names, and how llama.cpp changed the tensors (it interleaves the
-rows of some queries and keys, and adds one to some norms).
+rows of some queries and keys, and adds one to some norms). The packed types are defined in `ggml-common.h` of
+llama.cpp.
 """
 
 import re
@@ -116,7 +117,7 @@ class GgufTensors(Mapping[str, "LazyTensor"]):
         return None if np.array_equal(order, numbers) else torch.from_numpy(order)
 
     def read(self, names: Sequence[str]) -> Tensor:
-        """The tensor that is stored under `names`, expanded to float32.
+        """The tensor that is stored under `names`, expanded to float32 on the CPU, in the shape of the model's tensor.
 
         Raises:
             CheckpointError: the file cannot be read.
@@ -143,7 +144,10 @@ class GgufTensors(Mapping[str, "LazyTensor"]):
         return result.name == names[0] and np.array_equal(result.weights, numbers)
 
     def read_rows(self, name: str, start: int, end: int) -> Tensor:
-        """The rows `[start, end)` of a matrix for which `has_rows`, in float32. Raises as `read` does."""
+        """The rows `[start, end)` of a matrix for which `has_rows`, float32 `[end - start, columns]` on the CPU.
+
+        Raises as `read` does.
+        """
         return expanded(self.header.tensors[name], start, end)
 
 
@@ -160,6 +164,7 @@ class LazyTensor:
         return self._tensors.header.tensors[self._names[0]].shape if self._has_rows else ()
 
     def __getitem__(self, index: Any) -> Tensor:
+        """The numbers at `index`, float32 on the CPU, in the shape of a tensor that is indexed so."""
         if self._has_rows and isinstance(index, slice):
             start, end, _ = index.indices(self.get_shape()[0])
             return self._tensors.read_rows(self._names[0], start, end)
@@ -167,7 +172,7 @@ class LazyTensor:
 
 
 def expanded(tensor: GgufTensor, start: int = 0, end: int | None = None) -> Tensor:
-    """The numbers of a tensor, or of its entries `[start, end)`, expanded to float32.
+    """The numbers of a tensor, or of its entries `[start, end)`, expanded to float32 `[end - start, ...]` on the CPU.
 
     Raises:
         CheckpointError: the file cannot be read.

@@ -1,4 +1,4 @@
-"""Layers that keep their weights packed as in the file."""
+"""Layers that keep their weights packed as in the file. All tensors are on the CPU."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Self, cast
@@ -120,7 +120,7 @@ class PackedEmbedding(nn.Module):
         return self.num_embeddings, self.embedding_dim
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """Looks up the rows of int64 `[...]`; returns `[..., embedding_dim]` in `dtype`.
+        """Looks up the rows of `token_ids`, int64 `[...]`; returns `[..., embedding_dim]` in `dtype`.
 
         Raises:
             IndexError: an id is not within the table.

@@ -1,4 +1,7 @@
-"""bitsandbytes: NF4 (QLoRA, Dettmers et al. 2023) and FP4 in blocks of a flattened weight, and int8 per output."""
+"""bitsandbytes: NF4 (QLoRA, Dettmers et al. 2023) and FP4 in blocks of a flattened weight, and int8 per output.
+
+int8 is that of LLM.int8() (Dettmers et al. 2022).
+"""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Numbers and scales of four and eight bits."""
+"""Numbers and scales of four and eight bits, as in the OCP Microscaling Formats. All tensors are on the CPU."""
 
 from typing import Final
 
@@ -16,16 +16,16 @@ SCALES: Final = FLOATS | FLOATS_OF_8_BITS | {"F8_E8M0", "U8"}
 
 
 def nibbles(octets: Tensor) -> Tensor:
-    """Splits bytes, uint8 `[..., N]`, into halves, uint8 `[..., 2 N]`, the lower four bits first."""
+    """Splits the bytes `octets`, uint8 `[..., N]`, into halves, uint8 `[..., 2 N]`, the lower four bits first."""
     return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)
 
 
 def e2m1(octets: Tensor) -> Tensor:
-    """Expands bytes of two E2M1 numbers each, uint8 `[..., N]`, to float32 `[..., 2 N]`."""
+    """Expands `octets` of two E2M1 numbers each, uint8 `[..., N]`, to float32 `[..., 2 N]`."""
     table = torch.tensor([*_E2M1, *(-number for number in _E2M1)])
     return table[nibbles(octets).int()]
 
 
 def scale_numbers(scales: Tensor) -> Tensor:
-    """Scales as float32, in the same shape; a uint8 is the power of two with the exponent of the byte minus 127."""
+    """The `scales`, of any shape, as float32; a uint8 is the power of two with the exponent of the byte minus 127."""
     return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()

@@ -40,9 +40,15 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def rows(self, parts: Mapping[str, Tensor], start: int, end: int) -> Tensor:
-        """The weight's entries `[start, end)` of its first dimension, as a new float32 tensor.
+        """The weight's entries `[start, end)` of its first dimension, in new memory.
 
         `shape` has accepted the parts before.
+
+        Args:
+            parts: the weight's tensors by role, on the CPU, with the dtypes and shapes of the format's own docstring.
+
+        Returns:
+            float32 `[end - start, ...]` on the CPU, with the other dimensions of `shape`.
         """
 
     def likely_layout(self, roles: Collection[str], num_inputs: int) -> Layout:
@@ -60,7 +66,11 @@ class Format(abc.ABC):
         raise Unfit("is of a format that has no kernel")
 
     def order(self, parts: Mapping[str, Tensor]) -> Tensor | None:
-        """The input of each column of the packed weight, int32 `[in]`; None where columns are in the inputs' order."""
+        """The input of each column of the packed weight, int32 `[in]`; None where columns are in the inputs' order.
+
+        Args:
+            parts: the weight's tensors by role, on the CPU, with the dtypes and shapes of the format's own docstring.
+        """
         return None
 
     def numbers(
@@ -68,6 +78,9 @@ class Format(abc.ABC):
     ) -> Numbers:
         """The numbers of the rows `[start, end)` of a weight with a layout, with columns in the given order.
 
-        `start` is a multiple of 16.
+        Args:
+            parts: the weight's tensors by role, on the CPU, with the dtypes and shapes of the format's own docstring.
+            start: a multiple of 16.
+            order: int32 `[in]`, what the method `order` returned.
         """
         raise NotImplementedError

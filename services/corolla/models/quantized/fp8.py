@@ -1,4 +1,7 @@
-"""Floats of eight bits, with a scale for the whole weight, for each output or, as in DeepSeek's models, each block."""
+"""Floats of eight bits, with a scale for the whole weight, for each output or, as in DeepSeek's models, each block.
+
+The formats of the numbers are those of Micikevicius et al. 2022, "FP8 Formats for Deep Learning".
+"""
 
 from collections.abc import Mapping
 from typing import ClassVar, Final
@@ -35,7 +38,7 @@ class Fp8(Format):
         return shape
 
     def rows(self, parts: Mapping[str, Tensor], start: int, end: int) -> Tensor:
-        """The entries `[start, end)` of the first dimension, outputs or experts, as float32."""
+        """The entries `[start, end)` of the first dimension, outputs or experts, as float32. See `Format.rows`."""
         weight = parts["weight"]
         scales = scale_numbers(next(parts[role] for role in _SCALES if role in parts))
         if scales.numel() == 1:
@@ -55,7 +58,10 @@ class Fp8(Format):
 
 
 def spread(scales: Tensor, block: tuple[int, int], rows: range, num_columns: int) -> Tensor:
-    """The scale of each number of some rows, `[len(rows), num_columns]`, from `[blocks of rows, blocks of columns]`."""
+    """The scale of each number of some rows, `[len(rows), num_columns]` in the dtype and on the device of `scales`.
+
+    `scales` are `[blocks of rows, blocks of columns]`.
+    """
     high, wide = block
     # Scales are picked by index, since a file may claim blocks that are far larger than the weight.
     of_rows = scales[torch.arange(rows.start, rows.stop) // high]

@@ -1,6 +1,6 @@
 """Integers of four bits with a scale for each group of inputs, as in AWQ, GPTQ and compressed-tensors.
 
-Kernels multiply by them without expanding them; see `corolla.kernels.layouts`.
+Kernels multiply by them without expanding them; see `corolla.kernels.layouts`. All tensors are on the CPU.
 """
 
 from collections.abc import Mapping

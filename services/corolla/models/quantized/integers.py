@@ -1,4 +1,4 @@
-"""Unpacks numbers of few bits that are packed without gaps in words of 32 bits."""
+"""Unpacks numbers of few bits that are packed without gaps in words of 32 bits. All tensors are on the CPU."""
 
 import torch
 from torch import Tensor

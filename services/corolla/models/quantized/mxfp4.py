@@ -26,6 +26,6 @@ class Mxfp4(Format):
         return num_experts, num_groups * 2 * _OCTETS, num_outputs
 
     def rows(self, parts: Mapping[str, Tensor], start: int, end: int) -> Tensor:
-        """The weights of some experts, float32 `[end - start, in, out]`."""
+        """The weights of some experts, float32 `[end - start, in, out]`. See `Format.rows`."""
         scales = scale_numbers(parts["scales"][start:end])
         return e2m1(parts["blocks"][start:end]).mul_(scales.unsqueeze(-1)).flatten(2).transpose(1, 2)

@@ -80,6 +80,7 @@ class PackedWeight:
         return Panels(repack_numbers(read, self.shape[0], self.shape[1], layout), order)
 
     def __getitem__(self, index: Any) -> Tensor:
+        """The numbers at `index` in the attribute's dtype, on the CPU, in the shape of a tensor that is indexed so."""
         with self._lock:
             return self._expanded()[index]
 
