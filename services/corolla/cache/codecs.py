@@ -79,7 +79,7 @@ class Int8Codec:
     def encode(self, numbers: Tensor) -> Tensor:
         """See `KVCodec.encode`."""
         largest = numbers.abs().amax(dim=-1, keepdim=True).float()
-        # The least power of two with which the largest number has a code; one whose mantissa is a half is a power of two.
+        # The least power of two with which the largest number has a code. Powers of two have a mantissa of a half.
         mantissas, exponents = torch.frexp(largest / _LARGEST_INT8)
         exponents = (exponents - (mantissas == 0.5).int()).clamp(_LEAST_EXPONENT, _GREATEST_EXPONENT)
         codes = torch.ldexp(numbers.float(), -exponents).round().nan_to_num().clamp(-_LARGEST_INT8, _LARGEST_INT8)

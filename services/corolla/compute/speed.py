@@ -123,7 +123,7 @@ class _Trial:
 
     def __init__(self, model: SpanModel, new_runner: Callable[..., Runner]) -> None:
         self.model = model
-        # As many pages are enough, however small they are.
+        # So many pages are enough, however small they are.
         self._runner = new_runner(model, num_pages=_PREFILL_TOKENS + 1, tuning_budget_s=_TUNING_BUDGET_S)
         self._cache = self._runner.new_cache()
         self._cache.reserve(_PREFILL_TOKENS + 1)
