@@ -23,8 +23,8 @@ from corolla.client.api.tenants import KeyHolder
 from corolla.client.generation.admission import Admission, Caller, Usage
 from corolla.client.generation.answer import Delta, joined
 from corolla.client.generation.answering import Answering
+from corolla.client.output_parsing.parser_choice import OutputFormat
 from corolla.client.quotas.keeper import QuotaKeeper
-from corolla.client.speech.reading import SpeechFormat
 from corolla.client.text.chat import ChatTemplate
 from corolla.client.text.conversation import Message, check_conversation
 from corolla.client.text.tokenizer import TextTokenizer
@@ -69,9 +69,9 @@ class GenerationServicer:
         self._tokenizer = tokenizer
         self._chat = chat
         self._names = ModelNames(model.name, placement)
-        self._speech_format = SpeechFormat.of(tokenizer)
+        self._output_format = OutputFormat.of(tokenizer)
         self._requests = RequestParser(
-            model.vocab_size, model.context_length, chat.reserved_names, self._speech_format, cache_salts
+            model.vocab_size, model.context_length, chat.reserved_names, self._output_format, cache_salts
         )
         self._farewell_s = farewell_s
 
@@ -156,7 +156,7 @@ class GenerationServicer:
             )
 
         def record_turn(record: router_pb2.SessionRecord, answer: Message) -> None:
-            conversations.record_messages(record, messages, answer, setting, self._speech_format.reasoning)
+            conversations.record_messages(record, messages, answer, setting, self._output_format.reasoning)
 
         return _with_good_key(call, self._answering.answer(request, next_prompt, record_turn))
 

@@ -1,6 +1,6 @@
 """Separates text, reasoning and calls of tools while an answer arrives. Pure.
 
-The result does not depend on how the answer is cut into pieces: `push` holds back text whose kind is not certain. A
+The result does not depend on how the answer is cut into chunks: `push` holds back text whose kind is not certain. A
 call is certain when its name, which must be a tool's, and the beginning of its arguments have come. All else is text.
 """
 
@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection
 from enum import Enum, auto
 from typing import Any, Final
 
-from corolla.client.speech.formats import CallFormat, ReasoningFormat
-from corolla.client.speech.json_objects import ObjectScanner, Reading
-from corolla.client.speech.pieces import CallDelta, Piece, Said
+from corolla.client.output_parsing.deltas import AnswerDelta, CallDelta, MessageBuilder
+from corolla.client.output_parsing.formats import CallFormat, ReasoningFormat
+from corolla.client.output_parsing.json_objects import ObjectScanner, Reading
 
 _HEAD_CHARS: Final = 512
 _STRING: Final = r'"[^"\\]{0,64}"'
@@ -49,7 +49,7 @@ class State(Enum):
     """A complete call came before; spaces belong to the format."""
 
 
-class SpeechParser:
+class MarkupParser:
     """Parses one answer.
 
     Args:
@@ -82,7 +82,7 @@ class SpeechParser:
         self._held = ""
         self._call_at = 0
         self._has_ended = False
-        self._said = Said()
+        self._builder = MessageBuilder()
         self._scanner = ObjectScanner()
         self._num_scanned = 0
         self._behind_name = None if calls is None or not calls.infix else _behind_name(calls)
@@ -106,15 +106,15 @@ class SpeechParser:
     def num_calls(self) -> int:
         return self._num_read_calls if self._most_calls is None else min(self._most_calls, self._num_read_calls)
 
-    def push(self, text: str) -> Piece:
+    def push(self, text: str) -> AnswerDelta:
         """Takes more text; returns the part of the answer that is certain now."""
         self._held += text
         while self._steps[self._state]():
             pass
-        said, self._said = self._said, Said()
-        return said.piece
+        builder, self._builder = self._builder, MessageBuilder()
+        return builder.delta
 
-    def finish(self) -> Piece:
+    def finish(self) -> AnswerDelta:
         """Returns the held text when the answer has ended."""
         self._has_ended = True
         return self.push("")
@@ -152,10 +152,10 @@ class SpeechParser:
         closing = "" if self._reasoning is None else self._reasoning.closing
         before, found, behind = self._held.partition(closing)
         if found:
-            self._say(reasoning=before.rstrip())
+            self._emit(reasoning=before.rstrip())
             self._held = behind
             return self._to(State.BEHIND_REASONING)
-        self._say(reasoning=self._take(self._num_certain(closing)))
+        self._emit(reasoning=self._take(self._num_certain(closing)))
         return False
 
     def _behind_reasoning(self) -> bool:
@@ -174,14 +174,14 @@ class SpeechParser:
 
     def _text(self) -> bool:
         if self._calls is None:
-            self._say(self._take(len(self._held)))
+            self._emit(self._take(len(self._held)))
             return False
         before, found, _ = self._held.partition(self._calls.opening)
         if not found:
-            self._say(self._take(self._num_certain(self._calls.opening)))
+            self._emit(self._take(self._num_certain(self._calls.opening)))
             return False
         num_spaces = len(before) - len(before.rstrip())
-        self._say(self._take(len(before) - num_spaces))
+        self._emit(self._take(len(before) - num_spaces))
         return self._expect_call(num_spaces + len(found), State.LIST if self._calls.is_list else State.CALL)
 
     def _list(self) -> bool:
@@ -212,7 +212,7 @@ class SpeechParser:
         call = _whole_call(rest[: self._num_scanned]) if reading is Reading.CLOSED else None
         if call is None or call[0] not in self._tool_names:
             return self._no_call()
-        self._say_call(*call)
+        self._emit_call(*call)
         self._held = rest[self._num_scanned :]
         return self._to(State.BEHIND_CALL)
 
@@ -229,7 +229,7 @@ class SpeechParser:
     def _begin_call(self, name: str, rest: str, brace_at: int) -> bool:
         if name not in self._tool_names:
             return self._no_call()
-        self._say_call(name, "")
+        self._emit_call(name, "")
         self._scanner = ObjectScanner()
         if self._behind_name is None:
             self._scanner.read(rest[:brace_at], 0)
@@ -241,7 +241,7 @@ class SpeechParser:
         end, reading = self._scanner.read(self._held, 0, depth=int(is_within_object))
         if self._has_ended and reading is Reading.OPEN:
             end = len(self._held)
-        self._say_arguments(self._take(end))
+        self._emit_arguments(self._take(end))
         if reading is Reading.OPEN:
             return False
         return self._to(State.REST if reading is Reading.CLOSED and is_within_object else State.BEHIND_CALL)
@@ -291,25 +291,25 @@ class SpeechParser:
         return self._to(state)
 
     def _no_call(self) -> bool:
-        self._say(self._take(self._call_at))
+        self._emit(self._take(self._call_at))
         return self._to(State.TEXT)
 
     def _take(self, num_chars: int) -> str:
         taken, self._held = self._held[:num_chars], self._held[num_chars:]
         return taken
 
-    def _say(self, text: str = "", reasoning: str = "") -> None:
-        self._said.add(Piece(text, reasoning))
+    def _emit(self, text: str = "", reasoning: str = "") -> None:
+        self._builder.add(AnswerDelta(text, reasoning))
 
-    def _say_call(self, name: str, arguments: str) -> None:
+    def _emit_call(self, name: str, arguments: str) -> None:
         index, self._num_read_calls = self._num_read_calls, self._num_read_calls + 1
         if self.num_calls > index:
-            self._said.add(Piece(calls=(CallDelta(index, self._call_id(index), name, arguments),)))
+            self._builder.add(AnswerDelta(calls=(CallDelta(index, self._call_id(index), name, arguments),)))
 
-    def _say_arguments(self, text: str) -> None:
+    def _emit_arguments(self, text: str) -> None:
         index = self._num_read_calls - 1
         if text and self.num_calls > index:
-            self._said.add(Piece(calls=(CallDelta(index, arguments=text),)))
+            self._builder.add(AnswerDelta(calls=(CallDelta(index, arguments=text),)))
 
 
 def _behind_name(calls: CallFormat) -> re.Pattern[str]:

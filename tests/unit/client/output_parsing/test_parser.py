@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corolla.client.speech.formats import HERMES, LLAMA, MISTRAL, MISTRAL_V11, CallFormat, ReasoningFormat
-from corolla.client.speech.parser import SpeechParser, State
-from corolla.client.speech.pieces import Piece, joined_pieces
+from corolla.client.output_parsing.deltas import AnswerDelta, joined_deltas
+from corolla.client.output_parsing.formats import HERMES, LLAMA, MISTRAL, MISTRAL_V11, CallFormat, ReasoningFormat
+from corolla.client.output_parsing.parser import MarkupParser, State
 
 THINK = ReasoningFormat("<think>", "</think>")
 NAMES = frozenset({"get_weather", "now"})
@@ -18,18 +18,18 @@ CALL_FORMATS = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "mistral-v
 FORMATS: dict[str, CallFormat | None] = {**CALL_FORMATS, "none": None}
 
 
-def read(calls: CallFormat | None, *chunks: str, **options: Any) -> Piece:
-    """All that a parser says of an answer that comes in these chunks."""
-    parser = SpeechParser(calls, options.pop("reasoning", THINK), NAMES, "id{}".format, **options)
-    pieces = [*(parser.push(chunk) for chunk in chunks), parser.finish()]
-    piece = joined_pieces(pieces)
-    assert parser.num_calls == len(piece.calls)
-    return piece
+def read(calls: CallFormat | None, *chunks: str, **options: Any) -> AnswerDelta:
+    """The result of a parser for an answer that comes in these chunks."""
+    parser = MarkupParser(calls, options.pop("reasoning", THINK), NAMES, "id{}".format, **options)
+    deltas = [*(parser.push(chunk) for chunk in chunks), parser.finish()]
+    delta = joined_deltas(deltas)
+    assert parser.num_calls == len(delta.calls)
+    return delta
 
 
-def calls_of(piece: Piece) -> list[tuple[str, str]]:
-    assert [(call.index, call.id) for call in piece.calls] == [(i, f"id{i}") for i in range(len(piece.calls))]
-    return [(call.name, call.arguments) for call in piece.calls]
+def calls_of(delta: AnswerDelta) -> list[tuple[str, str]]:
+    assert [(call.index, call.id) for call in delta.calls] == [(i, f"id{i}") for i in range(len(delta.calls))]
+    return [(call.name, call.arguments) for call in delta.calls]
 
 
 PARIS = '{"city": "Paris } \\" ]"}'
@@ -102,9 +102,9 @@ def test_calls_are_kept_apart_from_text(
     calls: CallFormat | None, answer: str, text: str | None, expected: list[tuple[str, str]]
 ) -> None:
     """None: all of the answer."""
-    piece = read(calls, answer)
-    assert piece.text == (answer if text is None else text)
-    assert calls_of(piece) == expected
+    delta = read(calls, answer)
+    assert delta.text == (answer if text is None else text)
+    assert calls_of(delta) == expected
     assert calls_of(read(calls, *answer)) == expected
 
 
@@ -124,8 +124,8 @@ def test_calls_are_kept_apart_from_text(
 )
 def test_reasoning_is_kept_apart(answer: str, state: State, reasoning: str, text: str) -> None:
     for chunks in ([answer], list(answer)):
-        piece = read(HERMES, *chunks, state=state)
-        assert (piece.reasoning, piece.text, piece.calls) == (reasoning, text, ())
+        delta = read(HERMES, *chunks, state=state)
+        assert (delta.reasoning, delta.text, delta.calls) == (reasoning, text, ())
 
 
 def test_calls_come_behind_reasoning_and_at_once_where_the_prompt_began_it() -> None:
@@ -136,7 +136,7 @@ def test_calls_come_behind_reasoning_and_at_once_where_the_prompt_began_it() -> 
 
 
 def test_arguments_come_as_they_are_written_and_text_at_once() -> None:
-    parser = SpeechParser(HERMES, None, NAMES, str)
+    parser = MarkupParser(HERMES, None, NAMES, str)
     assert parser.push("Let me").text == "Let me"
     assert parser.push(" see. ").text == " see."
     assert parser.push('\n<tool_call>{"name": "now", ').calls == ()
@@ -145,11 +145,11 @@ def test_arguments_come_as_they_are_written_and_text_at_once() -> None:
     (more,) = parser.push('"b').calls
     assert (more.id, more.name, more.arguments) == ("", "", '"b')
     assert parser.push('"}}').calls[0].arguments == '"}'
-    assert parser.finish() == Piece()
+    assert parser.finish() == AnswerDelta()
 
 
 def test_text_that_cannot_be_a_call_any_more_comes_at_once() -> None:
-    parser = SpeechParser(MISTRAL_V11, None, NAMES, str)
+    parser = MarkupParser(MISTRAL_V11, None, NAMES, str)
     assert parser.push("[TOOL_CALLS]no").text == ""
     assert parser.push("t that").text == "[TOOL_CALLS]not that"
     assert parser.push("[TOOL_CALLS]now[ARGS]").calls == ()
@@ -158,18 +158,18 @@ def test_text_that_cannot_be_a_call_any_more_comes_at_once() -> None:
 
 
 def test_no_more_calls_than_wanted() -> None:
-    piece = read(HERMES, HERMES_CALL + NOW, most_calls=1)
-    assert (calls_of(piece), piece.text) == ([("get_weather", PARIS)], "")
+    delta = read(HERMES, HERMES_CALL + NOW, most_calls=1)
+    assert (calls_of(delta), delta.text) == ([("get_weather", PARIS)], "")
 
 
-PIECES = (
+CHUNKS = (
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[", "]", "<|python_tag|>", ";", ",", "<think>", "</think>", "\n",
     " ", "{", "}", '{"name": "now", "arguments": ', '{"name": "get_weather", "parameters": ', '{"a": "}"}', "{}", '"',
     "\\", '"name"', '"x"', ": ", "é😀", "<", "abc", '{"arguments": {"a": 1}, "name": "now"}', "1.5", "null",
     "now", "[ARGS]", "[CALL_ID]a1",
 )  # fmt: skip
 WORDS = st.text(max_size=6)
-ANSWERS = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
+ANSWERS = st.lists(st.sampled_from(CHUNKS), max_size=14).map("".join)
 
 
 @pytest.mark.parametrize("calls", FORMATS.values(), ids=FORMATS.keys())
@@ -202,11 +202,11 @@ def test_any_arguments_come_back(calls: CallFormat, arguments: list[dict[str, An
         answer = calls.opening + "; ".join(objects)
     else:
         answer = "\n".join(f"{calls.opening}\n{each}\n{calls.closing}" for each in objects)
-    piece = read(calls, text + answer)
-    assert [json.loads(call.arguments) for call in piece.calls] == arguments
-    assert piece.text.rstrip() == text.rstrip()
+    delta = read(calls, text + answer)
+    assert [json.loads(call.arguments) for call in delta.calls] == arguments
+    assert delta.text.rstrip() == text.rstrip()
 
 
 @given(answer=st.text())
 def test_without_formats_an_answer_is_its_text(answer: str) -> None:
-    assert read(None, *answer, reasoning=None) == Piece(text=answer)
+    assert read(None, *answer, reasoning=None) == AnswerDelta(text=answer)

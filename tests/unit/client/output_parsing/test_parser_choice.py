@@ -6,12 +6,12 @@ import pytest
 from transformers.utils.chat_parsing import parse_response
 
 from corolla.client.generation.answer import Answer, joined
-from corolla.client.speech.call_rules import CallRules
-from corolla.client.speech.formats import ReasoningFormat
-from corolla.client.speech.parser import State
-from corolla.client.speech.pieces import Piece, joined_pieces
-from corolla.client.speech.reading import Speech, SpeechFormat, beginning
-from corolla.client.speech.response_template import ResponseTemplateParser
+from corolla.client.output_parsing.call_rules import CallRules
+from corolla.client.output_parsing.deltas import AnswerDelta, joined_deltas
+from corolla.client.output_parsing.formats import ReasoningFormat
+from corolla.client.output_parsing.parser import State
+from corolla.client.output_parsing.parser_choice import OutputFormat, OutputParsing, beginning
+from corolla.client.output_parsing.response_template import ResponseTemplateParser
 from corolla.client.text.conversation import Message, Tool, ToolCall, tool_values
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.decoding.parameters import SampledToken
@@ -58,11 +58,11 @@ def tokenizer_of(template: str, *special: str, **attributes: Any) -> TextTokeniz
 def answer_to(tokenizer: TextTokenizer, prompt: str, text: str, turn_name: str = "", **options: Any) -> Answer:
     """An answer of these tokens, that ends by itself."""
     (end,) = tokenizer.encode("<|end|>", add_special_tokens=False)
-    speech = Speech(SpeechFormat.of(tokenizer), options.pop("rules", RULES), **options)
+    output_parsing = OutputParsing(OutputFormat.of(tokenizer), options.pop("rules", RULES), **options)
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
     decider = StopDecider(max_new_tokens=999, eos_token_ids=frozenset({end}))
-    parser = speech.parser(tokenizer, prompt_ids, turn_name)
-    answer = Answer(tokenizer, prompt_ids, decider, (), parser, speech.shown_ids([end]))
+    parser = output_parsing.parser(tokenizer, prompt_ids, turn_name)
+    answer = Answer(tokenizer, prompt_ids, decider, (), parser, output_parsing.shown_ids([end]))
     for token_id in [*tokenizer.encode(text, add_special_tokens=False), end]:
         answer.accept(SampledToken(token_id), 0.0)
     delta = joined(answer.deltas())
@@ -138,21 +138,21 @@ def test_a_checkpoints_response_template_is_read_as_by_transformers(text: str) -
     expected = parse_response(text, TEMPLATE, prefix=prefix, tools=[tool_values(NOW)])
     for chunks in ([text], list(text)):
         parser = ResponseTemplateParser(TEMPLATE, prefix, [tool_values(NOW)], {"now"}, str)
-        piece = joined_pieces([*map(parser.push, chunks), parser.finish()])
-        said = {"content": piece.text.strip(), "thinking": piece.reasoning}
-        assert {name: value for name, value in said.items() if value} == {
+        delta = joined_deltas([*map(parser.push, chunks), parser.finish()])
+        parsed = {"content": delta.text.strip(), "thinking": delta.reasoning}
+        assert {name: value for name, value in parsed.items() if value} == {
             name: value for name, value in expected.items() if name != "tool_calls"
         }
-        assert [call.name for call in piece.calls] == ["now"] * len(expected.get("tool_calls", ()))
+        assert [call.name for call in delta.calls] == ["now"] * len(expected.get("tool_calls", ()))
 
 
-@pytest.mark.parametrize("text, said", [("<call:now>{oh</call>", "{oh"), ('<call:rm>{"a": 1}</call>', '{"a": 1}')])
-def test_calls_that_a_response_template_cannot_read_stay_text(text: str, said: str) -> None:
+@pytest.mark.parametrize("text, kept", [("<call:now>{oh</call>", "{oh"), ('<call:rm>{"a": 1}</call>', '{"a": 1}')])
+def test_calls_that_a_response_template_cannot_read_stay_text(text: str, kept: str) -> None:
     parser = ResponseTemplateParser(TEMPLATE, "", [], {"now"}, str)
-    piece = joined_pieces([*map(parser.push, text), parser.push(" on"), parser.finish()])
-    assert piece.calls == ()
-    assert said in piece.text
-    assert piece.text.endswith(" on")
+    delta = joined_deltas([*map(parser.push, text), parser.push(" on"), parser.finish()])
+    assert delta.calls == ()
+    assert kept in delta.text
+    assert delta.text.endswith(" on")
 
 
 def test_an_answer_is_read_by_the_checkpoints_response_template() -> None:
@@ -167,5 +167,5 @@ def test_an_answer_is_read_by_the_checkpoints_response_template() -> None:
     assert by_table.finish_reason is FinishReason.TOOL_CALLS
 
 
-def test_nothing_said_is_an_empty_piece() -> None:
-    assert joined_pieces([]) == Piece()
+def test_no_deltas_join_to_an_empty_one() -> None:
+    assert joined_deltas([]) == AnswerDelta()

@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from corolla.client.speech.call_rules import CallRules, calls_grammar, is_special_in_grammars
-from corolla.client.speech.formats import CallFormat, ReasoningFormat, call_format, reasoning_format
-from corolla.client.speech.parser import SpeechParser, State
-from corolla.client.speech.response_template import ResponseTemplateParser
+from corolla.client.output_parsing.call_rules import CallRules, calls_grammar, is_special_in_grammars
+from corolla.client.output_parsing.formats import CallFormat, ReasoningFormat, call_format, reasoning_format
+from corolla.client.output_parsing.parser import MarkupParser, State
+from corolla.client.output_parsing.response_template import ResponseTemplateParser
 from corolla.client.text.conversation import tool_values
 from corolla.client.text.tokenizer import TextTokenizer
 
@@ -18,12 +18,12 @@ _NUM_TAIL_TOKENS: Final = 16
 _NUM_PREFIX_TOKENS: Final = 4096
 _NUM_ID_CHARS: Final = 24
 
-AnswerParser = SpeechParser | ResponseTemplateParser
+AnswerParser = MarkupParser | ResponseTemplateParser
 """Separates text, reasoning and calls."""
 
 
 @dataclass(frozen=True, slots=True)
-class SpeechFormat:
+class OutputFormat:
     """The formats in which a checkpoint's model writes calls and reasoning.
 
     Attributes:
@@ -39,7 +39,7 @@ class SpeechFormat:
     response_template: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, tokenizer: TextTokenizer) -> "SpeechFormat":
+    def of(cls, tokenizer: TextTokenizer) -> "OutputFormat":
         """Finds the formats in the chat template, the added tokens and the response template of a checkpoint."""
         hf_tokenizer = tokenizer.hf_tokenizer
         templates = hf_tokenizer.chat_template or ""
@@ -64,14 +64,14 @@ class SpeechFormat:
 
 
 @dataclass(frozen=True, slots=True)
-class Speech:
+class OutputParsing:
     """The way to parse the answers to one request.
 
     Attributes:
         begun: the text of the message that the answer continues; None if it begins a new message.
     """
 
-    format: SpeechFormat
+    format: OutputFormat
     rules: CallRules = field(default_factory=CallRules)
     begun: str | None = None
 
@@ -100,7 +100,7 @@ class Speech:
         if not names and reasoning is None:
             return None
         tail = tokenizer.decode(prompt_ids[-_NUM_TAIL_TOKENS:], skip_special_tokens=False)
-        return SpeechParser(
+        return MarkupParser(
             calls if names else None,
             reasoning,
             names,

@@ -8,10 +8,10 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 
-from corolla.client.speech.call_rules import CallRules, calls_grammar, is_special_in_grammars
-from corolla.client.speech.formats import HERMES, LLAMA, MISTRAL, MISTRAL_V11, CallFormat, ReasoningFormat
-from corolla.client.speech.parser import SpeechParser
-from corolla.client.speech.pieces import joined_pieces
+from corolla.client.output_parsing.call_rules import CallRules, calls_grammar, is_special_in_grammars
+from corolla.client.output_parsing.deltas import joined_deltas
+from corolla.client.output_parsing.formats import HERMES, LLAMA, MISTRAL, MISTRAL_V11, CallFormat, ReasoningFormat
+from corolla.client.output_parsing.parser import MarkupParser
 from corolla.client.text.conversation import Tool
 from tests.checkpoints import make_tokenizer
 
@@ -89,9 +89,9 @@ def test_required_calls_fit_their_schemas(tokenizer: Any, read_by: LLTokenizer, 
     for whole in [answer_of(calls, now), answer_of(calls, paris), answer_of(calls, paris, now, paris)]:
         assert reader.takes(whole)
         assert reader.takes("<think>Is it <x>?\n</think>\n\n" + whole)
-        parser = SpeechParser(calls, THINK, {"get_weather", "now"})
-        said = joined_pieces([*map(parser.push, whole), parser.finish()])
-        assert (said.text, parser.num_calls) == ("", whole.count(calls.infix or '"name"'))
+        parser = MarkupParser(calls, THINK, {"get_weather", "now"})
+        joined = joined_deltas([*map(parser.push, whole), parser.finish()])
+        assert (joined.text, parser.num_calls) == ("", whole.count(calls.infix or '"name"'))
     for broken in [
         "",
         "Well.",

@@ -1,4 +1,4 @@
-"""The pieces of an answer as they come: text, reasoning and calls of tools. Pure."""
+"""The parts of an answer as they come: text, reasoning and calls of tools. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ class CallDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerDelta:
     """The parts that some more text adds to an answer."""
 
     text: str = ""
@@ -25,28 +25,28 @@ class Piece:
     calls: tuple[CallDelta, ...] = ()
 
 
-def joined_pieces(pieces: Iterable[Piece]) -> Piece:
-    """Joins consecutive pieces to one."""
-    said = Said()
-    for piece in pieces:
-        said.add(piece)
-    return said.piece
+def joined_deltas(deltas: Iterable[AnswerDelta]) -> AnswerDelta:
+    """Joins consecutive deltas into one."""
+    builder = MessageBuilder()
+    for delta in deltas:
+        builder.add(delta)
+    return builder.delta
 
 
 @dataclass(slots=True)
-class Said:
-    """The sum of an answer's pieces."""
+class MessageBuilder:
+    """Collects the deltas of an answer, and builds one delta or a message of them."""
 
     texts: list[str] = field(default_factory=list)
     reasonings: list[str] = field(default_factory=list)
     calls: list[CallDelta] = field(default_factory=list)
 
-    def add(self, piece: Piece) -> None:
-        if piece.text:
-            self.texts.append(piece.text)
-        if piece.reasoning:
-            self.reasonings.append(piece.reasoning)
-        for call in piece.calls:
+    def add(self, delta: AnswerDelta) -> None:
+        if delta.text:
+            self.texts.append(delta.text)
+        if delta.reasoning:
+            self.reasonings.append(delta.reasoning)
+        for call in delta.calls:
             last = self.calls[-1] if self.calls else None
             if last is not None and last.index == call.index:
                 call = CallDelta(last.index, last.id, last.name, last.arguments + call.arguments)
@@ -54,8 +54,8 @@ class Said:
             self.calls.append(call)
 
     @property
-    def piece(self) -> Piece:
-        return Piece("".join(self.texts), "".join(self.reasonings), tuple(self.calls))
+    def delta(self) -> AnswerDelta:
+        return AnswerDelta("".join(self.texts), "".join(self.reasonings), tuple(self.calls))
 
     @property
     def message(self) -> Message:

@@ -7,13 +7,13 @@ from typing import Any, Final
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from corolla.client.speech.pieces import CallDelta, Piece, Said
+from corolla.client.output_parsing.deltas import AnswerDelta, CallDelta, MessageBuilder
 
 _REASONING: Final = frozenset({"reasoning", "reasoning_content", "thinking"})
 
 
 class ResponseTemplateParser:
-    """Parses one answer, as `SpeechParser` does. A call is returned as a whole; an unreadable call is text.
+    """Parses one answer, as `MarkupParser` does. A call is returned as a whole; an unreadable call is text.
 
     Args:
         template: the response template in the tokenizer's configuration.
@@ -46,29 +46,29 @@ class ResponseTemplateParser:
     def num_calls(self) -> int:
         return self._num_read_calls if self._most_calls is None else min(self._most_calls, self._num_read_calls)
 
-    def push(self, text: str) -> Piece:
+    def push(self, text: str) -> AnswerDelta:
         """Takes more text; returns the part of the answer that is certain now."""
         return self._read(lambda: self._parser.feed(text), text)
 
-    def finish(self) -> Piece:
+    def finish(self) -> AnswerDelta:
         """Returns the held text when the answer has ended."""
         return self._read(lambda: self._parser.finalize()[1], "")
 
-    def _read(self, events_of: Callable[[], Sequence[Mapping[str, Any]]], text: str) -> Piece:
+    def _read(self, events_of: Callable[[], Sequence[Mapping[str, Any]]], text: str) -> AnswerDelta:
         if self._is_broken:
-            return Piece(text)
+            return AnswerDelta(text)
         try:
             events = events_of()
         # Contents may not fit a template's fields, and its patterns may fail in any way.
         except Exception:
             self._is_broken = True
-            return Piece(self._body + text)
-        said = Said()
+            return AnswerDelta(self._body + text)
+        builder = MessageBuilder()
         for event in events:
-            said.add(self._piece(event))
-        return said.piece
+            builder.add(self._delta(event))
+        return builder.delta
 
-    def _piece(self, event: Mapping[str, Any]) -> Piece:
+    def _delta(self, event: Mapping[str, Any]) -> AnswerDelta:
         is_call = event["field"] == "tool_calls"
         match event["type"]:
             case "region_open":
@@ -76,24 +76,24 @@ class ResponseTemplateParser:
             case "region_chunk" if is_call:
                 self._body += event["text"]
             case "region_chunk" if event["field"] in _REASONING:
-                return Piece(reasoning=event["text"])
+                return AnswerDelta(reasoning=event["text"])
             case "region_chunk" if event["field"] == "content":
-                return Piece(event["text"])
+                return AnswerDelta(event["text"])
             case "region_close" if is_call:
                 return self._calls(event["value"])
-        return Piece()
+        return AnswerDelta()
 
-    def _calls(self, value: Any) -> Piece:
+    def _calls(self, value: Any) -> AnswerDelta:
         body, self._body = self._body, ""
         read = [_call(each) for each in (value if isinstance(value, list) else [value])]
         if any(name not in self._tool_names for name, _ in read):
-            return Piece(body)
-        said = Said()
+            return AnswerDelta(body)
+        builder = MessageBuilder()
         for name, arguments in read:
             index, self._num_read_calls = self._num_read_calls, self._num_read_calls + 1
             if self.num_calls > index:
-                said.add(Piece(calls=(CallDelta(index, self._call_id(index), name, arguments),)))
-        return said.piece
+                builder.add(AnswerDelta(calls=(CallDelta(index, self._call_id(index), name, arguments),)))
+        return builder.delta
 
 
 def _call(value: Any) -> tuple[str, str]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from corolla.client.speech.formats import CallFormat, ReasoningFormat
+from corolla.client.output_parsing.formats import CallFormat, ReasoningFormat
 from corolla.client.text.conversation import Tool
 
 _NO_ARGUMENTS: Final[Mapping[str, Any]] = {"properties": {}, "additionalProperties": False}

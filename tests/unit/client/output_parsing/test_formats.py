@@ -1,8 +1,16 @@
-"""Which format a checkpoint speaks."""
+"""The format of a checkpoint."""
 
 import pytest
 
-from corolla.client.speech.formats import HERMES, LLAMA, MISTRAL, MISTRAL_V11, CallFormat, call_format, reasoning_format
+from corolla.client.output_parsing.formats import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_V11,
+    CallFormat,
+    call_format,
+    reasoning_format,
+)
 from tests.chat_templates import LLAMA as LLAMA_TEMPLATE
 from tests.chat_templates import MISTRAL as MISTRAL_TEMPLATE
 from tests.chat_templates import PARTS, QWEN
