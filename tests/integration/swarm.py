@@ -13,8 +13,8 @@ from typing import Any, Self
 from pydantic import SecretStr
 from redis.asyncio import Redis
 
-from corolla.block_server.books import Breach
 from corolla.block_server.handover.link import HandoverLink
+from corolla.block_server.invariants import Violation
 from corolla.block_server.service import BlockServer
 from corolla.block_server.settings import BlockServerSettings
 from corolla.client.bounds import USUAL_BOUNDS, ClientBounds
@@ -137,7 +137,7 @@ class Swarm:
     ) -> None:
         for client in self.clients:
             await client.stop()
-        breaches = await self._breaches()
+        violations = await self._violations()
         await asyncio.gather(*(server.stop() for server in self.servers))
         await self.router.stop()
         if self._own_redis:
@@ -147,20 +147,21 @@ class Swarm:
                 await database.flushdb()
             _free_databases.append(self._database)
         if failure is None:
-            assert not breaches, breaches
+            assert not violations, violations
 
-    async def _breaches(self) -> list[Breach]:
-        """What does not agree in the books of the servers, or did not when they last looked.
+    async def _violations(self) -> list[Violation]:
+        """The invariants that servers violate, or violated at their last check.
 
-        They look themselves once a second; those that are idle in time look once more now. A server that a test has
-        ended never is.
+        They check themselves once a second; those that become idle in time check once more now. A server that a test
+        has ended never becomes idle.
         """
         with suppress(TimeoutError):
             await until(self._are_idle, 0.5)
         for server in self.servers:
             if server.has_started and server.engine.is_idle:
-                server.housekeeping.compare_books()
-        return [breach for server in self.servers if server.has_started for breach in server.housekeeping.breaches]
+                server.housekeeping.check_invariants()
+        started = [server for server in self.servers if server.has_started]
+        return [violation for server in started for violation in server.housekeeping.violations]
 
     async def _are_idle(self) -> bool:
         return all(server.engine.is_idle for server in self.servers if server.has_started)

@@ -460,7 +460,9 @@ async def test_a_page_that_leaks_is_found_by_the_server_and_fails_the_test(tmp_p
             runner: Any = server.engine.runner
 
             async def is_found() -> bool:
-                return await sample(server.metrics_port, "corolla_hop_book_breaches_total", book="pages") > 0
+                return (
+                    await sample(server.metrics_port, "corolla_hop_invariant_violations_total", invariant="pages") > 0
+                )
 
             await asyncio.sleep(1.5)
             assert not await is_found()

@@ -1,4 +1,4 @@
-"""The timer of a block server: it ends leases, refreshes gauges and compares the books."""
+"""The timer of a block server: it ends leases, refreshes gauges and checks the invariants."""
 
 import asyncio
 import logging
@@ -7,9 +7,9 @@ from functools import partial
 from itertools import chain
 from typing import Final
 
-from corolla.block_server.books import BOOKS, Breach, compare
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine
+from corolla.block_server.invariants import INVARIANTS, Violation, check
 from corolla.block_server.iteration import StepWork
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable
@@ -20,7 +20,7 @@ from corolla.cache.store import SessionCache
 log = logging.getLogger(__name__)
 
 _INTERVAL_S: Final = 1.0
-# The event loop and all steps wait while a slice of the comparison runs.
+# The event loop and all steps wait while a slice of the check runs.
 _SLICE_S: Final = 0.0005
 
 
@@ -31,7 +31,7 @@ class Housekeeping:
         page_bytes: returns the bytes of one page of the KV cache.
 
     Attributes:
-        breaches: the breaches that the last comparison of the books found.
+        violations: the violations that the last check of the invariants found.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class Housekeeping:
         self._peers = peers
         self._metrics = metrics
         self._page_bytes = page_bytes
-        self.breaches: list[Breach] = []
+        self.violations: list[Violation] = []
         # Alerts see only growth of a counter that already exists.
-        for book in BOOKS:
-            metrics.book_breaches.labels(book)
+        for invariant in INVARIANTS:
+            metrics.invariant_violations.labels(invariant)
 
     async def run(self) -> None:
         """Does the work once a second, for ever."""
@@ -66,21 +66,21 @@ class Housekeeping:
             self._metrics.observe_waiting(len(self._scheduler), self._engine.first_hop.num_waiting)
             await asyncio.sleep(_INTERVAL_S)
 
-    def compare_books(self) -> None:
-        """Ends leases and compares all books at once. Must run while nothing is computed, copied or about to change."""
+    def check_invariants(self) -> None:
+        """Ends leases and checks all invariants. Must run while nothing is computed, copied or about to change."""
         self._note([*chain.from_iterable(self._begin())])
 
     def _tidy(self) -> None:
         self._compare_slice(self._begin(), [])
 
-    def _begin(self) -> Iterator[list[Breach]]:
-        """Ends leases. Returns a comparison of the books that has not begun."""
+    def _begin(self) -> Iterator[list[Violation]]:
+        """Ends leases. Returns a check of the invariants that has not begun."""
         now_s = self._engine.clock()
         self._metrics.expired.inc(self._sessions.expire(now_s))
-        return compare(self._sessions, self._outputs, self._peers.numbers, now_s)
+        return check(self._sessions, self._outputs, self._peers.numbers, now_s)
 
-    def _compare_slice(self, parts: Iterator[list[Breach]], found: list[Breach]) -> None:
-        """Compares books for one slice of time, and schedules the next slice. Gives up if other work waits."""
+    def _compare_slice(self, parts: Iterator[list[Violation]], found: list[Violation]) -> None:
+        """Checks invariants for one slice of time, and schedules the next slice. Gives up if other work waits."""
         if self._engine.has_more_to_do:
             return
         end_s = self._engine.clock() + _SLICE_S
@@ -94,9 +94,11 @@ class Housekeeping:
                 return
         self._note(found)
 
-    def _note(self, found: list[Breach]) -> None:
-        for breach in found:
-            self._metrics.book_breaches.labels(breach.book).inc()
-            if breach not in self.breaches:
-                log.error("books do not agree", extra={"book": breach.book, "what": breach.text})
-        self.breaches = found
+    def _note(self, found: list[Violation]) -> None:
+        for violation in found:
+            self._metrics.invariant_violations.labels(violation.invariant).inc()
+            if violation not in self.violations:
+                log.error(
+                    "the server's tables disagree", extra={"invariant": violation.invariant, "what": violation.text}
+                )
+        self.violations = found

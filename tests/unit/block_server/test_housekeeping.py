@@ -1,4 +1,4 @@
-"""The comparison of the books shares the event loop: slice by slice, and not at all under load."""
+"""The check of the invariants shares the event loop: it runs slice by slice, and not at all under load."""
 
 import asyncio
 from collections.abc import Callable
@@ -51,7 +51,7 @@ class Server:
         )  # fmt: skip
 
     async def keep_house(self) -> int:
-        """How many slices the comparison took."""
+        """How many slices the check took."""
         keeping = asyncio.create_task(self.housekeeping.run())
         for _ in range(20):
             await asyncio.sleep(0)
@@ -63,21 +63,21 @@ async def test_each_slice_of_the_comparison_has_a_turn_of_the_event_loop_of_its_
     server = Server()
     # The sums, the four pages, and the end.
     assert await server.keep_house() == 3
-    assert server.housekeeping.breaches == []
+    assert server.housekeeping.violations == []
 
 
 async def test_a_leak_is_found() -> None:
     server = Server()
     server.pool.allocate(1)
     await server.keep_house()
-    assert [breach.book for breach in server.housekeeping.breaches] == ["promises", "pages"]
+    assert [violation.invariant for violation in server.housekeeping.violations] == ["promises", "pages"]
 
 
-async def test_housekeeping_skips_the_books_under_load() -> None:
+async def test_invariants_are_not_checked_under_load() -> None:
     server = Server()
     server.pool.allocate(1)
     server.engine.has_more_to_do = True
     assert await server.keep_house() == 1
-    assert server.housekeeping.breaches == []
-    server.housekeeping.compare_books()
-    assert server.housekeeping.breaches != []
+    assert server.housekeeping.violations == []
+    server.housekeeping.check_invariants()
+    assert server.housekeeping.violations != []

@@ -1,13 +1,13 @@
-"""Each account that can go wrong, made to go wrong: the comparison of the books says which."""
+"""The check names the invariant that each mistake violates."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 
-from corolla.block_server.books import BOOKS, PAGES_PER_PART, Book, Breach, compare
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.hop_session import OpenRequest
+from corolla.block_server.invariants import INVARIANTS, PAGES_PER_PART, Invariant, Violation, check
 from corolla.block_server.sessions import SessionTable
 from corolla.cache.pages import PagePool
 from corolla.cache.session_pages import SessionPages
@@ -43,11 +43,11 @@ class Server:
             replace(REQUEST, session_id=b"a", stream=0, max_tokens=8), b"transfer", 0.0
         )
 
-    def books(self, now_s: float = 1.0) -> set[Book]:
-        return {breach.book for part in self.compare(now_s) for breach in part}
+    def violated(self, now_s: float = 1.0) -> set[Invariant]:
+        return {violation.invariant for part in self.check(now_s) for violation in part}
 
-    def compare(self, now_s: float = 1.0) -> Iterator[list[Breach]]:
-        return compare(self.sessions, self.outputs, lambda client: self.streams.get(client, ()), now_s)
+    def check(self, now_s: float = 1.0) -> Iterator[list[Violation]]:
+        return check(self.sessions, self.outputs, lambda client: self.streams.get(client, ()), now_s)
 
 
 def leak_a_page(server: Server) -> None:
@@ -92,7 +92,7 @@ def arrive_by_no_handover(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    "mistake, books",
+    "mistake, violated",
     [
         (leak_a_page, {"pages", "promises"}),
         (share_a_page_with_nobody, {"pages"}),
@@ -106,18 +106,18 @@ def arrive_by_no_handover(server: Server) -> None:
         (arrive_by_no_handover, {"handovers"}),
     ],
 )
-def test_each_mistake_is_found_in_its_book(mistake: Callable[[Server], None], books: set[Book]) -> None:
+def test_each_mistake_violates_its_invariant(mistake: Callable[[Server], None], violated: set[Invariant]) -> None:
     server = Server()
-    assert server.books() == set()
+    assert server.violated() == set()
     mistake(server)
-    assert server.books() == books
+    assert server.violated() == violated
 
 
 def test_an_expired_lease_that_was_not_ended_is_found() -> None:
     server = Server()
-    assert server.books(now_s=100.0) == {"leases"}
+    assert server.violated(now_s=100.0) == {"leases"}
     server.sessions.expire(100.0)
-    assert server.books(now_s=100.0) == set()
+    assert server.violated(now_s=100.0) == set()
     assert server.pool.num_available == server.pool.num_pages
 
 
@@ -146,20 +146,20 @@ def compute_a_step(server: Server) -> None:
 
 
 @pytest.mark.parametrize("change", [free_a_session, add_a_session, end_a_turn, end_a_stream, compute_a_step])
-def test_a_change_between_two_slices_is_no_breach(change: Callable[[Server], None]) -> None:
-    num_parts = len(list(Server().compare()))
+def test_a_change_between_two_slices_is_no_violation(change: Callable[[Server], None]) -> None:
+    num_parts = len(list(Server().check()))
     assert num_parts > 5
     for num_before in range(num_parts):
         server = Server()
-        parts = server.compare()
+        parts = server.check()
         for _ in range(num_before):
             assert next(parts) == []
         change(server)
         assert not any(parts)
-        assert server.books() == set()
+        assert server.violated() == set()
 
 
-def test_a_large_pool_is_compared_in_parts_and_its_last_page_too() -> None:
+def test_a_large_pool_is_checked_in_parts_and_its_last_page_too() -> None:
     server = Server()
     server.pool = PagePool(2 * PAGES_PER_PART + 1, 4)
     server.sessions = SessionTable(
@@ -168,12 +168,12 @@ def test_a_large_pool_is_compared_in_parts_and_its_last_page_too() -> None:
     session = server.sessions.open(replace(REQUEST, max_tokens=4 * server.pool.num_pages), 0.0)
     server.outputs.forget(b"p")
     # The sums, the session, its outputs, its pages in three parts, and those of the pool in three.
-    assert [*server.compare()] == [[]] * 9
+    assert [*server.check()] == [[]] * 9
     last_page = server.pool.num_pages - 1
     assert session.cache.tables[0].pages[-1] == last_page
     server.pool.share([last_page])
-    assert server.books() == {"pages"}
+    assert server.violated() == {"pages"}
 
 
-def test_every_book_has_a_mistake_in_this_module() -> None:
-    assert set(BOOKS) == {"pages", "promises", "sessions", "owners", "leases", "outputs", "handovers"}
+def test_every_invariant_has_a_mistake_in_this_module() -> None:
+    assert set(INVARIANTS) == {"pages", "promises", "sessions", "owners", "leases", "outputs", "handovers"}

@@ -1,7 +1,7 @@
-"""Compares the books: whether the tables of a block server agree with each other. Pure.
+"""The invariants between the tables of a block server, and the check that they hold. Pure.
 
-Each table keeps its own account. If two accounts differ, something leaks or is used twice, and no other check finds
-out before pages run out or an answer is wrong. So the accounts are compared while nothing runs.
+Each table keeps its own counts. If two counts differ, something leaks or is used twice, and no other check finds out
+before pages run out or an answer is wrong. So the counts are compared while nothing runs.
 """
 
 from collections import Counter
@@ -15,8 +15,8 @@ from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.hop_session import HopSession, SessionState
 from corolla.block_server.sessions import SessionTable
 
-Book = Literal["pages", "promises", "sessions", "owners", "leases", "outputs", "handovers"]
-BOOKS: Final[tuple[Book, ...]] = get_args(Book)
+Invariant = Literal["pages", "promises", "sessions", "owners", "leases", "outputs", "handovers"]
+INVARIANTS: Final[tuple[Invariant, ...]] = get_args(Invariant)
 
 PAGES_PER_PART: Final = 1024
 
@@ -24,24 +24,24 @@ _STREAMING: Final = (SessionState.RUNNING, SessionState.LEAVING)
 
 
 @dataclass(frozen=True, slots=True)
-class Breach:
-    """Two accounts that differ. `text` contains only numbers, and no session id."""
+class Violation:
+    """An invariant that does not hold. `text` contains only numbers, and no session id."""
 
-    book: Book
+    invariant: Invariant
     text: str
 
 
-_TORN_OUTPUTS: Final = Breach("outputs", "the outputs of a session have gaps, or rows of several sizes")
+_TORN_OUTPUTS: Final = Violation("outputs", "the outputs of a session have gaps, or rows of several sizes")
 
 
-def compare(
+def check(
     sessions: SessionTable[Any], outputs: BoundaryActivations, streams: Callable[[bytes], Collection[int]], now_s: float
-) -> Iterator[list[Breach]]:
-    """Compares the books in parts that take a fraction of a millisecond each, and yields the breaches of each part.
+) -> Iterator[list[Violation]]:
+    """Checks the invariants in parts that take a fraction of a millisecond each, and yields each part's violations.
 
     Resume it only while nothing is computed, copied or about to change. A change between two parts does not look like
-    a breach, because each part compares sums, or one session, or some of its outputs. Only the comparison of the pages'
-    holders takes several parts; it ends without a result when the pool has changed.
+    a violation, because each part compares sums, or one session, or some of its outputs. Only the comparison of the
+    pages' holders takes several parts; it ends without a result when the pool has changed.
 
     Args:
         streams: returns the numbers of the streams that a client has to this server.
@@ -55,31 +55,31 @@ def compare(
             for is_whole in outputs.check_whole(session.request.session_id):
                 yield [] if is_whole else [_TORN_OUTPUTS]
     for num_wrong in _wrong_holders(sessions):
-        yield [Breach("pages", f"{num_wrong} pages have other holders than the sessions say")] if num_wrong else []
+        yield [Violation("pages", f"{num_wrong} pages have other holders than the sessions say")] if num_wrong else []
 
 
-def _sums(sessions: SessionTable[Any], outputs: BoundaryActivations) -> Iterator[Breach]:
+def _sums(sessions: SessionTable[Any], outputs: BoundaryActivations) -> Iterator[Violation]:
     pool = sessions.pool
     tables = [table for session in sessions for table in session.cache.tables]
     states = {"used": pool.num_used, "cached": pool.num_cached, "unused": pool.num_unused}
     if sum(states.values()) != pool.num_pages or pool.num_used != pool.num_pages - pool.holders.count(0):
-        yield Breach("pages", f"{states} do not add up to {pool.num_pages}")
+        yield Violation("pages", f"{states} do not add up to {pool.num_pages}")
     num_promised = sum(session.cache.num_pages for session in sessions)
     if num_promised != pool.num_pages - pool.num_available:
-        yield Breach(
+        yield Violation(
             "promises", f"{pool.num_pages - pool.num_available} pages are promised, {num_promised} to sessions"
         )
     # Pages that stand for recurrent states, not for tokens, are promised but never held.
     if pool.num_used > sum(table.num_promised for table in tables) or pool.num_cached > pool.num_available:
-        yield Breach("promises", "more pages are used or cached than the promises leave")
+        yield Violation("promises", "more pages are used or cached than the promises leave")
     if any(table.num_pages > table.num_promised for table in tables):
-        yield Breach("promises", "a session holds more pages than it was promised")
+        yield Violation("promises", "a session holds more pages than it was promised")
     num_without = sum(1 for session_id in outputs if sessions.get(session_id) is None)
     if num_without:
-        yield Breach("outputs", f"outputs of {num_without} sessions are kept that are not held")
+        yield Violation("outputs", f"outputs of {num_without} sessions are kept that are not held")
     num_bytes = sum(map(outputs.num_bytes, outputs))
     if outputs.nbytes != num_bytes:
-        yield Breach("outputs", f"{num_bytes} bytes are kept, {outputs.nbytes} accounted for")
+        yield Violation("outputs", f"{num_bytes} bytes are kept, {outputs.nbytes} counted")
 
 
 def _session(
@@ -88,21 +88,23 @@ def _session(
     now_s: float,
     *,
     is_held: bool,
-) -> Iterator[Breach]:
+) -> Iterator[Violation]:
     cache, request, state = session.cache, session.request, session.state
     if not is_held or state in (SessionState.NEW, SessionState.GONE):
-        yield Breach("sessions", f"a session that is {state.value} is held, or held under another id")
+        yield Violation("sessions", f"a session that is {state.value} is held, or held under another id")
     if cache.num_tokens > cache.num_reserved_tokens:
-        yield Breach("sessions", f"{cache.num_tokens} tokens are held where {cache.num_reserved_tokens} are reserved")
+        yield Violation(
+            "sessions", f"{cache.num_tokens} tokens are held where {cache.num_reserved_tokens} are reserved"
+        )
     page_tokens = cache.pool.page_tokens
     if any(table.first_token + table.num_pages * page_tokens < cache.num_tokens for table in cache.tables):
-        yield Breach("sessions", "a session has fewer pages than its tokens take")
+        yield Violation("sessions", "a session has fewer pages than its tokens take")
     if state is SessionState.ARRIVING and not session.transfer_id:
-        yield Breach("handovers", "a session that arrives has no handover")
+        yield Violation("handovers", "a session that arrives has no handover")
     if state in _STREAMING and request.stream not in streams(request.client_id):
-        yield Breach("owners", f"a session that is {state.value} was opened on a stream that has ended")
+        yield Violation("owners", f"a session that is {state.value} was opened on a stream that has ended")
     if session.lease_deadline_s < now_s:
-        yield Breach("leases", "a session outlived its lease")
+        yield Violation("leases", "a session outlived its lease")
 
 
 def _wrong_holders(sessions: SessionTable[Any]) -> Iterator[int]:
