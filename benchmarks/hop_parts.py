@@ -100,7 +100,7 @@ class _Onward(UnreadStream):
 
 
 class _Hop:
-    """A block server without router, sockets and housekeeping, whose sessions go round already."""
+    """A block server without router, sockets and periodic tasks, whose sessions go round already."""
 
     def __init__(self, checkpoint: Checkpoint, num_rows: int, num_steps: int) -> None:
         self._runner = Runner(load_span(checkpoint, _SPAN, dtype=torch.float32), num_pages=8192, tuning_budget_s=0.0)

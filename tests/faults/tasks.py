@@ -39,7 +39,7 @@ TASKS: Final[dict[EssentialTask, tuple[str, int, int]]] = {
     "moves": ("server", 1, 1),
     "heartbeats": ("server", 6, 16),
     "engine": ("server", 40, 400),
-    "housekeeping": ("server", 2, 5),
+    "periodic_tasks": ("server", 2, 5),
     "placement_statistics": ("router", 10, 60),
     "rebalancing": ("router", 3, 12),
     "placement_feed": ("router", 5, 40),

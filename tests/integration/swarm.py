@@ -159,9 +159,9 @@ class Swarm:
             await until(self._are_idle, 0.5)
         for server in self.servers:
             if server.has_started and server.engine.is_idle:
-                server.housekeeping.check_invariants()
+                server.periodic_tasks.check_invariants()
         started = [server for server in self.servers if server.has_started]
-        return [violation for server in started for violation in server.housekeeping.violations]
+        return [violation for server in started for violation in server.periodic_tasks.violations]
 
     async def _are_idle(self) -> bool:
         return all(server.engine.is_idle for server in self.servers if server.has_started)

@@ -13,11 +13,11 @@ from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import Identity
 from corolla.block_server.handover.receiver import HandoverReceiver
 from corolla.block_server.handover.sender import HandoverSender
-from corolla.block_server.housekeeping import Housekeeping
 from corolla.block_server.iteration import StepWork
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.neighbours import Neighbours
 from corolla.block_server.peers import PeerTable
+from corolla.block_server.periodic_tasks import PeriodicTasks
 from corolla.block_server.registration import Registration
 from corolla.block_server.relay import Relay
 from corolla.block_server.scheduler import Scheduler
@@ -134,12 +134,12 @@ class Server:
     async def _run(self) -> None:
         await self._registration.register(self.span)
         self._registration.state = router_pb2.SERVER_STATE_READY
-        housekeeping = Housekeeping(
+        periodic_tasks = PeriodicTasks(
             self.engine, self.scheduler, self.sessions, self.outputs, self.peers, self._metrics,
             page_bytes=lambda: self.runner.store.page_bytes,
         )  # fmt: skip
         self._heartbeats = asyncio.create_task(self._registration.run())
-        await asyncio.gather(self.engine.run(), housekeeping.run(), self._neighbours.run())
+        await asyncio.gather(self.engine.run(), periodic_tasks.run(), self._neighbours.run())
 
     async def leave(self, grace_s: float) -> None:
         """What its first signal asks for: everything but the end."""

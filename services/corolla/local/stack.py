@@ -250,7 +250,7 @@ class Stack:
         log = LogFile(self.options.log_folder / "model.log")
         log.path.unlink(missing_ok=True)
         self._report(StackEvent("step", "model", f"opening the model {self.options.model}"))
-        self._fork_server.start("model", "corolla.local.preparation", [self.options.model], self._environment, log.path)
+        self._fork_server.start("model", "corolla.local.model_fetch", [self.options.model], self._environment, log.path)
         self._fork_server.warm(_MODULES_OF_ROUTER_AND_CLIENT)
         while True:
             is_last = self._fork_server.is_gone("model")

@@ -20,7 +20,7 @@ from corolla.v1 import blocks_pb2 as pb
 log = logging.getLogger(__name__)
 
 _MOST_OF_PEER: Final = 1024
-"""The most preparations of one peer. A client service has fewer answers, and all may come when a last hop dies."""
+"""The most pending opens of one peer. A client service has fewer answers, and all may come when a last hop dies."""
 _MOST_LEFT_OUT: Final = 16
 """The most skipped choices that are drawn on the event loop: a last hop sends a state as often as that."""
 _LONG_TEXT_TOKENS: Final = 2048
@@ -32,14 +32,14 @@ def takes_a_while(message: pb.Sampler) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Preparation:
+class _PendingOpen:
     epoch: int
     peer: Peer
     task: asyncio.Task[None]
 
 
-class Preparations:
-    """The running preparations, by session. A session that is opened again, or closed, is not prepared any further.
+class PendingOpens:
+    """The opens that are being prepared, by session. A session that is opened again, or closed, is not prepared any further.
 
     Args:
         tasks: the background tasks of this server.
@@ -49,10 +49,10 @@ class Preparations:
     def __init__(self, tasks: TaskGroup, grammars: Grammars | None = None) -> None:
         self._tasks = tasks
         self._grammars = grammars
-        self._of_sessions: dict[bytes, _Preparation] = {}
+        self._by_session: dict[bytes, _PendingOpen] = {}
 
     def __len__(self) -> int:
-        return len(self._of_sessions)
+        return len(self._by_session)
 
     def start(
         self,
@@ -74,7 +74,7 @@ class Preparations:
         Raises:
             QueueFull: too many sessions of this peer are being prepared.
         """
-        if sum(each.peer is peer for each in self._of_sessions.values()) >= _MOST_OF_PEER:
+        if sum(each.peer is peer for each in self._by_session.values()) >= _MOST_OF_PEER:
             raise QueueFull("a block server prepares too many sessions of one client")
 
         def make_ready(make: Callable[[pb.Open], SessionSampler]) -> SessionSampler:
@@ -97,21 +97,21 @@ class Preparations:
             else:
                 then(sampler)
             finally:
-                if self._of_sessions.get(control.session_id) is preparation:
-                    del self._of_sessions[control.session_id]
+                if self._by_session.get(control.session_id) is pending:
+                    del self._by_session[control.session_id]
 
         task = self._tasks.start(prepare(), "preparation of a session")
-        preparation = self._of_sessions[control.session_id] = _Preparation(control.epoch, peer, task)
+        pending = self._by_session[control.session_id] = _PendingOpen(control.epoch, peer, task)
 
     def cancel(self, session_id: bytes, epoch: int) -> None:
-        """Cancels the preparation of a session if it is for this epoch or an earlier one."""
-        preparation = self._of_sessions.get(session_id)
-        if preparation is not None and preparation.epoch <= epoch:
-            del self._of_sessions[session_id]
-            self._tasks.cancel(preparation.task)
+        """Cancels the pending open of a session if it is for this epoch or an earlier one."""
+        pending = self._by_session.get(session_id)
+        if pending is not None and pending.epoch <= epoch:
+            del self._by_session[session_id]
+            self._tasks.cancel(pending.task)
 
     def cancel_of(self, peer: Peer) -> None:
-        """Cancels all preparations of a peer whose stream has ended."""
-        for session_id, preparation in list(self._of_sessions.items()):
-            if preparation.peer is peer:
-                self.cancel(session_id, preparation.epoch)
+        """Cancels all pending opens of a peer whose stream has ended."""
+        for session_id, pending in list(self._by_session.items()):
+            if pending.peer is peer:
+                self.cancel(session_id, pending.epoch)

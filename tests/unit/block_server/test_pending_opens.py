@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from corolla.block_server.peers import Peer
-from corolla.block_server.preparations import Preparations, takes_a_while
+from corolla.block_server.pending_opens import PendingOpens, takes_a_while
 from corolla.block_server.row_sampling import SessionSampler
 from corolla.chassis.errors import CorollaError, InternalError, MalformedMessage, QueueFull
 from corolla.chassis.tasks import TaskGroup
@@ -27,11 +27,11 @@ def read(control: pb.Open) -> SessionSampler:
 
 
 class Making:
-    """Preparations whose threads wait for `go_on`, and what came of them."""
+    """Pending opens whose threads wait for `go_on`, and what came of them."""
 
     def __init__(self) -> None:
         self.tasks = TaskGroup()
-        self.subject = Preparations(self.tasks)
+        self.subject = PendingOpens(self.tasks)
         self.go_on = threading.Event()
         self.made: list[SessionSampler | None] = []
         self.refused: list[CorollaError] = []

@@ -8,9 +8,9 @@ from prometheus_client import CollectorRegistry
 
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine
-from corolla.block_server.housekeeping import Housekeeping
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable
+from corolla.block_server.periodic_tasks import PeriodicTasks
 from corolla.block_server.scheduler import Scheduler
 from corolla.block_server.sessions import SessionTable
 from corolla.cache.pages import PagePool
@@ -45,17 +45,17 @@ class Server:
         self.engine = SlowEngine()
         self.pool = PagePool(4, 4)
         sessions: SessionTable[Any] = SessionTable(self.pool, lambda: SessionPages(self.pool, [GroupRule()]))
-        self.housekeeping = Housekeeping(
+        self.periodic_tasks = PeriodicTasks(
             cast(Engine, self.engine), Scheduler(1, 1), sessions, BoundaryActivations(0), PeerTable(),
             BlockServerMetrics(CollectorRegistry()), page_bytes=lambda: 1,
         )  # fmt: skip
 
     async def keep_house(self) -> int:
         """How many slices the check took."""
-        keeping = asyncio.create_task(self.housekeeping.run())
+        running = asyncio.create_task(self.periodic_tasks.run())
         for _ in range(20):
             await asyncio.sleep(0)
-        keeping.cancel()
+        running.cancel()
         return self.engine.num_commands
 
 
@@ -63,14 +63,14 @@ async def test_each_slice_of_the_comparison_has_a_turn_of_the_event_loop_of_its_
     server = Server()
     # The sums, the four pages, and the end.
     assert await server.keep_house() == 3
-    assert server.housekeeping.violations == []
+    assert server.periodic_tasks.violations == []
 
 
 async def test_a_leak_is_found() -> None:
     server = Server()
     server.pool.allocate(1)
     await server.keep_house()
-    assert [violation.invariant for violation in server.housekeeping.violations] == ["promises", "pages"]
+    assert [violation.invariant for violation in server.periodic_tasks.violations] == ["promises", "pages"]
 
 
 async def test_invariants_are_not_checked_under_load() -> None:
@@ -78,6 +78,6 @@ async def test_invariants_are_not_checked_under_load() -> None:
     server.pool.allocate(1)
     server.engine.has_more_to_do = True
     assert await server.keep_house() == 1
-    assert server.housekeeping.violations == []
-    server.housekeeping.check_invariants()
-    assert server.housekeeping.violations != []
+    assert server.periodic_tasks.violations == []
+    server.periodic_tasks.check_invariants()
+    assert server.periodic_tasks.violations != []

@@ -1,4 +1,4 @@
-"""The timer of a block server: it ends leases, refreshes gauges and checks the invariants."""
+"""The periodic tasks of a block server: they end leases, refresh gauges and check the invariants."""
 
 import asyncio
 import logging
@@ -24,8 +24,8 @@ _INTERVAL_S: Final = 1.0
 _SLICE_S: Final = 0.0005
 
 
-class Housekeeping:
-    """The timer of one block server.
+class PeriodicTasks:
+    """The periodic tasks of one block server.
 
     Args:
         page_bytes: returns the bytes of one page of the KV cache.
