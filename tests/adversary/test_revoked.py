@@ -19,7 +19,7 @@ from tests.identities import Identities
 from tests.integration.swarm import Swarm
 
 OUT_S: Final = 10.0
-"""Services drop a peer that they no longer believe within these seconds."""
+"""Services drop a peer whose certificate is no longer valid within these seconds."""
 LIFETIME_S: Final = 15.0
 """Seconds for which a short certificate holds: long enough to connect with it."""
 HANGS_S: Final = 30.0
@@ -143,8 +143,8 @@ async def test_who_was_signed_for_by_an_authority_that_went_is_out(swarm: Swarm,
     old, new = identities.authority, Authority()
     rogue = Identities(tmp_path / "rogue", old)
     folder = rogue.folder_of(Role.CLIENT, "rogue")
-    rogue.believe(old, new)
-    identities.believe(old, new)
+    rogue.trust(old, new)
+    identities.trust(old, new)
     await asyncio.sleep(5)
     identities.replace(new)
     await asyncio.sleep(5)
@@ -152,7 +152,7 @@ async def test_who_was_signed_for_by_an_authority_that_went_is_out(swarm: Swarm,
     await standing.until_open()
     async with swarm.connect() as client:
         expected = (await client.generate([1, 2, 3], max_tokens=20, ignore_eos=True)).token_ids
-        identities.believe(new)
+        identities.trust(new)
         await standing.until_out()
         # Those who have new certificates only have to connect again.
         assert (await client.generate([1, 2, 3], max_tokens=20, ignore_eos=True)).token_ids == expected

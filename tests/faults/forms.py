@@ -53,8 +53,8 @@ _NOTHING: Final = {"type": "object", "maxProperties": 0}
 _REFERRING: Final = ('"$ref"', '"$dynamicRef"', '"$id"', '"$anchor"', '"$dynamicAnchor"')
 
 
-class Door(StrEnum):
-    """How an answer is asked for."""
+class Interface(StrEnum):
+    """The interface through which an answer is requested."""
 
     GRPC = "gRPC"
     HTTP = "HTTP"
@@ -71,14 +71,14 @@ class Wanted:
     """
 
     number: int
-    door: Door
+    interface: Interface
     sampling: tuple[tuple[str, Any], ...]
     speculation: str
 
     @property
     def undisturbed(self) -> "Wanted":
         """Draft tokens change nothing."""
-        return Wanted(self.number, self.door, self.sampling, "off")
+        return Wanted(self.number, self.interface, self.sampling, "off")
 
 
 @dataclass(slots=True)
@@ -135,23 +135,23 @@ class Asker:
             samplings: list[tuple[tuple[str, Any], ...]] = [(), (("temperature", 1.0), ("seed", number))]
             for sampling in samplings:
                 for mode in modes:
-                    yield Wanted(number, Door.GRPC, sampling, mode)
-            yield Wanted(number, Door.HTTP, samplings[number % 2], modes[number // 2 % 2])
+                    yield Wanted(number, Interface.GRPC, sampling, mode)
+            yield Wanted(number, Interface.HTTP, samplings[number % 2], modes[number // 2 % 2])
             if _can_be_a_property(schema):
-                yield Wanted(number, Door.TOOL, samplings[1 - number % 2], modes[1 - number // 2 % 2])
+                yield Wanted(number, Interface.TOOL, samplings[1 - number % 2], modes[1 - number // 2 % 2])
 
     def check(self, wanted: Wanted, heard: Heard) -> None:
         """Raises ValueError or ValidationError: a whole answer is not of its form."""
         if heard.is_whole:
             schema = self._schemas[wanted.number - 1]
-            if wanted.door is Door.TOOL:
+            if wanted.interface is Interface.TOOL:
                 schema = _NOTHING if heard.tool == _OTHER_TOOL else _arguments_of(schema)
             jsonschema.validate(json.loads(heard.text), schema)
 
     async def listen(self, wanted: Wanted, heard: Heard) -> None:
         """Fills `heard` as the answer comes."""
         try:
-            if wanted.door is Door.GRPC:
+            if wanted.interface is Interface.GRPC:
                 await self._stream(wanted, heard)
             else:
                 await self._events(wanted, heard)
@@ -195,7 +195,7 @@ class Asker:
             "stream_options": {"include_usage": True},
             **dict(wanted.sampling),
         }
-        if wanted.door is Door.HTTP:
+        if wanted.interface is Interface.HTTP:
             return {**body, "response_format": _format(schema)}
         function = {"name": _TOOL, "parameters": _arguments_of(schema), "strict": True}
         other = {"type": "function", "function": {"name": _OTHER_TOOL}}

@@ -229,7 +229,7 @@ class Swarm:
         return self._wires[service]
 
     async def crash(self, server: BlockServer) -> None:
-        """Ends its streams at once and without a farewell; the router goes on believing in it."""
+        """Ends its streams at once and without a farewell; the router still lists it."""
         await self.wires_of(server).hang_up()
 
     async def die(self, server: BlockServer) -> None:

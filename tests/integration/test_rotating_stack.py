@@ -80,7 +80,7 @@ class Callers:
                 await asyncio.sleep(PAUSE_S)
 
 
-def num_unbelieved(stand: Stand) -> int:
+def num_untrusted(stand: Stand) -> int:
     """Streams, watches and calls that any process has ended or lost since a certificate counted no longer."""
     return sum(each.log.path.read_text().count(Unauthenticated.reason) for each in stand.stack.processes)
 
@@ -95,20 +95,20 @@ async def test_answers_go_on_while_all_certificates_are_replaced(tmp_path: Path)
         services = (stand.service, await stand.add_service())
         operator = loopback.tls_dir(stand.stack.router_address, Role.OPERATOR)
         assert operator is not None
-        identities, believed = Identities.found_in(operator.parent), (operator / "ca.crt").read_bytes()
+        identities, trusted = Identities.found_in(operator.parent), (operator / "ca.crt").read_bytes()
         waits: list[str] = []
         async with asyncio.TaskGroup() as tasks:
             for number in range(NUM_STREAMS):
                 tasks.create_task(callers.run(number, services[number % 2].address))
             for _ in range(NUM_ROTATIONS):
                 began_s, callers.longest_s, new = time.monotonic(), 0.0, Authority()
-                identities.believe_pem(believed, new.certificate_pem)
+                identities.trust_pem(trusted, new.certificate_pem)
                 await asyncio.sleep(TAKEN_S)
                 identities.replace(new, datetime.datetime.now(datetime.UTC) + LIFE)
                 await asyncio.sleep(TAKEN_S)
                 # What still ran on old certificates ends now.
-                identities.believe(new)
-                believed = new.certificate_pem
+                identities.trust(new)
+                trusted = new.certificate_pem
                 await asyncio.sleep(began_s + PERIOD_S - time.monotonic())
                 waits.append(f"{callers.longest_s:.2f}")
             callers.is_over = True
@@ -118,4 +118,4 @@ async def test_answers_go_on_while_all_certificates_are_replaced(tmp_path: Path)
             f"recoveries; longest wait between two tokens during each rotation, in seconds: {' '.join(waits)}\n"
         )
         assert len(callers.usages) >= NUM_STREAMS
-        assert num_recoveries == num_unbelieved(stand) == 0
+        assert num_recoveries == num_untrusted(stand) == 0

@@ -39,7 +39,7 @@ class _PendingOpen:
 
 
 class PendingOpens:
-    """The opens that are being prepared, by session. A session that is opened again, or closed, is not prepared any further.
+    """The opens that are being prepared, by session. If a session is opened again or closed, its preparation ends.
 
     Args:
         tasks: the background tasks of this server.

@@ -69,7 +69,7 @@ class Capabilities:
         if signatory is None or not signatory.has_signed(signed.signature, _PURPOSE + signed.capability):
             raise CapabilityDenied("the session's capability is not signed by a workload that this server knows")
         workload = signatory.workload
-        if not self._credentials.counts(signed.certificates[0]):
+        if not self._credentials.is_valid(signed.certificates[0]):
             raise CapabilityDenied("the certificate of who has signed for the session counts no longer")
         if not self._credentials.knows(workload) or workload.role not in _SIGNERS:
             raise CapabilityDenied("who has signed for the session may open none")

@@ -19,19 +19,19 @@ _NEVER: Final = datetime.datetime.min.replace(tzinfo=datetime.UTC)
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class PresentedCertificate:
     """The certificate of the other end of a connection, which passed the handshake.
 
     Attributes:
         certificate: The other end's own certificate, in PEM or DER. The intermediate ones are not known.
-        believed: The authorities that were trusted at the handshake; None: unknown.
+        trusted: The authorities that were trusted at the handshake; None: unknown.
     """
 
     certificate: bytes
-    believed: frozenset[bytes] | None = None
+    trusted: frozenset[bytes] | None = None
 
 
-class Beliefs:
+class CertificateVerifier:
     """The trusted authorities and revocations in one state of the files.
 
     Args:
@@ -47,7 +47,7 @@ class Beliefs:
         ValueError: The files have another format.
     """
 
-    def __init__(self, authorities: bytes, revocations: bytes, before: "Beliefs | None" = None) -> None:
+    def __init__(self, authorities: bytes, revocations: bytes, before: "CertificateVerifier | None" = None) -> None:
         self._authorities = x509.load_pem_x509_certificates(authorities) if authorities else []
         self._revoked = {
             (revoked.issuer, each.serial_number)
@@ -61,27 +61,29 @@ class Beliefs:
             each.public_bytes(Encoding.DER): each for each in self._authorities
         }
         # The end of each known certificate; `_NEVER` for one that is not valid.
-        self._ends: dict[Shown, datetime.datetime] = {}
+        self._ends: dict[PresentedCertificate, datetime.datetime] = {}
 
-    def hold(self, shown: Shown) -> bool:
+    def is_valid(self, presented: PresentedCertificate) -> bool:
         """Whether a certificate is valid now. The result is cached, since it is asked often."""
-        end = self._ends.get(shown)
+        end = self._ends.get(presented)
         if end is None:
             if len(self._ends) >= _MOST_REMEMBERED:
                 self._ends.clear()
-            end = self._ends[shown] = self._end_of(shown)
+            end = self._ends[presented] = self._end_of(presented)
         return datetime.datetime.now(datetime.UTC) < end
 
-    def _end_of(self, shown: Shown) -> datetime.datetime:
+    def _end_of(self, presented: PresentedCertificate) -> datetime.datetime:
         try:
-            certificate = _read(shown.certificate)
+            certificate = _read(presented.certificate)
         except ValueError:
             return _NEVER
-        if (certificate.issuer, certificate.serial_number) in self._revoked or not self._is_signed(certificate, shown):
+        if (certificate.issuer, certificate.serial_number) in self._revoked or not self._is_signed(
+            certificate, presented
+        ):
             return _NEVER
         return certificate.not_valid_after_utc
 
-    def _is_signed(self, certificate: x509.Certificate, shown: Shown) -> bool:
+    def _is_signed(self, certificate: x509.Certificate, presented: PresentedCertificate) -> bool:
         """Whether a trusted authority has signed the certificate, directly or through intermediate certificates.
 
         Only the handshake saw the intermediate certificates. So a certificate that no authority signed directly is
@@ -90,8 +92,8 @@ class Beliefs:
         """
         if any(_has_signed(each, certificate) for each in self._authorities):
             return True
-        if shown.believed is not None:
-            return shown.believed <= self.authorities
+        if presented.trusted is not None:
+            return presented.trusted <= self.authorities
         return not any(_has_signed(each, certificate) for each in self.known.values())
 
 

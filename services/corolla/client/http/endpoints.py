@@ -23,8 +23,8 @@ HeaderCheck = Callable[[Mapping[str, str]], None]
 """Checks the headers of a request. Raises InvalidRequest."""
 
 
-class Door:
-    """Makes endpoints of behaviours.
+class EndpointFactory:
+    """Makes an endpoint of the behaviours of a route.
 
     Args:
         authenticate: finds the caller, as for gRPC.

@@ -69,7 +69,7 @@ class Health(BaseModel):
     status: Literal["SERVING"] = "SERVING"
 
 
-class Surface:
+class HttpRoutes:
     """The behaviours of all routes.
 
     Args:

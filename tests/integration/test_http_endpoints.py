@@ -35,7 +35,7 @@ LONG: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 3000, "temperature": 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
-    folder: Path = tmp_path_factory.mktemp("door")
+    folder: Path = tmp_path_factory.mktemp("endpoints")
     (folder / "keys").write_text(f"{KEY.record.line}\nbob:{SIMPLE}\nhasty:{HASTY}\n")
     quotas = {"tenants": {"acme": {"running_sequences": 2}, "hasty": {"requests_per_second": 1}}}
     (folder / "quotas.json").write_text(json.dumps(quotas))

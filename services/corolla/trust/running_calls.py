@@ -10,27 +10,27 @@ from corolla.chassis.handlers import Call
 _LOOK_INTERVAL_S: Final = 2.0
 
 
-def end_once_unbelieved(call: Call[Any], is_believed: Callable[[], bool]) -> None:
+def end_when_invalid(call: Call[Any], is_valid: Callable[[], bool]) -> None:
     """Watches the caller's certificate while the current task handles a call, and ends the call if it becomes invalid.
 
     gRPC checks certificates only in the handshake, and ignores revocation lists.
 
     Args:
         call: The call.
-        is_believed: Whether the caller's certificate is valid now.
+        is_valid: Whether the caller's certificate is valid now.
 
     Raises:
         Unauthenticated: The certificate is not valid at the beginning.
     """
     error = Unauthenticated("the certificate was revoked, has ended, or is not of a trusted authority")
-    if not is_believed():
+    if not is_valid():
         raise error
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
 
     def look() -> None:
         if task is None or task.done() or call.failure is not None:
             return
-        if is_believed():
+        if is_valid():
             loop.call_later(_LOOK_INTERVAL_S, look)
             return
         call.failure = error
