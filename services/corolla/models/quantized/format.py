@@ -9,7 +9,7 @@ from torch import Tensor
 from corolla.kernels.layouts import Layout
 from corolla.kernels.repacking import Numbers
 from corolla.models.quantized.description import Quantization, Scheme
-from corolla.models.quantized.parts import Parts, Unfit
+from corolla.models.quantized.stored_tensors import StoredTensors, Unfit
 
 
 class Format(abc.ABC):
@@ -31,7 +31,7 @@ class Format(abc.ABC):
         return self._quantization.schemes
 
     @abc.abstractmethod
-    def shape(self, parts: Parts) -> tuple[int, ...]:
+    def shape(self, stored: StoredTensors) -> tuple[int, ...]:
         """The shape of the weight that the parts hold, mostly `[out, in]`. Reads only parts of a few bytes.
 
         Raises:
@@ -39,7 +39,7 @@ class Format(abc.ABC):
         """
 
     @abc.abstractmethod
-    def rows(self, parts: Mapping[str, Tensor], start: int, end: int) -> Tensor:
+    def rows(self, tensors: Mapping[str, Tensor], start: int, end: int) -> Tensor:
         """The weight's entries `[start, end)` of its first dimension, as a new float32 tensor.
 
         `shape` has accepted the parts before.
@@ -49,7 +49,7 @@ class Format(abc.ABC):
         """The layout of a weight, judged only by the names of its parts. Raises Unfit where it cannot stay packed."""
         raise Unfit("is of a format that has no kernel")
 
-    def layout(self, parts: Parts) -> Layout:
+    def layout(self, stored: StoredTensors) -> Layout:
         """The layout in memory of a weight that stays packed.
 
         `shape` has accepted the parts before.
@@ -59,12 +59,12 @@ class Format(abc.ABC):
         """
         raise Unfit("is of a format that has no kernel")
 
-    def order(self, parts: Mapping[str, Tensor]) -> Tensor | None:
+    def order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         """The input of each column of the packed weight, int32 `[in]`; None where columns are in the inputs' order."""
         return None
 
     def numbers(
-        self, parts: Mapping[str, Tensor], start: int, end: int, layout: Layout, order: Tensor | None
+        self, tensors: Mapping[str, Tensor], start: int, end: int, layout: Layout, order: Tensor | None
     ) -> Numbers:
         """The numbers of the rows `[start, end)` of a weight with a layout, with columns in the given order.
 

@@ -18,11 +18,11 @@ from corolla.kernels.layouts import Scale, group_layout
 from corolla.kernels.products import NARROW, WIDE, Kernel, kernel_of
 from corolla.kernels.repacking import Numbers, repack_numbers
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.chunked_reads import open_tensors
 from corolla.models.edges import head_bytes, load_edges
 from corolla.models.packed.modules import PackedLinear
-from corolla.models.pieces import open_tensors
 from corolla.models.quantized.description import quantization_of
-from corolla.models.quantized.parts import Unfit
+from corolla.models.quantized.stored_tensors import Unfit
 from corolla.models.quantized.tensors import PackedWeight, packed_weights
 from corolla.models.span_model import load_span, make_span, weight_types
 from corolla.wire.span import Span

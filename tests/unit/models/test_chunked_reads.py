@@ -1,4 +1,4 @@
-"""Large tensors are read in pieces, and are bit for bit what they are as a whole."""
+"""Large tensors are read in chunks, and are bit for bit what they are as a whole."""
 
 import sys
 from pathlib import Path
@@ -11,14 +11,14 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks.loading import MOST_PEAK, MOST_RESIDENT, loaded
 from corolla.chassis.errors import CheckpointError
-from corolla.models import pieces
+from corolla.models import chunked_reads
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.chunked_reads import ChunkedTensor, open_tensors
 from corolla.models.cut_model import model_class_of
 from corolla.models.demo import DEMO_MODEL
 from corolla.models.edges import load_edges
 from corolla.models.families import FAMILIES
 from corolla.models.loading import LOADING
-from corolla.models.pieces import InPieces, open_tensors
 from corolla.models.span_model import load_span
 from corolla.models.weights import find_weights
 from corolla.wire.span import Span
@@ -33,13 +33,13 @@ from tests.unpacked import unpacked_demo
 def test_a_matrix_of_a_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, wanted: torch.dtype, num_rows: int
 ) -> None:
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 8 * 5 * 4)  # eight rows
+    monkeypatch.setattr(chunked_reads, "CHUNK_BYTES", 8 * 5 * 4)  # eight rows
     tensors = {"first": torch.randn(3), "matrix": torch.randn(num_rows, 5).to(stored), "cube": torch.randn(9, 2, 3)}
     save_file(tensors, tmp_path / "model.safetensors")
     with open_tensors(find_weights(tmp_path), {name: name for name in tensors}) as opened:
         for name in ("matrix", "cube"):
-            assert torch.equal(InPieces(opened[name], wanted)[...].to(wanted), tensors[name].to(wanted))
-        assert torch.equal(InPieces(opened["first"], wanted)[...], tensors["first"])
+            assert torch.equal(ChunkedTensor(opened[name], wanted)[...].to(wanted), tensors[name].to(wanted))
+        assert torch.equal(ChunkedTensor(opened["first"], wanted)[...], tensors["first"])
         assert torch.equal(opened["matrix"][num_rows // 2 : num_rows], tensors["matrix"][num_rows // 2 :])
 
 
@@ -55,25 +55,25 @@ def test_a_shard_that_has_become_shorter_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_a_model_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     monkeypatch.setenv("COROLLA_CACHE", str(tmp_path / "cache"))
-    assert_same_in_pieces(Checkpoint.from_pretrained(str(make_tiny_gguf(family, tmp_path)[1])), monkeypatch)
+    assert_same_in_chunks(Checkpoint.from_pretrained(str(make_tiny_gguf(family, tmp_path)[1])), monkeypatch)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe", "bloom"])
 def test_a_model_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     folder = make_tiny_checkpoint(family, tmp_path / family, num_blocks=4)
-    assert_same_in_pieces(Checkpoint.from_pretrained(str(folder)), monkeypatch)
+    assert_same_in_chunks(Checkpoint.from_pretrained(str(folder)), monkeypatch)
 
 
-def assert_same_in_pieces(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_same_in_chunks(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     def states() -> list[torch.Tensor]:
         span = load_span(checkpoint, Span(1, 3), dtype=torch.bfloat16)
         head = load_edges(checkpoint, dtype=torch.bfloat16).modules[1]
         return [*(each for module in span.modules() for each in module.parameters(recurse=False)), *head.parameters()]
 
     whole = states()
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 1000)
-    in_pieces = states()
-    assert all(torch.equal(one, other) for one, other in zip(whole, in_pieces, strict=True))
+    monkeypatch.setattr(chunked_reads, "CHUNK_BYTES", 1000)
+    in_chunks = states()
+    assert all(torch.equal(one, other) for one, other in zip(whole, in_chunks, strict=True))
 
 
 # Those that name modules which stay in float32, and one whose routers are made so.
@@ -98,7 +98,7 @@ def test_families_that_keep_modules_in_float32_are_known() -> None:
 def test_what_a_family_keeps_in_float32_is_read_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 100)
+    monkeypatch.setattr(chunked_reads, "CHUNK_BYTES", 100)
     folder = make_tiny_checkpoint(family, tmp_path / family, num_blocks=4)
     library: Any = AutoModelForCausalLM
     with LOADING:

@@ -1,4 +1,4 @@
-"""Reads large tensors piece by piece into their final memory, in their final dtype.
+"""Reads large tensors chunk by chunk into their final memory, in their final dtype.
 
 A whole tensor in the file's dtype, in addition to the same tensor in another dtype, would take three times the memory
 for a moment, which is gigabytes for an embedding.
@@ -20,14 +20,14 @@ from corolla.chassis.errors import CheckpointError
 from corolla.models.weights import StoredTensor, read_header
 
 _DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-PIECE_BYTES: Final = 1 << 20
+CHUNK_BYTES: Final = 1 << 20
 
 
-class InPieces:
-    """A stored tensor for `cut_model.build`, which is read when it is indexed; a large matrix in pieces.
+class ChunkedTensor:
+    """A stored tensor for `cut_model.build`, which is read when it is indexed; a large matrix in chunks.
 
     Args:
-        stored: the tensor. If it has `get_shape` and can be indexed by `[start:end]`, it is read in pieces.
+        stored: the tensor. If it has `get_shape` and can be indexed by `[start:end]`, it is read in chunks.
         dtype: the dtype of a large matrix after reading, whatever the file holds.
 
     Attributes:
@@ -41,10 +41,10 @@ class InPieces:
     def __getitem__(self, index: Any) -> Tensor:
         shape = tuple(self._stored.get_shape()) if hasattr(self._stored, "get_shape") else ()
         num_bytes = math.prod(shape) * torch.float32.itemsize
-        if len(shape) < 2 or num_bytes <= PIECE_BYTES:
+        if len(shape) < 2 or num_bytes <= CHUNK_BYTES:
             whole: Tensor = self._stored[index]
             return whole
-        num_rows = max(1, shape[0] * PIECE_BYTES // num_bytes)
+        num_rows = max(1, shape[0] * CHUNK_BYTES // num_bytes)
         read = torch.empty(shape, dtype=self.dtype)
         for start in range(0, shape[0], num_rows):
             end = min(start + num_rows, shape[0])

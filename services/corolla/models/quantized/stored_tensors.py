@@ -1,4 +1,4 @@
-"""The stored tensors, called parts, that together hold a packed weight: finds them by name and checks them. Pure."""
+"""The stored tensors that together hold a packed weight, called its parts: finds them by name and checks them. Pure."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
@@ -15,7 +15,7 @@ class Stored(Protocol):
     def __getitem__(self, index: Any) -> Any: ...
 
 
-Parts = Mapping[str, Stored]
+StoredTensors = Mapping[str, Stored]
 """The parts of a weight by role, which follows from the part's name. An ordinary weight is one part, `weight`."""
 
 
@@ -49,19 +49,19 @@ def role_of(ending: str) -> str:
     return ending.removeprefix(".weight.").lstrip("._")
 
 
-def need(parts: Parts, *roles: str) -> None:
+def need(stored: StoredTensors, *roles: str) -> None:
     """Raises Unfit where a part is missing."""
-    if absent := [role for role in roles if role not in parts]:
+    if absent := [role for role in roles if role not in stored]:
         raise Unfit(f"has no {absent[0]}")
 
 
-def allow(parts: Parts, *roles: str) -> None:
+def allow(stored: StoredTensors, *roles: str) -> None:
     """Raises Unfit where there is a part with another role."""
-    if odd := sorted(parts.keys() - set(roles)):
+    if odd := sorted(stored.keys() - set(roles)):
         raise Unfit(f"has {odd[0]}, which does not go with its other parts")
 
 
-def shape_of(parts: Parts, role: str, dtypes: Collection[str], num_dims: int | None = None) -> tuple[int, ...]:
+def shape_of(stored: StoredTensors, role: str, dtypes: Collection[str], num_dims: int | None = None) -> tuple[int, ...]:
     """A part's shape.
 
     Args:
@@ -71,17 +71,17 @@ def shape_of(parts: Parts, role: str, dtypes: Collection[str], num_dims: int | N
     Raises:
         Unfit: the part is missing or empty, or has another dtype or number of dimensions.
     """
-    need(parts, role)
-    shape = tuple(parts[role].get_shape())
-    if parts[role].get_dtype() not in dtypes:
-        raise Unfit(f"has {role} of the type {parts[role].get_dtype()}")
+    need(stored, role)
+    shape = tuple(stored[role].get_shape())
+    if stored[role].get_dtype() not in dtypes:
+        raise Unfit(f"has {role} of the type {stored[role].get_dtype()}")
     if (num_dims is not None and len(shape) != num_dims) or 0 in shape:
         raise Unfit(f"has {role} of the shape {list(shape)}")
     return shape
 
 
-def expect(parts: Parts, role: str, dtypes: Collection[str], *shapes: tuple[int, ...]) -> None:
-    """Raises Unfit unless a part has one of these dtypes and one of these shapes, which fit the other parts."""
-    shape = shape_of(parts, role, dtypes)
+def expect(stored: StoredTensors, role: str, dtypes: Collection[str], *shapes: tuple[int, ...]) -> None:
+    """Raises Unfit unless a part has one of these dtypes and one of these shapes, which fit the other stored."""
+    shape = shape_of(stored, role, dtypes)
     if shape not in shapes:
         raise Unfit(f"has {role} of the shape {list(shape)}, which does not fit its other parts")
