@@ -7,10 +7,10 @@ from functools import partial
 from itertools import chain
 from typing import Final
 
+from corolla.block_server.batch_executor import StepWork
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine
 from corolla.block_server.invariants import INVARIANTS, Violation, check
-from corolla.block_server.iteration import StepWork
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.scheduler import Scheduler

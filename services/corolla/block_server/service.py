@@ -9,6 +9,7 @@ from functools import partial
 from typing import Final
 
 from corolla.block_server.adapters import Adapters
+from corolla.block_server.batch_executor import StepWork
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.drain import Drain
 from corolla.block_server.engine import Engine, ProcessorUse
@@ -17,7 +18,6 @@ from corolla.block_server.grammars import Grammars
 from corolla.block_server.handover.receiver import HandoverReceiver
 from corolla.block_server.handover.sender import HandoverSender
 from corolla.block_server.hop_session import SessionFacts
-from corolla.block_server.iteration import StepWork
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.neighbours import Neighbours
 from corolla.block_server.page_guarantees import PageGuarantees
@@ -47,7 +47,7 @@ from corolla.chassis.weight_formats import weight_format
 from corolla.compute.compute_thread import ComputeThread
 from corolla.compute.decode_graphs import CudaCapture
 from corolla.compute.graph_choice import choose_graphs
-from corolla.compute.runner import Runner
+from corolla.compute.span_runner import SpanRunner
 from corolla.compute.speed import Speed, measure_decode_step, measure_speed, state_bytes
 from corolla.decoding.draft_model import DraftModel, num_weights
 from corolla.models.checkpoint import Checkpoint
@@ -133,7 +133,7 @@ class BlockServer:
         )
         self._sessions: SessionTable[SessionCache] | None = None
         self._new_runner = partial(
-            Runner,
+            SpanRunner,
             page_tokens=settings.num_page_tokens,
             attention=settings.attention,
             is_fused=settings.fused_blocks,
@@ -352,7 +352,7 @@ class BlockServer:
             await self._registration.close()
         self._metrics_endpoint.close()
 
-    def _make_sessions(self, runner: Runner, outputs: BoundaryActivations) -> SessionTable[SessionCache]:
+    def _make_sessions(self, runner: SpanRunner, outputs: BoundaryActivations) -> SessionTable[SessionCache]:
         settings = self.settings
         sessions = SessionTable(
             runner.store.pool,
@@ -378,7 +378,7 @@ class BlockServer:
 
     def _make_adapters(
         self,
-        runner: Runner,
+        runner: SpanRunner,
         checkpoint: Checkpoint,
         engine: Engine,
         sessions: SessionTable[SessionCache],
@@ -406,7 +406,7 @@ class BlockServer:
         self._tasks.start_restartable(neighbours.run, "neighbours")
         return partial(Relay, fingerprint, self._peers, connect=self._network.connect, neighbours=neighbours)
 
-    def _make_runner(self, model: SpanModel, cache_bytes_per_token: int) -> Runner:
+    def _make_runner(self, model: SpanModel, cache_bytes_per_token: int) -> SpanRunner:
         settings = self.settings
         layers_per_group = LayerGroups.of(
             attention_windows(model.config), pageless_layers(model.config)

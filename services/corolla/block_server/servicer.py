@@ -11,12 +11,12 @@ from typing import Final
 import psutil
 
 from corolla.block_server.adapters import Adapters
+from corolla.block_server.batch_executor import StepWork
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import ID_BYTES, FrameChecks, Identity, is_decode
 from corolla.block_server.handover.receiver import HandoverReceiver
 from corolla.block_server.hop_session import OpenRequest, SessionState
-from corolla.block_server.iteration import StepWork
 from corolla.block_server.peers import Peer, PeerTable, describe, step_fault
 from corolla.block_server.pending_opens import PendingOpens
 from corolla.block_server.row_sampling import NOTHING_SHARED, SessionSampler, SharedBySamplers

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from corolla.cache.store import SessionCache
 from corolla.chassis.errors import AdapterError
-from corolla.compute.runner import RowWork, Runner
+from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.models.adapters.loading import load_adapter
 from corolla.models.adapters.products import AdapterBatch, AdapterStacks, LowRank, SpanAdapter
 from corolla.models.checkpoint import Checkpoint
@@ -38,7 +38,7 @@ class Stand:
         checkpoint = make_tiny_checkpoint(family, folder / "model", num_blocks=NUM_BLOCKS)
         folders = [make_adapter(checkpoint, folder / f"{seed}", seed=seed, **kind) for seed, kind in enumerate(kinds)]
         span = load_span(Checkpoint.from_pretrained(str(checkpoint)), BLOCKS, dtype=torch.float32)
-        self.runner = Runner(span, num_pages=256, is_fused=is_fused, tuning_budget_s=0)
+        self.runner = SpanRunner(span, num_pages=256, is_fused=is_fused, tuning_budget_s=0)
         span.take_adapters()
         self.adapters: list[SpanAdapter | None] = [None, *(load_adapter(each, span, NUM_BLOCKS) for each in folders)]
         states = [AdaptedModel(checkpoint, each).hidden_states(TEXT) for each in (None, *folders)]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from corolla.compute.runner import Runner
+from corolla.compute.span_runner import SpanRunner
 from corolla.compute.speed import measure_speed
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import head_bytes
@@ -39,6 +39,6 @@ def test_the_largest_block_is_measured(tmp_path: Path, family: str, numbers_per_
 def test_keys_and_values_are_measured_as_the_server_stores_them(tmp_path: Path, family: str) -> None:
     checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, tmp_path / family)))
     plain = measure_speed(checkpoint, torch.float32, "cpu")
-    new_runner = partial(Runner, page_tokens=8, attention="sdpa", kv_cache_dtype="fp8")
+    new_runner = partial(SpanRunner, page_tokens=8, attention="sdpa", kv_cache_dtype="fp8")
     stored = measure_speed(checkpoint, torch.float32, "cpu", new_runner=new_runner)
     assert stored.cache_bytes_per_token == plain.cache_bytes_per_token // torch.float32.itemsize

@@ -1,4 +1,4 @@
-"""Computes one iteration: the rows of some steps as one batch, or one by one if the batch fails.
+"""Executes one iteration: it computes the rows of some steps as one batch, or one by one if the batch fails.
 
 On the first hop an iteration begins with the embedding; on the last hop it ends with the head and chosen tokens.
 """
@@ -19,7 +19,7 @@ from corolla.block_server.row_sampling import ChosenTokens, SamplingRow, in_part
 from corolla.cache.store import SessionCache
 from corolla.chassis.errors import CorollaError, InternalError, NonFiniteOutput, OutOfMemory, StepFailed
 from corolla.chassis.handlers import where
-from corolla.compute.runner import BatchOutput, RowWork
+from corolla.compute.span_runner import BatchOutput, RowWork
 from corolla.compute.threads import single_threaded_pool
 from corolla.models.adapters.products import SpanAdapter
 from corolla.models.edges import Edges
@@ -35,13 +35,13 @@ _OUT_OF_MEMORY: Final = ("can't allocate memory", "not enough memory", "_ALLOC_F
 
 
 class BatchRunner(Protocol):
-    """Computes blocks: a `Runner`, or a test's wrapper that lets it fail."""
+    """Computes blocks: a `SpanRunner`, or a test's wrapper that lets it fail."""
 
     def forward_each(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> BatchOutput:
-        """See `Runner.forward_each`. `hidden` is `[sum of num_tokens, H]`, in any dtype and on any device."""
+        """See `SpanRunner.forward_each`. `hidden` is `[sum of num_tokens, H]`, in any dtype and on any device."""
 
     def warm_up(self) -> None:
-        """See `Runner.warm_up`."""
+        """See `SpanRunner.warm_up`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class StepWork:
 
 
 @dataclass(slots=True)
-class Admitted:
-    """The rows of one step that may be computed, each with its session and its first token's index in the payload."""
+class AdmittedStep:
+    """The rows of one step that may be result, each with its session and its first token's index in the payload."""
 
     work: StepWork
     rows: list[tuple[pb.StepRow, HopSession[SessionCache], int]]
@@ -76,7 +76,7 @@ RowOutput = Tensor | ChosenTokens | CorollaError
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class BatchResult:
     """The result of an iteration.
 
     Attributes:
@@ -90,8 +90,8 @@ class Computed:
     edge_seconds: float = 0.0
 
 
-class Computation:
-    """Computes iterations.
+class BatchExecutor:
+    """Computes the batches of iterations.
 
     Args:
         runner: computes the blocks.
@@ -125,23 +125,23 @@ class Computation:
         if self._sampling_threads is not None:
             self._sampling_threads.shutdown()
 
-    def compute(self, admitted: Sequence[Admitted], blocks: Span) -> Computed:
+    def compute(self, admitted: Sequence[AdmittedStep], blocks: Span) -> BatchResult:
         """Computes all rows as one batch; if that raises, row by row, so that a bad row fails alone.
 
         Computing a row again gives the same numbers: the failed batch wrote only to positions that no session counts as
         held, and these positions are written again. Tokens are chosen once, after that.
         """
         preparing = self._prepare_choices(admitted)
-        computed = self._computed(admitted, blocks)
+        result = self._compute_rows(admitted, blocks)
         if not any(batch.samples for batch in admitted):
-            return computed
+            return result
         wait(preparing)
         began_s = self._clock()
-        outputs = self._with_tokens(admitted, computed.outputs)
-        edge_seconds = computed.edge_seconds + self._clock() - began_s
-        return replace(computed, outputs=outputs, edge_seconds=edge_seconds)
+        outputs = self._with_tokens(admitted, result.outputs)
+        edge_seconds = result.edge_seconds + self._clock() - began_s
+        return replace(result, outputs=outputs, edge_seconds=edge_seconds)
 
-    def _prepare_choices(self, admitted: Sequence[Admitted]) -> Sequence[Future[None]]:
+    def _prepare_choices(self, admitted: Sequence[AdmittedStep]) -> Sequence[Future[None]]:
         """Lets threads draw random numbers, and find the tokens that grammars allow, while a device computes.
 
         If drawing fails for lack of memory, the stream has not advanced, and the numbers are drawn when needed.
@@ -157,20 +157,20 @@ class Computation:
             if row.num_result_tokens and session.request.sampler is not None
         ]
 
-    def _computed(self, admitted: Sequence[Admitted], blocks: Span) -> Computed:
+    def _compute_rows(self, admitted: Sequence[AdmittedStep], blocks: Span) -> BatchResult:
         try:
             work, hidden, embed_seconds = self._packed(admitted)
-            return Computed(tuple(self._outputs(work, hidden, blocks)), edge_seconds=embed_seconds)
+            return BatchResult(tuple(self._outputs(work, hidden, blocks)), edge_seconds=embed_seconds)
         except Exception as failure:
             error, place = error_of(failure), where(failure)
         # The exception has been released here, so its frames no longer hold tensors in the exhausted device's memory.
-        rows = [Admitted(batch.work, [row]) for batch in admitted for row in batch.rows]
+        rows = [AdmittedStep(batch.work, [row]) for batch in admitted for row in batch.rows]
         log.error("iteration failed", extra={"rows": len(rows), "where": place})
         if len(rows) == 1:
-            return Computed((error,), has_raised=True)
-        return Computed(tuple(self._alone(row, blocks) for row in rows), has_raised=True)
+            return BatchResult((error,), has_raised=True)
+        return BatchResult(tuple(self._alone(row, blocks) for row in rows), has_raised=True)
 
-    def _alone(self, row: Admitted, blocks: Span) -> Tensor | CorollaError:
+    def _alone(self, row: AdmittedStep, blocks: Span) -> Tensor | CorollaError:
         try:
             work, hidden, _ = self._packed([row])
             (output,) = self._outputs(work, hidden, blocks)
@@ -194,7 +194,7 @@ class Computation:
         if self._edges.has_head:
             self._edges.head(torch.zeros(1, self._edges.hidden_size)).cpu()
 
-    def _packed(self, admitted: Sequence[Admitted]) -> tuple[list[RowWork], Tensor, float]:
+    def _packed(self, admitted: Sequence[AdmittedStep]) -> tuple[list[RowWork], Tensor, float]:
         """Returns the rows of all steps, their inputs `[tokens, H]` in the model's dtype, and seconds of embedding."""
         work = [
             RowWork(
@@ -215,7 +215,7 @@ class Computation:
         device = embedded[0].device if embedded else hidden[0].device
         return work, torch.cat([part.to(device) for part in hidden]), embed_seconds
 
-    def _embedded(self, batches: Sequence[Admitted]) -> Sequence[Tensor]:
+    def _embedded(self, batches: Sequence[AdmittedStep]) -> Sequence[Tensor]:
         """Embeds the token ids of all steps at once. Returns `[tokens, H]` for each step, on the embedding's device."""
         if not batches:
             return ()
@@ -237,7 +237,7 @@ class Computation:
         for part, is_finite in zip(parts, output.finite, strict=True):
             yield part if is_finite else NonFiniteOutput("a block's output is not finite")
 
-    def _with_tokens(self, admitted: Sequence[Admitted], outputs: Sequence[RowOutput]) -> tuple[RowOutput, ...]:
+    def _with_tokens(self, admitted: Sequence[AdmittedStep], outputs: Sequence[RowOutput]) -> tuple[RowOutput, ...]:
         """Returns the outputs, with tokens in place of the outputs of steps that sample."""
         replaced = list(outputs)
         waiting: list[tuple[int, SamplingRow]] = []
@@ -280,7 +280,7 @@ def _products(session: HopSession[SessionCache]) -> SpanAdapter | None:
     return None if session.request.adapter is None else session.request.adapter.products
 
 
-def _received(batch: Admitted) -> Iterator[Tensor]:
+def _received(batch: AdmittedStep) -> Iterator[Tensor]:
     """Yields the hidden states `[tokens, H]` of the admitted rows of a step, on the CPU, in the dtype of the wire."""
     step = batch.work.step
     num_tokens = sum(row.num_tokens for row in step.rows)

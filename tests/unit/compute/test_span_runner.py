@@ -17,7 +17,7 @@ from corolla.cache.store import SessionCache
 from corolla.cache.transfer import read_tokens, write_tokens
 from corolla.chassis.errors import MalformedMessage, NonFiniteOutput
 from corolla.compute.prompts import BlockPrompts
-from corolla.compute.runner import RowWork, Runner
+from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.models import linear
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, load_edges
@@ -45,7 +45,8 @@ class Chain:
         self.family = checkpoint.family
         self.edges: Edges = load_edges(checkpoint, dtype=torch.float32)
         self.runners = [
-            Runner(load_span(checkpoint, span, dtype=torch.float32), page_tokens=8, **runner_options) for span in spans
+            SpanRunner(load_span(checkpoint, span, dtype=torch.float32), page_tokens=8, **runner_options)
+            for span in spans
         ]
         library: Any = AutoModelForCausalLM
         with LOADING:
@@ -326,7 +327,7 @@ def test_a_run_of_some_blocks_equals_a_span_of_them(tmp_path: Path, family: str)
     hidden = torch.randn(12, checkpoint.hidden_size, generator=torch.Generator().manual_seed(0))
     outputs = []
     for held in (wide, narrow):
-        runner = Runner(load_span(checkpoint, held, dtype=torch.float32), tuning_budget_s=0.0)
+        runner = SpanRunner(load_span(checkpoint, held, dtype=torch.float32), tuning_budget_s=0.0)
         cache = runner.new_cache()
         parts = [runner.forward([RowWork(cache, start, 4)], hidden[start : start + 4], narrow) for start in (0, 4, 8)]
         outputs.append((torch.cat(parts), cache.nbytes))

@@ -65,7 +65,7 @@ class BatchOutput:
     finite: tuple[bool, ...]
 
 
-class Runner:
+class SpanRunner:
     """Runs a span. Not thread-safe: one thread computes.
 
     Families whose attention goes through transformers' interface run all rows in one packed call; the others run row by

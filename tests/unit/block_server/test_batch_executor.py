@@ -8,15 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from corolla.block_server.batch_executor import (
+    AdmittedStep,
+    BatchExecutor,
+    BatchResult,
+    BatchRunner,
+    StepWork,
+    error_of,
+)
 from corolla.block_server.hop_session import HopSession, OpenRequest
-from corolla.block_server.iteration import Admitted, BatchRunner, Computation, Computed, StepWork, error_of
 from corolla.block_server.peers import Peer
 from corolla.block_server.row_sampling import ChosenTokens, SessionSampler
 from corolla.block_server.sessions import SessionTable
 from corolla.cache.store import SessionCache
 from corolla.cache.tables import Copies
 from corolla.chassis.errors import CorollaError, NonFiniteOutput, OutOfMemory, OutOfPages, StepFailed
-from corolla.compute.runner import BatchOutput, RowWork, Runner
+from corolla.compute.span_runner import BatchOutput, RowWork, SpanRunner
 from corolla.decoding.parameters import SamplingParams
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.models.checkpoint import Checkpoint
@@ -36,16 +43,16 @@ REQUEST = OpenRequest(
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral", "bloom"])
-def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runner:
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SpanRunner:
     """Rows packed; with a window; and row by row."""
     changes = {"sliding_window": 6} if request.param == "mistral" else {}
     folder = make_tiny_checkpoint(request.param, Path(tmp_path_factory.mktemp("iteration")), config_changes=changes)
     model = load_span(Checkpoint.from_pretrained(str(folder)), SPAN, dtype=torch.float32)
-    return Runner(model, page_tokens=4, max_step_tokens=8, tuning_budget_s=0.0)
+    return SpanRunner(model, page_tokens=4, max_step_tokens=8, tuning_budget_s=0.0)
 
 
-def compute(runner: BatchRunner, admitted: list[Admitted], blocks: Span) -> Computed:
-    return Computation(runner).compute(admitted, blocks)
+def compute(runner: BatchRunner, admitted: list[AdmittedStep], blocks: Span) -> BatchResult:
+    return BatchExecutor(runner).compute(admitted, blocks)
 
 
 def assert_close(output: Tensor, expected: Tensor) -> None:
@@ -56,7 +63,7 @@ def assert_close(output: Tensor, expected: Tensor) -> None:
 class Sessions:
     """Some sessions, each with a prompt of its own; and the steps that come after."""
 
-    def __init__(self, runner: Runner, names: bytes) -> None:
+    def __init__(self, runner: SpanRunner, names: bytes) -> None:
         self._hidden_size = runner.model.hidden_size
         table: SessionTable[SessionCache] = SessionTable(runner.store.pool, runner.new_cache)
         self.held: dict[int, HopSession[SessionCache]] = {
@@ -73,7 +80,7 @@ class Sessions:
         for name in self.held:
             self._table.end(bytes([name]), 1)
 
-    def step(self, rows: dict[int, tuple[int, int]]) -> list[Admitted]:
+    def step(self, rows: dict[int, tuple[int, int]]) -> list[AdmittedStep]:
         """Admits one step; `rows` has position and number of new tokens for each name."""
         message, states = pb.Step(dtype=pb.TENSOR_TYPE_FLOAT32, hidden_size=self._hidden_size), []
         admitted = []
@@ -85,13 +92,13 @@ class Sessions:
             generator = torch.Generator().manual_seed(100 * name + position)
             states.append(torch.randn(num_tokens, self._hidden_size, generator=generator))
         payload = bytes(to_payload(torch.cat(states)))
-        return [Admitted(StepWork(message, payload, Peer(b"c", UnreadStream())), admitted)]
+        return [AdmittedStep(StepWork(message, payload, Peer(b"c", UnreadStream())), admitted)]
 
 
 class Spoiling:
     """Fails when a row is bad, after it has written other keys and values over those of the new tokens."""
 
-    def __init__(self, runner: Runner, bad: Sequence[SessionCache], failure: Exception) -> None:
+    def __init__(self, runner: SpanRunner, bad: Sequence[SessionCache], failure: Exception) -> None:
         self._runner = runner
         self._bad = bad
         self._failure = failure
@@ -111,7 +118,7 @@ NEXT = {ord("a"): (6, 2), ord("b"): (8, 1), ord("c"): (7, 1), ord("d"): (5, 4)}
 
 
 @pytest.mark.parametrize("bad", [b"", b"c", b"ad", b"abcd"])
-def test_rows_that_fail_alone_leave_nothing_behind(runner: Runner, bad: bytes) -> None:
+def test_rows_that_fail_alone_leave_nothing_behind(runner: SpanRunner, bad: bytes) -> None:
     names = bytes(ROWS)
     subject, truth = Sessions(runner, names), Sessions(runner, names)
     caches = [subject.held[name].cache for name in bad]
@@ -141,7 +148,7 @@ def test_rows_that_fail_alone_leave_nothing_behind(runner: Runner, bad: bytes) -
 
 
 def test_a_page_that_could_not_be_copied_is_not_taken_for_one_that_was(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch
+    runner: SpanRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second session's last page is shared; its own in place of it holds nothing of the tokens before."""
     subject, truth = Sessions(runner, b"ab"), Sessions(runner, b"ab")
@@ -167,12 +174,12 @@ def test_a_page_that_could_not_be_copied_is_not_taken_for_one_that_was(
         sessions.close()
 
 
-def test_a_non_finite_row_is_not_counted_as_a_device_failure(runner: Runner) -> None:
+def test_a_non_finite_row_is_not_counted_as_a_device_failure(runner: SpanRunner) -> None:
     sessions = Sessions(runner, b"ab")
     (admitted,) = sessions.step({ord("a"): (5, 1), ord("b"): (5, 1)})
     nothing = torch.full((2, runner.model.hidden_size), torch.nan)
     nothing[0] = 1.0
-    spoilt = Admitted(
+    spoilt = AdmittedStep(
         StepWork(admitted.work.step, bytes(to_payload(nothing)), Peer(b"c", UnreadStream())), admitted.rows
     )
     computed = compute(runner, [spoilt], SPAN)
@@ -210,7 +217,7 @@ def test_tokens_chosen_together_are_those_that_are_chosen_row_by_row(tmp_path: P
     checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint("llama", tmp_path)))
     span = Span(2, checkpoint.num_blocks)
     edges = load_edges(checkpoint, dtype=torch.float32, has_embedding=False)
-    runner = Runner(load_span(checkpoint, span, dtype=torch.float32), page_tokens=4, max_step_tokens=8)
+    runner = SpanRunner(load_span(checkpoint, span, dtype=torch.float32), page_tokens=4, max_step_tokens=8)
     names = b"abcd"
     table: SessionTable[SessionCache] = SessionTable(runner.store.pool, runner.new_cache)
 
@@ -226,7 +233,7 @@ def test_tokens_chosen_together_are_those_that_are_chosen_row_by_row(tmp_path: P
             held.append(table.open(request, 0.0))
         return held
 
-    def admitted(held: Sequence[HopSession[SessionCache]], position: int) -> list[Admitted]:
+    def admitted(held: Sequence[HopSession[SessionCache]], position: int) -> list[AdmittedStep]:
         size = checkpoint.hidden_size
         step = pb.Step(dtype=pb.TENSOR_TYPE_FLOAT32, hidden_size=size, samples=True)
         for session in held:
@@ -236,11 +243,13 @@ def test_tokens_chosen_together_are_those_that_are_chosen_row_by_row(tmp_path: P
             step.rows.add(session_id=session_id, position=position, num_tokens=1, num_result_tokens=num_results)
         states = torch.randn(len(held), size, generator=torch.Generator().manual_seed(position))
         work = StepWork(step, bytes(to_payload(states)), Peer(b"c", UnreadStream()))
-        return [Admitted(work, [(row, each, at) for at, (row, each) in enumerate(zip(step.rows, held, strict=True))])]
+        return [
+            AdmittedStep(work, [(row, each, at) for at, (row, each) in enumerate(zip(step.rows, held, strict=True))])
+        ]
 
     row_by_row, together = sessions_of(1), sessions_of(2)
-    plain = Computation(runner, edges)
-    batched = Computation(runner, edges, num_sampling_threads=num_threads, samples_batched=True)
+    plain = BatchExecutor(runner, edges)
+    batched = BatchExecutor(runner, edges, num_sampling_threads=num_threads, samples_batched=True)
     for position in range(8):
         expected = plain.compute(admitted(row_by_row, position), span)
         computed = batched.compute(admitted(together, position), span)
