@@ -18,7 +18,7 @@ from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import QuotaExceeded, SettingsError
 from corolla.chassis.settings import load
 from corolla.client.bounds import ClientBounds
-from corolla.client.generation.admission import Usage
+from corolla.client.generation.admission import RequestCounts
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.keeper import QuotaKeeper
 from corolla.client.service import ClientService
@@ -368,12 +368,12 @@ async def test_what_a_long_answer_holds_does_not_lapse(swarm: Swarm, tmp_path: P
         keeper(swarm.router_address, tmp_path, 5.0, running_requests=1) as one,
         keeper(swarm.router_address, tmp_path, 5.0, running_requests=1) as other,
     ):
-        async with one.running("t", 1, Usage()):
+        async with one.running("t", 1, RequestCounts()):
             await asyncio.sleep(7)
             with pytest.raises(QuotaExceeded):
-                async with other.running("t", 1, Usage()):
+                async with other.running("t", 1, RequestCounts()):
                     pass
-        async with other.running("t", 1, Usage()):
+        async with other.running("t", 1, RequestCounts()):
             pass
 
 
@@ -396,7 +396,7 @@ async def test_requests_that_are_refused_ask_the_router_little(
 
         async def is_let_in(keeper: QuotaKeeper) -> bool:
             try:
-                async with keeper.running("t", 1, Usage()):
+                async with keeper.running("t", 1, RequestCounts()):
                     await asyncio.sleep(0.5)
             except QuotaExceeded:
                 return False
@@ -411,7 +411,7 @@ async def test_requests_that_are_refused_ask_the_router_little(
             await is_let_in(hasty)
         assert num_takes <= 20 + 10 * (time.monotonic() - started_s)
         num_takes = 0
-        async with wide.running("t", 1, Usage()):
+        async with wide.running("t", 1, RequestCounts()):
             assert not any(await asyncio.gather(*(is_let_in(wide) for _ in range(100))))
         assert num_takes < 100 + 4 * 5 + 10
 
@@ -423,12 +423,12 @@ async def test_what_a_client_service_that_died_held_comes_back(swarm: Swarm, tmp
         )
         control = ControlPlane(swarm.router_address, f"model-{tmp_path.name}")
         dead.start(control)
-        holding = dead.running("t", 1, Usage())
+        holding = dead.running("t", 1, RequestCounts())
         await holding.__aenter__()
 
         async def is_free() -> bool:
             try:
-                async with one.running("t", 1, Usage()):
+                async with one.running("t", 1, RequestCounts()):
                     return True
             except QuotaExceeded:
                 return False
@@ -443,9 +443,9 @@ async def test_a_router_that_knows_no_quotas_is_one_that_is_away(tmp_path: Path)
     port = older.add_insecure_port("127.0.0.1:0")
     await older.start()
     try:
-        async with keeper(f"127.0.0.1:{port}", tmp_path, running_requests=1) as here, here.running("t", 1, Usage()):
+        async with keeper(f"127.0.0.1:{port}", tmp_path, running_requests=1) as here, here.running("t", 1, RequestCounts()):
             with pytest.raises(QuotaExceeded, match="running_requests"):
-                async with here.running("t", 1, Usage()):
+                async with here.running("t", 1, RequestCounts()):
                     pass
     finally:
         await older.stop(None)

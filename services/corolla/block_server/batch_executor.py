@@ -55,7 +55,7 @@ class StepWork:
 
 @dataclass(slots=True)
 class AdmittedStep:
-    """The rows of one step that may be result, each with its session and its first token's index in the payload."""
+    """The rows of one step that may be computed, each with its session and its first token's index in the payload."""
 
     work: StepWork
     rows: list[tuple[pb.StepRow, HopSession[SessionCache], int]]

@@ -20,7 +20,7 @@ from corolla.client.api import conversations, replies, requests
 from corolla.client.api.keys import Scope
 from corolla.client.api.requests import REQUEST_ID, AnyMessage, ChatRequest, RequestParser, TextRequest
 from corolla.client.api.tenants import KeyHolder
-from corolla.client.generation.admission import Admission, Caller, Usage
+from corolla.client.generation.admission import Admission, Caller, RequestCounts
 from corolla.client.generation.answer import Delta, joined
 from corolla.client.generation.answering import Answering
 from corolla.client.output_parsing.parser_choice import OutputFormat
@@ -277,7 +277,7 @@ class GenerationServicer:
         Raises ModelNotFound, InvalidRequest, ScopeDenied.
         """
         limits = self._quotas.limits(call.caller.tenant)
-        usage = Usage(withholds_cached_tokens=limits.withhold_cached_tokens)
+        usage = RequestCounts(withholds_cached_tokens=limits.withhold_cached_tokens)
         call.describe(
             lambda: {
                 "prompt_tokens": usage.prompt_tokens,

@@ -20,7 +20,7 @@ from corolla.client.http.exchange import Exchange
 from corolla.client.http.fields import Fields
 from corolla.client.http.placement_stream import PlacementStream
 from corolla.client.http.response_replies import Reply
-from corolla.client.http.responses import ResponseRequest, Turn, check_stored, new_response_id
+from corolla.client.http.responses import ResponseRequest, StoredTurn, check_stored, new_response_id
 from corolla.client.http.tokenization import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from corolla.v1 import generation_pb2 as pb
 
@@ -136,18 +136,18 @@ class HttpRoutes:
     @asynccontextmanager
     async def _turn(
         self, body: ResponseRequest, call: Call[KeyHolder]
-    ) -> AsyncIterator[tuple[Turn | None, asyncio.Event]]:
+    ) -> AsyncIterator[tuple[StoredTurn | None, asyncio.Event]]:
         """The turn of a response, and the event to set when it is stored; otherwise a new session is deleted."""
         is_kept = asyncio.Event()
         if not body.is_stored:
             yield None, is_kept
         elif body.previous_response_id is not None:
-            yield Turn.after(body.previous_response_id), is_kept
+            yield StoredTurn.after(body.previous_response_id), is_kept
         else:
             created = pb.CreateSessionRequest(model=body.model)
             session = await self._servicer.create_session_of_turn(created, call)
             try:
-                yield Turn(session.session_id, 1), is_kept
+                yield StoredTurn(session.session_id, 1), is_kept
             finally:
                 if not is_kept.is_set():
                     with suppress(CorollaError):

@@ -15,7 +15,7 @@ from corolla.chain.control import ControlPlane
 from corolla.chassis.breaker import Breaker
 from corolla.chassis.errors import CorollaError, QuotaExceeded
 from corolla.chassis.tenant_limits import QuotaTable, TenantLimits
-from corolla.client.generation.admission import Usage
+from corolla.client.generation.admission import RequestCounts
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.share import StaticShare
 from corolla.trust.watched_files import Contents, WatchedFiles
@@ -49,7 +49,7 @@ class _Running:
     """
 
     tenant: str
-    usage: Usage
+    usage: RequestCounts
     renewed_s: float
     num_noted_tokens: int
     held: dict[str, int] = field(default_factory=dict)
@@ -137,7 +137,7 @@ class QuotaKeeper:
 
     @asynccontextmanager
     async def running(
-        self, tenant: str, num_sequences: int, usage: Usage, *, is_streamed: bool = False
+        self, tenant: str, num_sequences: int, usage: RequestCounts, *, is_streamed: bool = False
     ) -> AsyncIterator["Allowance"]:
         """Holds quotas for a request, from before it waits until its end. `usage` counts its generated tokens.
 

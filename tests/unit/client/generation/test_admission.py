@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from corolla.chassis.errors import ContextLengthExceeded, QueueFull
-from corolla.client.generation.admission import Admission, AdmissionTicket, RequestMeter, Usage
+from corolla.client.generation.admission import Admission, AdmissionTicket, RequestMeter, RequestCounts
 from corolla.client.generation.waiting_line import WaitingLine
 from corolla.client.metrics import ClientMetrics
 from corolla.decoding.stopping import FinishReason
@@ -24,7 +24,7 @@ class MeasuredAdmission:
 
     @asynccontextmanager
     async def request(
-        self, tenant: str, num_bytes: int, usage: Usage
+        self, tenant: str, num_bytes: int, usage: RequestCounts
     ) -> AsyncIterator[tuple[AdmissionTicket, RequestMeter]]:
         async with self.admission.enter(tenant, num_bytes) as ticket:
             with RequestMeter(self._metrics, usage) as meter:
@@ -40,7 +40,7 @@ class MeasuredAdmission:
 
 
 async def test_a_request_waits_until_its_prompt_is_known_and_then_runs() -> None:
-    subject, usage = MeasuredAdmission(2), Usage()
+    subject, usage = MeasuredAdmission(2), RequestCounts()
     async with subject.request(TENANT, 1, usage) as (_, meter):
         assert subject.held == (1, 0)
         meter.count_prompt(10, 4, 2)
@@ -58,7 +58,7 @@ async def test_every_way_out_gives_the_place_back(is_known: bool) -> None:
     subject = MeasuredAdmission(1)
     for _ in range(3):
         with pytest.raises(GeneratorExit):  # noqa: PT012
-            async with subject.request(TENANT, 1, Usage()) as (_, meter):
+            async with subject.request(TENANT, 1, RequestCounts()) as (_, meter):
                 if is_known:
                     meter.count_prompt(1, 0, 0)
                 raise GeneratorExit
@@ -67,17 +67,17 @@ async def test_every_way_out_gives_the_place_back(is_known: bool) -> None:
 
 async def test_one_too_many_is_refused_and_takes_nothing() -> None:
     subject = MeasuredAdmission(1)
-    async with subject.request(TENANT, 1, Usage()):
+    async with subject.request(TENANT, 1, RequestCounts()):
         with pytest.raises(QueueFull):
-            async with subject.request(TENANT, 1, Usage()):
+            async with subject.request(TENANT, 1, RequestCounts()):
                 pass
         assert subject.held == (1, 0)
-    async with subject.request(TENANT, 1, Usage()):
+    async with subject.request(TENANT, 1, RequestCounts()):
         pass
 
 
 async def test_tokens_and_ends_are_counted() -> None:
-    subject, usage = MeasuredAdmission(1), Usage()
+    subject, usage = MeasuredAdmission(1), RequestCounts()
     async with subject.request(TENANT, 1, usage) as (_, meter):
         meter.count_prompt(3, 0, 0)
         for index in (0, 1, 0, 1, 0):
@@ -92,7 +92,7 @@ async def test_tokens_and_ends_are_counted() -> None:
 
 
 async def request(subject: MeasuredAdmission, tenant: str, ran: list[str], leave: asyncio.Event) -> None:
-    async with subject.request(tenant, 1, Usage()) as (ticket, _):
+    async with subject.request(tenant, 1, RequestCounts()) as (ticket, _):
         await ticket.admitted()
         ran.append(tenant)
         await leave.wait()
@@ -136,18 +136,18 @@ async def test_a_caller_that_leaves_the_line_leaves_no_gap(num_turns: int) -> No
     await asyncio.gather(first, second, third, return_exceptions=True)
     assert ran[-1] == "cyd"
     assert subject.held == (0, 0)
-    async with subject.request("ada", 1, Usage()) as (ticket, _):
+    async with subject.request("ada", 1, RequestCounts()) as (ticket, _):
         await ticket.admitted()
         pass
 
 
 async def test_the_bytes_of_all_requests_are_bounded() -> None:
     subject = MeasuredAdmission(4, max_waiting=4, max_bytes=100)
-    async with subject.request(TENANT, 60, Usage()):
+    async with subject.request(TENANT, 60, RequestCounts()):
         with pytest.raises(QueueFull):
-            async with subject.request(TENANT, 41, Usage()):
+            async with subject.request(TENANT, 41, RequestCounts()):
                 pass
-        async with subject.request(TENANT, 40, Usage()) as (ticket, _):
+        async with subject.request(TENANT, 40, RequestCounts()) as (ticket, _):
             await ticket.admitted()
             assert subject.held == (2, 0)
 
@@ -157,7 +157,7 @@ async def test_a_prompt_that_is_refused_before_its_turn_leaves_the_line() -> Non
     running = asyncio.create_task(request(subject, "ada", ran, leave))
     await asyncio.sleep(0)
     with pytest.raises(ContextLengthExceeded):
-        async with subject.request("bob", 1, Usage()):
+        async with subject.request("bob", 1, RequestCounts()):
             raise ContextLengthExceeded("prompt", "is too long")
     next_one = asyncio.create_task(request(subject, "bob", ran, leave))
     await asyncio.sleep(0)

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from corolla.chassis.errors import QuotaExceeded
-from corolla.client.generation.admission import Usage
+from corolla.client.generation.admission import RequestCounts
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.keeper import QuotaKeeper
 from corolla.client.quotas.share import StaticShare
@@ -100,7 +100,7 @@ async def test_without_a_router_running_requests_hold_their_part_until_they_end(
     keeper = QuotaKeeper(tmp_path / "quotas", ClientMetrics(CollectorRegistry()))
 
     async def ask(num_tokens: int, has_begun: asyncio.Event, may_end: asyncio.Event) -> None:
-        async with keeper.running("t", 1, Usage()) as allowance:
+        async with keeper.running("t", 1, RequestCounts()) as allowance:
             await allowance.take_prompt(1, num_tokens)
             has_begun.set()
             await may_end.wait()

@@ -1,4 +1,4 @@
-"""Tenants take turns, and no tenant loses its turn."""
+"""Tenants take lock, and no tenant loses its turn."""
 
 import asyncio
 from collections import Counter
@@ -10,20 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corolla.chassis.errors import QueueFull
-from corolla.chassis.turns import Turns
+from corolla.chassis.fair_lock import FairLock
 
 
 class Sequencer:
-    """Tasks that take turns, and the order in which they came to theirs."""
+    """Tasks that take lock, and the order in which they came to theirs."""
 
     def __init__(self, most_waiting: int = 1000) -> None:
-        self.turns = Turns(most_waiting, "too many")
+        self.lock = FairLock(most_waiting, "too many")
         self.taken: list[str] = []
         self.tasks: list[asyncio.Task[None]] = []
         self._num_inside = 0
 
     async def _take(self, tenant: str) -> None:
-        async with self.turns.of(tenant):
+        async with self.lock.hold(tenant):
             self._num_inside += 1
             assert self._num_inside == 1
             self.taken.append(tenant)
@@ -54,12 +54,12 @@ async def test_a_tenant_waits_for_one_turn_of_each_other_tenant() -> None:
 @given(st.lists(st.sampled_from(["a", "b", "c", "a turn ends"]), max_size=60))
 def test_while_a_tenant_waits_each_other_one_has_at_most_one_turn_more(happenings: list[str]) -> None:
     async def run() -> None:
-        turns, ending = Turns(1000, ""), asyncio.Semaphore(0)
+        lock, ending = FairLock(1000, ""), asyncio.Semaphore(0)
         waiting, taken = Counter[str](), list[str]()
 
         async def take(tenant: str) -> None:
             waiting[tenant] += 1
-            async with turns.of(tenant):
+            async with lock.hold(tenant):
                 waiting[tenant] -= 1
                 taken.append(tenant)
                 await ending.acquire()
@@ -98,10 +98,10 @@ async def test_a_tenant_whose_waiters_left_owes_no_turns() -> None:
 
 
 async def test_those_of_one_tenant_come_in_order() -> None:
-    turns, order = Turns(100, ""), list[int]()
+    lock, order = FairLock(100, ""), list[int]()
 
     async def take(number: int) -> None:
-        async with turns.of("one"):
+        async with lock.hold("one"):
             order.append(number)
             await asyncio.sleep(0)
 
@@ -120,10 +120,10 @@ async def test_where_the_line_is_full_the_longest_one_makes_room() -> None:
 
 
 async def test_a_failure_ends_a_turn() -> None:
-    turns = Turns(9, "")
+    lock = FairLock(9, "")
     for _ in range(2):
         with pytest.raises(ValueError, match="oh"):
-            async with turns.of("one"):
+            async with lock.hold("one"):
                 raise ValueError("oh")
 
 
@@ -142,7 +142,7 @@ def test_whoever_leaves_takes_no_turn_away(tenants: list[str], cancelled: list[t
         await sequencer.end()
         left = [task.cancelled() for task in sequencer.tasks]
         assert len(sequencer.taken) >= left.count(False)
-        async with asyncio.timeout(1), sequencer.turns.of("last"):
+        async with asyncio.timeout(1), sequencer.lock.hold("last"):
             pass
 
     asyncio.run(run())

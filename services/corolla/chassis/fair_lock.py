@@ -8,7 +8,7 @@ from corolla.chassis.errors import QueueFull
 from corolla.chassis.fair_queueing import FairQueueing
 
 
-class Turns:
+class FairLock:
     """A tenant waits for the running turn and at most one turn of each other tenant, however many turns these wait for.
 
     All users of an instance share one event loop.
@@ -28,7 +28,7 @@ class Turns:
         self._current: asyncio.Future[bool] | None = None
 
     @asynccontextmanager
-    async def of(self, tenant: str) -> AsyncIterator[None]:
+    async def hold(self, tenant: str) -> AsyncIterator[None]:
         """Waits for the tenant's turn, which lasts as long as the context. Raises QueueFull."""
         self._make_room(tenant)
         turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
