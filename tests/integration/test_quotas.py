@@ -443,7 +443,10 @@ async def test_a_router_that_knows_no_quotas_is_one_that_is_away(tmp_path: Path)
     port = older.add_insecure_port("127.0.0.1:0")
     await older.start()
     try:
-        async with keeper(f"127.0.0.1:{port}", tmp_path, running_requests=1) as here, here.running("t", 1, RequestCounts()):
+        async with (
+            keeper(f"127.0.0.1:{port}", tmp_path, running_requests=1) as here,
+            here.running("t", 1, RequestCounts()),
+        ):
             with pytest.raises(QuotaExceeded, match="running_requests"):
                 async with here.running("t", 1, RequestCounts()):
                     pass

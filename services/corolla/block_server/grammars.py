@@ -11,8 +11,8 @@ from llguidance import LLMatcher, LLTokenizer
 from transformers import AutoTokenizer
 
 from corolla.chassis.errors import InternalError, MalformedMessage
-from corolla.chassis.metrics import GrammarMetrics
 from corolla.chassis.fair_lock import FairLock
+from corolla.chassis.metrics import GrammarMetrics
 from corolla.decoding.grammar import AnswerGrammar
 from corolla.decoding.grammar_text import UnreadableGrammar, grammar_tokenizer, read_grammar
 from corolla.models.checkpoint import Checkpoint, end_token_ids_of

@@ -7,7 +7,17 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, Field
 
 from corolla.chassis.errors import InvalidRequest
-from corolla.client.http.answers import DONE, FINISH_REASONS, CompletionUsage, compact, escaped, ids_text, new_id, now_s, usage_of
+from corolla.client.http.answers import (
+    DONE,
+    FINISH_REASONS,
+    CompletionUsage,
+    compact,
+    escaped,
+    ids_text,
+    new_id,
+    now_s,
+    usage_of,
+)
 from corolla.client.http.fields import AnswerFields, Int32, ListOf, ResponseFormat, TokenId, response_format
 from corolla.v1 import generation_pb2 as pb
 

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from corolla.chassis.errors import InvalidRequest, QueueFull
-from corolla.chassis.metrics import GrammarMetrics
 from corolla.chassis.fair_lock import FairLock
+from corolla.chassis.metrics import GrammarMetrics
 from corolla.client.text.formats import AnswerFormat
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.text.worker_process import RanAway, WorkerProcess

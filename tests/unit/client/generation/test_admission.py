@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from corolla.chassis.errors import ContextLengthExceeded, QueueFull
-from corolla.client.generation.admission import Admission, AdmissionTicket, RequestMeter, RequestCounts
+from corolla.client.generation.admission import Admission, AdmissionTicket, RequestCounts, RequestMeter
 from corolla.client.generation.waiting_line import WaitingLine
 from corolla.client.metrics import ClientMetrics
 from corolla.decoding.stopping import FinishReason

@@ -53,7 +53,7 @@ _WORDS = (
 )
 
 
-class Stand:
+class RunningStack:
     """Each span of the model twice, and one client service; rows may add another.
 
     Attributes:
@@ -61,9 +61,9 @@ class Stand:
     """
 
     def __init__(
-        self, stack: Stack, client: AsyncClient, ends: "queue.SimpleQueue[StackEvent]", outage_s: float
+        self, local: Stack, client: AsyncClient, ends: "queue.SimpleQueue[StackEvent]", outage_s: float
     ) -> None:
-        self.stack = stack
+        self.local = local
         self.outage_s = outage_s
         self.client = client
         self._ends = ends
@@ -72,7 +72,7 @@ class Stand:
 
     @property
     def servers(self) -> tuple[ManagedProcess, ...]:
-        return self.stack.servers
+        return self.local.servers
 
     @property
     def service(self) -> ManagedProcess:
@@ -80,16 +80,16 @@ class Stand:
         return self._service
 
     def process(self, name: str) -> ManagedProcess:
-        return next(process for process in self.stack.processes if process.name == name)
+        return next(process for process in self.local.processes if process.name == name)
 
     async def add_service(self) -> ManagedProcess:
         """The second client service, ready. The first call starts it."""
-        if running := [process for process in self.stack.processes if process.name == _SECOND_CLIENT]:
+        if running := [process for process in self.local.processes if process.name == _SECOND_CLIENT]:
             return running[0]
-        ports, options = Ports(), self.stack.options
-        process = client_process(options, ports.free(), ports.free(), ports.free(), self.stack.router_address)
+        ports, options = Ports(), self.local.options
+        process = client_process(options, ports.free(), ports.free(), ports.free(), self.local.router_address)
         process = replace(process, name=_SECOND_CLIENT, log=LogFile(options.log_folder / f"{_SECOND_CLIENT}.log"))
-        self.stack.launch(process)
+        self.local.launch(process)
         await self.until_serving(process)
         return process
 
@@ -97,7 +97,7 @@ class Stand:
         """Until the process is ready; a client service also knows a chain."""
 
         async def serves() -> bool:
-            if not await asyncio.to_thread(self.stack.is_serving, process.name):
+            if not await asyncio.to_thread(self.local.is_serving, process.name):
                 return False
             return not process.name.startswith("client") or await asyncio.to_thread(knows_a_chain, process.address)
 
@@ -105,18 +105,18 @@ class Stand:
 
     async def until_started(self, process: ManagedProcess) -> None:
         async def is_there() -> bool:
-            return self.stack.pid(process.name) is not None
+            return self.local.pid(process.name) is not None
 
         await until(is_there, _RECOVERY_TIMEOUT_S)
 
     async def until_gone(self, process: ManagedProcess) -> None:
         async def is_gone() -> bool:
-            return self.stack.pid(process.name) is None
+            return self.local.pid(process.name) is None
 
         await until(is_gone, _RECOVERY_TIMEOUT_S)
 
     async def status(self, server: ManagedProcess) -> blocks_pb2.BlockServerStatus:
-        async with self.stack.operator.open_channel(server.rpc_address) as channel:
+        async with self.local.operator.open_channel(server.rpc_address) as channel:
             stub = blocks_pb2_grpc.BlockServiceStub(channel)
             return await stub.GetStatus(blocks_pb2.GetBlockServerStatusRequest(), timeout=5, wait_for_ready=True)
 
@@ -127,7 +127,7 @@ class Stand:
         return max(zip(statuses, replicas, strict=True), key=lambda pair: pair[0].num_sessions)[1]
 
     def kill(self, server: ManagedProcess, number: int = signal.SIGKILL) -> None:
-        self.stack.kill(server.name, number)
+        self.local.kill(server.name, number)
 
     @contextmanager
     def slowed(self, server: ManagedProcess) -> Iterator[None]:
@@ -180,7 +180,7 @@ class Stand:
         """
         await asyncio.gather(*map(self.until_gone, servers))
         for server in servers:
-            self.stack.launch(server)
+            self.local.launch(server)
         await self.until_whole(is_idle=is_idle)
 
     async def until_whole(self, *, is_idle: bool = True) -> None:
@@ -192,7 +192,7 @@ class Stand:
             await asyncio.sleep(0.1)
 
     async def _state(self) -> str:
-        placement = await asyncio.to_thread(self.stack.placement)
+        placement = await asyncio.to_thread(self.local.placement)
         placed = placement.servers if placement else ()
         parts = [f"{each.server.address} state {each.state} suspected {each.suspected}" for each in placed]
         for server in self.servers:
@@ -211,7 +211,7 @@ class Stand:
         return all(each.num_sessions == 0 and each.num_free_pages == each.num_pages for each in statuses)
 
     def _is_placed(self) -> bool:
-        placement = self.stack.placement()
+        placement = self.local.placement()
         if placement is None:
             return False
         ready = {
@@ -223,14 +223,14 @@ class Stand:
 
 
 @asynccontextmanager
-async def standing(
+async def start_stack(
     model: str,
     spans: str,
     environment: Mapping[str, str] | None = None,
     *,
     outage_s: float = 60.0,
     is_secure: bool = True,
-) -> AsyncIterator[Stand]:
+) -> AsyncIterator[RunningStack]:
     """A stack that is ready; "tiny" is a random model of six blocks."""
     with tempfile.TemporaryDirectory(prefix="corolla-faults-") as name:
         folder = Path(name)
@@ -243,15 +243,15 @@ async def standing(
             environment={"COROLLA_GRACE_S": "25", **(environment or {})},
         )  # fmt: skip
         ends: queue.SimpleQueue[StackEvent] = queue.SimpleQueue()
-        stack = Stack(options)
-        await asyncio.to_thread(stack.start, lambda event: ends.put(event) if event.kind == "problem" else None)
+        local = Stack(options)
+        await asyncio.to_thread(local.start, lambda event: ends.put(event) if event.kind == "problem" else None)
         try:
-            async with AsyncClient(stack.client_address) as client:
-                stand = Stand(stack, client, ends, outage_s)
-                await stand.until_whole()
-                yield stand
+            async with AsyncClient(local.client_address) as client:
+                stack = RunningStack(local, client, ends, outage_s)
+                await stack.until_whole()
+                yield stack
         finally:
-            await asyncio.to_thread(stack.stop)
+            await asyncio.to_thread(local.stop)
 
 
 def shuffled_words(rng: random.Random, num_words: int) -> str:
