@@ -20,7 +20,7 @@ from corolla.block_server.settings import BlockServerSettings
 from corolla.client.bounds import USUAL_BOUNDS, ClientBounds
 from corolla.client.service import ClientService
 from corolla.client.settings import ClientSettings
-from corolla.router.pace import USUAL_PACE, RouterPace
+from corolla.router.intervals import USUAL_INTERVALS, RouterIntervals
 from corolla.router.service import RouterProcess
 from corolla.router.settings import RouterSettings
 from corolla.sdk.async_client import AsyncClient
@@ -65,7 +65,7 @@ class Swarm:
         server: further settings of the block servers; `client` and `router` likewise.
         max_tokens_per_frame: of a step on the block servers; None: as their settings say.
         bounds: of the client services.
-        pace: of the router.
+        intervals: of the router.
         api_key: what its own calls are made with, where the client services have keys configured.
         own_redis: whether it has a Redis to itself, because that will be broken.
         is_encrypted: whether everything between the services is TLS, with certificates of both ends.
@@ -88,7 +88,7 @@ class Swarm:
         router: dict[str, Any] | None = None,
         max_tokens_per_frame: int | None = None,
         bounds: ClientBounds = USUAL_BOUNDS,
-        pace: RouterPace = USUAL_PACE,
+        intervals: RouterIntervals = USUAL_INTERVALS,
         api_key: str | None = None,
         own_redis: bool = False,
         is_encrypted: bool = False,
@@ -102,7 +102,7 @@ class Swarm:
         self._router_settings = router or {}
         self._max_tokens_per_frame = max_tokens_per_frame
         self._bounds = bounds
-        self._pace = pace
+        self._intervals = intervals
         self._api_key = api_key
         self._own_redis = own_redis
         self.identities = Identities(folder) if is_encrypted else None
@@ -123,7 +123,7 @@ class Swarm:
             redis_url=SecretStr(self.redis_url),
             **{"port": 0, **_HERE, **patience, "tls_dir": self._tls_dir(Role.ROUTER, 1), **self._router_settings},
         )
-        self.router = RouterProcess(settings, pace=self._pace)
+        self.router = RouterProcess(settings, intervals=self._intervals)
         await self.router.start()
         for span in self._spans:
             await self.add_server(span)

@@ -38,11 +38,11 @@ from corolla.client.generation.admission import Admission
 from corolla.client.generation.answering import ModelLimits, SpeculationDefaults
 from corolla.client.generation.waiting_line import WaitingLine
 from corolla.client.metrics import ClientMetrics
-from corolla.client.quotas.keeper import QuotaKeeper
+from corolla.client.quotas.enforcer import QuotaEnforcer
 from corolla.client.text.grammar_process import GrammarProcess
 from corolla.client.transcripts import Transcripts
+from corolla.router.intervals import USUAL_INTERVALS
 from corolla.router.metrics import RouterMetrics
-from corolla.router.pace import USUAL_PACE
 from corolla.router.quotas import Quotas
 from corolla.router.registry import Registry
 from corolla.router.servicer import RouterServicer
@@ -180,7 +180,7 @@ class Router:
         watches = PlacementWatches(
             registry,
             TaskGroup(),
-            relist_interval_s=USUAL_PACE.relist_s,
+            relist_interval_s=USUAL_INTERVALS.relist_s,
             load_push_interval_s=settings.load_push_interval_s,
         )
         servicer = RouterServicer(
@@ -226,7 +226,7 @@ class Client:
             self.transcripts,
             ToyTokenizer(),
             ModelLimits(4096, 16, frozenset([scenario.model.eos_token_id])),
-            QuotaKeeper(None, metrics),
+            QuotaEnforcer(None, metrics),
             Admission(WaitingLine(64, 64, 1 << 20)),
             SpeculationDefaults(max_draft_tokens=3, is_adaptive=False),
             metrics,

@@ -168,13 +168,13 @@ class BlockServicer:
         known = self._peers.get(hello.client_id)
         if known is not None and known.workload != peer.workload:
             raise RoleDenied("the client id belongs to another caller")
-        standing = self._peers.named(hello.stream_id)
-        if standing is None:
+        known_peer = self._peers.named(hello.stream_id)
+        if known_peer is None:
             self._peers.add(peer)
-        elif (standing.client_id, standing.workload) != (peer.client_id, peer.workload):
+        elif (known_peer.client_id, known_peer.workload) != (peer.client_id, peer.workload):
             raise RoleDenied("the stream that is to move here belongs to another caller")
         else:
-            standing.expect(stream)
+            known_peer.expect(stream)
         stream.send(
             pb.Welcome(
                 server_id=identity.server_id,
@@ -186,7 +186,7 @@ class BlockServicer:
                 takes_stream_ids=True,
             )
         )
-        return standing or peer
+        return known_peer or peer
 
     def _handle(self, frame: Frame, peer: Peer) -> None:
         kind = type(frame.control)

@@ -47,7 +47,7 @@ from corolla.client.http.recovery_log import RecoveryLog
 from corolla.client.http.routes import HttpRoutes
 from corolla.client.http.server import HttpServer
 from corolla.client.metrics import ClientMetrics
-from corolla.client.quotas.keeper import QuotaKeeper
+from corolla.client.quotas.enforcer import QuotaEnforcer
 from corolla.client.settings import ClientSettings
 from corolla.client.text.chat import ChatTemplate
 from corolla.client.text.grammar_process import GrammarProcess
@@ -100,7 +100,7 @@ class ClientService:
         self._certificate = PublicCertificate(settings.public_tls_dir) if settings.public_tls_dir else None
         self._registry = new_registry()
         self._metrics = ClientMetrics(self._registry)
-        self._quotas = QuotaKeeper(
+        self._quotas = QuotaEnforcer(
             settings.quotas_file,
             self._metrics,
             max_running=settings.max_running_requests,

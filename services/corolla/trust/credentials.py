@@ -13,7 +13,7 @@ import grpc
 from cryptography import x509
 
 from corolla.trust.certificate_verifier import CertificateVerifier, PresentedCertificate
-from corolla.trust.signatures import Signatories, Signer, workload_of_certificate
+from corolla.trust.signatures import CertificateHolders, Signer, workload_of_certificate
 from corolla.trust.watched_files import Contents, WatchedFiles
 from corolla.trust.workload import Role, Workload
 
@@ -37,7 +37,7 @@ class Credentials:
         files: The files, which the service must watch.
         version: The number of times that the files were read successfully.
         signer: Signs with the key of the certificate, in processes that open sessions; None in others.
-        signatories: Verifies signatures of other workloads of the authority.
+        certificate_holders: Verifies signatures of other workloads of the authority.
 
     Raises:
         SettingsError: A file is missing or not valid, or the certificate names no workload; or the process opens
@@ -105,11 +105,14 @@ class Credentials:
             raise ValueError("the certificate's only URI must be like spiffe://<trust domain>/<role>/<name>")
         verifier = CertificateVerifier(authority, revocations, self._verifier)
         opens_sessions = workload.role in (Role.CLIENT, Role.LIBRARY)
-        signer, signatories = Signer(certificate, key) if opens_sessions else None, Signatories(authority)
+        signer, certificate_holders = (
+            Signer(certificate, key) if opens_sessions else None,
+            CertificateHolders(authority),
+        )
         self._calling, self._taking = (
             _context(kind, self._folder) for kind in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)
         )
-        self.signer, self.signatories = signer, signatories
+        self.signer, self.certificate_holders = signer, certificate_holders
         self._certificate, self._key, self._authority, self._workload = certificate, key, authority, workload
         self._rpc = grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
         self._verifier = verifier

@@ -24,7 +24,7 @@ from corolla.client.generation.admission import Admission, Caller, RequestCounts
 from corolla.client.generation.answer import Delta, joined
 from corolla.client.generation.answering import Answering
 from corolla.client.output_parsing.parser_choice import OutputFormat
-from corolla.client.quotas.keeper import QuotaKeeper
+from corolla.client.quotas.enforcer import QuotaEnforcer
 from corolla.client.text.chat import ChatTemplate
 from corolla.client.text.conversation import Message, check_conversation
 from corolla.client.text.tokenizer import TextTokenizer
@@ -47,7 +47,7 @@ class GenerationServicer:
     def __init__(
         self,
         model: pb.Model,
-        quotas: QuotaKeeper,
+        quotas: QuotaEnforcer,
         answering: Answering,
         tokenizations: Admission,
         transcripts: Transcripts,

@@ -32,7 +32,7 @@ from corolla.client.generation.request import AnyRequest
 from corolla.client.generation.request_trace import RequestTraces
 from corolla.client.generation.resumption import UnsentDeltas, replay_answer
 from corolla.client.metrics import ClientMetrics
-from corolla.client.quotas.keeper import Allowance, QuotaKeeper
+from corolla.client.quotas.enforcer import Allowance, QuotaEnforcer
 from corolla.client.text.conversation import Message
 from corolla.client.text.grammar_process import GrammarProcess
 from corolla.client.text.tokenizer import TextTokenizer
@@ -106,7 +106,7 @@ class Answering:
         transcripts: Transcripts,
         tokenizer: TextTokenizer,
         limits: ModelLimits,
-        quotas: QuotaKeeper,
+        quotas: QuotaEnforcer,
         admission: Admission,
         speculation: SpeculationDefaults,
         metrics: ClientMetrics,

@@ -55,7 +55,7 @@ class _Running:
     held: dict[str, int] = field(default_factory=dict)
 
 
-class QuotaKeeper:
+class QuotaEnforcer:
     """Takes quotas before a request begins, counts its use while it runs, and gives quotas back at its end.
 
     A request's first tokens are taken when it begins, and further tokens are charged as they come, so no answer is cut
@@ -344,7 +344,7 @@ class QuotaKeeper:
 class Allowance:
     """The quotas of one running request."""
 
-    keeper: QuotaKeeper
+    enforcer: QuotaEnforcer
     tenant: str
     request_id: str
     limits: TenantLimits
@@ -352,7 +352,7 @@ class Allowance:
     async def take_prompt(self, num_prompt_tokens: int, num_reserved_tokens: int) -> None:
         """Counts a prompt's tokens, and reserves the most tokens that the request may have. Raises QuotaExceeded."""
         amounts = {"prompt_tokens_per_minute": num_prompt_tokens, "reserved_tokens": num_reserved_tokens}
-        await self.keeper.take_more(self.tenant, self.request_id, self.limits.uses(amounts, must_fit=True))
+        await self.enforcer.take_more(self.tenant, self.request_id, self.limits.uses(amounts, must_fit=True))
 
 
 def _message(tenant: str, request_id: str, uses: Iterable[pb.QuotaUse], lease_s: float) -> pb.QuotaTake:

@@ -11,7 +11,7 @@ from corolla.chassis.errors import CorollaError
 from corolla.chassis.tasks import TaskGroup
 from corolla.router.cluster.api import (
     ApiUnavailable,
-    Complaints,
+    FailureLog,
     KubernetesApi,
     in_daemon_thread,
     is_in_cluster,
@@ -21,8 +21,8 @@ from corolla.router.cluster.events import PodRef
 from corolla.router.cluster.pod_recorder import PodRecorder
 from corolla.router.cluster.pod_watch import PodWatch, Update
 from corolla.router.cluster.pods import PodTable, Withheld, withheld_servers
+from corolla.router.intervals import RouterIntervals
 from corolla.router.metrics import RouterMetrics
-from corolla.router.pace import RouterPace
 from corolla.router.registry import Registry
 from corolla.router.roster import Roster
 from corolla.router.settings import RouterSettings
@@ -33,15 +33,15 @@ log = logging.getLogger(__name__)
 _SHORTEST_ROUND_S: Final = 0.05
 
 
-class ClusterKeeper:
+class ClusterConnection:
     """Connects one router to Kubernetes. If the Kubernetes API fails, routing continues as without Kubernetes.
 
     Args:
         registry: The placement in the store.
         metrics: The router's metrics.
         settings: The router's settings.
-        pace: The router's intervals and time-outs.
-        tasks: A task group for the keeper only.
+        intervals: The router's intervals and time-outs.
+        tasks: A task group for this connection only.
     """
 
     def __init__(
@@ -49,16 +49,16 @@ class ClusterKeeper:
         registry: Registry,
         metrics: RouterMetrics,
         settings: RouterSettings,
-        pace: RouterPace,
+        intervals: RouterIntervals,
         tasks: TaskGroup,
     ) -> None:
         self._registry = registry
         self._metrics = metrics
         self._settings = settings
-        self._pace = pace
+        self._intervals = intervals
         self._tasks = tasks
         # The duration of a mark on a server. Each round of this router repeats the marks well before they end.
-        self._mark_ms = max(settings.lease_ms, round(3000 * pace.relist_s))
+        self._mark_ms = max(settings.lease_ms, round(3000 * intervals.relist_s))
         self._pods = PodTable()
         self._has_news = asyncio.Event()
         self._failure: Exception | None = None
@@ -67,7 +67,7 @@ class ClusterKeeper:
         # The servers withheld in the last round, by model.
         self._withheld: dict[str, Mapping[str, Withheld]] = {}
         self._recorder: PodRecorder | None = None
-        self._complaints = Complaints()
+        self._failures = FailureLog()
 
     async def run(self) -> None:
         """Runs for ever, or ends at once without a cluster. Raises an unexpected exception of its watch."""
@@ -78,24 +78,26 @@ class ClusterKeeper:
             return
         try:
             api = await in_daemon_thread(
-                lambda: KubernetesApi(kubeconfig, settings.pod_selector, self._metrics, self._pace.kubernetes_answer_s)
+                lambda: KubernetesApi(
+                    kubeconfig, settings.pod_selector, self._metrics, self._intervals.kubernetes_answer_s
+                )
             )
         except ApiUnavailable as failure:
-            self._complaints.about("watch", failure)
+            self._failures.about("watch", failure)
             return
         loop = asyncio.get_running_loop()
         watch = PodWatch(
             api,
-            self._pace.list_pods_s,
+            self._intervals.list_pods_s,
             tell=lambda update: post(loop, lambda: self._learn(update)),
-            complain=lambda failure: post(loop, lambda: self._complaints.about("watch", failure)),
+            complain=lambda failure: post(loop, lambda: self._failures.about("watch", failure)),
             fail=lambda failure: post(loop, lambda: self._watch_failed(failure)),
-            after_forbidden_s=self._pace.after_forbidden_s,
+            after_forbidden_s=self._intervals.after_forbidden_s,
         )
         own_pod = PodRef(settings.pod_name, settings.pod_uid)
         self._recorder = PodRecorder(
-            api, self._registry, own_pod, self._complaints,
-            after_failures_s=self._pace.after_failures_s, lead_ms=2 * self._mark_ms,
+            api, self._registry, own_pod, self._failures,
+            after_failures_s=self._intervals.after_failures_s, lead_ms=2 * self._mark_ms,
         )  # fmt: skip
         watch.start()
         try:
@@ -104,7 +106,7 @@ class ClusterKeeper:
                 with contextlib.suppress(CorollaError):
                     await self._round()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._pace.relist_s):
+                    async with asyncio.timeout(self._intervals.relist_s):
                         await self._has_news.wait()
                 self._has_news.clear()
                 if self._failure is not None:
@@ -157,4 +159,4 @@ class ClusterKeeper:
         while True:
             with contextlib.suppress(CorollaError):
                 await recorder.look(self._rosters, self._local_models, self._pods, clock)
-            await asyncio.sleep(self._pace.relist_s)
+            await asyncio.sleep(self._intervals.relist_s)

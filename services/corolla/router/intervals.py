@@ -5,7 +5,7 @@ from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
-class RouterPace:
+class RouterIntervals:
     """Intervals and time-outs in seconds.
 
     Attributes:
@@ -30,4 +30,4 @@ class RouterPace:
     after_failures_s: float = 30.0
 
 
-USUAL_PACE: Final = RouterPace()
+USUAL_INTERVALS: Final = RouterIntervals()
