@@ -34,7 +34,7 @@ from corolla.wire.network import Network
 _POLL_S = 0.05
 # The modules that children import. While one child works, the fork server imports the modules of the next children, so
 # that these have them when they are forked.
-_MODULES_OF_PREPARATION = ("corolla.models.checkpoint",)
+_MODULES_OF_FETCH = ("corolla.models.checkpoint",)
 _MODULES_OF_ROUTER_AND_CLIENT = ("corolla.router.service", "corolla.client.service")
 _MODULES_OF_BLOCK_SERVERS = ("corolla.block_server.service",)
 _STOP_ORDER = (("client",), ("server",), ("router",), ("redis",))
@@ -229,7 +229,7 @@ class Stack:
         for process in self.processes:
             if process is not self._router:
                 self.launch(process)
-        self._fork_server.warm(_MODULES_OF_PREPARATION)
+        self._fork_server.warm(_MODULES_OF_FETCH)
 
     def _check_given_redis(self, url: str) -> None:
         try:
