@@ -36,7 +36,7 @@ from corolla.block_server.servicer import BlockServicer
 from corolla.block_server.sessions import SessionTable
 from corolla.chassis.metrics import TaskMetrics, new_registry
 from corolla.chassis.tasks import TaskGroup
-from corolla.compute.runner import RowWork, Runner
+from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.span_model import load_span
 from corolla.v1 import blocks_pb2 as pb
@@ -100,10 +100,12 @@ class _Onward(UnreadStream):
 
 
 class _Hop:
-    """A block server without router, sockets and housekeeping, whose sessions go round already."""
+    """A block server without router, sockets and periodic tasks, whose sessions go round already."""
 
     def __init__(self, checkpoint: Checkpoint, num_rows: int, num_steps: int) -> None:
-        self._runner = Runner(load_span(checkpoint, _SPAN, dtype=torch.float32), num_pages=8192, tuning_budget_s=0.0)
+        self._runner = SpanRunner(
+            load_span(checkpoint, _SPAN, dtype=torch.float32), num_pages=8192, tuning_budget_s=0.0
+        )
         self._hidden = torch.randn(num_rows, checkpoint.hidden_size, generator=torch.Generator().manual_seed(0))
         self._session_ids = [number.to_bytes(16, "big") for number in range(1, num_rows + 1)]
         self._num_steps = num_steps

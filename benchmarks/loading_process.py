@@ -12,7 +12,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from corolla.chassis import heap
-from corolla.compute.runner import Runner
+from corolla.compute.span_runner import SpanRunner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, load_edges
 from corolla.models.span_model import load_span
@@ -41,13 +41,13 @@ def main(model: str, part: str, dtype_name: str, quantization: str) -> None:
     del kept
 
 
-def _load(checkpoint: Checkpoint, part: str, dtype: torch.dtype, quantization: str) -> tuple[int, Runner | Edges]:
+def _load(checkpoint: Checkpoint, part: str, dtype: torch.dtype, quantization: str) -> tuple[int, SpanRunner | Edges]:
     """Bytes of its weights, and what holds them."""
     if part.startswith("blocks "):
         span = Span.parse(part.removeprefix("blocks "))
         model = load_span(checkpoint, span, dtype=dtype, quantization=quantization)
         held = model.nbytes
-        return held, Runner(model, num_pages=1, page_tokens=16)
+        return held, SpanRunner(model, num_pages=1, page_tokens=16)
     edges = load_edges(
         checkpoint, dtype=dtype, has_embedding="embedding" in part, has_head="head" in part, quantization=quantization
     )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.timing import Timing
 from corolla.cache.store import SessionCache
-from corolla.compute.runner import RowWork, Runner
+from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import load_edges
 from corolla.models.span_model import load_span
@@ -28,7 +28,7 @@ class LocalBlocks:
         self._edges = load_edges(checkpoint, dtype=DTYPES[dtype], quantization=quantization)
         self._edges.tune_head()
         self.model = load_span(checkpoint, self._span, dtype=DTYPES[dtype], quantization=quantization)
-        self._runner = Runner(self.model, kv_cache_dtype=kv_cache_dtype)
+        self._runner = SpanRunner(self.model, kv_cache_dtype=kv_cache_dtype)
 
     @property
     def cache_bytes_per_token(self) -> float:

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.command import interleaved, run
 from benchmarks.figures import Figure, figure, ratio
 from corolla.cache.store import SessionCache
-from corolla.compute.runner import RowWork, Runner
+from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.demo import DEMO_MODEL
 from corolla.models.span_model import load_span
@@ -46,7 +46,7 @@ class _Side:
 
     def __init__(self, checkpoint: Checkpoint, span: Span, num_cached_tokens: int, *, is_fused: bool) -> None:
         model = load_span(checkpoint, span, dtype=torch.float32)
-        self._runner = Runner(model, is_fused=is_fused)
+        self._runner = SpanRunner(model, is_fused=is_fused)
         self._span = span
         self._position = num_cached_tokens
         self._cache: SessionCache = self._runner.new_cache()

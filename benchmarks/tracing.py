@@ -21,8 +21,8 @@ from opentelemetry.sdk.trace import TracerProvider, sampling
 from benchmarks.chain import Chain
 from benchmarks.command import interleaved, random_ids, run
 from benchmarks.figures import Figure, at_least, at_most, figure, ratio
+from corolla.block_server.batch_executor import AdmittedStep, StepWork
 from corolla.block_server.hop_session import HopSession, OpenRequest
-from corolla.block_server.iteration import Admitted, StepWork
 from corolla.block_server.row_sampling import ChosenTokens
 from corolla.block_server.step_spans import StepSpans
 from corolla.chassis.tracing import spans
@@ -81,10 +81,10 @@ def _parts() -> Iterator[Figure]:
     step, outputs = pb.Step(rows=rows, samples=True), [ChosenTokens()] * _ROWS
     parent = trace_parent({"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"})
 
-    def admitted(trace: TraceParent | None, num_rows: int) -> list[Admitted]:
+    def admitted(trace: TraceParent | None, num_rows: int) -> list[AdmittedStep]:
         request = OpenRequest(bytes(16), 1, "", bytes(16), False, 128, Span(0, 2), 60.0, False, trace=trace)
         session: Any = HopSession(request, cast(Any, None))
-        return [Admitted(StepWork(step, b"", None), [(row, session, 0) for row in step.rows[:num_rows]])]
+        return [AdmittedStep(StepWork(step, b"", None), [(row, session, 0) for row in step.rows[:num_rows]])]
 
     def request() -> None:
         with spans.request("request", None, trusts_caller=False), spans.span("open"), spans.span("prefill"):

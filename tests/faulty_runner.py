@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from corolla.block_server.iteration import BatchRunner
-from corolla.compute.runner import BatchOutput, RowWork
+from corolla.block_server.batch_executor import BatchRunner
+from corolla.compute.span_runner import BatchOutput, RowWork
 from corolla.wire.span import Span
 
 

@@ -36,7 +36,7 @@ class Identities:
 
     @classmethod
     def found_in(cls, folder: Path) -> Self:
-        """The identities of processes whose certificates another authority has signed; this one is not believed yet."""
+        """The identities of processes whose certificates another authority has signed; this one is not trusted yet."""
         issued: dict[Path, Workload] = {}
         for found in folder.glob(f"*/{CERTIFICATE_FILE}"):
             workload = workload_of_certificate(x509.load_pem_x509_certificate(found.read_bytes()))
@@ -59,11 +59,11 @@ class Identities:
             self.authority.issue(folder, *self._issued[folder], until)
         return folder
 
-    def believe(self, *authorities: Authority) -> None:
-        """Has every workload believe these authorities, and no others."""
-        self.believe_pem(*(each.certificate_pem for each in authorities))
+    def trust(self, *authorities: Authority) -> None:
+        """Has every workload trust these authorities, and no others."""
+        self.trust_pem(*(each.certificate_pem for each in authorities))
 
-    def believe_pem(self, *authorities: bytes) -> None:
+    def trust_pem(self, *authorities: bytes) -> None:
         """The same, of authorities of which only the certificates are known."""
         for folder in self._issued:
             write_private(folder / AUTHORITY_FILE, b"".join(authorities))
@@ -83,7 +83,7 @@ class Identities:
             write_private(folder / REVOCATIONS_FILE, revoked)
 
     def replace(self, authority: Authority, until: datetime.datetime | None = None) -> None:
-        """Every workload gets another certificate, of this authority; whom they believe stays as it is."""
+        """Every workload gets another certificate, of this authority; the authorities that they trust stay the same."""
         self.authority = authority
         for folder in self._issued:
             self._replace(folder, authority, until)

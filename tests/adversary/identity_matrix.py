@@ -198,7 +198,7 @@ class _Trust:
     def for_connections(self) -> ssl.SSLContext:
         return self._context
 
-    def witness(self, _: object) -> Callable[[], bool]:
+    def peer_validity(self, _: object) -> Callable[[], bool]:
         return lambda: True
 
     def admits(self, _: object) -> bool:

@@ -1,4 +1,4 @@
-"""Callers that mean harm, before and behind the door: what they get, and that it costs the service next to nothing."""
+"""Callers that mean harm get errors before and after the check of their keys, and cost the service next to nothing."""
 
 import asyncio
 import contextlib

@@ -19,7 +19,7 @@ from tests.identities import Identities
 from tests.integration.swarm import Swarm
 
 OUT_S: Final = 10.0
-"""Services drop a peer that they no longer believe within these seconds."""
+"""Services drop a peer whose certificate is no longer valid within these seconds."""
 LIFETIME_S: Final = 15.0
 """Seconds for which a short certificate holds: long enough to connect with it."""
 HANGS_S: Final = 30.0
@@ -39,7 +39,7 @@ async def live(seconds: float) -> None:
         await asyncio.sleep(_TICK_S)
 
 
-class Standing:
+class LongCalls:
     """A stream to a block server and a watch of the router's placement, by the certificate of a folder."""
 
     def __init__(self, swarm: Swarm, folder: Path) -> None:
@@ -59,7 +59,7 @@ class Standing:
         ending, waiting = asyncio.create_task(self._end()), asyncio.create_task(live(within_s))
         await asyncio.wait({ending, waiting}, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
-        assert ending.done(), f"it stands for longer than {within_s:g} seconds"
+        assert ending.done(), f"they run for longer than {within_s:g} seconds"
         await ending
         await self._channel.close()
 
@@ -95,12 +95,12 @@ async def test_a_revoked_certificate_is_out_and_everybody_else_goes_on(swarm: Sw
     identities = swarm.identities
     assert identities is not None
     folder = identities.folder_of(Role.CLIENT, "rogue")
-    standing = Standing(swarm, folder)
-    await standing.until_open()
+    calls = LongCalls(swarm, folder)
+    await calls.until_open()
     async with swarm.connect() as client:
         expected = (await client.generate([1, 2, 3], max_tokens=20, ignore_eos=True)).token_ids
         identities.revoke(folder)
-        await standing.until_out()
+        await calls.until_out()
         assert (await client.generate([1, 2, 3], max_tokens=20, ignore_eos=True)).token_ids == expected
     assert await refused_with(swarm, folder) is grpc.StatusCode.UNAUTHENTICATED
     again = open_stream(Network.of(folder), swarm)
@@ -131,9 +131,9 @@ async def test_a_certificate_that_ends_is_out(swarm: Swarm) -> None:
     identities = swarm.identities
     assert identities is not None
     end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=LIFETIME_S)
-    standing = Standing(swarm, identities.folder_of(Role.CLIENT, "short", until=end))
-    await standing.until_open()
-    await standing.until_out(LIFETIME_S + OUT_S)
+    calls = LongCalls(swarm, identities.folder_of(Role.CLIENT, "short", until=end))
+    await calls.until_open()
+    await calls.until_out(LIFETIME_S + OUT_S)
 
 
 @pytest.mark.full
@@ -143,16 +143,16 @@ async def test_who_was_signed_for_by_an_authority_that_went_is_out(swarm: Swarm,
     old, new = identities.authority, Authority()
     rogue = Identities(tmp_path / "rogue", old)
     folder = rogue.folder_of(Role.CLIENT, "rogue")
-    rogue.believe(old, new)
-    identities.believe(old, new)
+    rogue.trust(old, new)
+    identities.trust(old, new)
     await asyncio.sleep(5)
     identities.replace(new)
     await asyncio.sleep(5)
-    standing = Standing(swarm, folder)
-    await standing.until_open()
+    calls = LongCalls(swarm, folder)
+    await calls.until_open()
     async with swarm.connect() as client:
         expected = (await client.generate([1, 2, 3], max_tokens=20, ignore_eos=True)).token_ids
-        identities.believe(new)
-        await standing.until_out()
+        identities.trust(new)
+        await calls.until_out()
         # Those who have new certificates only have to connect again.
         assert (await client.generate([1, 2, 3], max_tokens=20, ignore_eos=True)).token_ids == expected

@@ -90,8 +90,8 @@ async def test_a_claim_that_tokens_do_not_bear_out_gives_no_advantage_under_no_n
         await server.join("0:30")
         server.load.decode_step_seconds = 1e-9 if server is liar else 0.3
         await server.beat()
-    believed = await shares(router, model, 20)
-    assert believed.keys() == {liar.server_id}
+    accepted = await shares(router, model, 20)
+    assert accepted.keys() == {liar.server_id}
     await router.stub.ReportServer(pb.ReportServerRequest(model=model, server_id=liar.server_id, slow=True))
     await liar.beat()
     assert (await shares(router, model)).keys() >= {each.server_id for each in honest}

@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from corolla.sdk.async_client import AsyncClient
 from tests.adversary.strangers import KINDS
-from tests.faults.stand import Stand, standing
+from tests.faults.running_stack import RunningStack, start_stack
 
 pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="module")]
 
@@ -56,11 +56,11 @@ class Listener:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stand(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stand]:
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RunningStack]:
     keys: Path = tmp_path_factory.mktemp("strangers") / "keys"
     await asyncio.to_thread(keys.write_text, f"quiet:{KEY}\n")
-    async with standing("tiny", "0:6", {"COROLLA_API_KEYS_FILE": str(keys)}) as stand:
-        yield stand
+    async with start_stack("tiny", "0:6", {"COROLLA_API_KEYS_FILE": str(keys)}) as stack:
+        yield stack
 
 
 def percentile_s(listeners: list[Listener]) -> float:
@@ -83,16 +83,16 @@ def percentile_s(listeners: list[Listener]) -> float:
     ],
     ids=["client-mixed", "client-bombs", "client-handshakes", "router", "data", "control"],
 )
-async def test_a_crowd_of_strangers_disturbs_nobody(stand: Stand, port: str, kinds: tuple[str, ...]) -> None:
-    (server,) = stand.servers
+async def test_a_crowd_of_strangers_disturbs_nobody(stack: RunningStack, port: str, kinds: tuple[str, ...]) -> None:
+    (server,) = stack.servers
     addresses = {
-        "client": stand.service.address, "router": stand.process("router").address,
+        "client": stack.service.address, "router": stack.process("router").address,
         "data": server.address, "control": server.control_address,
     }  # fmt: skip
-    pid = stand.stack.pid(port if port in ("client", "router") else server.name)
+    pid = stack.local.pid(port if port in ("client", "router") else server.name)
     assert pid is not None
     for _ in range(NUM_TRIES):
-        figures = await disturbed_by(stand, pid, addresses[port], kinds)
+        figures = await disturbed_by(stack, pid, addresses[port], kinds)
         assert figures.num_mib < MOST_MIB
         if figures.disturbed_s < max(2 * figures.usual_s, UNNOTICED_S):
             break
@@ -109,10 +109,10 @@ class Figures:
     disturbed_s: float
 
 
-async def disturbed_by(stand: Stand, pid: int, address: str, kinds: tuple[str, ...]) -> Figures:
+async def disturbed_by(stack: RunningStack, pid: int, address: str, kinds: tuple[str, ...]) -> Figures:
     """Streams go on, and the crowd is cut off."""
     process = psutil.Process(pid)
-    async with AsyncClient(stand.service.address, api_key=KEY) as client:
+    async with AsyncClient(stack.service.address, api_key=KEY) as client:
         listeners = [Listener(client) for _ in range(NUM_STREAMS)]
         listening = [asyncio.create_task(each.listen()) for each in listeners]
         await asyncio.sleep(1)

@@ -16,7 +16,7 @@ def test_modules_are_named_for_their_contents() -> None:
 
 
 def test_no_checkpoint_brings_its_own_code() -> None:
-    trusting = [
+    unguarded = [
         f"{identify(path)}:{node.value.lineno}"
         for path in own_modules(PACKAGE)
         for node in walk(path)
@@ -24,4 +24,4 @@ def test_no_checkpoint_brings_its_own_code() -> None:
         and node.arg == "trust_remote_code"
         and not (isinstance(node.value, ast.Constant) and node.value.value is False)
     ]
-    assert trusting == []
+    assert unguarded == []

@@ -24,8 +24,11 @@ ALLOWED: Final[dict[tuple[str, str], str]] = {
     ("tests/simulation/loop.py", "_scheduled"): "asyncio counts its timers in their handles",
     ("tests/simulation/loop.py", "_context"): "asyncio runs a handle in the context of who made it",
     ("tests/simulation/loop.py", "_run"): "asyncio has no other way to run a handle",
-    ("tests/unit/models/test_pieces.py", "_keep_in_fp32_modules"): "transformers tells nowhere else what stays float32",
-    ("tests/unit/models/test_pieces.py", "_keep_in_fp32_modules_strict"): "and in bfloat16, too",
+    (
+        "tests/unit/models/test_chunked_reads.py",
+        "_keep_in_fp32_modules",
+    ): "transformers tells nowhere else what stays float32",
+    ("tests/unit/models/test_chunked_reads.py", "_keep_in_fp32_modules_strict"): "and in bfloat16, too",
 }
 _BY_NAME: Final = frozenset({"setattr", "getattr", "hasattr", "delattr", "setitem", "object", "patch", "attrgetter"})
 """Calls that get an attribute's name as a string: of Python, of pytest's monkeypatch and of unittest.mock."""

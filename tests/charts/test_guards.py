@@ -1,4 +1,4 @@
-"""Each door of the chart asks callers who they are, unless its values say on purpose that it need not."""
+"""Each port of the chart asks callers who they are, unless its values say on purpose that it need not."""
 
 from typing import Final
 

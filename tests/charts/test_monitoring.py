@@ -163,7 +163,7 @@ NEVER_RARE: Final = {
 def test_rare_counters_begin_at_zero() -> None:
     """`rate` and `increase` see a series grow, not begin: the first recovery would not count."""
     servers, clients, routers = (CollectorRegistry() for _ in range(3))
-    BlockServerMetrics(servers).book_breaches.labels("pages")  # by the housekeeping as it is built
+    BlockServerMetrics(servers).invariant_violations.labels("pages")  # created with the PeriodicTasks
     RpcMetrics(servers)
     TaskMetrics(servers).restarts.labels("turn_lock")  # by each task as it starts
     ClientMetrics(clients)

@@ -33,11 +33,11 @@ from tests.faults.kill import kill
 from tests.faults.library import library
 from tests.faults.pauses import PAUSES
 from tests.faults.places import places
+from tests.faults.running_stack import TINY_SPANS, RunningStack, start_stack
 from tests.faults.soak import soak
-from tests.faults.stand import TINY_SPANS, Stand, standing
 from tests.faults.tasks import tasks
 
-Row = Callable[[Stand, random.Random, range], Awaitable[int]]
+Row = Callable[[RunningStack, random.Random, range], Awaitable[int]]
 
 # What breaks, how often it is broken, how often a run of the gate breaks it, and what that is.
 ROWS: dict[str, tuple[Row, int, int, str]] = {
@@ -75,7 +75,7 @@ async def run_together(
 ) -> int:
     """Does rows that need the same settings, one after the other, on one stack. Returns the exit status."""
     status, is_secure = 0, rows[0] not in _IN_THE_CLEAR
-    async with standing(model, spans, _SETTINGS.get(rows[0]), outage_s=outage_s, is_secure=is_secure) as stand:
+    async with start_stack(model, spans, _SETTINGS.get(rows[0]), outage_s=outage_s, is_secure=is_secure) as stack:
         # The callers are here: what was imported took the collector half a second, in which no token could arrive.
         settle()
         for row in rows:
@@ -83,7 +83,7 @@ async def run_together(
             say(f"==> {what}: {len(runs)} runs from number {runs.start} on {model} as {spans}, seed {seed}")
             # Each row draws its own questions: servers still hold pages of the questions of the row before.
             with PAUSES.watched():
-                row_status = await work(stand, random.Random(f"{row} {seed}"), runs)
+                row_status = await work(stack, random.Random(f"{row} {seed}"), runs)
             status |= row_status
             say(f"{row} ended with {row_status} after {time.monotonic() - started_s:.0f} s\n")
     return status

@@ -10,7 +10,7 @@ from corolla.chassis import failpoints
 from corolla.local.processes import ManagedProcess
 from corolla.sdk.async_client import AsyncClient
 from tests.faults.figures import Figures, say
-from tests.faults.stand import Stand
+from tests.faults.running_stack import RunningStack
 from tests.faults.streams import Answer, Question, listen, until_tokens
 
 MAX_STALL_S = 3.0
@@ -21,13 +21,13 @@ _MOST_TRIES = 5
 _PLACES = ("before_commit", "after_commit")
 
 
-async def client_service(stand: Stand, rng: random.Random, runs: range) -> int:
+async def client_service(stack: RunningStack, rng: random.Random, runs: range) -> int:
     """Each run has 1 to 4 streams, of which half are turns of sessions; the two services die in turn.
 
     Every third one dies as it writes a turn back.
     """
     figures = Figures()
-    services = [stand.service, await stand.add_service()]
+    services = [stack.service, await stack.add_service()]
     for number in runs:
         figures.num_runs += 1
         victim, other = services[number % 2], services[1 - number % 2]
@@ -35,33 +35,38 @@ async def client_service(stand: Stand, rng: random.Random, runs: range) -> int:
         num_hit = 0
         # All answers of a caller that is behind may have left the service before it dies.
         for _ in range(_MOST_TRIES):
-            if num_hit := await _lose(stand, rng, figures, victim, other, dies_at):
+            if num_hit := await _lose(stack, rng, figures, victim, other, dies_at):
                 break
         figures.check(num_hit > 0, "no stream was hit")
     return figures.conclude(MAX_STALL_S)
 
 
 async def _lose(
-    stand: Stand, rng: random.Random, figures: Figures, victim: ManagedProcess, other: ManagedProcess, dies_at: str
+    stack: RunningStack,
+    rng: random.Random,
+    figures: Figures,
+    victim: ManagedProcess,
+    other: ManagedProcess,
+    dies_at: str,
 ) -> int:
     """The victim dies and comes back. Returns how many streams were hit."""
     async with AsyncClient(victim.address) as first, AsyncClient(other.address) as second:
         if dies_at:
-            stand.kill(victim)
-            await stand.until_gone(victim)
-            stand.stack.launch(victim, {failpoints.VARIABLE: dies_at})
-            await stand.until_serving(victim)
-        num_hit = await _run(stand, rng, figures, victim.name, dies_at, first, second)
-    await stand.until_gone(victim)
-    stand.stack.launch(victim)
-    await stand.until_serving(victim)
+            stack.kill(victim)
+            await stack.until_gone(victim)
+            stack.local.launch(victim, {failpoints.VARIABLE: dies_at})
+            await stack.until_serving(victim)
+        num_hit = await _run(stack, rng, figures, victim.name, dies_at, first, second)
+    await stack.until_gone(victim)
+    stack.local.launch(victim)
+    await stack.until_serving(victim)
     # What hops hold of a turn that went on elsewhere makes room for others, and ends with its lease.
-    await stand.until_whole(is_idle=False)
+    await stack.until_whole(is_idle=False)
     return num_hit
 
 
 async def _run(
-    stand: Stand,
+    stack: RunningStack,
     rng: random.Random,
     figures: Figures,
     victim: str,
@@ -82,7 +87,7 @@ async def _run(
         last = questions[0].max_tokens - _TOKENS_UNDER_WAY
         await until_tokens(answers[0], rng.randint(1, last), tasks[0])
         killed_s = time.monotonic()
-        stand.stack.kill(victim)
+        stack.local.kill(victim)
     await asyncio.gather(*tasks)
     broken = [(answer, place) for answer, place in zip(answers, places, strict=True) if answer.failure is not None]
     # What the caller has it either sends along, or only counts.

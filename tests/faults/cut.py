@@ -16,7 +16,7 @@ from corolla.local.processes import LOOPBACK, ManagedProcess
 from tests.faults.figures import Figures, say
 from tests.faults.long_answers import LongAnswers, LongRepertoire
 from tests.faults.pauses import PAUSES
-from tests.faults.stand import Stand
+from tests.faults.running_stack import RunningStack
 from tests.faults.streams import Answer, Question, listen
 from tests.faults.wires import Wires
 from tests.integration.waiting import until
@@ -39,11 +39,11 @@ class _Edge:
     is_of_chain: bool
 
 
-async def cut(stand: Stand, rng: random.Random, runs: range) -> int:
+async def cut(stack: RunningStack, rng: random.Random, runs: range) -> int:
     """Each run has two streams that outlast the cut of one wire, the first hop's, the next one's..."""
     figures = Figures()
-    async with _relayed(stand) as wires:
-        repertoire = LongRepertoire(stand, rng)
+    async with _relayed(stack) as wires:
+        repertoire = LongRepertoire(stack, rng)
         for number in runs:
             figures.num_runs += 1
             edge_number, direction = divmod(number, len(_DIRECTIONS))
@@ -59,13 +59,13 @@ async def _run(
     edge_number: int,
     direction: str,
 ) -> None:
-    stand = repertoire.stand
+    stack = repertoire.stack
     answers = await LongAnswers.begin(repertoire, rng)
-    edges = _edges(stand.service, [await stand.busiest(span) for span in stand.spans])
+    edges = _edges(stack.service, [await stack.busiest(span) for span in stack.spans])
     edge = edges[edge_number % len(edges)]
     wire = wires[edge.target]
-    recoveries_before = await stand.metric("corolla_session_recoveries_total")
-    source = stand.stack.pid(edge.source) or 0
+    recoveries_before = await stack.metric("corolla_session_recoveries_total")
+    source = stack.local.pid(edge.source) or 0
 
     async def is_connected() -> bool:
         return wire.is_connected(source)
@@ -78,19 +78,19 @@ async def _run(
     await PAUSES.sleep(_CUT_S)
     if not edge.is_of_chain:
         newcomer = Answer(Question.draw(rng, 4, 16))
-        await listen(stand.client, newcomer)
+        await listen(stack.client, newcomer)
         figures.check(newcomer.failure is None, f"a new answer did not begin: {newcomer.failure}")
     figures.check(wire.num_held > 0, "the cut held nothing up")
     wire.restore()
     num_tokens = await answers.end(figures)
-    num_recoveries = await stand.metric("corolla_session_recoveries_total") - recoveries_before
+    num_recoveries = await stack.metric("corolla_session_recoveries_total") - recoveries_before
     if not edge.is_of_chain:
         # A process that got no processor time was silent, too.
         were_silent = PAUSES.num_seconds(cut_s) > _SILENT_S
         are_none = num_recoveries == 0 or were_silent
         figures.check(are_none, f"{num_recoveries:.0f} recoveries, though the chain was whole")
     # Between hops only signs of life come back.
-    elif edge.source == stand.service.name or direction != "out":
+    elif edge.source == stack.service.name or direction != "out":
         figures.check(num_recoveries > 0, "the cut was not noticed")
     await answers.compare(figures)
     stalls = answers.longest_waits_s(cut_s)
@@ -110,30 +110,30 @@ def _edges(service: ManagedProcess, hops: Sequence[ManagedProcess]) -> list[_Edg
 
 
 @asynccontextmanager
-async def _relayed(stand: Stand) -> AsyncIterator[dict[str, Wires]]:
+async def _relayed(stack: RunningStack) -> AsyncIterator[dict[str, Wires]]:
     """All but Redis started again, each with the addresses of relays. Returns the relays by their servers."""
     wires: dict[str, Wires] = {}
-    stack = stand.stack
-    router = stand.process("router")
+    local = stack.local
+    router = stack.process("router")
     relayed_router = _relayed_address(router.address)
     try:
-        for process in (stand.service, *stand.servers, router):
-            stand.kill(process)
-            await stand.until_gone(process)
-        for process in (router, *stand.servers):
+        for process in (stack.service, *stack.servers, router):
+            stack.kill(process)
+            await stack.until_gone(process)
+        for process in (router, *stack.servers):
             wires[process.name] = Wires(_RELAYED_HOST, LOOPBACK, int(process.address.rpartition(":")[2]))
-        wires["redis"] = Wires(_RELAYED_HOST, LOOPBACK, urlsplit(stack.redis_url).port or 0)
+        wires["redis"] = Wires(_RELAYED_HOST, LOOPBACK, urlsplit(local.redis_url).port or 0)
         for each in wires.values():
             await each.start()
-        stack.launch(router, {"COROLLA_REDIS_URL": stack.redis_url.replace(LOOPBACK, _RELAYED_HOST)})
-        for server in stand.servers:
+        local.launch(router, {"COROLLA_REDIS_URL": local.redis_url.replace(LOOPBACK, _RELAYED_HOST)})
+        for server in stack.servers:
             arguments = _with_option(server.arguments, "--advertised-host", _RELAYED_HOST)
             arguments = _with_option(arguments, "--router", relayed_router)
-            stack.launch(replace(server, arguments=arguments, address=_relayed_address(server.address)))
-        arguments = _with_option(stand.service.arguments, "--router", relayed_router)
-        stack.launch(replace(stand.service, arguments=arguments))
-        await stand.until_serving(stand.service)
-        await stand.until_whole()
+            local.launch(replace(server, arguments=arguments, address=_relayed_address(server.address)))
+        arguments = _with_option(stack.service.arguments, "--router", relayed_router)
+        local.launch(replace(stack.service, arguments=arguments))
+        await stack.until_serving(stack.service)
+        await stack.until_whole()
         yield wires
     finally:
         for each in wires.values():

@@ -22,7 +22,7 @@ from corolla.chassis.errors import CorollaError
 from corolla.local.processes import ManagedProcess
 from corolla.sdk.results import FinishReason
 from tests.faults.figures import Figures, say
-from tests.faults.stand import Stand
+from tests.faults.running_stack import RunningStack
 from tests.faults.streams import longest_wait_s
 from tests.integration.metrics import sample
 from tests.json_schemas import SUITE, made_schemas
@@ -53,8 +53,8 @@ _NOTHING: Final = {"type": "object", "maxProperties": 0}
 _REFERRING: Final = ('"$ref"', '"$dynamicRef"', '"$id"', '"$anchor"', '"$dynamicAnchor"')
 
 
-class Door(StrEnum):
-    """How an answer is asked for."""
+class Interface(StrEnum):
+    """The interface through which an answer is requested."""
 
     GRPC = "gRPC"
     HTTP = "HTTP"
@@ -71,14 +71,14 @@ class Wanted:
     """
 
     number: int
-    door: Door
+    interface: Interface
     sampling: tuple[tuple[str, Any], ...]
     speculation: str
 
     @property
     def undisturbed(self) -> "Wanted":
         """Draft tokens change nothing."""
-        return Wanted(self.number, self.door, self.sampling, "off")
+        return Wanted(self.number, self.interface, self.sampling, "off")
 
 
 @dataclass(slots=True)
@@ -119,12 +119,12 @@ class Asker:
         schemas: by their numbers, less one.
     """
 
-    def __init__(self, stand: Stand, http: httpx2.AsyncClient, schemas: Sequence[dict[str, Any]]) -> None:
-        self._client = stand.client
+    def __init__(self, stack: RunningStack, http: httpx2.AsyncClient, schemas: Sequence[dict[str, Any]]) -> None:
+        self._client = stack.client
         self._http = http
         self._schemas = schemas
         # A random model would seldom end what a schema leaves open.
-        tokenizer = AutoTokenizer.from_pretrained(stand.stack.options.model, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(stack.local.options.model, local_files_only=True)
         closing = [tokenizer.eos_token_id, *(tokenizer.convert_tokens_to_ids(mark) for mark in '"}]')]
         self._bias = dict.fromkeys(closing, _CLOSING_BIAS)
 
@@ -135,23 +135,23 @@ class Asker:
             samplings: list[tuple[tuple[str, Any], ...]] = [(), (("temperature", 1.0), ("seed", number))]
             for sampling in samplings:
                 for mode in modes:
-                    yield Wanted(number, Door.GRPC, sampling, mode)
-            yield Wanted(number, Door.HTTP, samplings[number % 2], modes[number // 2 % 2])
+                    yield Wanted(number, Interface.GRPC, sampling, mode)
+            yield Wanted(number, Interface.HTTP, samplings[number % 2], modes[number // 2 % 2])
             if _can_be_a_property(schema):
-                yield Wanted(number, Door.TOOL, samplings[1 - number % 2], modes[1 - number // 2 % 2])
+                yield Wanted(number, Interface.TOOL, samplings[1 - number % 2], modes[1 - number // 2 % 2])
 
     def check(self, wanted: Wanted, heard: Heard) -> None:
         """Raises ValueError or ValidationError: a whole answer is not of its form."""
         if heard.is_whole:
             schema = self._schemas[wanted.number - 1]
-            if wanted.door is Door.TOOL:
+            if wanted.interface is Interface.TOOL:
                 schema = _NOTHING if heard.tool == _OTHER_TOOL else _arguments_of(schema)
             jsonschema.validate(json.loads(heard.text), schema)
 
     async def listen(self, wanted: Wanted, heard: Heard) -> None:
         """Fills `heard` as the answer comes."""
         try:
-            if wanted.door is Door.GRPC:
+            if wanted.interface is Interface.GRPC:
                 await self._stream(wanted, heard)
             else:
                 await self._events(wanted, heard)
@@ -195,7 +195,7 @@ class Asker:
             "stream_options": {"include_usage": True},
             **dict(wanted.sampling),
         }
-        if wanted.door is Door.HTTP:
+        if wanted.interface is Interface.HTTP:
             return {**body, "response_format": _format(schema)}
         function = {"name": _TOOL, "parameters": _arguments_of(schema), "strict": True}
         other = {"type": "function", "function": {"name": _OTHER_TOOL}}
@@ -208,20 +208,20 @@ class Asker:
         }
 
 
-async def forms(stand: Stand, rng: random.Random, runs: range) -> int:
+async def forms(stack: RunningStack, rng: random.Random, runs: range) -> int:
     """Each run has a number of schemas: every answer of them is asked for, many at a time, and loses each hop once."""
     figures = Figures()
     limits = httpx2.Limits(max_connections=_AT_A_TIME)
-    async with httpx2.AsyncClient(base_url=f"http://{stand.stack.http_address}", timeout=120, limits=limits) as http:
-        asker = Asker(stand, http, _chosen(runs))
-        row = _Row(stand, rng, figures, asker)
+    async with httpx2.AsyncClient(base_url=f"http://{stack.local.http_address}", timeout=120, limits=limits) as http:
+        asker = Asker(stack, http, _chosen(runs))
+        row = _Row(stack, rng, figures, asker)
         num_answers = len(row.wanted)
         await row.ask_undisturbed()
-        num_hit = sum([await row.lose(span) for span in stand.spans])
+        num_hit = sum([await row.lose(span) for span in stack.spans])
     num_whole, num_expected = sum(each.is_whole for each in row.expected.values()), len(row.expected)
     figures.num_runs = len(runs)
     figures.check(num_whole >= LEAST_WHOLE * num_expected, f"only {num_whole} of {num_expected} answers were whole")
-    num_hits = num_answers * len(stand.spans)
+    num_hits = num_answers * len(stack.spans)
     figures.check(num_hit >= LEAST_HIT * num_hits, f"only {num_hit} of {num_hits} answers lost their hop")
     say(f"{len(runs)} schemas, {num_expected} undisturbed answers, of which the model ended {num_whole}; "
         f"{num_hit} of {num_hits} answers lost their hop on the way")  # fmt: skip
@@ -243,8 +243,8 @@ class _Row:
         expected: of each the undisturbed answer.
     """
 
-    def __init__(self, stand: Stand, rng: random.Random, figures: Figures, asker: Asker) -> None:
-        self._stand = stand
+    def __init__(self, stack: RunningStack, rng: random.Random, figures: Figures, asker: Asker) -> None:
+        self._stack = stack
         self._rng = rng
         self._figures = figures
         self._asker = asker
@@ -279,7 +279,7 @@ class _Row:
     async def _lose_one(self, batch: Sequence[Wanted], span: str, share: float, *, is_slowed: bool) -> list[Wanted]:
         """A server of the span dies when this share of all tokens has come. Returns the answers that were not hit."""
         # The last hops have read the grammars then, and a server that had most to do will have so again.
-        servers = [server for server in self._stand.servers if server.blocks == span]
+        servers = [server for server in self._stack.servers if server.blocks == span]
         before = [await _num_tokens(server) for server in servers]
         for each, heard in zip(batch, await self._heard(batch), strict=True):
             self._check(each, heard)
@@ -287,18 +287,18 @@ class _Row:
         victim = servers[done.index(max(done))]
         num_tokens = max(1, round(share * sum(map(self._length, batch))))
         answers = [Heard() for _ in batch]
-        with self._stand.slowed(victim) if is_slowed else contextlib.nullcontext():
+        with self._stack.slowed(victim) if is_slowed else contextlib.nullcontext():
             asking = asyncio.gather(*map(self._asker.listen, batch, answers))
             while sum(len(each.token_ids) for each in answers) < num_tokens and not asking.done():  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         killed_s = time.monotonic()
-        self._stand.kill(victim)
+        self._stack.kill(victim)
         await asking
         for each, heard in zip(batch, answers, strict=True):
             self._check(each, heard)
             if heard.num_recoveries:
                 self._figures.stalls_s.append(heard.longest_wait_s(killed_s))
-        await self._stand.restart(victim)
+        await self._stack.restart(victim)
         return [each for each, heard in zip(batch, answers, strict=True) if not heard.num_recoveries]
 
     async def _heard(self, batch: Sequence[Wanted]) -> list[Heard]:

@@ -7,29 +7,29 @@ import time
 
 from tests.faults.figures import Figures, say
 from tests.faults.long_answers import LongAnswers, LongRepertoire
-from tests.faults.stand import Stand
+from tests.faults.running_stack import RunningStack
 
 MAX_STALL_S = 4.0
 
 
-async def freeze(stand: Stand, rng: random.Random, runs: range, frozen_s: float = 10.0) -> int:
+async def freeze(stack: RunningStack, rng: random.Random, runs: range, frozen_s: float = 10.0) -> int:
     """Each run has two streams that outlast the frozen time, and one frozen server."""
-    figures, repertoire = Figures(), LongRepertoire(stand, rng)
+    figures, repertoire = Figures(), LongRepertoire(stack, rng)
     for number in runs:
         figures.num_runs += 1
-        await _run(repertoire, rng, figures, stand.spans[number % len(stand.spans)], frozen_s)
+        await _run(repertoire, rng, figures, stack.spans[number % len(stack.spans)], frozen_s)
     return figures.conclude(MAX_STALL_S)
 
 
 async def _run(repertoire: LongRepertoire, rng: random.Random, figures: Figures, span: str, frozen_s: float) -> None:
-    stand = repertoire.stand
+    stack = repertoire.stack
     answers = await LongAnswers.begin(repertoire, rng)
-    victim = await stand.busiest(span)
-    num_hit = (await stand.status(victim)).num_sessions
+    victim = await stack.busiest(span)
+    num_hit = (await stack.status(victim)).num_sessions
     frozen_at_s = time.monotonic()
-    stand.kill(victim, signal.SIGSTOP)
+    stack.kill(victim, signal.SIGSTOP)
     await asyncio.sleep(frozen_s)
-    stand.kill(victim, signal.SIGCONT)
+    stack.kill(victim, signal.SIGCONT)
     num_tokens = await answers.end(figures)
     waits = sorted(answers.longest_waits_s(frozen_at_s), reverse=True)[:num_hit]
     figures.stalls_s += waits

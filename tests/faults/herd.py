@@ -5,7 +5,7 @@ import random
 import time
 
 from tests.faults.figures import Figures, say
-from tests.faults.stand import Stand
+from tests.faults.running_stack import RunningStack
 from tests.faults.streams import Answer, Question, Repertoire, listen, until_tokens
 
 NUM_SESSIONS = 64
@@ -14,21 +14,21 @@ _MAX_TOKENS = 160
 _NUM_QUESTIONS = 8
 
 
-async def herd(stand: Stand, rng: random.Random, runs: range) -> int:
+async def herd(stack: RunningStack, rng: random.Random, runs: range) -> int:
     """Each run has 64 streams, and the busier server of a span is killed in their midst."""
     figures = Figures()
-    repertoire = Repertoire(stand.client)
+    repertoire = Repertoire(stack.client)
     questions = [Question.draw(rng, rng.randint(1, 20), _MAX_TOKENS) for _ in range(_NUM_QUESTIONS)]
     await repertoire.undisturbed(questions)
     for number in runs:
         figures.num_runs += 1
-        span = stand.spans[number % len(stand.spans)]
-        await _run(stand, rng, figures, repertoire, [rng.choice(questions) for _ in range(NUM_SESSIONS)], span)
+        span = stack.spans[number % len(stack.spans)]
+        await _run(stack, rng, figures, repertoire, [rng.choice(questions) for _ in range(NUM_SESSIONS)], span)
     return figures.conclude(MAX_STALL_S)
 
 
 async def _run(
-    stand: Stand,
+    stack: RunningStack,
     rng: random.Random,
     figures: Figures,
     repertoire: Repertoire,
@@ -37,14 +37,14 @@ async def _run(
 ) -> None:
     undisturbed = await repertoire.undisturbed(questions)
     answers = [Answer(question) for question in questions]
-    recomputed_before = await stand.metric("corolla_recomputed_tokens_total")
-    tasks = [asyncio.create_task(listen(stand.client, answer)) for answer in answers]
+    recomputed_before = await stack.metric("corolla_recomputed_tokens_total")
+    tasks = [asyncio.create_task(listen(stack.client, answer)) for answer in answers]
     await asyncio.gather(*(until_tokens(answer, 8, task) for answer, task in zip(answers, tasks, strict=True)))
     await until_tokens(answers[0], rng.randint(8, _MAX_TOKENS // 2), tasks[0])
-    victim = await stand.busiest(span)
-    num_hit = (await stand.status(victim)).num_sessions
+    victim = await stack.busiest(span)
+    num_hit = (await stack.status(victim)).num_sessions
     killed_s = time.monotonic()
-    stand.kill(victim)
+    stack.kill(victim)
     await asyncio.gather(*tasks)
     for answer, expected in zip(answers, undisturbed, strict=True):
         figures.check(answer.failure is None, f"the caller got {type(answer.failure).__name__}: {answer.failure}")
@@ -54,12 +54,12 @@ async def _run(
     figures.check(
         all(answer.usage.recoveries == 1 for answer in hit if answer.usage is not None), "a stream recovered twice"
     )
-    survivors = [server for server in stand.servers if server.name != victim.name]
-    alive = [stand.stack.pid(server.name) is not None for server in survivors]
+    survivors = [server for server in stack.servers if server.name != victim.name]
+    alive = [stack.local.pid(server.name) is not None for server in survivors]
     figures.check(all(alive), "another server died, too")
     stalls = [answer.longest_wait_s(killed_s) for answer in hit]
     figures.stalls_s += stalls
-    num_recomputed = await stand.metric("corolla_recomputed_tokens_total") - recomputed_before
+    num_recomputed = await stack.metric("corolla_recomputed_tokens_total") - recomputed_before
     say(f"run {figures.num_runs}: server of {span} killed with {num_hit} of {NUM_SESSIONS} sessions; {len(hit)} "
         f"recovered, {num_recomputed:.0f} tokens recomputed, longest stall {max(stalls, default=0):.2f} s")  # fmt: skip
-    await stand.restart(victim)
+    await stack.restart(victim)

@@ -8,51 +8,51 @@ import random
 import time
 
 from tests.faults.figures import Figures, say
-from tests.faults.stand import Stand
+from tests.faults.running_stack import RunningStack
 from tests.faults.streams import Answer, Repertoire, listen, until_tokens
 
 MAX_STALL_S = 2.0
 CONTEXT_TOKENS = 256
 
 
-async def kill(stand: Stand, rng: random.Random, runs: range, max_streams: int = 4) -> int:
+async def kill(stack: RunningStack, rng: random.Random, runs: range, max_streams: int = 4) -> int:
     """Each run has 1 to `max_streams` streams of up to 256 tokens of context, and one killed server."""
     figures = Figures()
-    repertoire = Repertoire(stand.client)
+    repertoire = Repertoire(stack.client)
     for number in runs:
         figures.num_runs += 1
-        await _run(stand, rng, figures, repertoire, number % len(stand.spans), max_streams)
+        await _run(stack, rng, figures, repertoire, number % len(stack.spans), max_streams)
     return figures.conclude(MAX_STALL_S)
 
 
 async def _run(
-    stand: Stand, rng: random.Random, figures: Figures, repertoire: Repertoire, lost_hop: int, max_streams: int
+    stack: RunningStack, rng: random.Random, figures: Figures, repertoire: Repertoire, lost_hop: int, max_streams: int
 ) -> None:
-    span = stand.spans[lost_hop]
+    span = stack.spans[lost_hop]
     questions = [
         repertoire.draw(rng, rng.randint(1, 20), rng.randint(96, 128)) for _ in range(rng.randint(1, max_streams))
     ]
     undisturbed = await repertoire.undisturbed(questions)
-    counted_before = await _counted(stand)
+    counted_before = await _counted(stack)
     answers = [Answer(question) for question in questions]
-    tasks = [asyncio.create_task(listen(stand.client, answer)) for answer in answers]
+    tasks = [asyncio.create_task(listen(stack.client, answer)) for answer in answers]
     watched = rng.randrange(len(answers))
     await until_tokens(answers[watched], at := rng.randint(0, questions[watched].max_tokens - 8), tasks[watched])
-    victims = [await stand.busiest(span)]
+    victims = [await stack.busiest(span)]
     if rng.random() < 0.25:
-        victims.append(await stand.busiest(rng.choice([other for other in stand.spans if other != span])))
+        victims.append(await stack.busiest(rng.choice([other for other in stack.spans if other != span])))
     # What is not open yet is counted nowhere, and may be hit all the same.
     num_hit = len(victims) * len(answers)
     if all(answer.token_ids for answer in answers):
-        num_hit = sum([(await stand.status(victim)).num_sessions for victim in victims])
+        num_hit = sum([(await stack.status(victim)).num_sessions for victim in victims])
     pause_s = rng.choice((0.0, rng.uniform(0, 0.1)))
     killed_s = time.monotonic()
     for number, victim in enumerate(victims):
         await asyncio.sleep(number * pause_s)
-        stand.kill(victim)
+        stack.kill(victim)
     await asyncio.gather(*tasks)
     num_recoveries, num_by_outputs, num_recomputed = (
-        after - before for after, before in zip(await _counted(stand), counted_before, strict=True)
+        after - before for after, before in zip(await _counted(stack), counted_before, strict=True)
     )
     hit = [answer for answer in answers if answer.usage is not None and answer.usage.recoveries]
     for answer, expected in zip(answers, undisturbed, strict=True):
@@ -73,13 +73,13 @@ async def _run(
     blocks = " and ".join(victim.blocks for victim in victims)
     say(f"run {figures.num_runs}: {len(answers)} streams, server of {blocks} killed at token {at}; "
         f"{len(hit)} recovered, longest stall {max(stalls, default=0):.2f} s")  # fmt: skip
-    await stand.restart(*victims)
+    await stack.restart(*victims)
 
 
-async def _counted(stand: Stand) -> tuple[float, float, float]:
+async def _counted(stack: RunningStack) -> tuple[float, float, float]:
     """Recoveries so far, those among them by boundary activations alone, and the tokens computed again."""
     return (
-        await stand.metric("corolla_session_recoveries_total"),
-        await stand.metric("corolla_session_recoveries_total", method="outputs"),
-        await stand.metric("corolla_recomputed_tokens_total"),
+        await stack.metric("corolla_session_recoveries_total"),
+        await stack.metric("corolla_session_recoveries_total", method="outputs"),
+        await stack.metric("corolla_recomputed_tokens_total"),
     )

@@ -19,7 +19,7 @@ from corolla.hf import AutoDistributedModelForCausalLM
 from corolla.local.processes import ManagedProcess
 from corolla.models.loading import LOADING
 from tests.faults.figures import Figures, say
-from tests.faults.stand import Stand
+from tests.faults.running_stack import RunningStack
 
 _PROMPTED = "trained prompts for each block"
 _REMOTE_EDGES = "remote edges"
@@ -64,15 +64,15 @@ class _InTokens(_Countdown, StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-async def library(stand: Stand, rng: random.Random, runs: range) -> int:
+async def library(stack: RunningStack, rng: random.Random, runs: range) -> int:
     """Each way of generating in turn, each hop in turn."""
     figures = Figures()
-    folder = stand.stack.options.model
-    unsplit, with_local_edges, with_remote_edges = await asyncio.to_thread(_load, folder, stand.stack.router_address)
+    folder = stack.local.options.model
+    unsplit, with_local_edges, with_remote_edges = await asyncio.to_thread(_load, folder, stack.local.router_address)
     for number in runs:
         figures.num_runs += 1
         way = list(_WAYS)[number % len(_WAYS)]
-        span = stand.spans[number // len(_WAYS) % len(stand.spans)]
+        span = stack.spans[number // len(_WAYS) % len(stack.spans)]
         num_rows, options = _WAYS[way]
         prompt = torch.tensor([[rng.randrange(4, 256) for _ in range(12)] for _ in range(num_rows)])
         step = rng.randrange(_MAX_NEW_TOKENS // 4)
@@ -82,8 +82,8 @@ async def library(stand: Stand, rng: random.Random, runs: range) -> int:
         def kill(
             span: str = span, loop: asyncio.AbstractEventLoop = loop, victims: list[ManagedProcess] = victims
         ) -> None:
-            victims.append(asyncio.run_coroutine_threadsafe(stand.busiest(span), loop).result())
-            stand.kill(victims[0])
+            victims.append(asyncio.run_coroutine_threadsafe(stack.busiest(span), loop).result())
+            stack.kill(victims[0])
 
         # No end token: each answer has all its tokens.
         options = {**options, "max_new_tokens": _MAX_NEW_TOKENS, "eos_token_id": None, "pad_token_id": 0}
@@ -104,7 +104,7 @@ async def library(stand: Stand, rng: random.Random, runs: range) -> int:
             figures.check(False, f"{way}: the caller got {type(failure).__name__}: {failure}")
         say(f"run {figures.num_runs}: {way}, server of {span} killed at step {step}")
         for victim in victims:
-            await stand.restart(victim)
+            await stack.restart(victim)
     return figures.conclude(0.0)
 
 

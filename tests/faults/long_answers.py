@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final, Self
 
 from tests.faults.figures import Figures
-from tests.faults.stand import Stand
+from tests.faults.running_stack import RunningStack
 from tests.faults.streams import Answer, Question, listen, until_tokens
 
 _MAX_TOKENS: Final = 7000
@@ -19,8 +19,8 @@ _GIVE_UP_S: Final = 30.0
 class LongRepertoire:
     """Questions that are asked again and again, and of each the longest undisturbed answer so far."""
 
-    def __init__(self, stand: Stand, rng: random.Random) -> None:
-        self.stand = stand
+    def __init__(self, stack: RunningStack, rng: random.Random) -> None:
+        self.stack = stack
         self._undisturbed = {Question.draw(rng, 4, _MAX_TOKENS): list[int]() for _ in range(_NUM_QUESTIONS)}
 
     def draw(self, rng: random.Random, num_questions: int) -> list[Question]:
@@ -32,7 +32,7 @@ class LongRepertoire:
             # This answer is longer than needed, so that it also serves later ones with a few tokens more.
             longer = Question(question.prompt, min(_MAX_TOKENS, num_tokens * 5 // 4), question.options)
             answer = Answer(longer)
-            await listen(self.stand.client, answer)
+            await listen(self.stack.client, answer)
             self._undisturbed[question] = answer.token_ids
         return self._undisturbed[question][:num_tokens]
 
@@ -43,7 +43,7 @@ class LongAnswers:
     def __init__(self, repertoire: LongRepertoire, rng: random.Random) -> None:
         self._repertoire = repertoire
         self._answers = [Answer(question) for question in repertoire.draw(rng, 2)]
-        self._tasks = [asyncio.create_task(listen(repertoire.stand.client, answer)) for answer in self._answers]
+        self._tasks = [asyncio.create_task(listen(repertoire.stack.client, answer)) for answer in self._answers]
 
     @classmethod
     async def begin(cls, repertoire: LongRepertoire, rng: random.Random) -> Self:
@@ -77,7 +77,7 @@ class LongAnswers:
 
     async def compare(self, figures: Figures) -> None:
         """Compares with undisturbed answers of the same lengths, once the stack is whole."""
-        await self._repertoire.stand.until_whole()
+        await self._repertoire.stack.until_whole()
         for answer in self._answers:
             expected = await self._repertoire.undisturbed(answer.question, len(answer.token_ids))
             figures.check(answer.failure is None, f"the caller got {type(answer.failure).__name__}: {answer.failure}")

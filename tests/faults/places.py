@@ -9,7 +9,7 @@ from typing import get_args
 from corolla.chassis import failpoints
 from corolla.local.processes import ManagedProcess
 from tests.faults.figures import Figures, say
-from tests.faults.stand import Stand
+from tests.faults.running_stack import RunningStack
 from tests.faults.streams import Answer, Question, Repertoire, listen
 
 MAX_STALL_S = 2.0
@@ -20,23 +20,23 @@ _GIVE_UP_S = 60.0
 PLACES = [place for place in get_args(failpoints.Place) if "commit" not in place]
 
 
-async def places(stand: Stand, rng: random.Random, runs: range) -> int:
+async def places(stack: RunningStack, rng: random.Random, runs: range) -> int:
     """In each run streams follow each other until a server has died at the next place."""
     figures = Figures()
     questions = [Question.draw(rng, rng.randint(1, 20), rng.randint(32, 96)) for _ in range(_NUM_QUESTIONS)]
-    repertoire = Repertoire(stand.client)
+    repertoire = Repertoire(stack.client)
     await repertoire.undisturbed(questions)
     for number in runs:
         figures.num_runs += 1
         round_number, place_number = divmod(number, len(PLACES))
-        span = stand.spans[(round_number + place_number) % len(stand.spans)]
-        victim = rng.choice([server for server in stand.servers if server.blocks == span])
-        await _run(stand, rng, figures, repertoire, questions, victim, PLACES[place_number])
+        span = stack.spans[(round_number + place_number) % len(stack.spans)]
+        victim = rng.choice([server for server in stack.servers if server.blocks == span])
+        await _run(stack, rng, figures, repertoire, questions, victim, PLACES[place_number])
     return figures.conclude(MAX_STALL_S)
 
 
 async def _run(
-    stand: Stand,
+    stack: RunningStack,
     rng: random.Random,
     figures: Figures,
     repertoire: Repertoire,
@@ -45,24 +45,24 @@ async def _run(
     place: str,
 ) -> None:
     count = rng.randint(1, 40) if place.endswith(("forward", "send")) else rng.randint(1, 3)
-    stand.kill(victim)
-    await stand.until_gone(victim)
-    stand.stack.launch(victim, {failpoints.VARIABLE: f"{place}:{1 if 'deregister' in place else count}"})
-    await stand.until_started(victim)
+    stack.kill(victim)
+    await stack.until_gone(victim)
+    stack.local.launch(victim, {failpoints.VARIABLE: f"{place}:{1 if 'deregister' in place else count}"})
+    await stack.until_started(victim)
     started_s = time.monotonic()
     answers: list[Answer] = []
 
     async def ask_on(rng: random.Random) -> None:
-        while stand.stack.pid(victim.name) is not None and time.monotonic() < started_s + _GIVE_UP_S:
+        while stack.local.pid(victim.name) is not None and time.monotonic() < started_s + _GIVE_UP_S:
             answers.append(Answer(rng.choice(questions)))
-            await listen(stand.client, answers[-1])
+            await listen(stack.client, answers[-1])
 
     asking = [asyncio.create_task(ask_on(random.Random(rng.random()))) for _ in range(_NUM_STREAMS)]
     if "deregister" in place:
-        await stand.until_serving(victim)
-        stand.kill(victim, signal.SIGTERM)
+        await stack.until_serving(victim)
+        stack.kill(victim, signal.SIGTERM)
     await asyncio.gather(*asking)
-    figures.check(stand.stack.pid(victim.name) is None, f"the server did not get {place}")
+    figures.check(stack.local.pid(victim.name) is None, f"the server did not get {place}")
     undisturbed = await repertoire.undisturbed([answer.question for answer in answers])
     for answer, expected in zip(answers, undisturbed, strict=True):
         figures.check(answer.failure is None, f"the caller got {type(answer.failure).__name__}: {answer.failure}")
@@ -72,4 +72,4 @@ async def _run(
     figures.stalls_s += stalls
     say(f"run {figures.num_runs}: server of {victim.blocks} died {place.replace('_', ' ')}; {len(answers)} answers, "
         f"{len(hit)} recovered, longest stall {max(stalls, default=0):.2f} s")  # fmt: skip
-    await stand.restart(victim)
+    await stack.restart(victim)

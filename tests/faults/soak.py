@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import psutil
 
 from tests.faults.figures import Figures, say
-from tests.faults.stand import Stand
+from tests.faults.running_stack import RunningStack
 from tests.faults.streams import Answer, Question, Repertoire, listen
 
 MAX_STALL_S = 4.0
@@ -35,10 +35,10 @@ class _Sizes:
     descriptors: list[int] = field(default_factory=list)
 
 
-async def soak(stand: Stand, rng: random.Random, runs: range) -> int:
+async def soak(stack: RunningStack, rng: random.Random, runs: range) -> int:
     """A fault for each run, one every 20 seconds: a server killed or frozen, or callers that leave."""
     figures = Figures()
-    repertoire = Repertoire(stand.client)
+    repertoire = Repertoire(stack.client)
     questions = [Question.draw(rng, rng.randint(1, 20), rng.randint(64, 256)) for _ in range(_NUM_QUESTIONS)]
     began_s = time.monotonic()
     undisturbed = {answer.question: answer for answer in await repertoire.undisturbed(questions)}
@@ -49,14 +49,14 @@ async def soak(stand: Stand, rng: random.Random, runs: range) -> int:
     async def ask_on(rng: random.Random) -> None:
         while not is_over.is_set():
             answers.append(Answer(rng.choice(questions)))
-            await listen(stand.client, answers[-1])
+            await listen(stack.client, answers[-1])
 
     working = [asyncio.create_task(ask_on(random.Random(rng.random()))) for _ in range(_NUM_STREAMS)]
-    working.append(asyncio.create_task(_measure(stand, sizes, is_over)))
+    working.append(asyncio.create_task(_measure(stack, sizes, is_over)))
     for _ in runs:
         figures.num_runs += 1
         began_s = time.monotonic()
-        what = await _break(stand, rng)
+        what = await _break(stack, rng)
         await asyncio.sleep(max(0.0, _FAULT_INTERVAL_S - (time.monotonic() - began_s)))
         done = [each for each in answers if each.usage is not None or each.failure is not None]
         answers[:] = [each for each in answers if each not in done]
@@ -67,7 +67,7 @@ async def soak(stand: Stand, rng: random.Random, runs: range) -> int:
     _check(figures, answers, undisturbed, began_s)
     for name, each in sizes.items():
         _check_sizes(figures, name, each)
-    await stand.until_whole()
+    await stack.until_whole()
     return figures.conclude(MAX_STALL_S)
 
 
@@ -79,23 +79,23 @@ def _check(figures: Figures, answers: Sequence[Answer], undisturbed: dict[Questi
         figures.stalls_s.append(answer.longest_wait_s(since_s))
 
 
-async def _break(stand: Stand, rng: random.Random) -> str:
-    victim = await stand.busiest(rng.choice(stand.spans))
+async def _break(stack: RunningStack, rng: random.Random) -> str:
+    victim = await stack.busiest(rng.choice(stack.spans))
     what = "frozen" if victim.name in _WATCHED else rng.choice(("killed", "frozen"))
     if what == "killed":
-        stand.kill(victim)
-        await stand.until_gone(victim)
-        stand.stack.launch(victim)
+        stack.kill(victim)
+        await stack.until_gone(victim)
+        stack.local.launch(victim)
     else:
-        stand.kill(victim, signal.SIGSTOP)
+        stack.kill(victim, signal.SIGSTOP)
         await asyncio.sleep(_FAULT_INTERVAL_S / 4)
-        stand.kill(victim, signal.SIGCONT)
-    await stand.until_whole(is_idle=False)
+        stack.kill(victim, signal.SIGCONT)
+    await stack.until_whole(is_idle=False)
     return f"server of {victim.blocks} {what}"
 
 
-async def _measure(stand: Stand, sizes: dict[str, _Sizes], is_over: asyncio.Event) -> None:
-    processes = {name: psutil.Process(stand.stack.pid(name)) for name in sizes}
+async def _measure(stack: RunningStack, sizes: dict[str, _Sizes], is_over: asyncio.Event) -> None:
+    processes = {name: psutil.Process(stack.local.pid(name)) for name in sizes}
     while not is_over.is_set():
         for name, process in processes.items():
             sizes[name].rss.append(process.memory_info().rss)

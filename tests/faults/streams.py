@@ -15,7 +15,7 @@ from corolla.chassis.errors import CorollaError
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import Usage
 from tests.faults.pauses import PAUSES
-from tests.faults.stand import shuffled_words
+from tests.faults.running_stack import shuffled_words
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from corolla.sdk.async_client import AsyncClient
 from corolla.wire.network import Network
 from tests.faults.figures import Figures, say
 from tests.faults.pauses import PAUSES
-from tests.faults.stand import NUM_BLOCKS, Stand
+from tests.faults.running_stack import NUM_BLOCKS, RunningStack
 from tests.faults.streams import Answer, Question, Repertoire, listen
 
 MAX_STALL_S = 2.0
@@ -39,7 +39,7 @@ TASKS: Final[dict[EssentialTask, tuple[str, int, int]]] = {
     "moves": ("server", 1, 1),
     "heartbeats": ("server", 6, 16),
     "engine": ("server", 40, 400),
-    "housekeeping": ("server", 2, 5),
+    "periodic_tasks": ("server", 2, 5),
     "placement_statistics": ("router", 10, 60),
     "rebalancing": ("router", 3, 12),
     "placement_feed": ("router", 5, 40),
@@ -48,14 +48,14 @@ TASKS: Final[dict[EssentialTask, tuple[str, int, int]]] = {
 }
 
 
-async def tasks(stand: Stand, rng: random.Random, runs: range) -> int:
+async def tasks(stack: RunningStack, rng: random.Random, runs: range) -> int:
     """In each run streams follow each other until the next essential task has ended its process."""
     missing = set(get_args(EssentialTask)) - TASKS.keys()
     if missing:
         raise LookupError(f"no process is known for {missing}")
     figures = Figures()
     questions = [Question.draw(rng, rng.randint(1, 20), rng.randint(32, 96)) for _ in range(_NUM_QUESTIONS)]
-    second = await stand.add_service()
+    second = await stack.add_service()
     ends_s = []
     with tempfile.TemporaryDirectory(prefix="corolla-faults-") as folder:
         async with AsyncClient(second.address) as other:
@@ -67,7 +67,7 @@ async def tasks(stand: Stand, rng: random.Random, runs: range) -> int:
                 end_s = math.inf
                 for attempt in range(_NUM_TRIES):
                     is_watched = Path(folder, f"watched-{number}-{attempt}")
-                    took_s = await _run(stand, rng, figures, repertoire, questions, task, is_watched, other)
+                    took_s = await _run(stack, rng, figures, repertoire, questions, task, is_watched, other)
                     # A process that lingers does so each time; one that had no processor need not.
                     if (end_s := min(end_s, took_s)) <= MAX_END_S:
                         break
@@ -78,7 +78,7 @@ async def tasks(stand: Stand, rng: random.Random, runs: range) -> int:
 
 
 async def _run(
-    stand: Stand,
+    stack: RunningStack,
     rng: random.Random,
     figures: Figures,
     repertoire: Repertoire,
@@ -88,19 +88,19 @@ async def _run(
     other: AsyncClient,
 ) -> float:
     kind, least, most = TASKS[task]
-    victim = rng.choice(stand.servers) if kind == "server" else stand.process(kind)
-    stand.kill(victim)
-    await stand.until_gone(victim)
+    victim = rng.choice(stack.servers) if kind == "server" else stack.process(kind)
+    stack.kill(victim)
+    await stack.until_gone(victim)
     armed = _without_blocks(victim) if task == "moves" else victim
     when = f"fail:{task}:{rng.randint(least, most)}"
-    stand.stack.launch(armed, {failpoints.VARIABLE: when if task == "moves" else f"{when}@{is_watched}"})
-    await stand.until_started(armed)
+    stack.local.launch(armed, {failpoints.VARIABLE: when if task == "moves" else f"{when}@{is_watched}"})
+    await stack.until_started(armed)
     started_s = time.monotonic()
     asked = AsyncClient(victim.address) if kind == "client" else other
     answers: list[Answer] = []
 
     async def ask_on(rng: random.Random) -> None:
-        while stand.stack.pid(victim.name) is not None and time.monotonic() < started_s + _GIVE_UP_S:
+        while stack.local.pid(victim.name) is not None and time.monotonic() < started_s + _GIVE_UP_S:
             answer, name = Answer(rng.choice(questions)), f"{rng.getrandbits(128):032x}"
             await listen(asked, answer, request_id=name)
             if kind != "client" or answer.failure is None:
@@ -110,14 +110,14 @@ async def _run(
                 await listen(other, answer, request_id=name, resume_from=list(answer.token_ids))
                 answers.append(answer)
 
-    network = Network() if kind == "client" else stand.stack.operator
+    network = Network() if kind == "client" else stack.local.operator
     watching = asyncio.create_task(_statuses(network, victim.rpc_address, is_watched.touch))
-    ending = asyncio.create_task(_seconds_to_end(stand, armed))
+    ending = asyncio.create_task(_seconds_to_end(stack, armed))
     if kind == "client":
-        await stand.until_serving(victim)
+        await stack.until_serving(victim)
     await asyncio.gather(*(ask_on(random.Random(rng.random())) for _ in range(_NUM_STREAMS)))
-    if outlived := stand.stack.pid(victim.name) is not None:
-        stand.kill(victim)
+    if outlived := stack.local.pid(victim.name) is not None:
+        stack.kill(victim)
     figures.check(not outlived, f"the process outlived its task {task}")
     end_s, how = await ending
     figures.check(f"status {EXIT_FAILED}" in how, f"the process {how}")
@@ -133,9 +133,9 @@ async def _run(
         f"longest stall {max(stalls, default=0):.2f} s")  # fmt: skip
     if kind == "client":
         await asked.close()
-    stand.stack.launch(victim)
-    await stand.until_serving(victim)
-    await stand.until_whole(is_idle=False)
+    stack.local.launch(victim)
+    await stack.until_serving(victim)
+    await stack.until_whole(is_idle=False)
     return end_s
 
 
@@ -146,21 +146,21 @@ def _without_blocks(server: ManagedProcess) -> ManagedProcess:
     return replace(server, arguments=(*server.arguments[:at], *blocks, *server.arguments[at + 2 :]))
 
 
-async def _seconds_to_end(stand: Stand, process: ManagedProcess) -> tuple[float, str]:
+async def _seconds_to_end(stack: RunningStack, process: ManagedProcess) -> tuple[float, str]:
     """The seconds from the log line of the task's end to the end of the process; and how that ended, in words."""
-    stand.forget_ends()
+    stack.forget_ends()
     log = LogFile(process.log.path)
     log.new_lines()  # those of earlier runs
     failed_s = math.inf
     is_over = False
     while not is_over:
         # Both are read before the log: whatever comes after counts.
-        is_over, now_s = stand.stack.pid(process.name) is None, time.monotonic()
+        is_over, now_s = stack.local.pid(process.name) is None, time.monotonic()
         if any("essential task ended" in line for line in log.new_lines()):
             failed_s = now_s
         await asyncio.sleep(0.005)
     end_s = now_s - failed_s - PAUSES.num_seconds(failed_s) if failed_s < math.inf else math.inf
-    return end_s, await stand.next_end()
+    return end_s, await stack.next_end()
 
 
 async def _statuses(network: Network, address: str, on_status: Callable[[], None]) -> list[int]:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from corolla.block_server.service import BlockServer
-from corolla.compute.runner import RowWork
+from corolla.compute.span_runner import RowWork
 from tests.faulty_runner import FaultyRunner
 from tests.integration.swarm import Swarm
 

@@ -13,14 +13,14 @@ from typing import Any, Self
 from pydantic import SecretStr
 from redis.asyncio import Redis
 
-from corolla.block_server.books import Breach
 from corolla.block_server.handover.link import HandoverLink
+from corolla.block_server.invariants import Violation
 from corolla.block_server.service import BlockServer
 from corolla.block_server.settings import BlockServerSettings
 from corolla.client.bounds import USUAL_BOUNDS, ClientBounds
 from corolla.client.service import ClientService
 from corolla.client.settings import ClientSettings
-from corolla.router.pace import USUAL_PACE, RouterPace
+from corolla.router.intervals import USUAL_INTERVALS, RouterIntervals
 from corolla.router.service import RouterProcess
 from corolla.router.settings import RouterSettings
 from corolla.sdk.async_client import AsyncClient
@@ -65,7 +65,7 @@ class Swarm:
         server: further settings of the block servers; `client` and `router` likewise.
         max_tokens_per_frame: of a step on the block servers; None: as their settings say.
         bounds: of the client services.
-        pace: of the router.
+        intervals: of the router.
         api_key: what its own calls are made with, where the client services have keys configured.
         own_redis: whether it has a Redis to itself, because that will be broken.
         is_encrypted: whether everything between the services is TLS, with certificates of both ends.
@@ -88,7 +88,7 @@ class Swarm:
         router: dict[str, Any] | None = None,
         max_tokens_per_frame: int | None = None,
         bounds: ClientBounds = USUAL_BOUNDS,
-        pace: RouterPace = USUAL_PACE,
+        intervals: RouterIntervals = USUAL_INTERVALS,
         api_key: str | None = None,
         own_redis: bool = False,
         is_encrypted: bool = False,
@@ -102,7 +102,7 @@ class Swarm:
         self._router_settings = router or {}
         self._max_tokens_per_frame = max_tokens_per_frame
         self._bounds = bounds
-        self._pace = pace
+        self._intervals = intervals
         self._api_key = api_key
         self._own_redis = own_redis
         self.identities = Identities(folder) if is_encrypted else None
@@ -123,7 +123,7 @@ class Swarm:
             redis_url=SecretStr(self.redis_url),
             **{"port": 0, **_HERE, **patience, "tls_dir": self._tls_dir(Role.ROUTER, 1), **self._router_settings},
         )
-        self.router = RouterProcess(settings, pace=self._pace)
+        self.router = RouterProcess(settings, intervals=self._intervals)
         await self.router.start()
         for span in self._spans:
             await self.add_server(span)
@@ -137,7 +137,7 @@ class Swarm:
     ) -> None:
         for client in self.clients:
             await client.stop()
-        breaches = await self._breaches()
+        violations = await self._violations()
         await asyncio.gather(*(server.stop() for server in self.servers))
         await self.router.stop()
         if self._own_redis:
@@ -147,20 +147,21 @@ class Swarm:
                 await database.flushdb()
             _free_databases.append(self._database)
         if failure is None:
-            assert not breaches, breaches
+            assert not violations, violations
 
-    async def _breaches(self) -> list[Breach]:
-        """What does not agree in the books of the servers, or did not when they last looked.
+    async def _violations(self) -> list[Violation]:
+        """The invariants that servers violate, or violated at their last check.
 
-        They look themselves once a second; those that are idle in time look once more now. A server that a test has
-        ended never is.
+        They check themselves once a second; those that become idle in time check once more now. A server that a test
+        has ended never becomes idle.
         """
         with suppress(TimeoutError):
             await until(self._are_idle, 0.5)
         for server in self.servers:
             if server.has_started and server.engine.is_idle:
-                server.housekeeping.compare_books()
-        return [breach for server in self.servers if server.has_started for breach in server.housekeeping.breaches]
+                server.periodic_tasks.check_invariants()
+        started = [server for server in self.servers if server.has_started]
+        return [violation for server in started for violation in server.periodic_tasks.violations]
 
     async def _are_idle(self) -> bool:
         return all(server.engine.is_idle for server in self.servers if server.has_started)
@@ -228,7 +229,7 @@ class Swarm:
         return self._wires[service]
 
     async def crash(self, server: BlockServer) -> None:
-        """Ends its streams at once and without a farewell; the router goes on believing in it."""
+        """Ends its streams at once and without a farewell; the router still lists it."""
         await self.wires_of(server).hang_up()
 
     async def die(self, server: BlockServer) -> None:

@@ -38,7 +38,7 @@ NUM_TOKENS = 24
 SAMPLINGS: list[Sampling] = [{}, {"temperature": 0.9, "top_k": 20, "seed": 7}]
 
 
-class Stand:
+class Harness:
     """A checkpoint, its adapters, and the unsplit model with each of them."""
 
     def __init__(self, family: str, folder: Path) -> None:
@@ -77,12 +77,12 @@ async def answer(
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Stand:
-    return Stand("llama", tmp_path_factory.mktemp("llama"))
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Harness:
+    return Harness("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest_asyncio.fixture
-async def swarm(llama: Stand, tmp_path: Path) -> AsyncIterator[Swarm]:
+async def swarm(llama: Harness, tmp_path: Path) -> AsyncIterator[Swarm]:
     async with Swarm(tmp_path, llama.checkpoint, SPANS) as swarm:
         for name, folder in llama.folders.items():
             await register(swarm, name, folder)
@@ -91,12 +91,12 @@ async def swarm(llama: Stand, tmp_path: Path) -> AsyncIterator[Swarm]:
 
 @pytest.mark.parametrize("family", quick(["llama", "qwen3", "gemma3_text"], "llama"))
 async def test_chains_with_adapters_equal_peft_alone_and_together(family: str, tmp_path: Path) -> None:
-    stand = Stand(family, tmp_path)
+    harness = Harness(family, tmp_path)
     names = ("", *NAMES)
-    expected = {(name, index): stand.expected(name, each) for name in names for index, each in enumerate(SAMPLINGS)}
+    expected = {(name, index): harness.expected(name, each) for name in names for index, each in enumerate(SAMPLINGS)}
     assert len({tuple(each) for each in expected.values()}) == len(expected)
-    async with Swarm(tmp_path, stand.checkpoint, SPANS) as swarm, swarm.connect() as client:
-        for name, folder in stand.folders.items():
+    async with Swarm(tmp_path, harness.checkpoint, SPANS) as swarm, swarm.connect() as client:
+        for name, folder in harness.folders.items():
             await register(swarm, name, folder)
         alone = {(name, i): await answer(client, name, each) for name in names for i, each in enumerate(SAMPLINGS)}
         assert alone == expected
@@ -106,7 +106,7 @@ async def test_chains_with_adapters_equal_peft_alone_and_together(family: str, t
         await swarm.until_empty()
 
 
-async def test_a_cached_beginning_serves_no_other_adapter(swarm: Swarm, llama: Stand) -> None:
+async def test_a_cached_beginning_serves_no_other_adapter(swarm: Swarm, llama: Harness) -> None:
     prompt = list(range(20, 120))
     async with swarm.connect() as client:
         for name in ("", "one", "two", "", "one", "two"):
@@ -117,7 +117,7 @@ async def test_a_cached_beginning_serves_no_other_adapter(swarm: Swarm, llama: S
         assert other.usage.cached_tokens == 0
 
 
-async def test_models_are_listed_and_named_with_their_adapters(swarm: Swarm, llama: Stand) -> None:
+async def test_models_are_listed_and_named_with_their_adapters(swarm: Swarm, llama: Harness) -> None:
     async with swarm.connect() as client:
 
         async def are_listed() -> bool:
@@ -132,7 +132,7 @@ async def test_models_are_listed_and_named_with_their_adapters(swarm: Swarm, lla
         assert generation.model == "tiny:two"
 
 
-async def test_what_cannot_be_used_is_refused(swarm: Swarm, llama: Stand) -> None:
+async def test_what_cannot_be_used_is_refused(swarm: Swarm, llama: Harness) -> None:
     await register(swarm, "secret", llama.folders["one"], "acme")
     async with swarm.connect() as client:
         with pytest.raises(errors.AdapterNotFound):
@@ -149,7 +149,7 @@ async def test_what_cannot_be_used_is_refused(swarm: Swarm, llama: Stand) -> Non
         assert await answer(client, "one") == llama.expected("one")
 
 
-async def test_a_session_keeps_its_adapter(swarm: Swarm, llama: Stand) -> None:
+async def test_a_session_keeps_its_adapter(swarm: Swarm, llama: Harness) -> None:
     async with swarm.connect() as client, client.session(adapter="two") as session:
         first = await session.generate(PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True)
         assert list(first.token_ids) == llama.expected("two")
@@ -201,7 +201,7 @@ async def until_begun(server: BlockServer, num_answers: int) -> None:
     await until(have_begun)
 
 
-async def test_a_removed_adapter_ends_answers_with_a_clear_status(swarm: Swarm, llama: Stand) -> None:
+async def test_a_removed_adapter_ends_answers_with_a_clear_status(swarm: Swarm, llama: Harness) -> None:
     slow(swarm.servers[0])
     async with swarm.connect() as client:
         ending = asyncio.ensure_future(client.generate(PROMPT, adapter="one", max_tokens=400, ignore_eos=True))
@@ -219,7 +219,7 @@ async def test_a_removed_adapter_ends_answers_with_a_clear_status(swarm: Swarm, 
         await swarm.until_empty()
 
 
-async def test_files_that_are_not_those_registered_are_not_used(swarm: Swarm, llama: Stand) -> None:
+async def test_files_that_are_not_those_registered_are_not_used(swarm: Swarm, llama: Harness) -> None:
     await register(swarm, "one", llama.folders["two"], digest=digest_of(llama.folders["one"]))
     async with swarm.connect() as client:
         with pytest.raises(errors.AdapterNotLoaded, match="registered"):
@@ -230,7 +230,7 @@ async def test_files_that_are_not_those_registered_are_not_used(swarm: Swarm, ll
         assert await answer(client, "two") == llama.expected("two")
 
 
-async def test_adapters_give_way_to_others_within_the_budget(llama: Stand, tmp_path: Path) -> None:
+async def test_adapters_give_way_to_others_within_the_budget(llama: Harness, tmp_path: Path) -> None:
     """One at a time fits."""
     async with Swarm(tmp_path, llama.checkpoint, SPANS, server={"adapters_mib": 1}) as swarm, swarm.connect() as client:
         folders: dict[str, Path] = {}
@@ -247,7 +247,7 @@ async def test_adapters_give_way_to_others_within_the_budget(llama: Stand, tmp_p
             assert len(status.adapters) < len(folders)
 
 
-async def test_answers_survive_the_death_of_a_server(swarm: Swarm, llama: Stand) -> None:
+async def test_answers_survive_the_death_of_a_server(swarm: Swarm, llama: Harness) -> None:
     await swarm.add_server(SPANS[1])
     expected = [llama.expected(name) for name in ("", *NAMES)]
     async with swarm.connect() as client:
@@ -260,7 +260,7 @@ async def test_answers_survive_the_death_of_a_server(swarm: Swarm, llama: Stand)
 
 
 async def test_a_server_that_leaves_hands_sessions_over_to_one_that_loads_their_adapters(
-    swarm: Swarm, llama: Stand
+    swarm: Swarm, llama: Harness
 ) -> None:
     expected = [llama.expected(name) for name in ("", *NAMES)]
     async with swarm.connect() as client:
@@ -280,7 +280,7 @@ async def test_a_server_that_leaves_hands_sessions_over_to_one_that_loads_their_
 
 
 @pytest.mark.full
-async def test_the_examples_of_the_page_run(llama: Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_examples_of_the_page_run(llama: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The examples of docs/models.md run as they stand there, with a tiny model."""
     section = (ROOT / "docs" / "models.md").read_text("utf-8").partition("\n## Adapters\n")[2].partition("\n## ")[0]
     commands, program = re.findall(r"^```\w+\n(.*?)^```", section, re.DOTALL | re.M)
@@ -304,7 +304,7 @@ async def test_the_examples_of_the_page_run(llama: Stand, tmp_path: Path, monkey
         assert [each.version.name for each in (await swarm.placement()).adapters] == ["legal"]
 
 
-async def test_a_folder_outside_of_the_root_is_refused(llama: Stand, tmp_path: Path) -> None:
+async def test_a_folder_outside_of_the_root_is_refused(llama: Harness, tmp_path: Path) -> None:
     root = {"adapters_dir": llama.folders["one"].parent}
     async with Swarm(tmp_path, llama.checkpoint, ["0:5"], server=root) as swarm, swarm.connect() as client:
         await register(swarm, "one", Path("one"), digest=digest_of(llama.folders["one"]))
@@ -317,7 +317,7 @@ async def test_a_folder_outside_of_the_root_is_refused(llama: Stand, tmp_path: P
 
 
 async def test_a_folder_that_servers_see_elsewhere_is_registered_as_they_see_it(
-    llama: Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = shutil.copytree(llama.folders["one"], tmp_path / "here")
     root = {"adapters_dir": llama.folders["one"].parent}
@@ -329,7 +329,7 @@ async def test_a_folder_that_servers_see_elsewhere_is_registered_as_they_see_it(
         assert await asyncio.to_thread(main, both) == 2
 
 
-async def test_servers_without_memory_for_adapters_answer_none(llama: Stand, tmp_path: Path) -> None:
+async def test_servers_without_memory_for_adapters_answer_none(llama: Harness, tmp_path: Path) -> None:
     async with (
         Swarm(tmp_path, llama.checkpoint, ["0:5"], server={"adapters_mib": 0}) as swarm,
         swarm.connect() as client,

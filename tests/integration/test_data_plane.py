@@ -17,7 +17,7 @@ from corolla.block_server import servicer
 from corolla.block_server.peers import Peer, PeerTable
 from corolla.cache.store import SessionCache
 from corolla.client.text import formats
-from corolla.compute.runner import BatchOutput, RowWork, Runner
+from corolla.compute.span_runner import BatchOutput, RowWork, SpanRunner
 from corolla.decoding.grammar_text import read_grammar
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
@@ -277,7 +277,7 @@ async def test_block_server_refuses_a_bad_open(name: str, swarm: Swarm) -> None:
 async def held_iteration(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[threading.Event]:
     """Keeps the block server's iteration from ending. Yields an event that is set once one has begun."""
     has_begun, may_end = threading.Event(), threading.Event()
-    forward_each = Runner.forward_each
+    forward_each = SpanRunner.forward_each
 
     def held_forward(*args: Any) -> BatchOutput:
         has_begun.set()
@@ -285,7 +285,7 @@ async def held_iteration(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> Async
         return forward_each(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Runner, "forward_each", held_forward)
+        patch.setattr(SpanRunner, "forward_each", held_forward)
         try:
             yield has_begun
         finally:
@@ -460,7 +460,9 @@ async def test_a_page_that_leaks_is_found_by_the_server_and_fails_the_test(tmp_p
             runner: Any = server.engine.runner
 
             async def is_found() -> bool:
-                return await sample(server.metrics_port, "corolla_hop_book_breaches_total", book="pages") > 0
+                return (
+                    await sample(server.metrics_port, "corolla_hop_invariant_violations_total", invariant="pages") > 0
+                )
 
             await asyncio.sleep(1.5)
             assert not await is_found()

@@ -19,7 +19,7 @@ from corolla.client.service import ClientService
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.deaths import doom
 from tests.integration.swarm import Swarm
-from tests.integration.test_http_door import metric
+from tests.integration.test_http_endpoints import metric
 from tests.integration.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

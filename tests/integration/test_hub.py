@@ -18,7 +18,7 @@ from corolla.block_server.settings import BlockServerSettings
 from corolla.hf import AutoDistributedModelForCausalLM
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import edge_tensors
-from corolla.router.pace import RouterPace
+from corolla.router.intervals import RouterIntervals
 from corolla.v1 import router_pb2
 from tests.checkpoints import make_tiny_checkpoint
 from tests.hub_server import REPOSITORY, HubServer
@@ -110,7 +110,7 @@ async def test_a_server_that_is_to_move_serves_until_it_has_fetched(
         ["0:4", "4:8"],
         num_clients=0,
         router={"rebalance_min_gain": 10.0},
-        pace=RouterPace(settle_s=0.1),
+        intervals=RouterIntervals(settle_s=0.1),
     ) as swarm:
         given: dict[str, Any] = {
             "host": "127.0.0.1", "advertised_host": "127.0.0.1", "port": 0, "control_port": 0,

@@ -54,24 +54,24 @@ async def ended(process: subprocess.Popen[bytes]) -> int:
 async def test_a_drain_request_returns_when_the_drain_is_done(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    door = Ports().free()
+    admin_port = Ports().free()
     async with Swarm(tmp_path, model, ["0:2", "2:5"]) as swarm, swarm.connect() as client:
         await swarm.servers.pop().stop()
         await until_uncovered(swarm)
-        with block_server(swarm, model, COROLLA_ADMIN_PORT=str(door)) as process:
+        with block_server(swarm, model, COROLLA_ADMIN_PORT=str(admin_port)) as process:
             await swarm.until_ready(120)
             answer = asyncio.create_task(client.generate("the thin man", **OPTIONS))
             await until_generating(swarm)
             with held_up(swarm.servers[0]):
                 await swarm.add_server("2:5")
-            assert await asyncio.to_thread(main, ["drain", f"127.0.0.1:{door}"]) == 0
+            assert await asyncio.to_thread(main, ["drain", f"127.0.0.1:{admin_port}"]) == 0
             assert capsys.readouterr().out == "drained\n"
             assert await ended(process) == 0
             given = await answer
             assert given.usage.recoveries == 1
             assert await sample(swarm.clients[0].metrics_port, "corolla_recomputed_tokens_total") == 0
             assert given.token_ids == (await client.generate("the thin man", **OPTIONS)).token_ids
-        assert await asyncio.to_thread(main, ["drain", f"127.0.0.1:{door}"]) == 1
+        assert await asyncio.to_thread(main, ["drain", f"127.0.0.1:{admin_port}"]) == 1
 
 
 @pytest.mark.full

@@ -15,7 +15,7 @@ from corolla.block_server.settings import BlockServerSettings
 from corolla.chassis.errors import StartupError
 from corolla.local.options import StackOptions
 from corolla.local.stack import Stack
-from corolla.router.pace import RouterPace
+from corolla.router.intervals import RouterIntervals
 from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import router_pb2
 from tests.checkpoints import make_tiny_checkpoint
@@ -98,7 +98,7 @@ async def test_the_blocks_of_a_server_that_left_for_good_are_taken_by_another(
 @pytest.mark.parametrize("stage", ["leaves", "comes back"])
 async def test_a_process_that_is_stopped_while_it_moves_ends_all_the_same(tmp_path: Path, stage: str) -> None:
     model = make_tiny_checkpoint("llama", tmp_path / "tiny", num_blocks=4)
-    async with Swarm(tmp_path, model, ["0:2", "2:4"], num_clients=0, pace=RouterPace(settle_s=0.1)) as swarm:
+    async with Swarm(tmp_path, model, ["0:2", "2:4"], num_clients=0, intervals=RouterIntervals(settle_s=0.1)) as swarm:
         given: dict[str, Any] = {
             "host": "127.0.0.1", "advertised_host": "127.0.0.1", "port": 0, "control_port": 0,
             "metrics_host": "127.0.0.1", "metrics_port": 0, "router": swarm.router_address,

@@ -18,9 +18,9 @@ from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import QuotaExceeded, SettingsError
 from corolla.chassis.settings import load
 from corolla.client.bounds import ClientBounds
-from corolla.client.generation.admission import Usage
+from corolla.client.generation.admission import RequestCounts
 from corolla.client.metrics import ClientMetrics
-from corolla.client.quotas.keeper import QuotaKeeper
+from corolla.client.quotas.enforcer import QuotaEnforcer
 from corolla.client.service import ClientService
 from corolla.client.settings import ClientSettings
 from corolla.v1 import generation_pb2 as pb
@@ -346,34 +346,34 @@ async def test_without_redis_each_client_service_enforces_its_share(tmp_path: Pa
 
 
 @asynccontextmanager
-async def keeper(address: str, tmp_path: Path, lease_s: float = 60.0, **limits: int) -> AsyncIterator[QuotaKeeper]:
+async def enforcer(address: str, tmp_path: Path, lease_s: float = 60.0, **limits: int) -> AsyncIterator[QuotaEnforcer]:
     file = tmp_path / f"quotas-{'-'.join(limits)}"
     file.write_text(json.dumps({"default": limits}))
-    keeper = QuotaKeeper(file, ClientMetrics(CollectorRegistry()), timeout_s=10, lease_s=lease_s)
+    enforcer = QuotaEnforcer(file, ClientMetrics(CollectorRegistry()), timeout_s=10, lease_s=lease_s)
     control = ControlPlane(address, f"model-{tmp_path.name}")
-    keeper.start(control)
-    running = asyncio.create_task(keeper.run())
+    enforcer.start(control)
+    running = asyncio.create_task(enforcer.run())
     try:
-        yield keeper
+        yield enforcer
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        await keeper.close()
+        await enforcer.close()
         await control.close()
 
 
 @pytest.mark.full
 async def test_what_a_long_answer_holds_does_not_lapse(swarm: Swarm, tmp_path: Path) -> None:
     async with (
-        keeper(swarm.router_address, tmp_path, 5.0, running_requests=1) as one,
-        keeper(swarm.router_address, tmp_path, 5.0, running_requests=1) as other,
+        enforcer(swarm.router_address, tmp_path, 5.0, running_requests=1) as one,
+        enforcer(swarm.router_address, tmp_path, 5.0, running_requests=1) as other,
     ):
-        async with one.running("t", 1, Usage()):
+        async with one.running("t", 1, RequestCounts()):
             await asyncio.sleep(7)
             with pytest.raises(QuotaExceeded):
-                async with other.running("t", 1, Usage()):
+                async with other.running("t", 1, RequestCounts()):
                     pass
-        async with other.running("t", 1, Usage()):
+        async with other.running("t", 1, RequestCounts()):
             pass
 
 
@@ -381,8 +381,8 @@ async def test_requests_that_are_refused_ask_the_router_little(
     swarm: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with (
-        keeper(swarm.router_address, tmp_path, requests_per_second=1) as hasty,
-        keeper(swarm.router_address, tmp_path, running_requests=1) as wide,
+        enforcer(swarm.router_address, tmp_path, requests_per_second=1) as hasty,
+        enforcer(swarm.router_address, tmp_path, running_requests=1) as wide,
     ):
         num_takes = 0
         counted = ControlPlane.take_quotas
@@ -394,9 +394,9 @@ async def test_requests_that_are_refused_ask_the_router_little(
 
         monkeypatch.setattr(ControlPlane, "take_quotas", count)
 
-        async def is_let_in(keeper: QuotaKeeper) -> bool:
+        async def is_let_in(enforcer: QuotaEnforcer) -> bool:
             try:
-                async with keeper.running("t", 1, Usage()):
+                async with enforcer.running("t", 1, RequestCounts()):
                     await asyncio.sleep(0.5)
             except QuotaExceeded:
                 return False
@@ -411,24 +411,24 @@ async def test_requests_that_are_refused_ask_the_router_little(
             await is_let_in(hasty)
         assert num_takes <= 20 + 10 * (time.monotonic() - started_s)
         num_takes = 0
-        async with wide.running("t", 1, Usage()):
+        async with wide.running("t", 1, RequestCounts()):
             assert not any(await asyncio.gather(*(is_let_in(wide) for _ in range(100))))
         assert num_takes < 100 + 4 * 5 + 10
 
 
 async def test_what_a_client_service_that_died_held_comes_back(swarm: Swarm, tmp_path: Path) -> None:
-    async with keeper(swarm.router_address, tmp_path, running_requests=1) as one:
-        dead = QuotaKeeper(
+    async with enforcer(swarm.router_address, tmp_path, running_requests=1) as one:
+        dead = QuotaEnforcer(
             tmp_path / "quotas-running_requests", ClientMetrics(CollectorRegistry()), timeout_s=10, lease_s=2.0
         )
         control = ControlPlane(swarm.router_address, f"model-{tmp_path.name}")
         dead.start(control)
-        holding = dead.running("t", 1, Usage())
+        holding = dead.running("t", 1, RequestCounts())
         await holding.__aenter__()
 
         async def is_free() -> bool:
             try:
-                async with one.running("t", 1, Usage()):
+                async with one.running("t", 1, RequestCounts()):
                     return True
             except QuotaExceeded:
                 return False
@@ -443,9 +443,12 @@ async def test_a_router_that_knows_no_quotas_is_one_that_is_away(tmp_path: Path)
     port = older.add_insecure_port("127.0.0.1:0")
     await older.start()
     try:
-        async with keeper(f"127.0.0.1:{port}", tmp_path, running_requests=1) as here, here.running("t", 1, Usage()):
+        async with (
+            enforcer(f"127.0.0.1:{port}", tmp_path, running_requests=1) as here,
+            here.running("t", 1, RequestCounts()),
+        ):
             with pytest.raises(QuotaExceeded, match="running_requests"):
-                async with here.running("t", 1, Usage()):
+                async with here.running("t", 1, RequestCounts()):
                     pass
     finally:
         await older.stop(None)

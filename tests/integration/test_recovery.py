@@ -25,7 +25,7 @@ from corolla.chassis.errors import (
     RequestKillsServers,
     StepFailed,
 )
-from corolla.compute.runner import BatchOutput, RowWork
+from corolla.compute.span_runner import BatchOutput, RowWork
 from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Frame

@@ -129,7 +129,9 @@ async def test_a_server_that_leaves_hands_states_over_and_nothing_is_computed_tw
         assert answer.usage.recoveries == 2
         assert await sample(swarm.clients[0].metrics_port, "corolla_recomputed_tokens_total") == 0
         for server in swarm.servers:
-            assert await sample(server.metrics_port, "corolla_hop_book_breaches_total", book="promises") == 0
+            assert (
+                await sample(server.metrics_port, "corolla_hop_invariant_violations_total", invariant="promises") == 0
+            )
         await swarm.until_empty()
 
 

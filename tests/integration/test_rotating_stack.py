@@ -21,7 +21,7 @@ from corolla.trust import loopback
 from corolla.trust.authority import Authority
 from corolla.trust.workload import Role
 from tests.checkpoints import make_tiny_checkpoint
-from tests.faults.stand import NUM_BLOCKS, TINY_SPANS, Stand, standing
+from tests.faults.running_stack import NUM_BLOCKS, TINY_SPANS, RunningStack, start_stack
 from tests.identities import Identities
 from tests.reference import Sampling, Unsplit
 
@@ -80,9 +80,9 @@ class Callers:
                 await asyncio.sleep(PAUSE_S)
 
 
-def num_unbelieved(stand: Stand) -> int:
+def num_untrusted(stack: RunningStack) -> int:
     """Streams, watches and calls that any process has ended or lost since a certificate counted no longer."""
-    return sum(each.log.path.read_text().count(Unauthenticated.reason) for each in stand.stack.processes)
+    return sum(each.log.path.read_text().count(Unauthenticated.reason) for each in stack.local.processes)
 
 
 @pytest.mark.full
@@ -91,24 +91,24 @@ async def test_answers_go_on_while_all_certificates_are_replaced(tmp_path: Path)
     changes = {"max_position_embeddings": 8192}
     model = make_tiny_checkpoint("llama", tmp_path / "tiny", num_blocks=NUM_BLOCKS, config_changes=changes)
     callers = Callers(await asyncio.to_thread(answers, model))
-    async with standing(str(model), TINY_SPANS) as stand:
-        services = (stand.service, await stand.add_service())
-        operator = loopback.tls_dir(stand.stack.router_address, Role.OPERATOR)
+    async with start_stack(str(model), TINY_SPANS) as stack:
+        services = (stack.service, await stack.add_service())
+        operator = loopback.tls_dir(stack.local.router_address, Role.OPERATOR)
         assert operator is not None
-        identities, believed = Identities.found_in(operator.parent), (operator / "ca.crt").read_bytes()
+        identities, trusted = Identities.found_in(operator.parent), (operator / "ca.crt").read_bytes()
         waits: list[str] = []
         async with asyncio.TaskGroup() as tasks:
             for number in range(NUM_STREAMS):
                 tasks.create_task(callers.run(number, services[number % 2].address))
             for _ in range(NUM_ROTATIONS):
                 began_s, callers.longest_s, new = time.monotonic(), 0.0, Authority()
-                identities.believe_pem(believed, new.certificate_pem)
+                identities.trust_pem(trusted, new.certificate_pem)
                 await asyncio.sleep(TAKEN_S)
                 identities.replace(new, datetime.datetime.now(datetime.UTC) + LIFE)
                 await asyncio.sleep(TAKEN_S)
                 # What still ran on old certificates ends now.
-                identities.believe(new)
-                believed = new.certificate_pem
+                identities.trust(new)
+                trusted = new.certificate_pem
                 await asyncio.sleep(began_s + PERIOD_S - time.monotonic())
                 waits.append(f"{callers.longest_s:.2f}")
             callers.is_over = True
@@ -118,4 +118,4 @@ async def test_answers_go_on_while_all_certificates_are_replaced(tmp_path: Path)
             f"recoveries; longest wait between two tokens during each rotation, in seconds: {' '.join(waits)}\n"
         )
         assert len(callers.usages) >= NUM_STREAMS
-        assert num_recoveries == num_unbelieved(stand) == 0
+        assert num_recoveries == num_untrusted(stack) == 0

@@ -50,12 +50,12 @@ async def test_answers_go_on_while_all_certificates_are_replaced(tmp_path: Path)
             for number in range(NUM_STREAMS):
                 tasks.create_task(callers.run(number))
             old, new = identities.authority, Authority()
-            identities.believe(old, new)
+            identities.trust(old, new)
             await asyncio.sleep(TAKEN_S)
             identities.replace(new)
             await asyncio.sleep(TAKEN_S)
             # What still ran on old certificates would end now.
-            identities.believe(new)
+            identities.trust(new)
             await asyncio.sleep(TAKEN_S)
             num_answers = len(callers.usages)
 

@@ -14,7 +14,7 @@ from corolla.chain.reservations import OpenOptions
 from corolla.chain.session import ChainSession, ChainSessions
 from corolla.chassis.errors import CorollaError, SessionBusy
 from corolla.client.generation.admission import Caller as RequestCaller
-from corolla.client.generation.admission import Usage
+from corolla.client.generation.admission import RequestCounts
 from corolla.client.generation.answer import Delta
 from corolla.client.generation.answering import Answering
 from corolla.client.generation.request import AnswerRequest
@@ -65,7 +65,7 @@ class Answer:
     error: CorollaError | None = None
     started_s: float = 0.0
     ended_s: float | None = None
-    usage: Usage = field(default_factory=lambda: Usage(started_s=0.0))
+    usage: RequestCounts = field(default_factory=lambda: RequestCounts(started_s=0.0))
     addresses: set[str] = field(default_factory=set)
     was_cut_off: bool = False
     task: "asyncio.Task[None] | None" = None

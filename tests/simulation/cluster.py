@@ -7,17 +7,17 @@ from typing import Any, Final
 
 from prometheus_client import CollectorRegistry
 
+from corolla.block_server.batch_executor import StepWork
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.drain import Drain
 from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import Identity
 from corolla.block_server.handover.receiver import HandoverReceiver
 from corolla.block_server.handover.sender import HandoverSender
-from corolla.block_server.housekeeping import Housekeeping
-from corolla.block_server.iteration import StepWork
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.neighbours import Neighbours
 from corolla.block_server.peers import PeerTable
+from corolla.block_server.periodic_tasks import PeriodicTasks
 from corolla.block_server.registration import Registration
 from corolla.block_server.relay import Relay
 from corolla.block_server.scheduler import Scheduler
@@ -38,11 +38,11 @@ from corolla.client.generation.admission import Admission
 from corolla.client.generation.answering import ModelLimits, SpeculationDefaults
 from corolla.client.generation.waiting_line import WaitingLine
 from corolla.client.metrics import ClientMetrics
-from corolla.client.quotas.keeper import QuotaKeeper
+from corolla.client.quotas.enforcer import QuotaEnforcer
 from corolla.client.text.grammar_process import GrammarProcess
 from corolla.client.transcripts import Transcripts
+from corolla.router.intervals import USUAL_INTERVALS
 from corolla.router.metrics import RouterMetrics
-from corolla.router.pace import USUAL_PACE
 from corolla.router.quotas import Quotas
 from corolla.router.registry import Registry
 from corolla.router.servicer import RouterServicer
@@ -134,12 +134,12 @@ class Server:
     async def _run(self) -> None:
         await self._registration.register(self.span)
         self._registration.state = router_pb2.SERVER_STATE_READY
-        housekeeping = Housekeeping(
+        periodic_tasks = PeriodicTasks(
             self.engine, self.scheduler, self.sessions, self.outputs, self.peers, self._metrics,
             page_bytes=lambda: self.runner.store.page_bytes,
         )  # fmt: skip
         self._heartbeats = asyncio.create_task(self._registration.run())
-        await asyncio.gather(self.engine.run(), housekeeping.run(), self._neighbours.run())
+        await asyncio.gather(self.engine.run(), periodic_tasks.run(), self._neighbours.run())
 
     async def leave(self, grace_s: float) -> None:
         """What its first signal asks for: everything but the end."""
@@ -180,7 +180,7 @@ class Router:
         watches = PlacementWatches(
             registry,
             TaskGroup(),
-            relist_interval_s=USUAL_PACE.relist_s,
+            relist_interval_s=USUAL_INTERVALS.relist_s,
             load_push_interval_s=settings.load_push_interval_s,
         )
         servicer = RouterServicer(
@@ -226,7 +226,7 @@ class Client:
             self.transcripts,
             ToyTokenizer(),
             ModelLimits(4096, 16, frozenset([scenario.model.eos_token_id])),
-            QuotaKeeper(None, metrics),
+            QuotaEnforcer(None, metrics),
             Admission(WaitingLine(64, 64, 1 << 20)),
             SpeculationDefaults(max_draft_tokens=3, is_adaptive=False),
             metrics,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from corolla.cache.store import KVStore
 from corolla.client.text.tokenizer import TextTokenizer
-from corolla.compute.runner import RowWork, Runner
+from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.decoding.parameters import SamplingParams
 from corolla.decoding.sampling import Sampler
 from corolla.models.edges import Edges
@@ -94,7 +94,7 @@ def unexpected_failure() -> None:
     raise AssertionError("the toy model cannot compute")
 
 
-class ToyRunner(Runner):
+class ToyRunner(SpanRunner):
     """A runner whose blocks are the toy's; pages, positions and order of work are the real one's.
 
     Attributes:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
+from corolla.block_server.batch_executor import AdmittedStep, BatchResult, StepWork, error_of
 from corolla.block_server.boundary_activations import BoundaryActivations
-from corolla.block_server.iteration import Admitted, Computed, StepWork, error_of
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import Peer, PeerTable, rows_by_client, step_fault
 from corolla.block_server.relay import Relay
@@ -39,13 +39,13 @@ class Delivery:
         self._relay = relay
         self._metrics = metrics
 
-    def deliver(self, admitted: list[Admitted], computed: Computed) -> int:
+    def deliver(self, admitted: list[AdmittedStep], result: BatchResult) -> int:
         """Sends outputs on, and faults to the clients whose rows have none.
 
         Returns:
             The number of rows whose output could not be sent because an exception was raised.
         """
-        outputs = iter(computed.outputs)
+        outputs = iter(result.outputs)
         num_undelivered = 0
         for batch in admitted:
             parts: list[torch.Tensor] = []

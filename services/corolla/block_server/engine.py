@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from corolla.block_server.batch_executor import AdmittedStep, BatchExecutor, BatchResult, BatchRunner, StepWork
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.delivery import Delivery
-from corolla.block_server.iteration import Admitted, BatchRunner, Computation, Computed, StepWork
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.relay import Relay
@@ -127,7 +127,7 @@ class Engine:
         self._spans = spans
         self.failures = Failures(fail)
         self._use = use or ProcessorUse()
-        self._computation = Computation(runner, edges, clock, self._use.num_sampling_threads)
+        self._executor = BatchExecutor(runner, edges, clock, self._use.num_sampling_threads)
         self._scheduler = scheduler
         self._sessions = sessions
         self._outputs = outputs
@@ -195,11 +195,11 @@ class Engine:
     @property
     def runner(self) -> BatchRunner:
         """The runner that computes the blocks, from the next iteration on; tests set one that fails."""
-        return self._computation.runner
+        return self._executor.runner
 
     @runner.setter
     def runner(self, runner: BatchRunner) -> None:
-        self._computation.runner = runner
+        self._executor.runner = runner
 
     def read_ahead(self, sampler: SessionSampler) -> None:
         """Lets a sampler read its text while there is nothing else to compute, so that it can draft earlier."""
@@ -211,7 +211,7 @@ class Engine:
 
     def warm_up(self) -> None:
         """Computes one token that belongs to no session. Must not be called while the engine runs."""
-        self._computation.warm_up()
+        self._executor.warm_up()
 
     @property
     def has_more_to_do(self) -> bool:
@@ -272,7 +272,7 @@ class Engine:
                 if admitted:
                     await self._iterate(steps, admitted)
 
-    def _admitted(self, steps: Sequence[QueuedStep[StepWork]]) -> Iterator[Admitted]:
+    def _admitted(self, steps: Sequence[QueuedStep[StepWork]]) -> Iterator[AdmittedStep]:
         for step in steps:
             admitted = self._admission.admit(step)
             if admitted.rows:
@@ -283,7 +283,7 @@ class Engine:
     def close(self) -> None:
         self._relay.close()
         self._compute_thread.close()
-        self._computation.close()
+        self._executor.close()
 
     async def _make_copy(self) -> None:
         """Makes the copy that has waited longest, if a copy waits."""
@@ -329,33 +329,33 @@ class Engine:
             # One bad command must not end the loop on which every session depends.
             log.error("command failed", extra={"where": where(failure)})
 
-    async def _iterate(self, steps: list[QueuedStep[StepWork]], admitted: list[Admitted]) -> None:
+    async def _iterate(self, steps: list[QueuedStep[StepWork]], admitted: list[AdmittedStep]) -> None:
         started_s = self.clock()
         failpoints.passed("before_forward")
         is_inline = self._is_short(steps, admitted)
         if is_inline:
-            computed = self._computation.compute(admitted, steps[0].blocks)
+            result = self._executor.compute(admitted, steps[0].blocks)
         else:
-            computed = await self._compute_thread.run(lambda: self._computation.compute(admitted, steps[0].blocks))
+            result = await self._compute_thread.run(lambda: self._executor.compute(admitted, steps[0].blocks))
         failpoints.passed("after_forward")
         seconds = self.clock() - started_s
         # Outputs leave before the metrics are updated, because other hops wait for them.
-        num_undelivered = self._delivery.deliver(admitted, computed)
+        num_undelivered = self._delivery.deliver(admitted, result)
         if self._spans is not None:
-            self._spans.record(admitted, computed.outputs, seconds)
-        num_rows = len(computed.outputs)
-        if computed.has_raised and num_rows > 1:
+            self._spans.record(admitted, result.outputs, seconds)
+        num_rows = len(result.outputs)
+        if result.has_raised and num_rows > 1:
             self._metrics.split_iterations.inc()
         if num_undelivered == num_rows:
             await self._try_out()
             return
         self.failures.succeeded()
-        if not computed.has_raised:
-            self._observe(steps, admitted, seconds, computed)
+        if not result.has_raised:
+            self._observe(steps, admitted, seconds, result)
         if is_inline:
             await asyncio.sleep(0)  # the sockets have their turn
 
-    def _is_short(self, steps: Sequence[QueuedStep[StepWork]], admitted: Sequence[Admitted]) -> bool:
+    def _is_short(self, steps: Sequence[QueuedStep[StepWork]], admitted: Sequence[AdmittedStep]) -> bool:
         """Whether an iteration is expected to be short enough to be computed on the event loop."""
         if not self._use.max_inline_s or not _is_plain_decode(steps):
             return False
@@ -367,7 +367,7 @@ class Engine:
         try:
             # Idle sessions may hold all pages for days; without a free page the loss of the device would go unnoticed.
             self._sessions.make_room(1)
-            await self._compute_thread.run(self._computation.warm_up)
+            await self._compute_thread.run(self._executor.warm_up)
         except OutOfPages:
             pass  # the sessions that hold all pages will show whether the server can compute
         except Exception as failure:
@@ -377,20 +377,20 @@ class Engine:
             self.failures.succeeded()
 
     def _observe(
-        self, steps: list[QueuedStep[StepWork]], admitted: list[Admitted], seconds: float, computed: Computed
+        self, steps: list[QueuedStep[StepWork]], admitted: list[AdmittedStep], seconds: float, result: BatchResult
     ) -> None:
         is_decode = all(step.is_decode for step in steps)
         num_rows = sum(len(batch.rows) for batch in admitted)
         if _is_plain_decode(steps):
             self._step_times.observe(seconds, _num_seen(admitted))
             # The planner needs the time of the blocks only: every chain has embedding and head exactly once.
-            block_seconds = seconds - computed.edge_seconds
+            block_seconds = seconds - result.edge_seconds
             self.decode_step_seconds += 0.1 * (block_seconds - self.decode_step_seconds)
             self.decode_batch_rows += (0.1 if self.decode_batch_rows else 1.0) * (num_rows - self.decode_batch_rows)
             if num_rows == 1:
                 self.decode_speed.observe(block_seconds, len(steps[0].blocks))
         self._metrics.step_seconds["decode" if is_decode else "prefill"].observe(seconds)
-        self._metrics.edge_seconds.inc(computed.edge_seconds)
+        self._metrics.edge_seconds.inc(result.edge_seconds)
         self._metrics.batch_rows.observe(num_rows)
         lengths = [row.num_tokens for batch in admitted for row, _, _ in batch.rows]
         num_decoded = lengths.count(1)
@@ -403,12 +403,12 @@ def _is_plain_decode(steps: Sequence[QueuedStep[StepWork]]) -> bool:
     return all(step.is_decode and step.num_tokens == len(step.session_ids) for step in steps)
 
 
-def _num_seen(admitted: Sequence[Admitted]) -> list[int]:
+def _num_seen(admitted: Sequence[AdmittedStep]) -> list[int]:
     """The number of tokens that each row sees, including its own."""
     return [row.position + row.num_tokens for batch in admitted for row, _, _ in batch.rows]
 
 
-def _samples_on_cpu(admitted: Admitted) -> bool:
+def _samples_on_cpu(admitted: AdmittedStep) -> bool:
     """Whether choosing the tokens needs more than finding the most probable one."""
     samplers = (session.request.sampler for _, session, _ in admitted.rows if admitted.samples)
     return any(sampler is not None and not sampler.takes_likeliest for sampler in samplers)

@@ -7,7 +7,7 @@ from typing import Final
 from corolla.block_server.grammars import GrammarNotRead
 from corolla.block_server.hop_session import OpenRequest
 from corolla.block_server.peers import Peer
-from corolla.block_server.preparations import takes_a_while
+from corolla.block_server.pending_opens import takes_a_while
 from corolla.block_server.row_sampling import NOTHING_SHARED, SessionSampler, SharedBySamplers
 from corolla.cache.prefixes import ExpectedText, salt_of
 from corolla.chassis.errors import CapabilityDenied, HopSessionLost, MalformedMessage

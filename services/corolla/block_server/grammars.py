@@ -11,8 +11,8 @@ from llguidance import LLMatcher, LLTokenizer
 from transformers import AutoTokenizer
 
 from corolla.chassis.errors import InternalError, MalformedMessage
+from corolla.chassis.fair_lock import FairLock
 from corolla.chassis.metrics import GrammarMetrics
-from corolla.chassis.turns import Turns
 from corolla.decoding.grammar import AnswerGrammar
 from corolla.decoding.grammar_text import UnreadableGrammar, grammar_tokenizer, read_grammar
 from corolla.models.checkpoint import Checkpoint, end_token_ids_of
@@ -47,7 +47,7 @@ class Grammars:
         self._read: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
         self._reading = ThreadPoolExecutor(1, "grammars")
-        self._turns = Turns(_MOST_WAITING, "a block server has too many grammars to read")
+        self._fair_lock = FairLock(_MOST_WAITING, "a block server has too many grammars to read")
 
     async def read(self, tenant: str, text: str) -> None:
         """Returns when the grammar has been read. An answer can begin without waiting as long as it is kept.
@@ -60,7 +60,7 @@ class Grammars:
         if self._has(text):
             self._metrics.cached.inc()
             return
-        async with self._turns.of(tenant):
+        async with self._fair_lock.hold(tenant):
             await asyncio.wrap_future(self._later(text))
 
     def begin(self, text: str, token_ids: Sequence[int], *, may_read: bool = True) -> AnswerGrammar:

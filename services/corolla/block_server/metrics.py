@@ -94,10 +94,10 @@ class BlockServerMetrics:
             "Iterations that failed and were computed again row by row, so that only bad rows fail.",
             registry=registry,
         )
-        self.book_breaches = Counter(
-            "corolla_hop_book_breaches",
-            "Times that this server's internal accounts disagreed while it was idle, by book: each is a bug.",
-            ["book"],
+        self.invariant_violations = Counter(
+            "corolla_hop_invariant_violations",
+            "Times that this server's tables disagreed while it was idle, by invariant: each is a bug.",
+            ["invariant"],
             registry=registry,
         )
         self.expired = Counter(

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Final
 
 from corolla.block_server.adapters import Adapters
+from corolla.block_server.batch_executor import StepWork
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.drain import Drain
 from corolla.block_server.engine import Engine, ProcessorUse
@@ -17,12 +18,11 @@ from corolla.block_server.grammars import Grammars
 from corolla.block_server.handover.receiver import HandoverReceiver
 from corolla.block_server.handover.sender import HandoverSender
 from corolla.block_server.hop_session import SessionFacts
-from corolla.block_server.housekeeping import Housekeeping
-from corolla.block_server.iteration import StepWork
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.neighbours import Neighbours
 from corolla.block_server.page_guarantees import PageGuarantees
 from corolla.block_server.peers import PeerTable
+from corolla.block_server.periodic_tasks import PeriodicTasks
 from corolla.block_server.registration import Registration
 from corolla.block_server.relay import Relay
 from corolla.block_server.row_sampling import SharedBySamplers
@@ -47,7 +47,7 @@ from corolla.chassis.weight_formats import weight_format
 from corolla.compute.compute_thread import ComputeThread
 from corolla.compute.decode_graphs import CudaCapture
 from corolla.compute.graph_choice import choose_graphs
-from corolla.compute.runner import Runner
+from corolla.compute.span_runner import SpanRunner
 from corolla.compute.speed import Speed, measure_decode_step, measure_speed, state_bytes
 from corolla.decoding.draft_model import DraftModel, num_weights
 from corolla.models.checkpoint import Checkpoint
@@ -133,7 +133,7 @@ class BlockServer:
         )
         self._sessions: SessionTable[SessionCache] | None = None
         self._new_runner = partial(
-            Runner,
+            SpanRunner,
             page_tokens=settings.num_page_tokens,
             attention=settings.attention,
             is_fused=settings.fused_blocks,
@@ -143,7 +143,7 @@ class BlockServer:
         self._compute_thread = ComputeThread()
         self._engine: Engine | None = None
         self._adapters: Adapters | None = None
-        self._housekeeping: Housekeeping | None = None
+        self._periodic_tasks: PeriodicTasks | None = None
         self._hub = Hub(settings.offline, settings.hub_patience_s)
         self._checkpoint: Checkpoint | None = None
         self._registration: Registration | None = None
@@ -178,7 +178,7 @@ class BlockServer:
     @property
     def has_started(self) -> bool:
         """Whether the server has loaded its span and begun to serve."""
-        return self._housekeeping is not None
+        return self._periodic_tasks is not None
 
     @property
     def engine(self) -> Engine:
@@ -188,11 +188,11 @@ class BlockServer:
         return self._engine
 
     @property
-    def housekeeping(self) -> Housekeeping:
-        """The housekeeping of a server that has started."""
-        if self._housekeeping is None:
+    def periodic_tasks(self) -> PeriodicTasks:
+        """The periodic tasks of a server that has started."""
+        if self._periodic_tasks is None:
             raise RuntimeError("this server has not started")
-        return self._housekeeping
+        return self._periodic_tasks
 
     async def start(self) -> None:
         """Registers for a span, loads it and begins to serve it."""
@@ -260,11 +260,11 @@ class BlockServer:
         )
         self._rpc.add(_SERVICE, network.service_handler(_SERVICE, servicer, self._rpc_metrics))
         self._tasks.start_essential(engine.run, "engine")
-        self._housekeeping = Housekeeping(
+        self._periodic_tasks = PeriodicTasks(
             engine, self._scheduler, self._sessions, outputs, self._peers, self._metrics,
             page_bytes=lambda: runner.store.page_bytes,
         )  # fmt: skip
-        self._tasks.start_essential(self._housekeeping.run, "housekeeping")
+        self._tasks.start_essential(self._periodic_tasks.run, "periodic_tasks")
         await self._listener.start(servicer.accept, trust=network.callers)
         await self._rpc.ready()
         self._registration.state = router_pb2.SERVER_STATE_READY
@@ -352,7 +352,7 @@ class BlockServer:
             await self._registration.close()
         self._metrics_endpoint.close()
 
-    def _make_sessions(self, runner: Runner, outputs: BoundaryActivations) -> SessionTable[SessionCache]:
+    def _make_sessions(self, runner: SpanRunner, outputs: BoundaryActivations) -> SessionTable[SessionCache]:
         settings = self.settings
         sessions = SessionTable(
             runner.store.pool,
@@ -378,7 +378,7 @@ class BlockServer:
 
     def _make_adapters(
         self,
-        runner: Runner,
+        runner: SpanRunner,
         checkpoint: Checkpoint,
         engine: Engine,
         sessions: SessionTable[SessionCache],
@@ -406,7 +406,7 @@ class BlockServer:
         self._tasks.start_restartable(neighbours.run, "neighbours")
         return partial(Relay, fingerprint, self._peers, connect=self._network.connect, neighbours=neighbours)
 
-    def _make_runner(self, model: SpanModel, cache_bytes_per_token: int) -> Runner:
+    def _make_runner(self, model: SpanModel, cache_bytes_per_token: int) -> SpanRunner:
         settings = self.settings
         layers_per_group = LayerGroups.of(
             attention_windows(model.config), pageless_layers(model.config)

@@ -11,14 +11,14 @@ from typing import Final
 import psutil
 
 from corolla.block_server.adapters import Adapters
+from corolla.block_server.batch_executor import StepWork
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import ID_BYTES, FrameChecks, Identity, is_decode
 from corolla.block_server.handover.receiver import HandoverReceiver
 from corolla.block_server.hop_session import OpenRequest, SessionState
-from corolla.block_server.iteration import StepWork
 from corolla.block_server.peers import Peer, PeerTable, describe, step_fault
-from corolla.block_server.preparations import Preparations
+from corolla.block_server.pending_opens import PendingOpens
 from corolla.block_server.row_sampling import NOTHING_SHARED, SessionSampler, SharedBySamplers
 from corolla.block_server.scheduler import QueuedStep
 from corolla.block_server.sessions import SessionTable
@@ -79,7 +79,7 @@ class BlockServicer:
         self._count_error = count_error
         self._checks = FrameChecks(identity, shared, capabilities)
         self._has_draft_model = shared.draft_model is not None
-        self._preparations = Preparations(tasks, shared.grammars)
+        self._pending_opens = PendingOpens(tasks, shared.grammars)
         self._engine = engine
         self._sessions = sessions
         self._outputs = outputs
@@ -127,7 +127,7 @@ class BlockServicer:
                 log.warning("a stream failed", extra={"reason": error.reason})
             if peer is not None and peer.lose(stream):
                 self._peers.remove(peer)
-                self._preparations.cancel_of(peer)
+                self._pending_opens.cancel_of(peer)
                 if peer.client_id:
                     self._engine.between_iterations(partial(self._forget, peer))
 
@@ -168,13 +168,13 @@ class BlockServicer:
         known = self._peers.get(hello.client_id)
         if known is not None and known.workload != peer.workload:
             raise RoleDenied("the client id belongs to another caller")
-        standing = self._peers.named(hello.stream_id)
-        if standing is None:
+        known_peer = self._peers.named(hello.stream_id)
+        if known_peer is None:
             self._peers.add(peer)
-        elif (standing.client_id, standing.workload) != (peer.client_id, peer.workload):
+        elif (known_peer.client_id, known_peer.workload) != (peer.client_id, peer.workload):
             raise RoleDenied("the stream that is to move here belongs to another caller")
         else:
-            standing.expect(stream)
+            known_peer.expect(stream)
         stream.send(
             pb.Welcome(
                 server_id=identity.server_id,
@@ -186,7 +186,7 @@ class BlockServicer:
                 takes_stream_ids=True,
             )
         )
-        return standing or peer
+        return known_peer or peer
 
     def _handle(self, frame: Frame, peer: Peer) -> None:
         kind = type(frame.control)
@@ -199,7 +199,7 @@ class BlockServicer:
 
     def _open(self, frame: Frame, peer: Peer) -> None:
         control: pb.Open = frame.control  # type: ignore[assignment]
-        self._preparations.cancel(control.session_id, control.epoch)
+        self._pending_opens.cancel(control.session_id, control.epoch)
 
         def refuse(error: CorollaError) -> None:
             _audit("open", error, peer)
@@ -223,7 +223,7 @@ class BlockServicer:
                 open_soon(sampler)
             else:
                 make = self._checks.sampler if has_sampler else None
-                self._preparations.start(control, peer, make, open_soon, refuse, partial(self._load_adapter, request))
+                self._pending_opens.start(control, peer, make, open_soon, refuse, partial(self._load_adapter, request))
         except CorollaError as error:
             refuse(error)
 
@@ -313,7 +313,7 @@ class BlockServicer:
 
     def _close(self, frame: Frame, peer: Peer) -> None:
         control: pb.Close = frame.control  # type: ignore[assignment]
-        self._preparations.cancel(control.session_id, control.epoch)
+        self._pending_opens.cancel(control.session_id, control.epoch)
 
         def close() -> None:
             if self._has_say(control.session_id, peer):
@@ -323,7 +323,7 @@ class BlockServicer:
 
     def _truncate(self, frame: Frame, peer: Peer) -> None:
         control: pb.Truncate = frame.control  # type: ignore[assignment]
-        self._preparations.cancel(control.session_id, control.epoch)
+        self._pending_opens.cancel(control.session_id, control.epoch)
 
         def truncate() -> None:
             if self._has_say(control.session_id, peer):

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
+from corolla.block_server.batch_executor import AdmittedStep, StepWork
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.hop_session import HopSession, RingPlace
-from corolla.block_server.iteration import Admitted, StepWork
 from corolla.block_server.peers import Peer
 from corolla.block_server.scheduler import QueuedStep
 from corolla.block_server.sessions import SessionTable
@@ -36,10 +36,10 @@ class StepAdmission:
         self._fault = fault
         self._clock = clock
 
-    def admit(self, queued: QueuedStep[StepWork]) -> Admitted:
+    def admit(self, queued: QueuedStep[StepWork]) -> AdmittedStep:
         """Returns the rows of a step that may be computed. Other rows get a fault, unless no client waits for them."""
         step = queued.item.step
-        admitted = Admitted(queued.item, [])
+        admitted = AdmittedStep(queued.item, [])
         goes_round = step.HasField("ring")
         if not goes_round and self._is_copy(step):
             return admitted

@@ -7,8 +7,8 @@ same steps without a message.
 from collections.abc import Sequence
 from typing import Final
 
+from corolla.block_server.batch_executor import AdmittedStep, RowOutput
 from corolla.block_server.frame_checks import is_decode
-from corolla.block_server.iteration import Admitted, RowOutput
 from corolla.chassis.errors import CorollaError
 from corolla.chassis.tracing import spans
 from corolla.v1 import blocks_pb2 as pb
@@ -30,7 +30,7 @@ class StepSpans:
             "corolla.server_id": server_id, "server.address": host, "server.port": int(port),
         }  # fmt: skip
 
-    def record(self, admitted: Sequence[Admitted], outputs: Sequence[RowOutput], seconds: float) -> None:
+    def record(self, admitted: Sequence[AdmittedStep], outputs: Sequence[RowOutput], seconds: float) -> None:
         """Records the spans of an iteration that has just ended.
 
         Args:

@@ -11,7 +11,7 @@ from corolla.chain.handovers import Handovers
 from corolla.chain.history import History
 from corolla.chain.quarantine import LostServers
 from corolla.chain.recovery_budget import RECOVERABLE, RecoveryBudget, RecoveryReport, moved_blocks
-from corolla.chain.recovery_plan import CLIENT, HopState, plan_lanes
+from corolla.chain.recovery_plan import CLIENT, HopState, plan_segments
 from corolla.chain.replay import Replayer
 from corolla.chain.reservations import LONGEST_BUSY_PAUSE_S, ChainBinding, ChainLimits, NotOpened, Reservations
 from corolla.chain.routes import Routes
@@ -326,16 +326,16 @@ class Recovery:
             HopState(state.num_held, state.min_position) if hop.server_id in job.without_outputs else state
             for hop, state in zip(hops, states, strict=True)
         ]
-        for lane in plan_lanes(states, sequence.position, may_scratch=job.may_scratch):
-            method = "tokens" if lane.source == CLIENT else "outputs"
+        for segment in plan_segments(states, sequence.position, may_scratch=job.may_scratch):
+            method = "tokens" if segment.source == CLIENT else "outputs"
             try:
-                with spans.span("replay", source=method, start=lane.start, end=sequence.position):
-                    await self._replayer.replay(job.binding, number, sequence, lane)
+                with spans.span("replay", source=method, start=segment.start, end=sequence.position):
+                    await self._replayer.replay(job.binding, number, sequence, segment)
             except OutputsNotKept:
-                job.without_outputs.add(hops[lane.source].server_id)
+                job.without_outputs.add(hops[segment.source].server_id)
                 raise
             job.methods.add(method)
-            job.num_recomputed_tokens += (sequence.position - lane.start) * len(lane.hops)
+            job.num_recomputed_tokens += (sequence.position - segment.start) * len(segment.hops)
 
 
 def _note(span: spans.Span, report: RecoveryReport, job: _Job) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 CLIENT: Final = -1
-"""The source of a lane that begins at the client service, with its token log, or at the library, with hidden states."""
+"""The source of a segment that begins at the client service (its token log) or at the library (hidden states)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,13 @@ class HopState:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class ReplaySegment:
     """One replay: the tokens `[start, position)` run through neighbouring hops, and end at one that lacks them.
 
     Attributes:
-        source: the number of the hop whose boundary activations are the lane's input, or `CLIENT`.
+        source: the number of the hop whose boundary activations are the segment's input, or `CLIENT`.
         first: the hop that gets this input; `source + 1`.
-        last: the hop where the lane ends.
+        last: the hop where the segment ends.
         start: the first token.
         scratch: the hops that lack nothing. They compute in a scratch session, only to pass their outputs on.
     """
@@ -62,12 +62,12 @@ class Lane:
 
     @property
     def scratch_mask(self) -> int:
-        """The scratch hops as bits: bit `i` stands for the lane's `i`-th hop."""
+        """The scratch hops as bits: bit `i` stands for the segment's `i`-th hop."""
         return sum(1 << (hop - self.first) for hop in self.scratch)
 
 
-def plan_lanes(states: Sequence[HopState], position: int, *, may_scratch: bool = True) -> list[Lane]:
-    """The lanes after which every hop holds `position` tokens, each from the nearest source. They are independent.
+def plan_segments(states: Sequence[HopState], position: int, *, may_scratch: bool = True) -> list[ReplaySegment]:
+    """The segments after which every hop holds `position` tokens, each from the nearest source. They are independent.
 
     Args:
         states: the states of the chain's hops, in order.
@@ -75,24 +75,26 @@ def plan_lanes(states: Sequence[HopState], position: int, *, may_scratch: bool =
         may_scratch: whether hops may compute in scratch sessions. Otherwise they compute their own session again.
     """
     lacks = [state.start_for(position) < position for state in states]
-    lanes: list[Lane] = []
+    segments: list[ReplaySegment] = []
     for last, lacking in enumerate(lacks):
         if not lacking:
             continue
-        lane = _nearest(states, lacks, last, position, may_scratch)
-        # A longer lane passes through the hops of shorter ones before it and fills them, too.
-        lanes = [each for each in lanes if each.last < lane.first]
-        lanes.append(lane)
-    return lanes
+        segment = _nearest(states, lacks, last, position, may_scratch)
+        # A longer segment passes through the hops of shorter ones before it and fills them, too.
+        segments = [each for each in segments if each.last < segment.first]
+        segments.append(segment)
+    return segments
 
 
-def _nearest(states: Sequence[HopState], lacks: Sequence[bool], last: int, position: int, may_scratch: bool) -> Lane:
+def _nearest(
+    states: Sequence[HopState], lacks: Sequence[bool], last: int, position: int, may_scratch: bool
+) -> ReplaySegment:
     start = states[last].start_for(position)
     scratch: set[int] = set()
     for source in range(last - 1, CLIENT, -1):
         state = states[source]
         if not lacks[source] and state.kept_start <= start and state.kept_end >= position:
-            return Lane(source, source + 1, last, start, frozenset(scratch))
+            return ReplaySegment(source, source + 1, last, start, frozenset(scratch))
         if lacks[source]:
             start = min(start, state.start_for(position))
             if any(start < states[hop].min_position for hop in range(source, last + 1) if lacks[hop]):
@@ -102,4 +104,4 @@ def _nearest(states: Sequence[HopState], lacks: Sequence[bool], last: int, posit
             start = 0
             if may_scratch:
                 scratch.add(source)
-    return Lane(CLIENT, 0, last, start, frozenset(scratch))
+    return ReplaySegment(CLIENT, 0, last, start, frozenset(scratch))

@@ -1,4 +1,4 @@
-"""Runs the lanes of a recovery: it sends a session's earlier steps again through the hops that lack them."""
+"""Runs the segments of a recovery: it sends a session's earlier steps again through the hops that lack them."""
 
 import asyncio
 import secrets
@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from corolla.chain.history import History
-from corolla.chain.recovery_plan import CLIENT, Lane
+from corolla.chain.recovery_plan import CLIENT, ReplaySegment
 from corolla.chain.reservations import ChainBinding, ChainLimits, NotOpened, Reservations
 from corolla.chain.step_window import StepWindow
 from corolla.chain.streams import DataPlane
@@ -17,7 +17,7 @@ from corolla.v1 import common_pb2
 
 
 class Replayer:
-    """Runs the lanes of all recoveries of a process, with a common bound of replayed tokens."""
+    """Runs the segments of all recoveries of a process, with a common bound of replayed tokens."""
 
     def __init__(self, reservations: Reservations, plane: DataPlane, limits: ChainLimits) -> None:
         self._reservations = reservations
@@ -25,21 +25,21 @@ class Replayer:
         self._limits = limits
         self._budget = _TokenBudget(limits.max_replayed_tokens)
 
-    async def replay(self, binding: ChainBinding, number: int, sequence: History, lane: Lane) -> None:
-        """Runs the lane; returns when its hops hold the sequence up to its position, except those in `lane.scratch`.
+    async def replay(self, binding: ChainBinding, number: int, sequence: History, segment: ReplaySegment) -> None:
+        """Runs the segment until its hops hold the sequence up to its position, except those in `segment.scratch`.
 
         `number` is the index of the sequence's identity in `binding.identities`.
 
         Raises:
             CorollaError: OutOfPages where a scratch hop has no room, OutputsNotKept, or whatever else failed.
         """
-        hops = list(binding.chain.hops[lane.first : lane.last + 1])
+        hops = list(binding.chain.hops[segment.first : segment.last + 1])
         async with (
-            self._budget.of(sequence.position - lane.start),
-            self._scratch(binding, number, sequence, lane) as scratch,
+            self._budget.of(sequence.position - segment.start),
+            self._scratch(binding, number, sequence, segment) as scratch,
         ):
             with StepWindow[None](len(hops), self._limits.step_timeout_s, lambda _, results: None) as window:
-                for start, end in self._steps(binding, sequence, lane):
+                for start, end in self._steps(binding, sequence, segment):
                     await window.make_room()
                     row = pb.StepRow(
                         session_id=binding.identities[number].session_id,
@@ -48,29 +48,31 @@ class Replayer:
                         num_tokens=end - start,
                         scratch_session_id=scratch,
                     )
-                    if lane.source == CLIENT:
+                    if segment.source == CLIENT:
                         inputs = sequence.inputs(start, end)
                         row.token_ids.extend(inputs.token_ids)
-                        sent = self._plane.step(hops, [row], inputs.hidden, scratch_hops=lane.scratch_mask)
+                        sent = self._plane.step(hops, [row], inputs.hidden, scratch_hops=segment.scratch_mask)
                     else:
-                        source = binding.chain.hops[lane.source]
-                        sent = self._plane.resend(source, hops, [row], lane.scratch_mask)
+                        source = binding.chain.hops[segment.source]
+                        sent = self._plane.resend(source, hops, [row], segment.scratch_mask)
                     window.add(None, sent)
                 await window.drain()
 
-    def _steps(self, binding: ChainBinding, sequence: History, lane: Lane) -> Sequence[tuple[int, int]]:
+    def _steps(self, binding: ChainBinding, sequence: History, segment: ReplaySegment) -> Sequence[tuple[int, int]]:
         max_tokens = min(self._limits.prefill_chunk_tokens, binding.max_step_tokens)
-        steps = sequence.shapes.replay(lane.start, max_tokens, merges=self._limits.merges_replayed_steps)
+        steps = sequence.shapes.replay(segment.start, max_tokens, merges=self._limits.merges_replayed_steps)
         position = sequence.position
         return [(start, min(end, position)) for start, end in steps if start < position]
 
     @asynccontextmanager
-    async def _scratch(self, binding: ChainBinding, number: int, sequence: History, lane: Lane) -> AsyncIterator[bytes]:
-        """Opens a scratch session on the lane's scratch hops, so that their own session stays as it is; yields its id.
+    async def _scratch(
+        self, binding: ChainBinding, number: int, sequence: History, segment: ReplaySegment
+    ) -> AsyncIterator[bytes]:
+        """Opens a scratch session on the scratch hops, so that their own session stays as it is; yields its id.
 
-        The id is empty where the lane has no scratch hops.
+        The id is empty where the segment has no scratch hops.
         """
-        if not lane.scratch:
+        if not segment.scratch:
             yield b""
             return
         identity = replace(binding.identities[number], session_id=secrets.token_bytes(16))
@@ -86,7 +88,7 @@ class Replayer:
             samplers=None,
             keeps_outputs=False,
         )
-        hops = [binding.chain.hops[hop] for hop in sorted(lane.scratch)]
+        hops = [binding.chain.hops[hop] for hop in sorted(segment.scratch)]
         try:
             await self._reservations.open([identity], open_options, common_pb2.Chain(hops=hops))
             yield identity.session_id

@@ -16,14 +16,14 @@ class Caller(Protocol):
         """Returns the facts that the audit log holds about the caller."""
 
 
-class Anybody:
+class AnonymousCaller:
     """The caller of a service that does not authenticate its callers."""
 
     def audited(self) -> Mapping[str, str]:
         return {}
 
 
-ANYBODY: Final = Anybody()
+ANONYMOUS_CALLER: Final = AnonymousCaller()
 
 
 def write(event: str, facts: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final, Generic, Literal, Protocol, TypeVar
 import grpc
 
 from corolla.chassis import audit, errors
-from corolla.chassis.audit import ANYBODY, Caller
+from corolla.chassis.audit import ANONYMOUS_CALLER, Caller
 from corolla.chassis.metrics import Fault
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Call(Generic[Who]):
 
     Attributes:
         method: `Service/Method`, or the method and path of HTTP.
-        caller: The caller; ANYBODY until it is authenticated.
+        caller: The caller; ANONYMOUS_CALLER until it is authenticated.
         failure: The error with which the call ends if its task is cancelled; None: the caller cancelled the call.
         started_s: The time at which the call began, by `time.perf_counter`.
     """
@@ -122,7 +122,7 @@ class Guard:
 
     def begin(self, context: Context) -> Call[Any]:
         """Returns a new call, whose caller is not known yet."""
-        return Call(self._method, context, ANYBODY)
+        return Call(self._method, context, ANONYMOUS_CALLER)
 
     async def let_in(self, call: Call[Any]) -> None:
         """Authenticates the caller. Raises what `authenticate` raises."""

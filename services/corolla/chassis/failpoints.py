@@ -31,7 +31,7 @@ Place = Literal[
 is written back, a heartbeat is sent, a server deregisters."""
 
 EssentialTask = Literal[
-    "moves", "heartbeats", "engine", "housekeeping",  # block server
+    "moves", "heartbeats", "engine", "periodic_tasks",  # block server
     "placement_statistics", "rebalancing", "placement_feed",  # router
     "http", "placement_watch",  # client service
 ]  # fmt: skip

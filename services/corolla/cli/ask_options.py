@@ -37,10 +37,10 @@ ApiKeyFile = Annotated[
         envvar="COROLLA_API_KEY_FILE", **_IS_FILE,
     ),
 ]  # fmt: skip
-Tls = Annotated[bool, _place("tls", "Encrypt, and believe the authorities of the web.")]
+Tls = Annotated[bool, _place("tls", "Encrypt, and trust the authorities of the web.")]
 CaFile = Annotated[
     Path | None,
-    _place("ca-file", "Encrypt, and believe the authorities in this file (PEM).", envvar="COROLLA_CA_FILE", **_IS_FILE),
+    _place("ca-file", "Encrypt, and trust the authorities in this file (PEM).", envvar="COROLLA_CA_FILE", **_IS_FILE),
 ]
 Model = Annotated[str, _place("model", "Model, where there are several.", "-m")]
 Timeout = Annotated[float | None, _place("timeout", "Give up after this many seconds.")]

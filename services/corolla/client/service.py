@@ -36,7 +36,7 @@ from corolla.client.generation.admission import Admission
 from corolla.client.generation.answering import Answering, ModelLimits, SpeculationDefaults
 from corolla.client.generation.request_trace import RequestTraces
 from corolla.client.generation.waiting_line import WaitingLine
-from corolla.client.http.door import Door
+from corolla.client.http.endpoints import EndpointFactory
 from corolla.client.http.exchange import HeldBytes, Limits
 from corolla.client.http.metrics import HttpMetrics
 from corolla.client.http.openapi import router
@@ -44,10 +44,10 @@ from corolla.client.http.origins import OwnPages
 from corolla.client.http.placement_facts import PlacementFacts, placement_facts
 from corolla.client.http.placement_stream import PlacementStream
 from corolla.client.http.recovery_log import RecoveryLog
+from corolla.client.http.routes import HttpRoutes
 from corolla.client.http.server import HttpServer
-from corolla.client.http.surface import Surface
 from corolla.client.metrics import ClientMetrics
-from corolla.client.quotas.keeper import QuotaKeeper
+from corolla.client.quotas.enforcer import QuotaEnforcer
 from corolla.client.settings import ClientSettings
 from corolla.client.text.chat import ChatTemplate
 from corolla.client.text.grammar_process import GrammarProcess
@@ -100,7 +100,7 @@ class ClientService:
         self._certificate = PublicCertificate(settings.public_tls_dir) if settings.public_tls_dir else None
         self._registry = new_registry()
         self._metrics = ClientMetrics(self._registry)
-        self._quotas = QuotaKeeper(
+        self._quotas = QuotaEnforcer(
             settings.quotas_file,
             self._metrics,
             max_running=settings.max_running_requests,
@@ -300,17 +300,17 @@ class ClientService:
 
         watched = PlacementStream(describe, max_watchers=max_watchers, max_of_tenant=max_of_tenant)
         self._placement_stream = watched
-        await server.start(self._http_app(Surface(servicer, model, lambda: self._rpc.is_serving, watched)))
+        await server.start(self._http_app(HttpRoutes(servicer, model, lambda: self._rpc.is_serving, watched)))
         self._tasks.start_essential(server.run, "http")
 
-    def _http_app(self, surface: Surface) -> ASGIApp:
+    def _http_app(self, routes: HttpRoutes) -> ASGIApp:
         settings, bounds = self.settings, self._bounds
         held = HeldBytes(settings.max_held_request_bytes)
         limits = Limits(settings.max_request_bytes, held, bounds.http_read_timeout_s, bounds.reader_timeout_s)
         asks_for_keys = settings.api_keys_file is not None or bool(settings.oidc_issuer)
         pages = None if asks_for_keys else OwnPages(settings.host)
-        door = Door(self._tenants.authenticate, self._http_metrics, limits, pages)
-        return router(door, surface, has_page=settings.http_page)
+        endpoints = EndpointFactory(self._tenants.authenticate, self._http_metrics, limits, pages)
+        return router(endpoints, routes, has_page=settings.http_page)
 
     def _min_shares(self) -> int:
         """The least number of shares: 2 if several tenants may come, since a single one must not get the whole."""

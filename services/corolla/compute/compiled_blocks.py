@@ -40,7 +40,7 @@ from corolla.kernels.llvm_text import LANES
 from corolla.kernels.product_source import scratch_bytes
 from corolla.kernels.products import DTYPES, kernel_of, rows_of, weights_of
 from corolla.models.adapters.products import SpanAdapter
-from corolla.models.fused import PLACES, FusedLayer, FusedSpan, Projection, UsualNorm
+from corolla.models.fused import PLACES, FusedLayer, FusedSpan, Projection, RmsNorm
 from corolla.models.linear import TunedLinear
 from corolla.models.packed.modules import PackedLinear
 
@@ -242,7 +242,7 @@ def objection(span: FusedSpan, store: KVStore, dtype: torch.dtype) -> str | None
     for layer in span.layers:
         if type(layer.activation).__name__ not in _SILU:
             return f"the activation {type(layer.activation).__name__} has no function"
-        if not all(isinstance(norm, UsualNorm | None) for norm in _norms(layer)):
+        if not all(isinstance(norm, RmsNorm | None) for norm in _norms(layer)):
             return "a norm is not the usual one"
         if (layer.query_norm is None) != (layer.key_norm is None):
             return "of queries and keys only one is normalised"

@@ -11,14 +11,14 @@ from corolla.compute.attention.backends import TOLERANCES
 from corolla.compute.attention.paged_flash import PagedFlash
 from corolla.compute.decode_buffers import DecodeBuffers
 from corolla.compute.decode_graphs import SIZES, DecodeGraphs, Record
-from corolla.compute.runner import RowWork, Runner
+from corolla.compute.span_runner import RowWork, SpanRunner
 
 log = logging.getLogger(__name__)
 
 _CHECKED_STEPS: Final = 2
 
 
-def choose_graphs(runner: Runner, record: Record) -> None:
+def choose_graphs(runner: SpanRunner, record: Record) -> None:
     """Lets a runner replay recorded decode steps from now on, if their results equal those of its ordinary steps.
 
     Args:
@@ -32,7 +32,7 @@ def choose_graphs(runner: Runner, record: Record) -> None:
 
 
 @torch.inference_mode()
-def _failure(runner: Runner, record: Record) -> str | None:
+def _failure(runner: SpanRunner, record: Record) -> str | None:
     """Sets up the replay. Returns why decode steps cannot be replayed, or None where the runner now replays them."""
     fused = runner.model.fused
     if fused is None:
@@ -59,25 +59,25 @@ def _failure(runner: Runner, record: Record) -> str | None:
     return None
 
 
-def _max_tokens(runner: Runner) -> int:
+def _max_tokens(runner: SpanRunner) -> int:
     """The longest session whose steps are replayed: the model's maximum length, or what fits into all pages."""
     pool = runner.store.pool
     num_slots = pool.num_pages * pool.page_tokens
     return min(num_slots, getattr(runner.model.config, "max_position_embeddings", num_slots))
 
 
-def _lengths(runner: Runner, num_rows: int) -> list[int]:
+def _lengths(runner: SpanRunner, num_rows: int) -> list[int]:
     """How many tokens each row holds before the check. The first row reaches the end of a page during it."""
     longest = min(runner.store.pool.page_tokens - 1, runner.store.rules[0].max_step_tokens)
     return [longest, *(row % 5 for row in range(1, num_rows))]
 
 
-def _num_pages(runner: Runner, num_rows: int) -> int:
+def _num_pages(runner: SpanRunner, num_rows: int) -> int:
     cache = runner.new_cache()
     return sum(cache.worst_case(length + _CHECKED_STEPS) for length in _lengths(runner, num_rows))
 
 
-def _largest_error(runner: Runner, graphs: DecodeGraphs, num_rows: int) -> float:
+def _largest_error(runner: SpanRunner, graphs: DecodeGraphs, num_rows: int) -> float:
     """The largest relative error of a row's replayed output, compared with the runner's ordinary steps.
 
     The second step reads the keys and values that the first one wrote.
@@ -111,7 +111,7 @@ def _largest_error(runner: Runner, graphs: DecodeGraphs, num_rows: int) -> float
             cache.clear()
 
 
-def _steps(runner: Runner, caches: list[SessionCache], lengths: list[int], inputs: list[Tensor]) -> Tensor:
+def _steps(runner: SpanRunner, caches: list[SessionCache], lengths: list[int], inputs: list[Tensor]) -> Tensor:
     """The outputs of one new token of each row, step by step: float32 `[steps, rows, H]`."""
     outputs: list[Tensor] = []
     for step, hidden in enumerate(inputs):

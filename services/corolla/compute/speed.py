@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from corolla.compute.runner import RowWork, Runner
+from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.compute.threads import set_num_threads
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import head_bytes
@@ -65,7 +65,7 @@ class DecodeSpeed:
         return 1 / min(self._seconds_per_block) if self._seconds_per_block else 0.0
 
 
-def measure_decode_step(runner: Runner) -> float:
+def measure_decode_step(runner: SpanRunner) -> float:
     """Seconds of one token through all blocks of the runner's span: the best of a few runs, which use one page."""
     return _best_seconds(runner.warm_up)
 
@@ -76,7 +76,7 @@ def measure_speed(
     device: str,
     quantization: str = "none",
     num_threads: int = 1,
-    new_runner: Callable[..., Runner] = Runner,
+    new_runner: Callable[..., SpanRunner] = SpanRunner,
 ) -> Speed:
     """Times the model's largest block with one token and with a short prompt; the best of a few runs each.
 
@@ -86,7 +86,7 @@ def measure_speed(
     Args:
         num_threads: threads that this process computes with from now on; 0: the number with which the block is
             fastest, and 1 for a device other than a CPU.
-        new_runner: makes a `Runner` with this server's settings, of which nothing that has a part in the speed is
+        new_runner: makes a `SpanRunner` with this server's settings, of which nothing that has a part in the speed is
             changed: what is measured is what will run.
     """
 
@@ -121,7 +121,7 @@ def measure_speed(
 class _Trial:
     """Runs a short prompt, or the token after it, through one block."""
 
-    def __init__(self, model: SpanModel, new_runner: Callable[..., Runner]) -> None:
+    def __init__(self, model: SpanModel, new_runner: Callable[..., SpanRunner]) -> None:
         self.model = model
         # So many pages are enough, however small they are.
         self._runner = new_runner(model, num_pages=_PREFILL_TOKENS + 1, tuning_budget_s=_TUNING_BUDGET_S)
@@ -151,7 +151,7 @@ class _Trial:
         return _best_seconds(lambda: self._runner.forward(rows, hidden, self.model.span))
 
 
-def _page_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: str, new_runner: Callable[..., Runner]) -> int:
+def _page_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: str, new_runner: Callable[..., SpanRunner]) -> int:
     """Bytes of a token's keys and values in a block that caches some; 0 where no block does."""
     block = Span(checkpoint.caching_block, checkpoint.caching_block + 1)
     model = make_span(checkpoint, block, dtype=dtype, device=device)
@@ -160,15 +160,15 @@ def _page_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: str, new_run
     return _bytes_per_token(runner)
 
 
-def _bytes_per_token(runner: Runner) -> int:
+def _bytes_per_token(runner: SpanRunner) -> int:
     return runner.store.page_bytes // runner.store.pool.page_tokens
 
 
-def state_bytes(model: SpanModel, new_runner: Callable[..., Runner] = Runner) -> int:
+def state_bytes(model: SpanModel, new_runner: Callable[..., SpanRunner] = SpanRunner) -> int:
     """Bytes of the recurrent states of one session at one position.
 
     Args:
-        new_runner: makes a `Runner` with this server's settings.
+        new_runner: makes a `SpanRunner` with this server's settings.
     """
     if not recurrent_layers(model.config):
         return 0

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from corolla.local.fork_server_process import END_GRACE_S, Birth
+from corolla.local.fork_server_process import END_GRACE_S, ForkRequest
 
 _TITLE_LENGTH = 80
 
@@ -75,11 +75,11 @@ class ForkServer:
         Args:
             title: the command line that `ps` shows; `corolla NAME` if not given.
         """
-        birth = Birth(name, module, list(arguments), dict(environment), str(log), title or f"corolla {name}")
+        request = ForkRequest(name, module, list(arguments), dict(environment), str(log), title or f"corolla {name}")
         with self._changed:
             self._pids[name] = None
             self._exits = [each for each in self._exits if each.name != name]
-        self._command({"do": "start", "birth": asdict(birth)})
+        self._command({"do": "start", "request": asdict(request)})
 
     def signal(self, name: str, number: int) -> None:
         """Sends a signal to the child, if it lives."""

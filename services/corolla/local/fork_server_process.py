@@ -35,8 +35,8 @@ _PR_SET_NAME: Final = 15
 
 
 @dataclass(frozen=True)
-class Birth:
-    """The order for a new child: it runs `main(arguments)` of a module, with its output in the file `log`.
+class ForkRequest:
+    """The request for a new child, which runs `main(arguments)` of a module, with its output in the file `log`.
 
     Attributes:
         title: the command line that `ps` shows.
@@ -81,7 +81,7 @@ class ForkServerProcess:
 
     def _obey(self, command: dict[str, Any]) -> None:
         if command["do"] == "start":
-            self._start(Birth(**command["birth"]))
+            self._start(ForkRequest(**command["request"]))
         elif command["do"] == "warm":
             self._warm(command["modules"])
         elif command["do"] == "signal" and (child := self._children.get(command["name"])) is not None:
@@ -99,11 +99,11 @@ class ForkServerProcess:
         gc.freeze()
         _tell("warm", seconds=time.perf_counter() - started)
 
-    def _start(self, birth: Birth) -> None:
-        child = self._context.Process(target=run_child, args=(birth, os.getpid()))
+    def _start(self, request: ForkRequest) -> None:
+        child = self._context.Process(target=run_child, args=(request, os.getpid()))
         child.start()
-        self._children[birth.name] = child
-        _tell("started", name=birth.name, pid=child.pid)
+        self._children[request.name] = child
+        _tell("started", name=request.name, pid=child.pid)
 
     def _report_ends(self) -> None:
         for name, child in list(self._children.items()):
@@ -122,26 +122,26 @@ class ForkServerProcess:
                 self._report_ends()
 
 
-def run_child(birth: Birth, fork_server: int) -> None:
+def run_child(request: ForkRequest, fork_server: int) -> None:
     """Runs in the child: prepares the process, calls the module's `main` and exits with its status."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if _IS_LINUX:
         kernel = ctypes.CDLL(None)
         kernel.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        kernel.prctl(_PR_SET_NAME, birth.name.encode()[:15])
-        show_title(birth.title)
+        kernel.prctl(_PR_SET_NAME, request.name.encode()[:15])
+        show_title(request.title)
     if os.getppid() != fork_server:
         os._exit(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    log = os.open(birth.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    log = os.open(request.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     for source, target in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
     os.close(nothing)
     os.close(log)
     os.environ.clear()
-    os.environ.update(birth.environment)
-    sys.argv = ["corolla", *birth.arguments]
-    sys.exit(importlib.import_module(birth.module).main(birth.arguments))
+    os.environ.update(request.environment)
+    sys.argv = ["corolla", *request.arguments]
+    sys.exit(importlib.import_module(request.module).main(request.arguments))
 
 
 def show_title(title: str) -> None:

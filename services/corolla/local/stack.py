@@ -34,7 +34,7 @@ from corolla.wire.network import Network
 _POLL_S = 0.05
 # The modules that children import. While one child works, the fork server imports the modules of the next children, so
 # that these have them when they are forked.
-_MODULES_OF_PREPARATION = ("corolla.models.checkpoint",)
+_MODULES_OF_FETCH = ("corolla.models.checkpoint",)
 _MODULES_OF_ROUTER_AND_CLIENT = ("corolla.router.service", "corolla.client.service")
 _MODULES_OF_BLOCK_SERVERS = ("corolla.block_server.service",)
 _STOP_ORDER = (("client",), ("server",), ("router",), ("redis",))
@@ -229,7 +229,7 @@ class Stack:
         for process in self.processes:
             if process is not self._router:
                 self.launch(process)
-        self._fork_server.warm(_MODULES_OF_PREPARATION)
+        self._fork_server.warm(_MODULES_OF_FETCH)
 
     def _check_given_redis(self, url: str) -> None:
         try:
@@ -250,7 +250,7 @@ class Stack:
         log = LogFile(self.options.log_folder / "model.log")
         log.path.unlink(missing_ok=True)
         self._report(StackEvent("step", "model", f"opening the model {self.options.model}"))
-        self._fork_server.start("model", "corolla.local.preparation", [self.options.model], self._environment, log.path)
+        self._fork_server.start("model", "corolla.local.model_fetch", [self.options.model], self._environment, log.path)
         self._fork_server.warm(_MODULES_OF_ROUTER_AND_CLIENT)
         while True:
             is_last = self._fork_server.is_gone("model")

@@ -276,7 +276,7 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def open_tensors(self, names: Mapping[str, str], dtype: Any = None) -> Iterator[dict[str, Any]]:
-        """Fetches some tensors' shards and opens the tensors; see `pieces.open_tensors`.
+        """Fetches some tensors' shards and opens the tensors; see `chunked_reads.open_tensors`.
 
         A packed weight has the name of the ordinary weight, and is expanded when it is read.
 
@@ -292,7 +292,7 @@ class Checkpoint:
         if self.gguf is not None:
             yield {name: self.gguf.tensors[stored] for name, stored in names.items()}
             return
-        from corolla.models.pieces import open_tensors
+        from corolla.models.chunked_reads import open_tensors
 
         with open_tensors(self.weight_index, names) as tensors:
             if self.quantization is not None:

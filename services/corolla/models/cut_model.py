@@ -17,11 +17,11 @@ from transformers.utils import logging as transformers_logging
 
 from corolla.chassis.errors import CheckpointError
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.chunked_reads import ChunkedTensor
 from corolla.models.families import Family, recurrent_layers
 from corolla.models.loading import LOADING
 from corolla.models.packed.choice import fill, layouts_of
 from corolla.models.packed.modules import replace_packed
-from corolla.models.pieces import InPieces
 
 # The lists of a configuration with one entry per layer, which a base model's forward indexes by the layer's number.
 PER_LAYER_LISTS = (
@@ -79,9 +79,9 @@ def build(
     """
     try:
         with _quietly():
-            pieces = {name: InPieces(stored, dtype) for name, stored in tensors.items()}
-            widening = cut_class(model_class, functools.partial(_widen, pieces=pieces, dtype=dtype))
-            model, report = _fill(widening, config, pieces, dtype, attention)
+            chunked = {name: ChunkedTensor(stored, dtype) for name, stored in tensors.items()}
+            widening = cut_class(model_class, functools.partial(_widen, chunked=chunked, dtype=dtype))
+            model, report = _fill(widening, config, chunked, dtype, attention)
     except RuntimeError as error:
         raise CheckpointError(
             f"The weights of {checkpoint.name} do not fit its config.json; fetch the checkpoint again."
@@ -124,7 +124,7 @@ def build_cut(
     return cast(PreTrainedModel, cast(Any, model).to(device))
 
 
-def _widen(model: PreTrainedModel, pieces: Mapping[str, InPieces], dtype: torch.dtype) -> None:
+def _widen(model: PreTrainedModel, chunked: Mapping[str, ChunkedTensor], dtype: torch.dtype) -> None:
     """Sets the dtype of tensors that a model keeps in another dtype, such as routers in float32, as `from_pretrained`
     does."""
     library = cast(Any, model)
@@ -137,8 +137,8 @@ def _widen(model: PreTrainedModel, pieces: Mapping[str, InPieces], dtype: torch.
     if set(dtypes.values()) <= {dtype}:
         return
     name_of = renaming(model)
-    for stored, piece in pieces.items():
-        piece.dtype = dtypes.get(name_of(stored)) or dtypes.get(stored, dtype)
+    for stored, tensor in chunked.items():
+        tensor.dtype = dtypes.get(name_of(stored)) or dtypes.get(stored, dtype)
 
 
 def renaming(model: PreTrainedModel) -> Callable[[str], str]:
@@ -177,8 +177,8 @@ def without_weights(model_class: type[PreTrainedModel], config: PretrainedConfig
 def _filled(shape: torch.Size, numbers: Tensor) -> Tensor:
     """A tensor of this shape, filled with these numbers over and over."""
     tensor = torch.empty(shape, dtype=numbers.dtype)
-    for piece in torch.split(tensor.view(-1), len(numbers)):
-        piece.copy_(numbers[: len(piece)])
+    for chunk in torch.split(tensor.view(-1), len(numbers)):
+        chunk.copy_(numbers[: len(chunk)])
     return tensor
 
 

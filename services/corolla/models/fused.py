@@ -301,7 +301,7 @@ def _joined_or_none(parameters: Sequence[Tensor | None]) -> nn.Parameter | None:
     return _joined(present) if present else None
 
 
-class UsualNorm:
+class RmsNorm:
     """The root mean square norm of most families (RMSNorm, Zhang and Sennrich 2019); one kernel call in float32.
 
     Attributes:
@@ -324,4 +324,4 @@ class UsualNorm:
 
 def _norm(module: Any) -> Callable[[Tensor], Tensor]:
     """A norm with the same results as the family's module, and faster where that is the usual one."""
-    return UsualNorm(module) if hasattr(module, "variance_epsilon") else cast(Callable[[Tensor], Tensor], module)
+    return RmsNorm(module) if hasattr(module, "variance_epsilon") else cast(Callable[[Tensor], Tensor], module)

@@ -40,10 +40,10 @@ def counted_speed(placed: pb.PlacedServer, bound: float) -> float:
 
 
 def speed_bounds(servers: Iterable[pb.PlacedServer]) -> dict[str, float]:
-    """Returns the greatest speed that the planner believes of each server, by id, since a server may overstate its own.
+    """Returns the greatest speed that the planner accepts of each server, by id, since a server may overstate its own.
 
     The bound is `MOST_TIMES_TYPICAL` times the median of what the other servers with the same weights report, or that
-    median itself for a doubted server. A server without others is believed.
+    median itself for a doubted server. The figure of a server without others is accepted.
     """
     groups: dict[str, list[pb.PlacedServer]] = {}
     for each in servers:

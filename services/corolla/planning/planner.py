@@ -136,7 +136,7 @@ class _Route(NamedTuple):
         return tuple(reversed(taken))
 
 
-class _Ride:
+class _RouteOnServer:
     """The cheapest route that is on a server at the planner's current boundary; `seconds` is infinite without one."""
 
     __slots__ = ("before", "entry_seconds", "index", "seconds", "seconds_per_block", "server", "start")
@@ -168,58 +168,62 @@ def _cheapest(group: Sequence[Candidate], blocks: Span, costs: LinkCosts) -> Pla
 
 def _all_at_once(servers: Sequence[Candidate], boundaries: Sequence[int], costs: LinkCosts) -> tuple[PlannedHop, ...]:
     """Returns the cheapest hops, found boundary by boundary; a server may come twice. Empty: there is no chain."""
-    starting: defaultdict[int, list[_Ride]] = defaultdict(list)
-    ending: defaultdict[int, list[_Ride]] = defaultdict(list)
+    starting: defaultdict[int, list[_RouteOnServer]] = defaultdict(list)
+    ending: defaultdict[int, list[_RouteOnServer]] = defaultdict(list)
     for index, server in enumerate(servers):
-        ride = _Ride(index, server, costs)
-        starting[max(server.span.start, boundaries[0])].append(ride)
-        ending[server.span.end].append(ride)
+        on_server = _RouteOnServer(index, server, costs)
+        starting[max(server.span.start, boundaries[0])].append(on_server)
+        ending[server.span.end].append(on_server)
     # The servers that hold the blocks after the current boundary, in the given order, and the cheapest route to that
     # boundary; both by zone.
-    under_way: defaultdict[str, list[_Ride]] = defaultdict(list)
+    under_way: defaultdict[str, list[_RouteOnServer]] = defaultdict(list)
     arrivals: dict[str, _Route] = {}
     # The cheapest route of all zones, and its seconds with a change of zone after it. The first block has no zone.
     cheapest: _Route | None = _Route(0.0)
     elsewhere = 0.0
     for here, boundary in pairwise(boundaries):
-        for ride in starting[here]:
-            insort(under_way[ride.server.zone], ride, key=lambda ride: ride.index)
+        for on_server in starting[here]:
+            insort(under_way[on_server.server.zone], on_server, key=lambda on_server: on_server.index)
         earlier, arrivals = arrivals, {}
-        for rides in sorted(filter(None, under_way.values()), key=lambda rides: rides[0].index):
-            zone = rides[0].server.zone
+        for routes in sorted(filter(None, under_way.values()), key=lambda routes: routes[0].index):
+            zone = routes[0].server.zone
             before = earlier.get(zone)
             if before is not None and before.seconds <= elsewhere:
-                best = _carried(rides, here, boundary, before.seconds, before)
+                best = _extended(routes, here, boundary, before.seconds, before)
             else:
-                best = _carried(rides, here, boundary, elsewhere, cheapest)
+                best = _extended(routes, here, boundary, elsewhere, cheapest)
             if best.before is not None:
                 arrivals[zone] = _Route(best.seconds, best.server, best.start, best.before)
         cheapest = min(arrivals.values(), key=lambda route: route.seconds, default=None)
         elsewhere = math.inf if cheapest is None else cheapest.seconds + costs.other_zone_seconds
-        for ride in ending[boundary]:
-            under_way[ride.server.zone].remove(ride)
+        for on_server in ending[boundary]:
+            under_way[on_server.server.zone].remove(on_server)
     return cheapest.hops(boundaries[-1]) if cheapest is not None else ()
 
 
-def _carried(rides: Sequence[_Ride], here: int, boundary: int, seconds_here: float, before: _Route | None) -> _Ride:
-    """Moves the rides of one zone from `here` to `boundary`; a ride begins `here` if that is cheaper than earlier.
+def _extended(
+    routes: Sequence[_RouteOnServer], here: int, boundary: int, seconds_here: float, before: _Route | None
+) -> _RouteOnServer:
+    """Extends the routes on the servers of one zone from `here` to `boundary`.
+
+    A route enters its server `here` if that is cheaper than earlier.
 
     Args:
-        seconds_here: The seconds of the route `before`, which comes before a ride that begins `here`.
+        seconds_here: The seconds of the route `before`, which comes before a route that enters its server `here`.
 
     Returns:
-        The cheapest ride; the first one of equals.
+        The cheapest route; the first one of equals.
     """
     num_blocks = boundary - here
-    best, best_seconds = rides[0], math.inf
-    for ride in rides:
-        seconds = ride.seconds
-        begun_here = seconds_here + ride.entry_seconds
+    best, best_seconds = routes[0], math.inf
+    for on_server in routes:
+        seconds = on_server.seconds
+        begun_here = seconds_here + on_server.entry_seconds
         if begun_here < seconds:
-            seconds, ride.start, ride.before = begun_here, here, before
-        ride.seconds = seconds = seconds + num_blocks * ride.seconds_per_block
+            seconds, on_server.start, on_server.before = begun_here, here, before
+        on_server.seconds = seconds = seconds + num_blocks * on_server.seconds_per_block
         if seconds < best_seconds:
-            best, best_seconds = ride, seconds
+            best, best_seconds = on_server, seconds
     return best
 
 

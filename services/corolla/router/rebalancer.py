@@ -5,8 +5,8 @@ import logging
 from collections.abc import Sequence
 
 from corolla.chassis.errors import CorollaError
+from corolla.router.intervals import RouterIntervals
 from corolla.router.metrics import RouterMetrics
-from corolla.router.pace import RouterPace
 from corolla.router.rebalancing import Member, Move, next_move
 from corolla.router.registry import Registry
 from corolla.router.roster import Roster
@@ -23,15 +23,15 @@ class Rebalancer:
         registry: The placement in the store.
         metrics: The router's metrics.
         min_gain: The part by which a move must make the slowest block faster.
-        pace: The router's intervals.
+        intervals: The router's intervals.
     """
 
-    def __init__(self, registry: Registry, metrics: RouterMetrics, min_gain: float, pace: RouterPace) -> None:
+    def __init__(self, registry: Registry, metrics: RouterMetrics, min_gain: float, intervals: RouterIntervals) -> None:
         self._registry = registry
         self._metrics = metrics
-        self._settle_s = pace.settle_s
+        self._settle_s = intervals.settle_s
         self._min_gain = min_gain
-        self._pause_ms = round(pace.between_moves_s * 1000)
+        self._pause_ms = round(intervals.between_moves_s * 1000)
         # The members and the best move at the last look, by model and fingerprint.
         self._advice: dict[tuple[str, str], _Advice] = {}
 

@@ -73,7 +73,7 @@ def next_move(
     goal, step = _search(pool, max_layouts)
     if step is None:
         return None
-    present = _worth(pool.standing(pool.layout)[0])
+    present = _worth(pool.coverage(pool.layout)[0])
     covers = goal[0] > present[0]
     if not covers and goal[1] <= present[1] * (1 + min_gain):
         return None
@@ -102,7 +102,7 @@ class _Pool:
         equals = groupby(range(len(self.movable)), key=lambda index: self._facts[index])
         self._equals = [list(group) for _, group in equals]
 
-    def standing(self, layout: _Layout) -> tuple[list[int], list[int]]:
+    def coverage(self, layout: _Layout) -> tuple[list[int], list[int]]:
         """Returns the throughput of each block, and the number of servers that hold it."""
         per_block, num_holders = list(self._throughput), list(self._num_holders)
         for start, facts in zip(layout, self._facts, strict=True):
@@ -154,7 +154,7 @@ def _worth(per_block: list[int]) -> _Worth:
 
 def _search(pool: _Pool, max_layouts: int) -> tuple[_Worth, _Step | None]:
     """Returns the worth of the best layout, and the first step of a shortest way to it; None: it is the present one."""
-    best: tuple[_Worth, _Step | None] = (_worth(pool.standing(pool.layout)[0]), None)
+    best: tuple[_Worth, _Step | None] = (_worth(pool.coverage(pool.layout)[0]), None)
     best_near = best
     seen = {pool.key(pool.layout)}
     frontier: list[tuple[_Layout, _Step | None]] = [(pool.layout, None)]
@@ -165,7 +165,7 @@ def _search(pool: _Pool, max_layouts: int) -> tuple[_Worth, _Step | None]:
         for layout, first in frontier:
             if depth > 1 and len(seen) >= max_layouts:
                 return best_near
-            per_block, num_holders = pool.standing(layout)
+            per_block, num_holders = pool.coverage(layout)
             for step in pool.steps(layout, num_holders):
                 index, start = step
                 other = (*layout[:index], start, *layout[index + 1 :])

@@ -12,9 +12,9 @@ from corolla.chassis.lifecycle import fail, run_service
 from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, TaskMetrics, new_registry
 from corolla.chassis.rpc_server import RpcServer
 from corolla.chassis.tasks import TaskGroup
-from corolla.router.cluster.keeper import ClusterKeeper
+from corolla.router.cluster.connection import ClusterConnection
+from corolla.router.intervals import USUAL_INTERVALS, RouterIntervals
 from corolla.router.metrics import RouterMetrics
-from corolla.router.pace import USUAL_PACE, RouterPace
 from corolla.router.quotas import Quotas
 from corolla.router.rebalancer import Rebalancer
 from corolla.router.registry import Registry
@@ -38,15 +38,15 @@ class RouterProcess:
 
     Args:
         settings: The router's settings.
-        pace: The router's intervals and time-outs.
+        intervals: The router's intervals and time-outs.
 
     Raises:
         StartupError: A port is taken, or the Redis address is not valid.
     """
 
-    def __init__(self, settings: RouterSettings, *, pace: RouterPace = USUAL_PACE) -> None:
+    def __init__(self, settings: RouterSettings, *, intervals: RouterIntervals = USUAL_INTERVALS) -> None:
         self.settings = settings
-        self._pace = pace
+        self._intervals = intervals
         metrics_registry = new_registry()
         self._metrics = RouterMetrics(metrics_registry)
         self._store = Store(
@@ -61,7 +61,7 @@ class RouterProcess:
         self._watches = PlacementWatches(
             self._registry,
             self._tasks.subgroup(),
-            relist_interval_s=pace.relist_s,
+            relist_interval_s=intervals.relist_s,
             load_push_interval_s=settings.load_push_interval_s,
         )
         self._network = Network.of(settings.tls_dir)
@@ -71,7 +71,7 @@ class RouterProcess:
             with_reflection=settings.reflection,
             credentials=self._network.rpc_credentials(),
         )
-        self._cluster = ClusterKeeper(self._registry, self._metrics, settings, pace, self._tasks.subgroup())
+        self._cluster = ClusterConnection(self._registry, self._metrics, settings, intervals, self._tasks.subgroup())
         servicer = RouterServicer(
             settings,
             self._registry,
@@ -110,7 +110,7 @@ class RouterProcess:
         await self._wait_for_redis()
         self._tasks.start_essential(self._observe_placement, "placement_statistics")
         if self.settings.rebalance:
-            rebalancer = Rebalancer(self._registry, self._metrics, self.settings.rebalance_min_gain, self._pace)
+            rebalancer = Rebalancer(self._registry, self._metrics, self.settings.rebalance_min_gain, self._intervals)
             self._tasks.start_essential(rebalancer.run, "rebalancing")
         self._tasks.start_restartable(self._cluster.run, "kubernetes")
         await self._rpc.ready()
@@ -139,7 +139,7 @@ class RouterProcess:
                     if roster.model in shown:
                         self._metrics.forget(roster.model)
                         shown.discard(roster.model)
-            await asyncio.sleep(self._pace.relist_s)
+            await asyncio.sleep(self._intervals.relist_s)
 
     async def _wait_for_redis(self) -> None:
         has_logged = False
@@ -151,7 +151,7 @@ class RouterProcess:
                 if not has_logged:
                     log.warning("waiting for redis; nothing is served until it answers")
                 has_logged = True
-                await asyncio.sleep(self._pace.relist_s)
+                await asyncio.sleep(self._intervals.relist_s)
             else:
                 self._metrics.store_up.set(1)
                 return

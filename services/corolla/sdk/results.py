@@ -1,18 +1,8 @@
 """The service's answers as plain values."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 
-
-class FinishReason(StrEnum):
-    """Why an answer ended."""
-
-    EOS = "eos"
-    LENGTH = "length"
-    STOP_SEQUENCE = "stop_sequence"
-    CANCELLED = "cancelled"
-    TIME_LIMIT = "time_limit"
-    TOOL_CALLS = "tool_calls"
+from corolla.decoding.stopping import FinishReason as FinishReason
 
 
 @dataclass(frozen=True, slots=True)

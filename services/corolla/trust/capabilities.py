@@ -65,11 +65,11 @@ class Capabilities:
             RoleDenied: A library signed it for a tenant that is not its own.
         """
         signed = asked.capability
-        signatory = self._credentials.signatories.find(signed.certificates)
-        if signatory is None or not signatory.has_signed(signed.signature, _PURPOSE + signed.capability):
+        holder = self._credentials.certificate_holders.find(signed.certificates)
+        if holder is None or not holder.has_signed(signed.signature, _PURPOSE + signed.capability):
             raise CapabilityDenied("the session's capability is not signed by a workload that this server knows")
-        workload = signatory.workload
-        if not self._credentials.counts(signed.certificates[0]):
+        workload = holder.workload
+        if not self._credentials.is_valid(signed.certificates[0]):
             raise CapabilityDenied("the certificate of who has signed for the session counts no longer")
         if not self._credentials.knows(workload) or workload.role not in _SIGNERS:
             raise CapabilityDenied("who has signed for the session may open none")

@@ -12,8 +12,8 @@ from typing import Any, Final
 import grpc
 from cryptography import x509
 
-from corolla.trust.beliefs import Beliefs, Shown
-from corolla.trust.signatures import Signatories, Signer, workload_of_certificate
+from corolla.trust.certificate_verifier import CertificateVerifier, PresentedCertificate
+from corolla.trust.signatures import CertificateHolders, Signer, workload_of_certificate
 from corolla.trust.watched_files import Contents, WatchedFiles
 from corolla.trust.workload import Role, Workload
 
@@ -37,7 +37,7 @@ class Credentials:
         files: The files, which the service must watch.
         version: The number of times that the files were read successfully.
         signer: Signs with the key of the certificate, in processes that open sessions; None in others.
-        signatories: Verifies signatures of other workloads of the authority.
+        certificate_holders: Verifies signatures of other workloads of the authority.
 
     Raises:
         SettingsError: A file is missing or not valid, or the certificate names no workload; or the process opens
@@ -47,7 +47,7 @@ class Credentials:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.version = 0
-        self._beliefs = Beliefs(b"", b"")
+        self._verifier = CertificateVerifier(b"", b"")
         names = (CERTIFICATE_FILE, KEY_FILE, AUTHORITY_FILE)
         self.files = WatchedFiles("COROLLA_TLS_DIR", folder, names, self._take, optional=(REVOCATIONS_FILE,))
         # A listener keeps its context for ever, so the callback chooses the newest context for each handshake.
@@ -78,21 +78,21 @@ class Credentials:
         """Returns the credentials for a channel that is opened now."""
         return grpc.ssl_channel_credentials(self._authority, self._key, self._certificate)
 
-    def witness(self, transport: asyncio.BaseTransport) -> Callable[[], bool]:
+    def peer_validity(self, transport: asyncio.BaseTransport) -> Callable[[], bool]:
         """Returns a function that says whether the certificate of a connection's other end is still valid."""
         connection: ssl.SSLObject = transport.get_extra_info("ssl_object")
         certificate = connection.getpeercert(binary_form=True) or b""
-        shown = Shown(certificate, self._beliefs.authorities)
-        return lambda: self._beliefs.hold(shown)
+        presented = PresentedCertificate(certificate, self._verifier.authorities)
+        return lambda: self._verifier.is_valid(presented)
 
-    def witness_call(self, auth_context: Mapping[str, Iterable[bytes]]) -> Callable[[], bool]:
+    def caller_validity(self, auth_context: Mapping[str, Iterable[bytes]]) -> Callable[[], bool]:
         """Returns a function that says whether the certificate of a call's caller is still valid."""
-        shown = Shown(b"".join(auth_context.get(_CERTIFICATE, ())))
-        return lambda: self._beliefs.hold(shown)
+        presented = PresentedCertificate(b"".join(auth_context.get(_CERTIFICATE, ())))
+        return lambda: self._verifier.is_valid(presented)
 
-    def counts(self, certificate: bytes) -> bool:
+    def is_valid(self, certificate: bytes) -> bool:
         """Whether a certificate (in DER) is of a trusted authority, and has neither ended nor been revoked."""
-        return self._beliefs.hold(Shown(certificate))
+        return self._verifier.is_valid(PresentedCertificate(certificate))
 
     def knows(self, other: Workload | None) -> bool:
         """Whether a workload is of this process' trust domain; an authority may sign for several domains."""
@@ -103,16 +103,19 @@ class Credentials:
         workload = workload_of_certificate(x509.load_pem_x509_certificate(certificate))
         if workload is None:
             raise ValueError("the certificate's only URI must be like spiffe://<trust domain>/<role>/<name>")
-        beliefs = Beliefs(authority, revocations, self._beliefs)
+        verifier = CertificateVerifier(authority, revocations, self._verifier)
         opens_sessions = workload.role in (Role.CLIENT, Role.LIBRARY)
-        signer, signatories = Signer(certificate, key) if opens_sessions else None, Signatories(authority)
+        signer, certificate_holders = (
+            Signer(certificate, key) if opens_sessions else None,
+            CertificateHolders(authority),
+        )
         self._calling, self._taking = (
             _context(kind, self._folder) for kind in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)
         )
-        self.signer, self.signatories = signer, signatories
+        self.signer, self.certificate_holders = signer, certificate_holders
         self._certificate, self._key, self._authority, self._workload = certificate, key, authority, workload
         self._rpc = grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
-        self._beliefs = beliefs
+        self._verifier = verifier
         self.version += 1
 
     def _choose(self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:

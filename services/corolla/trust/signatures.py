@@ -47,7 +47,7 @@ class Signer:
 
 
 @dataclass(frozen=True, slots=True)
-class Signatory:
+class CertificateHolder:
     """The workload that a certificate of the authority names, the key that verifies its signatures, and its end."""
 
     workload: Workload
@@ -62,7 +62,7 @@ class Signatory:
         return True
 
 
-class Signatories:
+class CertificateHolders:
     """The workloads with certificates of these authorities.
 
     Each chain of certificates is verified once, and remembered until one of its certificates ends.
@@ -73,9 +73,9 @@ class Signatories:
 
     def __init__(self, authorities: bytes) -> None:
         self._policy = PolicyBuilder().store(Store(x509.load_pem_x509_certificates(authorities)))
-        self._known: dict[tuple[bytes, ...], Signatory] = {}
+        self._known: dict[tuple[bytes, ...], CertificateHolder] = {}
 
-    def find(self, certificates: Sequence[bytes]) -> Signatory | None:
+    def find(self, certificates: Sequence[bytes]) -> CertificateHolder | None:
         """Returns the owner of the first certificate; None: no authority has signed it, or it names no workload.
 
         Args:
@@ -92,7 +92,7 @@ class Signatories:
                 self._known[chain] = found
         return found
 
-    def _verified(self, chain: tuple[bytes, ...]) -> Signatory | None:
+    def _verified(self, chain: tuple[bytes, ...]) -> CertificateHolder | None:
         if not 1 <= len(chain) <= MAX_CERTIFICATES or max(map(len, chain)) > MAX_CERTIFICATE_BYTES:
             return None
         try:
@@ -103,7 +103,7 @@ class Signatories:
             return None
         if workload is None or not isinstance(key, ec.EllipticCurvePublicKey):
             return None
-        return Signatory(workload, key, min(each.not_valid_after_utc for each in verified.chain))
+        return CertificateHolder(workload, key, min(each.not_valid_after_utc for each in verified.chain))
 
 
 def workload_of_certificate(certificate: x509.Certificate) -> Workload | None:

@@ -17,7 +17,7 @@ from corolla.trust.authorisation import AUDITED, FRAMES, check_method
 from corolla.trust.capabilities import Capabilities
 from corolla.trust.channels import renewed_channels
 from corolla.trust.credentials import Credentials, workload_of_call
-from corolla.trust.standing_calls import end_once_unbelieved
+from corolla.trust.running_calls import end_when_invalid
 from corolla.trust.workload import Role
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.renewal import RenewedStream
@@ -100,7 +100,7 @@ class Network:
     async def _check_role(self, call: Call[Any]) -> None:
         """Reads the caller's identity. Raises RoleDenied if its role may not call the method."""
         if self.credentials is not None:
-            end_once_unbelieved(call, self.credentials.witness_call(call.context.auth_context()))
+            end_when_invalid(call, self.credentials.caller_validity(call.context.auth_context()))
             caller = workload_of_call(call.context.auth_context())
             if caller is not None:
                 call.caller = caller

@@ -244,7 +244,7 @@ class FrameStream(asyncio.Protocol):
         self._has_pinged = False
         self._next_look_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._is_believed: Callable[[], bool] = lambda: True
+        self._is_peer_valid: Callable[[], bool] = lambda: True
 
     def send(self, control: Message, payload: Buffer = b"") -> None:
         if self._end is not None or self._state not in (StreamState.GREETING, StreamState.OPEN):
@@ -300,9 +300,9 @@ class FrameStream(asyncio.Protocol):
         self.peer_address = "{}:{}".format(*(transport.get_extra_info("peername") or ("?", "?"))[:2])
         if self._trust is not None:
             self.peer = workload_of_transport(transport)
-            self._is_believed = self._trust.credentials.witness(transport)
-            if not self._is_believed():
-                self._disbelieve()
+            self._is_peer_valid = self._trust.credentials.peer_validity(transport)
+            if not self._is_peer_valid():
+                self._end_as_invalid()
                 return
         self._transport.write(_GREETING.pack(_MAGIC, VERSION, 0))
         self._timer = self._loop.call_later(self._limits.greeting_s, self._on_no_greeting)
@@ -446,8 +446,8 @@ class FrameStream(asyncio.Protocol):
         If this process itself was held up, the other end's answer may still be unread, so the question is repeated. An
         end that reads the bytes that wait for it counts as living, since the question comes after these bytes.
         """
-        if not self._is_believed():
-            self._disbelieve()
+        if not self._is_peer_valid():
+            self._end_as_invalid()
             return
         now_s = self._loop.time()
         if self._is_draining():
@@ -468,7 +468,7 @@ class FrameStream(asyncio.Protocol):
                 self._on_outdated()
         self._look_again()
 
-    def _disbelieve(self) -> None:
+    def _end_as_invalid(self) -> None:
         """Ends the stream, since the other end's certificate was revoked, has expired, or has lost its authority."""
         who = self.peer.audited() if self.peer is not None else {}
         audit.write("stream", {"outcome": Unauthenticated.reason, "peer": self.peer_address, **who})

@@ -16,7 +16,7 @@ from corolla.chassis.errors import CorollaError
 from corolla.chassis.settings import load
 from corolla.chassis.status import from_rpc_error
 from corolla.router import store
-from corolla.router.pace import RouterPace
+from corolla.router.intervals import RouterIntervals
 from corolla.router.service import RouterProcess
 from corolla.router.settings import RouterSettings
 from corolla.v1 import common_pb2, router_pb2_grpc
@@ -31,7 +31,7 @@ FAST = {
     "load_push_interval_s": 0.3,
     "grace_s": 0.5,
 }
-FAST_PACE = RouterPace(relist_s=0.1, settle_s=0.1, between_moves_s=0.5)
+FAST_INTERVALS = RouterIntervals(relist_s=0.1, settle_s=0.1, between_moves_s=0.5)
 
 
 CLOCK = "set-clock:"
@@ -51,9 +51,11 @@ class Router:
 
 
 @asynccontextmanager
-async def running_router(redis_url: str, *, pace: RouterPace = FAST_PACE, **overrides: Any) -> AsyncIterator[Router]:
+async def running_router(
+    redis_url: str, *, intervals: RouterIntervals = FAST_INTERVALS, **overrides: Any
+) -> AsyncIterator[Router]:
     settings = load(RouterSettings, **{**FAST, "redis_url": redis_url, **overrides})
-    process = RouterProcess(settings, pace=pace)
+    process = RouterProcess(settings, intervals=intervals)
     channel = open_channel(f"127.0.0.1:{process.port}")
     try:
         await process.start()

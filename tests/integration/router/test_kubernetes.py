@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from corolla.v1 import router_pb2 as pb
 from tests.integration.metrics import sample
-from tests.integration.router.conftest import FAST_PACE, BlockServer, Router, StartRouter, spans
+from tests.integration.router.conftest import FAST_INTERVALS, BlockServer, Router, StartRouter, spans
 from tests.integration.router.kubernetes_server import KubernetesServer, kubeconfig, kubernetes_server
 from tests.integration.router.test_registration import placement, plan
 from tests.integration.waiting import until
@@ -42,13 +42,14 @@ def kubernetes() -> Iterator[KubernetesServer]:
 
 def at_pace(inside: dict[str, Any], **seconds: float) -> dict[str, Any]:
     """The settings, with a router that looks or waits otherwise."""
-    return {**inside, "pace": replace(inside["pace"], **seconds)}
+    return {**inside, "intervals": replace(inside["intervals"], **seconds)}
 
 
 @pytest.fixture
 def inside(tmp_path: Path, kubernetes: KubernetesServer) -> dict[str, Any]:
     """The settings of a router that knows where the API is."""
-    return {"kubernetes": kubeconfig(tmp_path, kubernetes), "pace": replace(FAST_PACE, list_pods_s=1.0), **OWN_POD}
+    intervals = replace(FAST_INTERVALS, list_pods_s=1.0)
+    return {"kubernetes": kubeconfig(tmp_path, kubernetes), "intervals": intervals, **OWN_POD}
 
 
 def server_in(router: Router, model: str, pod: str, **facts: Any) -> BlockServer:

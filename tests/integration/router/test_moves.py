@@ -12,7 +12,7 @@ import pytest
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from tests.integration.metrics import sample
-from tests.integration.router.conftest import FAST_PACE, BlockServer, Router, StartRouter, spans
+from tests.integration.router.conftest import FAST_INTERVALS, BlockServer, Router, StartRouter, spans
 from tests.integration.router.test_registration import placement, plan
 from tests.integration.waiting import until
 
@@ -129,7 +129,7 @@ async def test_servers_move_one_at_a_time_to_the_slowest_blocks(router: Router, 
 
 @pytest.mark.full
 async def test_unstable_speeds_move_servers_ever_more_rarely(start_router: StartRouter, model: str) -> None:
-    router = await start_router(pace=replace(FAST_PACE, between_moves_s=0.3))
+    router = await start_router(intervals=replace(FAST_INTERVALS, between_moves_s=0.3))
     servers = [MovingServer(router, model) for _ in range(3)]
     assert [await each.join() for each in servers] == ["0:3", "3:6", "0:3"]
     began_s = asyncio.get_running_loop().time()

@@ -166,7 +166,7 @@ async def test_bytes_of_sessions_that_have_expired_do_not_count(router: Router, 
     assert await is_over(sessions[1])
     await asyncio.sleep(4.1)
     assert not await is_over(sessions[1])
-    # Nor after they were taken out of the books.
+    # They do not count after their removal from the store, either.
     await Session(router, model).create()
     assert not await is_over(sessions[1])
     assert await is_over(sessions[1], most=50)

@@ -24,7 +24,7 @@ from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from tests.embedded_redis import EmbeddedRedis
 from tests.integration import waiting
-from tests.integration.router.conftest import FAST, FAST_PACE, BlockServer, Router, StartRouter, refusal, spans
+from tests.integration.router.conftest import FAST, FAST_INTERVALS, BlockServer, Router, StartRouter, refusal, spans
 
 
 @asynccontextmanager
@@ -53,7 +53,8 @@ async def until(pushed: "asyncio.Queue[pb.Placement]", wanted: Any) -> pb.Placem
 
 async def test_changes_are_pushed_by_every_router(start_router: StartRouter, model: str) -> None:
     # A long timer: what arrives at all came through the stream of changes.
-    first, second = [await start_router(lease_ms=300_000, pace=replace(FAST_PACE, relist_s=60)) for _ in range(2)]
+    intervals = replace(FAST_INTERVALS, relist_s=60)
+    first, second = [await start_router(lease_ms=300_000, intervals=intervals) for _ in range(2)]
     async with watching(first, model) as near, watching(second, model) as far:
         for pushed in (near, far):
             await until(pushed, lambda placement: placement.num_model_blocks == 0)

@@ -57,7 +57,7 @@ def registered(version: AdapterVersion, folder: Path, *tenants: str) -> router_p
 
 
 @dataclass
-class Stand:
+class Harness:
     """A server's adapters, and what a router says of them."""
 
     span: SpanModel
@@ -100,32 +100,32 @@ class Stand:
 
 
 @pytest.fixture
-def stand(span: SpanModel) -> Stand:
-    return Stand(span)
+def harness(span: SpanModel) -> Harness:
+    return Harness(span)
 
 
 async def test_a_loaded_adapter_stays_private_when_the_store_has_lost_its_registration(
-    stand: Stand, folders: list[Path]
+    harness: Harness, folders: list[Path]
 ) -> None:
     version = version_of(folders[0])
-    stand.push(registered(version, folders[0], "acme"))
-    await stand.subject.load(version, "acme")
-    stand.push()
-    stand.subject.take(version, "acme")
+    harness.push(registered(version, folders[0], "acme"))
+    await harness.subject.load(version, "acme")
+    harness.push()
+    harness.subject.take(version, "acme")
     with pytest.raises(errors.AdapterDenied):
-        stand.subject.take(version, "mallory")
+        harness.subject.take(version, "mallory")
     with pytest.raises(errors.AdapterDenied):
-        await stand.subject.load(version, "mallory")
+        await harness.subject.load(version, "mallory")
 
 
-async def test_who_may_use_a_loaded_adapter_is_what_was_said_last(stand: Stand, folders: list[Path]) -> None:
+async def test_who_may_use_a_loaded_adapter_is_what_was_said_last(harness: Harness, folders: list[Path]) -> None:
     version = version_of(folders[0])
-    stand.push(registered(version, folders[0]))
-    await stand.subject.load(version, "mallory")
-    stand.push(registered(version, folders[0], "acme"))
-    stand.push()
+    harness.push(registered(version, folders[0]))
+    await harness.subject.load(version, "mallory")
+    harness.push(registered(version, folders[0], "acme"))
+    harness.push()
     with pytest.raises(errors.AdapterDenied):
-        stand.subject.take(version, "mallory")
+        harness.subject.take(version, "mallory")
 
 
 @pytest.fixture
@@ -146,101 +146,101 @@ def opened_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 async def test_who_waits_too_long_is_sent_away_and_the_loading_goes_on(
     span: SpanModel, folders: list[Path], opened_hub: threading.Event
 ) -> None:
-    stand = Stand(span, patience_s=0.1)
+    harness = Harness(span, patience_s=0.1)
     slow, quick = version_of(folders[0], "slow"), version_of(folders[1], "quick")
     from_hub = registered(slow, folders[0])
     from_hub.revision = "main"
-    stand.push(from_hub, registered(quick, folders[1]))
+    harness.push(from_hub, registered(quick, folders[1]))
     with pytest.raises(errors.QueueFull, match="still loads"):
-        await stand.subject.load(slow, "acme")
-    await stand.load_in_the_end(quick)
-    assert not stand.subject.has(slow)
+        await harness.subject.load(slow, "acme")
+    await harness.load_in_the_end(quick)
+    assert not harness.subject.has(slow)
     opened_hub.set()
-    await stand.load_in_the_end(slow)
+    await harness.load_in_the_end(slow)
 
 
 async def test_a_failure_is_remembered_for_a_while_and_until_it_is_registered_otherwise(
-    stand: Stand, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+    harness: Harness, folders: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version = version_of(folders[0])
-    stand.push(registered(version, folders[1]))
+    harness.push(registered(version, folders[1]))
     with pytest.raises(errors.CorollaError, match="registered"):
-        await stand.subject.load(version, "acme")
+        await harness.subject.load(version, "acme")
     monkeypatch.setattr(adapters, "adapter_folder", None)
     with pytest.raises(errors.CorollaError, match="registered"):
-        await stand.subject.load(version, "acme")
+        await harness.subject.load(version, "acme")
     monkeypatch.undo()
-    stand.push(registered(version, folders[0]))
-    await stand.load_in_the_end(version)
+    harness.push(registered(version, folders[0]))
+    await harness.load_in_the_end(version)
 
 
-async def test_a_lost_memory_of_the_store_takes_no_adapter_out(stand: Stand, folders: list[Path]) -> None:
+async def test_a_lost_memory_of_the_store_takes_no_adapter_out(harness: Harness, folders: list[Path]) -> None:
     old, new = version_of(folders[0]), version_of(folders[1])
-    stand.push(registered(old, folders[0]))
-    stand.push()
-    await stand.subject.load(old, "acme")
-    loaded = stand.subject.take(old, "acme")
-    stand.push(registered(new, folders[1]))
+    harness.push(registered(old, folders[0]))
+    harness.push()
+    await harness.subject.load(old, "acme")
+    loaded = harness.subject.take(old, "acme")
+    harness.push(registered(new, folders[1]))
     with pytest.raises(errors.AdapterNotFound):
         loaded.check()
     with pytest.raises(errors.AdapterNotFound):
-        await stand.subject.load(old, "acme")
-    stand.push(removed=new)
+        await harness.subject.load(old, "acme")
+    harness.push(removed=new)
     with pytest.raises(errors.AdapterNotFound):
-        await stand.subject.load(new, "acme")
+        await harness.subject.load(new, "acme")
 
 
-async def test_stacks_change_only_between_iterations(stand: Stand, folders: list[Path]) -> None:
+async def test_stacks_change_only_between_iterations(harness: Harness, folders: list[Path]) -> None:
     versions = [version_of(folder, f"adapter{number}") for number, folder in enumerate(folders)]
     known = [registered(version, folder) for version, folder in zip(versions, folders, strict=True)]
-    stand.push(*known)
+    harness.push(*known)
     for version in versions:
-        await stand.subject.load(version, "acme")
-    both = [stand.subject.take(version, "acme").products for version in versions]
-    stack = stand.stacks.of(both)
-    stand.push(known[1], removed=versions[0])
-    assert stand.stacks.of(both) is stack
-    (command,) = stand.commands
+        await harness.subject.load(version, "acme")
+    both = [harness.subject.take(version, "acme").products for version in versions]
+    stack = harness.stacks.of(both)
+    harness.push(known[1], removed=versions[0])
+    assert harness.stacks.of(both) is stack
+    (command,) = harness.commands
     command()
-    assert stand.stacks.of(both) is not stack
+    assert harness.stacks.of(both) is not stack
 
 
 async def test_what_was_loaded_for_a_session_stays_until_it_opens(span: SpanModel, folders: list[Path]) -> None:
     versions = [version_of(folder, f"adapter{number}") for number, folder in enumerate(folders)]
     known = [registered(version, folder) for version, folder in zip(versions, folders, strict=True)]
-    stand = Stand(span, max_bytes=adapter_bytes(folders[0], span))
-    stand.push(*known)
-    await stand.subject.load(versions[0], "acme")
+    harness = Harness(span, max_bytes=adapter_bytes(folders[0], span))
+    harness.push(*known)
+    await harness.subject.load(versions[0], "acme")
     with pytest.raises(errors.NoAdapterRoom):
-        await stand.subject.load(versions[1], "acme")
-    stand.subject.take(versions[0], "acme")
-    await stand.subject.load(versions[1], "acme")
+        await harness.subject.load(versions[1], "acme")
+    harness.subject.take(versions[0], "acme")
+    await harness.subject.load(versions[1], "acme")
     with pytest.raises(errors.QueueFull):
-        stand.subject.take(versions[0], "acme")
+        harness.subject.take(versions[0], "acme")
 
 
 async def test_what_was_loaded_for_a_session_that_never_opens_gives_way(span: SpanModel, folders: list[Path]) -> None:
     versions = [version_of(folder, f"adapter{number}") for number, folder in enumerate(folders)]
-    stand = Stand(span, max_bytes=adapter_bytes(folders[0], span), patience_s=1.0)
-    stand.push(*(registered(version, folder) for version, folder in zip(versions, folders, strict=True)))
-    await stand.load_in_the_end(versions[0])
-    await stand.load_in_the_end(versions[1])
+    harness = Harness(span, max_bytes=adapter_bytes(folders[0], span), patience_s=1.0)
+    harness.push(*(registered(version, folder) for version, folder in zip(versions, folders, strict=True)))
+    await harness.load_in_the_end(versions[0])
+    await harness.load_in_the_end(versions[1])
 
 
 async def test_a_router_or_hub_that_does_not_answer_is_no_fault_of_the_adapter(
-    stand: Stand, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+    harness: Harness, folders: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version = version_of(folders[0])
-    stand.failure = errors.RouterUnavailable("no router answers")
+    harness.failure = errors.RouterUnavailable("no router answers")
     with pytest.raises(errors.QueueFull, match="which adapters there are"):
-        await stand.subject.load(version, "acme")
+        await harness.subject.load(version, "acme")
 
     def fetch(*_: object) -> Path:
         raise errors.HubUnavailable("the hub does not answer")
 
     monkeypatch.setattr(adapters, "adapter_folder", fetch)
-    stand.push(registered(version, folders[0]))
+    harness.push(registered(version, folders[0]))
     for _ in range(2):
         with pytest.raises(errors.QueueFull, match="hub"):
-            await stand.subject.load(version, "acme")
+            await harness.subject.load(version, "acme")
         monkeypatch.setattr(adapters, "adapter_folder", None)

@@ -43,7 +43,7 @@ def version_of(folders: dict[str, Path], name: str) -> AdapterVersion:
     return AdapterVersion(name, digest_of(folders[name]))
 
 
-class Stand:
+class Harness:
     """Adapters, and a router that says what `placement` says."""
 
     def __init__(self, model: SpanModel, folders: dict[str, Path], *, num_fitting: int = 3) -> None:
@@ -86,78 +86,78 @@ def _tensors(folder: Path) -> list[torch.Tensor]:
 
 
 async def test_who_asks_together_waits_for_one_load(model: SpanModel, folders: dict[str, Path]) -> None:
-    stand = Stand(model, folders)
-    first, second = await asyncio.gather(stand.load("one"), stand.load("one"))
+    harness = Harness(model, folders)
+    first, second = await asyncio.gather(harness.load("one"), harness.load("one"))
     assert first is second
-    assert stand.loaded == ["one"]
+    assert harness.loaded == ["one"]
 
 
 async def test_the_least_recently_used_one_gives_way(model: SpanModel, folders: dict[str, Path]) -> None:
-    stand = Stand(model, folders, num_fitting=2)
-    await stand.load("one")
-    await stand.load("two")
-    await stand.load("one")
-    await stand.load("three")
-    assert stand.loaded == ["one", "three"]
+    harness = Harness(model, folders, num_fitting=2)
+    await harness.load("one")
+    await harness.load("two")
+    await harness.load("one")
+    await harness.load("three")
+    assert harness.loaded == ["one", "three"]
     with pytest.raises(QueueFull):
-        stand.adapters.take(stand.versions["two"], "acme")
+        harness.adapters.take(harness.versions["two"], "acme")
 
 
 async def test_what_running_sessions_use_stays(model: SpanModel, folders: dict[str, Path]) -> None:
-    stand = Stand(model, folders, num_fitting=1)
-    stand.in_use = {await stand.load("one")}
+    harness = Harness(model, folders, num_fitting=1)
+    harness.in_use = {await harness.load("one")}
     with pytest.raises(NoAdapterRoom):
-        await stand.load("two")
-    assert stand.loaded == ["one"]
-    stand.in_use = set()
-    await stand.load("two")
-    assert stand.loaded == ["two"]
+        await harness.load("two")
+    assert harness.loaded == ["one"]
+    harness.in_use = set()
+    await harness.load("two")
+    assert harness.loaded == ["two"]
 
 
 async def test_one_that_is_taken_out_is_used_no_more(model: SpanModel, folders: dict[str, Path]) -> None:
-    stand = Stand(model, folders)
-    used = await stand.load("one")
+    harness = Harness(model, folders)
+    used = await harness.load("one")
     used.check()
-    removed = stand.placement.adapters.pop(0)
-    stand.placement.removed_adapters.append(removed.version)
-    stand.adapters.on_placement(stand.placement)
+    removed = harness.placement.adapters.pop(0)
+    harness.placement.removed_adapters.append(removed.version)
+    harness.adapters.on_placement(harness.placement)
     with pytest.raises(AdapterNotFound):
         used.check()
     with pytest.raises(AdapterNotFound):
-        await stand.load("one")
+        await harness.load("one")
 
 
 async def test_a_store_that_has_lost_its_memory_ends_nothing(model: SpanModel, folders: dict[str, Path]) -> None:
-    stand = Stand(model, folders)
-    stand.placement.adapters[0].tenants.append("acme")
-    used = await stand.load("one")
-    stand.adapters.on_placement(router_pb2.Placement())
+    harness = Harness(model, folders)
+    harness.placement.adapters[0].tenants.append("acme")
+    used = await harness.load("one")
+    harness.adapters.on_placement(router_pb2.Placement())
     used.check()
-    assert await stand.load("one") is used
+    assert await harness.load("one") is used
     with pytest.raises(AdapterDenied):
-        await stand.load("one", "beta")
+        await harness.load("one", "beta")
 
 
 async def test_others_tenants_are_denied(model: SpanModel, folders: dict[str, Path]) -> None:
-    stand = Stand(model, folders)
-    stand.placement.adapters[0].tenants.append("acme")
+    harness = Harness(model, folders)
+    harness.placement.adapters[0].tenants.append("acme")
     with pytest.raises(AdapterDenied):
-        await stand.load("one", "beta")
-    assert stand.loaded == []
-    await stand.load("one")
+        await harness.load("one", "beta")
+    assert harness.loaded == []
+    await harness.load("one")
     with pytest.raises(AdapterDenied):
-        stand.adapters.take(stand.versions["one"], "beta")
+        harness.adapters.take(harness.versions["one"], "beta")
 
 
 async def test_what_is_loaded_needs_no_router(model: SpanModel, folders: dict[str, Path]) -> None:
-    stand = Stand(model, folders)
-    await stand.load("one")
-    stand.is_away = True
-    await stand.load("one")
-    await stand.load("two")  # it was registered when a router was asked last
+    harness = Harness(model, folders)
+    await harness.load("one")
+    harness.is_away = True
+    await harness.load("one")
+    await harness.load("two")  # it was registered when a router was asked last
     unknown = AdapterVersion("four", "0" * 64)
     with pytest.raises(QueueFull, match="cannot ask"):
-        await stand.adapters.load(unknown, "acme")
-    stand.is_away = False
+        await harness.adapters.load(unknown, "acme")
+    harness.is_away = False
     with pytest.raises(AdapterNotFound):
-        await stand.adapters.load(unknown, "acme")
+        await harness.adapters.load(unknown, "acme")

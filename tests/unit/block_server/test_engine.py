@@ -9,17 +9,17 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+from corolla.block_server.batch_executor import StepWork
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine
 from corolla.block_server.hop_session import OpenRequest
-from corolla.block_server.iteration import StepWork
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import Peer, PeerTable
 from corolla.block_server.relay import Relay
 from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import SessionTable
 from corolla.cache.store import SessionCache
-from corolla.compute.runner import RowWork, Runner
+from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.span_model import load_span
 from corolla.v1 import blocks_pb2 as pb
@@ -37,15 +37,15 @@ REQUEST = OpenRequest(
 
 
 @pytest.fixture
-def runner(tmp_path: Path) -> Runner:
+def runner(tmp_path: Path) -> SpanRunner:
     """A runner with two pages in all."""
     model = load_span(
         Checkpoint.from_pretrained(str(make_tiny_checkpoint("llama", tmp_path))), SPAN, dtype=torch.float32
     )
-    return Runner(model, num_pages=2, page_tokens=4, max_step_tokens=4, tuning_budget_s=0.0)
+    return SpanRunner(model, num_pages=2, page_tokens=4, max_step_tokens=4, tuning_budget_s=0.0)
 
 
-async def test_a_broken_device_is_noticed_where_an_idle_session_holds_all_other_pages(runner: Runner) -> None:
+async def test_a_broken_device_is_noticed_where_an_idle_session_holds_all_other_pages(runner: SpanRunner) -> None:
     sessions: SessionTable[SessionCache] = SessionTable(runner.store.pool, runner.new_cache)
     peers, has_given_up = PeerTable(), asyncio.Event()
     metrics = BlockServerMetrics(CollectorRegistry())

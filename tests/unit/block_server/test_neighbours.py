@@ -43,7 +43,7 @@ async def test_who_joins_is_found_and_who_is_placed_stays_while_no_router_answer
     assert await known(neighbours, "a:1", "b:1", "c:1") == ["a:1", "b:1"]
     router.addresses, now_s = None, 1000.0
     assert await known(neighbours, "a:1", "c:1") == ["a:1"]
-    # A store that has lost its memory names no server for a while; later it is believed.
+    # A store that has lost its memory names no server for a while; later its answer counts.
     router.addresses, now_s = [], 1001.0
     assert await known(neighbours, "a:1", "c:1") == ["a:1"]
     router.addresses, now_s = ["b:1"], 1030.0

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from prometheus_client import CollectorRegistry
 
+from corolla.block_server.batch_executor import StepWork
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import Identity
 from corolla.block_server.handover.receiver import HandoverReceiver
-from corolla.block_server.iteration import StepWork
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.relay import Relay

@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from corolla.block_server.books import compare
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.hop_session import UNCLAIMED_LEASE_S, HopSession, OpenRequest, SessionEvent, SessionState
+from corolla.block_server.invariants import check
 from corolla.block_server.sessions import SessionTable
 from corolla.cache.pages import PagePool
 from corolla.cache.session_pages import SessionPages
@@ -204,9 +204,9 @@ class Hop(RuleBasedStateMachine):
             assert sum(table.num_pages for table in held.cache.tables) <= held.num_pages
 
     @invariant()
-    def books_agree(self) -> None:
+    def tables_agree(self) -> None:
         """Leases end when somebody looks, and streams are not told of here."""
-        assert not any(compare(self.table, BoundaryActivations(0), lambda client_id: {0}, now_s=0.0))
+        assert not any(check(self.table, BoundaryActivations(0), lambda client_id: {0}, now_s=0.0))
 
     def teardown(self) -> None:
         self.table.expire(self.now_s + 1000)

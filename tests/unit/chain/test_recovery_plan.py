@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corolla.chain.recovery_plan import CLIENT, HopState, Lane, plan_lanes
+from corolla.chain.recovery_plan import CLIENT, HopState, ReplaySegment, plan_segments
 
 
 @st.composite
@@ -46,11 +46,11 @@ class Hop:
         return output(self.number, token)
 
 
-def run(hops: list[Hop], lane: Lane, position: int) -> None:
-    scratch: dict[int, list[int]] = {number: [] for number in lane.scratch}
-    for token in range(lane.start, position):
-        state = output(CLIENT, token) if lane.source == CLIENT else hops[lane.source].kept[token]
-        for number in lane.hops:
+def run(hops: list[Hop], segment: ReplaySegment, position: int) -> None:
+    scratch: dict[int, list[int]] = {number: [] for number in segment.scratch}
+    for token in range(segment.start, position):
+        state = output(CLIENT, token) if segment.source == CLIENT else hops[segment.source].kept[token]
+        for number in segment.hops:
             state = hops[number].process(token, state, scratch.get(number, hops[number].held))
 
 
@@ -60,16 +60,16 @@ def test_after_the_lanes_every_hop_holds_all_and_no_other_was_touched(
 ) -> None:
     position, states = chain
     hops = [Hop(number, state) for number, state in enumerate(states)]
-    lanes = plan_lanes(states, position, may_scratch=may_scratch)
-    for lane in lanes:
-        run(hops, lane, position)
+    segments = plan_segments(states, position, may_scratch=may_scratch)
+    for segment in segments:
+        run(hops, segment, position)
     lacking = {number for number, state in enumerate(states) if state.start_for(position) < position}
     for number, hop in enumerate(hops):
         assert hop.held[:position] == list(range(position))
         if may_scratch and number not in lacking:
             assert len(hop.held) == states[number].num_held, "it lost nothing, and holds what it held"
-    assert {lane.last for lane in lanes} <= lacking
-    computing = [number for lane in lanes for number in lane.hops]
+    assert {segment.last for segment in segments} <= lacking
+    computing = [number for segment in segments for number in segment.hops]
     assert len(computing) == len(set(computing)), "no hop computes twice"
 
 
@@ -78,24 +78,24 @@ def test_where_outputs_are_kept_only_the_lost_hops_compute(chain: tuple[int, lis
     position, states = chain
     whole = [HopState(each.num_held, each.min_position, 0, max(position, each.num_held)) for each in states]
     lacking = [number for number, state in enumerate(whole) if state.start_for(position) < position]
-    lanes = plan_lanes(whole, position)
-    assert sorted(number for lane in lanes for number in lane.hops) == lacking
-    assert not any(lane.scratch for lane in lanes)
+    segments = plan_segments(whole, position)
+    assert sorted(number for segment in segments for number in segment.hops) == lacking
+    assert not any(segment.scratch for segment in segments)
 
 
 def test_nothing_is_done_where_nothing_is_missing() -> None:
-    assert plan_lanes([HopState(9), HopState(7)], 7) == []
+    assert plan_segments([HopState(9), HopState(7)], 7) == []
 
 
 def test_two_lost_hops_get_their_own_lanes_and_neighbours_share_one() -> None:
     held = HopState(8, 0, 0, 8)
-    assert plan_lanes([held, HopState(0), held, HopState(0), HopState(3)], 8) == [
-        Lane(0, 1, 1, 0, frozenset()),
-        Lane(2, 3, 4, 0, frozenset()),
+    assert plan_segments([held, HopState(0), held, HopState(0), HopState(3)], 8) == [
+        ReplaySegment(0, 1, 1, 0, frozenset()),
+        ReplaySegment(2, 3, 4, 0, frozenset()),
     ]
 
 
 def test_hops_without_boundary_activations_compute_in_scratch_sessions() -> None:
-    lanes = plan_lanes([HopState(8), HopState(0), HopState(8), HopState(2)], 8)
-    assert lanes == [Lane(CLIENT, 0, 3, 0, frozenset({0, 2}))]
-    assert lanes[0].scratch_mask == 0b101
+    segments = plan_segments([HopState(8), HopState(0), HopState(8), HopState(2)], 8)
+    assert segments == [ReplaySegment(CLIENT, 0, 3, 0, frozenset({0, 2}))]
+    assert segments[0].scratch_mask == 0b101

@@ -1,4 +1,4 @@
-"""The door of HTTP on its own: over real connections, with replies that no model has to make."""
+"""The endpoints of HTTP on their own: over real connections, with replies that no model has to make."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ from corolla.chassis.calls import Call
 from corolla.chassis.errors import InternalError, StartupError
 from corolla.chassis.metrics import RpcMetrics
 from corolla.client.http.completions import CompletionRequest
-from corolla.client.http.door import Door
+from corolla.client.http.endpoints import EndpointFactory
 from corolla.client.http.exchange import Exchange, HeldBytes, Limits
 from corolla.client.http.metrics import HttpMetrics
 from corolla.client.http.server import HttpServer
@@ -34,7 +34,7 @@ MOST_SENT_BYTES = 32 << 20
 
 
 class Running:
-    """A served door, and its metrics."""
+    """A server of some endpoints, and its metrics."""
 
     def __init__(self, registry: CollectorRegistry, server: HttpServer) -> None:
         self._registry, self.server = registry, server
@@ -79,14 +79,14 @@ async def running(
     async def let_in(call: Call[Any]) -> None:
         pass
 
-    door = Door(let_in, metrics, Limits(1000, HeldBytes(1000), 5.0, 0.3))
+    endpoints = EndpointFactory(let_in, metrics, Limits(1000, HeldBytes(1000), 5.0, 0.3))
     behaviours = {
         "/much": {"GET": service.much},
         "/broken": {"GET": service.broken},
         "/strict": {"POST": service.strict},
     }
-    routes = [Route(path, door.endpoint(path, methods)) for path, methods in behaviours.items()]
-    await server.start(app or Router(routes, default=door.not_found))
+    routes = [Route(path, endpoints.endpoint(path, methods)) for path, methods in behaviours.items()]
+    await server.start(app or Router(routes, default=endpoints.not_found))
     try:
         yield service
     finally:

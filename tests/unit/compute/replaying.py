@@ -13,7 +13,7 @@ from corolla.compute import graph_choice
 from corolla.compute.attention import backends
 from corolla.compute.attention.paged_flash import PagedFlash
 from corolla.compute.decode_graphs import DecodeGraphs, Record
-from corolla.compute.runner import RowWork, Runner
+from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
@@ -26,11 +26,11 @@ SPAN, PAGE_TOKENS, SIZES = Span(1, 4), 8, (1, 2, 4, 8)
 MAX_STEP_TOKENS = 2 * PAGE_TOKENS
 
 
-def make_runner(folder: Path, **options: Any) -> Runner:
+def make_runner(folder: Path, **options: Any) -> SpanRunner:
     """Makes a runner with the definition of attention in the place of the kernel that only GPUs have."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(backends.BACKENDS, "paged", lambda: PagedFlash(paged_definition))
-        runner = Runner(
+        runner = SpanRunner(
             load_span(Checkpoint.from_pretrained(str(folder)), SPAN, dtype=torch.float32),
             **{
                 "num_pages": 400, "page_tokens": PAGE_TOKENS, "max_step_tokens": MAX_STEP_TOKENS, "attention": "paged",
@@ -41,7 +41,7 @@ def make_runner(folder: Path, **options: Any) -> Runner:
     return runner
 
 
-def choose(runner: Runner, how: Record = record, sizes: Sequence[int] = SIZES) -> DecodeGraphs | None:
+def choose(runner: SpanRunner, how: Record = record, sizes: Sequence[int] = SIZES) -> DecodeGraphs | None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph_choice, "SIZES", tuple(sizes))
         graph_choice.choose_graphs(runner, how)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from corolla.cache.store import SessionCache
 from corolla.chassis.errors import AdapterError
-from corolla.compute.runner import RowWork, Runner
+from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.models.adapters.loading import load_adapter
 from corolla.models.adapters.products import AdapterBatch, AdapterStacks, LowRank, SpanAdapter
 from corolla.models.checkpoint import Checkpoint
@@ -31,14 +31,14 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-class Stand:
+class Harness:
     """A span, its adapters, and for each of them and for none what the unsplit model gives after these blocks."""
 
     def __init__(self, family: str, folder: Path, *, is_fused: bool, kinds: list[dict[str, Any]]) -> None:
         checkpoint = make_tiny_checkpoint(family, folder / "model", num_blocks=NUM_BLOCKS)
         folders = [make_adapter(checkpoint, folder / f"{seed}", seed=seed, **kind) for seed, kind in enumerate(kinds)]
         span = load_span(Checkpoint.from_pretrained(str(checkpoint)), BLOCKS, dtype=torch.float32)
-        self.runner = Runner(span, num_pages=256, is_fused=is_fused, tuning_budget_s=0)
+        self.runner = SpanRunner(span, num_pages=256, is_fused=is_fused, tuning_budget_s=0)
         span.take_adapters()
         self.adapters: list[SpanAdapter | None] = [None, *(load_adapter(each, span, NUM_BLOCKS) for each in folders)]
         states = [AdaptedModel(checkpoint, each).hidden_states(TEXT) for each in (None, *folders)]
@@ -73,45 +73,45 @@ def check(outputs: list[Tensor], expected: list[Tensor], start: int, end: int) -
     "family, is_fused", [("llama", True), ("llama", False), ("qwen3", True), ("gemma3_text", False), ("gemma", True)]
 )
 def test_a_batch_of_several_adapters_equals_peft(family: str, is_fused: bool, tmp_path: Path) -> None:
-    stand = Stand(family, tmp_path, is_fused=is_fused, kinds=KINDS)
-    base = stand.expected[0]
-    assert all((base - states).abs().max() > 0.05 for states in stand.expected[1:])
-    check(stand.run(stand.caches(), 0, 30), stand.expected, 0, 30)  # one after the other
-    check(stand.run(stand.caches(30), 30, 31), stand.expected, 30, 31)  # side by side
-    check(stand.run(stand.caches(30), 30, 35), stand.expected, 30, 35)
+    harness = Harness(family, tmp_path, is_fused=is_fused, kinds=KINDS)
+    base = harness.expected[0]
+    assert all((base - states).abs().max() > 0.05 for states in harness.expected[1:])
+    check(harness.run(harness.caches(), 0, 30), harness.expected, 0, 30)  # one after the other
+    check(harness.run(harness.caches(30), 30, 31), harness.expected, 30, 31)  # side by side
+    check(harness.run(harness.caches(30), 30, 35), harness.expected, 30, 35)
 
 
 @pytest.mark.parametrize("family", ["phi3", "falcon", "qwen3_moe", "gpt_neox", "cohere2", "opt", "deepseek_v3"])
 def test_families_of_other_shapes(family: str, tmp_path: Path) -> None:
     targets = {"qwen3_moe": ["q_proj", "o_proj"], "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"]}
     kind = {"target_modules": targets[family]} if family in targets else {}
-    stand = Stand(family, tmp_path, is_fused=True, kinds=[kind, kind])
-    check(stand.run(stand.caches(), 0, 30), stand.expected, 0, 30)
-    check(stand.run(stand.caches(30), 30, 31), stand.expected, 30, 31)
+    harness = Harness(family, tmp_path, is_fused=True, kinds=[kind, kind])
+    check(harness.run(harness.caches(), 0, 30), harness.expected, 0, 30)
+    check(harness.run(harness.caches(30), 30, 31), harness.expected, 30, 31)
 
 
 def test_what_expands_the_cached_latents_of_earlier_tokens_takes_no_adapter(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=r"no linear layer self_attn\.kv_b_proj"):
-        Stand("deepseek_v3", tmp_path, is_fused=True, kinds=[{"target_modules": ["kv_b_proj"]}])
+        Harness("deepseek_v3", tmp_path, is_fused=True, kinds=[{"target_modules": ["kv_b_proj"]}])
 
 
 def test_a_base_row_is_the_same_bit_for_bit_next_to_rows_with_adapters(tmp_path: Path) -> None:
-    stand = Stand("llama", tmp_path, is_fused=True, kinds=KINDS)
-    mixed = stand.run(stand.caches(30), 30, 31)[0]
-    stand.adapters = [None] * len(stand.adapters)
-    without = stand.run(stand.caches(30), 30, 31)[0]
+    harness = Harness("llama", tmp_path, is_fused=True, kinds=KINDS)
+    mixed = harness.run(harness.caches(30), 30, 31)[0]
+    harness.adapters = [None] * len(harness.adapters)
+    without = harness.run(harness.caches(30), 30, 31)[0]
     torch.testing.assert_close(mixed, without, rtol=0, atol=0)
 
 
 def test_a_batch_without_adapters_calls_nothing_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand = Stand("llama", tmp_path, is_fused=True, kinds=KINDS[:1])
-    caches = stand.caches(30)
+    harness = Harness("llama", tmp_path, is_fused=True, kinds=KINDS[:1])
+    caches = harness.caches(30)
     for name in ("__init__", "add"):
         monkeypatch.setattr(AdapterBatch, name, None)
     with pytest.raises(TypeError):
-        stand.run(caches, 30, 31)
-    stand.adapters = [None] * len(stand.adapters)
-    stand.run(caches, 30, 31)
+        harness.run(caches, 30, 31)
+    harness.adapters = [None] * len(harness.adapters)
+    harness.run(caches, 30, 31)
 
 
 def test_stacks_are_reused_and_bounded() -> None:

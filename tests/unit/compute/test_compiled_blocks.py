@@ -12,7 +12,7 @@ from torch import Tensor
 from corolla.cache.store import SessionCache
 from corolla.compute import compiled_blocks
 from corolla.compute.compiled_blocks import choose_compiled_blocks, objection
-from corolla.compute.runner import RowWork, Runner
+from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.models import linear
 from corolla.models.adapters.loading import load_adapter
 from corolla.models.adapters.products import SpanAdapter
@@ -54,29 +54,31 @@ def checkpoint_of(family: str, folder: Path) -> Checkpoint:
     )
 
 
-def runner_of(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, *, is_compiled: bool = True) -> Runner:
-    runner = Runner(load_span(checkpoint, WHOLE, dtype=dtype), num_pages=2000, max_step_tokens=1024)
+def runner_of(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, *, is_compiled: bool = True) -> SpanRunner:
+    runner = SpanRunner(load_span(checkpoint, WHOLE, dtype=dtype), num_pages=2000, max_step_tokens=1024)
     assert runner.compiled is not None
     if not is_compiled:
         runner.compiled = None
     return runner
 
 
-def caches_of(runner: Runner, count: int) -> list[SessionCache]:
+def caches_of(runner: SpanRunner, count: int) -> list[SessionCache]:
     caches = [runner.new_cache() for _ in range(count)]
     for cache in caches:
         cache.reserve(400)
     return caches
 
 
-def inputs(runner: Runner, steps: tuple[tuple[int, ...], ...] = STEPS) -> list[list[Tensor]]:
+def inputs(runner: SpanRunner, steps: tuple[tuple[int, ...], ...] = STEPS) -> list[list[Tensor]]:
     """The inputs of each step, for each session."""
     generator = torch.Generator().manual_seed(0)
     size, dtype = runner.model.hidden_size, runner.model.dtype
     return [[torch.randn(count, size, generator=generator).to(dtype) for count in step] for step in steps]
 
 
-def run(runner: Runner, steps: list[list[Tensor]], adapters: list[SpanAdapter | None] | None = None) -> list[Tensor]:
+def run(
+    runner: SpanRunner, steps: list[list[Tensor]], adapters: list[SpanAdapter | None] | None = None
+) -> list[Tensor]:
     """What each step gave, all sessions in one batch."""
     caches = caches_of(runner, len(steps[0]))
     of_rows: list[SpanAdapter | None] = adapters or [None] * len(caches)
@@ -195,7 +197,7 @@ def test_packed_weights_are_compiled_too(
     outputs = []
     for is_compiled in (True, False):
         span = load_span(checkpoint, WHOLE, dtype=dtype, quantization="packed")
-        runner = Runner(span, num_pages=2000, max_step_tokens=1024)
+        runner = SpanRunner(span, num_pages=2000, max_step_tokens=1024)
         assert runner.compiled is not None
         if not is_compiled:
             runner.compiled = None
@@ -210,8 +212,8 @@ def test_what_no_function_is_made_for_stays_modules(tmp_path: Path) -> None:
         {"tuning_budget_s": 0.0},
     ):  # fmt: skip
         options: dict[str, Any] = {"num_pages": 2000, **settings}
-        assert Runner(load_span(checkpoint, WHOLE, dtype=torch.float32), **options).compiled is None
-    assert Runner(load_span(checkpoint, WHOLE, dtype=torch.float16), num_pages=2000).compiled is None
+        assert SpanRunner(load_span(checkpoint, WHOLE, dtype=torch.float32), **options).compiled is None
+    assert SpanRunner(load_span(checkpoint, WHOLE, dtype=torch.float16), num_pages=2000).compiled is None
     runner = runner_of(checkpoint)
     span = runner.model.fused
     assert isinstance(span, FusedSpan)

@@ -8,7 +8,7 @@ import torch
 from corolla.compute.attention.backends import TOLERANCES
 from corolla.compute.decode_graphs import CudaCapture
 from corolla.compute.graph_choice import choose_graphs
-from corolla.compute.runner import RowWork, Runner
+from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
@@ -27,7 +27,7 @@ def test_replays_give_the_outputs_of_launched_steps(tmp_path: Path, family: str)
     checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, tmp_path / family)))
     device = torch.device("cuda")
     launching, replaying = (
-        Runner(
+        SpanRunner(
             load_span(checkpoint, SPAN, dtype=DTYPE, device=device),
             num_pages=64, page_tokens=256, attention="paged", has_scratch_page=True,
         )

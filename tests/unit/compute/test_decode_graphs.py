@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from corolla.compute.decode_buffers import DecodeBuffers
 from corolla.compute.decode_graphs import DecodeGraphs
 from corolla.compute.prompts import BlockPrompts
-from corolla.compute.runner import RowWork
+from corolla.compute.span_runner import RowWork
 from corolla.models.families import FAMILIES
 from corolla.models.fused import FusedSpan
 from corolla.models.rotary_table import MIN_POSITIONS

@@ -16,7 +16,7 @@ from corolla.compute.attention.batch import AttentionBatch, PackedRow
 from corolla.compute.attention.paged_flash import PagedFlash
 from corolla.compute.decode_buffers import DecodeBuffers
 from corolla.compute.decode_graphs import Record
-from corolla.compute.runner import RowWork, Runner
+from corolla.compute.span_runner import RowWork, SpanRunner
 from tests.checkpoints import make_tiny_checkpoint
 from tests.paged_kernel import paged_definition
 from tests.recorded_steps import record
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_checkpoint("llama", tmp_path_factory.mktemp("checkpoint") / "llama")
 
 
-def assert_refused(caplog: pytest.LogCaptureFixture, runner: Runner, reason: str, how: Record = record) -> None:
+def assert_refused(caplog: pytest.LogCaptureFixture, runner: SpanRunner, reason: str, how: Record = record) -> None:
     with caplog.at_level(logging.INFO, "corolla.compute.graph_choice"):
         assert choose(runner, how) is None
     (said,) = (each for each in caplog.records if each.name == graph_choice.__name__)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from corolla.compute.runner import Runner
+from corolla.compute.span_runner import SpanRunner
 from corolla.compute.speed import measure_speed, state_bytes
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import head_bytes
@@ -40,16 +40,16 @@ def test_the_largest_block_is_measured(tmp_path: Path, family: str, numbers_per_
 def test_keys_and_values_are_measured_as_the_server_stores_them(tmp_path: Path, family: str) -> None:
     checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, tmp_path / family)))
     plain = measure_speed(checkpoint, torch.float32, "cpu")
-    new_runner = partial(Runner, page_tokens=8, attention="sdpa", kv_cache_dtype="fp8")
+    new_runner = partial(SpanRunner, page_tokens=8, attention="sdpa", kv_cache_dtype="fp8")
     stored = measure_speed(checkpoint, torch.float32, "cpu", new_runner=new_runner)
     assert stored.cache_bytes_per_token == plain.cache_bytes_per_token // torch.float32.itemsize
 
 
 @pytest.mark.parametrize("family", ["llama", "jamba", "mamba2"])
 def test_what_is_measured_is_what_will_run(tmp_path: Path, family: str) -> None:
-    def new_runner(model: SpanModel, **options: Any) -> Runner:
+    def new_runner(model: SpanModel, **options: Any) -> SpanRunner:
         # An option that the measurement sets, too, would be a TypeError.
-        return Runner(model, page_tokens=8, attention="sdpa", kv_cache_dtype="auto", **options)
+        return SpanRunner(model, page_tokens=8, attention="sdpa", kv_cache_dtype="auto", **options)
 
     checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, tmp_path / family)))
     speed = measure_speed(checkpoint, torch.float32, "cpu", new_runner=new_runner)

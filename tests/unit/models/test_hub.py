@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from corolla.chassis.errors import CheckpointError, HubUnavailable
 from corolla.client.text.tokenizer import TextTokenizer
-from corolla.local import preparation
+from corolla.local import model_fetch
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import edge_tensors, fetch_edges, load_edges
 from corolla.models.hub import Hub
@@ -447,7 +447,7 @@ def test_the_local_stack_fetches_all_before_it_starts(
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    assert preparation.main([REPOSITORY]) == 0
+    assert model_fetch.main([REPOSITORY]) == 0
     assert '"num_blocks": 8' in capsys.readouterr().out
     assert server.sent_shards() == sorted(path.name for path in server.folder.glob("*.safetensors"))
 

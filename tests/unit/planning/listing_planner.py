@@ -1,6 +1,6 @@
 """A planner that lists every hop between two boundaries and relaxes them all, in O(servers x boundaries^2).
 
-Slow, but easy to believe: tests compare the chains of `corolla.planning.planner` with its chains, and the benchmark
+Slow, but easy to check: tests compare the chains of `corolla.planning.planner` with its chains, and the benchmark
 `planner` its time.
 """
 

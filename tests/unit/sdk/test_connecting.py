@@ -14,7 +14,7 @@ GREETING_S = 1.5
 
 
 @contextlib.contextmanager
-def slow_door(address: str) -> Iterator[str]:
+def slow_listener(address: str) -> Iterator[str]:
     """An address at which connections are taken at once, and carried on to `address` only after a while."""
     host, _, port = address.rpartition(":")
 
@@ -32,20 +32,20 @@ def slow_door(address: str) -> Iterator[str]:
     def take_all() -> None:
         with contextlib.suppress(OSError):
             while True:
-                threading.Thread(target=lead_on, args=door.accept()[:1], daemon=True).start()
+                threading.Thread(target=lead_on, args=listener.accept()[:1], daemon=True).start()
 
-    with socket.create_server(("127.0.0.1", 0)) as door:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=take_all, daemon=True).start()
-        yield f"127.0.0.1:{door.getsockname()[1]}"
-        door.shutdown(socket.SHUT_RDWR)
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_service_may_take_its_time_to_greet(server: GenerationServer) -> None:
-    with slow_door(server.address) as address, Client(address) as client:
+    with slow_listener(server.address) as address, Client(address) as client:
         assert client.generate("one two").text == "one two"
 
 
 async def test_a_service_may_take_its_time_to_greet_the_asyncio_client(server: GenerationServer) -> None:
-    with slow_door(server.address) as address:
+    with slow_listener(server.address) as address:
         async with AsyncClient(address) as client:
             assert (await client.generate("one two")).text == "one two"

@@ -1,4 +1,4 @@
-"""What a hop believes about who opened a session for whom, and what it does not."""
+"""What a hop accepts about who opened a session for whom, and what it refuses."""
 
 import time
 from collections.abc import Callable
@@ -208,11 +208,11 @@ def test_a_certificate_that_has_ended_and_one_of_an_authority_that_went_sign_no_
     opening = signed_by(of(identities, Role.CLIENT, "1"))
     hop.verify(opening)
     old, new = identities.authority, Authority()
-    identities.believe(old, new)
+    identities.trust(old, new)
     identities.replace(new)
     credentials.files.refresh()
     hop.verify(opening)
-    identities.believe(new)
+    identities.trust(new)
     credentials.files.refresh()
     with pytest.raises(CapabilityDenied):
         hop.verify(opening)

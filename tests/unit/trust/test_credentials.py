@@ -115,18 +115,18 @@ async def test_who_shows_no_certificate_gets_no_answer(tmp_path: Path) -> None:
 
 
 async def test_channels_and_servers_go_on_with_new_certificates(tmp_path: Path) -> None:
-    """Also of a new authority, as long as each end believes the other's while they change."""
+    """This also holds for a new authority, as long as each end trusts the one of the other while they change."""
     old, new = Authority(), Authority()
     identities = Identities(tmp_path, old)
     router, client = credentials_of(identities, ROUTER), credentials_of(identities, CLIENT)
     async with serving(router) as port:
         channel = renewed_channels(client)(f"127.0.0.1:{port}")
         assert await who(channel) == str(CLIENT)
-        for believed, signer in ((old.certificate_pem + new.certificate_pem, new), (new.certificate_pem, new)):
+        for trusted, signer in ((old.certificate_pem + new.certificate_pem, new), (new.certificate_pem, new)):
             for workload, credentials in ((ROUTER, router), (CLIENT, client)):
                 folder = identities.folder_of(workload.role, workload.name)
                 signer.issue(folder, workload, ["127.0.0.1"])
-                (folder / AUTHORITY_FILE).write_bytes(believed)
+                (folder / AUTHORITY_FILE).write_bytes(trusted)
                 credentials.files.refresh()
             assert await who(channel) == str(CLIENT)
         await channel.close(None)
@@ -140,9 +140,9 @@ async def test_channels_and_servers_go_on_with_new_certificates(tmp_path: Path) 
 def renewed_certificate(identities: Identities, credentials: Credentials, *, signer: Authority | None = None) -> bytes:
     """Which the client's process shows from now on."""
     folder = identities.folder_of(CLIENT.role, CLIENT.name)
-    believed = (folder / AUTHORITY_FILE).read_bytes()
+    trusted = (folder / AUTHORITY_FILE).read_bytes()
     (signer or identities.authority).issue(folder, CLIENT, ["127.0.0.1"])
-    (folder / AUTHORITY_FILE).write_bytes(believed)
+    (folder / AUTHORITY_FILE).write_bytes(trusted)
     credentials.files.refresh()
     return (folder / CERTIFICATE_FILE).read_bytes().strip()
 

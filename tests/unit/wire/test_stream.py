@@ -193,7 +193,7 @@ async def test_who_answers_and_is_no_block_server_learns_nothing(tmp_path: Path)
 
 
 async def test_connections_that_begin_after_a_renewal_use_the_new_certificates(tmp_path: Path) -> None:
-    """The new authority counts, too: the old one is no longer believed."""
+    """The new authority counts, too: the old one is no longer trusted."""
     old, new = Identities(tmp_path / "old"), Identities(tmp_path / "new")
     block, client = networks(old, (Role.BLOCK, "1"), (Role.CLIENT, "2"))
     async with accepting(trust=block.callers) as acceptor:

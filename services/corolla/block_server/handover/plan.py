@@ -48,7 +48,7 @@ def peers_for(
 
 
 @dataclass(slots=True)
-class Progress:
+class HandoverProgress:
     """How far the handover of one session has come.
 
     Attributes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import ID_BYTES
 from corolla.block_server.handover.link import HandoverLink
-from corolla.block_server.handover.plan import Progress
+from corolla.block_server.handover.plan import HandoverProgress
 from corolla.block_server.hop_session import OpenRequest, SessionEvent
 from corolla.block_server.sessions import SessionTable
 from corolla.cache.store import SessionCache
@@ -71,7 +71,7 @@ class HandoverSender:
         address, transfer_id = self._begun.pop(session_id, ("", b""))
         if address != link.address:
             transfer_id = secrets.token_bytes(ID_BYTES)
-        progress = Progress()
+        progress = HandoverProgress()
         is_taken = False
         try:
             offer, prompts = _offer(request, transfer_id)
@@ -90,7 +90,7 @@ class HandoverSender:
             raise
 
     async def _send(
-        self, request: OpenRequest, version: int, transfer_id: bytes, progress: Progress, link: HandoverLink
+        self, request: OpenRequest, version: int, transfer_id: bytes, progress: HandoverProgress, link: HandoverLink
     ) -> int:
         num_bytes = 0
         while True:
@@ -104,13 +104,13 @@ class HandoverSender:
                     return num_bytes
             await asyncio.sleep(0)
 
-    def _note(self, answer: pb.HandoverAnswer, progress: Progress) -> None:
+    def _note(self, answer: pb.HandoverAnswer, progress: HandoverProgress) -> None:
         if answer.reason and answer.reason not in _REPEATABLE:
             raise from_reason(answer.reason, answer.message)
         if not progress.answered(answer.num_tokens, taken=not answer.reason):
             raise HopUnavailable("a handover makes no progress")
 
-    def _read(self, session_id: bytes, version: int, progress: Progress) -> _Part:
+    def _read(self, session_id: bytes, version: int, progress: HandoverProgress) -> _Part:
         """Reads the next part, in the compute thread. The last part pauses the session."""
         session = self._sessions.in_version(session_id, version)
         cache, blocks = session.cache, session.request.blocks

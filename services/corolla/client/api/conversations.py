@@ -10,8 +10,8 @@ from typing import Any, Final
 from google.protobuf import struct_pb2
 
 from corolla.chassis.errors import InvalidRequest
-from corolla.client.speech.call_rules import CallRules
-from corolla.client.speech.formats import ReasoningFormat
+from corolla.client.output_parsing.call_rules import CallRules
+from corolla.client.output_parsing.formats import ReasoningFormat
 from corolla.client.text.conversation import ChatSetting, Message, Tool, ToolCall, check_messages
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from corolla.client.generation.admission import Usage
+from corolla.client.generation.admission import RequestCounts
 from corolla.client.generation.answer import Delta
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.decoding.parameters import SampledToken
@@ -20,7 +20,7 @@ def finish_reason(reason: FinishReason | None) -> pb.FinishReason.ValueType:
     return pb.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH_REASONS[reason]
 
 
-def usage(counted: Usage) -> pb.Usage:
+def usage(counted: RequestCounts) -> pb.Usage:
     return pb.Usage(
         prompt_tokens=counted.prompt_tokens,
         completion_tokens=counted.completion_tokens,
@@ -89,7 +89,7 @@ def chat_completion(tokenizer: TextTokenizer, index: int, answer: Delta) -> pb.C
     )
 
 
-def chat_chunk(tokenizer: TextTokenizer, index: int, delta: Delta, counted: Usage | None) -> pb.ChatChunk:
+def chat_chunk(tokenizer: TextTokenizer, index: int, delta: Delta, counted: RequestCounts | None) -> pb.ChatChunk:
     """A chunk of one of a chat's answers. The last chunk of all has the usage."""
     return pb.ChatChunk(
         index=index,

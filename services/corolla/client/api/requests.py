@@ -11,7 +11,7 @@ from corolla.client.api import conversations
 from corolla.client.generation.admission import Caller
 from corolla.client.generation.request import AnswerRequest
 from corolla.client.generation.resumption import Resumption
-from corolla.client.speech.reading import Speech, SpeechFormat
+from corolla.client.output_parsing.parser_choice import OutputFormat, OutputParsing
 from corolla.client.text import formats
 from corolla.client.text.conversation import ChatSetting, Message, check_conversation
 from corolla.client.text.formats import AnswerFormat
@@ -63,7 +63,7 @@ class RequestParser:
     vocab_size: int
     context_length: int
     reserved_names: frozenset[str]
-    speech_format: SpeechFormat
+    output_format: OutputFormat
     cache_salts: CacheSalts
 
     def text(self, message: pb.GenerateRequest, caller: Caller, adapter: str) -> TextRequest:
@@ -77,7 +77,7 @@ class RequestParser:
         rules = conversations.call_rules(message, setting.tools)
         begun = "".join(messages[-1].content if messages else ()) if setting.continues_last else None
         prompt = ChatPrompt(messages, setting, _given(message, "expected_turns") if message.session_id else None)
-        request = self._request(message, caller, adapter, prompt, Speech(self.speech_format, rules, begun))
+        request = self._request(message, caller, adapter, prompt, OutputParsing(self.output_format, rules, begun))
         if not request.session_id:
             check_conversation(messages, setting)
         return request
@@ -95,11 +95,11 @@ class RequestParser:
         return token_ids("tokens.ids", message.tokens.ids, self.vocab_size)
 
     def _request(
-        self, message: AnyMessage, caller: Caller, adapter: str, prompt: _Prompt, speech: Speech | None
+        self, message: AnyMessage, caller: Caller, adapter: str, prompt: _Prompt, output_parsing: OutputParsing | None
     ) -> AnswerRequest[_Prompt]:
         """Parses the common fields. Raises InvalidRequest with one violation per field that is out of range."""
         num_completions = _num_completions(message)
-        calls_grammar = None if speech is None else speech.format.grammar(speech.rules)
+        calls_grammar = None if output_parsing is None else output_parsing.format.grammar(output_parsing.rules)
         stopping, speculation = message.stopping, message.speculation
         max_tokens = _given(stopping, "max_tokens")
         time_limit_ms = _given(stopping, "time_limit_ms")
@@ -135,7 +135,7 @@ class RequestParser:
             caller=caller,
             prompt=prompt,
             num_bytes=message.ByteSize(),
-            operation="text_completion" if speech is None else "chat",
+            operation="text_completion" if output_parsing is None else "chat",
             session_id=message.session_id,
             adapter=adapter,
             num_completions=num_completions,
@@ -147,7 +147,7 @@ class RequestParser:
             speculation=SpeculationOptions(_SPECULATION_MODES[speculation.mode], max_draft_tokens),
             resumption=_resumption(message, self.vocab_size),
             cache_salt=self.cache_salts.of(caller.tenant, message.cache_salt),
-            speech=speech,
+            output_parsing=output_parsing,
             form=form,
         )
 

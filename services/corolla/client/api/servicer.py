@@ -20,11 +20,11 @@ from corolla.client.api import conversations, replies, requests
 from corolla.client.api.keys import Scope
 from corolla.client.api.requests import REQUEST_ID, AnyMessage, ChatRequest, RequestParser, TextRequest
 from corolla.client.api.tenants import KeyHolder
-from corolla.client.generation.admission import Admission, Caller, Usage
+from corolla.client.generation.admission import Admission, Caller, RequestCounts
 from corolla.client.generation.answer import Delta, joined
 from corolla.client.generation.answering import Answering
-from corolla.client.quotas.keeper import QuotaKeeper
-from corolla.client.speech.reading import SpeechFormat
+from corolla.client.output_parsing.parser_choice import OutputFormat
+from corolla.client.quotas.enforcer import QuotaEnforcer
 from corolla.client.text.chat import ChatTemplate
 from corolla.client.text.conversation import Message, check_conversation
 from corolla.client.text.tokenizer import TextTokenizer
@@ -47,7 +47,7 @@ class GenerationServicer:
     def __init__(
         self,
         model: pb.Model,
-        quotas: QuotaKeeper,
+        quotas: QuotaEnforcer,
         answering: Answering,
         tokenizations: Admission,
         transcripts: Transcripts,
@@ -69,9 +69,9 @@ class GenerationServicer:
         self._tokenizer = tokenizer
         self._chat = chat
         self._names = ModelNames(model.name, placement)
-        self._speech_format = SpeechFormat.of(tokenizer)
+        self._output_format = OutputFormat.of(tokenizer)
         self._requests = RequestParser(
-            model.vocab_size, model.context_length, chat.reserved_names, self._speech_format, cache_salts
+            model.vocab_size, model.context_length, chat.reserved_names, self._output_format, cache_salts
         )
         self._farewell_s = farewell_s
 
@@ -156,7 +156,7 @@ class GenerationServicer:
             )
 
         def record_turn(record: router_pb2.SessionRecord, answer: Message) -> None:
-            conversations.record_messages(record, messages, answer, setting, self._speech_format.reasoning)
+            conversations.record_messages(record, messages, answer, setting, self._output_format.reasoning)
 
         return _with_good_key(call, self._answering.answer(request, next_prompt, record_turn))
 
@@ -277,7 +277,7 @@ class GenerationServicer:
         Raises ModelNotFound, InvalidRequest, ScopeDenied.
         """
         limits = self._quotas.limits(call.caller.tenant)
-        usage = Usage(withholds_cached_tokens=limits.withhold_cached_tokens)
+        usage = RequestCounts(withholds_cached_tokens=limits.withhold_cached_tokens)
         call.describe(
             lambda: {
                 "prompt_tokens": usage.prompt_tokens,

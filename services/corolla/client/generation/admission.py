@@ -17,7 +17,7 @@ from corolla.decoding.stopping import FinishReason
 
 
 @dataclass(slots=True)
-class Usage:
+class RequestCounts:
     """The counts of one request while it runs; times are in seconds from its start.
 
     `withholds_cached_tokens`: whether the caller does not see the number of cached tokens.
@@ -57,7 +57,7 @@ class Caller:
     """
 
     tenant: str
-    usage: Usage
+    usage: RequestCounts
     until_s: float = math.inf
     trace: TraceParent | None = None
     is_streamed: bool = False
@@ -125,7 +125,7 @@ class Admission:
 class RequestMeter:
     """Counts one request in its usage and in the metrics. Inside the context it counts as waiting, then as running."""
 
-    def __init__(self, metrics: ClientMetrics, usage: Usage) -> None:
+    def __init__(self, metrics: ClientMetrics, usage: RequestCounts) -> None:
         self._metrics = metrics
         self._usage = usage
         self._newest_token_s: dict[int, float] = {}

@@ -3,8 +3,8 @@
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from corolla.client.speech.pieces import CallDelta, Piece, Said, joined_pieces
-from corolla.client.speech.reading import AnswerParser
+from corolla.client.output_parsing.deltas import AnswerDelta, CallDelta, MessageBuilder, joined_deltas
+from corolla.client.output_parsing.parser_choice import AnswerParser
 from corolla.client.text.conversation import Message
 from corolla.client.text.detokenizer import Detokenizer
 from corolla.client.text.tokenizer import TextTokenizer
@@ -35,8 +35,8 @@ def joined(deltas: Sequence[Delta]) -> Delta:
     if len(deltas) == 1:
         return deltas[0]
     tokens = tuple(token for delta in deltas for token in delta.tokens)
-    said = joined_pieces(Piece(delta.text, delta.reasoning, delta.calls) for delta in deltas)
-    return Delta(tokens, said.text, deltas[-1].finish_reason, said.reasoning, said.calls)
+    joined = joined_deltas(AnswerDelta(delta.text, delta.reasoning, delta.calls) for delta in deltas)
+    return Delta(tokens, joined.text, deltas[-1].finish_reason, joined.reasoning, joined.calls)
 
 
 class Answer:
@@ -61,7 +61,7 @@ class Answer:
     ) -> None:
         self.tokens: list[SampledToken] = []
         self.finish_reason: FinishReason | None = None
-        self._said = Said()
+        self._message = MessageBuilder()
         self._decider = decider
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, shown_ids)
         self._parser = parser
@@ -78,12 +78,12 @@ class Answer:
     @property
     def text(self) -> str:
         """All text of the deltas so far."""
-        return "".join(self._said.texts)
+        return "".join(self._message.texts)
 
     @property
     def message(self) -> Message:
         """The answer so far as the next message of a conversation."""
-        return self._said.message
+        return self._message.message
 
     def accept(self, token: SampledToken, elapsed_s: float) -> None:
         """Takes the next token, `elapsed_s` seconds after the request began, and decides whether the answer ends."""
@@ -111,20 +111,20 @@ class Answer:
                 self.finish_reason = FinishReason.STOP_SEQUENCE
             elif is_last:
                 text += self._matcher.flush()
-            piece = self._read(text, is_last=matched or is_last)
-            self._said.add(piece)
+            parsed = self._read(text, is_last=matched or is_last)
+            self._message.add(parsed)
             finish_reason = self.finish_reason if matched or is_last else None
-            self._deltas.append(Delta((token,), piece.text, finish_reason, piece.reasoning, piece.calls))
+            self._deltas.append(Delta((token,), parsed.text, finish_reason, parsed.reasoning, parsed.calls))
 
-    def _read(self, text: str, *, is_last: bool) -> Piece:
-        """Splits text into a piece. An answer that calls tools and ends by itself gets the reason TOOL_CALLS."""
+    def _read(self, text: str, *, is_last: bool) -> AnswerDelta:
+        """Parses more text of the answer. An answer that calls tools and ends by itself gets the reason TOOL_CALLS."""
         parser = self._parser
         if parser is None:
-            return Piece(text)
-        piece = parser.push(text)
+            return AnswerDelta(text)
+        parsed = parser.push(text)
         if not is_last:
-            return piece
-        piece = joined_pieces((piece, parser.finish()))
+            return parsed
+        parsed = joined_deltas((parsed, parser.finish()))
         if self.finish_reason is FinishReason.EOS and parser.num_calls:
             self.finish_reason = FinishReason.TOOL_CALLS
-        return piece
+        return parsed

@@ -32,7 +32,7 @@ from corolla.client.generation.request import AnyRequest
 from corolla.client.generation.request_trace import RequestTraces
 from corolla.client.generation.resumption import UnsentDeltas, replay_answer
 from corolla.client.metrics import ClientMetrics
-from corolla.client.quotas.keeper import Allowance, QuotaKeeper
+from corolla.client.quotas.enforcer import Allowance, QuotaEnforcer
 from corolla.client.text.conversation import Message
 from corolla.client.text.grammar_process import GrammarProcess
 from corolla.client.text.tokenizer import TextTokenizer
@@ -106,7 +106,7 @@ class Answering:
         transcripts: Transcripts,
         tokenizer: TextTokenizer,
         limits: ModelLimits,
-        quotas: QuotaKeeper,
+        quotas: QuotaEnforcer,
         admission: Admission,
         speculation: SpeculationDefaults,
         metrics: ClientMetrics,
@@ -421,11 +421,11 @@ class Answering:
         return answer
 
     def _new_answer(self, prompt_ids: Sequence[int], decider: StopDecider, request: AnyRequest) -> Answer:
-        speech = request.speech
-        if speech is None:
+        output_parsing = request.output_parsing
+        if output_parsing is None:
             return Answer(self._tokenizer, prompt_ids, decider, request.stop_sequences)
-        parser = speech.parser(self._tokenizer, prompt_ids, request.turn_name)
-        shown_ids = speech.shown_ids(self._limits.eos_token_ids)
+        parser = output_parsing.parser(self._tokenizer, prompt_ids, request.turn_name)
+        shown_ids = output_parsing.shown_ids(self._limits.eos_token_ids)
         return Answer(self._tokenizer, prompt_ids, decider, request.stop_sequences, parser, shown_ids)
 
     async def _answer_of_turn(

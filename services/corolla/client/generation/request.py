@@ -5,7 +5,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from corolla.client.generation.admission import Caller
 from corolla.client.generation.resumption import Resumption
-from corolla.client.speech.reading import Speech
+from corolla.client.output_parsing.parser_choice import OutputParsing
 from corolla.client.text.formats import AnswerFormat
 from corolla.decoding.parameters import SamplingParams, SpeculationOptions
 
@@ -23,7 +23,7 @@ class AnswerRequest(Generic[Prompt]):
         adapter: the adapter's name; empty: the session's adapter, or none.
         max_tokens: None leaves it to the service.
         cache_salt: only requests with the same salt share computed prefixes.
-        speech: how chats separate reasoning and calls from text; None if an answer is only text.
+        output_parsing: how chats separate reasoning and calls from text; None if an answer is only text.
         form: the form that an answer must have; None allows any text.
     """
 
@@ -42,7 +42,7 @@ class AnswerRequest(Generic[Prompt]):
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     resumption: Resumption = field(default_factory=Resumption)
     cache_salt: bytes = b""
-    speech: Speech | None = None
+    output_parsing: OutputParsing | None = None
     form: AnswerFormat | None = None
 
     @property

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from corolla.chassis.tracing import spans
-from corolla.client.generation.admission import Usage
+from corolla.client.generation.admission import RequestCounts
 from corolla.client.generation.request import AnyRequest
 
 
@@ -50,7 +50,7 @@ class RequestTraces:
         return asked
 
 
-def _used(usage: Usage) -> dict[str, spans.Fact]:
+def _used(usage: RequestCounts) -> dict[str, spans.Fact]:
     used: dict[str, spans.Fact] = {
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
         "gen_ai.usage.output_tokens": usage.completion_tokens,

@@ -34,7 +34,7 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int = Field(description="Whose keys and values were still on the servers.")
 
 
-class Usage(BaseModel):
+class CompletionUsage(BaseModel):
     """What a request cost."""
 
     prompt_tokens: int
@@ -49,10 +49,10 @@ class Usage(BaseModel):
     accepted_tokens: int
 
 
-def usage_of(*counted: pb.Usage) -> Usage:
+def usage_of(*counted: pb.Usage) -> CompletionUsage:
     """The usage of one call, or of several calls that belong to one request."""
     prompt, completion = (sum(getattr(each, f"{kind}_tokens") for each in counted) for kind in ("prompt", "completion"))
-    return Usage(
+    return CompletionUsage(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,

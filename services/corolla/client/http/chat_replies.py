@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from corolla.client.http.answers import (
     DONE,
     FINISH_REASONS,
-    Usage,
+    CompletionUsage,
     compact,
     escaped,
     ids_text,
@@ -75,7 +75,7 @@ class ChatCompletion(BaseModel):
     created: int
     model: str
     choices: list[Choice]
-    usage: Usage
+    usage: CompletionUsage
 
 
 def message_of(message: pb.ChatMessage) -> AnsweredMessage:

@@ -7,7 +7,17 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, Field
 
 from corolla.chassis.errors import InvalidRequest
-from corolla.client.http.answers import DONE, FINISH_REASONS, Usage, compact, escaped, ids_text, new_id, now_s, usage_of
+from corolla.client.http.answers import (
+    DONE,
+    FINISH_REASONS,
+    CompletionUsage,
+    compact,
+    escaped,
+    ids_text,
+    new_id,
+    now_s,
+    usage_of,
+)
 from corolla.client.http.fields import AnswerFields, Int32, ListOf, ResponseFormat, TokenId, response_format
 from corolla.v1 import generation_pb2 as pb
 
@@ -82,7 +92,7 @@ class Completion(BaseModel):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage
+    usage: CompletionUsage
 
 
 def reply(responses: Sequence[pb.GenerateResponse], *, has_logprobs: bool, has_token_ids: bool) -> bytes:

@@ -18,17 +18,17 @@ from corolla.client.http import (
     completions,
     placement_facts,
     response_replies,
-    surface,
+    routes,
     tokenization,
 )
 from corolla.client.http.chat import ChatCompletionRequest
 from corolla.client.http.completions import CompletionRequest
-from corolla.client.http.door import Door
+from corolla.client.http.endpoints import EndpointFactory
 from corolla.client.http.errors import ErrorReply
 from corolla.client.http.exchange import Exchange
 from corolla.client.http.page import pages
 from corolla.client.http.responses import ResponseRequest
-from corolla.client.http.surface import Surface
+from corolla.client.http.routes import HttpRoutes
 
 _REFERENCES: Final = "#/components/schemas/{model}"
 _TOO_MUCH: Final = {"400": "The request is refused.", "413": "The request is too large."}
@@ -50,7 +50,7 @@ class Operation:
 
     Attributes:
         path: the path in the document. Its last part may be a parameter that holds slashes.
-        does: the method of the surface; its docstring is the summary in the document.
+        does: the method of HttpRoutes; its docstring is the summary in the document.
         reply: the body of a reply without stream; for a watch, the data of each event.
         body: the body of the request; None: it has none.
         streams: whether the reply may be a stream of events.
@@ -60,7 +60,7 @@ class Operation:
 
     path: str
     method: str
-    does: Callable[[Surface, Exchange, Call[KeyHolder]], Awaitable[None]]
+    does: Callable[[HttpRoutes, Exchange, Call[KeyHolder]], Awaitable[None]]
     reply: type[BaseModel]
     body: type[BaseModel] | None = None
     streams: bool = False
@@ -69,24 +69,29 @@ class Operation:
 
 
 OPERATIONS: Final = (
-    Operation("/v1/models", "GET", Surface.list_models, surface.ModelList),
-    Operation("/v1/models/{model}", "GET", Surface.get_model, surface.ModelFacts),
+    Operation("/v1/models", "GET", HttpRoutes.list_models, routes.ModelList),
+    Operation("/v1/models/{model}", "GET", HttpRoutes.get_model, routes.ModelFacts),
     Operation(
-        "/v1/chat/completions", "POST", Surface.chat, chat_replies.ChatCompletion, ChatCompletionRequest, streams=True
+        "/v1/chat/completions",
+        "POST",
+        HttpRoutes.chat,
+        chat_replies.ChatCompletion,
+        ChatCompletionRequest,
+        streams=True,
     ),
-    Operation("/v1/completions", "POST", Surface.complete, completions.Completion, CompletionRequest, streams=True),
-    Operation("/v1/responses", "POST", Surface.respond, response_replies.Response, ResponseRequest, streams=True),
-    Operation("/v1/sessions", "POST", Surface.create_session, surface.SessionFacts, surface.SessionRequest),
-    Operation("/v1/sessions/{session_id}", "GET", Surface.get_session, surface.SessionFacts),
-    Operation("/v1/sessions/{session_id}", "DELETE", Surface.delete_session, surface.DeletedSession),
-    Operation("/tokenize", "POST", Surface.tokenize, tokenization.Tokenized, tokenization.TokenizeRequest),
-    Operation("/detokenize", "POST", Surface.detokenize, tokenization.Detokenized, tokenization.DetokenizeRequest),
-    Operation("/health", "GET", Surface.health, surface.Health, is_open=True),
+    Operation("/v1/completions", "POST", HttpRoutes.complete, completions.Completion, CompletionRequest, streams=True),
+    Operation("/v1/responses", "POST", HttpRoutes.respond, response_replies.Response, ResponseRequest, streams=True),
+    Operation("/v1/sessions", "POST", HttpRoutes.create_session, routes.SessionFacts, routes.SessionRequest),
+    Operation("/v1/sessions/{session_id}", "GET", HttpRoutes.get_session, routes.SessionFacts),
+    Operation("/v1/sessions/{session_id}", "DELETE", HttpRoutes.delete_session, routes.DeletedSession),
+    Operation("/tokenize", "POST", HttpRoutes.tokenize, tokenization.Tokenized, tokenization.TokenizeRequest),
+    Operation("/detokenize", "POST", HttpRoutes.detokenize, tokenization.Detokenized, tokenization.DetokenizeRequest),
+    Operation("/health", "GET", HttpRoutes.health, routes.Health, is_open=True),
 )
 """All operations, except the one for the document itself."""
 
 OF_THE_PAGE: Final = (
-    Operation("/v1/placement", "GET", Surface.watch_placement, placement_facts.PlacementFacts, is_watch=True),
+    Operation("/v1/placement", "GET", HttpRoutes.watch_placement, placement_facts.PlacementFacts, is_watch=True),
 )
 """The operations that exist only together with the page."""
 
@@ -148,7 +153,7 @@ def _contents(operation: Operation, named: Mapping[Any, Any]) -> Iterator[tuple[
         yield "text/event-stream", {"schema": {"type": "string"}}
 
 
-def router(door: Door, surface: Surface, *, has_page: bool) -> Router:
+def router(endpoints: EndpointFactory, handlers: HttpRoutes, *, has_page: bool) -> Router:
     """The application that serves all operations."""
     operations = (*OPERATIONS, *(OF_THE_PAGE if has_page else ()))
     described = json.dumps(document(operations)).encode()
@@ -157,13 +162,13 @@ def router(door: Door, surface: Surface, *, has_page: bool) -> Router:
         await exchange.without_body()
         await exchange.reply(described)
 
-    routes = [Route("/openapi.json", door.endpoint("/openapi.json", {"GET": openapi}, is_open=True))]
+    served = [Route("/openapi.json", endpoints.endpoint("/openapi.json", {"GET": openapi}, is_open=True))]
     for path, group in groupby(operations, lambda each: each.path):
         found = list(group)
-        behaviours = {each.method: partial(each.does, surface) for each in found}
-        endpoint = door.endpoint(path, behaviours, is_open=found[0].is_open, is_of_page=found[0].is_watch)
+        behaviours = {each.method: partial(each.does, handlers) for each in found}
+        endpoint = endpoints.endpoint(path, behaviours, is_open=found[0].is_open, is_of_page=found[0].is_watch)
         # A model's name may be a hub id, which has a slash.
-        routes.append(Route(path.replace("{model}", "{model:path}"), endpoint))
+        served.append(Route(path.replace("{model}", "{model:path}"), endpoint))
     for path, show in pages() if has_page else ():
-        routes.append(Route(path, door.endpoint("/page", {"GET": show}, is_open=True)))
-    return Router(routes, redirect_slashes=False, default=door.not_found)
+        served.append(Route(path, endpoints.endpoint("/page", {"GET": show}, is_open=True)))
+    return Router(served, redirect_slashes=False, default=endpoints.not_found)

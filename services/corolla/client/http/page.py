@@ -6,7 +6,7 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Any, Final
 
-from corolla.client.http.door import Behaviour
+from corolla.client.http.endpoints import Behaviour
 from corolla.client.http.exchange import Exchange
 
 HEADERS: Final[Mapping[str, Any]] = MappingProxyType(

@@ -152,7 +152,7 @@ class ResponseRequest(SamplingFields):
     def has_logprobs(self) -> bool:
         return "message.output_text.logprobs" in (self.include or ())
 
-    def as_protocol(self, turn: "Turn | None") -> pb.ChatRequest:
+    def as_protocol(self, turn: "StoredTurn | None") -> pb.ChatRequest:
         """The request in the protocol of gRPC. Raises InvalidRequest."""
         effort = self.reasoning.effort if self.reasoning is not None else None
         stopping = pb.StoppingParameters()
@@ -184,14 +184,14 @@ class ResponseRequest(SamplingFields):
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class StoredTurn:
     """The turn of a session that a stored response is; the first turn is number 1."""
 
     session_id: str
     number: int
 
     @classmethod
-    def after(cls, response_id: str) -> "Turn":
+    def after(cls, response_id: str) -> "StoredTurn":
         """The turn after a response. Raises ResourceNotFound if the id is not that of a stored response."""
         found = _ID.fullmatch(response_id)
         if found is None:

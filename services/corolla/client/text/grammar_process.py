@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from corolla.chassis.errors import InvalidRequest, QueueFull
+from corolla.chassis.fair_lock import FairLock
 from corolla.chassis.metrics import GrammarMetrics
-from corolla.chassis.turns import Turns
 from corolla.client.text.formats import AnswerFormat
 from corolla.client.text.tokenizer import TextTokenizer
-from corolla.client.text.worker_process import RanAway, WorkerProcess
+from corolla.client.text.worker_process import WorkerProcess, WorkLimitExceeded
 from corolla.models.tokenizer_text import tokenizer_text
 
 _MOST_REMEMBERED: Final = 256
@@ -41,7 +41,7 @@ class GrammarProcess:
         self._lock = threading.Lock()
         # The process checks one grammar at a time, so one thread that waits for it is enough.
         self._thread = ThreadPoolExecutor(1, "grammars")
-        self._turns = Turns(_MOST_WAITING, "too many answers of a form are asked for at once")
+        self._fair_lock = FairLock(_MOST_WAITING, "too many answers of a form are asked for at once")
 
     @property
     def pid(self) -> int | None:
@@ -53,7 +53,7 @@ class GrammarProcess:
         if not received_ids and self._is_known(form):
             return self.check(form)
         try:
-            async with asyncio.timeout(_LONGEST_WAIT_S), self._turns.of(tenant):
+            async with asyncio.timeout(_LONGEST_WAIT_S), self._fair_lock.hold(tenant):
                 loop = asyncio.get_running_loop()
                 await loop.run_in_executor(self._thread, self.check, form, received_ids)
         except TimeoutError:
@@ -89,7 +89,7 @@ class GrammarProcess:
         try:
             with self._metrics.seconds.time():
                 found = worker.ask([form.grammar, list(received_ids)])
-        except RanAway as error:
+        except WorkLimitExceeded as error:
             # If tokens were given, they may be the cause, so nothing is recorded about the grammar.
             found = "token_ids" if received_ids else "grammar", f"takes {error} to read"
         what: str

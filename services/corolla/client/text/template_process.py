@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from corolla.chassis.errors import InvalidRequest
 from corolla.client.text.template import TemplateRefusal
-from corolla.client.text.worker_process import RanAway, WorkerProcess
+from corolla.client.text.worker_process import WorkerProcess, WorkLimitExceeded
 
 
 class TemplateProcess:
@@ -40,7 +40,7 @@ class TemplateProcess:
         """
         try:
             answer = cast(dict[str, str], self._worker.ask({"messages": list(messages), **options}))
-        except RanAway as error:
+        except WorkLimitExceeded as error:
             raise InvalidRequest("messages", f"take the model's chat template {error}") from None
         if "refusal" in answer:
             raise TemplateRefusal(answer["refusal"])

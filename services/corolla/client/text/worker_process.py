@@ -20,7 +20,7 @@ LONGEST_S: Final = 10.0
 _INHERITED: Final = ("PATH", "PYTHON", "LANG", "LC_", "LD_", "VIRTUAL_ENV")
 """The process inherits the environment variables whose names begin so; others may hold secrets."""
 
-_RAN_AWAY: Final = {
+_EXCEEDED: Final = {
     -signal.SIGPROF: "too long",
     OUT_OF_MEMORY: "too much memory",
     -signal.SIGABRT: "too much memory",  # libraries abort when an allocation fails
@@ -28,7 +28,7 @@ _RAN_AWAY: Final = {
 }
 
 
-class RanAway(Exception):
+class WorkLimitExceeded(Exception):
     """The work took too much of something; the message is "too long" or "too much memory"."""
 
 
@@ -59,7 +59,7 @@ class WorkerProcess:
         """Sends a request to the process and returns the answer.
 
         Raises:
-            RanAway: the work took too long or too much memory, and the process was ended.
+            WorkLimitExceeded: the work took too long or too much memory, and the process was ended.
             QueueFull: other callers' requests take too long.
             InternalError: the process ends again and again.
         """
@@ -72,8 +72,8 @@ class WorkerProcess:
                     return _answer(process, request)
                 status = self._ended()
                 self._begun()  # the next request need not wait for the start
-                if status in _RAN_AWAY:
-                    raise RanAway(_RAN_AWAY[status])
+                if status in _EXCEEDED:
+                    raise WorkLimitExceeded(_EXCEEDED[status])
                 log.error(f"the process that {self._purpose} has ended", extra={"status": status})
             raise InternalError(f"the process that {self._purpose} ends again and again")
         finally:

@@ -13,7 +13,7 @@ from corolla.kernels.layouts import Layout
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.gguf.header import PLAIN_TYPES
 from corolla.models.packed.modules import fill_packed
-from corolla.models.quantized.parts import Unfit
+from corolla.models.quantized.stored_tensors import Unfit
 from corolla.models.quantized.tensors import PackedWeight, likely_layouts
 
 log = logging.getLogger(__name__)

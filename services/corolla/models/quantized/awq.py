@@ -15,7 +15,7 @@ from corolla.models.quantized.floats import FLOATS
 from corolla.models.quantized.format import Format
 from corolla.models.quantized.groups import BITS, MIDDLE, layout_of_groups, numbers_of_blocks
 from corolla.models.quantized.integers import unpacked
-from corolla.models.quantized.parts import Parts, Unfit, allow, expect, shape_of
+from corolla.models.quantized.stored_tensors import StoredTensors, Unfit, allow, expect, shape_of
 
 _PER_WORD: Final = 32 // BITS
 # The places of outputs 0, 1, ... within a word.
@@ -30,22 +30,22 @@ class Awq(Format):
     endings: ClassVar[Mapping[str, str]] = {".qweight": ".weight", ".qzeros": ".weight", ".scales": ".weight"}
     step = _PER_WORD
 
-    def shape(self, parts: Parts) -> tuple[int, ...]:
-        allow(parts, "qweight", "qzeros", "scales")
-        num_inputs, num_words = shape_of(parts, "qweight", {"I32"}, 2)
+    def shape(self, stored: StoredTensors) -> tuple[int, ...]:
+        allow(stored, "qweight", "qzeros", "scales")
+        num_inputs, num_words = shape_of(stored, "qweight", {"I32"}, 2)
         num_outputs = num_words * _PER_WORD
         group_size = self._schemes[0].group_size or num_inputs
         if num_inputs % group_size:
             raise Unfit(f"has {num_inputs} inputs, which groups of {group_size} do not divide")
-        expect(parts, "qzeros", {"I32"}, (num_inputs // group_size, num_words))
-        expect(parts, "scales", FLOATS, (num_inputs // group_size, num_outputs))
+        expect(stored, "qzeros", {"I32"}, (num_inputs // group_size, num_words))
+        expect(stored, "scales", FLOATS, (num_inputs // group_size, num_outputs))
         return num_outputs, num_inputs
 
-    def rows(self, parts: Mapping[str, Tensor], start: int, end: int) -> Tensor:
+    def rows(self, tensors: Mapping[str, Tensor], start: int, end: int) -> Tensor:
         words = slice(start // _PER_WORD, end // _PER_WORD)
-        numbers = _in_order(parts["qweight"][:, words]).float()
-        zeros = _in_order(parts["qzeros"][:, words]).float()
-        scales = parts["scales"][:, start:end].float()
+        numbers = _in_order(tensors["qweight"][:, words]).float()
+        zeros = _in_order(tensors["qzeros"][:, words]).float()
+        scales = tensors["scales"][:, start:end].float()
         num_groups = len(scales)
         grouped = numbers.view(num_groups, -1, end - start).sub_(zeros.unsqueeze(1)).mul_(scales.unsqueeze(1))
         return grouped.flatten(0, 1).T
@@ -53,17 +53,17 @@ class Awq(Format):
     def likely_layout(self, roles: Collection[str], num_inputs: int) -> Layout:
         return layout_of_groups(BITS, self._schemes[0].group_size, num_inputs, has_zeros=True)
 
-    def layout(self, parts: Parts) -> Layout:
-        num_inputs, dtype = parts["qweight"].get_shape()[0], parts["scales"].get_dtype()
+    def layout(self, stored: StoredTensors) -> Layout:
+        num_inputs, dtype = stored["qweight"].get_shape()[0], stored["scales"].get_dtype()
         return layout_of_groups(BITS, self._schemes[0].group_size, num_inputs, dtype, has_zeros=True)
 
     def numbers(
-        self, parts: Mapping[str, Tensor], start: int, end: int, layout: Layout, order: Tensor | None
+        self, tensors: Mapping[str, Tensor], start: int, end: int, layout: Layout, order: Tensor | None
     ) -> Numbers:
         words = slice(start // _PER_WORD, end // _PER_WORD)
-        zeros = _in_order(parts["qzeros"][:, words]).T.to(torch.int8) - MIDDLE
+        zeros = _in_order(tensors["qzeros"][:, words]).T.to(torch.int8) - MIDDLE
         return numbers_of_blocks(
-            _in_order(parts["qweight"][:, words]).T, parts["scales"][:, start:end].T, zeros, layout
+            _in_order(tensors["qweight"][:, words]).T, tensors["scales"][:, start:end].T, zeros, layout
         )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from corolla.models.quantized.floats import FLOATS
 from corolla.models.quantized.format import Format
-from corolla.models.quantized.parts import Parts, Unfit, allow, expect, need, shape_of
+from corolla.models.quantized.stored_tensors import StoredTensors, Unfit, allow, expect, need, shape_of
 
 _STATES: Final = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
 _NESTED: Final = ("nested_absmax", "nested_quant_map")
@@ -47,68 +47,68 @@ class BitsAndBytes(Format):
     # A byte holds two numbers, and a row may have an odd number of them.
     step = 2
 
-    def shape(self, parts: Parts) -> tuple[int, ...]:
-        if "SCB" in parts:
-            shape = shape_of(parts, "weight", {"I8"}, 2)
-            allow(parts, "weight", "SCB", "weight_format")
-            expect(parts, "SCB", {"F32"}, (shape[0],))
-            if "weight_format" in parts:
-                expect(parts, "weight_format", {"U8"}, (), (1,))
-                if int(parts["weight_format"][...]) != 0:
+    def shape(self, stored: StoredTensors) -> tuple[int, ...]:
+        if "SCB" in stored:
+            shape = shape_of(stored, "weight", {"I8"}, 2)
+            allow(stored, "weight", "SCB", "weight_format")
+            expect(stored, "SCB", {"F32"}, (shape[0],))
+            if "weight_format" in stored:
+                expect(stored, "weight_format", {"U8"}, (), (1,))
+                if int(stored["weight_format"][...]) != 0:
                     raise Unfit("has numbers in the order of a kernel")
             return shape
-        allow(parts, "weight", "absmax", "quant_map", *_NESTED, *_STATES)
-        state = _read_state(parts)
+        allow(stored, "weight", "absmax", "quant_map", *_NESTED, *_STATES)
+        state = _read_state(stored)
         num_weights = math.prod(state.shape)
-        stored = shape_of(parts, "weight", _BYTES_OF)
-        if math.prod(stored) * _BYTES_OF[parts["weight"].get_dtype()] != -(-num_weights // 2):
+        stored_shape = shape_of(stored, "weight", _BYTES_OF)
+        if math.prod(stored_shape) * _BYTES_OF[stored["weight"].get_dtype()] != -(-num_weights // 2):
             raise Unfit(f"is {list(state.shape)} by its quant_state, and has as many bytes as another shape")
         num_blocks = -(-num_weights // state.block_size)
-        expect(parts, "quant_map", {"F32"}, (16,))
-        if "nested_absmax" in parts:
-            expect(parts, "absmax", {"U8"}, (num_blocks,))
-            expect(parts, "nested_quant_map", {"F32"}, (256,))
-            expect(parts, "nested_absmax", {"F32"}, (-(-num_blocks // state.nested_block_size),))
+        expect(stored, "quant_map", {"F32"}, (16,))
+        if "nested_absmax" in stored:
+            expect(stored, "absmax", {"U8"}, (num_blocks,))
+            expect(stored, "nested_quant_map", {"F32"}, (256,))
+            expect(stored, "nested_absmax", {"F32"}, (-(-num_blocks // state.nested_block_size),))
         else:
-            expect(parts, "absmax", FLOATS, (num_blocks,))
+            expect(stored, "absmax", FLOATS, (num_blocks,))
         return state.shape
 
-    def rows(self, parts: Mapping[str, Tensor], start: int, end: int) -> Tensor:
-        if "SCB" in parts:
-            return parts["weight"][start:end].float().mul_(parts["SCB"][start:end].view(-1, 1)).mul_(_INT8_UNIT)
-        state = _state_of(bytes(next(parts[role] for role in _STATES if role in parts).tolist()))
+    def rows(self, tensors: Mapping[str, Tensor], start: int, end: int) -> Tensor:
+        if "SCB" in tensors:
+            return tensors["weight"][start:end].float().mul_(tensors["SCB"][start:end].view(-1, 1)).mul_(_INT8_UNIT)
+        state = _state_of(bytes(next(tensors[role] for role in _STATES if role in tensors).tolist()))
         num_inputs = state.shape[1]
         first, last = start * num_inputs, end * num_inputs
-        octets = parts["weight"].view(torch.uint8).flatten()[first // 2 : -(-last // 2)]
+        octets = tensors["weight"].view(torch.uint8).flatten()[first // 2 : -(-last // 2)]
         # The upper four bits come first.
         numbers = torch.stack((octets >> 4, octets & 15), dim=-1).flatten()[: last - first]
         # A row may begin within a block. Scales are picked by index, since a file may claim blocks of any size.
         first_block = first // state.block_size
-        scales = _scales(parts, state, first_block, -(-last // state.block_size))
+        scales = _scales(tensors, state, first_block, -(-last // state.block_size))
         of_numbers = scales[torch.arange(first, last) // state.block_size - first_block]
-        return parts["quant_map"][numbers.int()].mul_(of_numbers).view(-1, num_inputs)
+        return tensors["quant_map"][numbers.int()].mul_(of_numbers).view(-1, num_inputs)
 
 
-def _scales(parts: Mapping[str, Tensor], state: _State, start: int, end: int) -> Tensor:
-    scales = parts["absmax"][start:end]
-    if "nested_absmax" not in parts:
+def _scales(tensors: Mapping[str, Tensor], state: _State, start: int, end: int) -> Tensor:
+    scales = tensors["absmax"][start:end]
+    if "nested_absmax" not in tensors:
         return scales.float()
-    nested = parts["nested_absmax"][torch.arange(start, end) // state.nested_block_size]
-    return parts["nested_quant_map"][scales.int()] * nested + state.nested_offset
+    nested = tensors["nested_absmax"][torch.arange(start, end) // state.nested_block_size]
+    return tensors["nested_quant_map"][scales.int()] * nested + state.nested_offset
 
 
-def _read_state(parts: Parts) -> _State:
-    named = [role for role in _STATES if role in parts]
+def _read_state(stored: StoredTensors) -> _State:
+    named = [role for role in _STATES if role in stored]
     if len(named) != 1:
         raise Unfit("has no quant_state, or several")
-    need(parts, "absmax", "quant_map")
-    if ("nested_absmax" in parts) != ("nested_quant_map" in parts):
+    need(stored, "absmax", "quant_map")
+    if ("nested_absmax" in stored) != ("nested_quant_map" in stored):
         raise Unfit("has a part of its nested scales only")
-    (num_bytes,) = shape_of(parts, named[0], {"U8"}, 1)
+    (num_bytes,) = shape_of(stored, named[0], {"U8"}, 1)
     if num_bytes > _MAX_STATE_BYTES:
         raise Unfit(f"has a quant_state of {num_bytes} bytes")
-    state = _state_of(bytes(parts[named[0]][...].tolist()))
-    if "nested_absmax" in parts and not (state.nested_block_size and math.isfinite(state.nested_offset)):
+    state = _state_of(bytes(stored[named[0]][...].tolist()))
+    if "nested_absmax" in stored and not (state.nested_block_size and math.isfinite(state.nested_offset)):
         raise Unfit("has a quant_state that does not say how its scales are nested")
     return state
 

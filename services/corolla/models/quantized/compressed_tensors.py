@@ -17,7 +17,7 @@ from corolla.models.quantized.format import Format
 from corolla.models.quantized.fp8 import spread
 from corolla.models.quantized.groups import BITS, input_order, layout_of_groups, numbers_of_blocks
 from corolla.models.quantized.integers import num_words, unpacked
-from corolla.models.quantized.parts import Parts, Unfit, allow, expect, need, shape_of
+from corolla.models.quantized.stored_tensors import StoredTensors, Unfit, allow, expect, need, shape_of
 
 _ROLES: Final = (
     "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale"
@@ -40,45 +40,45 @@ class CompressedTensors(Format):
 
     endings: ClassVar[Mapping[str, str]] = {f".{role}": ".weight" for role in _ROLES}
 
-    def shape(self, parts: Parts) -> tuple[int, ...]:
-        need(parts, "weight_scale")
-        if "weight_packed" not in parts:
-            shape = shape_of(parts, "weight", _OCTETS, 2)
-            allow(parts, "weight", "weight_scale", "weight_zero_point", "weight_g_idx")
-            scheme = self._scheme(parts, shape, self._schemes)
-            if "weight_zero_point" in parts:
-                expect(parts, "weight_zero_point", _OCTETS, tuple(parts["weight_scale"].get_shape()))
-        elif parts["weight_packed"].get_dtype() == "U8":
-            shape = _four_bit_shape(parts)
-            scheme = _four_bit_scheme("weight_global_scale" in parts)
-            self._scheme(parts, shape, [scheme])
+    def shape(self, stored: StoredTensors) -> tuple[int, ...]:
+        need(stored, "weight_scale")
+        if "weight_packed" not in stored:
+            shape = shape_of(stored, "weight", _OCTETS, 2)
+            allow(stored, "weight", "weight_scale", "weight_zero_point", "weight_g_idx")
+            scheme = self._scheme(stored, shape, self._schemes)
+            if "weight_zero_point" in stored:
+                expect(stored, "weight_zero_point", _OCTETS, tuple(stored["weight_scale"].get_shape()))
+        elif stored["weight_packed"].get_dtype() == "U8":
+            shape = _four_bit_shape(stored)
+            scheme = _four_bit_scheme("weight_global_scale" in stored)
+            self._scheme(stored, shape, [scheme])
         else:
-            shape = _packed_shape(parts)
-            _, packed_inputs = shape_of(parts, "weight_packed", {"I32"}, 2)
-            scheme = self._scheme(parts, shape, self._packed_schemes(packed_inputs, shape[1]))
-            self._check_packed_zeros(parts, shape, scheme)
-        if "weight_g_idx" in parts:
-            expect(parts, "weight_g_idx", {"I32", "I64"}, (shape[1],))
-            groups, num_groups = parts["weight_g_idx"][...], parts["weight_scale"].get_shape()[-1]
+            shape = _packed_shape(stored)
+            _, packed_inputs = shape_of(stored, "weight_packed", {"I32"}, 2)
+            scheme = self._scheme(stored, shape, self._packed_schemes(packed_inputs, shape[1]))
+            self._check_packed_zeros(stored, shape, scheme)
+        if "weight_g_idx" in stored:
+            expect(stored, "weight_g_idx", {"I32", "I64"}, (shape[1],))
+            groups, num_groups = stored["weight_g_idx"][...], stored["weight_scale"].get_shape()[-1]
             if not _is_unset(groups) and (int(groups.min()) < 0 or int(groups.max()) >= num_groups):
                 raise Unfit(f"has a weight_g_idx beyond its {num_groups} groups")
         return shape
 
-    def rows(self, parts: Mapping[str, Tensor], start: int, end: int) -> Tensor:
-        scales = parts["weight_scale"]
-        numbers, zeros, scheme = self._numbers(parts, start, end)
+    def rows(self, tensors: Mapping[str, Tensor], start: int, end: int) -> Tensor:
+        scales = tensors["weight_scale"]
+        numbers, zeros, scheme = self._numbers(tensors, start, end)
         if scheme.block is not None:
             rows = range(start, end)
             if zeros is not None:
                 numbers -= spread(zeros.float(), scheme.block, rows, numbers.shape[1])
             return numbers.mul_(spread(scale_numbers(scales), scheme.block, rows, numbers.shape[1]))
-        groups = parts.get("weight_g_idx")
+        groups = tensors.get("weight_g_idx")
         if groups is not None and _is_unset(groups):
             groups = None
         if zeros is not None:
             numbers -= _of_inputs(_of_outputs(zeros, start, end).float(), scheme, groups)
         factors = scale_numbers(_of_outputs(scales, start, end))
-        if (global_scale := parts.get("weight_global_scale")) is not None:
+        if (global_scale := tensors.get("weight_global_scale")) is not None:
             factors = factors / global_scale.float()
         return numbers.mul_(_of_inputs(factors, scheme, groups))
 
@@ -89,92 +89,96 @@ class CompressedTensors(Format):
         has_zeros = "weight_zero_point" in roles
         return layout_of_groups(scheme.bits, scheme.group_size, num_inputs, has_zeros=has_zeros)
 
-    def layout(self, parts: Parts) -> Layout:
-        if "weight_shape" not in parts:
+    def layout(self, stored: StoredTensors) -> Layout:
+        if "weight_shape" not in stored:
             raise Unfit("is not of integers of four bits")
-        shape = _packed_shape(parts)
-        schemes = self._packed_schemes(parts["weight_packed"].get_shape()[1], shape[1])
-        scheme = self._scheme(parts, shape, schemes)
+        shape = _packed_shape(stored)
+        schemes = self._packed_schemes(stored["weight_packed"].get_shape()[1], shape[1])
+        scheme = self._scheme(stored, shape, schemes)
         if scheme.block is not None:
             raise Unfit("has blocks")
-        dtype, has_zeros = parts["weight_scale"].get_dtype(), "weight_zero_point" in parts
+        dtype, has_zeros = stored["weight_scale"].get_dtype(), "weight_zero_point" in stored
         layout = layout_of_groups(scheme.bits, scheme.group_size, shape[1], dtype, has_zeros=has_zeros)
-        if "weight_g_idx" in parts:
-            _input_order(parts["weight_g_idx"][...], parts["weight_scale"].get_shape())
+        if "weight_g_idx" in stored:
+            _input_order(stored["weight_g_idx"][...], stored["weight_scale"].get_shape())
         return layout
 
-    def order(self, parts: Mapping[str, Tensor]) -> Tensor | None:
-        return _input_order(parts["weight_g_idx"], parts["weight_scale"].shape) if "weight_g_idx" in parts else None
+    def order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        return (
+            _input_order(tensors["weight_g_idx"], tensors["weight_scale"].shape) if "weight_g_idx" in tensors else None
+        )
 
     def numbers(
-        self, parts: Mapping[str, Tensor], start: int, end: int, layout: Layout, order: Tensor | None
+        self, tensors: Mapping[str, Tensor], start: int, end: int, layout: Layout, order: Tensor | None
     ) -> Numbers:
-        num_outputs, num_inputs = (int(size) for size in parts["weight_shape"])
-        codes = unpacked(parts["weight_packed"][start:end], BITS, num_inputs)
-        zeros = self._zeros(parts, BITS, num_outputs)
+        num_outputs, num_inputs = (int(size) for size in tensors["weight_shape"])
+        codes = unpacked(tensors["weight_packed"][start:end], BITS, num_inputs)
+        zeros = self._zeros(tensors, BITS, num_outputs)
         return numbers_of_blocks(
             codes if order is None else codes[:, order],
-            _of_outputs(parts["weight_scale"], start, end).expand(end - start, -1),
+            _of_outputs(tensors["weight_scale"], start, end).expand(end - start, -1),
             None if zeros is None else _of_outputs(zeros, start, end).expand(end - start, -1),
             layout,
         )
 
-    def _zeros(self, parts: Mapping[str, Tensor], bits: int, num_outputs: int) -> Tensor | None:
+    def _zeros(self, tensors: Mapping[str, Tensor], bits: int, num_outputs: int) -> Tensor | None:
         """The zero points of packed integers, in the shape of the scales, relative to the middle of the range."""
-        zeros = parts.get("weight_zero_point")
+        zeros = tensors.get("weight_zero_point")
         if zeros is None or zeros.dtype != torch.int32:
             return zeros
         return unpacked(zeros.T, bits, num_outputs).T.to(torch.int8) - (1 << (bits - 1))
 
-    def _numbers(self, parts: Mapping[str, Tensor], start: int, end: int) -> tuple[Tensor, Tensor | None, Scheme]:
+    def _numbers(self, tensors: Mapping[str, Tensor], start: int, end: int) -> tuple[Tensor, Tensor | None, Scheme]:
         """The numbers float32 `[end - start, in]`, the zero points in the shape of the scales, and the scheme."""
-        scale_shape, zeros = tuple(parts["weight_scale"].shape), parts.get("weight_zero_point")
-        if (packed := parts.get("weight_packed")) is None:
-            weight = parts["weight"]
+        scale_shape, zeros = tuple(tensors["weight_scale"].shape), tensors.get("weight_zero_point")
+        if (packed := tensors.get("weight_packed")) is None:
+            weight = tensors["weight"]
             return weight[start:end].float(), zeros, _fitting(scale_shape, tuple(weight.shape), self._schemes)
         if packed.dtype == torch.uint8:
-            return e2m1(packed[start:end]), None, _four_bit_scheme("weight_global_scale" in parts)
-        num_outputs, num_inputs = (int(size) for size in parts["weight_shape"])
+            return e2m1(packed[start:end]), None, _four_bit_scheme("weight_global_scale" in tensors)
+        num_outputs, num_inputs = (int(size) for size in tensors["weight_shape"])
         schemes = self._packed_schemes(packed.shape[1], num_inputs)
         scheme = _fitting(scale_shape, (num_outputs, num_inputs), schemes)
         # The numbers are stored without a sign.
         numbers = unpacked(packed[start:end], scheme.bits, num_inputs).float().sub_(1 << (scheme.bits - 1))
-        return numbers, self._zeros(parts, scheme.bits, num_outputs), scheme
+        return numbers, self._zeros(tensors, scheme.bits, num_outputs), scheme
 
     def _packed_schemes(self, num_packed: int, num_inputs: int) -> list[Scheme]:
         return [
             each for each in self._schemes if 1 <= each.bits <= 8 and num_words(num_inputs, each.bits) == num_packed
         ]
 
-    def _scheme(self, parts: Parts, shape: tuple[int, ...], schemes: Sequence[Scheme]) -> Scheme:
-        return _fitting(shape_of(parts, "weight_scale", SCALES), shape, schemes)
+    def _scheme(self, stored: StoredTensors, shape: tuple[int, ...], schemes: Sequence[Scheme]) -> Scheme:
+        return _fitting(shape_of(stored, "weight_scale", SCALES), shape, schemes)
 
-    def _check_packed_zeros(self, parts: Parts, shape: tuple[int, ...], scheme: Scheme) -> None:
-        if "weight_zero_point" not in parts:
+    def _check_packed_zeros(self, stored: StoredTensors, shape: tuple[int, ...], scheme: Scheme) -> None:
+        if "weight_zero_point" not in stored:
             return
-        scales = tuple(parts["weight_scale"].get_shape())
-        if parts["weight_zero_point"].get_dtype() == "I32":
-            expect(parts, "weight_zero_point", {"I32"}, (num_words(shape[0], scheme.bits), scales[-1] if scales else 1))
+        scales = tuple(stored["weight_scale"].get_shape())
+        if stored["weight_zero_point"].get_dtype() == "I32":
+            expect(
+                stored, "weight_zero_point", {"I32"}, (num_words(shape[0], scheme.bits), scales[-1] if scales else 1)
+            )
         else:
-            expect(parts, "weight_zero_point", {"I8"}, scales)
+            expect(stored, "weight_zero_point", {"I8"}, scales)
 
 
-def _packed_shape(parts: Parts) -> tuple[int, ...]:
+def _packed_shape(stored: StoredTensors) -> tuple[int, ...]:
     """The weight's shape by `weight_shape`. Raises Unfit where the packed numbers do not fit it."""
-    allow(parts, "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
-    num_outputs, num_packed = shape_of(parts, "weight_packed", {"I32"}, 2)
-    expect(parts, "weight_shape", {"I32", "I64"}, (2,))
-    shape = tuple(int(size) for size in parts["weight_shape"][...])
+    allow(stored, "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+    num_outputs, num_packed = shape_of(stored, "weight_packed", {"I32"}, 2)
+    expect(stored, "weight_shape", {"I32", "I64"}, (2,))
+    shape = tuple(int(size) for size in stored["weight_shape"][...])
     if shape[0] != num_outputs or not 0 < shape[1] <= 32 * num_packed:
         raise Unfit(f"has a weight_shape of {list(shape)}, which does not fit its packed numbers")
     return shape
 
 
-def _four_bit_shape(parts: Parts) -> tuple[int, ...]:
-    allow(parts, "weight_packed", "weight_scale", "weight_global_scale")
-    num_outputs, num_octets = shape_of(parts, "weight_packed", {"U8"}, 2)
-    if "weight_global_scale" in parts:
-        expect(parts, "weight_global_scale", FLOATS, (), (1,))
+def _four_bit_shape(stored: StoredTensors) -> tuple[int, ...]:
+    allow(stored, "weight_packed", "weight_scale", "weight_global_scale")
+    num_outputs, num_octets = shape_of(stored, "weight_packed", {"U8"}, 2)
+    if "weight_global_scale" in stored:
+        expect(stored, "weight_global_scale", FLOATS, (), (1,))
     return num_outputs, 2 * num_octets
 
 

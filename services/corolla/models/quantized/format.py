@@ -9,7 +9,7 @@ from torch import Tensor
 from corolla.kernels.layouts import Layout
 from corolla.kernels.repacking import Numbers
 from corolla.models.quantized.description import Quantization, Scheme
-from corolla.models.quantized.parts import Parts, Unfit
+from corolla.models.quantized.stored_tensors import StoredTensors, Unfit
 
 
 class Format(abc.ABC):
@@ -31,7 +31,7 @@ class Format(abc.ABC):
         return self._quantization.schemes
 
     @abc.abstractmethod
-    def shape(self, parts: Parts) -> tuple[int, ...]:
+    def shape(self, stored: StoredTensors) -> tuple[int, ...]:
         """The shape of the weight that the parts hold, mostly `[out, in]`. Reads only parts of a few bytes.
 
         Raises:
@@ -39,13 +39,13 @@ class Format(abc.ABC):
         """
 
     @abc.abstractmethod
-    def rows(self, parts: Mapping[str, Tensor], start: int, end: int) -> Tensor:
+    def rows(self, tensors: Mapping[str, Tensor], start: int, end: int) -> Tensor:
         """The weight's entries `[start, end)` of its first dimension, in new memory.
 
-        `shape` has accepted the parts before.
+        `shape` has accepted the tensors before.
 
         Args:
-            parts: the weight's tensors by role, on the CPU, with the dtypes and shapes of the format's own docstring.
+            tensors: the weight's tensors by role, on the CPU, with the dtypes and shapes of the format's own docstring.
 
         Returns:
             float32 `[end - start, ...]` on the CPU, with the other dimensions of `shape`.
@@ -55,31 +55,31 @@ class Format(abc.ABC):
         """The layout of a weight, judged only by the names of its parts. Raises Unfit where it cannot stay packed."""
         raise Unfit("is of a format that has no kernel")
 
-    def layout(self, parts: Parts) -> Layout:
+    def layout(self, stored: StoredTensors) -> Layout:
         """The layout in memory of a weight that stays packed.
 
-        `shape` has accepted the parts before.
+        `shape` has accepted the tensors before.
 
         Raises:
             Unfit: the weight has to be expanded; the message says why.
         """
         raise Unfit("is of a format that has no kernel")
 
-    def order(self, parts: Mapping[str, Tensor]) -> Tensor | None:
+    def order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         """The input of each column of the packed weight, int32 `[in]`; None where columns are in the inputs' order.
 
         Args:
-            parts: the weight's tensors by role, on the CPU, with the dtypes and shapes of the format's own docstring.
+            tensors: the weight's tensors by role, on the CPU, with the dtypes and shapes of the format's own docstring.
         """
         return None
 
     def numbers(
-        self, parts: Mapping[str, Tensor], start: int, end: int, layout: Layout, order: Tensor | None
+        self, tensors: Mapping[str, Tensor], start: int, end: int, layout: Layout, order: Tensor | None
     ) -> Numbers:
         """The numbers of the rows `[start, end)` of a weight with a layout, with columns in the given order.
 
         Args:
-            parts: the weight's tensors by role, on the CPU, with the dtypes and shapes of the format's own docstring.
+            tensors: the weight's tensors by role, on the CPU, with the dtypes and shapes of the format's own docstring.
             start: a multiple of 16.
             order: int32 `[in]`, what the method `order` returned.
         """

@@ -11,21 +11,21 @@ from torch import Tensor
 
 from corolla.models.quantized.floats import FLOATS_OF_8_BITS, SCALES, scale_numbers
 from corolla.models.quantized.format import Format
-from corolla.models.quantized.parts import Parts, Unfit, allow, expect, shape_of
+from corolla.models.quantized.stored_tensors import StoredTensors, Unfit, allow, expect, shape_of
 
 _SCALES: Final = ("scale_inv", "weight_scale")
 
 
 class Fp8(Format):
-    """A weight's parts: `weight` `[..., out, in]`, and `scale_inv` or `weight_scale`, by which it is multiplied."""
+    """A weight's tensors: `weight` `[..., out, in]`, and `scale_inv` or `weight_scale`, by which it is multiplied."""
 
     endings: ClassVar[Mapping[str, str]] = {"_scale_inv": "", ".weight_scale": ".weight"}
 
-    def shape(self, parts: Parts) -> tuple[int, ...]:
+    def shape(self, stored: StoredTensors) -> tuple[int, ...]:
         """The shape `[..., out, in]`. Raises Unfit."""
-        allow(parts, "weight", *_SCALES)
-        shape = shape_of(parts, "weight", FLOATS_OF_8_BITS)
-        named = [role for role in _SCALES if role in parts]
+        allow(stored, "weight", *_SCALES)
+        shape = shape_of(stored, "weight", FLOATS_OF_8_BITS)
+        named = [role for role in _SCALES if role in stored]
         if len(named) != 1 or not 2 <= len(shape) <= 3:
             raise Unfit("has no scales, or several" if len(named) != 1 else f"has the shape {list(shape)}")
         *outer, num_outputs, num_inputs = shape
@@ -34,13 +34,13 @@ class Fp8(Format):
         if (block := self._schemes[0].block) is not None:
             high, wide = block
             fitting.append((*outer, -(-num_outputs // high), -(-num_inputs // wide)))
-        expect(parts, named[0], SCALES, *fitting)
+        expect(stored, named[0], SCALES, *fitting)
         return shape
 
-    def rows(self, parts: Mapping[str, Tensor], start: int, end: int) -> Tensor:
+    def rows(self, tensors: Mapping[str, Tensor], start: int, end: int) -> Tensor:
         """The entries `[start, end)` of the first dimension, outputs or experts, as float32. See `Format.rows`."""
-        weight = parts["weight"]
-        scales = scale_numbers(next(parts[role] for role in _SCALES if role in parts))
+        weight = tensors["weight"]
+        scales = scale_numbers(next(tensors[role] for role in _SCALES if role in tensors))
         if scales.numel() == 1:
             return weight[start:end].float().mul_(scales.flatten())
         if weight.dim() == 3:

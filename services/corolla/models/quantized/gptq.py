@@ -17,7 +17,7 @@ from corolla.models.quantized.floats import FLOATS
 from corolla.models.quantized.format import Format
 from corolla.models.quantized.groups import BITS, MIDDLE, input_order, layout_of_groups, numbers_of_blocks
 from corolla.models.quantized.integers import num_words, unpacked
-from corolla.models.quantized.parts import Parts, Unfit, allow, expect, need, shape_of
+from corolla.models.quantized.stored_tensors import StoredTensors, Unfit, allow, expect, need, shape_of
 
 
 class Gptq(Format):
@@ -32,54 +32,54 @@ class Gptq(Format):
         ".g_idx": ".weight",
     }
 
-    def shape(self, parts: Parts) -> tuple[int, ...]:
-        allow(parts, "qweight", "qzeros", "scales", "g_idx")
-        need(parts, "qweight", "qzeros", "scales")
-        qweight, qzeros = (shape_of(parts, role, {"I32"}, 2) for role in ("qweight", "qzeros"))
-        num_groups, num_outputs = scales = shape_of(parts, "scales", FLOATS, 2)
+    def shape(self, stored: StoredTensors) -> tuple[int, ...]:
+        allow(stored, "qweight", "qzeros", "scales", "g_idx")
+        need(stored, "qweight", "qzeros", "scales")
+        qweight, qzeros = (shape_of(stored, role, {"I32"}, 2) for role in ("qweight", "qzeros"))
+        num_groups, num_outputs = scales = shape_of(stored, "scales", FLOATS, 2)
         _, num_inputs = self._scheme(qweight, qzeros, scales)
-        if "g_idx" in parts:
-            expect(parts, "g_idx", {"I32", "I64"}, (num_inputs,))
-            groups = parts["g_idx"][...]
+        if "g_idx" in stored:
+            expect(stored, "g_idx", {"I32", "I64"}, (num_inputs,))
+            groups = stored["g_idx"][...]
             if int(groups.min()) < 0 or int(groups.max()) >= num_groups:
                 raise Unfit(f"has a g_idx beyond its {num_groups} groups")
         return num_outputs, num_inputs
 
-    def rows(self, parts: Mapping[str, Tensor], start: int, end: int) -> Tensor:
-        scales, qweight, qzeros = parts["scales"], parts["qweight"], parts["qzeros"]
+    def rows(self, tensors: Mapping[str, Tensor], start: int, end: int) -> Tensor:
+        scales, qweight, qzeros = tensors["scales"], tensors["qweight"], tensors["qzeros"]
         num_outputs = scales.shape[1]
         scheme, num_inputs = self._scheme(qweight.shape, qzeros.shape, scales.shape)
         numbers = unpacked(qweight[:, start:end].T, scheme.bits, num_inputs)
         zeros = self._zeros(qzeros, scheme.bits, num_outputs)[:, start:end]
         group_size = scheme.group_size or num_inputs
-        groups = parts["g_idx"].long() if "g_idx" in parts else torch.arange(num_inputs) // group_size
+        groups = tensors["g_idx"].long() if "g_idx" in tensors else torch.arange(num_inputs) // group_size
         zeros_of_inputs = zeros.T.float()[:, groups]
         return numbers.float().sub_(zeros_of_inputs).mul_(scales[:, start:end].T.float()[:, groups])
 
     def likely_layout(self, roles: Collection[str], num_inputs: int) -> Layout:
         return layout_of_groups(self._schemes[0].bits, self._schemes[0].group_size, num_inputs, has_zeros=True)
 
-    def layout(self, parts: Parts) -> Layout:
-        qweight, qzeros, scales = (tuple(parts[role].get_shape()) for role in ("qweight", "qzeros", "scales"))
+    def layout(self, stored: StoredTensors) -> Layout:
+        qweight, qzeros, scales = (tuple(stored[role].get_shape()) for role in ("qweight", "qzeros", "scales"))
         scheme, num_inputs = self._scheme(qweight, qzeros, scales)
-        dtype = parts["scales"].get_dtype()
+        dtype = stored["scales"].get_dtype()
         layout = layout_of_groups(scheme.bits, scheme.group_size, num_inputs, dtype, has_zeros=True)
-        if "g_idx" in parts:
-            input_order(parts["g_idx"][...], num_inputs // scales[0], scales[0])
+        if "g_idx" in stored:
+            input_order(stored["g_idx"][...], num_inputs // scales[0], scales[0])
         return layout
 
-    def order(self, parts: Mapping[str, Tensor]) -> Tensor | None:
-        if "g_idx" not in parts:
+    def order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        if "g_idx" not in tensors:
             return None
-        num_groups = len(parts["scales"])
-        return input_order(parts["g_idx"], len(parts["g_idx"]) // num_groups, num_groups)
+        num_groups = len(tensors["scales"])
+        return input_order(tensors["g_idx"], len(tensors["g_idx"]) // num_groups, num_groups)
 
     def numbers(
-        self, parts: Mapping[str, Tensor], start: int, end: int, layout: Layout, order: Tensor | None
+        self, tensors: Mapping[str, Tensor], start: int, end: int, layout: Layout, order: Tensor | None
     ) -> Numbers:
-        scales, qweight = parts["scales"], parts["qweight"]
+        scales, qweight = tensors["scales"], tensors["qweight"]
         codes = unpacked(qweight[:, start:end].T, BITS, len(qweight) * 32 // BITS)
-        zeros = self._zeros(parts["qzeros"], BITS, scales.shape[1])[:, start:end].T - MIDDLE
+        zeros = self._zeros(tensors["qzeros"], BITS, scales.shape[1])[:, start:end].T - MIDDLE
         codes = codes if order is None else codes[:, order]
         return numbers_of_blocks(codes, scales[:, start:end].T, zeros, layout)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from corolla.kernels.layouts import Layout, Scale, group_layout
 from corolla.kernels.repacking import Numbers
-from corolla.models.quantized.parts import Unfit
+from corolla.models.quantized.stored_tensors import Unfit
 
 BITS: Final = 4
 MIDDLE: Final = 1 << (BITS - 1)

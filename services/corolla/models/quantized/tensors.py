@@ -25,7 +25,7 @@ from corolla.models.quantized.format import Format
 from corolla.models.quantized.fp8 import Fp8
 from corolla.models.quantized.gptq import Gptq
 from corolla.models.quantized.mxfp4 import Mxfp4
-from corolla.models.quantized.parts import Parts, Stored, Unfit, grouped
+from corolla.models.quantized.stored_tensors import Stored, StoredTensors, Unfit, grouped
 
 NUMBERS_AT_ONCE: Final = 1 << 18
 """How many numbers are expanded at once, first to float32; so many stay in a CPU's caches."""
@@ -56,26 +56,28 @@ class PackedWeight:
         dtype: the dtype of the expanded weight.
     """
 
-    def __init__(self, method: str, unpack: Format, parts: Parts, dtype: torch.dtype, lock: threading.Lock) -> None:
+    def __init__(
+        self, method: str, unpack: Format, stored: StoredTensors, dtype: torch.dtype, lock: threading.Lock
+    ) -> None:
         self.method = method
-        self.shape = unpack.shape(parts)
+        self.shape = unpack.shape(stored)
         self._format = unpack
-        self._parts = parts
+        self._stored = stored
         self.dtype = dtype
         self._lock = lock
 
     def layout(self) -> Layout:
         """See `Format.layout`. Raises Unfit."""
-        return self._format.layout(self._parts)
+        return self._format.layout(self._stored)
 
     def panels(self) -> Panels:
         """The weight's panels in its `layout`. Raises Unfit."""
         layout = self.layout()
-        parts = {role: stored[...] for role, stored in self._parts.items()}
-        order = self._format.order(parts)
+        tensors = {role: stored[...] for role, stored in self._stored.items()}
+        order = self._format.order(tensors)
 
         def read(start: int, end: int) -> Numbers:
-            return self._format.numbers(parts, start, end, layout, order)
+            return self._format.numbers(tensors, start, end, layout, order)
 
         return Panels(repack_numbers(read, self.shape[0], self.shape[1], layout), order)
 
@@ -85,13 +87,13 @@ class PackedWeight:
             return self._expanded()[index]
 
     def _expanded(self) -> Tensor:
-        parts = {role: stored[...] for role, stored in self._parts.items()}
+        tensors = {role: stored[...] for role, stored in self._stored.items()}
         weight = torch.empty(self.shape, dtype=self.dtype)
         step = self._format.step
         at_once = max(1, NUMBERS_AT_ONCE // math.prod(self.shape[1:]) // step) * step
         for start in range(0, len(weight), at_once):
             end = min(start + at_once, len(weight))
-            weight[start:end] = self._format.rows(parts, start, end)
+            weight[start:end] = self._format.rows(tensors, start, end)
         return weight
 
 
@@ -116,13 +118,13 @@ def packed_weights(
     lock = threading.Lock()
     found: dict[str, Stored | PackedWeight] = {}
     for name, roles in grouped((name for name in stored if not name.endswith(_UNUSED)), unpack.endings).items():
-        parts = {role: stored[each] for role, each in roles.items()}
-        is_packed = parts.keys() != {"weight"}
-        if not is_packed and _is_lacking(name, parts["weight"].get_dtype()):
-            raise _unfit(name, f"is stored as {parts['weight'].get_dtype()} without its scales")
+        of_weight = {role: stored[each] for role, each in roles.items()}
+        is_packed = of_weight.keys() != {"weight"}
+        if not is_packed and _is_lacking(name, of_weight["weight"].get_dtype()):
+            raise _unfit(name, f"is stored as {of_weight['weight'].get_dtype()} without its scales")
         try:
             found[name] = (
-                PackedWeight(quantization.method, unpack, parts, dtype, lock) if is_packed else parts["weight"]
+                PackedWeight(quantization.method, unpack, of_weight, dtype, lock) if is_packed else of_weight["weight"]
             )
         except Unfit as error:
             raise _unfit(name, str(error)) from None

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from corolla.router.cluster.events import Happening, PodRef
+from corolla.router.cluster.events import ClusterEvent, PodRef
 from corolla.router.cluster.labels import Patch
 from corolla.router.cluster.pods import Pod, read_pod
 from corolla.router.metrics import RouterMetrics
@@ -149,12 +149,12 @@ class KubernetesApi:
                 if _status(failure) != _MISSING:
                     raise
 
-    def record(self, happening: Happening, own_pod: PodRef) -> None:
+    def record(self, event: ClusterEvent, own_pod: PodRef) -> None:
         """Writes an Event about the pod that it names, or else about the router's own pod."""
         with self._called("event"):
-            described = _event(happening, happening.about or own_pod, own_pod, self.namespace)
-            event = self._event_type.model_validate(described)
-            self._core.create_namespaced_event(self.namespace, event, **self._raw).drain_conn()
+            described = _event(event, event.about or own_pod, own_pod, self.namespace)
+            filled = self._event_type.model_validate(described)
+            self._core.create_namespaced_event(self.namespace, filled, **self._raw).drain_conn()
 
     @contextmanager
     def _called(self, call: str) -> Iterator[None]:
@@ -187,16 +187,16 @@ def _status(failure: Exception) -> int | None:
     return status if isinstance(status, int) else None
 
 
-def _event(happening: Happening, about: PodRef, own_pod: PodRef, namespace: str) -> dict[str, Any]:
+def _event(event: ClusterEvent, about: PodRef, own_pod: PodRef, namespace: str) -> dict[str, Any]:
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {
         "metadata": {"generateName": f"{about.name}.", "namespace": namespace},
         "involvedObject": {
             "apiVersion": "v1", "kind": "Pod", "namespace": namespace, "name": about.name, "uid": about.uid,
         },
-        "reason": happening.reason,
-        "message": happening.message,
-        "type": "Warning" if happening.is_warning else "Normal",
+        "reason": event.reason,
+        "message": event.message,
+        "type": "Warning" if event.is_warning else "Normal",
         "source": {"component": _COMPONENT, "host": own_pod.name},
         "reportingComponent": _COMPONENT,
         "reportingInstance": own_pod.name,
@@ -206,7 +206,7 @@ def _event(happening: Happening, about: PodRef, own_pod: PodRef, namespace: str)
     }  # fmt: skip
 
 
-class Complaints:
+class FailureLog:
     """Logs failures, once for each kind of call and of failure, and logs when the calls succeed again."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ class PodRef:
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
+class ClusterEvent:
     """An Event to write. `about`: the pod that it is about; None: the router's own pod."""
 
     reason: str
@@ -43,7 +43,7 @@ class _Coverage:
     num_changes: int = 0
 
 
-class SpanLedger:
+class CoverageReporter:
     """Reports when blocks of a model lose their last ready server, and when they have one again.
 
     A state is reported once it has lasted for a moment, and a pause has passed since the last report. The pause doubles
@@ -54,7 +54,7 @@ class SpanLedger:
     def __init__(self) -> None:
         self._models: dict[str, _Coverage] = {}
 
-    def look(self, model: str, uncovered: Sequence[Span], now_s: float) -> Happening | None:
+    def look(self, model: str, uncovered: Sequence[Span], now_s: float) -> ClusterEvent | None:
         """Returns the Event to write now, if any."""
         gaps = tuple(uncovered)
         state = self._models.setdefault(model, _Coverage(gaps, gaps, now_s))
@@ -67,11 +67,11 @@ class SpanLedger:
         may_tell = state.reported_s is None or now_s - state.reported_s >= state.pause_s
         if state.seen == state.reported or not is_settled or not may_tell:
             return None
-        happening = _happening_of(model, state)
+        event = _event_of(model, state)
         if state.reported_s is not None:
             state.pause_s = min(2 * state.pause_s, _LONGEST_PAUSE_S)
         state.reported, state.reported_s, state.num_changes = state.seen, now_s, 0
-        return happening
+        return event
 
     def forget(self, models: Collection[str]) -> None:
         """Forgets all models except these."""
@@ -79,12 +79,12 @@ class SpanLedger:
             del self._models[model]
 
 
-def _happening_of(model: str, state: _Coverage) -> Happening:
+def _event_of(model: str, state: _Coverage) -> ClusterEvent:
     flapping = f" ({state.num_changes} changes since the last Event)" if state.num_changes > 1 else ""
     if not state.seen:
-        return Happening("SpanRestored", f"all blocks of {model} have a ready block server{flapping}", False)
+        return ClusterEvent("SpanRestored", f"all blocks of {model} have a ready block server{flapping}", False)
     listed = ", ".join(map(str, state.seen))
-    return Happening("SpanUncovered", f"blocks {listed} of {model} have no ready block server{flapping}", True)
+    return ClusterEvent("SpanUncovered", f"blocks {listed} of {model} have no ready block server{flapping}", True)
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class _Drained:
 
 
 @dataclass(slots=True)
-class HandoverLedger:
+class DrainReporter:
     """Reports what happened to the sessions of block servers that left, added up for each pod over a minute."""
 
     _pods: dict[PodRef, _Drained] = field(default_factory=dict)
@@ -106,9 +106,9 @@ class HandoverLedger:
         drained.num_moved += num_moved
         drained.num_left += num_left
 
-    def due(self, now_s: float) -> list[Happening]:
+    def due(self, now_s: float) -> list[ClusterEvent]:
         """Returns the Events to write now."""
-        happenings = []
+        events = []
         for pod, drained in list(self._pods.items()):
             is_old = drained.reported_s is not None and now_s - drained.reported_s >= _HANDOVER_PAUSE_S
             if drained.num_moved + drained.num_left == 0:
@@ -117,6 +117,6 @@ class HandoverLedger:
             elif drained.reported_s is None or is_old:
                 left = f"; left, and to be recomputed: {drained.num_left}" if drained.num_left else ""
                 message = f"sessions that other block servers have taken over: {drained.num_moved}{left}"
-                happenings.append(Happening("SessionsHandedOver", message, bool(drained.num_left), pod))
+                events.append(ClusterEvent("SessionsHandedOver", message, bool(drained.num_left), pod))
                 self._pods[pod] = _Drained(reported_s=now_s)
-        return happenings
+        return events

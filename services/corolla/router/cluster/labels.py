@@ -81,7 +81,7 @@ def wanted_tags(servers: Sequence[pb.PlacedServer]) -> dict[str, Tags]:
 
 
 @dataclass(slots=True)
-class _Wish:
+class _DesiredTags:
     tags: Tags
     since_s: float
 
@@ -90,13 +90,13 @@ class TagPlan:
     """Decides which pods to patch now, with as few patches as possible."""
 
     def __init__(self) -> None:
-        self._wishes: dict[str, _Wish] = {}
+        self._desired: dict[str, _DesiredTags] = {}
         self._patched_s: dict[str, float] = {}
 
     def due(self, pods: PodTable, wanted: Mapping[str, Tags], now_s: float) -> list[Patch]:
         """Returns the patches to try now; pods without wanted tags lose theirs."""
         present = {each.uid for each in pods}
-        for memory in (self._wishes, self._patched_s):
+        for memory in (self._desired, self._patched_s):
             for uid in memory.keys() - present:
                 del memory[uid]
         return [patch for pod in pods if (patch := self._patch(pod, wanted.get(pod.uid), now_s)) is not None]
@@ -104,13 +104,13 @@ class TagPlan:
     def _patch(self, pod: Pod, wanted: Tags | None, now_s: float) -> Patch | None:
         tags = wanted or Tags(None, None)
         has = Tags(pod.span, pod.cost)
-        wish = self._wishes.get(pod.uid)
-        if wish is None or _differs(wish.tags, tags):
-            wish = self._wishes[pod.uid] = _Wish(tags, now_s)
-        wish.tags = tags
+        desired = self._desired.get(pod.uid)
+        if desired is None or _differs(desired.tags, tags):
+            desired = self._desired[pod.uid] = _DesiredTags(tags, now_s)
+        desired.tags = tags
         settle_s = _SETTLE_S if wanted else _FORGET_S
         pause_s = _PAUSE_S if _differs(has, tags) else _LOAD_PAUSE_S
-        is_too_soon = now_s - wish.since_s < settle_s or now_s - self._patched_s.get(pod.uid, -pause_s) < pause_s
+        is_too_soon = now_s - desired.since_s < settle_s or now_s - self._patched_s.get(pod.uid, -pause_s) < pause_s
         if has == tags or pod.is_leaving or is_too_soon:
             return None
         self._patched_s[pod.uid] = now_s

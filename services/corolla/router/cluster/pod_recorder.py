@@ -7,8 +7,8 @@ from functools import partial
 from typing import Final
 
 from corolla.chassis.breaker import Breaker
-from corolla.router.cluster.api import ApiUnavailable, Complaints, KubernetesApi, in_daemon_thread
-from corolla.router.cluster.events import HandoverLedger, Happening, PodRef, SpanLedger
+from corolla.router.cluster.api import ApiUnavailable, FailureLog, KubernetesApi, in_daemon_thread
+from corolla.router.cluster.events import ClusterEvent, CoverageReporter, DrainReporter, PodRef
 from corolla.router.cluster.labels import Patch, TagPlan, wanted_tags
 from corolla.router.cluster.pods import PodTable
 from corolla.router.registry import Registry
@@ -27,7 +27,7 @@ class PodRecorder:
         api: The Kubernetes API.
         registry: The placement in the store, by which routers elect the leading one.
         own_pod: The pod of this router; without its name, no Events about spans are written.
-        complaints: The log of failures.
+        failures: The log of failures.
         after_failures_s: The pause after several failed writes.
         lead_ms: The time after which another router leads if this one is silent.
     """
@@ -37,7 +37,7 @@ class PodRecorder:
         api: KubernetesApi,
         registry: Registry,
         own_pod: PodRef,
-        complaints: Complaints,
+        failures: FailureLog,
         *,
         after_failures_s: float,
         lead_ms: int,
@@ -45,14 +45,14 @@ class PodRecorder:
         self._api = api
         self._registry = registry
         self._own_pod = own_pod
-        self._complaints = complaints
+        self._failures = failures
         self._lead_ms = lead_ms
         self._router_id = secrets.token_hex(8)
         self._tags = TagPlan()
-        self._spans = SpanLedger()
-        self._handovers = HandoverLedger()
+        self._spans = CoverageReporter()
+        self._handovers = DrainReporter()
         self._models: set[str] = set()
-        self._waiting: collections.deque[Happening] = collections.deque(maxlen=_MOST_WAITING_EVENTS)
+        self._waiting: collections.deque[ClusterEvent] = collections.deque(maxlen=_MOST_WAITING_EVENTS)
         self._breakers = {call: Breaker(_MOST_FAILURES, after_failures_s) for call in ("patch", "event")}
 
     def deregistered(self, pod: PodRef, num_moved: int, num_left: int) -> None:
@@ -70,7 +70,7 @@ class PodRecorder:
             pods: The pods.
             clock: The time in seconds.
         """
-        # This comes first, because the ledgers below count as written what they return.
+        # This comes first, because the reporters below count as written what they return.
         leads = await self._registry.lead(
             f"pods:{self._api.namespace}:{self._api.selector}", self._router_id, self._lead_ms
         )
@@ -109,8 +109,8 @@ class PodRecorder:
             await in_daemon_thread(work)
         except ApiUnavailable as failure:
             breaker.failed(clock())
-            self._complaints.about(call, failure)
+            self._failures.about(call, failure)
             return False
         breaker.succeeded()
-        self._complaints.about(call, None)
+        self._failures.about(call, None)
         return True

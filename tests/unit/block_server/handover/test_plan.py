@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corolla.block_server.handover.plan import MAX_REPEATS, Progress, peers_for
+from corolla.block_server.handover.plan import MAX_REPEATS, HandoverProgress, peers_for
 from corolla.v1 import common_pb2, router_pb2
 from corolla.wire.span import Span
 
@@ -57,7 +57,7 @@ def test_the_receiver_ends_with_exactly_the_senders_tokens(
     held = list(range(num_tokens))
     received: list[int] = []
     next_token, num_unchanged = num_tokens, 0
-    progress = Progress()
+    progress = HandoverProgress()
     # In the end nothing happens any more, for as many parts as there may be tokens.
     for change, is_lost in [*changes, *[(0, False)] * (40 + 6 * 30)]:
         if change < 0:
@@ -84,9 +84,9 @@ def test_the_receiver_ends_with_exactly_the_senders_tokens(
 
 
 def test_a_receiver_that_takes_nothing_is_given_up() -> None:
-    progress = Progress()
+    progress = HandoverProgress()
     assert all(progress.answered(0, taken=False) for _ in range(MAX_REPEATS - 1))
     assert not progress.answered(0, taken=False)
     # What is taken in between counts as getting on.
-    progress = Progress()
+    progress = HandoverProgress()
     assert all(progress.answered(0, taken=number % 2 == 0) for number in range(4 * MAX_REPEATS))

@@ -6,7 +6,7 @@ import pytest
 
 from corolla.chassis.errors import InvalidRequest
 from corolla.client.api import conversations
-from corolla.client.speech.formats import ReasoningFormat
+from corolla.client.output_parsing.formats import ReasoningFormat
 from corolla.client.text.conversation import ChatSetting, Message, ToolCall
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2

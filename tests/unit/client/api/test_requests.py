@@ -13,11 +13,11 @@ from corolla.client.api.keys import NewKey, Scope
 from corolla.client.api.requests import RequestParser
 from corolla.client.api.servicer import GenerationServicer
 from corolla.client.api.tenants import KeyHolder
-from corolla.client.generation.admission import Caller, Usage
+from corolla.client.generation.admission import Caller, RequestCounts
 from corolla.client.generation.answer import Delta
 from corolla.client.generation.request import AnyRequest
 from corolla.client.generation.resumption import Resumption
-from corolla.client.speech.reading import SpeechFormat
+from corolla.client.output_parsing.parser_choice import OutputFormat
 from corolla.decoding.stopping import FinishReason
 from corolla.v1 import generation_pb2 as pb
 
@@ -121,9 +121,9 @@ async def test_the_message_is_not_read_behind_its_request(
 
 
 def parsed(message: Any, answer_seconds: float | None = None) -> AnyRequest:
-    parser = RequestParser(10, 100, frozenset(), SpeechFormat.of(TOKENIZER), SALTS)
+    parser = RequestParser(10, 100, frozenset(), OutputFormat.of(TOKENIZER), SALTS)
     parse: Any = parser.chat if isinstance(message, pb.ChatRequest) else parser.text
-    request: AnyRequest = parse(message, Caller("acme", Usage(), answer_seconds=answer_seconds), "fine")
+    request: AnyRequest = parse(message, Caller("acme", RequestCounts(), answer_seconds=answer_seconds), "fine")
     return request
 
 

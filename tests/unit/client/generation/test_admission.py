@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from corolla.chassis.errors import ContextLengthExceeded, QueueFull
-from corolla.client.generation.admission import Admission, AdmissionTicket, RequestMeter, Usage
+from corolla.client.generation.admission import Admission, AdmissionTicket, RequestCounts, RequestMeter
 from corolla.client.generation.waiting_line import WaitingLine
 from corolla.client.metrics import ClientMetrics
 from corolla.decoding.stopping import FinishReason
@@ -14,7 +14,7 @@ from corolla.decoding.stopping import FinishReason
 TENANT = "ada"
 
 
-class Door:
+class MeasuredAdmission:
     """An admission, and its metrics."""
 
     def __init__(self, max_running: int, max_waiting: int = 0, max_bytes: int = 1000) -> None:
@@ -24,7 +24,7 @@ class Door:
 
     @asynccontextmanager
     async def request(
-        self, tenant: str, num_bytes: int, usage: Usage
+        self, tenant: str, num_bytes: int, usage: RequestCounts
     ) -> AsyncIterator[tuple[AdmissionTicket, RequestMeter]]:
         async with self.admission.enter(tenant, num_bytes) as ticket:
             with RequestMeter(self._metrics, usage) as meter:
@@ -40,80 +40,80 @@ class Door:
 
 
 async def test_a_request_waits_until_its_prompt_is_known_and_then_runs() -> None:
-    door, usage = Door(2), Usage()
-    async with door.request(TENANT, 1, usage) as (_, meter):
-        assert door.held == (1, 0)
+    subject, usage = MeasuredAdmission(2), RequestCounts()
+    async with subject.request(TENANT, 1, usage) as (_, meter):
+        assert subject.held == (1, 0)
         meter.count_prompt(10, 4, 2)
-        assert door.held == (0, 1)
+        assert subject.held == (0, 1)
         meter.count_prompt(0, 0, 0)
-        assert door.held == (0, 1), "several completions are one request"
-    assert door.held == (0, 0)
-    assert door.value("cached_prompt_tokens_total") == 4
-    assert door.value("prompt_tokens_total") == 10
-    assert door.value("recomputed_tokens_total") == 2
+        assert subject.held == (0, 1), "several completions are one request"
+    assert subject.held == (0, 0)
+    assert subject.value("cached_prompt_tokens_total") == 4
+    assert subject.value("prompt_tokens_total") == 10
+    assert subject.value("recomputed_tokens_total") == 2
 
 
 @pytest.mark.parametrize("is_known", [False, True])
 async def test_every_way_out_gives_the_place_back(is_known: bool) -> None:
-    door = Door(1)
+    subject = MeasuredAdmission(1)
     for _ in range(3):
         with pytest.raises(GeneratorExit):  # noqa: PT012
-            async with door.request(TENANT, 1, Usage()) as (_, meter):
+            async with subject.request(TENANT, 1, RequestCounts()) as (_, meter):
                 if is_known:
                     meter.count_prompt(1, 0, 0)
                 raise GeneratorExit
-        assert door.held == (0, 0)
+        assert subject.held == (0, 0)
 
 
 async def test_one_too_many_is_refused_and_takes_nothing() -> None:
-    door = Door(1)
-    async with door.request(TENANT, 1, Usage()):
+    subject = MeasuredAdmission(1)
+    async with subject.request(TENANT, 1, RequestCounts()):
         with pytest.raises(QueueFull):
-            async with door.request(TENANT, 1, Usage()):
+            async with subject.request(TENANT, 1, RequestCounts()):
                 pass
-        assert door.held == (1, 0)
-    async with door.request(TENANT, 1, Usage()):
+        assert subject.held == (1, 0)
+    async with subject.request(TENANT, 1, RequestCounts()):
         pass
 
 
 async def test_tokens_and_ends_are_counted() -> None:
-    door, usage = Door(1), Usage()
-    async with door.request(TENANT, 1, usage) as (_, meter):
+    subject, usage = MeasuredAdmission(1), RequestCounts()
+    async with subject.request(TENANT, 1, usage) as (_, meter):
         meter.count_prompt(3, 0, 0)
         for index in (0, 1, 0, 1, 0):
             meter.count_tokens(index, 1)
         meter.count_finish(FinishReason.EOS)
-    assert usage.completion_tokens == door.value("generation_tokens_total") == 5
-    assert door.value("time_to_first_token_seconds_count") == 1
+    assert usage.completion_tokens == subject.value("generation_tokens_total") == 5
+    assert subject.value("time_to_first_token_seconds_count") == 1
     # Between two tokens of one completion, never between those of different ones.
-    assert door.value("inter_token_latency_seconds_count") == 3
-    assert door.value("request_success_total", finished_reason="eos") == 1
+    assert subject.value("inter_token_latency_seconds_count") == 3
+    assert subject.value("request_success_total", finished_reason="eos") == 1
     assert usage.time_to_first_token_s > 0
 
 
-async def visit(door: Door, tenant: str, ran: list[str], leave: asyncio.Event) -> None:
-    async with door.request(tenant, 1, Usage()) as (ticket, _):
+async def request(subject: MeasuredAdmission, tenant: str, ran: list[str], leave: asyncio.Event) -> None:
+    async with subject.request(tenant, 1, RequestCounts()) as (ticket, _):
         await ticket.admitted()
         ran.append(tenant)
         await leave.wait()
 
 
 async def test_a_waiting_request_is_counted_and_runs_when_a_place_is_free() -> None:
-    door, ran, leave = Door(1, max_waiting=2), list[str](), asyncio.Event()
-    async with asyncio.TaskGroup() as visitors:
+    subject, ran, leave = MeasuredAdmission(1, max_waiting=2), list[str](), asyncio.Event()
+    async with asyncio.TaskGroup() as requests:
         for tenant in ("ada", "ada", "bob"):
-            visitors.create_task(visit(door, tenant, ran, leave))
+            requests.create_task(request(subject, tenant, ran, leave))
         await asyncio.sleep(0)
         assert ran == ["ada"]
-        assert door.held == (3, 0)
+        assert subject.held == (3, 0)
         leave.set()
     assert ran == ["ada", "bob", "ada"]
-    assert door.held == (0, 0)
+    assert subject.held == (0, 0)
 
 
 async def test_the_tenant_with_most_waiting_requests_makes_room_for_one_with_fewer() -> None:
-    door, ran, leave = Door(1, max_waiting=2), list[str](), asyncio.Event()
-    tasks = [asyncio.create_task(visit(door, tenant, ran, leave)) for tenant in ("ada", "ada", "ada", "bob")]
+    subject, ran, leave = MeasuredAdmission(1, max_waiting=2), list[str](), asyncio.Event()
+    tasks = [asyncio.create_task(request(subject, tenant, ran, leave)) for tenant in ("ada", "ada", "ada", "bob")]
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     assert done == {tasks[2]}
     with pytest.raises(QueueFull):
@@ -125,8 +125,8 @@ async def test_the_tenant_with_most_waiting_requests_makes_room_for_one_with_few
 
 @pytest.mark.parametrize("num_turns", [0, 1, 2])
 async def test_a_caller_that_leaves_the_line_leaves_no_gap(num_turns: int) -> None:
-    door, ran, leave = Door(1, max_waiting=5), list[str](), asyncio.Event()
-    first, second, third = (asyncio.create_task(visit(door, name, ran, leave)) for name in ("ada", "bob", "cyd"))
+    subject, ran, leave = MeasuredAdmission(1, max_waiting=5), list[str](), asyncio.Event()
+    first, second, third = (asyncio.create_task(request(subject, name, ran, leave)) for name in ("ada", "bob", "cyd"))
     await asyncio.sleep(0)
     leave.set()
     # Before, while and after its turn comes.
@@ -135,31 +135,31 @@ async def test_a_caller_that_leaves_the_line_leaves_no_gap(num_turns: int) -> No
     second.cancel()
     await asyncio.gather(first, second, third, return_exceptions=True)
     assert ran[-1] == "cyd"
-    assert door.held == (0, 0)
-    async with door.request("ada", 1, Usage()) as (ticket, _):
+    assert subject.held == (0, 0)
+    async with subject.request("ada", 1, RequestCounts()) as (ticket, _):
         await ticket.admitted()
         pass
 
 
 async def test_the_bytes_of_all_requests_are_bounded() -> None:
-    door = Door(4, max_waiting=4, max_bytes=100)
-    async with door.request(TENANT, 60, Usage()):
+    subject = MeasuredAdmission(4, max_waiting=4, max_bytes=100)
+    async with subject.request(TENANT, 60, RequestCounts()):
         with pytest.raises(QueueFull):
-            async with door.request(TENANT, 41, Usage()):
+            async with subject.request(TENANT, 41, RequestCounts()):
                 pass
-        async with door.request(TENANT, 40, Usage()) as (ticket, _):
+        async with subject.request(TENANT, 40, RequestCounts()) as (ticket, _):
             await ticket.admitted()
-            assert door.held == (2, 0)
+            assert subject.held == (2, 0)
 
 
 async def test_a_prompt_that_is_refused_before_its_turn_leaves_the_line() -> None:
-    door, ran, leave = Door(1, max_waiting=1), list[str](), asyncio.Event()
-    running = asyncio.create_task(visit(door, "ada", ran, leave))
+    subject, ran, leave = MeasuredAdmission(1, max_waiting=1), list[str](), asyncio.Event()
+    running = asyncio.create_task(request(subject, "ada", ran, leave))
     await asyncio.sleep(0)
     with pytest.raises(ContextLengthExceeded):
-        async with door.request("bob", 1, Usage()):
+        async with subject.request("bob", 1, RequestCounts()):
             raise ContextLengthExceeded("prompt", "is too long")
-    next_one = asyncio.create_task(visit(door, "bob", ran, leave))
+    next_one = asyncio.create_task(request(subject, "bob", ran, leave))
     await asyncio.sleep(0)
     leave.set()
     await asyncio.gather(running, next_one)

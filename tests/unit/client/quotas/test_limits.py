@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from corolla.chassis.errors import SettingsError
 from corolla.chassis.tenant_limits import COUNTED, NO_LIMITS, PERIODS_MS, QUOTAS, QuotaTable, TenantLimits
 from corolla.client.metrics import ClientMetrics
-from corolla.client.quotas.keeper import QuotaKeeper
+from corolla.client.quotas.enforcer import QuotaEnforcer
 from corolla.v1 import router_pb2 as pb
 
 
@@ -93,16 +93,16 @@ def test_every_other_field_is_a_quota() -> None:
 def test_no_more_places_are_guaranteed_than_there_are(tmp_path: Path) -> None:
     file = tmp_path / "quotas"
     file.write_text('{"tenants": {"acme": {"guaranteed_sequences": 5}, "free": {"guaranteed_sequences": 3}}}')
-    quotas = QuotaKeeper(file, ClientMetrics(CollectorRegistry()), max_running=9)
+    quotas = QuotaEnforcer(file, ClientMetrics(CollectorRegistry()), max_running=9)
     assert quotas.guaranteed_sequences() == {"acme": 5, "free": 3}
     with pytest.raises(SettingsError, match=r"add up to 8.*COROLLA_MAX_RUNNING_REQUESTS"):
-        QuotaKeeper(file, ClientMetrics(CollectorRegistry()), max_running=8)
+        QuotaEnforcer(file, ClientMetrics(CollectorRegistry()), max_running=8)
 
 
 def test_a_file_that_breaks_later_leaves_the_limits_that_were(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "quotas"
     file.write_text('{"default": {"stored_sessions": 5}}')
-    quotas = QuotaKeeper(file, ClientMetrics(CollectorRegistry()))
+    quotas = QuotaEnforcer(file, ClientMetrics(CollectorRegistry()))
     assert quotas.files is not None
     for broken in ("nonsense", "", '{"default": {"stored_sessions": -1}}'):
         file.write_text(broken)

@@ -9,9 +9,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from corolla.chassis.errors import QuotaExceeded
-from corolla.client.generation.admission import Usage
+from corolla.client.generation.admission import RequestCounts
 from corolla.client.metrics import ClientMetrics
-from corolla.client.quotas.keeper import QuotaKeeper
+from corolla.client.quotas.enforcer import QuotaEnforcer
 from corolla.client.quotas.share import StaticShare
 from corolla.v1 import router_pb2 as pb
 
@@ -97,10 +97,10 @@ def test_a_share_is_a_part_of_the_limit_and_never_nothing() -> None:
 async def test_without_a_router_running_requests_hold_their_part_until_they_end(tmp_path: Path) -> None:
     limits = {"running_requests": 3, "reserved_tokens": 100}
     (tmp_path / "quotas").write_text(json.dumps({"default": limits}))
-    keeper = QuotaKeeper(tmp_path / "quotas", ClientMetrics(CollectorRegistry()))
+    enforcer = QuotaEnforcer(tmp_path / "quotas", ClientMetrics(CollectorRegistry()))
 
     async def ask(num_tokens: int, has_begun: asyncio.Event, may_end: asyncio.Event) -> None:
-        async with keeper.running("t", 1, Usage()) as allowance:
+        async with enforcer.running("t", 1, RequestCounts()) as allowance:
             await allowance.take_prompt(1, num_tokens)
             has_begun.set()
             await may_end.wait()

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from corolla.compute.attention import latents
 from corolla.compute.attention.batch import AttentionBatch, PackedRow
 from corolla.compute.attention.latents import bytes_of_key, latent_attention, runs_within
-from corolla.compute.runner import RowWork, Runner
+from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
@@ -62,7 +62,7 @@ def test_rows_give_the_same_together_apart_and_in_pieces(
     for most_tokens in (10_000, 20, 5):
         most = most_tokens * bytes_of_key(model.config, torch.empty(0), num_queries=1)
         monkeypatch.setattr(latents, "MAX_EXPANDED_BYTES", most)
-        runner = Runner(model, num_pages=64, page_tokens=8, tuning_budget_s=0)
+        runner = SpanRunner(model, num_pages=64, page_tokens=8, tuning_budget_s=0)
         caches = [runner.new_cache() for _ in range(3)]
         generator = torch.Generator().manual_seed(0)
         parts = []
@@ -85,7 +85,7 @@ def test_rows_give_the_same_together_apart_and_in_pieces(
         torch.testing.assert_close(outputs[0], other, rtol=1e-4, atol=1e-4)
 
 
-def peak_of_attention(num_tokens: int, num_queries: int, runner: Runner) -> tuple[int, Tensor]:
+def peak_of_attention(num_tokens: int, num_queries: int, runner: SpanRunner) -> tuple[int, Tensor]:
     """The most bytes of tensors that the attention of one row holds at once, and what it gives."""
     cache = runner.new_cache()
     cache.reserve(num_tokens)
@@ -130,7 +130,7 @@ def test_one_row_takes_no_more_than_its_share(
 ) -> None:
     folder = make_tiny_checkpoint("deepseek_v3", tmp_path / "tiny", config_changes=WIDE)
     model = load_span(Checkpoint.from_pretrained(str(folder)), Span(0, 1), dtype=dtype)
-    runner = Runner(model, num_pages=320, page_tokens=32, tuning_budget_s=0)
+    runner = SpanRunner(model, num_pages=320, page_tokens=32, tuning_budget_s=0)
     most = 32 << 20
     key_bytes = bytes_of_key(model.config, torch.empty(0, dtype=dtype), num_queries)
     assert num_tokens * key_bytes > 4 * most

@@ -13,16 +13,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from corolla.chassis.weight_formats import weight_format
-from corolla.compute.runner import RowWork, Runner
+from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.kernels.layouts import Scale, group_layout
 from corolla.kernels.products import NARROW, WIDE, Kernel, kernel_of
 from corolla.kernels.repacking import Numbers, repack_numbers
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.chunked_reads import open_tensors
 from corolla.models.edges import head_bytes, load_edges
 from corolla.models.packed.modules import PackedLinear
-from corolla.models.pieces import open_tensors
 from corolla.models.quantized.description import quantization_of
-from corolla.models.quantized.parts import Unfit
+from corolla.models.quantized.stored_tensors import Unfit
 from corolla.models.quantized.tensors import PackedWeight, packed_weights
 from corolla.models.span_model import load_span, make_span, weight_types
 from corolla.wire.span import Span
@@ -175,7 +175,7 @@ def logits(checkpoint: Checkpoint, spans: list[Span], quantization: str, dtype: 
     edges = load_edges(checkpoint, dtype=dtype, quantization=quantization)
     hidden = edges.embed(token_ids, torch.arange(40))
     for span in spans:
-        runner = Runner(load_span(checkpoint, span, dtype=dtype, quantization=quantization), tuning_budget_s=0.0)
+        runner = SpanRunner(load_span(checkpoint, span, dtype=dtype, quantization=quantization), tuning_budget_s=0.0)
         cache = runner.new_cache()
         cache.reserve(40)
         hidden = runner.forward([RowWork(cache, 0, 40)], hidden, span)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from corolla.chassis.errors import CheckpointError, SettingsError
 from corolla.chassis.weight_formats import weight_format
-from corolla.compute.runner import RowWork, Runner
+from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.kernels.layouts import LAYOUTS
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import head_bytes, load_edges
@@ -41,7 +41,7 @@ def logits(checkpoint: Checkpoint, spans: list[Span], quantization: str, dtype: 
     last = load_edges(checkpoint, dtype=dtype, has_embedding=False, quantization=quantization)
     hidden = first.embed(TOKEN_IDS, positions)
     for span in spans:
-        runner = Runner(load_span(checkpoint, span, dtype=dtype, quantization=quantization), tuning_budget_s=0.0)
+        runner = SpanRunner(load_span(checkpoint, span, dtype=dtype, quantization=quantization), tuning_budget_s=0.0)
         cache = runner.new_cache()
         cache.reserve(len(TOKEN_IDS))
         hidden = runner.forward([RowWork(cache, 0, len(TOKEN_IDS))], hidden, span)
@@ -74,7 +74,7 @@ def test_other_types_of_hidden_states_are_split_without_a_difference_too(tmp_pat
 
 def test_a_row_is_the_same_alone_and_among_others(tmp_path: Path) -> None:
     checkpoint = file_of(tmp_path)
-    runner = Runner(load_span(checkpoint, WHOLE, dtype=torch.float32, quantization="packed"))
+    runner = SpanRunner(load_span(checkpoint, WHOLE, dtype=torch.float32, quantization="packed"))
     hidden = torch.randn(12, checkpoint.hidden_size, generator=torch.Generator().manual_seed(0))
 
     def works() -> list[RowWork]:

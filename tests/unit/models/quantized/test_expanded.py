@@ -16,9 +16,9 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 from corolla.chassis.weight_formats import weight_format
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.chunked_reads import open_tensors
 from corolla.models.edges import load_edges
 from corolla.models.loading import LOADING
-from corolla.models.pieces import open_tensors
 from corolla.models.quantized import tensors
 from corolla.models.quantized.description import Quantization, Scheme, quantization_of
 from corolla.models.quantized.integers import num_words, unpacked

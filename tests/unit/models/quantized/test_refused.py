@@ -15,8 +15,8 @@ from torch import Tensor
 
 from corolla.chassis.errors import CheckpointError
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.chunked_reads import open_tensors
 from corolla.models.edges import load_edges
-from corolla.models.pieces import open_tensors
 from corolla.models.quantized.description import METHODS, quantization_of
 from corolla.models.quantized.tensors import PackedWeight, packed_weights
 from corolla.models.span_model import load_span

@@ -1,0 +1,313 @@
+"""Executes one iteration: it computes the rows of some steps as one batch, or one by one if the batch fails.
+
+On the first hop an iteration begins with the embedding; on the last hop it ends with the head and chosen tokens.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from corolla.block_server.hop_session import HopSession
+from corolla.block_server.peers import Peer
+from corolla.block_server.row_sampling import ChosenTokens, SamplingRow, in_parts, sample_rows
+from corolla.cache.store import SessionCache
+from corolla.chassis.errors import CorollaError, InternalError, NonFiniteOutput, OutOfMemory, StepFailed
+from corolla.chassis.handlers import where
+from corolla.compute.span_runner import BatchOutput, RowWork
+from corolla.compute.threads import single_threaded_pool
+from corolla.models.adapters.products import SpanAdapter
+from corolla.models.edges import Edges
+from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.frames import Buffer
+from corolla.wire.span import Span
+from corolla.wire.tensors import from_payload
+
+log = logging.getLogger(__name__)
+
+# torch raises OutOfMemoryError only for devices. On the CPU, and in libraries below torch, only the text says it.
+_OUT_OF_MEMORY: Final = ("can't allocate memory", "not enough memory", "_ALLOC_FAILED")
+
+
+class BatchRunner(Protocol):
+    """Computes blocks: a `SpanRunner`, or a test's wrapper that lets it fail."""
+
+    def forward_each(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> BatchOutput:
+        """See `SpanRunner.forward_each`. `hidden` is `[sum of num_tokens, H]`, in any dtype and on any device."""
+
+    def warm_up(self) -> None:
+        """See `SpanRunner.warm_up`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """A step as it arrived. `sender` is the stream that it came on; None if this server made the step."""
+
+    step: pb.Step
+    payload: Buffer
+    sender: Peer | None
+
+
+@dataclass(slots=True)
+class AdmittedStep:
+    """The rows of one step that may be computed, each with its session and its first token's index in the payload."""
+
+    work: StepWork
+    rows: list[tuple[pb.StepRow, HopSession[SessionCache], int]]
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are chosen here from the outputs of the step's rows."""
+        return self.work.step.samples and not self.work.step.route
+
+    @property
+    def brings_ids(self) -> bool:
+        """Whether the step's rows bring token ids, not hidden states."""
+        return self.work.step.dtype == pb.TENSOR_TYPE_UNSPECIFIED
+
+
+RowOutput = Tensor | ChosenTokens | CorollaError
+"""The output of a row: `[num_tokens, H]` in the model's dtype on its device, or chosen tokens, or an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """The result of an iteration.
+
+    Attributes:
+        outputs: one output for each row, in order.
+        has_raised: whether the batch raised; if it had several rows, they were then computed one by one.
+        edge_seconds: the seconds that embedding, head and choice of tokens took.
+    """
+
+    outputs: tuple[RowOutput, ...]
+    has_raised: bool = False
+    edge_seconds: float = 0.0
+
+
+class BatchExecutor:
+    """Computes the batches of iterations.
+
+    Args:
+        runner: computes the blocks.
+        edges: embedding and head, as far as this server has them; None if it has neither.
+        clock: returns seconds.
+        num_sampling_threads: how many threads choose tokens; on a device, how many prepare choices.
+        samples_batched: whether to choose the tokens of all rows together, on the device of the head; None: only if
+            that is not a CPU.
+    """
+
+    def __init__(
+        self,
+        runner: BatchRunner,
+        edges: Edges | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        num_sampling_threads: int = 1,
+        samples_batched: bool | None = None,
+    ) -> None:
+        if samples_batched is None:
+            samples_batched = edges is not None and edges.device.type != "cpu"
+        self._samples_batched = samples_batched
+        self.runner = runner
+        self._edges = edges
+        self._clock = clock
+        self._sampling_threads = (
+            single_threaded_pool(num_sampling_threads, "sampling") if num_sampling_threads > 1 else None
+        )
+
+    def close(self) -> None:
+        """Ends the sampling threads."""
+        if self._sampling_threads is not None:
+            self._sampling_threads.shutdown()
+
+    def compute(self, admitted: Sequence[AdmittedStep], blocks: Span) -> BatchResult:
+        """Computes all rows as one batch; if that raises, row by row, so that a bad row fails alone.
+
+        Computing a row again gives the same numbers: the failed batch wrote only to positions that no session counts as
+        held, and these positions are written again. Tokens are chosen once, after that.
+        """
+        preparing = self._prepare_choices(admitted)
+        result = self._compute_rows(admitted, blocks)
+        if not any(batch.samples for batch in admitted):
+            return result
+        wait(preparing)
+        began_s = self._clock()
+        outputs = self._with_tokens(admitted, result.outputs)
+        edge_seconds = result.edge_seconds + self._clock() - began_s
+        return replace(result, outputs=outputs, edge_seconds=edge_seconds)
+
+    def _prepare_choices(self, admitted: Sequence[AdmittedStep]) -> Sequence[Future[None]]:
+        """Lets threads draw random numbers, and find the tokens that grammars allow, while a device computes.
+
+        If drawing fails for lack of memory, the stream has not advanced, and the numbers are drawn when needed.
+        """
+        if not self._samples_batched or self._sampling_threads is None or self._edges is None:
+            return ()
+        device = self._edges.device
+        return [
+            self._sampling_threads.submit(session.request.sampler.prepare_choice, device)
+            for batch in admitted
+            if batch.samples
+            for row, session, _ in batch.rows
+            if row.num_result_tokens and session.request.sampler is not None
+        ]
+
+    def _compute_rows(self, admitted: Sequence[AdmittedStep], blocks: Span) -> BatchResult:
+        try:
+            work, hidden, embed_seconds = self._packed(admitted)
+            return BatchResult(tuple(self._outputs(work, hidden, blocks)), edge_seconds=embed_seconds)
+        except Exception as failure:
+            error, place = error_of(failure), where(failure)
+        # The exception has been released here, so its frames no longer hold tensors in the exhausted device's memory.
+        rows = [AdmittedStep(batch.work, [row]) for batch in admitted for row in batch.rows]
+        log.error("iteration failed", extra={"rows": len(rows), "where": place})
+        if len(rows) == 1:
+            return BatchResult((error,), has_raised=True)
+        return BatchResult(tuple(self._alone(row, blocks) for row in rows), has_raised=True)
+
+    def _alone(self, row: AdmittedStep, blocks: Span) -> Tensor | CorollaError:
+        try:
+            work, hidden, _ = self._packed([row])
+            (output,) = self._outputs(work, hidden, blocks)
+            return output
+        except Exception as failure:
+            error, place = error_of(failure), where(failure)
+        log.error("row failed", extra={"reason": error.reason, "where": place})
+        return error
+
+    def warm_up(self) -> None:
+        """Computes one token that belongs to no session, through embedding, blocks and head as far as they are here.
+
+        Raises:
+            OutOfPages: all pages are promised to sessions.
+        """
+        self.runner.warm_up()
+        if self._edges is None:
+            return
+        if self._edges.has_embedding:
+            self._edges.embed(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+        if self._edges.has_head:
+            self._edges.head(torch.zeros(1, self._edges.hidden_size)).cpu()
+
+    def _packed(self, admitted: Sequence[AdmittedStep]) -> tuple[list[RowWork], Tensor, float]:
+        """Returns the rows of all steps, their inputs `[tokens, H]` in the model's dtype, and seconds of embedding."""
+        work = [
+            RowWork(
+                session.cache, row.position, row.num_tokens, session.request.prompts, _products(session),
+                long_factors=session.request.long_factors,
+            )
+            for batch in admitted
+            for row, session, _ in batch.rows
+        ]  # fmt: skip
+        began_s = self._clock()
+        embedded = self._embedded([batch for batch in admitted if batch.brings_ids])
+        embed_seconds = self._clock() - began_s if embedded else 0.0
+        parts = iter(embedded)
+        hidden = [part for batch in admitted for part in ([next(parts)] if batch.brings_ids else _received(batch))]
+        if len(hidden) == 1:
+            return work, hidden[0], embed_seconds
+        # Hidden states from the wire lie on the CPU.
+        device = embedded[0].device if embedded else hidden[0].device
+        return work, torch.cat([part.to(device) for part in hidden]), embed_seconds
+
+    def _embedded(self, batches: Sequence[AdmittedStep]) -> Sequence[Tensor]:
+        """Embeds the token ids of all steps at once. Returns `[tokens, H]` for each step, on the embedding's device."""
+        if not batches:
+            return ()
+        if self._edges is None:
+            raise InternalError("a server without embedding admitted a step of token ids")
+        token_ids: list[int] = []
+        positions: list[int] = []
+        lengths: list[int] = []
+        for batch in batches:
+            for row, _, _ in batch.rows:
+                token_ids.extend(row.token_ids)
+                positions.extend(range(row.position, row.position + row.num_tokens))
+            lengths.append(len(token_ids) - sum(lengths))
+        return torch.split(self._edges.embed(torch.tensor(token_ids), torch.tensor(positions)), lengths)
+
+    def _outputs(self, work: list[RowWork], hidden: Tensor, blocks: Span) -> Iterator[Tensor | CorollaError]:
+        output = self.runner.forward_each(work, hidden, blocks)
+        parts = (output.hidden,) if len(work) == 1 else torch.split(output.hidden, [row.num_tokens for row in work])
+        for part, is_finite in zip(parts, output.finite, strict=True):
+            yield part if is_finite else NonFiniteOutput("a block's output is not finite")
+
+    def _with_tokens(self, admitted: Sequence[AdmittedStep], outputs: Sequence[RowOutput]) -> tuple[RowOutput, ...]:
+        """Returns the outputs, with tokens in place of the outputs of steps that sample."""
+        replaced = list(outputs)
+        waiting: list[tuple[int, SamplingRow]] = []
+        index = 0
+        for batch in admitted:
+            if not batch.samples:
+                index += len(batch.rows)
+                continue
+            for row, session, _ in batch.rows:
+                output = replaced[index]
+                if isinstance(output, Tensor):
+                    num_results, sampler = row.num_result_tokens, session.request.sampler
+                    if num_results == 0 or sampler is None:
+                        replaced[index] = ChosenTokens()
+                    else:
+                        wanted = output if num_results == row.num_tokens else output[-num_results:]
+                        waiting.append((index, SamplingRow(row, wanted, num_results, sampler)))
+                index += 1
+        if waiting:
+            for (index, _), sampled in zip(waiting, self._sampled([row for _, row in waiting]), strict=True):
+                replaced[index] = sampled
+        return tuple(replaced)
+
+    def _sampled(self, rows: Sequence[SamplingRow]) -> Sequence[ChosenTokens | CorollaError]:
+        if self._edges is None:
+            return [InternalError("a server without head admitted a step that samples")] * len(rows)
+        sampled: list[ChosenTokens | CorollaError] = []
+        for part in in_parts(rows):
+            try:
+                sampled.extend(
+                    sample_rows(self._edges, part, error_of, self._sampling_threads, is_batched=self._samples_batched)
+                )
+            except Exception as failure:
+                log.error("head failed", extra={"rows": len(part), "where": where(failure)})
+                sampled.extend([error_of(failure)] * len(part))
+        return sampled
+
+
+def _products(session: HopSession[SessionCache]) -> SpanAdapter | None:
+    return None if session.request.adapter is None else session.request.adapter.products
+
+
+def _received(batch: AdmittedStep) -> Iterator[Tensor]:
+    """Yields the hidden states `[tokens, H]` of the admitted rows of a step, on the CPU, in the dtype of the wire."""
+    step = batch.work.step
+    num_tokens = sum(row.num_tokens for row in step.rows)
+    states = from_payload(batch.work.payload, step.dtype, num_tokens, step.hidden_size)
+    if len(batch.rows) == len(step.rows):
+        yield states
+        return
+    for row, _, offset in batch.rows:
+        yield states[offset : offset + row.num_tokens]
+
+
+def error_of(failure: Exception) -> CorollaError:
+    """The error for the owners of failed rows. It quotes nothing of the exception's text, which may contain data.
+
+    Raises:
+        AcceleratorError: `failure` is one. Every later call of the device would fail, too, so the engine ends, and with
+            it the process; clients recover their sessions elsewhere.
+    """
+    if isinstance(failure, torch.AcceleratorError):
+        # The driver's sentence contains no data of callers.
+        log.critical("the device failed", extra={"failure": str(failure).partition("\n")[0]})
+        raise failure
+    if isinstance(failure, CorollaError):
+        return failure.with_traceback(None)
+    is_memory = isinstance(failure, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(failure, RuntimeError) and any(text in str(failure) for text in _OUT_OF_MEMORY)
+    )
+    if is_memory:
+        return OutOfMemory("a block server has too little memory to compute a step")
+    return StepFailed("a block server could not compute a step")

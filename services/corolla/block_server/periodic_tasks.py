@@ -1,0 +1,104 @@
+"""The periodic tasks of a block server: they end leases, refresh gauges and check the invariants."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
+from typing import Final
+
+from corolla.block_server.batch_executor import StepWork
+from corolla.block_server.boundary_activations import BoundaryActivations
+from corolla.block_server.engine import Engine
+from corolla.block_server.invariants import INVARIANTS, Violation, check
+from corolla.block_server.metrics import BlockServerMetrics
+from corolla.block_server.peers import PeerTable
+from corolla.block_server.scheduler import Scheduler
+from corolla.block_server.sessions import SessionTable
+from corolla.cache.store import SessionCache
+
+log = logging.getLogger(__name__)
+
+_INTERVAL_S: Final = 1.0
+# The event loop and all steps wait while a slice of the check runs.
+_SLICE_S: Final = 0.0005
+
+
+class PeriodicTasks:
+    """The periodic tasks of one block server.
+
+    Args:
+        page_bytes: returns the bytes of one page of the KV cache.
+
+    Attributes:
+        violations: the violations that the last check of the invariants found.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        scheduler: Scheduler[StepWork],
+        sessions: SessionTable[SessionCache],
+        outputs: BoundaryActivations,
+        peers: PeerTable,
+        metrics: BlockServerMetrics,
+        *,
+        page_bytes: Callable[[], int],
+    ) -> None:
+        self._engine = engine
+        self._scheduler = scheduler
+        self._sessions = sessions
+        self._outputs = outputs
+        self._peers = peers
+        self._metrics = metrics
+        self._page_bytes = page_bytes
+        self.violations: list[Violation] = []
+        # Alerts see only growth of a counter that already exists.
+        for invariant in INVARIANTS:
+            metrics.invariant_violations.labels(invariant)
+
+    async def run(self) -> None:
+        """Does the work once a second, for ever."""
+        while True:
+            # An open should not wait in the hope that a lease runs out, so no released pages are announced.
+            self._engine.between_iterations(self._tidy, max_released_pages=0)
+            self._metrics.observe_holdings(self._sessions, self._outputs, self._page_bytes())
+            self._metrics.observe_waiting(len(self._scheduler), self._engine.first_hop.num_waiting)
+            await asyncio.sleep(_INTERVAL_S)
+
+    def check_invariants(self) -> None:
+        """Ends leases and checks all invariants. Must run while nothing is computed, copied or about to change."""
+        self._note([*chain.from_iterable(self._begin())])
+
+    def _tidy(self) -> None:
+        self._compare_slice(self._begin(), [])
+
+    def _begin(self) -> Iterator[list[Violation]]:
+        """Ends leases. Returns a check of the invariants that has not begun."""
+        now_s = self._engine.clock()
+        self._metrics.expired.inc(self._sessions.expire(now_s))
+        return check(self._sessions, self._outputs, self._peers.numbers, now_s)
+
+    def _compare_slice(self, parts: Iterator[list[Violation]], found: list[Violation]) -> None:
+        """Checks invariants for one slice of time, and schedules the next slice. Gives up if other work waits."""
+        if self._engine.has_more_to_do:
+            return
+        end_s = self._engine.clock() + _SLICE_S
+        for part in parts:
+            found += part
+            if self._engine.clock() >= end_s:
+                next_slice = partial(self._compare_slice, parts, found)
+                asyncio.get_running_loop().call_soon(
+                    partial(self._engine.between_iterations, next_slice, max_released_pages=0)
+                )
+                return
+        self._note(found)
+
+    def _note(self, found: list[Violation]) -> None:
+        for violation in found:
+            self._metrics.invariant_violations.labels(violation.invariant).inc()
+            if violation not in self.violations:
+                log.error(
+                    "the server's tables disagree", extra={"invariant": violation.invariant, "what": violation.text}
+                )
+        self.violations = found

@@ -1,0 +1,117 @@
+"""The checks and counts between a route of HTTP and the code that answers it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from corolla.chassis.calls import Authenticate, Call, Guard
+from corolla.chassis.errors import CallerStalled, CorollaError, ServiceStopping
+from corolla.client.api.tenants import KeyHolder
+from corolla.client.http.errors import ErrorFacts, ErrorReply
+from corolla.client.http.exchange import Exchange, Limits
+from corolla.client.http.metrics import HttpMetrics
+from corolla.client.http.origins import OwnPages
+
+Behaviour = Callable[[Exchange, Call[KeyHolder]], Awaitable[None]]
+"""Reads the request and replies. Raises errors of `corolla.errors`."""
+
+
+HeaderCheck = Callable[[Mapping[str, str]], None]
+"""Checks the headers of a request. Raises InvalidRequest."""
+
+
+class EndpointFactory:
+    """Makes an endpoint of the behaviours of a route.
+
+    Args:
+        authenticate: finds the caller, as for gRPC.
+        pages: checks which web pages may send requests; None: all, since callers need a key.
+    """
+
+    def __init__(
+        self, authenticate: Authenticate, metrics: HttpMetrics, limits: Limits, pages: OwnPages | None = None
+    ) -> None:
+        self._authenticate = authenticate
+        self._pages = pages
+        self._metrics = metrics
+        self._limits = limits
+
+    def endpoint(
+        self, route: str, behaviours: Mapping[str, Behaviour], *, is_open: bool = False, is_of_page: bool = False
+    ) -> "Endpoint":
+        """The application for a route.
+
+        Args:
+            behaviours: the behaviours by HTTP method.
+            is_open: whether callers need no key; such calls are not in the audit log.
+            is_of_page: whether the route is for the service's own page, and pages of other hosts must not read it.
+        """
+        guards = {
+            method: Guard(
+                f"{method} {route}", self._metrics, None if is_open else self._authenticate, is_audited=not is_open
+            )
+            for method in behaviours
+        }
+        check: HeaderCheck | None = None
+        if self._pages is not None and not is_open:
+            check = self._pages.check_reader if is_of_page else self._pages.check
+        return Endpoint(behaviours, guards, self._metrics, self._limits, check)
+
+    async def not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers requests for unknown paths."""
+        exchange = Exchange(scope, receive, send, self._limits, self._metrics)
+        await _refuse(exchange, 404, "not_found", "there is nothing at this path")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """An ASGI application for one route."""
+
+    behaviours: Mapping[str, Behaviour]
+    guards: Mapping[str, Guard]
+    metrics: HttpMetrics
+    limits: Limits
+    check: HeaderCheck | None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send, self.limits, self.metrics)
+        behaviour = self.behaviours.get(scope["method"])
+        if behaviour is None:
+            allowed = ", ".join(sorted(self.behaviours))
+            await _refuse(exchange, 405, "method_not_allowed", f"must be requested with {allowed}", allow=allowed)
+            return
+        guard = self.guards[scope["method"]]
+        call = guard.begin(exchange)
+        try:
+            if self.check is not None:
+                self.check(exchange.headers)
+            await guard.let_in(call)
+            await behaviour(exchange, call)
+        except BaseException as failure:
+            if not exchange.is_left and isinstance(failure, asyncio.CancelledError):
+                call.failure = ServiceStopping("the service stops")
+            await self._tell(exchange, guard, guard.failed(call, failure))
+            if not isinstance(failure, Exception | asyncio.CancelledError):
+                raise
+            return
+        finally:
+            exchange.end_watch()
+        guard.done(call)
+
+    async def _tell(self, exchange: Exchange, guard: Guard, error: CorollaError | None) -> None:
+        if isinstance(error, CallerStalled):
+            guard.stalled()
+            exchange.abort()
+        elif error is not None:
+            try:
+                await exchange.reply_error(error)
+            except CallerStalled:
+                exchange.abort()
+
+
+async def _refuse(exchange: Exchange, status: int, code: str, message: str, **headers: Any) -> None:
+    facts = ErrorFacts(message=message, type="invalid_request_error", param=None, code=code)
+    await exchange.reply(ErrorReply(error=facts).model_dump_json().encode(), status=status, **headers)

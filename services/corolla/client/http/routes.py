@@ -1,0 +1,249 @@
+"""The routes of HTTP: each one reads a request, calls the servicer of gRPC, and writes its answer."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from corolla.chassis.calls import Call
+from corolla.chassis.errors import CorollaError, ServiceUnavailable
+from corolla.chassis.merge import merge
+from corolla.client.api.servicer import GenerationServicer
+from corolla.client.api.tenants import KeyHolder
+from corolla.client.http import chat_replies, completions
+from corolla.client.http.answers import now_s
+from corolla.client.http.chat import ChatCompletionRequest
+from corolla.client.http.completions import CompletionRequest
+from corolla.client.http.exchange import Exchange
+from corolla.client.http.fields import Fields
+from corolla.client.http.placement_stream import PlacementStream
+from corolla.client.http.response_replies import Reply
+from corolla.client.http.responses import ResponseRequest, StoredTurn, check_stored, new_response_id
+from corolla.client.http.tokenization import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from corolla.v1 import generation_pb2 as pb
+
+
+class ModelFacts(BaseModel):
+    """A model that the service has."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "corolla"
+    max_model_len: int = Field(description="Tokens of its context.")
+    ready: bool = Field(description="Whether every block has a live server now.")
+
+
+class ModelList(BaseModel):
+    object: str = "list"
+    data: list[ModelFacts]
+
+
+class SessionRequest(Fields):
+    """A request for a new session."""
+
+    model: str = Field("", max_length=512, description="Empty: the only model that the service has.")
+
+
+class SessionFacts(BaseModel):
+    """A session. Only the tenant that created it can see and use it."""
+
+    id: str
+    object: Literal["session"] = "session"
+    model: str
+    num_tokens: int = Field(description="Tokens of prompts and answers so far.")
+    num_turns: int
+    busy: bool = Field(description="Whether a turn is running.")
+    expires_in_seconds: float = Field(description="Seconds until it expires when it stays idle.")
+
+
+class DeletedSession(BaseModel):
+    id: str
+    object: Literal["session.deleted"] = "session.deleted"
+    deleted: Literal[True] = True
+
+
+class Health(BaseModel):
+    status: Literal["SERVING"] = "SERVING"
+
+
+class HttpRoutes:
+    """The behaviours of all routes.
+
+    Args:
+        model: the name of the model that is served.
+        is_serving: returns whether the service takes requests.
+        placement: the stream for watchers.
+    """
+
+    def __init__(
+        self, servicer: GenerationServicer, model: str, is_serving: Callable[[], bool], placement: PlacementStream
+    ) -> None:
+        self._servicer = servicer
+        self._model = model
+        self._is_serving = is_serving
+        self._placement = placement
+        self._created = now_s()
+
+    async def health(self, exchange: Exchange, call: object) -> None:
+        """Says whether the service takes requests."""
+        await exchange.without_body()
+        if not self._is_serving():
+            raise ServiceUnavailable("the service does not take requests now")
+        await _reply(exchange, Health())
+
+    async def list_models(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+        """Lists the models that the service has."""
+        await exchange.without_body()
+        found = await self._servicer.ListModels(pb.ListModelsRequest(), call)
+        await _reply(exchange, ModelList(data=[self._facts(each) for each in found.models]))
+
+    async def get_model(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+        """Describes a model."""
+        await exchange.without_body()
+        request = pb.GetModelRequest(model=exchange.path_parameters["model"])
+        await _reply(exchange, self._facts(await self._servicer.GetModel(request, call)))
+
+    async def chat(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+        """Answers a conversation."""
+        body = await exchange.read(ChatCompletionRequest)
+        request = body.as_protocol()
+        wishes = {"has_logprobs": bool(body.logprobs), "has_token_ids": body.has_token_ids}
+        if body.stream:
+            chunks = self._servicer.ChatStream(request, call)
+            await exchange.stream(
+                chat_replies.events(chunks, body.model or self._model, has_usage=body.has_usage, **wishes)
+            )
+            return
+        await exchange.reply(chat_replies.reply(await self._servicer.Chat(request, call), **wishes))
+
+    async def respond(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+        """Answers a conversation. The service stores it unless the request forbids that."""
+        body = await exchange.read(ResponseRequest)
+        check_stored(body)
+        async with self._turn(body, call) as (turn, is_kept):
+            request = body.as_protocol(turn)
+            reply = Reply(body, turn.response_id if turn is not None else new_response_id(), body.model or self._model)
+            if body.stream:
+                await exchange.stream(reply.events(_until_kept(self._servicer.ChatStream(request, call), is_kept)))
+                return
+            answer = await self._servicer.Chat(request, call)
+            is_kept.set()
+            await exchange.reply(reply.whole(answer))
+
+    @asynccontextmanager
+    async def _turn(
+        self, body: ResponseRequest, call: Call[KeyHolder]
+    ) -> AsyncIterator[tuple[StoredTurn | None, asyncio.Event]]:
+        """The turn of a response, and the event to set when it is stored; otherwise a new session is deleted."""
+        is_kept = asyncio.Event()
+        if not body.is_stored:
+            yield None, is_kept
+        elif body.previous_response_id is not None:
+            yield StoredTurn.after(body.previous_response_id), is_kept
+        else:
+            created = pb.CreateSessionRequest(model=body.model)
+            session = await self._servicer.create_session_of_turn(created, call)
+            try:
+                yield StoredTurn(session.session_id, 1), is_kept
+            finally:
+                if not is_kept.is_set():
+                    with suppress(CorollaError):
+                        await self._servicer.DeleteSession(pb.DeleteSessionRequest(session_id=session.session_id), call)
+
+    async def complete(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+        """Completes prompts."""
+        body = await exchange.read(CompletionRequest)
+        requests = body.as_protocol()
+        wishes = {"has_logprobs": body.logprobs is not None, "has_token_ids": body.has_token_ids}
+        if body.stream:
+            chunks = merge([self._servicer.GenerateStream(each, call) for each in requests])
+            model, num_completions = body.model or self._model, 1 if body.n is None else body.n
+            await exchange.stream(
+                completions.events(chunks, model, num_completions, has_usage=body.has_usage, **wishes)
+            )
+            return
+        # The prompts are completed at the same time; the first failure ends all.
+        found = {index: each async for index, each in merge([self._generated(each, call) for each in requests])}
+        responses = [found[index] for index in range(len(requests))]
+        await exchange.reply(completions.reply(responses, **wishes))
+
+    async def tokenize(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+        """Splits a text or a conversation into tokens."""
+        body = await exchange.read(TokenizeRequest)
+        found = await self._servicer.Tokenize(body.as_protocol(), call)
+        model = await self._servicer.GetModel(pb.GetModelRequest(model=self._model), call)
+        tokenized = Tokenized(
+            tokens=list(found.token_ids),
+            count=len(found.token_ids),
+            max_model_len=model.context_length,
+            token_strs=list(found.tokens) if body.return_token_strs else None,
+        )
+        await _reply(exchange, tokenized)
+
+    async def detokenize(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+        """Joins tokens to a text."""
+        body = await exchange.read(DetokenizeRequest)
+        found = await self._servicer.Detokenize(body.as_protocol(), call)
+        await _reply(exchange, Detokenized(prompt=found.text))
+
+    async def create_session(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+        """Creates a session."""
+        body = await exchange.read(SessionRequest)
+        created = await self._servicer.CreateSession(pb.CreateSessionRequest(model=body.model), call)
+        await _reply(exchange, _session_facts(created))
+
+    async def get_session(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+        """Describes a session."""
+        await exchange.without_body()
+        request = pb.GetSessionRequest(session_id=exchange.path_parameters["session_id"])
+        await _reply(exchange, _session_facts(await self._servicer.GetSession(request, call)))
+
+    async def delete_session(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+        """Deletes a session."""
+        await exchange.without_body()
+        session_id = exchange.path_parameters["session_id"]
+        await self._servicer.DeleteSession(pb.DeleteSessionRequest(session_id=session_id), call)
+        await _reply(exchange, DeletedSession(id=session_id))
+
+    async def watch_placement(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+        """Streams which servers hold which blocks, at first and after each change, until the caller leaves."""
+        await exchange.without_body()
+        call.caller.check(None, self._model)
+        await exchange.stream(self._placement.watch(call.caller), is_watch=True)
+
+    async def _generated(
+        self, request: pb.GenerateRequest, call: Call[KeyHolder]
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        yield await self._servicer.Generate(request, call)
+
+    def _facts(self, model: pb.Model) -> ModelFacts:
+        return ModelFacts(id=model.name, created=self._created, max_model_len=model.context_length, ready=model.ready)
+
+
+async def _until_kept(
+    chunks: AsyncGenerator[pb.ChatChunk, None], is_kept: asyncio.Event
+) -> AsyncGenerator[pb.ChatChunk, None]:
+    """Yields the chunks. An end of the answer means that the turn is stored, so it sets the event."""
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            if chunk.finish_reason:
+                is_kept.set()
+            yield chunk
+
+
+async def _reply(exchange: Exchange, value: BaseModel) -> None:
+    await exchange.reply(value.model_dump_json().encode())
+
+
+def _session_facts(session: pb.Session) -> SessionFacts:
+    return SessionFacts(
+        id=session.session_id,
+        model=session.model,
+        num_tokens=session.num_tokens,
+        num_turns=session.num_turns,
+        busy=session.busy,
+        expires_in_seconds=session.expires_in_seconds,
+    )

@@ -1,0 +1,64 @@
+"""The parts of an answer as they come: text, reasoning and calls of tools. Pure."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from corolla.client.text.conversation import Message, ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """A part of a call. The first part has the call's id and name. `index` is the call's place among the answer's."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDelta:
+    """The parts that some more text adds to an answer."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
+
+
+def joined_deltas(deltas: Iterable[AnswerDelta]) -> AnswerDelta:
+    """Joins consecutive deltas into one."""
+    builder = MessageBuilder()
+    for delta in deltas:
+        builder.add(delta)
+    return builder.delta
+
+
+@dataclass(slots=True)
+class MessageBuilder:
+    """Collects the deltas of an answer, and builds one delta or a message of them."""
+
+    texts: list[str] = field(default_factory=list)
+    reasonings: list[str] = field(default_factory=list)
+    calls: list[CallDelta] = field(default_factory=list)
+
+    def add(self, delta: AnswerDelta) -> None:
+        if delta.text:
+            self.texts.append(delta.text)
+        if delta.reasoning:
+            self.reasonings.append(delta.reasoning)
+        for call in delta.calls:
+            last = self.calls[-1] if self.calls else None
+            if last is not None and last.index == call.index:
+                call = CallDelta(last.index, last.id, last.name, last.arguments + call.arguments)
+                self.calls.pop()
+            self.calls.append(call)
+
+    @property
+    def delta(self) -> AnswerDelta:
+        return AnswerDelta("".join(self.texts), "".join(self.reasonings), tuple(self.calls))
+
+    @property
+    def message(self) -> Message:
+        """The answer as the next message of a conversation."""
+        calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in self.calls)
+        return Message("assistant", "".join(self.texts), "".join(self.reasonings), calls)

@@ -1,0 +1,384 @@
+"""Runs rows of different sessions through a span's blocks; all steps of a server are computed here."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import DummyLayer, LinearAttentionLayer
+
+from corolla.cache.codecs import CODECS
+from corolla.cache.states import LayerState
+from corolla.cache.store import KVStore, SessionCache
+from corolla.chassis.errors import NonFiniteOutput
+from corolla.compute.attention.backends import choose_backend
+from corolla.compute.attention.batch import RAGGED, AttentionBackend, AttentionBatch, PackedRow
+from corolla.compute.attention.latents import LATENT, PackedLatents, leave_latents
+from corolla.compute.compiled_blocks import choose_compiled_blocks
+from corolla.compute.decode_graphs import DecodeGraphs
+from corolla.compute.prompts import BlockPrompts
+from corolla.models.adapters.products import AdapterBatch, AdapterStacks, SpanAdapter
+from corolla.models.families import attention_windows, pageless_layers, recurrent_layers
+from corolla.models.span_model import SpanModel
+from corolla.wire.span import Span
+
+
+@dataclass(frozen=True, slots=True)
+class RowWork:
+    """One session's part of a batch.
+
+    Attributes:
+        cache: the session's cache; at most one row of a batch has it.
+        position: the position of the first new token. Tokens that the cache holds from there on are dropped first.
+        num_tokens: how many new tokens there are, at least 1.
+        prompts: the session's trained prompts for exactly the blocks that run; None: it has none.
+        adapter: the session's adapter; None: it has none.
+        long_factors: whether the session's text uses the long factors of a longrope embedding.
+    """
+
+    cache: SessionCache
+    position: int
+    num_tokens: int
+    prompts: BlockPrompts | None = None
+    adapter: SpanAdapter | None = None
+    long_factors: bool = False
+
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether trained prompts are added to some of the new tokens."""
+        return self.prompts is not None and self.position < self.prompts.values.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOutput:
+    """The output of a batch.
+
+    Attributes:
+        hidden: `[sum of num_tokens, H]` in the model's dtype and on its device, row after row.
+        finite: for each row, whether all its numbers are finite. The cache of a row that is not gets no new tokens.
+    """
+
+    hidden: Tensor
+    finite: tuple[bool, ...]
+
+
+class SpanRunner:
+    """Runs a span. Not thread-safe: one thread computes.
+
+    Families whose attention goes through transformers' interface run all rows in one packed call; the others run row by
+    row, through the same caches.
+
+    Args:
+        model: the span; the runner sets its attention function.
+        num_pages: pages of the KV cache; on a CPU, unused pages take no memory.
+        page_tokens: tokens of a page.
+        max_step_tokens: the most new tokens of one row.
+        attention: see `choose_backend`.
+        is_fused: whether to replace the family's own code by faster code with the same results up to rounding.
+        tuning_budget_s: for how long products may be timed to choose the fastest code.
+        has_scratch_page: see `KVStore`; recorded decode steps need it.
+        max_stack_bytes: the most memory for stacks, the stacked copies of adapters that ran together.
+        kv_cache_dtype: how keys and values are stored: `auto`, as the model computes them, or a key of CODECS.
+        num_state_pages: see `KVStore`.
+
+    Attributes:
+        stacks: the stacked copies of adapters.
+        compiled: runs whole blocks by compiled functions; None where that is not possible.
+        decode_graphs: recorded steps, which are replayed where they fit; `graph_choice` sets them.
+    """
+
+    def __init__(
+        self,
+        model: SpanModel,
+        *,
+        num_pages: int = 1024,
+        page_tokens: int = 32,
+        max_step_tokens: int = 512,
+        attention: str = "auto",
+        is_fused: bool = True,
+        tuning_budget_s: float = 2.0,
+        has_scratch_page: bool = False,
+        max_stack_bytes: int = 256 << 20,
+        kv_cache_dtype: str = "auto",
+        num_state_pages: int = 0,
+    ) -> None:
+        self.model = model
+        self.stacks = AdapterStacks(max_stack_bytes)
+        self.decode_graphs: DecodeGraphs | None = None
+        codec = CODECS[kv_cache_dtype](model.dtype) if kv_cache_dtype != "auto" else None
+        self.backend: AttentionBackend = choose_backend(
+            attention, model.device, model.dtype, page_tokens, is_encoded=codec is not None
+        )
+        if is_fused:
+            model.make_fused(tuning_budget_s)
+        self.store = KVStore(
+            num_pages, page_tokens, attention_windows(model.config), max_step_tokens=max_step_tokens,
+            has_scratch_page=has_scratch_page, codec=codec,
+            recurrent=recurrent_layers(model.config), pageless=pageless_layers(model.config),
+            num_state_pages=num_state_pages,
+        )  # fmt: skip
+        self.compiled = choose_compiled_blocks(model.fused, self.store, self.backend, model.dtype)
+        if not model.packs_rows:
+            return
+        model.set_attention(LATENT if model.family.caches_latents else RAGGED)
+        if model.family.caches_latents:
+            leave_latents(self.model.modules())
+
+    @property
+    def span(self) -> Span:
+        return self.model.span
+
+    def new_cache(self) -> SessionCache:
+        return self.store.new_cache()
+
+    def warm_up(self) -> None:
+        """Computes one token that belongs to no session.
+
+        At the start this allocates the memory for keys and values; after a failure it shows whether the device still
+        works.
+
+        Raises:
+            OutOfPages: sessions have reserved all pages.
+        """
+        cache = self.new_cache()
+        cache.reserve(1)
+        try:
+            self.forward_each([RowWork(cache, 0, 1)], torch.zeros(1, self.model.hidden_size), self.span)
+        finally:
+            cache.clear()
+
+    def forward(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
+        """The output of `forward_each` alone, for callers that need all rows to be finite. See `SpanRunner.forward_each`.
+
+        Returns:
+            `[sum of num_tokens, H]` in the model's dtype, on its device.
+
+        Raises:
+            NonFiniteOutput: a row has NaN or Inf. The other rows' tokens are in their caches.
+        """
+        output = self.forward_each(rows, hidden, blocks)
+        if not all(output.finite):
+            raise NonFiniteOutput(f"Blocks {blocks} produced a number that is not finite.")
+        return output.hidden
+
+    @torch.inference_mode()
+    def forward_each(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> BatchOutput:
+        """Runs `blocks` over the new tokens of all rows and stores their keys and values.
+
+        If it raises, no cache holds more tokens than before.
+
+        Args:
+            rows: rows of different sessions; single tokens and chunks may be mixed.
+            hidden: `[sum of num_tokens, H]`, any device and dtype: the input of the first of `blocks`, row after row.
+            blocks: a run of blocks within the span; the same one for all of a session's life.
+
+        Returns:
+            The output of the last of `blocks`, on the model's device and in its dtype, and which rows are finite.
+
+        Raises:
+            ValueError: rows, tensor and span do not fit each other.
+        """
+        self._check(rows, hidden, blocks)
+        for row in rows:
+            row.cache.truncate(row.position)
+            row.cache.prepare(row.position, row.num_tokens)
+        hidden = hidden.to(device=self.model.device, dtype=self.model.dtype)
+        if any(row.takes_prompts for row in rows):
+            output = self._forward_with_prompts(rows, hidden, blocks)
+        else:
+            output = self._forward_blocks(rows, hidden, blocks)
+        finite = self._finite(rows, output)
+        for row, sound in zip(rows, finite, strict=True):
+            if sound:
+                row.cache.commit(row.position + row.num_tokens)
+                row.cache.blocks = blocks
+        return BatchOutput(output, finite)
+
+    def _forward_blocks(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
+        forward = self._forward_packed if self.model.packs_rows else self._forward_rows
+        return forward(rows, hidden, blocks)
+
+    def _forward_with_prompts(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
+        """Runs block by block and adds the prompts before each. Only batches with tokens that get prompts come here."""
+        hidden = hidden.clone()  # the input may be a view of the received bytes
+        for index in range(len(blocks)):
+            start = 0
+            for row in rows:
+                if row.prompts is not None:
+                    part = row.prompts.part(index, row.position, row.num_tokens)
+                    hidden[start : start + len(part)] += part.to(hidden)
+                start += row.num_tokens
+            hidden = self._forward_blocks(rows, hidden, Span(blocks.start + index, blocks.start + index + 1))
+        return hidden
+
+    def _forward_packed(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
+        packed: list[PackedRow] = []
+        positions: list[int] = []
+        for row in rows:
+            start = len(positions)
+            positions.extend(range(row.position, row.position + row.num_tokens))
+            packed.append(PackedRow(row.cache, row.position, start, len(positions)))
+        has_adapters = any(row.adapter is not None for row in rows)
+        if self.decode_graphs is not None and not has_adapters and blocks == self.span:
+            size = self.decode_graphs.size_for(packed)
+            if size is not None:
+                return self.decode_graphs.replay(packed, hidden, size)
+        position_ids = torch.tensor(positions, device=hidden.device)
+        batch = AttentionBatch(self.store, packed, self.backend)
+        end, layers = max(positions) + 1, self.span.indices(blocks)
+        if self.compiled is not None:
+            of_tokens = [row.adapter for row in rows for _ in range(row.num_tokens)] if has_adapters else []
+            return self.compiled.forward(hidden, position_ids, end, layers, batch, of_tokens)
+        adapters = self._adapters(rows)
+        if self.model.fused is not None:
+            return self.model.fused.forward(hidden, position_ids, end, layers, batch.attend, adapters)
+        self.model.adapters = adapters
+        self._tell_factors(rows, hidden)
+        cache = PackedLatents(batch) if self.model.family.caches_latents else None
+        return self.model.forward(
+            hidden.unsqueeze(0), position_ids.unsqueeze(0), blocks=blocks, past_key_values=cache, batch=batch
+        )[0]
+
+    def _adapters(self, rows: Sequence[RowWork]) -> AdapterBatch | None:
+        if all(row.adapter is None for row in rows):
+            return None
+        return AdapterBatch([(row.adapter, row.num_tokens) for row in rows], self.stacks, self.model.device)
+
+    def _tell_factors(self, rows: Sequence[RowWork], hidden: Tensor) -> None:
+        """Tells the rotary embedding which tokens of the next call belong to long texts, if that matters to it."""
+        long_rope = self.model.long_rope
+        if long_rope is None:
+            return
+        if any(row.position + row.num_tokens > long_rope.short_length for row in rows if not row.long_factors):
+            raise ValueError(f"a text with short factors has at most {long_rope.short_length} tokens")
+        flags = [row.long_factors for row in rows for _ in range(row.num_tokens)]
+        long_rope.is_long = torch.tensor(flags, device=hidden.device)
+
+    def _forward_rows(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
+        outputs: list[Tensor] = []
+        windows, layers = attention_windows(self.model.config), self.span.indices(blocks)
+        for row, part in zip(rows, torch.split(hidden, [row.num_tokens for row in rows]), strict=True):
+            cache: _RowCache | None = None
+            is_single = bool(row.position) and self.model.family.continues_singly
+            start = row.position
+            for tokens in torch.split(part, 1 if is_single else row.num_tokens):
+                end = start + len(tokens)
+                batch = AttentionBatch(self.store, [PackedRow(row.cache, start, 0, len(tokens))], self.backend)
+                cache = _RowCache(batch, windows, layers, cache)
+                positions = torch.arange(start, end, device=hidden.device).unsqueeze(0)
+                part_of_row = replace(row, position=start, num_tokens=len(tokens))
+                self.model.adapters = self._adapters([part_of_row])
+                self._tell_factors([part_of_row], tokens)
+                outputs.append(
+                    self.model.forward(tokens.unsqueeze(0), positions, blocks=blocks, past_key_values=cache)[0]
+                )
+                start = end
+            if cache is not None:
+                cache.keep_states()
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _check(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> None:
+        self.span.indices(blocks)
+        num_tokens = sum(row.num_tokens for row in rows)
+        if not rows or hidden.shape != (num_tokens, self.model.hidden_size):
+            raise ValueError(f"rows of {num_tokens} tokens do not fit a tensor of shape {tuple(hidden.shape)}")
+        if len({id(row.cache) for row in rows}) != len(rows):
+            raise ValueError("two rows of a batch have the same cache")
+        for row in rows:
+            if row.position and row.cache.blocks not in (None, blocks):
+                raise ValueError(f"a session of blocks {row.cache.blocks} keeps its blocks, and cannot run {blocks}")
+            if row.num_tokens < 1 or not 0 <= row.position <= row.cache.num_tokens:
+                held = row.cache.num_tokens
+                raise ValueError(f"{row.num_tokens} tokens at position {row.position} do not follow {held} cached ones")
+
+    @staticmethod
+    def _finite(rows: Sequence[RowWork], output: Tensor) -> tuple[bool, ...]:
+        # NaN or Inf in any row makes the sum not finite, too. A sum that only overflows is sorted out row by row.
+        if math.isfinite(output.sum(dtype=torch.float32).item()):
+            return (True,) * len(rows)
+        parts = torch.split(output, [row.num_tokens for row in rows])
+        return tuple(bool(torch.isfinite(part).all()) for part in parts)
+
+
+class _RowCache(Cache):
+    """One row's cache as a transformers `Cache`, for the layers of the library's own code.
+
+    A layer with a window gets only the keys and values within it. Recurrent layers get copies of their states, since
+    they write to them in place and the session's own states must not change before the step is committed.
+
+    Args:
+        batch: the batch of the one row.
+        windows: the windows of all layers; None for a layer without one.
+        layers: the layers that run.
+        before: the cache after the earlier tokens of the same step; None for the first ones.
+    """
+
+    def __init__(
+        self, batch: AttentionBatch, windows: Sequence[int | None], layers: range, before: "_RowCache | None"
+    ) -> None:
+        super().__init__(layers=[DummyLayer() for _ in windows])
+        self._batch = batch
+        self._windows = windows
+        (self._row,) = batch.rows
+        self._position = self._row.position
+        if before is None:
+            self._begin(layers)
+        else:
+            self.layers = before.layers
+
+    def _begin(self, layers: range) -> None:
+        states = self._row.cache.states
+        if states is not None:
+            held = states.at(self._position)
+            for layer in self._batch.store.recurrent.intersection(layers):
+                self.layers[layer] = held[layer].to_layer() if self._position else LinearAttentionLayer()
+
+    def keep_states(self) -> None:
+        """Stores the recurrent states after the step in the session's cache, as computed but not yet committed."""
+        states, shapes = self._row.cache.states, self._batch.store.state_shapes
+        for index, layer in enumerate(self.layers):
+            if states is not None and isinstance(layer, LinearAttentionLayer):
+                state = states.computed[index] = LayerState.of(layer)
+                if index not in shapes:
+                    shapes[index] = state.shape()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self._batch.write(layer_idx, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
+        end = self._position + self._row.num_tokens
+        keys, values = self._row.cache.gather(layer_idx, end, self._first_key(layer_idx))
+        return keys.unsqueeze(0), values.unsqueeze(0)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._position
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self._position
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        first_key = self._first_key(layer_idx)
+        return self._position + query_length - first_key, first_key
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [window is not None for window in self._windows]
+
+    @property
+    def is_linear(self) -> list[bool]:
+        return [layer in self._batch.store.pageless for layer in range(len(self._windows))]
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        return [False] * len(self._windows)
+
+    def _first_key(self, layer_idx: int) -> int:
+        window = self._windows[layer_idx]
+        return 0 if window is None else max(0, self._position - window + 1)
+
+    @property
+    def is_compileable(self) -> bool:
+        return False

@@ -1,0 +1,123 @@
+"""Reads large tensors chunk by chunk into their final memory, in their final dtype.
+
+A whole tensor in the file's dtype, in addition to the same tensor in another dtype, would take three times the memory
+for a moment, which is gigabytes for an embedding.
+"""
+
+import contextlib
+import io
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from corolla.chassis.errors import CheckpointError
+from corolla.models.weights import StoredTensor, read_header
+
+_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+CHUNK_BYTES: Final = 1 << 20
+
+
+class ChunkedTensor:
+    """A stored tensor for `cut_model.build`, which is read when it is indexed; a large matrix in chunks.
+
+    Args:
+        stored: the tensor. If it has `get_shape` and can be indexed by `[start:end]`, it is read in chunks.
+        dtype: the dtype of a large matrix after reading, whatever the file holds.
+
+    Attributes:
+        dtype: the same; it may be changed before the tensor is read.
+    """
+
+    def __init__(self, stored: Any, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._stored = stored
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """The numbers at `index`, on the CPU, in the shape of a tensor that is indexed so.
+
+        A large matrix has the attribute's dtype, other tensors that of the file.
+        """
+        shape = tuple(self._stored.get_shape()) if hasattr(self._stored, "get_shape") else ()
+        num_bytes = math.prod(shape) * torch.float32.itemsize
+        if len(shape) < 2 or num_bytes <= CHUNK_BYTES:
+            whole: Tensor = self._stored[index]
+            return whole
+        num_rows = max(1, shape[0] * CHUNK_BYTES // num_bytes)
+        read = torch.empty(shape, dtype=self.dtype)
+        for start in range(0, shape[0], num_rows):
+            end = min(start + num_rows, shape[0])
+            read[start:end] = self._stored[start:end]
+        return read[index]
+
+
+class StoredMatrix:
+    """A tensor of a shard with the interface of safetensors' slices, which reads only the rows that are indexed.
+
+    safetensors' own slice would read the whole tensor each time.
+
+    Args:
+        whole: safetensors' slice.
+        file: the shard.
+        stored: the tensor's place in the shard.
+    """
+
+    def __init__(self, whole: Any, file: io.FileIO, stored: StoredTensor) -> None:
+        self._whole = whole
+        self._file = file
+        self._stored = stored
+
+    def get_shape(self) -> list[int]:
+        return list(self._stored.shape)
+
+    def get_dtype(self) -> str:
+        """safetensors' name of the element type."""
+        return self._stored.dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Reads the index; for `[start:end]` of a matrix only these rows, in the file's dtype, on the CPU."""
+        dtype = _DTYPES.get(self._stored.dtype)
+        if dtype is None or not isinstance(index, slice) or len(self._stored.shape) < 2:
+            whole: Tensor = self._whole[index]
+            return whole
+        start, end, _ = index.indices(self._stored.shape[0])
+        row_bytes = self._stored.num_bytes // self._stored.shape[0]
+        rows = torch.empty((end - start, *self._stored.shape[1:]), dtype=dtype)
+        target: Any = rows.view(torch.uint8).numpy()
+        if os.preadv(self._file.fileno(), [target], self._stored.offset + start * row_bytes) < rows.nbytes:
+            raise CheckpointError(f"{self._file.name} has become shorter; fetch the checkpoint again.")
+        return rows
+
+
+@contextlib.contextmanager
+def open_tensors(weight_index: Mapping[str, Path], names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """Opens some tensors for reading, under new names: `names` maps a new name to the stored one.
+
+    A tensor is read when it is indexed, into new memory: files are not mapped, so that a process takes only the memory
+    of what it has read. Indexing by `[start:end]` reads only these rows. Only shards with a wanted tensor are opened.
+
+    Raises:
+        CheckpointError: a shard cannot be opened.
+    """
+    with contextlib.ExitStack() as stack:
+        shards: dict[Path, Any] = {}
+        files: dict[Path, tuple[io.FileIO, dict[str, StoredTensor]]] = {}
+        tensors: dict[str, Any] = {}
+        for new_name, stored_name in names.items():
+            path = weight_index[stored_name]
+            try:
+                if path not in shards:
+                    shards[path] = stack.enter_context(safe_open(path, framework="pt", backend="pread"))
+                    files[path] = stack.enter_context(path.open("rb", buffering=0)), read_header(path)
+                file, header = files[path]
+                tensors[new_name] = StoredMatrix(shards[path].get_slice(stored_name), file, header[stored_name])
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(
+                    f"{path} cannot be read; check its permissions or fetch the checkpoint again."
+                ) from error
+        yield tensors

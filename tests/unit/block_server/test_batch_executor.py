@@ -1,0 +1,278 @@
+"""The block server computes a failed batch again row by row, and the failure changes no session's tokens."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from corolla.block_server.batch_executor import (
+    AdmittedStep,
+    BatchExecutor,
+    BatchResult,
+    BatchRunner,
+    StepWork,
+    error_of,
+)
+from corolla.block_server.hop_session import HopSession, OpenRequest
+from corolla.block_server.peers import Peer
+from corolla.block_server.row_sampling import ChosenTokens, SessionSampler
+from corolla.block_server.sessions import SessionTable
+from corolla.cache.store import SessionCache
+from corolla.cache.tables import Copies
+from corolla.chassis.errors import CorollaError, NonFiniteOutput, OutOfMemory, OutOfPages, StepFailed
+from corolla.compute.span_runner import BatchOutput, RowWork, SpanRunner
+from corolla.decoding.parameters import SamplingParams
+from corolla.decoding.sampler_record import SamplerRecord
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.edges import load_edges
+from corolla.models.span_model import load_span
+from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.span import Span
+from corolla.wire.tensors import to_payload
+from tests.checkpoints import make_tiny_checkpoint
+from tests.unread_stream import UnreadStream
+
+SPAN = Span(1, 4)
+REQUEST = OpenRequest(
+    session_id=b"", epoch=1, tenant="t", client_id=b"c", resume=True, max_tokens=40, blocks=SPAN, lease_s=10.0,
+    transient=False,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral", "bloom"])
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SpanRunner:
+    """Rows packed; with a window; and row by row."""
+    changes = {"sliding_window": 6} if request.param == "mistral" else {}
+    folder = make_tiny_checkpoint(request.param, Path(tmp_path_factory.mktemp("iteration")), config_changes=changes)
+    model = load_span(Checkpoint.from_pretrained(str(folder)), SPAN, dtype=torch.float32)
+    return SpanRunner(model, page_tokens=4, max_step_tokens=8, tuning_budget_s=0.0)
+
+
+def compute(runner: BatchRunner, admitted: list[AdmittedStep], blocks: Span) -> BatchResult:
+    return BatchExecutor(runner).compute(admitted, blocks)
+
+
+def assert_close(output: Tensor, expected: Tensor) -> None:
+    """Up to the order in which runs of pages are merged, which depends on where pages lie."""
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+
+
+class Sessions:
+    """Some sessions, each with a prompt of its own; and the steps that come after."""
+
+    def __init__(self, runner: SpanRunner, names: bytes) -> None:
+        self._hidden_size = runner.model.hidden_size
+        table: SessionTable[SessionCache] = SessionTable(runner.store.pool, runner.new_cache)
+        self.held: dict[int, HopSession[SessionCache]] = {
+            name: table.open(replace(REQUEST, session_id=bytes([name])), 0.0) for name in names
+        }
+        for name in names:
+            assert not compute(runner, self.step({name: (0, 5)}), SPAN).has_raised
+        # The second one shares all of its pages with the first until one of them goes on.
+        fork = table.fork(names[:1], names[1:2], b"c", SPAN)
+        table.for_step(names[1:2], 1, b"c", 5, 1, SPAN, 0.0, fork)
+        self._table = table
+
+    def close(self) -> None:
+        for name in self.held:
+            self._table.end(bytes([name]), 1)
+
+    def step(self, rows: dict[int, tuple[int, int]]) -> list[AdmittedStep]:
+        """Admits one step; `rows` has position and number of new tokens for each name."""
+        message, states = pb.Step(dtype=pb.TENSOR_TYPE_FLOAT32, hidden_size=self._hidden_size), []
+        admitted = []
+        offset = 0
+        for name, (position, num_tokens) in rows.items():
+            row = message.rows.add(session_id=bytes([name]), position=position, num_tokens=num_tokens)
+            admitted.append((row, self.held[name], offset))
+            offset += num_tokens
+            generator = torch.Generator().manual_seed(100 * name + position)
+            states.append(torch.randn(num_tokens, self._hidden_size, generator=generator))
+        payload = bytes(to_payload(torch.cat(states)))
+        return [AdmittedStep(StepWork(message, payload, Peer(b"c", UnreadStream())), admitted)]
+
+
+class Spoiling:
+    """Fails when a row is bad, after it has written other keys and values over those of the new tokens."""
+
+    def __init__(self, runner: SpanRunner, bad: Sequence[SessionCache], failure: Exception) -> None:
+        self._runner = runner
+        self._bad = bad
+        self._failure = failure
+        self.warm_up = runner.warm_up
+
+    def forward_each(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> BatchOutput:
+        if len(rows) == 1 and not any(row.cache is each for row in rows for each in self._bad):
+            return self._runner.forward_each(rows, hidden, blocks)
+        self._runner.forward_each(rows, -3 * hidden, blocks)
+        for row in rows:
+            row.cache.truncate(row.position)
+        raise self._failure
+
+
+ROWS = {ord("a"): (5, 1), ord("b"): (5, 3), ord("c"): (5, 2), ord("d"): (3, 2)}
+NEXT = {ord("a"): (6, 2), ord("b"): (8, 1), ord("c"): (7, 1), ord("d"): (5, 4)}
+
+
+@pytest.mark.parametrize("bad", [b"", b"c", b"ad", b"abcd"])
+def test_rows_that_fail_alone_leave_nothing_behind(runner: SpanRunner, bad: bytes) -> None:
+    names = bytes(ROWS)
+    subject, truth = Sessions(runner, names), Sessions(runner, names)
+    caches = [subject.held[name].cache for name in bad]
+    computed = compute(Spoiling(runner, caches, IndexError("a bug")), subject.step(ROWS), SPAN)
+    assert computed.has_raised
+    for name, output in zip(names, computed.outputs, strict=True):
+        if name in bad:
+            assert isinstance(output, StepFailed)
+            assert subject.held[name].cache.num_tokens == ROWS[name][0]
+            continue
+        (expected,) = compute(runner, truth.step({name: ROWS[name]}), SPAN).outputs
+        assert isinstance(output, Tensor)
+        assert isinstance(expected, Tensor)
+        assert_close(output, expected)
+    # Those that failed take the same step once more; then all go on.
+    for name in bad:
+        for sessions in (subject, truth):
+            assert not compute(runner, sessions.step({name: ROWS[name]}), SPAN).has_raised
+    going_on, expected_on = (compute(runner, sessions.step(NEXT), SPAN) for sessions in (subject, truth))
+    for output, expected in zip(going_on.outputs, expected_on.outputs, strict=True):
+        assert isinstance(output, Tensor)
+        assert isinstance(expected, Tensor)
+        assert_close(output, expected)
+    for sessions in (subject, truth):
+        sessions.close()
+    assert runner.store.pool.num_available == runner.store.pool.num_pages
+
+
+def test_a_page_that_could_not_be_copied_is_not_taken_for_one_that_was(
+    runner: SpanRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second session's last page is shared; its own in place of it holds nothing of the tokens before."""
+    subject, truth = Sessions(runner, b"ab"), Sessions(runner, b"ab")
+    copy_pages, failures = runner.store.copy_pages, [RuntimeError("CUDA error")]
+
+    def fail_once(copies: Copies) -> None:
+        if failures:
+            raise failures.pop()
+        copy_pages(copies)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.store, "copy_pages", fail_once)
+        (output,) = compute(runner, subject.step({ord("b"): (5, 1)}), SPAN).outputs
+    assert isinstance(output, StepFailed)
+    (again,) = compute(runner, subject.step({ord("b"): (5, 1)}), SPAN).outputs
+    assert isinstance(again, StepFailed), "it has to be filled again first"
+    assert subject.held[ord("b")].cache.num_tokens == 4
+    (first,), (expected,) = (compute(runner, each.step({ord("a"): (5, 1)}), SPAN).outputs for each in (subject, truth))
+    assert isinstance(first, Tensor)
+    assert isinstance(expected, Tensor)
+    assert_close(first, expected)
+    for sessions in (subject, truth):
+        sessions.close()
+
+
+def test_a_non_finite_row_is_not_counted_as_a_device_failure(runner: SpanRunner) -> None:
+    sessions = Sessions(runner, b"ab")
+    (admitted,) = sessions.step({ord("a"): (5, 1), ord("b"): (5, 1)})
+    nothing = torch.full((2, runner.model.hidden_size), torch.nan)
+    nothing[0] = 1.0
+    spoilt = AdmittedStep(
+        StepWork(admitted.work.step, bytes(to_payload(nothing)), Peer(b"c", UnreadStream())), admitted.rows
+    )
+    computed = compute(runner, [spoilt], SPAN)
+    assert not computed.has_raised
+    assert [type(output) for output in computed.outputs] == [Tensor, NonFiniteOutput]
+    sessions.close()
+
+
+@pytest.mark.parametrize(
+    "failure, kind",
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), OutOfMemory),
+        (MemoryError(), OutOfMemory),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), OutOfMemory),
+        (RuntimeError("CUDA error: device-side assert triggered"), StepFailed),
+        (ValueError("not enough memory of what was said"), StepFailed),
+        (OutOfPages("too few"), OutOfPages),
+    ],
+)
+def test_a_failure_maps_to_its_error(failure: Exception, kind: type[CorollaError]) -> None:
+    error = error_of(failure)
+    assert type(error) is kind
+    assert isinstance(failure, CorollaError) or not str(failure) or str(failure) not in error.message
+
+
+def test_a_device_that_failed_ends_the_engine_and_its_first_line_is_logged(
+    runner: SpanRunner, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken:
+        def forward_each(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> BatchOutput:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nFor debugging consider")
+
+        def warm_up(self) -> None:
+            pass
+
+    sessions = Sessions(runner, b"ab")
+    with pytest.raises(torch.AcceleratorError):
+        compute(Broken(), sessions.step({b"a"[0]: (5, 1), b"b"[0]: (5, 1)}), SPAN)
+    assert [record.failure for record in caplog.records if hasattr(record, "failure")] == [
+        "CUDA error: an illegal memory access was encountered"
+    ]
+    sessions.close()
+
+
+def test_memory_that_the_processor_does_not_have_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(1 << 50)
+    assert isinstance(error_of(refused.value), OutOfMemory)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_tokens_chosen_together_are_those_that_are_chosen_row_by_row(tmp_path: Path, num_threads: int) -> None:
+    """Threads draw the random numbers meanwhile, as on a device."""
+    checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint("llama", tmp_path)))
+    span = Span(2, checkpoint.num_blocks)
+    edges = load_edges(checkpoint, dtype=torch.float32, has_embedding=False)
+    runner = SpanRunner(load_span(checkpoint, span, dtype=torch.float32), page_tokens=4, max_step_tokens=8)
+    names = b"abcd"
+    table: SessionTable[SessionCache] = SessionTable(runner.store.pool, runner.new_cache)
+
+    def sessions_of(epoch: int) -> list[HopSession[SessionCache]]:
+        held = []
+        for index, name in enumerate(names):
+            params = SamplingParams(index / 2, top_p=0.9, frequency_penalty=0.1, seed=index)
+            record = SamplerRecord(params, index, [1, 2, 3], max_new_tokens=30)
+            sampler = SessionSampler.read(
+                record.message(), None, vocab_size=checkpoint.vocab_size, max_tokens=REQUEST.max_tokens
+            )
+            request = replace(REQUEST, session_id=bytes([name, epoch]), blocks=span, sampler=sampler)
+            held.append(table.open(request, 0.0))
+        return held
+
+    def admitted(held: Sequence[HopSession[SessionCache]], position: int) -> list[AdmittedStep]:
+        size = checkpoint.hidden_size
+        step = pb.Step(dtype=pb.TENSOR_TYPE_FLOAT32, hidden_size=size, samples=True)
+        for session in held:
+            # A row may want no token, as in the middle of a prompt.
+            num_results = 0 if position == 3 else 1
+            session_id = session.request.session_id
+            step.rows.add(session_id=session_id, position=position, num_tokens=1, num_result_tokens=num_results)
+        states = torch.randn(len(held), size, generator=torch.Generator().manual_seed(position))
+        work = StepWork(step, bytes(to_payload(states)), Peer(b"c", UnreadStream()))
+        return [
+            AdmittedStep(work, [(row, each, at) for at, (row, each) in enumerate(zip(step.rows, held, strict=True))])
+        ]
+
+    row_by_row, together = sessions_of(1), sessions_of(2)
+    plain = BatchExecutor(runner, edges)
+    batched = BatchExecutor(runner, edges, num_sampling_threads=num_threads, samples_batched=True)
+    for position in range(8):
+        expected = plain.compute(admitted(row_by_row, position), span)
+        computed = batched.compute(admitted(together, position), span)
+        assert computed.outputs == expected.outputs
+        assert not computed.has_raised
+        assert all(isinstance(output, ChosenTokens) for output in computed.outputs)
+    batched.close()

@@ -1,0 +1,83 @@
+"""The files of authorities and revocations decide which certificates are valid."""
+
+import datetime
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from corolla.chassis.errors import SettingsError
+from corolla.trust.authority import Authority
+from corolla.trust.certificate_verifier import CertificateVerifier, PresentedCertificate
+from corolla.trust.credentials import CERTIFICATE_FILE, REVOCATIONS_FILE, Credentials
+from corolla.trust.workload import Role
+from tests.identities import Identities
+
+NONE = b""
+
+
+def certificate_of(tmp_path: Path, authority: Authority, until: datetime.datetime | None = None) -> bytes:
+    """In PEM, as calls show it."""
+    folder = Identities(tmp_path, authority).folder_of(Role.CLIENT, "1", until=until)
+    return (folder / CERTIFICATE_FILE).read_bytes()
+
+
+def test_a_certificate_counts_in_either_form_until_it_is_revoked(tmp_path: Path) -> None:
+    authority = Authority()
+    pem = certificate_of(tmp_path, authority)
+    der = x509.load_pem_x509_certificate(pem).public_bytes(Encoding.DER)
+    for presented in (PresentedCertificate(pem), PresentedCertificate(der)):
+        assert CertificateVerifier(authority.certificate_pem, NONE).is_valid(presented)
+        assert not CertificateVerifier(authority.certificate_pem, authority.revocations([pem])).is_valid(presented)
+
+
+def test_a_list_revokes_what_it_names_and_nothing_else(tmp_path: Path) -> None:
+    authority = Authority()
+    one, other = (certificate_of(tmp_path / name, authority) for name in ("one", "other"))
+    verifier = CertificateVerifier(authority.certificate_pem, authority.revocations([one]) + authority.revocations([]))
+    assert not verifier.is_valid(PresentedCertificate(one))
+    assert verifier.is_valid(PresentedCertificate(other))
+
+
+def test_a_list_that_no_authority_signed_revokes_nothing(tmp_path: Path) -> None:
+    authority, rogue = Authority(), Authority()
+    pem = certificate_of(tmp_path, authority)
+    assert CertificateVerifier(authority.certificate_pem, rogue.revocations([pem])).is_valid(PresentedCertificate(pem))
+
+
+def test_a_certificate_that_has_ended_does_not_count(tmp_path: Path) -> None:
+    authority = Authority()
+    ended = datetime.datetime.now(datetime.UTC) - datetime.timedelta(minutes=1)
+    verifier = CertificateVerifier(authority.certificate_pem, NONE)
+    assert not verifier.is_valid(PresentedCertificate(certificate_of(tmp_path, authority, until=ended)))
+    assert not verifier.is_valid(PresentedCertificate(b"nonsense"))
+
+
+def test_a_certificate_is_valid_while_its_authority_is_trusted(tmp_path: Path) -> None:
+    old, new = Authority(), Authority()
+    pem = certificate_of(tmp_path, old)
+    first = CertificateVerifier(old.certificate_pem, NONE)
+    both = CertificateVerifier(old.certificate_pem + new.certificate_pem, NONE, first)
+    last = CertificateVerifier(new.certificate_pem, NONE, both)
+    for presented in (PresentedCertificate(pem), PresentedCertificate(pem, first.authorities)):
+        assert both.is_valid(presented)
+        assert not last.is_valid(presented)
+
+
+def test_a_certificate_of_an_intermediate_is_valid_while_all_its_authorities_stay_trusted(tmp_path: Path) -> None:
+    """No service shows intermediates here: none of the authorities has signed this one."""
+    root, other, intermediate = Authority(), Authority(), Authority()
+    pem = certificate_of(tmp_path, intermediate)
+    first = CertificateVerifier(root.certificate_pem, NONE)
+    presented = PresentedCertificate(pem, first.authorities)
+    assert first.is_valid(presented)
+    assert CertificateVerifier(root.certificate_pem + other.certificate_pem, NONE, first).is_valid(presented)
+    assert not CertificateVerifier(other.certificate_pem, NONE, first).is_valid(presented)
+
+
+def test_revocations_that_are_none_are_refused_at_the_start(tmp_path: Path) -> None:
+    folder = Identities(tmp_path).folder_of(Role.BLOCK, "1")
+    (folder / REVOCATIONS_FILE).write_text("nonsense")
+    with pytest.raises(SettingsError, match=r"crl\.pem holds no certificate revocation list"):
+        Credentials(folder)
