@@ -209,7 +209,7 @@ async def test_a_removed_adapter_ends_answers_with_a_clear_status(swarm: Swarm, 
         base = asyncio.ensure_future(client.generate(PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True))
         await until_begun(swarm.servers[1], 2)
         await remove(swarm, "one")
-        with pytest.raises(errors.AdapterNotFound, match="taken out"):
+        with pytest.raises(errors.AdapterNotFound, match="was removed"):
             await ending
         assert list((await base).token_ids) == llama.expected("")
         with pytest.raises(errors.AdapterNotFound):

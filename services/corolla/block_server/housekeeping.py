@@ -98,5 +98,8 @@ class Housekeeping:
         for breach in found:
             self._metrics.book_breaches.labels(breach.book).inc()
             if breach not in self.breaches:
-                log.error("books do not agree", extra={"book": breach.book, "what": breach.text})
+                log.error(
+                    "internal accounts disagree; please report this bug",
+                    extra={"book": breach.book, "what": breach.text},
+                )
         self.breaches = found

@@ -88,12 +88,16 @@ class ServiceSettings(BaseSettings):
     )
     insecure: bool = Field(
         False,
-        description="Whether other machines may reach the service although it is unguarded: without "
+        description="Whether other machines may reach the service although it does not authenticate them: without "
         "certificates or, for callers, without a certificate and keys or tokens. The log warns every minute.",
     )
     reflection: bool = Field(True, description="Whether gRPC reflection is served.")
-    log_level: LogLevel = Field("INFO", description="Least severe level logged, in any case: `info` is `INFO`.")
-    log_format: Literal["text", "json"] = Field("text", description="Log lines for people or for machines.")
+    log_level: LogLevel = Field(
+        "INFO", description="Least severe level that is logged; upper and lower case mean the same."
+    )
+    log_format: Literal["text", "json"] = Field(
+        "text", description="Format of log lines: `text` for people, `json` for machines."
+    )
     audit: bool = Field(
         True,
         description="Whether calls of callers, acts of services, and denied calls are logged, one JSON line "

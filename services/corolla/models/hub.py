@@ -166,7 +166,7 @@ class Hub:
             if revision != info.sha:
                 _write(self._reference(repository, revision or constants.DEFAULT_REVISION), info.sha)
         except OSError:
-            log.warning("the cache cannot be written to; a start without the hub may lack something")
+            log.warning("cannot write to the hub's cache; a later start without the hub may lack files")
         return manifest
 
     def _manifest_path(self, repository: str, commit: str) -> Path:
