@@ -123,7 +123,7 @@ class Hub:
             if commit is None:
                 raise CheckpointError(
                     f"{repository!r} is not a local folder, the cache {self.cache} does not know its revision "
-                    f"{revision or constants.DEFAULT_REVISION!r}, and the hub is not to be asked; fetch it where there "
+                    f"{revision or constants.DEFAULT_REVISION!r}, and offline mode is on; fetch it where there "
                     "is a network, or give a local folder."
                 )
             return known or self._by_links(repository, commit)

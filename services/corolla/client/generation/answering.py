@@ -453,7 +453,9 @@ def _check_drafts(session: ChainSession, request: AnyRequest) -> None:
     """Raises InvalidRequest for a missing draft model. A resumed answer continues without one."""
     may_lack_one = session.has_draft_model or request.resumption.num_received > 0
     if request.speculation.mode is SpeculationMode.DRAFT_MODEL and not may_lack_one:
-        raise InvalidRequest("speculation.mode", "the block servers have no draft model; use prompt lookup")
+        raise InvalidRequest(
+            "speculation.mode", "is not possible, since the block servers have no draft model; use prompt lookup"
+        )
 
 
 def _write_back(
