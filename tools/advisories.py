@@ -12,7 +12,7 @@ def main(num_locks: int) -> int:
     reports = [json.loads(line)["dependencies"] for line in sys.stdin if line.strip()]
     audited = {(each["name"], each["version"]): each for report in reports for each in report if "vulns" in each}
     if len(reports) != num_locks or not audited:
-        sys.stderr.write("the advisories cannot be reached from here; nothing was stored\n")
+        sys.stderr.write("this machine cannot reach the advisories; nothing was stored\n")
         return 1
     snapshot = {"taken": date.today().isoformat(), "dependencies": [audited[key] for key in sorted(audited)]}
     sys.stdout.write(json.dumps(snapshot, indent=1) + "\n")

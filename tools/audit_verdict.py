@@ -32,7 +32,7 @@ def main(lock: str) -> int:
             fixed = ", ".join(found["fix_versions"]) or "none yet"
             sys.stdout.write(f"    {each['name']} {each['version']}: {found['id']}; fixed in: {fixed}\n")
     if not audited:
-        sys.stdout.write(f"    !!! {lock} WAS NOT AUDITED: the advisories cannot be reached from here !!!\n")
+        sys.stdout.write(f"    !!! {lock} WAS NOT AUDITED: this machine cannot reach the advisories !!!\n")
     else:
         sys.stdout.write(f"    {lock}: {len(audited)} of {len(packages)} packages audited\n")
         for each in packages:

@@ -88,15 +88,16 @@ OVERVIEW: Final = (
         (f"sum(corolla_num_requests_running{{{HERE}}})", "running"),
         (f"sum(corolla_num_requests_waiting{{{HERE}}})", "waiting"),
     )),
-    Panel("Goodput", "Share of first tokens within 2.5 s, and of further ones within 0.5 s.", "percentunit", (
+    Panel("Goodput", "Share of first tokens within 2.5 s, and of further tokens within 0.5 s.", "percentunit", (
         (share_within("corolla_time_to_first_token_seconds", "2.5"), "first tokens"),
         (share_within("corolla_inter_token_latency_seconds", "0.5"), "further tokens"),
     )),
-    Panel("Grammars", "Forms that answers were to have, and calls that were to fit: compiled anew, known, or refused.",
+    Panel("Grammars", "Grammars of response formats and of tool calls: newly compiled, known from before, or refused.",
           "reqps", (
         (rate("corolla_grammars_total", "outcome"), "{{outcome}}"),
     )),
-    Panel("Time to compile a grammar", "99 in 100 take less. Answers that bring a new one wait for it, at both places.",
+    Panel("Time to compile a grammar", "99 in 100 take less time. An answer with a new grammar waits twice: in the "
+          "client service and on the last hop.",
           "s", (
         (f"histogram_quantile(0.99, {rate('corolla_grammar_compile_seconds_bucket', 'le')})", "client services"),
         (f"histogram_quantile(0.99, {rate('corolla_hop_grammar_compile_seconds_bucket', 'le')})", "block servers"),
@@ -107,14 +108,14 @@ SPANS: Final = (
     Panel("Ready replicas", "Ready block servers of each span, as the routers see them.", "short", (
         (gauge("corolla_span_ready_replicas", "model, span", "max"), "{{model}} {{span}}"),
     )),
-    Panel("Blocks at risk", "Blocks without a ready block server, and those with one only.", "short", (
+    Panel("Blocks at risk", "Blocks without a ready block server, and blocks with only one.", "short", (
         (gauge("corolla_uncovered_blocks", "model", "max"), "{{model}} uncovered"),
         (gauge("corolla_single_copy_blocks", "model", "max"), "{{model}} single"),
     )),
     Panel("Block servers", "Block servers with a lease, by state.", "short", (
         (gauge("corolla_registered_servers", "model, state", "max"), "{{model}} {{state}}"),
     )),
-    Panel("Slowest block", "What its ready servers can decode together: the limit of all answers.", "short", (
+    Panel("Slowest block", "Tokens per second that its ready servers can decode; the limit of all answers.", "short", (
         (gauge("corolla_slowest_block_tokens_per_second", "model", "max"), "{{model}}"),
     )),
     Panel("Moves", "Block servers that were ordered to hold other blocks, in an hour.", "short", (
@@ -126,7 +127,7 @@ SPANS: Final = (
     Panel("Pages", "KV pages of all block servers by state.", "short", (
         (gauge("corolla_kv_pages", "state"), "{{state}}"),
     )),
-    Panel("Step time", "Duration of one iteration of a block server, 9 in 10 are shorter.", "s", (
+    Panel("Step time", "Duration of an iteration of a block server; 9 in 10 are shorter.", "s", (
         (f"histogram_quantile(0.9, {rate('corolla_hop_step_seconds_bucket', 'kind, le')})", "{{kind}}"),
     )),
     Panel("Batch size", "Rows computed together in one iteration, on average.", "short", (
@@ -141,7 +142,7 @@ SPANS: Final = (
         (gauge("corolla_num_steps_waiting", "instance"), "{{instance}}"),
         (gauge("corolla_num_ring_rows_waiting", "instance"), "{{instance}}, microbatch"),
     )),
-    Panel("Prefix hits", "Share of the tokens looked for in the block servers' prefix caches that were there.",
+    Panel("Prefix hits", "Share of the tokens that block servers looked for in their prefix caches and found.",
           "percentunit", (
         (f"{rate('corolla_prefix_cache_hits_total')} / {rate('corolla_prefix_cache_queries_total')}", "found"),
     )),
@@ -169,15 +170,15 @@ RECOVERY: Final = (
     Panel("Sessions handed over", "Attempts of leaving block servers, by outcome.", "short", (
         (rate("corolla_sessions_handed_over_total", "outcome"), "{{outcome}}"),
     )),
-    Panel("Quarantines", "Block servers that client services leave out since they failed lately, each for 5 to 60 s, "
-          "and how often that begins. Again and again: a server is sick, or cut off from some.", "short", (
-        (gauge("corolla_quarantined_servers", "instance"), "{{instance}} leaves out"),
+    Panel("Quarantines", "Block servers that client services avoid for 5 to 60 s because they failed recently, "
+          "and how often that begins. If it repeats, a server is faulty or some cannot reach it.", "short", (
+        (gauge("corolla_quarantined_servers", "instance"), "{{instance}} avoids"),
         (rate("corolla_quarantines_total", "cause"), "new by {{cause}}, per second"),
     )),
     Panel("Boundary activations", "Memory for outputs that rebuild a lost next hop.", "bytes", (
         (gauge("corolla_boundary_activation_bytes", "instance"), "{{instance}}"),
     )),
-    Panel("Errors by reason", "What was given up, by its name in the error tree.", "short", (
+    Panel("Errors by reason", "Errors by their reason in the error tree.", "short", (
         (f"{rate('corolla_errors_total', 'reason')} > 0", "{{reason}}"),
     )),
     Panel("Sessions lost by hops", "Leases that ran out, idle sessions and boundary activations evicted.", "short", (
@@ -188,14 +189,14 @@ RECOVERY: Final = (
     Panel("Redis", "1 while a router reaches Redis.", "short", (
         (gauge("corolla_store_up", "instance", "min"), "{{instance}}"),
     )),
-    Panel("Redis scripts", "Duration of the routers' scripts, 99 in 100 are shorter.", "s", (
+    Panel("Redis scripts", "Duration of the routers' Redis scripts; 99 in 100 are shorter.", "s", (
         (f"histogram_quantile(0.99, {rate('corolla_redis_script_seconds_bucket', 'script, le')})", "{{script}}"),
     )),
-    Panel("Issuer of tokens", "1 while a client service has its key set. At 0 it takes the keys it knows.", "short", (
+    Panel("Issuer of tokens", "1 while a client service can fetch the key set. At 0 it uses the known keys.", "short", (
         (gauge("corolla_issuer_up", "instance", "min"), "{{instance}}"),
     )),
     Panel("Kubernetes", "1 while a router knows the states of its block servers' pods, and its calls of the Kubernetes "
-          "API. At 0 it goes by heartbeats alone.", "short", (
+          "API. At 0 it relies on heartbeats alone.", "short", (
         (gauge("corolla_pod_watch_up", "instance", "min"), "{{instance}} watches"),
         (rate("corolla_kubernetes_calls_total", "call, outcome"), "{{call}} {{outcome}}, per second"),
     )),

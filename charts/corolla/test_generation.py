@@ -38,5 +38,5 @@ try:
 except errors.Unauthenticated:
     sys.exit("helm test needs a key of its own: put one into the Secret of client.apiKeys under client.apiKeys.testKey")
 print(repr(answer.text))
-assert answer.usage.completion_tokens > 0, "the answer is empty"
+assert answer.usage.completion_tokens > 0, "the model's answer is empty"
 assert num_counted_tokens() >= before + answer.usage.completion_tokens, "the answer was not counted"

@@ -65,10 +65,13 @@ def names_of(path: Path) -> Iterator[str]:
 
 
 _CIPHER_SUITES: Final = "cipher suites"  # the field's own
+# Settings of 0.1.0, which services name when they are still set.
+_FORMER_NAMES: Final = re.compile(r"LEAN_BLOCKS|KEPT_OUTPUTS_MIB|PREFILL_(?:CHUNK_)?TOKENS_BESIDE_DECODE")
 
 
 def words_of(text: str) -> str:
     """Names cut into their words: `GangRules` and `gang_rules` are both `gang rules`."""
+    text = _FORMER_NAMES.sub("", text)
     return re.sub(r"(?<=[a-z])(?=[A-Z])|_", " ", text).lower().replace(_CIPHER_SUITES, "")
 
 

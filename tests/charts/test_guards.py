@@ -40,11 +40,11 @@ def test_the_mode_follows_from_the_keys_unless_it_is_given() -> None:
 @pytest.mark.parametrize(
     "values, says",
     [
-        (mode("keys"), "name the Secret that has them in client.apiKeys.existingSecret"),
-        (merged(KEYS, mode("none")), "leave one of them out"),
+        (mode("keys"), "set client.apiKeys.existingSecret"),
+        (merged(KEYS, mode("none")), "remove one of the two"),
         ({"auth": {"mode": "oidc", "oidc": {"audience": "a"}}}, "name the issuer"),
         ({"auth": {"mode": "oidc", "oidc": {"issuer": "https://a"}}}, "name what tokens are for"),
-        (merged(mode("oidc"), {"auth": {"oidc": {"jwks": "https://a/b", "jwksSecret": "c"}}}), "leave one of them out"),
+        (merged(mode("oidc"), {"auth": {"oidc": {"jwks": "https://a/b", "jwksSecret": "c"}}}), "remove one of them"),
         ({"auth": {"mode": "jwt"}}, "values don't meet the specifications of the schema"),
     ],
     ids=["keys without any", "keys for nobody", "no issuer", "no audience", "two key sets", "unknown"],
@@ -58,7 +58,7 @@ def test_a_mode_that_makes_no_sense_is_refused(values: Object, says: str) -> Non
 def test_a_service_for_everybody_asks_who_calls(kind: str) -> None:
     service: Object = {"client": {"service": {"type": kind}}}
     for unasked in ({}, mode("none")):
-        with pytest.raises(Refused, match=rf"client\.service\.type {kind} lets whoever .* set auth\.mode"):
+        with pytest.raises(Refused, match=rf"client\.service\.type {kind}, everyone who .* set auth\.mode"):
             render(merged(service, unasked))
     for asked in (KEYS, mode("oidc")):
         render(merged(service, asked))

@@ -286,14 +286,14 @@ def test_the_notes_name_the_next_commands(tmp_path: Path) -> None:
         assert "kubectl --namespace ns get pods" in each
         assert "helm test rel --namespace ns" in each
         assert "port-forward service/rel-corolla-client 50051:50051" in each
-    assert "A page at http://127.0.0.1:8080/" in plain
+    assert "in a browser at http://127.0.0.1:8080/" in plain
     for without_page in ({"service": {"httpPort": 0}}, {"settings": {"httpPage": False}}):
         assert "8080" not in shown({"client": without_page})
     assert "--api-key" not in plain
     assert "--server 127.0.0.1:50051 --api-key KEY" in with_keys
-    assert "network policies alone" in plain
-    assert "whoever reaches the Service" in plain
-    assert "keys and tokens included" in with_keys
+    assert "Only the network policies" in plain
+    assert "does not authenticate callers" in plain
+    assert "although they carry keys and tokens" in with_keys
     guarded = shown(
         {
             "tls": {"enabled": True, "certManager": {"issuer": "authority"}},
@@ -302,5 +302,6 @@ def test_the_notes_name_the_next_commands(tmp_path: Path) -> None:
         }
     )
     assert "--api-key TOKEN" in guarded
-    assert "helm test shows no token" in guarded
-    assert "in the clear" not in guarded
+    assert "helm test cannot send a token" in guarded
+    assert "not encrypted" not in guarded
+    assert "do not encrypt" not in guarded

@@ -33,7 +33,7 @@ def refused(service: str, **variables: str | Path) -> str:
 @pytest.mark.parametrize("service", quick(["router", "block-server", "client"], "client"))
 def test_a_service_that_nothing_guards_ends_with_a_sentence(service: str) -> None:
     sentence = refused(service)
-    assert sentence.startswith("corolla: others reach COROLLA_HOST=0.0.0.0, and nothing keeps them out; set ")
+    assert sentence.startswith("corolla: other machines can reach COROLLA_HOST=0.0.0.0 without authentication; set ")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
@@ -44,7 +44,7 @@ def test_a_stack_that_would_be_exposed_ends_with_the_sentence_before_it_starts(t
     assert process.returncode == EXIT_STARTUP
     assert said == ""
     (sentence,) = complained.splitlines()
-    assert sentence.startswith(f"corolla: others reach COROLLA_HOST={host}, and nothing keeps them out; set ")
+    assert sentence.startswith(f"corolla: other machines can reach COROLLA_HOST={host} without authentication; set ")
     assert not logs.exists()
 
 

@@ -173,7 +173,7 @@ async def test_a_server_that_is_to_move_serves_until_it_has_fetched(
         pytest.param(
             {"COROLLA_OFFLINE": "true"},
             0,
-            "and the hub is not to be asked; fetch it where there is a network",
+            "and offline mode is on; fetch it where there is a network",
             marks=pytest.mark.full,
         ),
     ],

@@ -3,19 +3,19 @@
 {{- $keys := .Values.client.apiKeys.existingSecret }}
 {{- $mode := default (ternary "none" "keys" (empty $keys)) .Values.auth.mode }}
 {{- if and (eq $mode "keys") (not $keys) }}
-{{- fail "auth.mode is keys: name the Secret that has them in client.apiKeys.existingSecret" }}
+{{- fail "auth.mode is keys; set client.apiKeys.existingSecret to the Secret that holds the keys" }}
 {{- end }}
 {{- if and (eq $mode "none") $keys }}
-{{- fail "auth.mode is none, and client.apiKeys.existingSecret names keys: leave one of them out" }}
+{{- fail "auth.mode is none, but client.apiKeys.existingSecret names keys; remove one of the two" }}
 {{- end }}
 {{- if and (eq $mode "none") (ne .Values.client.service.type "ClusterIP") }}
-{{- fail (printf "client.service.type %s lets whoever reaches the cluster use the model; set auth.mode to keys or oidc" .Values.client.service.type) }}
+{{- fail (printf "with client.service.type %s, everyone who can reach the cluster can use the model; set auth.mode to keys or oidc" .Values.client.service.type) }}
 {{- end }}
 {{- if eq $mode "oidc" }}
 {{- $_ := required "auth.mode is oidc: name the issuer in auth.oidc.issuer" .Values.auth.oidc.issuer }}
 {{- $_ := required "auth.mode is oidc: name what tokens are for in auth.oidc.audience" .Values.auth.oidc.audience }}
 {{- if and .Values.auth.oidc.jwks .Values.auth.oidc.jwksSecret }}
-{{- fail "auth.oidc.jwks and auth.oidc.jwksSecret both say where the issuer's key set is: leave one of them out" }}
+{{- fail "auth.oidc.jwks and auth.oidc.jwksSecret both name the issuer's key set; remove one of them" }}
 {{- end }}
 {{- end }}
 {{- $mode -}}

@@ -7,7 +7,7 @@
 {{- $usual := merge (dict "graceS" $grace) (default dict .usual) }}
 {{- if not .isGuarded }}
 {{- if not (or .root.Values.networkPolicy.enabled (hasKey .values.settings "insecure")) }}
-{{- fail (printf "without networkPolicy.enabled and %s, whoever reaches a pod is let in; set them, or insecure=true in the settings of block servers, router and client" .guards) }}
+{{- fail (printf "without networkPolicy.enabled and %s, the services accept calls from everyone who can reach a pod; set them, or insecure=true in the settings of block servers, router and client" .guards) }}
 {{- end }}
 {{- $_ := set $usual "insecure" true }}
 {{- end }}

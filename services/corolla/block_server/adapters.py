@@ -59,7 +59,7 @@ class LoadedAdapter:
     def check(self) -> None:
         """Raises AdapterNotFound if the adapter is no longer registered."""
         if self.is_removed:
-            raise AdapterNotFound("the adapter was taken out", self.version.name)
+            raise AdapterNotFound("the adapter was removed", self.version.name)
 
 
 class Adapters:
@@ -131,13 +131,13 @@ class Adapters:
         """Returns an adapter to a session that opens now. Must run while nothing is computed.
 
         Raises:
-            AdapterDenied: the adapter is for other tenants.
+            AdapterDenied: the adapter is registered for other tenants only.
             AdapterNotFound: the adapter is no longer registered.
             QueueFull: the adapter is not loaded; other adapters may have needed its memory.
         """
         loaded = self._loaded.get(version)
         if loaded is None:
-            raise QueueFull("a block server has unloaded the adapter for others, and loads it again")
+            raise QueueFull("a block server unloaded the adapter to make room for others, and is loading it again")
         loaded.check()
         self._check_tenant(version, tenant)
         self._model.take_adapters()
@@ -154,7 +154,7 @@ class Adapters:
 
         Raises:
             AdapterNotFound: the adapter is not registered, or its registered files differ.
-            AdapterDenied: the adapter is for other tenants.
+            AdapterDenied: the adapter is registered for other tenants only.
             AdapterNotLoaded: this server cannot load the adapter.
             NoAdapterRoom: running sessions use the adapters that fill the memory.
             QueueFull: the loading continues but takes a while; or the hub or the routers do not answer now.
@@ -172,7 +172,7 @@ class Adapters:
                 async with asyncio.timeout(self._patience_s):
                     failure = await asyncio.shield(loading)
             except TimeoutError:
-                raise QueueFull("a block server still loads the adapter") from None
+                raise QueueFull("a block server is still loading the adapter") from None
             if failure is not None:
                 raise failure
         self._check_tenant(version, tenant)
@@ -193,16 +193,16 @@ class Adapters:
         try:
             await self._ask()  # the answer arrives in `on_placement`
         except CorollaError:
-            raise QueueFull("a block server cannot ask now which adapters there are") from None
+            raise QueueFull("a block server cannot ask the router for the registered adapters now") from None
         if version not in self._registered:
-            raise AdapterNotFound("no such adapter is registered", version.name)
+            raise AdapterNotFound("the adapter is not registered", version.name)
 
     def _check_tenant(self, version: AdapterVersion, tenant: str) -> None:
         registered = self._registered.get(version)
         if registered is None:
-            raise AdapterNotFound("the adapter was taken out", version.name)
+            raise AdapterNotFound("the adapter was removed", version.name)
         if registered.tenants and tenant not in registered.tenants:
-            raise AdapterDenied("the adapter is for other tenants")
+            raise AdapterDenied("the adapter is registered for other tenants only")
 
     def _check_failed(self, version: AdapterVersion) -> None:
         """Raises the error of a recent attempt to load the same registration, if it failed."""
@@ -217,7 +217,7 @@ class Adapters:
     ) -> None:
         """Loads an adapter and gives the result to every caller that waits for it."""
         version = _version(registered)
-        outcome: CorollaError | None = AdapterNotLoaded("a block server ends")
+        outcome: CorollaError | None = AdapterNotLoaded("a block server is stopping")
         try:
             await self._load(version, registered)
             outcome = None
@@ -227,7 +227,7 @@ class Adapters:
         except CorollaError as error:
             outcome = error
         except Exception as failure:
-            log.error("adapter not loaded", extra={"adapter": version.name, "where": where(failure)})
+            log.error("could not load an adapter", extra={"adapter": version.name, "where": where(failure)})
             outcome = AdapterNotLoaded("a block server could not load the adapter")
         finally:
             del self._loading[version]
@@ -249,19 +249,21 @@ class Adapters:
                     load_adapter, folder, self._model, self._num_blocks, digest=version.digest, check_bytes=check_bytes
                 )
         except AdapterError as failure:
-            log.error("adapter not loaded", extra={"adapter": version.name, "cause": failure.message})
+            log.error("could not load an adapter", extra={"adapter": version.name, "cause": failure.message})
             raise AdapterNotLoaded(f"a block server cannot load the adapter: {failure.message}") from None
         except (CheckpointError, HubUnavailable) as failure:
             # The error's message names folders of this machine, so only operators see it.
-            log.error("adapter not fetched", extra={"adapter": version.name, "cause": failure.message})
+            log.error(
+                "could not fetch an adapter from the hub", extra={"adapter": version.name, "cause": failure.message}
+            )
             if isinstance(failure, HubUnavailable):
                 raise QueueFull("a block server cannot fetch the adapter from the hub now") from None
             raise AdapterNotLoaded("a block server cannot fetch the adapter from the hub") from None
         except OSError as failure:
-            log.error("adapter not loaded", extra={"adapter": version.name, "where": where(failure)})
+            log.error("could not load an adapter", extra={"adapter": version.name, "where": where(failure)})
             raise AdapterNotLoaded("a block server cannot read the adapter's files") from None
         if version not in self._registered:
-            raise AdapterNotFound("the adapter was taken out", version.name)
+            raise AdapterNotFound("the adapter was removed", version.name)
         self._loaded[version] = LoadedAdapter(version, products, self._awaited_until_s())
         self._observe()
         seconds = asyncio.get_running_loop().time() - began_s
@@ -286,7 +288,9 @@ class Adapters:
         ]
         num_missing = self.nbytes + num_bytes - self._max_bytes
         if num_missing > sum(self._loaded[version].products.nbytes for version in idle):
-            raise NoAdapterRoom("a block server has no memory for the adapter: COROLLA_ADAPTERS_MIB bounds it")
+            raise NoAdapterRoom(
+                "a block server has too little memory for the adapter; the operator can raise COROLLA_ADAPTERS_MIB"
+            )
         for version in idle:
             if num_missing <= 0:
                 return

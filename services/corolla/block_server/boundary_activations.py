@@ -111,7 +111,7 @@ class BoundaryActivations:
         """The outputs of the tokens `[start, end)`. Raises OutputsNotKept."""
         kept = self._sessions.get(session_id)
         if kept is None or not kept.start <= start < end <= kept.end:
-            raise OutputsNotKept("a hop no longer has the outputs that it is to send again")
+            raise OutputsNotKept("a hop no longer keeps the boundary activations that it was asked to send again")
         return b"".join(
             piece.part(max(start, piece.start), min(end, piece.end))
             for piece in kept.pieces

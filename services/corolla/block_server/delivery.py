@@ -79,7 +79,7 @@ class Delivery:
                     self._send_on(batch.work, rows, parts, kept)
             except Exception as failure:
                 # The output is copied from its device only now, and that may fail.
-                log.error("output not sent", extra={"where": where(failure)})
+                log.error("could not send the output of a step", extra={"where": where(failure)})
                 self.fault(batch.work.step, error_of(failure), rows, batch.work.sender)
                 self._last_hop.give_up(batch.work.step)
                 num_undelivered += len(rows)

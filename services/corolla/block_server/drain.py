@@ -167,11 +167,14 @@ class Drain:
                 outcome = "failed"
                 break
             except CorollaError as failure:
-                log.info("session not taken", extra={"address": hop.address, "reason": failure.reason})
+                log.info(
+                    "another server refused to take over a session",
+                    extra={"address": hop.address, "reason": failure.reason},
+                )
                 continue
             except Exception as failure:
                 # The device may fail to read these pages, and still be able to read those of other sessions.
-                log.error("session not handed over", extra={"where": where(failure)})
+                log.error("could not hand over a session", extra={"where": where(failure)})
                 outcome = "failed"
                 break
             self._metrics.handover_bytes.labels("out").inc(num_bytes)

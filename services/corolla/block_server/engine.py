@@ -67,7 +67,7 @@ class Failures:
         """Notes that all rows of an iteration failed and `warm_up` failed, too, so that the rows are not the cause."""
         self._num_in_a_row += 1
         if self._num_in_a_row == _MAX_FAILURES_IN_A_ROW:
-            log.critical("nothing can be computed here; the server ends")
+            log.critical("every iteration fails, even a test token; ending the process, so that a new one starts")
             self._fail()
 
 
@@ -371,7 +371,7 @@ class Engine:
         except OutOfPages:
             pass  # the sessions that hold all pages will show whether the server can compute
         except Exception as failure:
-            log.error("warming up failed, too", extra={"where": where(failure)})
+            log.error("computing a test token failed, too", extra={"where": where(failure)})
             self.failures.failed()
         else:
             self.failures.succeeded()

@@ -74,9 +74,9 @@ class FrameChecks:
             raise MalformedMessage("session_id", f"must have {ID_BYTES} bytes, on a client's stream")
         request = self._session("open", control, payload, peer.client_id)
         if control.HasField("sampler") and control.blocks.end != self._identity.num_model_blocks:
-            raise MalformedMessage("sampler", "only the last hop chooses tokens")
+            raise MalformedMessage("sampler", "must be sent to the last hop only, which chooses the tokens")
         if request.owner != peer.owner:
-            raise CapabilityDenied("another owner has signed for the session")
+            raise CapabilityDenied("the session's capability belongs to another owner than this stream")
         text = self._text(control, request.blocks)
         return replace(request, resume=control.resume, text=text, stream=peer.number, trace=_trace(control, peer))
 
@@ -84,7 +84,7 @@ class FrameChecks:
         """Returns the request for a session that another server offers. Raises CapabilityDenied or RoleDenied."""
         ids = (control.session_id, control.client_id, control.transfer_id)
         if peer.client_id or any(len(each) != ID_BYTES for each in ids):
-            raise MalformedMessage("handover", f"ids have {ID_BYTES} bytes, and only servers hand sessions over")
+            raise MalformedMessage("handover", f"must come from a block server, with ids of {ID_BYTES} bytes")
         return replace(self._session("handover", control, payload, control.client_id), sender=peer.name)
 
     def _session(self, field: str, control: pb.Open | pb.Handover, payload: Buffer, client_id: bytes) -> OpenRequest:
@@ -127,10 +127,10 @@ class FrameChecks:
         if not control.HasField("text"):
             return None
         if control.HasField("block_prompts"):
-            raise MalformedMessage("text", "a session with trained prompts shares no text with other sessions")
+            raise MalformedMessage("text", "must not be set in a session with trained prompts")
         hashes = self.page_hashes(control.text)
         if len(hashes) * self._identity.prefix_page_tokens > control.max_tokens:
-            raise MalformedMessage("text", "has more tokens than the session")
+            raise MalformedMessage("text", "has more tokens than the session reserves")
         if not self._identity.prefix_page_tokens:
             return None
         salt = salt_of(control.tenant, blocks, _adapter(control), long_factors=control.long_factors)
@@ -161,7 +161,7 @@ class FrameChecks:
         hashes = text.page_hashes
         num_pages, rest = divmod(len(hashes), HASH_BYTES)
         if rest or num_pages * self._identity.prefix_page_tokens > text.num_tokens:
-            raise MalformedMessage("text", f"has {HASH_BYTES} bytes for each whole page, and no more pages than tokens")
+            raise MalformedMessage("text", f"must have {HASH_BYTES} bytes for each page that its tokens fill")
         return tuple(hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES))
 
     def _prompts(self, control: pb.Open | pb.Handover, payload: Buffer, num_blocks: int) -> BlockPrompts | None:
@@ -169,12 +169,12 @@ class FrameChecks:
             identity = self._identity
             return BlockPrompts.read(control.block_prompts, payload, num_blocks, identity.dtype, identity.hidden_size)
         if payload:
-            raise MalformedMessage("payload", "the frame does not say what it contains")
+            raise MalformedMessage("payload", "must be empty, because no field of the frame describes it")
         return None
 
     def _blocks(self, span: common_pb2.BlockSpan) -> Span:
         if span.start >= span.end or not self._identity.span.covers(blocks := Span(span.start, span.end)):
-            raise MalformedMessage("blocks", "not within the span of this server")
+            raise MalformedMessage("blocks", "must be within the span of this server")
         return blocks
 
     def step_blocks(self, step: pb.Step, peer: Peer) -> Span:
@@ -187,35 +187,35 @@ class FrameChecks:
             raise HopSessionLost("this server holds other blocks")
         blocks = self._blocks(step.blocks)
         if step.route and step.route[0].span.start != blocks.end:
-            raise MalformedMessage("route", "the next hop does not continue where this one ends")
+            raise MalformedMessage("route", "must begin with the block after this hop's last one")
         if peer.client_id and step.client_id != peer.client_id:
-            raise MalformedMessage("client_id", "not the one of this stream")
+            raise MalformedMessage("client_id", "must be the one of this stream")
         if step.HasField("ring"):
             self._ring(step)
         return blocks
 
     def _ring(self, step: pb.Step) -> None:
         if not step.samples or not step.ring.first_address or step.scratch_hops:
-            raise MalformedMessage("ring", "names its first hop, and only a last hop that chooses tokens continues it")
+            raise MalformedMessage("ring", "must name the first hop, and the last hop of the step must choose tokens")
         if step.ring.microbatch:
             if step.client_id or any(len(row.client_id) != ID_BYTES for row in step.rows):
-                raise MalformedMessage("client_id", "each row of a microbatch names its client")
+                raise MalformedMessage("client_id", "must be set in each row of a microbatch, and only there")
             return
         has_results = [row.num_result_tokens > 0 for row in step.rows]
         if not step.client_id or not step.ring.max_step_tokens or has_results != [True]:
-            raise MalformedMessage("ring", "a client begins it with one row with results, and limits a step's tokens")
+            raise MalformedMessage("ring", "must begin with one row with results, a client_id and max_step_tokens")
 
     def next_rows(self, message: pb.Next, peer: Peer) -> None:
         """Checks a Next: rows that a last hop sends to this first hop."""
         if peer.client_id:
-            raise MalformedMessage("next", "goes from a last hop to a first one")
+            raise MalformedMessage("next", "must be sent by a last hop to a first hop")
         if self._identity.span.start != 0:
             raise HopSessionLost("this server holds other blocks")
         for row in message.rows:
             if len(row.client_id) != ID_BYTES or row.source_session_id or row.scratch_session_id:
-                raise MalformedMessage("client_id", "each row names its client, and no session but its own")
+                raise MalformedMessage("client_id", "must be set in each row, and no other session's id")
             if not 1 <= row.num_tokens == row.num_result_tokens == len(row.token_ids) <= MAX_VERIFIED_TOKENS:
-                raise MalformedMessage("rows", "bring one id for each token, and a choice is wanted behind each")
+                raise MalformedMessage("rows", "must have one id for each token, and a result for each token")
         self._token_ids(message.rows)
 
     def inputs(self, step: pb.Step, payload: Buffer, num_tokens: int) -> None:
@@ -225,13 +225,13 @@ class FrameChecks:
             self._samples(step)
         if step.dtype != pb.TENSOR_TYPE_UNSPECIFIED:
             if step.dtype != identity.dtype or step.hidden_size != identity.hidden_size:
-                raise MalformedMessage("dtype", "dtype or hidden size is not the model's")
+                raise MalformedMessage("dtype", "dtype and hidden size must be those of the model")
             check_payload(payload, step.dtype, num_tokens, step.hidden_size)
             if any(row.token_ids and not (step.samples and row.num_result_tokens > 1) for row in step.rows):
-                raise MalformedMessage("rows", "bring ids and hidden states only where draft tokens are checked")
+                raise MalformedMessage("rows", "must not have both ids and hidden states unless drafts are checked")
             return
         if step.blocks.start != 0 or len(payload) or any(len(row.token_ids) != row.num_tokens for row in step.rows):
-            raise MalformedMessage("rows", "bring hidden states or, to block 0, one id for each token")
+            raise MalformedMessage("rows", "must have hidden states or, for block 0, one id for each token")
         self._token_ids(step.rows)
 
     def _token_ids(self, rows: Iterable[pb.StepRow]) -> None:
@@ -245,41 +245,41 @@ class FrameChecks:
 
     def _samples(self, step: pb.Step) -> None:
         if not step.route and step.blocks.end != self._identity.num_model_blocks:
-            raise MalformedMessage("samples", "only the last hop chooses tokens")
+            raise MalformedMessage("samples", "must be sent to the last hop only, which chooses the tokens")
         for row in step.rows:
             if row.num_result_tokens > MAX_VERIFIED_TOKENS:
                 raise MalformedMessage("rows", f"at most {MAX_VERIFIED_TOKENS} tokens of a row are checked in one step")
             if row.num_result_tokens > 1 and len(row.token_ids) != row.num_tokens:
-                raise MalformedMessage("rows", "draft tokens travel with the row that they are to be checked in")
+                raise MalformedMessage("rows", "must have the id of each token if draft tokens are checked")
 
     def resent(self, step: pb.Step) -> None:
         """Checks a request to send boundary activations again."""
         if not step.route:
             raise MalformedMessage("route", "must name the hop to send to")
         if step.samples or any(row.token_ids or row.num_result_tokens for row in step.rows):
-            raise MalformedMessage("rows", "rows that are sent again have no results of this hop")
+            raise MalformedMessage("rows", "must not ask for results when boundary activations are sent again")
 
     def session_ids(self, step: pb.Step) -> frozenset[bytes]:
         """The ids of the sessions in which the rows of a step run here: their own sessions, or scratch sessions."""
         is_scratch = bool(step.scratch_hops & 1)
         if is_scratch and any(row.source_session_id for row in step.rows):
-            raise MalformedMessage("rows", "a row in a scratch session has no source")
+            raise MalformedMessage("rows", "must have no source_session_id in a scratch session")
         session_ids = frozenset(row.scratch_session_id if is_scratch else row.session_id for row in step.rows)
         if len(session_ids) != len(step.rows):
-            raise MalformedMessage("rows", "no two rows of a step run in one session")
+            raise MalformedMessage("rows", "must all run in different sessions")
         return session_ids
 
     def num_tokens(self, step: pb.Step) -> int:
         """Checks the rows of a step, and returns the number of tokens that they have together."""
         if not step.rows or len({row.session_id for row in step.rows}) != len(step.rows):
-            raise MalformedMessage("rows", "a step has at least one row, and one for each session")
+            raise MalformedMessage("rows", "must be at least one, and at most one for each session")
         if len(step.span_id) not in (0, _SPAN_ID_BYTES):
-            raise MalformedMessage("span_id", "has eight bytes")
+            raise MalformedMessage("span_id", "must have eight bytes")
         if any(row.num_tokens == 0 or row.num_result_tokens > row.num_tokens for row in step.rows):
-            raise MalformedMessage("rows", "a row has at least one token, and no more results than tokens")
+            raise MalformedMessage("rows", "must have at least one token each, and no more results than tokens")
         num_tokens = sum(row.num_tokens for row in step.rows)
         if num_tokens > self._identity.max_tokens_per_frame:
-            raise MalformedMessage("rows", f"a step has at most {self._identity.max_tokens_per_frame} tokens")
+            raise MalformedMessage("rows", f"must have at most {self._identity.max_tokens_per_frame} tokens together")
         return num_tokens
 
 

@@ -47,7 +47,7 @@ class Grammars:
         self._read: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
         self._reading = ThreadPoolExecutor(1, "grammars")
-        self._fair_lock = FairLock(_MOST_WAITING, "a block server has too many grammars to read")
+        self._fair_lock = FairLock(_MOST_WAITING, "too many grammars wait to be read on a block server")
 
     async def read(self, tenant: str, text: str) -> None:
         """Returns when the grammar has been read. An answer can begin without waiting as long as it is kept.
@@ -55,7 +55,7 @@ class Grammars:
         Raises:
             QueueFull: too many grammars wait to be read, most of them for this tenant.
             MalformedMessage: the text is not a valid grammar.
-            InternalError: the model's tokenizer cannot be read for grammars.
+            InternalError: a block server cannot read the model's tokenizer for grammars.
         """
         if self._has(text):
             self._metrics.cached.inc()
@@ -69,7 +69,7 @@ class Grammars:
         Raises:
             GrammarNotRead: this server does not have the grammar, and must not read it now (`may_read`).
             MalformedMessage: the text is not a valid grammar, or the answer breaks it.
-            InternalError: the model's tokenizer cannot be read for grammars.
+            InternalError: a block server cannot read the model's tokenizer for grammars.
         """
         matcher = self._copy(text)
         if matcher is None:
@@ -136,8 +136,8 @@ class Grammars:
                 return grammar_tokenizer(text, self._checkpoint.vocab_size, end_token_ids)
         # The parser of a broken file may raise anything; the Rust tokenizers raise a plain Exception.
         except Exception as error:
-            raise InternalError("the model's tokenizer cannot be read for grammars") from error
-        raise InternalError("grammars cannot be followed with the model's tokenizer")
+            raise InternalError("a block server cannot read the model's tokenizer for grammars") from error
+        raise InternalError("answers with a response format are not possible with the model's tokenizer")
 
 
 def _on_deep_stack(work: Callable[[], LLMatcher]) -> LLMatcher:

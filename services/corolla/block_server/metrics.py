@@ -29,8 +29,8 @@ class BlockServerMetrics:
         )
         self.guaranteed_pages = Gauge(
             "corolla_kv_guaranteed_pages",
-            "KV pages that tenants are guaranteed, by state: kept (free only for tenants that hold less than they are "
-            "guaranteed), missing (more than this server has).",
+            "KV pages that are guaranteed to tenants, by state: kept (reserved for tenants that use less than their "
+            "guarantee), missing (guaranteed beyond what this server has).",
             ["state"],
             registry=registry,
         )
@@ -45,12 +45,12 @@ class BlockServerMetrics:
             registry=registry,
         )  # fmt: skip
         self.prefix_hits = Counter(
-            "corolla_prefix_cache_hits", "Tokens of these that the prefix cache held.", registry=registry
+            "corolla_prefix_cache_hits", "Tokens that the prefix cache held, of those looked for.", registry=registry
         )
         self.waiting = Gauge("corolla_num_steps_waiting", "Steps queued for the next iterations.", registry=registry)
         self.ring_waiting = Gauge(
             "corolla_num_ring_rows_waiting",
-            "Rows back from the last hop that wait at this first hop for their microbatch; normal on busy chains.",
+            "Rows that came back from the last hop and wait at this first hop for a microbatch; normal on busy chains.",
             registry=registry,
         )
         step_seconds = Histogram(

@@ -59,7 +59,7 @@ class Peer:
     def go_over(self) -> None:
         """Moves the stream, after the caller has sent its last frame on the present connection."""
         if self._next is None:
-            raise MalformedMessage("go_away", "there is no other connection for the stream")
+            raise MalformedMessage("go_away", "must be sent only after the caller has opened the next connection")
         self.send(pb.GoAway(is_last=True))
         self._stream, self._next = self._next, None
 

@@ -43,7 +43,7 @@ class PendingOpens:
 
     Args:
         tasks: the background tasks of this server.
-        grammars: reads grammars; None if this server follows no grammars.
+        grammars: reads grammars; None: this server does not support them.
     """
 
     def __init__(self, tasks: TaskGroup, grammars: Grammars | None = None) -> None:
@@ -92,7 +92,7 @@ class PendingOpens:
             except CorollaError as error:
                 refuse(error)
             except Exception as failure:
-                log.error("sampler not made", extra={"where": where(failure)})
+                log.error("could not make a sampler", extra={"where": where(failure)})
                 refuse(InternalError("a sampler could not be made"))
             else:
                 then(sampler)

@@ -99,6 +99,7 @@ class PeriodicTasks:
             self._metrics.invariant_violations.labels(violation.invariant).inc()
             if violation not in self.violations:
                 log.error(
-                    "the server's tables disagree", extra={"invariant": violation.invariant, "what": violation.text}
+                    "the server's internal tables disagree; please report this bug",
+                    extra={"invariant": violation.invariant, "what": violation.text},
                 )
         self.violations = found

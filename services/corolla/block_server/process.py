@@ -96,7 +96,7 @@ class BlockServerProcess:
                 heap.settle()
                 return server
             except Exception as failure:
-                log.error("could not come back; trying again", extra={"where": where(failure)})
+                log.error("could not start again with another span; trying again", extra={"where": where(failure)})
             await self._stop_server()
             span = None  # the router may want another span by now
             await asyncio.sleep(RETRY_INTERVAL_S)

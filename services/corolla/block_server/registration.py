@@ -81,7 +81,9 @@ class Registration:
                 if isinstance(error, StartupError) or error.code is grpc.StatusCode.INVALID_ARGUMENT:
                     raise SpanRefused(error.message) from None
                 if not has_logged:
-                    log.warning("waiting for the router", extra={"router": self._router, "reason": error.reason})
+                    log.warning(
+                        "waiting until the router answers", extra={"router": self._router, "reason": error.reason}
+                    )
                     has_logged = True
                 await asyncio.sleep(_RETRY_INTERVAL_S)
                 continue
@@ -102,7 +104,7 @@ class Registration:
                 reachable = True
             except CorollaError as error:
                 if reachable:
-                    log.warning("heartbeat failed; streams go on", extra={"reason": error.reason})
+                    log.warning("a heartbeat failed; open streams continue", extra={"reason": error.reason})
                 reachable = False
             with contextlib.suppress(TimeoutError):
                 # After a failure the server retries soon, so that its routes return as soon as the router does.
@@ -177,7 +179,7 @@ class Registration:
             await self._call(self._stub.DeregisterServer, request)
             failpoints.passed("after_deregister")
         except CorollaError:
-            log.warning("could not deregister; the lease will run out")
+            log.warning("could not deregister; the router removes this server when its lease ends")
 
     async def close(self) -> None:
         await self._channel.close(None)

@@ -106,11 +106,11 @@ class Relay:
             if neighbours is None or neighbours.names(address):
                 self.send(address, step, payload)
             else:
-                log.warning("a step goes to an address that the placement does not name", extra={"address": address})
+                log.warning("a step names a next hop that is not in the placement", extra={"address": address})
                 self._refuse(step, address)
 
     def _refuse(self, step: pb.Step | pb.Next, address: str) -> None:
-        self._lose(step, step.rows, RouteUnknown("a step goes to an address that the placement does not name", address))
+        self._lose(step, step.rows, RouteUnknown("a step names a next hop that is not in the placement", address))
 
     def _begin(self, address: str) -> _Link:
         link = _Link(self._connect(address, lambda _: self._receive))
@@ -128,7 +128,7 @@ class Relay:
     def _on_ended(self, address: str, link: _Link) -> None:
         end = link.stream.ended.result()
         if end.cause is not StreamCause.CLOSED:
-            log.warning("stream to the next hop ended", extra={"address": address, "cause": end.cause.value})
+            log.warning("the stream to the next hop broke", extra={"address": address, "cause": end.cause.value})
         if self._links.get(address) is link:
             del self._links[address]
         oldest_s = self._clock() - _REMEMBERED_S

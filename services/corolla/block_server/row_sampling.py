@@ -104,7 +104,7 @@ class SessionSampler:
         grammar = None
         if message.HasField("grammar"):
             if grammars is None:
-                raise MalformedMessage("sampler.grammar", "this server follows no grammars")
+                raise MalformedMessage("sampler.grammar", "is not supported by this server")
             grammar = grammars.begin(message.grammar.text, generated_ids, may_read=may_read_grammar)
         try:
             params = SamplingParams(
@@ -202,7 +202,7 @@ class SessionSampler:
             return self._speculator.draft(token_ids, self.sampler, self._num_tokens_left)
         except Exception as failure:
             # The chosen tokens are right. The draft model may lack memory; the answer continues without drafts.
-            log.error("nothing is drafted any more for an answer", extra={"where": where(failure)})
+            log.error("drafting failed; an answer continues without draft tokens", extra={"where": where(failure)})
             self._speculator = None
             return ()
 
@@ -211,9 +211,9 @@ def _check(message: pb.Sampler, vocab_size: int, max_tokens: int) -> None:
     drafts = message.drafts
     text = message.token_ids
     if len(text) > max_tokens or message.num_prompt_tokens > len(text):
-        raise MalformedMessage("sampler", "has more tokens than the session")
+        raise MalformedMessage("sampler", "has more tokens than the session reserves")
     if message.num_skipped > max_tokens + _EXTRA_DRAWS:
-        raise MalformedMessage("sampler", "has drawn for more tokens than the session has")
+        raise MalformedMessage("sampler", "must not skip more draws than the session has tokens")
     if max(text, default=0) >= vocab_size:
         raise MalformedMessage("sampler.token_ids", f"must be ids below {vocab_size}")
     if max(message.biased_token_ids, default=0) >= vocab_size:

@@ -370,7 +370,10 @@ class BlockServer:
             }
             guarantees = sessions.guarantees = PageGuarantees(wanted, sessions.pool.num_pages)
             if guarantees.num_missing:
-                log.error("more pages are guaranteed than exist", extra={"pages_missing": guarantees.num_missing})
+                log.error(
+                    "more pages are guaranteed than this server has; raise its COROLLA_KV_CACHE_MIB",
+                    extra={"pages_missing": guarantees.num_missing},
+                )
 
         files = WatchedFiles("COROLLA_QUOTAS_FILE", file.parent, (file.name,), take, named=file)
         self._tasks.start_restartable(files.run, "watched_files")

@@ -102,7 +102,7 @@ class BlockServicer:
     def accept(self, stream: Stream) -> Receiver:
         """Takes a new connection. A caller sends Hello first, then frames in any number and order."""
         peer: Peer | None = None
-        no_hello = DeadlineExceeded("a stream begins with Hello, and that did not come")
+        no_hello = DeadlineExceeded("the caller did not send Hello in time")
         timer = asyncio.get_running_loop().call_later(HELLO_TIMEOUT_S, stream.fail, no_hello)
 
         def receive(frame: Frame) -> None:
@@ -192,7 +192,7 @@ class BlockServicer:
         kind = type(frame.control)
         handler = self._handlers.get(kind)
         if handler is None:
-            raise MalformedMessage("frame", "callers do not send frames of this kind")
+            raise MalformedMessage("frame", "must be of a kind that callers may send")
         if peer.workload is not None:
             check_frame(kind, peer.workload)
         handler(frame, peer)
@@ -263,7 +263,7 @@ class BlockServicer:
         if request.adapter_version is None:
             return
         if self._adapters is None:
-            raise AdapterNotLoaded("a block server takes no adapters")
+            raise AdapterNotLoaded("a block server accepts no adapters; the operator can set COROLLA_ADAPTERS_MIB")
         await self._adapters.load(request.adapter_version, request.tenant)
 
     def _step(self, frame: Frame, peer: Peer) -> None:

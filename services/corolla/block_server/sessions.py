@@ -185,7 +185,7 @@ class SessionTable(Generic[AnyCache]):
         session = self._sessions.get(request.session_id)
         if session is not None and session.request.tenant == request.tenant:
             if session.request.epoch == request.epoch and session.request.blocks != request.blocks:
-                raise StaleEpoch("this server has other blocks of the session")
+                raise StaleEpoch("the session was opened on this server with other blocks")
             if session.is_filled_by(request.epoch, transfer_id):
                 self._touch(session, now_s)
                 return session
@@ -199,7 +199,7 @@ class SessionTable(Generic[AnyCache]):
         """The session that this handover fills. Raises HopSessionLost if it fills no session."""
         session = self._sessions.get(session_id)
         if session is None or not session.is_filled_by(epoch, transfer_id):
-            raise HopSessionLost("no such session is being handed over")
+            raise HopSessionLost("the session is not being handed over to this server")
         # This does not change the order of use: it runs in the compute thread, while the event loop may iterate.
         session.last_used_s = now_s
         return session
@@ -265,7 +265,9 @@ class SessionTable(Generic[AnyCache]):
         if position > cache.num_tokens:
             raise PositionGap("the hop holds fewer tokens than the step assumes", cache.num_tokens)
         if computes and not cache.can_continue_from(position):
-            raise PositionGap("the hop gave back tokens that this step would see", cache.nearest_position(position))
+            raise PositionGap(
+                "the hop no longer holds all tokens that this step needs", cache.nearest_position(position)
+            )
         end, num_reserved = position + num_tokens, session.cache.num_reserved_tokens
         if end > num_reserved and self.pool.pages_for(end) > self.pool.pages_for(num_reserved):
             raise OutOfPages("the step goes beyond the pages reserved for its session")

@@ -33,7 +33,7 @@ class BlockServerSettings(ServiceSettings):
     model: str = Field("demo", description="Checkpoint folder, GGUF file, hub id, or `demo`.")
     revision: str | None = Field(None, description="Revision of a hub id.")
     offline: bool = Field(
-        False, description="Never ask the hub: what its cache lacks is missing. HF_HUB_OFFLINE=1 means the same."
+        False, description="Never fetch from the hub; all files must be in its cache. HF_HUB_OFFLINE=1 means the same."
     )
     hub_patience_s: float = Field(
         300.0, ge=0, description="Seconds of retries while the hub cannot be reached or breaks off."
@@ -42,7 +42,7 @@ class BlockServerSettings(ServiceSettings):
     capacity_blocks: int = Field(
         0,
         ge=0,
-        description="The most blocks to hold when `auto`, embedding or head at the model's ends not counted; 0: all.",
+        description="The most blocks to hold when `auto`; embedding and head do not count. 0: all.",
     )
     weights_mib: int = Field(
         0,

@@ -32,7 +32,7 @@ class SessionIdentity:
         Raises HopUnavailable where the turn has no epoch left: this turn ends; the next one has its own epochs.
         """
         if self.epoch >= self.last_epoch:
-            raise HopUnavailable("the servers of this turn changed too often")
+            raise HopUnavailable("the block servers of this turn changed too often")
         return replace(self, epoch=self.epoch + 1)
 
     def at_end_of_turn(self) -> Self:

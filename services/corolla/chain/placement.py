@@ -69,7 +69,7 @@ class PlacementWatch:
 
         Raises:
             AdapterNotFound: no adapter has this name.
-            AdapterDenied: the adapter is for other tenants.
+            AdapterDenied: the adapter is registered for other tenants only.
         """
         found = _adapter(self._adapters, name) or _adapter(await self._registered_now(), name)
         if found is None:
@@ -136,7 +136,8 @@ class PlacementWatch:
             except grpc.RpcError as failure:
                 if not has_logged:
                     log.warning(
-                        "router lost; the last placement stands", extra={"reason": from_rpc_error(failure).reason}
+                        "the router does not answer; continuing with its last placement",
+                        extra={"reason": from_rpc_error(failure).reason},
                     )
                 has_logged = True
             await asyncio.sleep(_RETRY_INTERVAL_S)

@@ -153,4 +153,4 @@ class RecoveryBudget:
 
 
 def _kills() -> RequestKillsServers:
-    return RequestKillsServers("block servers died one after the other while they processed this request")
+    return RequestKillsServers("several block servers ended, one after the other, while they processed this request")

@@ -289,7 +289,7 @@ class Reservations:
             if hard or has_had_enough or open_options.only_chain is not None:
                 raise (hard or [failure for _, failure in failures])[0]
             reason = getattr(failures[0][1], "reason", "INTERNAL")
-            log.warning("chain not opened; trying another", extra={"reason": reason})
+            log.warning("could not open a chain; trying another one", extra={"reason": reason})
             if is_for_now:
                 await asyncio.sleep(random.uniform(0, LONGEST_BUSY_PAUSE_S))
 
@@ -409,7 +409,7 @@ class Reservations:
             async with turn:
                 welcome = await self._plane.connect(hop.address)
                 if not Span.of(welcome.span).covers(Span.of(hop.span)):
-                    raise HopUnavailable("another server has a hop's address, with other blocks", hop.address)
+                    raise HopUnavailable("another server with other blocks now has the address of a hop", hop.address)
                 request = pb.Open(
                     session_id=identities[number].session_id,
                     epoch=identities[number].epoch,

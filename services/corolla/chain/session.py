@@ -149,7 +149,7 @@ class ChainSession(OpenSequences):
             waits: whether the hops choose further tokens only once `decode` is called.
         """
         if not token_ids:
-            raise InternalError("a prompt to process has at least one token")
+            raise InternalError("a prompt must have at least one token")
         start = self.position
         with spans.span("prefill", position=start, tokens=len(token_ids)):
             rounds = await self._with_recovery(
@@ -252,7 +252,7 @@ class ChainSession(OpenSequences):
     async def _next_round(self) -> RoundTokens:
         stream = self._tokens
         if stream is None:
-            raise InternalError("nothing goes round")
+            raise InternalError("no ring is running")
         return await stream.next(self._limits.step_timeout_s)
 
     def _read(self, sampled: pb.SampledRow, reader: TokenReader) -> int:

@@ -332,7 +332,7 @@ class DataPlane:
                 if server is not None and not server.welcome.done():
                     server.welcome.set_result(control)
             case _:
-                log.warning("a block server sent a frame of a kind that it should not")
+                log.warning("a block server sent a frame of an unexpected kind")
 
     def _on_moved(self, moved: pb.Moved, address: str) -> None:
         self.handovers.on_moved(moved, address)

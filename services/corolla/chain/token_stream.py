@@ -57,7 +57,7 @@ class TokenStream:
         if row.epoch != self.epoch or row.position != self._position:
             return False
         if not 1 <= len(sampled.tokens) <= row.num_result_tokens:
-            self.fail(row, InternalError("the last hop chooses at least one token, and no more than a row has results"))
+            self.fail(row, InternalError("the last hop chose no token, or more tokens than the row has results"))
             return False
         self._position += row.num_tokens - row.num_result_tokens + len(sampled.tokens)
         self._rounds.append(RoundTokens(row.num_result_tokens - 1, sampled))
@@ -89,7 +89,7 @@ class TokenStream:
         It runs for every token, and `asyncio.timeout` would cost far more.
         """
         if self._reader is not None:
-            raise InternalError("a stream of tokens is read by one reader")
+            raise InternalError("two readers wait for the same stream of tokens")
         loop = asyncio.get_running_loop()
         self._reader = loop.create_future()
         timer = loop.call_later(timeout_s, self._wake)

@@ -138,7 +138,7 @@ class Guard:
 
     def stalled(self) -> None:
         """Records that a caller does not read its answer; its call ends when the caller reads again or disconnects."""
-        log.warning("a caller does not take its answer", extra={"method": self._method})
+        log.warning("a caller does not read its answer", extra={"method": self._method})
         self._metrics.error(errors.CallerStalled.reason)
 
     def failed(self, call: Call[Any], failure: BaseException) -> errors.CorollaError | None:

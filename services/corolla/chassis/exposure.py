@@ -42,8 +42,9 @@ def check(settings: ServiceSettings) -> None:
         return
     for name, host in exposed(settings).items():
         raise StartupError(
-            f"others reach {name}={host}, and nothing keeps them out; set {' and '.join(settings.missing_guards)}, "
-            f"or {name}=127.0.0.1, or, where a network of its own does so, COROLLA_INSECURE=true"
+            f"other machines can reach {name}={host} without authentication; "
+            f"set {' and '.join(settings.missing_guards)}, or {name}=127.0.0.1, or, if your network keeps strangers "
+            "out, COROLLA_INSECURE=true"
         )
 
 
@@ -52,5 +53,8 @@ async def remind(settings: ServiceSettings, interval_s: float = _INTERVAL_S) -> 
     facts = {name.removeprefix("COROLLA_").lower(): host for name, host in exposed(settings).items()}
     while facts:
         missing = " and ".join(settings.missing_guards)
-        log.warning("COROLLA_INSECURE: whoever reaches this service is let in", extra={**facts, "missing": missing})
+        log.warning(
+            "COROLLA_INSECURE is set: this service accepts calls from everyone who can reach it",
+            extra={**facts, "missing": missing},
+        )
         await asyncio.sleep(interval_s)

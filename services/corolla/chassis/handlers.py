@@ -96,7 +96,7 @@ def _parser(request_class: type[message.Message], max_request_bytes: int) -> Cal
 async def _request(context: Context) -> bytes:
     data = await context.read()
     if data is aio.EOF:
-        raise errors.MalformedMessage("request", "there is none")
+        raise errors.MalformedMessage("request", "must be sent")
     return bytes(data)
 
 
@@ -133,7 +133,7 @@ class _Responses:
             if timer is not None:
                 timer.cancel()
         if self._closing is not None:
-            raise errors.CallerStalled(f"nothing of the answer was taken for {self._timeout_s:g} seconds")
+            raise errors.CallerStalled(f"the caller read nothing of the answer for {self._timeout_s:g} seconds")
 
     async def aclose(self) -> None:
         await (self._closing or self.generator.aclose())

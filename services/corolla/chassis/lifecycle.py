@@ -92,8 +92,9 @@ def run_service(settings_class: type[Settings], build: Callable[[Settings], Serv
         failpoints.arm(os.environ)
         os.environ.setdefault(*TLS_1_3_ONLY)
         logs.configure(settings.log_level, settings.log_format, with_audit=settings.audit)
-        for variable in sorted(REMOVED & os.environ.keys()):
-            log.warning("this variable is not a setting any more, and is ignored", extra={"variable": variable})
+        for variable in sorted(REMOVED.keys() & os.environ.keys()):
+            facts = {"variable": variable, "instead": REMOVED[variable]}
+            log.warning("ignoring a variable that is no longer a setting", extra=facts)
         stop_tracing = export.start(settings.service_name)
         try:
             uvloop.run(_serve_until_signal(settings, build))

@@ -51,8 +51,8 @@ class RpcMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._calls = Counter(
             "corolla_rpcs",
-            "RPCs by method, gRPC status code, and whose fault a failure is: none, caller (bad input, a message that "
-            "is too large, more than its share of a full service) or service.",
+            "RPCs by method, gRPC status code, and which side caused a failure: none, caller (bad input, a message "
+            "that is too large, more than its share of a full service) or service.",
             ["method", "code", "fault"],
             registry=registry,
         )

@@ -16,18 +16,42 @@ from corolla.chassis.weight_formats import DtypeName, full_dtype_name
 
 PREFIX = "COROLLA_"
 
-REMOVED: Final = frozenset(
-    f"{PREFIX}{name}"
-    for name in (
-        "ENGINE", "HEARTBEAT_INTERVAL_MS", "HTTP_MAX_CONNECTIONS", "HTTP_MAX_WATCHERS", "HTTP_READ_TIMEOUT_S",
-        "KUBECONFIG", "LEASE_S", "MAX_CONNECTION_AGE_S", "MAX_INLINE_MS", "MAX_QUEUED_STEPS", "MAX_RECOVERIES",
-        "MAX_REPLAYED_TOKENS", "MAX_TOKENS_PER_FRAME", "OIDC_REFRESH_S", "OIDC_SKEW_S", "OPEN_TIMEOUT_S",
-        "POD_RELIST_INTERVAL_S", "PREFILL_CHUNK_TOKENS_DURING_DECODE", "PREFILL_TOKENS_DURING_DECODE",
-        "PROBE_AFTER_S", "PROBE_TIMEOUT_S", "QUOTA_TIMEOUT_MS", "READER_TIMEOUT_S", "REBALANCE_INTERVAL_S",
-        "REBALANCE_SETTLE_S", "RELIST_INTERVAL_S", "SPIN_US", "TURN_LOCK_MS",
-    )
-)  # fmt: skip
-"""Variables that were settings once. Unknown variables with the prefix are allowed: Kubernetes itself creates some."""
+_NOTHING_INSTEAD: Final = "remove it; there is nothing to set in its place"
+
+REMOVED: Final[Mapping[str, str]] = {
+    f"{PREFIX}{name}": advice
+    for name, advice in {
+        **dict.fromkeys(
+            (
+                "HTTP_MAX_WATCHERS", "HTTP_READ_TIMEOUT_S", "LEASE_S", "MAX_CONNECTION_AGE_S", "MAX_INLINE_MS",
+                "MAX_QUEUED_STEPS", "MAX_RECOVERIES", "MAX_REPLAYED_TOKENS", "OIDC_REFRESH_S", "OIDC_SKEW_S",
+                "OPEN_TIMEOUT_S", "POD_RELIST_INTERVAL_S", "PROBE_AFTER_S", "PROBE_TIMEOUT_S", "QUOTA_TIMEOUT_MS",
+                "READER_TIMEOUT_S", "REBALANCE_INTERVAL_S", "REBALANCE_SETTLE_S", "RELIST_INTERVAL_S", "SPIN_US",
+                "TURN_LOCK_MS",
+            ),
+            _NOTHING_INSTEAD,
+        ),
+        **dict.fromkeys(
+            ("PREFILL_TOKENS_BESIDE_DECODE", "PREFILL_TOKENS_DURING_DECODE"),
+            "set COROLLA_MAX_BATCH_TOKENS; prompts get a quarter of it while other sessions decode",
+        ),
+        **dict.fromkeys(
+            ("PREFILL_CHUNK_TOKENS_BESIDE_DECODE", "PREFILL_CHUNK_TOKENS_DURING_DECODE"),
+            "set COROLLA_PREFILL_CHUNK_TOKENS; a step has at most a quarter of it while others decode",
+        ),
+        "ENGINE": "remove it; for weights of four bits set COROLLA_QUANTIZATION=packed",
+        "HEARTBEAT_INTERVAL_MS": "set COROLLA_LEASE_MS of the router; block servers send four heartbeats in that time",
+        "HTTP_MAX_CONNECTIONS": "set COROLLA_MAX_CONNECTIONS",
+        "KEPT_OUTPUTS_MIB": "set COROLLA_BOUNDARY_ACTIVATIONS_MIB",
+        "KUBECONFIG": "set COROLLA_KUBERNETES to its path",
+        "LEAN_BLOCKS": "set COROLLA_FUSED_BLOCKS",
+        "MAX_TOKENS_PER_FRAME": "set COROLLA_MAX_BATCH_TOKENS; a step may have at least 512 tokens in any case",
+    }.items()
+}  # fmt: skip
+"""Variables that were settings once, and what to do instead.
+
+Unknown variables with the prefix are allowed, because Kubernetes itself creates some.
+"""
 
 Dtype = Annotated[DtypeName, BeforeValidator(full_dtype_name)]
 """A dtype by its name or its abbreviation."""
@@ -64,12 +88,16 @@ class ServiceSettings(BaseSettings):
     )
     insecure: bool = Field(
         False,
-        description="Whether other machines may reach the service although it is unguarded: without "
+        description="Whether other machines may reach the service although it does not authenticate them: without "
         "certificates or, for callers, without a certificate and keys or tokens. The log warns every minute.",
     )
     reflection: bool = Field(True, description="Whether gRPC reflection is served.")
-    log_level: LogLevel = Field("INFO", description="Least severe level logged, in any case: `info` is `INFO`.")
-    log_format: Literal["text", "json"] = Field("text", description="Log lines for people or for machines.")
+    log_level: LogLevel = Field(
+        "INFO", description="Least severe level that is logged; upper and lower case mean the same."
+    )
+    log_format: Literal["text", "json"] = Field(
+        "text", description="Format of log lines: `text` for people, `json` for machines."
+    )
     audit: bool = Field(
         True,
         description="Whether calls of callers, acts of services, and denied calls are logged, one JSON line "

@@ -93,10 +93,13 @@ class TaskGroup:
         if task in self._essential and self._on_fatal is not None:
             self._essential.discard(task)
             how = "cancelled" if task.cancelled() else _how(failure)
-            log.critical("essential task ended; so does the process", extra={"task": task.get_name(), "where": how})
+            log.critical(
+                "an essential task ended; ending the process, so that it can be started again",
+                extra={"task": task.get_name(), "where": how},
+            )
             self._on_fatal()
         elif failure is not None:
-            log.error("background task failed", extra={"task": task.get_name(), "where": where(failure)})
+            log.error("a background task failed", extra={"task": task.get_name(), "where": where(failure)})
 
     async def _restart(
         self, run: Callable[[], Work], name: EssentialTask | RestartableTask, *, is_endless: bool
@@ -114,7 +117,7 @@ class TaskGroup:
                 failure = raised
             delay_s = backoff.delay_s(clock() - started_s)
             facts = {"task": name, "where": _how(failure), "restart_after_s": delay_s}
-            log.error("background task failed; it is started again", extra=facts)
+            log.error("a background task failed; starting it again", extra=facts)
             if restarts is not None:
                 restarts.inc()
             await asyncio.sleep(delay_s)

@@ -39,7 +39,8 @@ class TenantLimits(BaseModel):
     )
     generated_tokens_per_minute: _Limit | None = Field(
         default=None,
-        description="Tokens of answers. An answer that has begun goes on; a tenant whose answers have used more waits.",
+        description="Tokens of answers. Running answers continue; a tenant that has used more waits before "
+        "its next one.",
     )
     running_requests: _Limit | None = Field(default=None, description="Answers that run or wait at a time.")
     running_sequences: _Limit | None = Field(
@@ -58,7 +59,7 @@ class TenantLimits(BaseModel):
     )
     stored_session_bytes: _Limit | None = Field(
         default=None,
-        description="Bytes of all stored sessions; a tenant that has so many makes no further one, and begins no turn.",
+        description="Bytes of all stored sessions; a tenant that reaches them can create no session and begin no turn.",
     )
     guaranteed_tokens: _Limit | None = Field(
         default=None,
@@ -70,7 +71,7 @@ class TenantLimits(BaseModel):
         description="Places for running sequences that every client service keeps free for this tenant.",
     )
     answer_seconds: Annotated[float, Field(gt=0, le=86_400)] | None = Field(
-        default=None, description="Seconds after which an answer ends, like at the time limit of its request."
+        default=None, description="Seconds after which an answer ends, as it does at the time limit of its request."
     )
     withhold_cached_tokens: bool = Field(
         default=False,
@@ -96,7 +97,7 @@ NO_LIMITS: Final = TenantLimits()
 
 def _guarantees_nothing(limits: TenantLimits) -> TenantLimits:
     if any(getattr(limits, each) is not None for each in _GUARANTEES):
-        raise ValueError("guarantees are possible for named tenants only")
+        raise ValueError("must be set for named tenants only")
     return limits
 
 

@@ -16,7 +16,7 @@ adapters = typer.Typer(help="Registers, lists and removes adapters (LoRA) of a m
 
 Name = Annotated[str, typer.Argument(help="Name for requests, as `adapter` or `<model>:<name>`.")]
 Router = Annotated[str, typer.Option(help="host:port of the router.", envvar="COROLLA_ROUTER")]
-ModelName = Annotated[str, typer.Option(help="The model; may be left out where there is only one.")]
+ModelName = Annotated[str, typer.Option(help="The model; needed only if there are several.")]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -31,14 +31,18 @@ def add(
         typer.Argument(help="Folder that PEFT wrote; with --revision, a hub id."),
     ],
     source_as: Annotated[
-        str, typer.Option(help="The folder as block servers see it, where that is not how it is seen here.")
+        str, typer.Option(help="The folder's path on the block servers, if it differs from the path here.")
     ] = "",
     revision: Annotated[str, typer.Option(help="Branch, tag or commit on the hub; its commit is registered.")] = "",
     tenant: Annotated[
-        list[str] | None, typer.Option(help="Only for this tenant; may be given several times. All if not given.")
+        list[str] | None,
+        typer.Option(help="Only this tenant may use it; may be given several times. Without it, all may."),
     ] = None,
     digest: Annotated[
-        str, typer.Option(help="Of the files, as `adapters list` shows it, where the folder cannot be read here.")
+        str,
+        typer.Option(
+            help="Digest of the files, as `adapters list` shows it; needed if the folder cannot be read here."
+        ),
     ] = "",
     router: Router = "127.0.0.1:50050",
     model: ModelName = "",
@@ -48,7 +52,7 @@ def add(
     from corolla.v1 import common_pb2, router_pb2
 
     if source_as and revision:
-        raise typer.BadParameter("is for folders, not for what is on the hub", param_hint="--source-as")
+        raise typer.BadParameter("is for folders only, not for adapters on the hub", param_hint="--source-as")
     if not digest:
         source, revision, digest = _read(source, revision)
     registered = router_pb2.RegisteredAdapter(

@@ -122,7 +122,7 @@ def status(
     router: Annotated[
         str, typer.Option("--router", "-r", envvar="COROLLA_ROUTER", metavar="HOST:PORT", help="The router.")
     ] = DEFAULT_ROUTER,
-    model: Annotated[str, typer.Option("--model", "-m", help="Model, where there are several.")] = "",
+    model: Annotated[str, typer.Option("--model", "-m", help="Model, if the service has several.")] = "",
     json: Json = False,
 ) -> int:
     """Shows which server holds which blocks. Exit status 1 when a block has no server."""

@@ -29,7 +29,7 @@ def _answer(name: str, text: str, **more: Any) -> Any:
 _IS_FILE: Final[Mapping[str, Any]] = {"exists": True, "dir_okay": False, "readable": True}
 
 Server = Annotated[str, _place("server", "The client service.", "-s", envvar="COROLLA_SERVER", metavar="HOST:PORT")]
-ApiKey = Annotated[str | None, _place("api-key", "Key, where the service wants one.", envvar="COROLLA_API_KEY")]
+ApiKey = Annotated[str | None, _place("api-key", "API key, if the service requires one.", envvar="COROLLA_API_KEY")]
 ApiKeyFile = Annotated[
     Path | None,
     _place(
@@ -37,12 +37,12 @@ ApiKeyFile = Annotated[
         envvar="COROLLA_API_KEY_FILE", **_IS_FILE,
     ),
 ]  # fmt: skip
-Tls = Annotated[bool, _place("tls", "Encrypt, and trust the authorities of the web.")]
+Tls = Annotated[bool, _place("tls", "Encrypt, and trust the system's certificate authorities.")]
 CaFile = Annotated[
     Path | None,
     _place("ca-file", "Encrypt, and trust the authorities in this file (PEM).", envvar="COROLLA_CA_FILE", **_IS_FILE),
 ]
-Model = Annotated[str, _place("model", "Model, where there are several.", "-m")]
+Model = Annotated[str, _place("model", "Model, if the service has several.", "-m")]
 Timeout = Annotated[float | None, _place("timeout", "Give up after this many seconds.")]
 
 MaxTokens = Annotated[int | None, _answer("max-tokens", "New tokens at most.")]
@@ -59,8 +59,12 @@ Tools = Annotated[
 ]
 ToolChoice = Annotated[str | None, _answer("tool-choice", "Whether tools are called: auto, none or required.")]
 Stop = Annotated[list[str] | None, _answer("stop", "End before this text; may be given several times.")]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end.", rich_help_panel=_ANSWER)]
-TimeLimit = Annotated[float | None, _answer("time-limit", "End with what there is after this many seconds.")]
+IgnoreEos = Annotated[
+    bool, typer.Option("--ignore-eos", help="Continue after an end-of-sequence token.", rich_help_panel=_ANSWER)
+]
+TimeLimit = Annotated[
+    float | None, _answer("time-limit", "End the answer after this many seconds, with the tokens so far.")
+]
 Speculation = Annotated[
     str | None, _answer("speculation", "Draft tokens ahead: off, prompt_lookup or draft_model. Tokens stay the same.")
 ]
@@ -75,11 +79,11 @@ def form(json_schema: Path | None, regex: str | None) -> dict[str, Any] | None:
     if json_schema is None:
         return None if regex is None else {"type": "regex", "regex": regex}
     if regex is not None:
-        raise typer.BadParameter("an answer has one form", param_hint="--regex")
+        raise typer.BadParameter("give only one of --json-schema and --regex", param_hint="--regex")
     try:
         schema = json.loads(json_schema.read_text(encoding="utf-8"))
     except ValueError:
-        raise typer.BadParameter("the file holds no JSON", param_hint="--json-schema") from None
+        raise typer.BadParameter("the file does not hold JSON", param_hint="--json-schema") from None
     return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 

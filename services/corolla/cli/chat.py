@@ -70,7 +70,7 @@ def _talk_about(chat: Chat, text: str) -> None:
         try:
             results = [_result(call, _asked(call.name)) for call in calls]
         except (EOFError, KeyboardInterrupt):
-            _say("\nNo results, then.")
+            _say("\nContinuing without the results.")
             return
         calls = _answer_on_terminal(chat, results)
 

@@ -92,7 +92,7 @@ def _show(console: Console, before: str, stream: Stream) -> Usage:
         num_chunks += 1
     console.print()
     if stream.usage is None or not stream.token_ids or not num_chunks:
-        raise InternalError("the answer is empty")
+        raise InternalError("the model's answer is empty")
     console.print(Text(f"       {usage_text(stream.usage, stream.finish_reason)}\n", style="dim"), soft_wrap=True)
     return stream.usage
 

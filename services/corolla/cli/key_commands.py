@@ -26,7 +26,7 @@ def new(
     file: File,
     tenant: Annotated[str, typer.Option(help="Tenant that owns the key.")],
     expires_days: Annotated[
-        int | None, typer.Option(min=1, max=36_500, help="Days for which it holds; for ever if not given.")
+        int | None, typer.Option(min=1, max=36_500, help="Days until it expires; without it, the key never expires.")
     ] = None,
     model: Annotated[list[str] | None, typer.Option(help="Only this model; may be given several times.")] = None,
     scope: Annotated[
@@ -85,7 +85,7 @@ def revoke(
         text = _read(file)
         records = {record.id: record for record in _parse(file, text).records if not record.is_simple}
         if key_id not in records:
-            raise StartupError(f"{file} has no key {key_id}; `corolla keys list` names those that it has")
+            raise StartupError(f"{file} has no key {key_id}; `corolla keys list` shows the keys that it has")
         kept = without_key(text, key_id)
         if not any(line.strip() and not line.strip().startswith("#") for line in kept.splitlines()):
             # Client services reject a file without keys: they would continue with the old file, and this key.

@@ -27,7 +27,7 @@ Quantization = Annotated[str | None, _option("Quantisation of the block servers'
 Threads = Annotated[int | None, _option("Torch threads.")]
 Device = Annotated[str | None, _option("cpu, cuda or cuda:1.")]
 
-_REST = "What has no option here is set by a variable COROLLA_...; --settings lists them all."
+_REST = "Set everything else with COROLLA_... variables; --settings lists them all."
 
 
 def add_to(app: typer.Typer) -> None:
@@ -57,8 +57,8 @@ def router(
 
 def block_server(
     model: Model = None,
-    blocks: Annotated[str | None, _option("start:end, or auto: the router chooses.")] = None,
-    capacity_blocks: Annotated[int | None, _option("How many blocks fit, when auto.")] = None,
+    blocks: Annotated[str | None, _option("start:end, or auto, to let the router choose.")] = None,
+    capacity_blocks: Annotated[int | None, _option("The most blocks to hold, with --blocks auto.")] = None,
     router: Router = None,
     port: Port = None,
     host: Host = None,
@@ -130,7 +130,9 @@ def drain(
         address, StartupError(f"no block server answers at {address}; name its control port")
     ) as channel:
         left = AdminServiceStub(channel).Drain(admin_pb2.DrainRequest(), timeout=timeout_s).num_sessions_left
-    sys.stdout.write("drained" + (f"; {left} sessions found no room and are replayed" if left else "") + "\n")
+    sys.stdout.write(
+        "drained" + (f"; {left} sessions found no room elsewhere and will be replayed" if left else "") + "\n"
+    )
     return 0
 
 

@@ -34,7 +34,7 @@ def up(
     ] = None,
     blocks: Annotated[
         str,
-        typer.Option(help='A span for each block server, such as "0:10,10:30"; or auto: the router chooses.'),
+        typer.Option(help='A span for each block server, such as "0:10,10:30", or auto, to let the router choose.'),
     ] = "",
     port: Annotated[
         int | None,

@@ -36,7 +36,7 @@ class ModelNames:
         if not named and given not in ("", self._model):
             raise ModelNotFound("this service does not have that model; see ListModels", given[:256])
         if named and adapter and named != adapter:
-            raise InvalidRequest("adapter", "is another one than the model's name says")
+            raise InvalidRequest("adapter", "contradicts the adapter in the model's name")
         return adapter or named
 
     def with_adapter(self, adapter: str) -> str:
@@ -48,7 +48,7 @@ class ModelNames:
 
         Raises:
             AdapterNotFound: no adapter has this name.
-            AdapterDenied: the adapter is for other tenants.
+            AdapterDenied: the adapter is registered for other tenants only.
         """
         return await self._placement.adapter(name, tenant) if name else None
 
@@ -64,11 +64,11 @@ class ModelNames:
         """
         if not record.HasField("adapter"):
             if name:
-                raise InvalidRequest("adapter", "the session was created without one, and cannot change that")
+                raise InvalidRequest("adapter", "must be empty, because the session was created without an adapter")
             return None
         version = AdapterVersion.of(record.adapter)
         if name not in ("", version.name):
-            raise InvalidRequest("adapter", "the session was created with another one")
+            raise InvalidRequest("adapter", "must be the adapter that the session was created with")
         if await self.resolve(version.name, tenant) != version:
             raise AdapterNotFound("the session's adapter was registered anew, with other weights", version.name)
         return version

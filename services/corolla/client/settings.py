@@ -35,7 +35,7 @@ class ClientSettings(ServiceSettings):
     model: str = Field("demo", description="Checkpoint folder, GGUF file, hub id, or `demo`.")
     revision: str | None = Field(None, description="Revision of a hub id.")
     offline: bool = Field(
-        False, description="Never ask the hub: what its cache lacks is missing. HF_HUB_OFFLINE=1 means the same."
+        False, description="Never fetch from the hub; all files must be in its cache. HF_HUB_OFFLINE=1 means the same."
     )
     hub_patience_s: float = Field(
         300.0, ge=0, description="Seconds of retries while the hub cannot be reached or breaks off."
@@ -162,9 +162,9 @@ class ClientSettings(ServiceSettings):
     def _audience_is_named(cls, audience: str, info: ValidationInfo) -> str:
         issuer = info.data.get("oidc_issuer")
         if issuer and not audience:
-            raise ValueError("must be set with COROLLA_OIDC_ISSUER: else tokens for others would be taken")
+            raise ValueError("must be set with COROLLA_OIDC_ISSUER, to refuse tokens for other services")
         if audience and not issuer:
-            raise ValueError("needs COROLLA_OIDC_ISSUER: else callers would not be asked for tokens")
+            raise ValueError("needs COROLLA_OIDC_ISSUER; without it, the service does not ask callers for tokens")
         return audience
 
     @field_validator("oidc_jwks")
@@ -173,7 +173,7 @@ class ClientSettings(ServiceSettings):
         if "://" in jwks and not jwks.startswith("https://"):
             raise ValueError("must begin with https://, or name a file")
         if jwks and not info.data.get("oidc_issuer"):
-            raise ValueError("needs COROLLA_OIDC_ISSUER: else callers would not be asked for tokens")
+            raise ValueError("needs COROLLA_OIDC_ISSUER; without it, the service does not ask callers for tokens")
         return jwks
 
     @field_validator("oidc_algorithms")
@@ -181,7 +181,7 @@ class ClientSettings(ServiceSettings):
     def _algorithms_have_public_keys(cls, names: str) -> str:
         given = [each.strip() for each in names.split(",")]
         if unknown := [each for each in given if each not in ALGORITHMS]:
-            raise ValueError(f"{unknown[0]!r} is none of {', '.join(ALGORITHMS)}")
+            raise ValueError(f"{unknown[0]!r} is not one of {', '.join(ALGORITHMS)}")
         return ",".join(given)
 
     @property

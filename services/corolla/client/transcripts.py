@@ -113,7 +113,7 @@ class Transcripts:
             yield turn
         except StaleEpoch:
             # A turn of the same name took over the session, or Redis lost it. The next turn has a higher epoch.
-            raise SessionBusy("block servers have opened the session for a later turn") from None
+            raise SessionBusy("another turn of the session has begun") from None
         finally:
             self._tasks.cancel(renewing)
             if not turn.committed:
@@ -179,7 +179,7 @@ class Transcripts:
         try:
             await self._end(record, turn_id, discard=True)
         except CorollaError as error:
-            log.warning("turn lock not given back; it will run out", extra={"reason": error.reason})
+            log.warning("could not release the lock of a turn; it will expire", extra={"reason": error.reason})
 
     async def _end(self, record: pb.SessionRecord, turn_id: str, *, discard: bool) -> None:
         request = pb.EndTurnRequest(record=record, turn_id=turn_id, ttl_ms=self.ttl_ms, discard=discard)
@@ -193,7 +193,7 @@ class Transcripts:
             try:
                 await self._control.call(self._control.stub.RenewTurn, request)
             except CorollaError as error:
-                log.warning("turn lock not renewed", extra={"reason": error.reason})
+                log.warning("could not renew the lock of a turn", extra={"reason": error.reason})
 
 
 def _checked(session_id: str) -> str:

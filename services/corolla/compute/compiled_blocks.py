@@ -226,10 +226,10 @@ def choose_compiled_blocks(
         first_layers = {_shape_of(layer, dtype): index for index, layer in reversed(list(enumerate(span.layers)))}
         differences = [_difference(span, index, dtype, store.pool.page_tokens) for index in first_layers.values()]
         if all(difference <= _TOLERANCES[dtype] for difference in differences):
-            log.info("blocks are compiled", extra={"shapes": len(first_layers)})
+            log.info("running compiled blocks", extra={"shapes": len(first_layers)})
             return CompiledBlocks(span, store, dtype)
         reason = f"their results differ by {max(differences):.1e} of the largest number"
-    log.info("blocks are not compiled", extra={"reason": reason})
+    log.info("running blocks without compiled functions", extra={"reason": reason})
     return None
 
 

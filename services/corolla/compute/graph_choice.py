@@ -28,7 +28,7 @@ def choose_graphs(runner: SpanRunner, record: Record) -> None:
     failure = _failure(runner, record)
     if failure is not None:
         runner.decode_graphs = None
-        log.warning("decode steps are not replayed as graphs", extra={"failure": failure})
+        log.warning("not using CUDA graphs for decode steps", extra={"failure": failure})
 
 
 @torch.inference_mode()
@@ -55,7 +55,7 @@ def _failure(runner: SpanRunner, record: Record) -> str | None:
         # The server can do without recordings, whatever went wrong.
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     runner.decode_graphs = graphs
-    log.info("decode steps are replayed as graphs", extra={"sizes": " ".join(map(str, sizes))})
+    log.info("using CUDA graphs for decode steps", extra={"sizes": " ".join(map(str, sizes))})
     return None
 
 

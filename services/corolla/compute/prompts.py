@@ -44,7 +44,7 @@ class BlockPrompts:
             MalformedMessage: the payload does not match its description or the model, or is too large.
         """
         if description.num_tokens == 0 or description.dtype != dtype or description.hidden_size != width:
-            raise MalformedMessage("block_prompts", "no tokens, or dtype or hidden size is not the model's")
+            raise MalformedMessage("block_prompts", "must have tokens, and the model's dtype and hidden size")
         if len(payload) > MAX_PROMPT_BYTES:
             raise MalformedMessage("block_prompts", f"at most {MAX_PROMPT_BYTES >> 20} MiB for the blocks of one hop")
         rows = from_payload(payload, dtype, num_blocks * description.num_tokens, width)

@@ -155,7 +155,9 @@ class Connection:
         """
         if os.getpid() != self._process_id:
             work.close()
-            raise StartupError("a connection does not survive a fork; load the model in the process that uses it")
+            raise StartupError(
+                "the model's connection cannot be used after a fork; load the model in the process that uses it"
+            )
         try:
             return self._thread.call(work)
         except LoopStopped:
@@ -192,7 +194,7 @@ class Connection:
 
         Raises:
             AdapterNotFound: no adapter has this name.
-            AdapterDenied: the adapter is for other tenants.
+            AdapterDenied: the adapter is registered for other tenants only.
         """
         return self.call(self._planes.placement.adapter(name, tenant)) if name else None
 

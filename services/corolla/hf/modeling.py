@@ -94,7 +94,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
 
         Raises:
             AdapterNotFound: no adapter has this name.
-            AdapterDenied: the adapter is for other tenants.
+            AdapterDenied: the adapter is registered for other tenants only.
             SettingsError: the cache secret is too short.
             CheckpointError: the checkpoint is missing or damaged, or its family is not that of this class.
             HubUnavailable: the checkpoint is on the hub, and the hub cannot be reached.
@@ -133,7 +133,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
 
         Raises:
             AdapterNotFound: no adapter has this name.
-            AdapterDenied: the adapter is for other tenants.
+            AdapterDenied: the adapter is registered for other tenants only.
         """
         remote = self.blocks.remote
         self.blocks = RemoteBlocks(replace(remote, adapter=remote.connection.adapter(name, remote.tenant)))

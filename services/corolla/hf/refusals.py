@@ -16,7 +16,7 @@ _OPTIONS: Final[Mapping[str, str]] = {
     "assistant_early_exit": "the first blocks alone cannot be asked for a draft; give an `assistant_model`",
     "use_mtp": "remote blocks have no further prediction heads; give an `assistant_model`",
     "speculation_type": "such drafts need the hidden states of single blocks; give an `assistant_model`",
-    "low_memory": "beams step together; give fewer of them",
+    "low_memory": "all beams go through one step; use fewer beams",
     "constraints": "transformers runs it with code from the hub, and remote code is never run",
     "force_words_ids": "transformers runs it with code from the hub, and remote code is never run",
     "dola_layers": "it needs the output of single blocks",

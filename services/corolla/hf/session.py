@@ -292,7 +292,7 @@ class InferenceSession:
 
     def _require_open(self) -> None:
         if self.is_closed:
-            raise HopSessionLost("the session is closed, or was lost with a hop; open another one")
+            raise HopSessionLost("the session was closed, or lost with a hop; open another one")
 
 
 def active_session(blocks: RemoteSpan) -> InferenceSession | None:

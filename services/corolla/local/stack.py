@@ -237,7 +237,7 @@ class Stack:
         except ValueError:
             raise StartupError("the address of Redis is not valid; write redis://host:port/number") from None
         if not answers:
-            raise StartupError("no Redis answers at the given address; start it, or leave --redis-url out")
+            raise StartupError("Redis does not answer at the given address; start it, or leave --redis-url out")
 
     def _prepare_model(self) -> tuple[int, float]:
         """Finds or fetches the model, and starts the router, which takes only block servers of this model.
@@ -328,7 +328,8 @@ class Stack:
             self._check_alive()
             if time.monotonic() > give_up:
                 raise StartupError(
-                    f"waited {self.options.start_timeout_s:.0f} s in vain until {what}; see {self.options.log_folder}"
+                    f"the stack did not start within {self.options.start_timeout_s:.0f} s: still waiting until {what}; "
+                    f"see {self.options.log_folder}"
                 )
             time.sleep(_POLL_S)
 

@@ -123,7 +123,7 @@ class Hub:
             if commit is None:
                 raise CheckpointError(
                     f"{repository!r} is not a local folder, the cache {self.cache} does not know its revision "
-                    f"{revision or constants.DEFAULT_REVISION!r}, and the hub is not to be asked; fetch it where there "
+                    f"{revision or constants.DEFAULT_REVISION!r}, and offline mode is on; fetch it where there "
                     "is a network, or give a local folder."
                 )
             return known or self._by_links(repository, commit)
@@ -166,7 +166,7 @@ class Hub:
             if revision != info.sha:
                 _write(self._reference(repository, revision or constants.DEFAULT_REVISION), info.sha)
         except OSError:
-            log.warning("the cache cannot be written to; a start without the hub may lack something")
+            log.warning("cannot write to the hub's cache; a later start without the hub may lack files")
         return manifest
 
     def _manifest_path(self, repository: str, commit: str) -> Path:

@@ -87,7 +87,7 @@ class HubSnapshot:
         A file in `Hub.checked` is not read again. A damaged file is fetched again.
 
         Raises:
-            CheckpointError: a file is missing and the hub is not to be asked, or there is no room for it.
+            CheckpointError: a file is missing and offline mode is on, or there is no room for it.
             HubUnavailable: the hub cannot be reached, or sends other contents than it lists.
         """
         wanted = [name for name in sorted(names) if not self._is_known(name)]
@@ -129,9 +129,7 @@ class HubSnapshot:
         if self._is_sound(path, stored):
             return
         if self.hub.is_offline:
-            raise CheckpointError(
-                f"{path} is damaged and the hub is not to be asked; fetch it again where there is a network."
-            )
+            raise CheckpointError(f"{path} is damaged and offline mode is on; fetch it again where there is a network.")
         log.warning("a file of the cache is damaged; fetching it again", extra={"file": name})
         if not path.is_symlink():
             path.unlink(missing_ok=True)  # on a disk without links, the hub's client would not replace it
@@ -174,8 +172,8 @@ class HubSnapshot:
     def _missing(self, name: str) -> CheckpointError:
         if self.hub.is_offline:
             return CheckpointError(
-                f"{name} of {self.repository!r} is missing in {self.folder}, and the "
-                "hub is not to be asked; fetch it where there is a network."
+                f"{name} of {self.repository!r} is missing in {self.folder}, and "
+                "offline mode is on; fetch it where there is a network."
             )
         return CheckpointError(
             f"{name} is missing in {self.repository!r} although {INDEX_FILE} names it; choose another revision."

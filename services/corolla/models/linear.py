@@ -219,7 +219,7 @@ def tune(
     groups = [_Group(layers, is_held, max_bytes) for (*_, is_held), layers in alike.items()]
     # Panels get half of the time; where they lose, the rest is for the other two ways.
     if _panels_win(groups, deadline_s - budget_s / 2):
-        log.info("weights are laid out as panels")
+        log.info("laid the weights out as panels")
         for group in groups:
             if group.layout is not None:
                 num_outputs, num_inputs = group.layers[0].weight.shape

@@ -58,5 +58,7 @@ def checked(request: pb.TakeQuotasRequest) -> pb.TakeQuotasRequest:
             validation.check_name("takes.uses.quota", use.quota)
             validation.check_duration("takes.uses.period_ms", use.period_ms, MOST_PERIOD_MS, 0)
             if not (use.amount <= MOST_AMOUNT and 1 <= use.limit <= MOST_AMOUNT):
-                raise InvalidRequest("takes.uses", f"amounts and limits are at most {MOST_AMOUNT}, and limits not 0")
+                raise InvalidRequest(
+                    "takes.uses", f"must have amounts and limits of at most {MOST_AMOUNT}, and no limit of 0"
+                )
     return request

@@ -90,7 +90,9 @@ class Registry:
             for attempt in range(MOST_ATTEMPTS):
                 roster = await self.snapshot(server.model)
                 if not replaces and roster.has_other_at_address(server):
-                    raise LeaseTaken("another server has this one's address")
+                    raise LeaseTaken(
+                        "another server registered this address; give this server another address or stop the other one"
+                    )
                 roster = roster.without(server)
                 span = _choose(roster, server, wanted)
                 if await self._commit(roster, server, span, lease, workload):
@@ -136,7 +138,9 @@ class Registry:
         )
         _check_theirs(reply)
         if reply == _TAKEN:
-            raise LeaseTaken("another server has this one's address")
+            raise LeaseTaken(
+                "another server registered this address; give this server another address or stop the other one"
+            )
         if reply == _UNKNOWN:
             if not beat.HasField("server"):
                 raise LeaseLost("this server has no lease; register again")
@@ -253,7 +257,7 @@ class Registry:
             MOST_ADAPTERS,
         )  # fmt: skip
         if reply != 1:
-            raise InvalidRequest("adapter", f"would be one too many: a model has at most {MOST_ADAPTERS}")
+            raise InvalidRequest("adapter", f"must not exceed {MOST_ADAPTERS} adapters of one model; remove one first")
 
     async def restore_adapters(self, model: str, adapters: Iterable[pb.RegisteredAdapter]) -> None:
         """Registers again the adapters that the store lost with its data.
@@ -269,7 +273,7 @@ class Registry:
     async def remove_adapter(self, model: str, name: str) -> None:
         """Removes an adapter. Raises AdapterNotFound if it is not registered."""
         if await self._store.call("remove_adapter", model, name) != 1:
-            raise AdapterNotFound("no such adapter is registered", name)
+            raise AdapterNotFound("the adapter is not registered", name)
 
     def _adapters(self, model: str, entries: Sequence[bytes]) -> Iterator[pb.RegisteredAdapter]:
         for name, entry in zip(entries[::2], entries[1::2], strict=True):

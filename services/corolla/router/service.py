@@ -149,7 +149,7 @@ class RouterProcess:
             except StoreUnavailable:
                 self._metrics.store_up.set(0)
                 if not has_logged:
-                    log.warning("waiting for redis; nothing is served until it answers")
+                    log.warning("waiting for Redis; the router serves nothing until it answers")
                 has_logged = True
                 await asyncio.sleep(self._intervals.relist_s)
             else:

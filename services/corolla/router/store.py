@@ -93,7 +93,7 @@ class Store:
             self._waiting = self._connect(url, None, Retry(NoBackoff(), 0))
         except (ValueError, TypeError, RedisError):
             raise StartupError(
-                "COROLLA_REDIS_URL is no Redis address; write it like redis://:password@host:6379/0"
+                "COROLLA_REDIS_URL is not a Redis address; write it like redis://:password@host:6379/0"
             ) from None
 
     def _connect(self, url: str, timeout_s: float | None, retry: Retry) -> Redis:
@@ -121,7 +121,9 @@ class Store:
         try:
             await self._client.ping()
         except (AuthenticationError, ResponseError):
-            raise StartupError("Redis refuses us; correct user, password and database in COROLLA_REDIS_URL") from None
+            raise StartupError(
+                "Redis refused the login; correct the user, password and database in COROLLA_REDIS_URL"
+            ) from None
         except _FAILURES as failure:
             if not is_outage(failure):
                 raise
@@ -170,7 +172,9 @@ class Store:
         record = (kind, model, name)
         if record not in self._logged and len(self._logged) < _MOST_LOGGED:
             self._logged.add(record)
-            log.error("a record in redis cannot be read", extra={"kind": kind, "model": model, "record": name})
+            log.error(
+                "skipping a record in Redis that cannot be read", extra={"kind": kind, "model": model, "record": name}
+            )
 
     async def close(self) -> None:
         for client in (self._client, self._waiting):
@@ -219,5 +223,5 @@ class Store:
             if up:
                 log.info("redis is back")
             else:
-                log.warning("redis does not answer, or refuses", extra={"cause": cause})
+                log.warning("redis does not answer, or refuses calls; retrying", extra={"cause": cause})
         self._is_up = up

@@ -87,11 +87,13 @@ def check_expected(server: pb.ServerDescription, models: Mapping[str, ExpectedMo
         return
     expected = models.get(server.model)
     if expected is None:
-        raise SpanRefused("this router serves other models")
+        raise SpanRefused("this router accepts only the models in COROLLA_MODELS")
     if expected.num_blocks not in (0, server.num_model_blocks):
-        raise SpanRefused(f"the model has {expected.num_blocks} blocks, that of this server {server.num_model_blocks}")
+        raise SpanRefused(
+            f"the model has {expected.num_blocks} blocks, but this server's model has {server.num_model_blocks}"
+        )
     if expected.fingerprint not in ("", server.fingerprint):
-        raise SpanRefused("the weights of this server are not those of the model")
+        raise SpanRefused("the server's weights differ from those that COROLLA_MODELS requires")
 
 
 def check_self_description(beat: pb.HeartbeatRequest) -> None:

@@ -157,4 +157,4 @@ def _is_unknown(feed: _Feed) -> bool:
 
 
 def _stopping() -> ServiceStopping:
-    return ServiceStopping("the router stops; watch another one")
+    return ServiceStopping("the router is stopping; watch another one")

@@ -32,7 +32,7 @@ def add_tools(request: pb.ChatRequest | pb.Conversation, tools: Sequence[AnyTool
         place = f"tools[{position}]"
         function = _function(tool, place)
         if unknown := sorted(map(str, function.keys() - _KEYS)):
-            raise InvalidRequest(place, f"{unknown[0]!r} is none of {', '.join(sorted(_KEYS))}")
+            raise InvalidRequest(place, f"{unknown[0]!r} is not one of {', '.join(sorted(_KEYS))}")
         added = request.tools.add()
         for key in ("name", "description", "strict"):
             set_field(added, key, function.get(key), f"{place}.{key}")

@@ -38,7 +38,9 @@ class CallerAddress:
         """Checks that `host:port` is the caller's. Raises AddressNotYours."""
         host = address.rpartition(":")[0].strip("[]").lower()
         if not any(_is_same(host, name.lower()) for name in self.names or (self.host,)):
-            raise AddressNotYours("this server's address is neither in its certificate nor where its call comes from")
+            raise AddressNotYours(
+                "the server's address must be in its certificate; if that names none, it must be the one it calls from"
+            )
 
 
 def _is_same(host: str, name: str) -> bool:

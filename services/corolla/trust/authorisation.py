@@ -88,4 +88,4 @@ def check_frame(kind: type[Message], caller: Workload) -> None:
 
 
 def _named(caller: Workload | None) -> str:
-    return "who has no role" if caller is None else f"the role {caller.role.value}"
+    return "a caller without a role" if caller is None else f"the role {caller.role.value}"

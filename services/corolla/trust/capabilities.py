@@ -70,19 +70,23 @@ class Capabilities:
             raise CapabilityDenied("the session's capability is not signed by a workload that this server knows")
         workload = holder.workload
         if not self._credentials.is_valid(signed.certificates[0]):
-            raise CapabilityDenied("the certificate of who has signed for the session counts no longer")
+            raise CapabilityDenied(
+                "the certificate that signed for the session has expired, was revoked or is not trusted any more"
+            )
         if not self._credentials.knows(workload) or workload.role not in _SIGNERS:
-            raise CapabilityDenied("who has signed for the session may open none")
+            raise CapabilityDenied("the workload that signed for the session has a role that may not open sessions")
         try:
             capability = pb.Capability.FromString(signed.capability)
         except DecodeError:
             raise CapabilityDenied("the signed message is not a capability") from None
         if workload.role is Role.LIBRARY and workload.name != capability.tenant:
-            raise RoleDenied("a library's certificate names its tenant; this one is another")
+            raise RoleDenied("a library may open sessions only for the tenant that its certificate names")
         if self._now_ms() >= capability.expires_at_ms:
             raise CapabilityDenied("the capability of the session has expired")
         if capability.fingerprint != self._fingerprint or not _covers(capability, asked):
-            raise CapabilityDenied("the capability is for something else")
+            raise CapabilityDenied(
+                "the session's capability does not cover what was asked (model, session, epoch, tenant, span or tokens)"
+            )
         return workload
 
     def _now_ms(self) -> int:

@@ -111,7 +111,7 @@ def _lists(text: bytes, authorities: Sequence[x509.Certificate]) -> Iterable[x50
         if any(each.is_signature_valid(authority.public_key()) for authority in authorities):  # type: ignore[arg-type]
             yield each
         else:
-            log.warning("a revocation list that none of the authorities signed revokes nothing")
+            log.warning("ignoring a revocation list in crl.pem that none of the authorities in ca.crt signed")
 
 
 def _has_signed(authority: x509.Certificate, certificate: x509.Certificate) -> bool:

@@ -25,7 +25,9 @@ def make_folder(router: str) -> Path:
     try:
         own.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_private(own):
-            raise StartupError(f"{own} is open to others; remove it, or have XDG_RUNTIME_DIR name a folder of yours")
+            raise StartupError(
+                f"other users can read or write {own}; remove it, or set XDG_RUNTIME_DIR to a folder of your own"
+            )
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
         (folder / _OWNER_FILE).write_text(str(os.getpid()))

@@ -36,7 +36,9 @@ class Signer:
     def __init__(self, certificates: bytes, key: bytes) -> None:
         loaded = serialization.load_pem_private_key(key, None)
         if not isinstance(loaded, ec.EllipticCurvePrivateKey):
-            raise ValueError("who opens sessions signs for them, with a key for ECDSA; this one is of another kind")
+            raise ValueError(
+                "the certificate's key must be an ECDSA key, because this process signs for the sessions that it opens"
+            )
         self._key = loaded
         self.certificates = tuple(
             each.public_bytes(serialization.Encoding.DER) for each in x509.load_pem_x509_certificates(certificates)

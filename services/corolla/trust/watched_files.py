@@ -70,16 +70,16 @@ class WatchedFiles:
             self._taken = self._take_all()
         except (OSError, ValueError) as failure:
             self._bad = contents
-            log.error("changed files cannot be used; the old ones stay", extra={"cause": _sentence(failure)})
+            log.error("cannot use the changed files; continuing with the old ones", extra={"cause": _sentence(failure)})
         else:
-            log.info("changed files are in use", extra={"folder": str(self._folder)})
+            log.info("now using the changed files", extra={"folder": str(self._folder)})
 
     def _take_all(self) -> Contents:
         contents = self._read()
         self._take(contents)
         # `take` may read the files itself, so they must still be the same.
         if self._read() != contents:
-            raise ValueError("the files change just now")
+            raise ValueError("the files changed while they were read")
         return contents
 
     def _read(self) -> Contents:

@@ -137,7 +137,7 @@ class RenewedStream:
 
     def _go_over(self) -> None:
         if self._next is None or not self._is_leaving:
-            raise MalformedMessage("go_away", "the caller has not left the connection")
+            raise MalformedMessage("go_away", "must not come before the caller has left the old connection")
         before, self._current, self._next, self._is_leaving = self._current, self._next, None, False
         unsent, self._unsent, untaken, self._untaken = self._unsent, [], self._untaken, []
         self._num_waiting_bytes = 0
@@ -155,7 +155,7 @@ class RenewedStream:
         """Adds a frame to those that wait for the move. Raises QueueFull if too many bytes wait already."""
         self._num_waiting_bytes += _FRAME_BYTES + frame.control.ByteSize() + len(frame.payload)
         if self._num_waiting_bytes > self._limits.max_waiting_bytes:
-            raise QueueFull("too many bytes wait for a stream to move to another connection")
+            raise QueueFull("too many bytes waited while a stream moved to another connection")
         waiting.append(frame)
 
     def _connections(self) -> list[FrameStream]:
@@ -167,7 +167,7 @@ class RenewedStream:
             self._next = None
             if end.cause is not StreamCause.CLOSED:
                 facts = {"address": self._address, "cause": end.cause.value}
-                log.warning("no other connection came about for a stream; it is tried again", extra=facts)
+                log.warning("could not open a new connection for a stream; trying again", extra=facts)
         elif connection in self._connections() and not self.ended.done():
             self.ended.set_result(end)
             self.close()

@@ -363,7 +363,7 @@ class FrameStream(asyncio.Protocol):
             )
         self._move(StreamState.OPEN)
         if self._trust is not None and not self._trust.admits(self.peer):
-            raise RoleDenied("a stream's other end has a certificate whose identity is not admitted here")
+            raise RoleDenied("the certificate of the other end names an identity that may not connect here")
         rest, self._greeting = self._greeting[_GREETING.size :], b""
         if self._transport is not None and self._unsent:
             self._write(self._transport, self._unsent)
@@ -490,16 +490,14 @@ class FrameStream(asyncio.Protocol):
         return is_draining
 
     def _on_no_greeting(self) -> None:
-        self._end = StreamEnd(
-            StreamCause.FAILED, DeadlineExceeded("a stream begins with a greeting; that did not come")
-        )
+        self._end = StreamEnd(StreamCause.FAILED, DeadlineExceeded("the other end did not send its greeting in time"))
         if self._transport is not None:
             self._transport.abort()
 
     def _move(self, state: StreamState) -> None:
         if state is not self._state:
             if state not in TRANSITIONS[self._state]:
-                raise InternalError(f"a stream that is {self._state.value} cannot become {state.value}")
+                raise InternalError(f"a stream in the state {self._state.value} cannot change to {state.value}")
             self._state = state
 
 

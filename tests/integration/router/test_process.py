@@ -47,7 +47,7 @@ def test_a_signal_ends_the_router_cleanly(redis_url: str, number: signal.Signals
 def test_a_signal_ends_the_router_while_it_waits_for_redis() -> None:
     process = start_process(redis_url="redis://:hush@127.0.0.1:1/0", port="0", host="127.0.0.1")
     try:
-        assert "hush" not in read_until(process, "waiting for redis")
+        assert "hush" not in read_until(process, "waiting for Redis")
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     finally:
@@ -58,7 +58,7 @@ def test_a_signal_ends_the_router_while_it_waits_for_redis() -> None:
 @pytest.mark.parametrize(
     "variables, words",
     [
-        ({"redis_url": "gopher://:hush@host"}, "COROLLA_REDIS_URL is no Redis address"),
+        ({"redis_url": "gopher://:hush@host"}, "COROLLA_REDIS_URL is not a Redis address"),
         ({"lease_ms": "ten"}, "COROLLA_LEASE_MS='ten'"),
         ({"port": "70000", "redis_url": "redis://:hush@host"}, "COROLLA_PORT='70000'"),
     ],

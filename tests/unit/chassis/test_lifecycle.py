@@ -1,5 +1,6 @@
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -55,17 +56,36 @@ def test_a_service_runs_until_a_signal_and_is_stopped() -> None:
     assert service.asked == ["start", "stop"]
 
 
-def test_a_variable_that_was_a_setting_once_is_named_and_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "name, instead",
+    [
+        ("MAX_RECOVERIES", "nothing to set in its place"),
+        ("LEAN_BLOCKS", "set COROLLA_FUSED_BLOCKS"),
+        ("KEPT_OUTPUTS_MIB", "set COROLLA_BOUNDARY_ACTIVATIONS_MIB"),
+        ("PREFILL_TOKENS_BESIDE_DECODE", "set COROLLA_MAX_BATCH_TOKENS"),
+        ("PREFILL_CHUNK_TOKENS_BESIDE_DECODE", "set COROLLA_PREFILL_CHUNK_TOKENS"),
+    ],
+)
+def test_a_variable_that_was_a_setting_once_is_named_with_what_to_do_and_changes_nothing(
+    name: str, instead: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COROLLA_MAX_RECOVERIES", "3")
+    monkeypatch.setenv(f"{PREFIX}{name}", "3")
     assert run_service(OwnSettings, lambda _: Recorded()) == 0
-    assert "variable=COROLLA_MAX_RECOVERIES" in capsys.readouterr().err
+    logged = capsys.readouterr().err
+    assert f"variable={PREFIX}{name}" in logged
+    assert instead in logged
+
+
+def test_a_removed_setting_names_only_settings_that_exist() -> None:
+    services = (BlockServerSettings, ClientSettings, RouterSettings)
+    known = {f"{PREFIX}{name.upper()}" for model in services for name in model.model_fields}
+    named = {name for advice in REMOVED.values() for name in re.findall(rf"{PREFIX}\w+", advice)}
+    assert named <= known
 
 
 @pytest.mark.parametrize("model", [BlockServerSettings, ClientSettings, RouterSettings])
 def test_no_setting_is_said_to_have_gone(model: type[ServiceSettings]) -> None:
-    assert not REMOVED & {f"{PREFIX}{name.upper()}" for name in model.model_fields}
+    assert not REMOVED.keys() & {f"{PREFIX}{name.upper()}" for name in model.model_fields}
 
 
 def test_a_stopping_service_tolerates_further_requests_and_a_first_signal() -> None:

@@ -62,7 +62,7 @@ async def test_a_group_ends_its_tasks_and_notes_those_that_fail(caplog: pytest.L
     with caplog.at_level(logging.ERROR):
         await asyncio.wait({group.start(fail(), "failing")})
         await asyncio.sleep(0)
-    assert "background task failed" in caplog.text
+    assert "a background task failed" in caplog.text
     assert "what a prompt says" not in caplog.text
     await group.close()
     assert waiting.cancelled()

@@ -109,7 +109,7 @@ def test_settings(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--settings"]) == 0
     lines = lines_of(capsys.readouterr().out)
     number = lines.index("COROLLA_LOG_LEVEL=INFO")
-    assert lines[number + 1].rstrip() == "    Least severe level logged, in any case: `info` is `INFO`."
+    assert lines[number + 1].rstrip() == "    Least severe level that is logged; upper and lower case mean the same."
 
 
 def test_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

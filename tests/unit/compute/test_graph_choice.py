@@ -35,7 +35,7 @@ def assert_refused(caplog: pytest.LogCaptureFixture, runner: SpanRunner, reason:
     with caplog.at_level(logging.INFO, "corolla.compute.graph_choice"):
         assert choose(runner, how) is None
     (said,) = (each for each in caplog.records if each.name == graph_choice.__name__)
-    assert (said.levelname, said.message) == ("WARNING", "decode steps are not replayed as graphs")
+    assert (said.levelname, said.message) == ("WARNING", "not using CUDA graphs for decode steps")
     assert re.search(reason, vars(said)["failure"])
     pool = runner.store.pool
     assert pool.num_available == pool.num_pages, "the check gives its pages back"

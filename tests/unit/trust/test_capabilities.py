@@ -83,13 +83,13 @@ def test_what_a_client_service_and_a_library_sign_is_theirs(identities: Identiti
 )  # fmt: skip
 def test_it_is_for_one_session_only(identities: Identities, hop: Capabilities, changes: dict[str, Any]) -> None:
     capability = signed_by(of(identities, Role.CLIENT, "1")).capability
-    with pytest.raises(CapabilityDenied, match="something else"):
+    with pytest.raises(CapabilityDenied, match="does not cover"):
         hop.verify(an_open(**changes, capability=capability))
 
 
 def test_it_is_for_one_model_only(identities: Identities) -> None:
     opening = signed_by(of(identities, Role.CLIENT, "1"))
-    with pytest.raises(CapabilityDenied, match="something else"):
+    with pytest.raises(CapabilityDenied, match="does not cover"):
         Capabilities(Credentials(identities.folder_of(Role.BLOCK, "1")), "other weights").verify(opening)
 
 
@@ -143,7 +143,7 @@ def test_who_opens_no_sessions_signs_for_none(identities: Identities, hop: Capab
     with pytest.raises(RoleDenied):
         of(identities, role, "1").sign(an_open())
     opening = with_certificate_of(identities.folder_of(role, "1"), signed_by(of(identities, Role.CLIENT, "1")))
-    with pytest.raises(CapabilityDenied, match="may open none"):
+    with pytest.raises(CapabilityDenied, match="may not open sessions"):
         hop.verify(opening)
 
 
@@ -160,7 +160,7 @@ def test_another_authority_and_another_trust_domain_are_strangers(
     with pytest.raises(CapabilityDenied):
         hop.verify(signed_by(of(strangers, Role.CLIENT, "1")))
     identities.authority.issue(tmp_path / "foreign", FOREIGN, ())
-    with pytest.raises(CapabilityDenied, match="may open none"):
+    with pytest.raises(CapabilityDenied, match="may not open sessions"):
         hop.verify(signed_by(Capabilities(Credentials(tmp_path / "foreign"), FINGERPRINT)))
 
 
@@ -276,6 +276,6 @@ def test_who_was_revoked_signs_no_more(identities: Identities) -> None:
     hop_folder = identities.folder_of(Role.BLOCK, "1")
     identities.revoke(revoked)
     hop = Capabilities(Credentials(hop_folder), FINGERPRINT)
-    with pytest.raises(CapabilityDenied, match="counts no longer"):
+    with pytest.raises(CapabilityDenied, match="is not trusted any more"):
         hop.verify(opening)
     assert hop.verify(other).name == "other"

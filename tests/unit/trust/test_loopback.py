@@ -49,7 +49,7 @@ def test_a_folder_that_others_can_open_is_not_used(runtime_folder: Path) -> None
     own = runtime_folder / f"corolla-{os.geteuid()}"
     own.chmod(0o755)
     assert tls_dir(ROUTER, Role.LIBRARY) is None
-    with pytest.raises(StartupError, match="is open to others"):
+    with pytest.raises(StartupError, match="other users can read or write"):
         make_folder(ROUTER)
     own.rename(runtime_folder / "elsewhere")
     own.symlink_to(runtime_folder / "elsewhere")

@@ -62,7 +62,7 @@ class HandoverReceiver:
     def on_part(self, control: pb.HandoverTokens, payload: Buffer, peer: Peer) -> None:
         """Starts to write a part of a session that was offered before."""
         if self._num_waiting >= _MAX_WAITING_PARTS:
-            raise MalformedMessage("handover", "more parts than sessions wait to be written")
+            raise MalformedMessage("handover", "must send the next part only after earlier ones were written")
         self._num_waiting += 1
         self._tasks.start(self._receive(control, payload, peer), "part of a handover")
 
@@ -81,7 +81,7 @@ class HandoverReceiver:
             )
         except Exception as failure:
             # The sender waits for an answer in any case.
-            log.error("part of a handover not written", extra={"where": where(failure)})
+            log.error("could not write a part of a handover", extra={"where": where(failure)})
             answer.reason, answer.message = InternalError.reason, "the part cannot be written"
         finally:
             self._num_waiting -= 1
@@ -94,11 +94,13 @@ class HandoverReceiver:
         )
         blocks, cache = session.request.blocks, session.cache
         if len(control.first_tokens) != len(blocks) or control.num_tokens > self._max_part_tokens:
-            raise MalformedMessage("handover", "a part has few tokens, and a first token for each block")
+            raise MalformedMessage(
+                "handover", "must have a first token for each block, and no more tokens than one part takes"
+            )
         if control.position + control.num_tokens > session.request.max_tokens:
-            raise MalformedMessage("handover", "more tokens than the session was offered with")
+            raise MalformedMessage("handover", "must not have more tokens than the session was offered with")
         if zlib.crc32(payload) != control.checksum:
-            raise ChecksumMismatch("a part of a session arrived changed")
+            raise ChecksumMismatch("a part of a session was damaged on the way")
         if not cache.can_continue_from(control.position):
             raise PositionGap("the part does not follow what is held", cache.nearest_position(control.position))
         layers = self._span.indices(blocks)

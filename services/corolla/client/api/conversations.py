@@ -51,7 +51,7 @@ def messages(given: Sequence[pb.ChatMessage]) -> tuple[Message, ...]:
 
 def _message(given: pb.ChatMessage, field: str) -> Message:
     if given.content and given.content_parts:
-        raise InvalidRequest(f"{field}.content_parts", "must not stand next to content")
+        raise InvalidRequest(f"{field}.content_parts", "must be empty if content is set")
     for name in ("tool_call_id", "name"):
         if len(getattr(given, name)) > MAX_ID_CHARS:
             raise InvalidRequest(f"{field}.{name}", f"must have at most {MAX_ID_CHARS} characters")
@@ -86,19 +86,19 @@ def call_rules(request: pb.ChatRequest, tools: Sequence[Tool]) -> CallRules:
     if choice.mode not in _MODES:
         raise InvalidRequest("tool_choice.mode", "is unknown to this service")
     if choice.name and choice.mode != pb.ToolChoice.MODE_NAMED:
-        raise InvalidRequest("tool_choice.name", "only MODE_NAMED has a name")
+        raise InvalidRequest("tool_choice.name", "must be empty unless mode is MODE_NAMED")
     if choice.mode not in _REQUIRING_MODES:
         is_none = choice.mode == pb.ToolChoice.MODE_NONE
         return CallRules(() if is_none else tuple(tools), may_be_several=several)
     if not tools:
-        raise InvalidRequest("tool_choice.mode", "there are no tools to call")
+        raise InvalidRequest("tool_choice.mode", "requires a call, but the request has no tools")
     if request.HasField("response_format"):
-        raise InvalidRequest("response_format", "is a form of text, but calls are required")
+        raise InvalidRequest("response_format", "must not be set if tool_choice requires a call")
     if choice.mode == pb.ToolChoice.MODE_REQUIRED:
         return CallRules(tuple(tools), is_required=True, may_be_several=several)
     named = tuple(tool for tool in tools if tool.name == choice.name)
     if not named:
-        raise InvalidRequest("tool_choice.name", "must be that of one of the tools")
+        raise InvalidRequest("tool_choice.name", "must be the name of one of the tools")
     return CallRules(named, is_required=True, may_be_several=False)
 
 
@@ -113,7 +113,7 @@ def _tools(given: Sequence[pb.Tool]) -> tuple[Tool, ...]:
         if not TOOL_NAME.fullmatch(tool.name):
             raise InvalidRequest(f"tools[{index}].name", "must be 1 to 64 letters, digits, dashes or underscores")
         if tool.name in names:
-            raise InvalidRequest(f"tools[{index}].name", "another tool has this name")
+            raise InvalidRequest(f"tools[{index}].name", "must differ from the names of the other tools")
         names.add(tool.name)
         parameters = _json_object(tool.parameters, f"tools[{index}].parameters") if tool.parameters else None
         tools.append(Tool(tool.name, tool.description, parameters, tool.strict))
@@ -153,9 +153,9 @@ def _template_arguments(given: struct_pb2.Struct, reserved_names: frozenset[str]
         raise InvalidRequest(field, f"must be at most {MAX_ARGUMENTS}, of {MAX_ARGUMENTS_BYTES} bytes together")
     for name in given.fields:
         if not name.isidentifier() or name.startswith("_"):
-            raise InvalidRequest(field, "names must be letters, digits and underscores, a letter first")
+            raise InvalidRequest(field, "must have names of letters, digits and underscores that begin with a letter")
         if name in reserved_names:
-            raise InvalidRequest(f"{field}.{name}", "the service itself gives this to the template")
+            raise InvalidRequest(f"{field}.{name}", "must not be set, because the service itself sets it")
     return {
         name: _plain(value, f"{field}.{name}", MAX_ARGUMENT_DEPTH - 1) for name, value in sorted(given.fields.items())
     }

@@ -127,11 +127,11 @@ class FetchedKeys(IssuerKeys):
         except (ValueError, OSError, TimeoutError, httpx2.HTTPError, httpx2.InvalidURL) as failure:
             if not self.is_away:
                 cause = str(failure) if type(failure) is ValueError else type(failure).__name__
-                log.error("the issuer's keys cannot be fetched; those that are known stay", extra={"cause": cause})
+                log.error("cannot fetch the issuer's keys; continuing with the known ones", extra={"cause": cause})
             self.is_away = True
             return
         if self.is_away or not self._are_there.is_set():
-            log.info("the issuer's keys were fetched")
+            log.info("fetched the issuer's keys")
         self.is_away = False
         self._are_there.set()
 

@@ -191,7 +191,9 @@ def _form(message: AnyMessage, calls_grammar: str | None) -> AnswerFormat | None
     if form is None and calls_grammar is not None:
         form = formats.lark(calls_grammar, "tools")
     if form is not None and message.stopping.ignore_eos:
-        raise InvalidRequest("stopping.ignore_eos", "an answer of a given format ends with that format")
+        raise InvalidRequest(
+            "stopping.ignore_eos", "must be false with a response format, whose end is the answer's end"
+        )
     return form
 
 

@@ -34,12 +34,12 @@ class KeyHolder:
             scope: the kind of the call; None for calls that every key may make.
         """
         if self.key is not None and not any(self.key.allows(scope, model) for model in models):
-            raise ScopeDenied("this key or token is for other calls or models")
+            raise ScopeDenied("this key or token does not allow this call or model; ask the operator for its scopes")
 
     def check_again(self) -> None:
         """Raises Unauthenticated if the key or token was revoked or has expired since the call began."""
         if not self.is_good():
-            raise Unauthenticated("the key or token is good no more")
+            raise Unauthenticated("the key or token has expired or was revoked")
 
     def audited(self) -> Mapping[str, str]:
         """The caller's facts for the audit log. Keys of the simple form have no id."""

@@ -54,7 +54,7 @@ def parse_keys(text: bytes) -> dict[str, IssuerKey]:
     try:
         described = json.loads(text)["keys"][:_MAX_KEYS]
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise ValueError("is no JSON Web Key Set") from None
+        raise ValueError("is not a JSON Web Key Set") from None
     keys = {key.id: key for each in described if (key := _issuer_key(each)) is not None}
     if not keys:
         raise ValueError("holds no public key with an id, for signatures")

@@ -269,7 +269,7 @@ class Answering:
         if request.form is not None:
             received_ids = request.resumption.received_ids
             if len(received_ids) > self._limits.context_length:
-                raise ContextLengthExceeded("received.ids", "are more than the model's context")
+                raise ContextLengthExceeded("received.ids", "must not be more than the model's context")
             await self._grammars.admit(request.caller.tenant, request.form, received_ids)
 
     async def _check_turn(self, request: AnyRequest, next_prompt: NextPrompt) -> None:
@@ -394,7 +394,8 @@ class Answering:
         if not self._limits.may_speculate:
             if speculation.mode in _DRAFT_SOURCES:
                 raise InvalidRequest(
-                    "speculation.mode", "this model has a recurrent state, from which draft tokens cannot be taken back"
+                    "speculation.mode",
+                    "is not possible with this model: draft tokens cannot be removed from its recurrent state",
                 )
             return None
         source = _DRAFT_SOURCES.get(speculation.mode or defaults.mode)
@@ -452,7 +453,9 @@ def _check_drafts(session: ChainSession, request: AnyRequest) -> None:
     """Raises InvalidRequest for a missing draft model. A resumed answer continues without one."""
     may_lack_one = session.has_draft_model or request.resumption.num_received > 0
     if request.speculation.mode is SpeculationMode.DRAFT_MODEL and not may_lack_one:
-        raise InvalidRequest("speculation.mode", "this model has no draft model; prompt lookup needs none")
+        raise InvalidRequest(
+            "speculation.mode", "is not possible, since the block servers have no draft model; use prompt lookup"
+        )
 
 
 def _write_back(

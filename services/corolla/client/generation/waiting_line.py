@@ -193,8 +193,8 @@ class WaitingLine(Generic[Ticket]):
         fair_places = -(-(self._max_running + self._max_waiting) // num_shares)
         fair_bytes = self._max_bytes / num_shares
         if num_places > fair_places or sum(self._sizes[each] for each in (*running, *waiting)) > fair_bytes:
-            return ShareExceeded("the service is full, and this caller has more than its share of it")
-        return QueueFull("the service has as many requests as it takes, running and waiting")
+            return ShareExceeded("the service is full, and this tenant already has more than its share")
+        return QueueFull("the service has no room for further running or waiting requests")
 
     def _small_part(self) -> int:
         """The number of places that are reserved for tenants with no more places than that."""

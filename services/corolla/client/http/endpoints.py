@@ -63,7 +63,7 @@ class EndpointFactory:
     async def not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers requests for unknown paths."""
         exchange = Exchange(scope, receive, send, self._limits, self._metrics)
-        await _refuse(exchange, 404, "not_found", "there is nothing at this path")
+        await _refuse(exchange, 404, "not_found", "this path does not exist")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Endpoint:
         behaviour = self.behaviours.get(scope["method"])
         if behaviour is None:
             allowed = ", ".join(sorted(self.behaviours))
-            await _refuse(exchange, 405, "method_not_allowed", f"must be requested with {allowed}", allow=allowed)
+            await _refuse(exchange, 405, "method_not_allowed", f"this path accepts only {allowed}", allow=allowed)
             return
         guard = self.guards[scope["method"]]
         call = guard.begin(exchange)
@@ -92,7 +92,7 @@ class Endpoint:
             await behaviour(exchange, call)
         except BaseException as failure:
             if not exchange.is_left and isinstance(failure, asyncio.CancelledError):
-                call.failure = ServiceStopping("the service stops")
+                call.failure = ServiceStopping("the service is stopping; try again with another one")
             await self._tell(exchange, guard, guard.failed(call, failure))
             if not isinstance(failure, Exception | asyncio.CancelledError):
                 raise

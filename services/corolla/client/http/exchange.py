@@ -131,7 +131,7 @@ class Exchange:
         """Reads the whole body. Afterwards, the current task is cancelled if the caller leaves."""
         limits, parts, num_bytes = self._limits, [], 0
         if self.headers.get("content-encoding", "identity").lower() != "identity":
-            raise MalformedMessage("content-encoding", "compressed bodies are not read")
+            raise MalformedMessage("content-encoding", "must be identity; compressed bodies are not accepted")
         length = self.headers.get("content-length", "")
         if length.isdecimal() and int(length) > limits.max_bytes:
             raise self._too_large(int(length))
@@ -235,7 +235,7 @@ class Exchange:
                 await self._send(message)
         except TimeoutError:
             raise CallerStalled(
-                f"nothing of the answer was taken for {self._limits.reader_timeout_s:g} seconds"
+                f"the caller read nothing of the answer for {self._limits.reader_timeout_s:g} seconds"
             ) from None
 
     async def _linger(self) -> None:
@@ -259,7 +259,7 @@ def _refusal(failure: ValidationError) -> InvalidRequest:
     found = dict.fromkeys((_place(each["loc"]), _sentence(each["type"], each["msg"])) for each in problems)
     first, *more = list(found)[:_MAX_VIOLATIONS]
     if problems[0]["type"] == "json_invalid":
-        return MalformedMessage("body", "is no JSON")
+        return MalformedMessage("body", "is not JSON")
     return InvalidRequest(*first, *more)
 
 

@@ -88,7 +88,9 @@ class AnswerFields(SamplingFields):
     request_id: str = Field("", description="Names the request, so that it can go on after its stream broke.")
     resume_from: Count = Field(0, description="With a request_id: so many tokens of the answer have come.")
     received: ListOf[TokenId] = Field([], description="Just these tokens, from a caller that still has them.")
-    return_token_ids: bool | None = Field(None, description="Ids of tokens; unset: where there is a request_id.")
+    return_token_ids: bool | None = Field(
+        None, description="Whether to return the ids of tokens. Unset: only with a request_id."
+    )
     store: bool | None = Tolerated
 
     @property

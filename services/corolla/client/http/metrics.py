@@ -23,7 +23,7 @@ class HttpMetrics:
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         self._requests = counter(
             "corolla_http_requests",
-            "HTTP requests by route, status, and whose fault a failure is: none, caller or service. 499: the caller "
+            "HTTP requests by route, status, and which side caused a failure: none, caller or service. 499: the caller "
             "left. A stream that fails after its beginning counts with the status that its error would have had.",
             ["route", "status", "fault"],
         )

@@ -55,7 +55,7 @@ class PlacementStream:
         if self.num_watchers >= self._max_watchers or self._watchers[caller.tenant] >= self._max_of_tenant():
             raise QueueFull("too many callers watch the placement; try again", retry_after_s=_RETRY_S)
         if self._closed.is_set():
-            raise ServiceStopping("the service stops; watch another one")
+            raise ServiceStopping("the service is stopping; watch another one")
         self._watchers[caller.tenant] += 1
         clock = asyncio.get_running_loop().time
         seen, sent_s = b"", 0.0

@@ -275,7 +275,10 @@ class QuotaEnforcer:
         except CorollaError as failure:
             # A router of an older version does not count quotas either.
             self._breaker.failed(self._now_s())
-            log.debug("no router counts quotas", extra={"reason": failure.reason})
+            log.debug(
+                "no router answers; this client service counts quotas itself, with its share of each limit",
+                extra={"reason": failure.reason},
+            )
             return False
         self._breaker.succeeded()
         self._num_takers = max(1, answer.num_takers)

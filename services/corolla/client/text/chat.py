@@ -144,7 +144,7 @@ class ChatTemplate:
         values, begins = _values(messages, setting), not setting.continues_last
         rendering = self._rendered(values, setting, add_generation_prompt=begins)
         if not rendering:
-            raise InvalidRequest("messages", "give no text by the model's chat template")
+            raise InvalidRequest("messages", "must give a text with the model's chat template")
         self._tokenizer.check_text(rendering, max_tokens)
         marks = Marks(self._tokenizer.special_range)
         marked = marks.marked(values)
@@ -152,7 +152,9 @@ class ChatTemplate:
             return rendering, None
         texts = marks.split(self._rendered(marked, setting, add_generation_prompt=begins))
         if texts is None:
-            raise InvalidRequest("messages", "spell special tokens where the model's chat template changes texts")
+            raise InvalidRequest(
+                "messages", "contain the text of special tokens, and the model's chat template changes texts there"
+            )
         token_ids = self._tokenizer.encode(texts[0], add_special_tokens=False)
         for index, text in enumerate(texts[1:], start=1):
             token_ids += self._tokenizer.encode_between(text, is_plain=index % 2 == 1)

@@ -85,9 +85,13 @@ def _problems(message: Message) -> list[tuple[str, str]]:
         return [("role", "must be system, developer, user, assistant or tool")]
     rules = (
         (message.role not in _MAY_BE_EMPTY and not any(message.content), "content", "must not be empty"),
-        (message.role != "assistant" and message.tool_calls, "tool_calls", "only an assistant calls tools"),
-        (message.role != "assistant" and message.reasoning, "reasoning", "only an assistant reasons"),
-        (message.role != "tool" and message.tool_call_id, "tool_call_id", "only a tool answers a call"),
+        (
+            message.role != "assistant" and message.tool_calls,
+            "tool_calls",
+            "must be empty unless the role is assistant",
+        ),
+        (message.role != "assistant" and message.reasoning, "reasoning", "must be empty unless the role is assistant"),
+        (message.role != "tool" and message.tool_call_id, "tool_call_id", "must be empty unless the role is tool"),
     )
     return [(name, problem) for is_broken, name, problem in rules if is_broken]
 

@@ -41,7 +41,7 @@ class GrammarProcess:
         self._lock = threading.Lock()
         # The process checks one grammar at a time, so one thread that waits for it is enough.
         self._thread = ThreadPoolExecutor(1, "grammars")
-        self._fair_lock = FairLock(_MOST_WAITING, "too many answers of a form are asked for at once")
+        self._fair_lock = FairLock(_MOST_WAITING, "too many requests with new answer formats arrive at once")
 
     @property
     def pid(self) -> int | None:
@@ -57,7 +57,7 @@ class GrammarProcess:
                 loop = asyncio.get_running_loop()
                 await loop.run_in_executor(self._thread, self.check, form, received_ids)
         except TimeoutError:
-            raise QueueFull("other callers' forms take too long to read") from None
+            raise QueueFull("the answer formats of other callers take too long to check") from None
 
     def check(self, form: AnswerFormat, received_ids: Sequence[int] = ()) -> None:
         """Checks that answers of this form can be made, and an answer with these tokens continued. It blocks.
@@ -110,7 +110,7 @@ class GrammarProcess:
                     raise InvalidRequest(field, "this model has no end-of-sequence token that could end such an answer")
                 text = tokenizer_text(self._tokenizer.hf_tokenizer)
                 if text is None:
-                    raise InvalidRequest(field, "answers of a form cannot be made with this model's tokenizer")
+                    raise InvalidRequest(field, "is not possible with this model's tokenizer")
                 beginning = [text, self._vocab_size, self._end_token_ids]
                 self._worker = WorkerProcess(
                     "corolla.client.text.grammar_worker", beginning, "tries grammars", longest_wait_s=_LONGEST_WAIT_S

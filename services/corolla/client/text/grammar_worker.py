@@ -20,9 +20,9 @@ def begin(first: Sequence[Any]) -> Answer:
             return "grammar", str(error)
         matcher.compute_bitmask()
         if matcher.is_error():
-            return "grammar", "is too complex, or no text fits it"
+            return "grammar", "must not be too complex, and must allow at least one text"
         if token_ids and not matcher.consume_tokens(token_ids):
-            return "token_ids", "are not the beginning of an answer of this form"
+            return "token_ids", "must be the beginning of an answer in this response format"
         return None
 
     return problem

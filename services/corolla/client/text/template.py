@@ -115,7 +115,7 @@ def _cut(text: str, content: Any, mark: str) -> str:
     before, found, behind = text.rpartition(mark)
     last = content if isinstance(content, str) else content[-1]
     if not found or last.strip() not in text:
-        raise TemplateRefusal("it changes the message that is to be continued")
+        raise TemplateRefusal("the template changes the message that is to be continued")
     return before if behind.startswith(" ") else before.rstrip()
 
 

@@ -57,7 +57,7 @@ def choose_backend(
         if backend is not None:
             log.info("attention chosen", extra={"backend": each, "device": str(device)})
             return backend
-        log.warning("attention does not work here", extra={"backend": each, "failure": failure})
+        log.warning("an attention kernel does not work on this device", extra={"backend": each, "failure": failure})
     raise StartupError(
         f"COROLLA_ATTENTION={name} does not work on {device} with {dtype} and pages of {page_tokens} tokens: {failure}"
     )

@@ -186,7 +186,7 @@ class _Reader:
         for _ in range(number):
             name, value = read()
             if name in found:
-                raise ValueError("a name that stands twice")
+                raise ValueError("a name that occurs twice")
             found[name] = value
         return found
 

@@ -45,7 +45,7 @@ def layouts_of(
     if quantization != PACKED:
         packed = [weight for weight in (weights or {}).values() if isinstance(weight, PackedWeight)]
         if packed:
-            log.info("weights are expanded as they are read", extra={"weights": len(packed), **_facts(packed[0])})
+            log.info("expanding weights while reading them", extra={"weights": len(packed), **_facts(packed[0])})
         return {}
     if checkpoint.gguf is None and (checkpoint.quantization is None or checkpoint.quantization.method not in _METHODS):
         raise SettingsError(
@@ -133,7 +133,7 @@ def _layouts_of_groups(weights: Mapping[str, Any], shapes: Mapping[str, tuple[in
                 reasons.setdefault(str(unfit), []).append(name)
     for reason, expanded in reasons.items():
         facts = {"weights": len(expanded), "first": expanded[0], "reason": f"it {reason}"}
-        log.info("weights cannot stay packed, and are expanded", extra={**facts, **_facts(weights[expanded[0]])})
+        log.info("expanding weights that cannot stay packed", extra={**facts, **_facts(weights[expanded[0]])})
     return found
 
 

@@ -53,7 +53,7 @@ class Format(abc.ABC):
 
     def likely_layout(self, roles: Collection[str], num_inputs: int) -> Layout:
         """The layout of a weight, judged only by the names of its parts. Raises Unfit where it cannot stay packed."""
-        raise Unfit("is of a format that has no kernel")
+        raise Unfit("has a format that no kernel can multiply")
 
     def layout(self, stored: StoredTensors) -> Layout:
         """The layout in memory of a weight that stays packed.
@@ -63,7 +63,7 @@ class Format(abc.ABC):
         Raises:
             Unfit: the weight has to be expanded; the message says why.
         """
-        raise Unfit("is of a format that has no kernel")
+        raise Unfit("has a format that no kernel can multiply")
 
     def order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         """The input of each column of the packed weight, int32 `[in]`; None where columns are in the inputs' order.

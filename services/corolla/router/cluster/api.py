@@ -32,9 +32,9 @@ _CHANGES: Final = frozenset({"ADDED", "MODIFIED", "DELETED"})
 _MISSING: Final = 404
 _EXPIRED: Final = 410
 _MISSED: Final = {
-    "watch": "pods are not watched; servers are known by their heartbeats alone",
-    "patch": "pods are not labelled",
-    "event": "no Events are recorded",
+    "watch": "cannot watch pods; relying on the heartbeats of block servers",
+    "patch": "cannot label pods",
+    "event": "cannot record Events",
 }
 
 

@@ -74,7 +74,7 @@ class ClusterConnection:
         settings = self._settings
         kubeconfig = "" if settings.kubernetes == "auto" else settings.kubernetes
         if settings.kubernetes == "off" or not (kubeconfig or is_in_cluster()):
-            log.info("without kubernetes: servers are known by their heartbeats alone")
+            log.info("not using the Kubernetes API; relying on the heartbeats of block servers")
             return
         try:
             api = await in_daemon_thread(
@@ -149,7 +149,9 @@ class ClusterConnection:
             self._withheld[roster.model] = now
             for server_id, reason in now.items():
                 if before.get(server_id) is not reason:
-                    log.info("a block server's pod leaves or is not ready", extra={"server": server_id, "pod": reason})
+                    log.info(
+                        "the pod of a block server is leaving or not ready", extra={"server": server_id, "pod": reason}
+                    )
                 await self._registry.withhold(roster.model, server_id, reason, self._mark_ms)
             for server_id in before.keys() - now.keys():
                 await self._registry.withhold(roster.model, server_id, "", self._mark_ms)

@@ -47,7 +47,7 @@ def test_a_key_that_cannot_check_a_token_is_left_out(unfit: Any) -> None:
 
 @pytest.mark.parametrize("text", [b"", b"\xff", b"7", b"[]", b"{}", b'{"keys": 7}', b'{"keys": {}}', b"[" * 100_000])
 def test_what_is_no_key_set_is_refused(text: bytes) -> None:
-    with pytest.raises(ValueError, match="is no JSON Web Key Set"):
+    with pytest.raises(ValueError, match="is not a JSON Web Key Set"):
         parse_keys(text)
 
 

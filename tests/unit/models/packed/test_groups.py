@@ -74,7 +74,7 @@ EXPANDED: dict[str, tuple[Callable[[], Made], str]] = {
     "short groups": (partial(awq, 16), "has groups of 16 of 384 inputs"),
     "broken groups": (broken_groups, "has groups that are not all of 96 inputs"),
     "floats": (FORMATS["ct-mxfp4"], "is not of integers of four bits"),
-    "floats of eight bits": (FORMATS["fp8-one-scale"], "is of a format that has no kernel"),
+    "floats of eight bits": (FORMATS["fp8-one-scale"], "has a format that no kernel can multiply"),
 }
 
 
@@ -249,7 +249,7 @@ def test_what_cannot_stay_packed_is_expanded_and_named(tmp_path: Path, caplog: p
     with caplog.at_level(logging.INFO, "corolla.models.packed.choice"):
         model = load_span(packed, WHOLE, dtype=torch.float32, quantization="packed")
     (record,) = caplog.records
-    assert record.message == "weights cannot stay packed, and are expanded"
+    assert record.message == "expanding weights that cannot stay packed"
     assert record.reason == "it is not that of a linear layer that is only called"  # type: ignore[attr-defined]
     assert sum(isinstance(module, PackedLinear) for module in model.modules()) == 4 * 3 + 3  # one block has no experts
     torch.testing.assert_close(logits(packed, [WHOLE], "packed"), logits(expanded, [WHOLE], "none"))

@@ -225,7 +225,7 @@ def test_what_is_expanded_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.INFO, "corolla.models.packed.choice"):
         load_span(checkpoint, Span(0, 2), dtype=torch.bfloat16)
     (record,) = caplog.records
-    assert record.message == "weights are expanded as they are read"
+    assert record.message == "expanding weights while reading them"
     assert (record.method, record.dtype, record.weights) == ("awq", "bfloat16", 14)  # type: ignore[attr-defined]
     for quantization, said in (("none", "bfloat16: awq expanded"), ("int8", "int8/bf16: awq expanded")):
         assert weight_format("bfloat16", quantization, *weight_types(checkpoint, quantization)) == said
