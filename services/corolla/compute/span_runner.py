@@ -151,7 +151,7 @@ class SpanRunner:
             cache.clear()
 
     def forward(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
-        """The output of `SpanRunner.forward_each` alone, for callers that need all rows to be finite.
+        """The output alone, for callers that need all rows to be finite. See `SpanRunner.forward_each`.
 
         Returns:
             `[sum of num_tokens, H]` in the model's dtype, on its device.
