@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from corolla.block_server.row_sampling import ChosenTokens, SamplingRow, in_part
 from corolla.cache.store import SessionCache
 from corolla.chassis.errors import CorollaError, InternalError, NonFiniteOutput, OutOfMemory, StepFailed
 from corolla.chassis.handlers import where
+from corolla.compute.device import is_out_of_memory
 from corolla.compute.span_runner import BatchOutput, RowWork
 from corolla.compute.threads import single_threaded_pool
 from corolla.models.adapters.products import SpanAdapter
@@ -29,9 +30,6 @@ from corolla.wire.span import Span
 from corolla.wire.tensors import from_payload
 
 log = logging.getLogger(__name__)
-
-# torch raises OutOfMemoryError only for devices. On the CPU, and in libraries below torch, only the text says it.
-_OUT_OF_MEMORY: Final = ("can't allocate memory", "not enough memory", "_ALLOC_FAILED")
 
 
 class BatchRunner(Protocol):
@@ -305,9 +303,6 @@ def error_of(failure: Exception) -> CorollaError:
         raise failure
     if isinstance(failure, CorollaError):
         return failure.with_traceback(None)
-    is_memory = isinstance(failure, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(failure, RuntimeError) and any(text in str(failure) for text in _OUT_OF_MEMORY)
-    )
-    if is_memory:
+    if is_out_of_memory(failure):
         return OutOfMemory("a block server has too little memory to compute a step")
     return StepFailed("a block server could not compute a step")

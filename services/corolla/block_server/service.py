@@ -46,6 +46,7 @@ from corolla.chassis.tracing import spans
 from corolla.chassis.weight_formats import weight_format
 from corolla.compute.compute_thread import ComputeThread
 from corolla.compute.decode_graphs import CudaCapture
+from corolla.compute.device import memory_for, open_device
 from corolla.compute.graph_choice import choose_graphs
 from corolla.compute.span_runner import SpanRunner
 from corolla.compute.speed import Speed, measure_decode_step, measure_speed, state_bytes
@@ -71,6 +72,12 @@ MAX_INLINE_S: Final = 0.01
 """The longest decode step that runs on the event loop. Control frames may have to wait that long."""
 _MAX_QUEUED_STEPS: Final = 1024
 """The most steps that wait; the server refuses more. Sessions that have pages queue far fewer steps."""
+
+_FEWER_WEIGHTS: Final = (
+    "hold fewer blocks (COROLLA_BLOCKS, COROLLA_CAPACITY_BLOCKS or COROLLA_WEIGHTS_MIB), or store weights in fewer "
+    "bytes (COROLLA_DTYPE=bfloat16, or COROLLA_QUANTIZATION)"
+)
+_FEWER_PAGES: Final = "set COROLLA_KV_CACHE_MIB or COROLLA_MAX_BATCH_TOKENS to less, or hold fewer blocks"
 
 _SERVICE = blocks_pb2.DESCRIPTOR.services_by_name["BlockService"]
 
@@ -199,6 +206,7 @@ class BlockServer:
         settings, network = self.settings, self._network
         self._metrics_endpoint.start()
         await self._admin.start()
+        device = await self._compute_thread.run(open_device, settings.device)
         checkpoint = await asyncio.to_thread(
             Checkpoint.from_pretrained, settings.model, revision=settings.revision, hub=self._hub
         )
@@ -207,10 +215,11 @@ class BlockServer:
         fingerprint = await asyncio.to_thread(
             checkpoint.fingerprint, settings.dtype, settings.quantization, settings.kv_cache_dtype
         )
-        speed = await self._compute_thread.run(
-            measure_speed, checkpoint, dtype, settings.device, settings.quantization, settings.threads,
-            self._new_runner,
-        )  # fmt: skip
+        with memory_for("a block's weights", device, _FEWER_WEIGHTS):
+            speed = await self._compute_thread.run(
+                measure_speed, checkpoint, dtype, settings.device, settings.quantization, settings.threads,
+                self._new_runner,
+            )  # fmt: skip
         description = await asyncio.to_thread(self._description, checkpoint, fingerprint, speed)
         self._registration = Registration(
             settings.router, description, self._load, network.channels, on_placement=self._on_placement
@@ -221,13 +230,11 @@ class BlockServer:
         self._heartbeats = self._tasks.start_essential(self._registration.run, "heartbeats")
         log.info("loading", extra={"model": checkpoint.name, "blocks": str(span), "threads": speed.num_threads})
 
-        model = await self._compute_thread.run(
-            load_span, checkpoint, span,
-            dtype=dtype, device=settings.device, quantization=settings.quantization,
-        )  # fmt: skip
-        runner = await self._compute_thread.run(self._make_runner, model, speed.cache_bytes_per_token)
-        edges = await self._compute_thread.run(self._load_edges, checkpoint, span)
-        shared = await self._compute_thread.run(self._load_shared, checkpoint, span)
+        with memory_for(f"the weights of blocks {span}", device, _FEWER_WEIGHTS):
+            model, edges, shared = await self._compute_thread.run(self._load_weights, checkpoint, span)
+        # Weights come first: a lack of memory is then reported as what it is.
+        with memory_for("the keys and values of sessions", device, _FEWER_PAGES):
+            runner = await self._compute_thread.run(self._make_runner, model, speed.cache_bytes_per_token)
         outputs = BoundaryActivations(settings.boundary_activations_mib << 20)
         self._sessions = self._make_sessions(runner, outputs)
         engine = self._engine = Engine(
@@ -237,7 +244,8 @@ class BlockServer:
             use=self._processor_use(runner.span, checkpoint, speed.num_threads),
             spans=StepSpans(self.server_id, self.address) if spans.is_collected() else None,
         )  # fmt: skip
-        await self._compute_thread.run(engine.warm_up)
+        with memory_for("the tensors of a step", device, _FEWER_PAGES):
+            await self._compute_thread.run(engine.warm_up)
         engine.decode_speed.observe(await self._compute_thread.run(measure_decode_step, runner), len(span))
         identity = Identity(
             server_id=self.server_id, span=span, model=checkpoint.name, fingerprint=fingerprint,
@@ -408,6 +416,13 @@ class BlockServer:
         neighbours = Neighbours(registration.placement, self._tasks)
         self._tasks.start_restartable(neighbours.run, "neighbours")
         return partial(Relay, fingerprint, self._peers, connect=self._network.connect, neighbours=neighbours)
+
+    def _load_weights(self, checkpoint: Checkpoint, span: Span) -> tuple[SpanModel, Edges | None, SharedBySamplers]:
+        settings = self.settings
+        model = load_span(
+            checkpoint, span, dtype=DTYPES[settings.dtype], device=settings.device, quantization=settings.quantization
+        )
+        return model, self._load_edges(checkpoint, span), self._load_shared(checkpoint, span)
 
     def _make_runner(self, model: SpanModel, cache_bytes_per_token: int) -> SpanRunner:
         settings = self.settings

@@ -1,0 +1,89 @@
+"""The device that a server computes with: whether it can be used, and what its memory is too small for."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+
+from corolla.chassis.errors import StartupError
+
+# torch raises OutOfMemoryError only for devices. On the CPU, and in libraries below torch, only the text says it.
+_OUT_OF_MEMORY: Final = ("can't allocate memory", "not enough memory", "_ALLOC_FAILED")
+
+
+def is_out_of_memory(failure: BaseException) -> bool:
+    """Whether an exception says that memory, of the device or of the host, is too small."""
+    return isinstance(failure, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(failure, RuntimeError) and any(text in str(failure) for text in _OUT_OF_MEMORY)
+    )
+
+
+def open_device(name: str) -> torch.device:
+    """The device of this name, after a first computation on it; sums in half precision are rounded once from now on.
+
+    Args:
+        name: a name that torch knows, such as `cpu`, `cuda` or `cuda:1`.
+
+    Raises:
+        StartupError: there is no such device here, or it does not compute.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise StartupError(
+            f"COROLLA_DEVICE={name} is not the name of a device: set it to cpu, cuda or cuda:1"
+        ) from None
+    try:
+        torch.ones(8, device=device).sum().item()
+    except (RuntimeError, AssertionError, NotImplementedError) as failure:
+        raise StartupError(f"COROLLA_DEVICE={name} cannot be used: {_reason(device, failure)}") from None
+    # Otherwise products in half precision may round partial sums, and cuDNN may cut mantissas of float32 to 10 bits.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cudnn.allow_tf32 = False
+    # cuDNN's attention makes a plan for each length of text, which takes longer than the attention.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    return device
+
+
+def _reason(device: torch.device, failure: BaseException) -> str:
+    first_line = str(failure).strip().partition("\n")[0].rstrip(".")
+    if device.type != "cuda" or is_out_of_memory(failure):
+        return first_line
+    if torch.version.cuda is None:
+        return (
+            "this build of torch computes on CPUs only; install the other one with `make setup TORCH_VARIANT=cuda`, or "
+            "build the image with --build-arg TORCH_VARIANT=cuda"
+        )
+    if not (number := torch.cuda.device_count()):
+        return f"torch finds no device ({first_line}); `nvidia-smi` shows whether the driver does"
+    return f"torch finds {number} device{'s' if number > 1 else ''} ({first_line})"
+
+
+@contextmanager
+def memory_for(what: str, device: torch.device, advice: str) -> Iterator[None]:
+    """Turns a lack of memory within the context into a StartupError that says what to change.
+
+    Args:
+        what: what the memory is for, as the subject of a sentence in the plural.
+        device: where it is to lie.
+        advice: what an operator can change, as a part of a sentence.
+
+    Raises:
+        StartupError: an exception within the context says that memory is too small.
+    """
+    try:
+        yield
+    except Exception as failure:
+        if not is_out_of_memory(failure):
+            raise
+        where = "this machine" if device.type == "cpu" else str(device)
+        raise StartupError(f"{what} do not fit into the memory of {where}{_free(device)}: {advice}") from None
+
+
+def _free(device: torch.device) -> str:
+    if device.type != "cuda":
+        return ""
+    free, total = torch.cuda.mem_get_info(device)
+    return f" ({free / 2**30:.1f} of {total / 2**30:.1f} GiB are free now)"
