@@ -27,7 +27,7 @@ from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import SessionTable
 from corolla.block_server.step_admission import StepAdmission
 from corolla.block_server.step_spans import StepSpans
-from corolla.block_server.step_times import StepTimes
+from corolla.block_server.step_times import StepTimes, moved
 from corolla.cache.store import SessionCache
 from corolla.chassis import failpoints
 from corolla.chassis.errors import CorollaError, OutOfPages
@@ -58,6 +58,7 @@ class Failures:
     def __init__(self, fail: Callable[[], None]) -> None:
         self._fail = fail
         self._num_in_a_row = 0
+        self._current, self._num_looks = 0, 0
 
     def succeeded(self) -> None:
         """Notes that an iteration gave an output, or that `warm_up` succeeded after an iteration without output."""
@@ -68,6 +69,22 @@ class Failures:
         self._num_in_a_row += 1
         if self._num_in_a_row == _MAX_FAILURES_IN_A_ROW:
             log.critical("every iteration fails, even a test token; ending the process, so that a new one starts")
+            self._fail()
+
+    def looked(self, current: int, most_looks: int) -> None:
+        """Notes which work of the compute thread runs, and ends the server when the same work was seen too often.
+
+        A device that hangs answers no call, and nothing else notices: the event loop goes on to answer pings. It counts
+        looks, not seconds, so that a pause of the whole machine does not end a server.
+
+        Args:
+            current: see `ComputeThread`.
+            most_looks: how many looks in a row may find the work of the look before; 0: any number.
+        """
+        self._num_looks = self._num_looks + 1 if current and current == self._current else 0
+        self._current = current
+        if most_looks and self._num_looks == most_looks:
+            log.critical("the device does not end a step; ending the process, so that a new one starts")
             self._fail()
 
 
@@ -81,6 +98,7 @@ class ProcessorUse:
         max_microbatches: see `FirstHop`.
         compute_thread: a thread that the engine uses and closes; None: the engine makes its own.
         follows_lengths: whether the time of a row depends on the tokens that it sees; see `StepTimes`.
+        most_looks: see `Failures.looked`.
     """
 
     max_inline_s: float = 0.0
@@ -88,6 +106,7 @@ class ProcessorUse:
     max_microbatches: int = 0
     compute_thread: ComputeThread | None = None
     follows_lengths: bool = False
+    most_looks: int = 0
 
 
 class Engine:
@@ -255,6 +274,10 @@ class Engine:
         del onward.route[0]
         self._relay.send(following.address, onward, b"".join(parts))
 
+    def look(self) -> None:
+        """Looks whether the compute thread goes on; to be called at even intervals. See `Failures.looked`."""
+        self.failures.looked(self._compute_thread.current, self._use.most_looks)
+
     async def run(self) -> None:
         """Runs iterations for ever."""
         while True:
@@ -385,8 +408,8 @@ class Engine:
             self._step_times.observe(seconds, _num_seen(admitted))
             # The planner needs the time of the blocks only: every chain has embedding and head exactly once.
             block_seconds = seconds - result.edge_seconds
-            self.decode_step_seconds += 0.1 * (block_seconds - self.decode_step_seconds)
-            self.decode_batch_rows += (0.1 if self.decode_batch_rows else 1.0) * (num_rows - self.decode_batch_rows)
+            self.decode_step_seconds = moved(self.decode_step_seconds, block_seconds)
+            self.decode_batch_rows = moved(self.decode_batch_rows, num_rows)
             if num_rows == 1:
                 self.decode_speed.observe(block_seconds, len(steps[0].blocks))
         self._metrics.step_seconds["decode" if is_decode else "prefill"].observe(seconds)

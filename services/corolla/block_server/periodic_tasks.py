@@ -1,4 +1,4 @@
-"""The periodic tasks of a block server: they end leases, refresh gauges and check the invariants."""
+"""The periodic tasks of a block server: they end leases, refresh gauges, check invariants and notice hung devices."""
 
 import asyncio
 import logging
@@ -60,6 +60,7 @@ class PeriodicTasks:
     async def run(self) -> None:
         """Does the work once a second, for ever."""
         while True:
+            self._engine.look()
             # An open should not wait in the hope that a lease runs out, so no released pages are announced.
             self._engine.between_iterations(self._tidy, max_released_pages=0)
             self._metrics.observe_holdings(self._sessions, self._outputs, self._page_bytes())

@@ -73,6 +73,9 @@ MAX_INLINE_S: Final = 0.01
 _MAX_QUEUED_STEPS: Final = 1024
 """The most steps that wait; the server refuses more. Sessions that have pages queue far fewer steps."""
 
+_MOST_LOOKS: Final = 60
+"""After as many seconds in one step, a device counts as hung."""
+
 _FEWER_WEIGHTS: Final = (
     "hold fewer blocks (COROLLA_BLOCKS, COROLLA_CAPACITY_BLOCKS or COROLLA_WEIGHTS_MIB), or store weights in fewer "
     "bytes (COROLLA_DTYPE=bfloat16, or COROLLA_QUANTIZATION)"
@@ -460,6 +463,8 @@ class BlockServer:
             max_microbatches=settings.max_microbatches,
             compute_thread=self._compute_thread,
             follows_lengths=checkpoint.family.caches_latents,
+            # A step of a large model may take that long if a CPU computes it.
+            most_looks=0 if on_cpu else _MOST_LOOKS,
         )
 
     def _load_edges(self, checkpoint: Checkpoint, span: Span) -> Edges | None:

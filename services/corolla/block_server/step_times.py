@@ -1,4 +1,7 @@
-"""Predicts how long a decode step takes from the steps that were observed. Pure: times are passed in."""
+"""Averages the times of decode steps and predicts the next one; the engine then decides where it computes the step.
+
+Pure: times are passed in.
+"""
 
 from collections.abc import Sequence
 from typing import Final
@@ -23,8 +26,8 @@ class StepTimes:
 
     def observe(self, seconds: float, num_seen: Sequence[int]) -> None:
         """Notes the seconds of a step. `num_seen` is the number of tokens that each row saw, including its own."""
-        self._row_s = _moved(self._row_s, seconds / len(num_seen))
-        self._seen_token_s = _moved(self._seen_token_s, seconds / sum(num_seen))
+        self._row_s = moved(self._row_s, seconds / len(num_seen))
+        self._seen_token_s = moved(self._seen_token_s, seconds / sum(num_seen))
 
     def predict(self, num_seen: Sequence[int]) -> float | None:
         """Predicts the seconds of a step whose rows see `num_seen` tokens each; None before the first observation."""
@@ -34,6 +37,6 @@ class StepTimes:
         return max(by_rows, sum(num_seen) * self._seen_token_s) if self._follows_lengths else by_rows
 
 
-def _moved(average: float, value: float) -> float:
-    """Moves the average towards the new value."""
+def moved(average: float, value: float) -> float:
+    """The average, moved by a tenth towards the new value. An average of 0 becomes the value."""
     return average + (_WEIGHT if average else 1.0) * (value - average)

@@ -65,7 +65,10 @@ class StepFailed(NotComputed):
 
 
 class OutOfMemory(NotComputed):
-    """A hop has too little memory to compute a row, even alone. The status has a `google.rpc.QuotaFailure`."""
+    """A hop has too little memory to compute a row, even alone. The status has a `google.rpc.QuotaFailure`.
+
+    `block_server/batch_executor` decides it.
+    """
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "OUT_OF_MEMORY"
@@ -107,7 +110,10 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class MessageTooLarge(CorollaError):
-    """The request is larger than the service's limit. The status has a `google.rpc.QuotaFailure`."""
+    """The request is larger than the service's limit. The status has a `google.rpc.QuotaFailure`.
+
+    `chassis/handlers` decides it for gRPC, `client/http/exchange` for HTTP.
+    """
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "MESSAGE_TOO_LARGE"
@@ -121,8 +127,10 @@ class Unauthenticated(CorollaError):
 
 
 class QuotaExceeded(CorollaError):
-    """The caller's tenant has used up a quota, named in `metadata["quota"]`. The status has a
-    `google.rpc.QuotaFailure`."""
+    """The caller's tenant has used up a quota, named in `metadata["quota"]`.
+
+    `router/quotas` decides it, and `client/quotas` while no router answers. The status has a `google.rpc.QuotaFailure`.
+    """
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "QUOTA_EXCEEDED"
@@ -235,8 +243,11 @@ class SessionBusy(CorollaError):
 
 
 class OutOfPages(CorollaError):
-    """A hop cannot reserve the pages that the session needs in the worst case. The status has a
-    `google.rpc.QuotaFailure`."""
+    """A hop cannot promise the pages that the session needs in the worst case.
+
+    `block_server/sessions` decides it, and `planning/planner` before any hop is asked. The status has a
+    `google.rpc.QuotaFailure`.
+    """
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "OUT_OF_PAGES"
@@ -244,12 +255,18 @@ class OutOfPages(CorollaError):
 
 
 class NoAdapterRoom(OutOfPages):
-    """A hop's memory for adapters is full, and running sessions use all adapters in it."""
+    """A hop's memory for adapters is full, and running sessions use all adapters in it: see `block_server/adapters`."""
 
     reason = "NO_ADAPTER_ROOM"
 
 
 class QueueFull(CorollaError):
+    """Too many callers wait for the same thing.
+
+    For a place among the running answers, `client/generation/waiting_line` decides it. Other bounded queues, such as
+    those of grammars, templates and openings, decide it where they are.
+    """
+
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "QUEUE_FULL"
     retry_after_default_s = 1.0

@@ -20,14 +20,30 @@ _NUM_OTHERS: Final = min(16, (os.cpu_count() or 1) + 4)
 
 
 class ComputeThread:
-    """A thread that does work in the order of the calls."""
+    """A thread that does work in the order of the calls.
+
+    Attributes:
+        current: a number of the work that runs, which no other work had; 0 while none runs.
+    """
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch")
+        self._num_begun = 0
+        self.current = 0
 
     def run(self, work: Callable[..., Result], *arguments: Any, **options: Any) -> "asyncio.Future[Result]":
         """Queues work. Returns a future of the running loop with the work's result."""
-        return asyncio.get_running_loop().run_in_executor(self._executor, partial(work, *arguments, **options))
+        return asyncio.get_running_loop().run_in_executor(
+            self._executor, partial(self._work, partial(work, *arguments, **options))
+        )
+
+    def _work(self, work: Callable[[], Result]) -> Result:
+        self._num_begun += 1
+        self.current = self._num_begun
+        try:
+            return work()
+        finally:
+            self.current = 0
 
     def close(self) -> None:
         """Waits for the work that runs, and cancels the work that has not begun."""

@@ -1,6 +1,7 @@
 """The loop of a block server whose device fails."""
 
 import asyncio
+import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from corolla.block_server.batch_executor import StepWork
 from corolla.block_server.boundary_activations import BoundaryActivations
-from corolla.block_server.engine import Engine
+from corolla.block_server.engine import Engine, ProcessorUse
 from corolla.block_server.hop_session import OpenRequest
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import Peer, PeerTable
@@ -43,6 +44,39 @@ def runner(tmp_path: Path) -> SpanRunner:
         Checkpoint.from_pretrained(str(make_tiny_checkpoint("llama", tmp_path))), SPAN, dtype=torch.float32
     )
     return SpanRunner(model, num_pages=2, page_tokens=4, max_step_tokens=4, tuning_budget_s=0.0)
+
+
+async def test_a_device_that_hangs_is_noticed(runner: SpanRunner) -> None:
+    sessions: SessionTable[SessionCache] = SessionTable(runner.store.pool, runner.new_cache)
+    peers, has_given_up, hangs, may_end = PeerTable(), asyncio.Event(), threading.Event(), threading.Event()
+
+    def hang(_rows: object) -> None:
+        hangs.set()
+        may_end.wait()
+
+    engine = Engine(
+        FaultyRunner(runner, before=hang), Scheduler(8, 8), sessions, BoundaryActivations(0), peers,
+        partial(Relay, "", peers), BlockServerMetrics(CollectorRegistry()), fail=has_given_up.set,
+        use=ProcessorUse(most_looks=3),
+    )  # fmt: skip
+    sessions.open(REQUEST, engine.clock())
+    hidden = torch.zeros(1, runner.model.hidden_size)
+    step = pb.Step(
+        step_id=1, client_id=b"c", rows=[pb.StepRow(session_id=b"a", epoch=1, num_tokens=1, num_result_tokens=1)],
+        dtype=pb.TENSOR_TYPE_FLOAT32, hidden_size=hidden.shape[1],
+    )  # fmt: skip
+    running = asyncio.create_task(engine.run())
+    engine.look()
+    work = StepWork(step, bytes(to_payload(hidden)), Peer(b"c", UnreadStream()))
+    engine.submit(QueuedStep(frozenset([b"a"]), {"t": 1}, True, SPAN, work))
+    await asyncio.to_thread(hangs.wait)
+    for _ in range(4):
+        assert not has_given_up.is_set()
+        engine.look()
+    assert has_given_up.is_set()
+    may_end.set()
+    running.cancel()
+    engine.close()
 
 
 async def test_a_broken_device_is_noticed_where_an_idle_session_holds_all_other_pages(runner: SpanRunner) -> None:

@@ -31,6 +31,9 @@ class SlowEngine:
         self.has_more_to_do = False
         self.first_hop = EmptyRing()
 
+    def look(self) -> None:
+        pass
+
     def clock(self) -> float:
         self.now_s += 1
         return self.now_s

@@ -2,7 +2,7 @@
 
 import pytest
 
-from corolla.block_server.step_times import StepTimes
+from corolla.block_server.step_times import StepTimes, moved
 
 
 def test_nothing_is_predicted_before_a_step_was_observed() -> None:
@@ -47,3 +47,9 @@ def test_predictions_come_down_to_what_is_observed() -> None:
     for length in range(1000, 1200):
         times.observe(0.004, [length])
     assert times.predict([1200]) == pytest.approx(0.004, rel=0.05)
+
+
+def test_an_average_begins_with_the_first_value() -> None:
+    """Planners read it after one step: a tenth of the time would make a fresh server look ten times as fast."""
+    assert moved(0.0, 3.0) == 3.0
+    assert moved(1.0, 2.0) == pytest.approx(1.1)

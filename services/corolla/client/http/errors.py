@@ -1,4 +1,4 @@
-"""Converts errors of `corolla.errors` to OpenAI's form. Pure."""
+"""Converts errors of `corolla.chassis.errors` to OpenAI's form. Pure."""
 
 import json
 import math
