@@ -1,4 +1,7 @@
-"""Reads the grammars of answers for the model's tokenizer, on the last hop, which chooses the tokens."""
+"""Compiles the grammars that answers must follow, for the model's tokenizer. The last hop needs them to choose tokens.
+
+"Reading" a grammar means here to parse and to compile it.
+"""
 
 import asyncio
 import threading
@@ -25,6 +28,7 @@ here at once."""
 _STACK_BYTES: Final = 128 << 20
 """The stack of a thread that reads grammars, which follows nested rules by recursion. Unused parts take no memory."""
 
+# `threading.stack_size` sets the stack of all threads that the process starts until it is set again.
 _starting = threading.Lock()
 
 
@@ -35,9 +39,8 @@ class GrammarNotRead(Exception):
 class Grammars:
     """Reads grammars and keeps the most recently used ones. Safe to use from several threads.
 
-    A thread of their own reads the grammars one after the other, tenants in turn, so that other work does not wait.
-
-    The first grammar loads the tokenizer, which takes about a second; most servers never need it.
+    One thread does nothing but read the grammars, one after the other, and tenants take turns; other work does not
+    wait for it. The first grammar makes it load the tokenizer, which takes about a second. Most servers never need it.
     """
 
     def __init__(self, checkpoint: Checkpoint, metrics: GrammarMetrics) -> None:
@@ -50,12 +53,12 @@ class Grammars:
         self._fair_lock = FairLock(_MOST_WAITING, "too many grammars wait to be read on a block server")
 
     async def read(self, tenant: str, text: str) -> None:
-        """Returns when the grammar has been read. An answer can begin without waiting as long as it is kept.
+        """Returns when the grammar has been read. As long as the grammar is kept, `begin` need not read it again.
 
         Raises:
-            QueueFull: too many grammars wait to be read, most of them for this tenant.
+            QueueFull: too many grammars wait to be read, and this tenant has more of them than others.
             MalformedMessage: the text is not a valid grammar.
-            InternalError: a block server cannot read the model's tokenizer for grammars.
+            InternalError: the model's tokenizer cannot be read, or does not allow grammars.
         """
         if self._has(text):
             self._metrics.cached.inc()
@@ -67,9 +70,9 @@ class Grammars:
         """Returns the grammar's state after these tokens of an answer. It may take seconds if the grammar is new here.
 
         Raises:
-            GrammarNotRead: this server does not have the grammar, and must not read it now (`may_read`).
+            GrammarNotRead: this server does not have the grammar, and `may_read` is False.
             MalformedMessage: the text is not a valid grammar, or the answer breaks it.
-            InternalError: a block server cannot read the model's tokenizer for grammars.
+            InternalError: the model's tokenizer cannot be read, or does not allow grammars.
         """
         matcher = self._copy(text)
         if matcher is None:

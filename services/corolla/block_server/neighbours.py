@@ -1,4 +1,4 @@
-"""The addresses that the placement names: a block server connects to these only, whatever a frame says."""
+"""The addresses that the placement names. A block server connects to no other address, whatever a frame says."""
 
 import asyncio
 import math
@@ -11,13 +11,14 @@ from corolla.chassis.tasks import TaskGroup
 from corolla.v1 import router_pb2
 
 _KEPT_S: Final = 60.0
-"""How long an address stays valid after a router stops naming it. A store that has lost its memory names few servers
-for a while, and a server that comes back with another span is not named in between."""
+"""How long an address stays valid after routers stop naming it. If their store has lost its data, they name few servers
+for a while; and they do not name a server while it changes its span."""
 _LEAST_INTERVAL_S: Final = 1.0
 _INTERVAL_PER_SERVER_S: Final = 0.1
-"""The interval grows with the servers, so that all together ask routers ten times a second, however many they are."""
+"""Each server asks a router once per interval, which grows with the number of servers: however many there are, all of
+them together ask at most ten times a second."""
 _LEAST_PAUSE_S: Final = 0.1
-"""The shortest pause between two look-ups of unknown addresses, so that frames with many of them load no router."""
+"""The shortest pause between two look-ups of unknown addresses, so that frames with many of them overload no router."""
 
 
 class Neighbours:
@@ -48,17 +49,17 @@ class Neighbours:
         return address in self._until_s
 
     def look_again(self, then: Callable[[bool], None]) -> None:
-        """Calls `then` once a router has been asked for the placement: a server that has just joined may be new here.
+        """Asks a router for the placement, and then calls `then`. The caller knows an address that is unknown here.
 
-        All callers that wait at the same time share one request. The argument of `then` says whether a router has
-        answered.
+        The server at that address may have joined just now. All callers that wait at the same time share one request.
+        The argument of `then` says whether a router has answered.
         """
         self._waiting.append(then)
         if len(self._waiting) == 1:
             self._tasks.start(self._look(), "look for a neighbour")
 
     def take(self, address: str) -> None:
-        """Adds an address that a client service knows from its placement, while no router answers here."""
+        """Adds an address for a while. A client service knows it from its own placement, and no router answers here."""
         self._until_s[address] = self._clock() + _KEPT_S
 
     async def run(self) -> None:
@@ -70,7 +71,7 @@ class Neighbours:
     async def _look(self) -> None:
         await asyncio.sleep(max(0.0, self._last_look_s + _LEAST_PAUSE_S - self._clock()))
         self._last_look_s = self._clock()
-        # A caller that arrives after this point may know a newer placement than this request answers with.
+        # A caller that comes after this point may know of a server that joined after the router answered this request.
         waiting, self._waiting = self._waiting, []
         was_answered = await self._refresh()
         for then in waiting:

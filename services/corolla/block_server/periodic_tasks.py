@@ -1,4 +1,4 @@
-"""The periodic tasks of a block server: they end leases, refresh gauges, check invariants and notice hung devices."""
+"""The periodic tasks of a block server: free sessions without a lease, set gauges, check invariants, watch devices."""
 
 import asyncio
 import logging
@@ -53,35 +53,39 @@ class PeriodicTasks:
         self._metrics = metrics
         self._page_bytes = page_bytes
         self.violations: list[Violation] = []
-        # Alerts see only growth of a counter that already exists.
+        # This creates the counters. An alert notices only that a counter grows, not that it appears with a value of 1.
         for invariant in INVARIANTS:
             metrics.invariant_violations.labels(invariant)
 
     async def run(self) -> None:
-        """Does the work once a second, for ever."""
+        """Runs the periodic tasks once a second until the task is cancelled."""
         while True:
             self._engine.look()
-            # An open should not wait in the hope that a lease runs out, so no released pages are announced.
+            # Expired sessions release pages, but the 0 announces none. An open waits for announced pages, and it should
+            # be refused at once rather than wait for a lease that has probably not run out.
             self._engine.between_iterations(self._tidy, max_released_pages=0)
             self._metrics.observe_holdings(self._sessions, self._outputs, self._page_bytes())
             self._metrics.observe_waiting(len(self._scheduler), self._engine.first_hop.num_waiting)
             await asyncio.sleep(_INTERVAL_S)
 
     def check_invariants(self) -> None:
-        """Ends leases and checks all invariants. Must run while nothing is computed, copied or about to change."""
+        """Frees the sessions whose lease has run out, and checks all invariants at once.
+
+        It must be called while nothing is computed, copied or about to change.
+        """
         self._note([*chain.from_iterable(self._begin())])
 
     def _tidy(self) -> None:
         self._compare_slice(self._begin(), [])
 
     def _begin(self) -> Iterator[list[Violation]]:
-        """Ends leases. Returns a check of the invariants that has not begun."""
+        """Frees the sessions whose lease has run out. Returns a check of the invariants, which has yet to begin."""
         now_s = self._engine.clock()
         self._metrics.expired.inc(self._sessions.expire(now_s))
         return check(self._sessions, self._outputs, self._peers.numbers, now_s)
 
     def _compare_slice(self, parts: Iterator[list[Violation]], found: list[Violation]) -> None:
-        """Checks invariants for one slice of time, and schedules the next slice. Gives up if other work waits."""
+        """Checks invariants for one slice of time, and schedules the next slice. It gives up if other work waits."""
         if self._engine.has_more_to_do:
             return
         end_s = self._engine.clock() + _SLICE_S

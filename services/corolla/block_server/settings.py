@@ -33,33 +33,38 @@ class BlockServerSettings(ServiceSettings):
     model: str = Field("demo", description="Checkpoint folder, GGUF file, hub id, or `demo`.")
     revision: str | None = Field(None, description="Revision of a hub id.")
     offline: bool = Field(
-        False, description="Never fetch from the hub; all files must be in its cache. HF_HUB_OFFLINE=1 means the same."
+        False,
+        description="Whether the service fetches nothing from the hub; all files must be in the hub's cache on this "
+        "machine. HF_HUB_OFFLINE=1 means the same.",
     )
     hub_patience_s: float = Field(
-        300.0, ge=0, description="Seconds of retries while the hub cannot be reached or breaks off."
+        300.0,
+        ge=0,
+        description="Seconds for which requests are repeated while the hub cannot be reached or breaks transfers off.",
     )
     blocks: str = Field("auto", description="Blocks to hold: `auto`, or `start:end`.")
     capacity_blocks: int = Field(
         0,
         ge=0,
-        description="The most blocks to hold when `auto`; embedding and head do not count. 0: all.",
+        description="The most blocks to hold when COROLLA_BLOCKS is `auto`; embedding and head do not count. 0: all.",
     )
     weights_mib: int = Field(
         0,
         ge=0,
-        description="Memory for weights in MiB, embedding and head included, which bounds the blocks when `auto`; "
-        "0: COROLLA_CAPACITY_BLOCKS alone counts.",
+        description="Memory for weights in MiB, embedding and head included. It bounds the number of blocks when "
+        "COROLLA_BLOCKS is `auto`; 0: only COROLLA_CAPACITY_BLOCKS bounds it.",
     )
     dtype: Dtype = Field("float32", description="Type of weights, cache and wire; fp32, bf16, fp16 for short.")
     quantization: QuantizationName = Field(
         "none",
-        description="How linear layers store their weights: `none` (as `dtype`), `int8`, `int4`, or `packed`: as in "
-        "the GGUF file, embedding and head too, or as in AWQ, GPTQ and compressed-tensors with four bits.",
+        description="How linear layers store their weights: `none` (as `dtype`), `int8`, `int4`, or `packed`: as they "
+        "are in the checkpoint, which is a GGUF file (embedding and head too), or has the four bits of AWQ, GPTQ or "
+        "compressed-tensors.",
     )
     kv_cache_dtype: KVCacheDtypeName = Field(
         "auto",
         description="How keys and values are stored: `auto` (as `dtype`), or in fewer bytes as `fp8` "
-        "(E4M3) or `int8`; client services need the same.",
+        "(E4M3) or `int8`; client services must have the same setting.",
     )
     device: str = Field("cpu", description="Torch device: `cpu`, `cuda`, `cuda:1`.")
     attention: Literal["auto", "compiled", "flash", "paged", "sdpa"] = Field(
@@ -67,14 +72,15 @@ class BlockServerSettings(ServiceSettings):
     )
     fused_blocks: bool = Field(
         True,
-        description="Run blocks of the usual shape with fused projections, and on CPUs entirely by compiled functions; "
-        "false: with the family's own code.",
+        description="Whether blocks of the usual shape run with fused projections, and on CPUs entirely in compiled "
+        "functions. Otherwise they run with the code of their model family.",
     )
     tuning_budget_s: float = Field(
         2.0,
         ge=0,
         le=60,
-        description="Seconds at start in which the server measures which kernels multiply fastest; 0: it does not.",
+        description="Seconds at start in which the server measures which kernels multiply matrices fastest; 0: it does "
+        "not measure.",
     )
     draft_model: str | None = Field(
         None,
@@ -91,28 +97,34 @@ class BlockServerSettings(ServiceSettings):
     )
     kv_cache_mib: int = Field(1024, ge=1, description="Memory for keys and values in MiB.")
     boundary_activations_mib: int = Field(
-        256, ge=0, description="Memory in MiB for outputs that rebuild a lost next hop; 0: they are recomputed."
+        256,
+        ge=0,
+        description="Memory in MiB for boundary activations: outputs that the server keeps, to send them to the server "
+        "that replaces a lost next hop; 0: they are recomputed.",
     )
     prompt_mib: int = Field(
         256,
         ge=0,
-        description="Memory in MiB for the trained prompts of sessions for its blocks; 0: it accepts none.",
+        description="Memory in MiB for the trained prompts that sessions bring for the server's blocks; 0: the server "
+        "accepts none.",
     )
     adapters_mib: int = Field(
         512,
         ge=0,
-        description="Memory in MiB for its blocks' parts of adapters, and up to as much again while one batch has rows "
-        "of several. The least recently used adapters are unloaded. 0: it accepts none.",
+        description="Memory in MiB for the parts of adapters that belong to the server's blocks. While one batch has "
+        "rows of several adapters, they may need as much again. The least recently used adapters are unloaded. "
+        "0: the server accepts none.",
     )
     adapters_dir: Path | None = Field(
         None,
-        description="Folder that must contain registered adapters that are not on the hub; without it, any folder may.",
+        description="Folder below which all registered adapters must lie that are not on the hub; without it, they may "
+        "lie in any folder.",
     )
     page_tokens: int = Field(
         0,
         ge=0,
         le=4096,
-        description="Tokens of one KV page; 0: 32 on a CPU, and 256 on a GPU, the least for flash attention.",
+        description="Tokens of one KV page; 0: 32 on a CPU, and 256 on a GPU, the least that flash attention takes.",
     )
     prefix_cache: bool = Field(
         True, description="Whether sessions of one tenant share the KV pages of a common beginning of their texts."
@@ -121,14 +133,14 @@ class BlockServerSettings(ServiceSettings):
         256,
         ge=1,
         description="The most tokens of one iteration; prompts get a quarter of them while other sessions decode. "
-        "Fewer make answers steadier, more process prompts sooner. Steps with more tokens than this and than 512 are "
-        "refused. Fast GPUs need more.",
+        "A small number makes answers steadier; a large one processes prompts sooner, and fast GPUs need it. Steps "
+        "with more tokens than both this number and 512 are refused.",
     )
     max_microbatches: int = Field(
         0,
         ge=0,
-        description="Microbatches in flight at a time on a chain that begins here; 0: one for each hop. Set fewer "
-        "if hops share processors.",
+        description="The most microbatches in flight at a time on a chain whose first hop is this server; 0: one for "
+        "each hop. Set fewer if hops share processors.",
     )
     admin_host: str = Field("127.0.0.1", description="Address that AdminService is served on.")
     admin_port: int = Field(0, ge=0, le=65535, description="Port of AdminService; 0 serves none.")
@@ -138,9 +150,13 @@ class BlockServerSettings(ServiceSettings):
         "pages free; changes apply within five seconds. Without it there are no guarantees.",
     )
     grace_s: float = Field(
-        25.0, ge=0, le=600, description="Seconds to hand sessions over, or to serve those that no server takes."
+        25.0,
+        ge=0,
+        le=600,
+        description="Seconds that a stopping server has to hand its sessions over, or to serve those that no other "
+        "server takes.",
     )
-    zone: str = Field("", description="Failure domain; the planner prefers chains within one.")
+    zone: str = Field("", description="Failure domain of the server; the planner prefers chains within one zone.")
     pod_uid: str = Field("", description="UID of the server's Kubernetes pod, if it runs in one.")
 
     @field_validator("blocks")
@@ -152,7 +168,7 @@ class BlockServerSettings(ServiceSettings):
 
     @property
     def listening_hosts(self) -> Mapping[str, str]:
-        """The addresses on which the service takes calls, with that of AdminService if it is served."""
+        """The addresses on which the service takes calls, by the variables that set them."""
         return {**super().listening_hosts, **({"COROLLA_ADMIN_HOST": self.admin_host} if self.admin_port else {})}
 
     @property
@@ -162,7 +178,7 @@ class BlockServerSettings(ServiceSettings):
 
     @property
     def prefill_tokens_during_decode(self) -> int:
-        """The prompt tokens of one iteration while other sessions decode."""
+        """The most prompt tokens of one iteration while other sessions decode."""
         return max(1, self.max_batch_tokens // 4)
 
     @property

@@ -14,14 +14,17 @@ from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.span import Span
 
 Fault = Callable[[pb.Step, CorollaError, Sequence[pb.StepRow], Peer | None], None]
-"""Tells the clients of a step why rows of it fail; the peer gets the fault of a client without a stream here."""
+"""Sends faults that tell the clients of a step why rows of it fail.
+
+A client that has no stream to this server gets its fault by way of the peer, which sent the step here.
+"""
 
 
 class StepAdmission:
-    """Admits rows to an iteration. Must be called between two iterations, in the order in which steps are computed.
+    """Admits rows to an iteration. It must be called between two iterations, in the order in which steps are computed.
 
     Args:
-        clock: returns seconds, for leases.
+        clock: returns the time in seconds, from which leases are prolonged.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class StepAdmission:
             return admitted
         ring = RingPlace.of(step) if goes_round and not step.ring.microbatch else None
         samples, now_s = admitted.samples, self._clock()
-        # All sources are read before any row changes, since two rows may swap their sessions' contents.
+        # All source sessions are forked before a row changes a session: two rows may swap their sessions' contents.
         forks = {
             row.session_id: self._fork(row, step.client_id, queued.blocks) for row in step.rows if row.source_session_id
         }
@@ -73,7 +76,7 @@ class StepAdmission:
         return admitted
 
     def _is_copy(self, step: pb.Step) -> bool:
-        """Whether the step is a repetition of an earlier step, which is answered."""
+        """Whether the step repeats an earlier step. Only the earlier one is computed and answered."""
         is_new = [
             self._sessions.note_step(_session_id(step, row), row.epoch, step.client_id, step.step_id)
             for row in step.rows
@@ -92,7 +95,7 @@ class StepAdmission:
     ) -> HopSession[SessionCache] | None:
         """Returns the session in which a row is computed; None if no client waits for the row.
 
-        Raises the CorollaError that the client has to learn if the row must not be computed.
+        If the row must not be computed, it raises a CorollaError, which the client then gets.
         """
         client_id, epoch, position = step.client_id or row.client_id, row.epoch, row.position
         if goes_round and not self._sessions.goes_round(row.session_id, epoch, client_id, position):
@@ -111,5 +114,5 @@ class StepAdmission:
 
 
 def _session_id(step: pb.Step, row: pb.StepRow) -> bytes:
-    """The session in which a row runs here."""
+    """The session in which this hop computes a row. Bit 0 of `scratch_hops` stands for this hop."""
     return row.scratch_session_id if step.scratch_hops & 1 else row.session_id

@@ -1,4 +1,4 @@
-"""Remembers which pages hold which beginnings of texts. Pure: the pool owns the pages."""
+"""Remembers which page holds which part of a text's beginning. Pure: the pool owns the pages."""
 
 import hashlib
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ class PrefixKey:
     """Identifies the contents of one whole page and of all pages before it.
 
     Attributes:
-        salt: digest of tenant, run of blocks, adapter and factors; pages of others are never found.
-        block_hash: chained hash of the page's tokens.
-        group: the group of layers, each of which has pages of its own.
+        salt: the digest that `salt_of` makes. Sessions with different salts never find each other's pages.
+        block_hash: hash of the page's tokens and of all tokens before them.
+        group: the index of a group of layers; each group has pages of its own.
     """
 
     salt: bytes
@@ -29,9 +29,9 @@ class ExpectedText:
     """The text that a session is expected to hold.
 
     Attributes:
-        salt: `salt_of` its tenant, blocks, adapter and factors.
-        hashes: chained hashes, one for each whole page of the text.
-        num_tokens: the length of the text; its last token is always left to be computed.
+        salt: the digest that `salt_of` makes from tenant, blocks, adapter and factors.
+        hashes: one for each whole page of the text: the hash of its tokens and of all tokens before them.
+        num_tokens: the length of the text. A session always computes the last token itself.
     """
 
     salt: bytes
@@ -40,12 +40,12 @@ class ExpectedText:
 
 
 def salt_of(tenant: str, blocks: Span, adapter: AdapterVersion | None = None, *, long_factors: bool = False) -> bytes:
-    """Returns the salt that separates the pages of tenants, runs of blocks, adapters and factors.
+    """Returns the salt that keeps apart the pages of different tenants, runs of blocks, adapters and factors.
 
-    Weights are not part of it, since all weights of a server have one fingerprint.
+    Weights need not be part of it, since a server has the weights of one model only.
 
     Args:
-        long_factors: whether the long factors of a longrope embedding are used.
+        long_factors: whether the session uses the long factors of a longrope embedding.
     """
     digest = "" if adapter is None else adapter.digest
     if long_factors:
@@ -79,8 +79,8 @@ class PrefixPages:
         """Remembers the key of a page in use, unless the page has a key or another page in use has this key.
 
         Returns:
-            The unused page that had this key and was forgotten for the new one. It would be evicted before the pages
-            that follow it, which are useless without it.
+            The unused page that had this key and has lost it to the new page; None if no page had it. The old page
+            could be evicted at any time, and then the cached pages that follow it in the text would be useless.
         """
         if page in self._keys:
             return None
@@ -109,18 +109,18 @@ class PrefixPages:
         self._evictable.pop(page, None)
 
     def evict(self) -> int:
-        """Forgets the least recently used page and returns it."""
+        """Forgets the least recently used of the pages that no session uses, and returns it."""
         page = next(iter(self._evictable))
         self.forget(page)
         return page
 
 
 def longest_match(is_cached: Sequence[Sequence[bool]], num_needed: Sequence[int | None]) -> int:
-    """Returns how many first pages of a text can be reused.
+    """Returns how many pages at the beginning of a text can be reused.
 
     Args:
         is_cached: for each group of layers, whether each of the text's whole pages is cached.
-        num_needed: for each group, how many pages directly before the next token it attends to; None for all.
+        num_needed: for each group, how many pages directly before a page its first token sees; None for all.
     """
     num_pages = min(map(len, is_cached), default=0)
     best = 0

@@ -1,4 +1,4 @@
-"""Keeps the account of one session: its number of tokens, and a page table for each group of layers. Pure."""
+"""Keeps track of what one session holds: its number of tokens, and a page table for each group of layers. Pure."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -15,15 +15,17 @@ MAX_TOKENS: Final = 2**31 - 1
 
 
 class SessionPages:
-    """The account of one session: its number of tokens, and a page table for each group of layers.
+    """What one session holds: its number of tokens, and a page table for each group of layers.
 
     Args:
         pool: the pages of the server.
         rules: the rules of the groups of layers.
-        num_fixed_pages: how many pages stand for the data that a session holds apart from its tokens.
+        num_fixed_pages: how many pages are promised to a session for data that does not grow with its tokens, such as
+            recurrent states.
 
     Attributes:
-        num_unchanged_tokens: how many first tokens are unchanged since this was set; a copy in parts continues there.
+        num_unchanged_tokens: how many of the first tokens have not changed since a caller set this number. A handover
+            sets it after each part that it copies, and continues there.
     """
 
     def __init__(self, pool: PagePool, rules: Sequence[GroupRule], num_fixed_pages: int = 0) -> None:
@@ -46,7 +48,7 @@ class SessionPages:
 
     @property
     def min_position(self) -> int:
-        """The session can continue from this position, all up to `num_tokens`, and 0."""
+        """The session can continue from each position in `[min_position, num_tokens]`, and from 0."""
         return self._min_paged_position
 
     @property
@@ -66,7 +68,10 @@ class SessionPages:
         return sum(table.worst_case(max_tokens) for table in self.tables) + self._fixed_pages(max_tokens)
 
     def max_tokens_within(self, num_pages: int) -> int:
-        """The tokens of the longest session whose worst case fits; `MAX_TOKENS` if windows bound the pages."""
+        """The length of the longest session whose worst case is at most `num_pages`.
+
+        It is `MAX_TOKENS` where sliding windows keep even the longest session below that.
+        """
         return bisect_right(range(MAX_TOKENS + 1), num_pages, key=self.worst_case) - 1
 
     def reserve(self, max_tokens: int) -> None:
@@ -74,7 +79,7 @@ class SessionPages:
 
         Raises:
             OutOfPages: the pool has too few pages; nothing has changed.
-            ValueError: the session holds more tokens.
+            ValueError: the session holds more than `max_tokens` tokens.
         """
         if max_tokens < self.num_tokens:
             raise ValueError(f"{self.num_tokens} tokens do not fit where {max_tokens} are reserved")
@@ -92,7 +97,7 @@ class SessionPages:
         self.num_reserved_tokens = max_tokens
 
     def allocate(self, max_tokens: int, text: ExpectedText | None = None) -> None:
-        """Reserves pages for `max_tokens` tokens. An empty session begins with its text's pages in the prefix cache.
+        """Reserves pages for `max_tokens` tokens. An empty session first gets what the prefix cache has of its text.
 
         Raises:
             OutOfPages: the pool has too few pages; the session holds what it held before.
@@ -129,7 +134,7 @@ class SessionPages:
         """Makes sure that the pages of a step's tokens exist and may be written.
 
         Returns:
-            The pages to copy first, in all layers.
+            The pairs of pages to copy, in all layers, before the step writes.
 
         Raises:
             OutOfPages: the step exceeds the reserved tokens, and the pool has too few pages.
@@ -143,7 +148,10 @@ class SessionPages:
         return copies
 
     def commit(self, num_tokens: int) -> None:
-        """Notes that the tokens up to `num_tokens` are computed. Whole pages may be reused, old ones given back."""
+        """Notes that the first `num_tokens` tokens are computed.
+
+        Other sessions may then reuse the whole pages among them, and the pages before a sliding window are given back.
+        """
         self.num_tokens = num_tokens
         self._has_stepped = True
         if self._text is not None:
@@ -184,14 +192,17 @@ class SessionPages:
         self.reserve(0)
 
     def fork(self) -> Self:
-        """Makes a twin with the same tokens and pages, but no promise. It must be adopted or cleared before a step."""
+        """Returns a twin that holds the same tokens and pages, but has no pages promised.
+
+        Another session must adopt it, or it must be cleared, before the next step.
+        """
         twin = self._empty()
         twin.tables = tuple(table.share(self.num_tokens) for table in self.tables)
         twin._take_account(self)
         return twin
 
     def adopt(self, twin: Self) -> None:
-        """Takes the tokens and pages of a twin, which is empty afterwards; keeps its own promised pages."""
+        """Takes the tokens and pages of a twin, which is empty afterwards. This session keeps its promised pages."""
         for table, theirs in zip(self.tables, twin.tables, strict=True):
             table.adopt(theirs, twin.num_tokens)
         self._take_account(twin)

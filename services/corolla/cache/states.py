@@ -1,4 +1,4 @@
-"""Recurrent states: the data of a session for layers that keep no keys and values.
+"""Recurrent states: the data of a session for recurrent layers, which keep no keys and values.
 
 Such a layer keeps tensors of fixed size that stand for all tokens up to one position. An earlier state cannot be
 computed from them, so a session keeps the states of two positions: the newest, and the one where its last step began.
@@ -31,14 +31,14 @@ class LayerState:
 
     @classmethod
     def of(cls, layer: LinearAttentionLayer) -> Self:
-        """Takes over the tensors of the library's cache of a layer. Raises ValueError if it has computed nothing."""
+        """Takes the tensors of a transformers cache layer. Raises ValueError if the layer has computed nothing."""
         conv = layer.conv_states[0]
         if conv is None:
             raise ValueError("the layer has computed nothing")
         return cls(conv, layer.recurrent_states[0])
 
     def to_layer(self) -> LinearAttentionLayer:
-        """Copies the state into a cache of the library, which continues from it and changes it in place."""
+        """Copies the state into a new layer of a transformers cache. The model continues there and changes the copy."""
         layer = LinearAttentionLayer()
         layer.conv_states[0], layer.conv_kernel_size[0] = self.conv.clone(), self.conv.shape[-1]
         layer.is_conv_states_initialized[0] = layer.has_previous_state[0] = True
@@ -48,7 +48,7 @@ class LayerState:
         return layer
 
     def shape(self) -> Self:
-        """Returns a state of the same shape, dtype and device that takes no memory and has no numbers."""
+        """Returns a state with the same shapes, dtypes and devices that takes no memory and has no useful values."""
         return type(self)(*(tensor.new_empty(()).expand(tensor.shape) for tensor in self.tensors))
 
     @property
@@ -71,7 +71,7 @@ class SessionStates:
     """The states of one session, by position.
 
     Attributes:
-        computed: the states, by layer, of the step that is being computed; they are kept at its commit.
+        computed: the states, by layer, of the step that is being computed; `commit` keeps them.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class SessionStates:
         return self._kept[position] if position else _NOTHING
 
     def commit(self, position: int) -> None:
-        """Keeps the computed states as those of `position`, and of the older ones only those where the step began."""
+        """Keeps the computed states as those of `position`. Of older states, it keeps those of the step's beginning."""
         newest = max(self._kept, default=0)
         began = {newest: self._kept[newest]} if newest else {}
         self._kept = {**began, position: self.computed}
@@ -116,7 +116,7 @@ class SessionStates:
         self._kept = {position: states} if position else {}
 
     def share(self) -> "SessionStates":
-        """Returns the same states for another session."""
+        """Returns a SessionStates with the same kept states for another session."""
         twin = SessionStates()
         twin._kept = dict(self._kept)
         return twin

@@ -20,7 +20,10 @@ _record_timeout_s = 5.0
 
 
 def tolerate_silence(silence_s: float) -> None:
-    """Sets how long calls about session records wait for a router, for each ControlPlane without its own setting."""
+    """Sets how long calls about session records wait for a router.
+
+    The setting is for the ControlPlanes that this process makes from now on without a `record_timeout_s`.
+    """
     global _record_timeout_s
     _record_timeout_s = silence_s
 
@@ -29,10 +32,10 @@ Reply = TypeVar("Reply", bound=Message)
 
 
 class ControlPlane:
-    """Makes calls to the router. Each call raises a CorollaError: the router's own, or RouterUnavailable.
+    """Makes calls to the router. A call that fails raises a CorollaError: the router's own, or RouterUnavailable.
 
     Args:
-        record_timeout_s: how long a call about a session record waits; None: as set for this process.
+        record_timeout_s: how long a call about a session record waits; None: as long as this process has set.
     """
 
     def __init__(
@@ -56,7 +59,10 @@ class ControlPlane:
         return await self._call(self.stub.PlanChain, request, _PLAN_TIMEOUT_S)
 
     async def report_server(self, server_id: str, *, slow: bool = False) -> None:
-        """Reports that a server failed, so that chains avoid it until its next sign of life, or that it is `slow`."""
+        """Reports that a server failed, so that chains avoid it until its next heartbeat.
+
+        With `slow`, it reports instead that chains with the server are far slower than their servers claim.
+        """
         request = pb.ReportServerRequest(model=self.model, server_id=server_id, slow=slow)
         await self._call(self.stub.ReportServer, request, _PLAN_TIMEOUT_S)
 
@@ -71,7 +77,7 @@ class ControlPlane:
         await self._channel.close(None)
 
     async def call(self, method: Callable[..., Awaitable[Reply]], request: Message) -> Reply:
-        """Calls a method of `stub` about session records."""
+        """Calls a method of `stub` that reads or changes session records, and waits `record_timeout_s` for it."""
         return await self._call(method, request, self._record_timeout_s)
 
     async def _call(self, method: Callable[..., Awaitable[Reply]], request: Message, timeout_s: float) -> Reply:

@@ -26,8 +26,9 @@ SETTLING_S: Final = 5.0
 class PlacementWatch:
     """Follows the router's pushes and remembers the newest snapshot.
 
-    A snapshot that lacks blocks may come from a store that has just lost its data. So for SETTLING_S, in which servers
-    register again, the servers of the last complete snapshot count, too. One that is gone only costs an attempt.
+    A snapshot that lacks servers for some blocks may come from a store that has just lost its data. So the servers of
+    the last complete snapshot count, too, for SETTLING_S, in which servers register again. If one of them is gone, a
+    request that tries it loses only an attempt.
     """
 
     def __init__(self, control: ControlPlane) -> None:
@@ -49,7 +50,7 @@ class PlacementWatch:
 
     @property
     def servers(self) -> Sequence[pb.PlacedServer]:
-        """All registered servers, as far as is known."""
+        """All servers that are known to be registered, or that may register again after their store lost its data."""
         if self._placement is None:
             return ()
         if self._complete is None or not self.is_settling:
@@ -79,9 +80,10 @@ class PlacementWatch:
         return AdapterVersion.of(found.version)
 
     async def _registered_now(self) -> Sequence[pb.RegisteredAdapter]:
-        """The registered adapters, by a router's answer that is newer than this call.
+        """Asks a router for the registered adapters; returns none if no router answers.
 
-        Calls that come before the router is asked share one answer.
+        The router answers after this call began, so the answer has each adapter that was registered before. Calls that
+        begin before the router is asked share one answer.
         """
 
         async def look() -> Sequence[pb.RegisteredAdapter]:
@@ -101,7 +103,7 @@ class PlacementWatch:
         return await asyncio.shield(self._look)
 
     def names(self, hop: common_pb2.Hop) -> bool:
-        """Whether the newest known placement has the hop's server at the hop's address."""
+        """Whether `servers` has the hop's server at the hop's address."""
         return _names(self.servers, hop)
 
     async def will_name(self, hop: common_pb2.Hop) -> bool:
@@ -113,13 +115,13 @@ class PlacementWatch:
 
     @property
     def is_settling(self) -> bool:
-        """Whether blocks lost their servers less than SETTLING_S ago, so that these may register again."""
+        """Whether the placement became incomplete less than SETTLING_S ago, so that lost servers may register again."""
         if self._placement is None or self._placement is self._complete:
             return False
         return asyncio.get_running_loop().time() < self._incomplete_since_s + SETTLING_S
 
     async def wait_for_update(self, timeout_s: float) -> None:
-        """Returns when a router has pushed a snapshot, at the latest after `timeout_s`."""
+        """Returns when a router has pushed the next snapshot, at the latest after `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._published.wait()

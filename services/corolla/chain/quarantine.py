@@ -1,4 +1,4 @@
-"""Servers that are left out for a while, and when they are asked again. Pure: time is passed in."""
+"""Remembers which servers new chains leave out, and when requests try lost servers again. Pure: time is passed in."""
 
 from collections.abc import Collection, Iterable, Iterator
 from typing import Final, Literal
@@ -11,14 +11,14 @@ QuarantineCause = Literal["open", "step"]
 
 
 class Quarantine:
-    """Leaves a server out for a while, longer with each failure that follows soon."""
+    """Leaves a server out for a while after a failure: twice as long as before if the last failure was not long ago."""
 
     def __init__(self) -> None:
         # Maps a server id to the time until which it is left out, and to the seconds of this quarantine.
         self._entries: dict[str, tuple[float, float]] = {}
 
     def add(self, server_id: str, now_s: float) -> bool:
-        """Leaves a server out. Returns False where it was left out already: many sessions report the same death."""
+        """Leaves a server out. Returns False if it is left out already: many sessions report the same death."""
         until_s, length_s = self._entries.get(server_id, (0.0, 0.0))
         if now_s < until_s:
             return False
@@ -32,7 +32,7 @@ class Quarantine:
         return sum(now_s < until_s for until_s, _ in tuple(self._entries.values()))
 
     def active(self, now_s: float) -> frozenset[str]:
-        """The servers to leave out now."""
+        """The servers to leave out now. The call also forgets old failures."""
         self._entries = {name: entry for name, entry in self._entries.items() if now_s < entry[0] + MOST_QUARANTINE_S}
         return frozenset(name for name, (until_s, _) in self._entries.items() if now_s < until_s)
 
@@ -48,12 +48,12 @@ class LostServers(Collection[str]):
     A broken stream does not prove that its server is gone: the network may have dropped the connection, or this process
     may have been frozen, which breaks all of its streams at once. So where no other server can take a lost one's place,
     the request tries the lost one again until `patience_s` after its first failure: at first almost at once, then less
-    often. Each time is one of the request's attempts.
+    often. Each try counts as one of the request's attempts.
     """
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
-        # Maps a server id to the times of its first and its latest failure; None where it is never tried again.
+        # Maps a server id to the times of its first and its latest failure, or to None if it is never tried again.
         self._times: dict[str, tuple[float, float] | None] = {}
 
     def __contains__(self, server_id: object) -> bool:

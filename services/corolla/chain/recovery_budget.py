@@ -1,4 +1,4 @@
-"""Counts one request's failures and recoveries, and ends it after too many. Pure: times are passed in."""
+"""Counts the failures and recoveries of one request, and ends the request after too many. Pure: times are passed in."""
 
 import math
 from collections.abc import Callable
@@ -27,7 +27,7 @@ RECOVERABLE: Final = (
 """Failures after which the same step may succeed on other servers, or on the same ones."""
 
 CAUSES: Final = ("idle", *(each.reason.lower() for each in (*RECOVERABLE, RouteUnknown)))
-"""Why a recovery was needed: hops had forgotten an idle session (`idle`), or a step failed with one of the others."""
+"""Why a recovery was needed: hops had forgotten an idle session (`idle`), or a step failed with the named error."""
 
 METHODS: Final = ("outputs", "outputs+tokens", "reopen", "tokens")
 """How hops got the tokens that they lacked: from boundary activations, from tokens, or not at all (`reopen`)."""
@@ -36,7 +36,8 @@ MAX_DEATHS: Final = 2
 """How many deaths of servers at the same step end the request."""
 
 MAX_REPLAY_DEATHS: Final = 4
-"""How many deaths of servers during replays end the request. More are allowed: the same tokens did not kill others."""
+"""How many deaths of servers during replays end the request. This is more than MAX_DEATHS, since other servers have
+already survived the tokens of a replay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,9 @@ class MovedBlocks:
 
 
 def moved_blocks(before: common_pb2.Chain, after: common_pb2.Chain) -> tuple[MovedBlocks, ...]:
-    """The longest runs of blocks that have moved from one server to one other server, in order.
+    """The runs of blocks that have moved from one server to another, in order, each as long as possible.
 
-    Both chains cover the same blocks.
+    Both chains must cover the same blocks.
     """
     return tuple(
         MovedBlocks(Span(max(lost.span.start, found.span.start), end), lost.server_id, found.server_id)
@@ -66,7 +67,7 @@ def moved_blocks(before: common_pb2.Chain, after: common_pb2.Chain) -> tuple[Mov
 class RecoveryReport:
     """One recovery: one of CAUSES and of METHODS, and the seconds from the failure until the session could continue.
 
-    `num_recomputed_tokens` counts tokens that hops processed again for each hop; `moved` is empty where the same
+    `num_recomputed_tokens` counts a token once for each hop that processed it again; `moved` is empty where the same
     servers continued.
     """
 
@@ -79,9 +80,10 @@ class RecoveryReport:
 
 @dataclass(slots=True)
 class RecoveryBudget:
-    """Bounds the recoveries of one request: `max_recoveries` attempts, 0 for none.
+    """Bounds the recoveries of one request: it may make `max_recoveries` attempts; 0 allows none.
 
-    `on_recovery` is called for each recovery that succeeded; the request's caller stops waiting at `until_s`.
+    `on_recovery` is called for each recovery that succeeded. `until_s` is the time at which the request's caller stops
+    waiting.
     """
 
     max_recoveries: int
@@ -91,7 +93,7 @@ class RecoveryBudget:
     _num_not_computed: int = 0
     # The blocks of each server that died since the request's position last moved.
     _deaths: list[Span] = field(default_factory=list)
-    # The hops that could not reach the next one since then.
+    # The addresses of hops that reported, since the position last moved, that they could not reach another hop.
     _reporters: set[str] = field(default_factory=set)
     _position: int = -1
     _num_replay_deaths: int = 0
@@ -99,7 +101,7 @@ class RecoveryBudget:
     def take_attempt(self, failure: CorollaError) -> None:
         """Counts one more attempt. Raises `failure` when `max_recoveries` attempts were made before.
 
-        A server that leaves in an orderly way does not count as a failure, however many leave during one answer.
+        Servers that leave in an orderly way do not count, however many of them leave during one answer.
         """
         if isinstance(failure, HopLeaving):
             return
@@ -108,7 +110,7 @@ class RecoveryBudget:
         self.num_attempts += 1
 
     def patience_s(self, most_s: float, now_s: float) -> float:
-        """How long to wait for a replacement: `most_s`, but not beyond `until_s`."""
+        """How long to wait for a server that replaces a lost one: `most_s`, but not beyond `until_s`."""
         return max(0.0, min(most_s, self.until_s - now_s))
 
     def on_death_in_replay(self) -> None:
@@ -129,10 +131,10 @@ class RecoveryBudget:
             raise _kills()
 
     def on_unreachable(self, reporter: str, position: int) -> bool:
-        """Records that the hop `reporter` could not reach another hop, which lives.
+        """Records that the hop with the address `reporter` could not reach another hop, although that one is alive.
 
-        Returns whether the same hop reported this before at this `position`. If so, replacing the other hop did not
-        help or was not possible, and the reporter itself may be cut off.
+        Returns whether the same hop reported this before at this `position`. If so, it did not help or was not possible
+        to replace the other hop, and the reporter itself may be cut off.
         """
         self._reset_after_progress(position)
         is_repeated = reporter in self._reporters
@@ -146,7 +148,7 @@ class RecoveryBudget:
             self._reporters.clear()
 
     def on_not_computed(self, failure: NotComputed) -> None:
-        """Records that a hop had no output. Raises `failure` the second time: it is not the fault of one hop then."""
+        """Records that a hop had no output. Raises `failure` the second time, since no single hop is at fault then."""
         self._num_not_computed += 1
         if self._num_not_computed > 1:
             raise failure

@@ -17,7 +17,7 @@ from corolla.v1 import common_pb2
 
 
 class Replayer:
-    """Runs the segments of all recoveries of a process, with a common bound of replayed tokens."""
+    """Runs the segments of all recoveries of a process, and bounds the tokens that they replay at a time."""
 
     def __init__(self, reservations: Reservations, plane: DataPlane, limits: ChainLimits) -> None:
         self._reservations = reservations
@@ -26,12 +26,14 @@ class Replayer:
         self._budget = _TokenBudget(limits.max_replayed_tokens)
 
     async def replay(self, binding: ChainBinding, number: int, sequence: History, segment: ReplaySegment) -> None:
-        """Runs the segment until its hops hold the sequence up to its position, except those in `segment.scratch`.
+        """Runs the segment; returns when its hops that lacked tokens hold `sequence` up to its position.
 
-        `number` is the index of the sequence's identity in `binding.identities`.
+        The hops in `segment.scratch` lacked none, and only pass outputs on to the next hop. `number` is the index of
+        the sequence's identity in `binding.identities`.
 
         Raises:
-            CorollaError: OutOfPages where a scratch hop has no room, OutputsNotKept, or whatever else failed.
+            CorollaError: OutOfPages if a scratch hop has no room; OutputsNotKept if the source no longer keeps its
+                outputs; or another failure of a step.
         """
         hops = list(binding.chain.hops[segment.first : segment.last + 1])
         async with (
@@ -68,9 +70,9 @@ class Replayer:
     async def _scratch(
         self, binding: ChainBinding, number: int, sequence: History, segment: ReplaySegment
     ) -> AsyncIterator[bytes]:
-        """Opens a scratch session on the scratch hops, so that their own session stays as it is; yields its id.
+        """Opens a scratch session on the scratch hops, and yields its id, which is empty if there are no such hops.
 
-        The id is empty where the segment has no scratch hops.
+        The hops compute in the scratch session, so that the session that they hold stays as it is.
         """
         if not segment.scratch:
             yield b""
@@ -95,7 +97,8 @@ class Replayer:
         except NotOpened as refused:
             failure = refused.failures[0][1]
             if isinstance(failure, HopLeaving):
-                # A leaving hop serves its sessions until it has handed them over, and opens no new ones.
+                # A leaving hop serves its sessions until it has handed them over, and opens no new ones. OutOfPages
+                # makes the recovery go on without scratch sessions.
                 raise OutOfPages("a hop that leaves takes no further session") from None
             raise failure if isinstance(failure, CorollaError) else refused from None
         finally:

@@ -17,7 +17,10 @@ class ClientSettings(ServiceSettings):
 
     port: int = Field(50051, ge=0, le=65535, description="Port of the public API; 0 takes a free one.")
     max_connections: int = Field(
-        4096, ge=1, description="Connections of gRPC at a time, and as many of HTTP; further ones are refused at once."
+        4096,
+        ge=1,
+        description="The most gRPC connections at a time, and the most HTTP connections; further ones are refused at "
+        "once.",
     )
     http_port: int | None = Field(
         None,
@@ -35,12 +38,18 @@ class ClientSettings(ServiceSettings):
     model: str = Field("demo", description="Checkpoint folder, GGUF file, hub id, or `demo`.")
     revision: str | None = Field(None, description="Revision of a hub id.")
     offline: bool = Field(
-        False, description="Never fetch from the hub; all files must be in its cache. HF_HUB_OFFLINE=1 means the same."
+        False,
+        description="Whether the service fetches nothing from the hub; all files must be in the hub's cache on this "
+        "machine. HF_HUB_OFFLINE=1 means the same.",
     )
     hub_patience_s: float = Field(
-        300.0, ge=0, description="Seconds of retries while the hub cannot be reached or breaks off."
+        300.0,
+        ge=0,
+        description="Seconds for which requests are repeated while the hub cannot be reached or breaks transfers off.",
     )
-    dtype: Dtype = Field("float32", description="Type that the block servers run; fp32, bf16, fp16 for short.")
+    dtype: Dtype = Field(
+        "float32", description="Type of numbers with which the block servers compute; fp32, bf16, fp16 for short."
+    )
     quantization: QuantizationName = Field(
         "none", description="How the block servers store their weights: `none`, `int8`, `int4` or `packed`."
     )
@@ -53,11 +62,11 @@ class ClientSettings(ServiceSettings):
     )
     oidc_issuer: str = Field(
         "",
-        description="Issuer of callers' tokens, an https address, as in their claim `iss`; empty: tokens are not "
-        "accepted.",
+        description="Issuer of callers' access tokens (JWTs): an https address, which is their claim `iss`. Empty: "
+        "access tokens are not accepted.",
     )
     oidc_audience: str = Field(
-        "", validate_default=True, description="What a token's claim `aud` must name; needed with an issuer."
+        "", validate_default=True, description="Audience that a token's claim `aud` must name; needed with an issuer."
     )
     oidc_jwks: str = Field(
         "",
@@ -65,10 +74,14 @@ class ClientSettings(ServiceSettings):
         "seconds; empty: the address in the issuer's OpenID configuration.",
     )
     oidc_ca_file: Path | None = Field(
-        None, description="Certificate authorities for the issuer, in PEM; without it, those of the system."
+        None,
+        description="PEM file of the certificate authorities that sign the issuer's TLS certificate; without it, those "
+        "of the system.",
     )
     oidc_algorithms: str = Field(
-        "RS256,ES256", description="Accepted algorithms of tokens' signatures, with commas; only public-key ones."
+        "RS256,ES256",
+        description="Accepted algorithms of tokens' signatures, separated by commas; all of them must be public-key "
+        "algorithms.",
     )
     oidc_tenant_claim: str = Field(
         "sub", min_length=1, description="Claim that names the tenant; `sub`: each subject is a tenant."
@@ -80,8 +93,8 @@ class ClientSettings(ServiceSettings):
     )
     oidc_scopes_claim: str = Field(
         "",
-        description="Claim that lists a token's scopes, likewise: `generate`, `chat`, `sessions` and `tokenize`; other "
-        "words are ignored.",
+        description="Claim that lists the scopes that a token allows: `generate`, `chat`, `sessions` and `tokenize`; "
+        "other words are ignored, and a token without the claim allows none. Empty: tokens allow all scopes.",
     )
     quotas_file: Path | None = Field(
         None,
@@ -90,8 +103,9 @@ class ClientSettings(ServiceSettings):
     )
     cache_secret: SecretStr = Field(
         SecretStr(""),
-        description="Secret random text of at least 32 characters, the same for all client services of a model. The "
-        "digests by which block servers find a tenant's texts depend on it. Empty: they depend on the texts alone.",
+        description="Secret random text of at least 32 characters, the same for all client services of a model. It "
+        "goes into the digests by which block servers find a tenant's texts in their prefix caches. Empty: the digests "
+        "depend on the texts alone.",
     )
     public_tls_dir: Path | None = Field(
         None,
@@ -102,52 +116,63 @@ class ClientSettings(ServiceSettings):
     max_running_requests: int = Field(
         256,
         ge=1,
-        description="Requests served at a time, of which each completion counts as one; further ones wait.",
+        description="The most requests that are served at a time; each completion of a request counts as one. Further "
+        "requests wait.",
     )
     max_waiting_requests: int = Field(
-        256, ge=0, description="Requests that wait for their turn, shared fairly by tenants; further ones are refused."
+        256,
+        ge=0,
+        description="The most requests that wait for their turn; tenants share these places fairly. Further requests "
+        "are refused.",
     )
     max_held_request_bytes: int = Field(
         256 << 20,
         ge=1024,
-        description="Bytes of all requests that run or wait; further ones are refused. Requests that are still being "
-        "read over HTTP have a separate allowance of the same size, so slow callers block no other.",
+        description="The most bytes of all requests that run or wait; further requests are refused. Requests that are "
+        "still being read over HTTP have a separate allowance of the same size, so a slow caller blocks no other.",
     )
     trace_callers: bool = Field(
         False,
-        description="Whether a request continues the trace in the caller's `traceparent`, sampled as that says. "
-        "Otherwise each request begins a trace, sampled at the service's own rate, with a link to the caller's.",
+        description="Whether a request continues the trace in the caller's `traceparent` header, and is sampled if the "
+        "header says so. Otherwise each request begins a trace of its own, which is sampled at the service's own rate "
+        "and has a link to the caller's trace.",
     )
     default_max_tokens: int = Field(256, ge=1, description="The most new tokens of a request that sets no number.")
     prefill_chunk_tokens: int = Field(
         256,
         ge=1,
-        description="Tokens of one prefill step; at most a quarter of them while others decode on the same chain.",
+        description="The most tokens of one prefill step; at most a quarter while other requests decode on the same "
+        "chain.",
     )
     max_microbatches: int = Field(
         0,
         ge=0,
-        description="Prefill steps of one request in flight at a time, which keep as many hops busy; 0: "
-        "enough for all hops. Set fewer if hops share processors, the same as on the block servers.",
+        description="The most prefill steps of one request in flight at a time; each keeps one hop busy. 0: enough for "
+        "all hops. If hops share processors, set fewer here and on the block servers.",
     )
     step_timeout_s: float = Field(60.0, gt=0, description="Seconds after which a step counts as lost.")
     recovery_patience_s: float = Field(
         30.0,
         ge=0,
-        description="Seconds that a recovery waits for a server that can replace a lost one, if its caller waits so "
-        "long: a lease must end, a server must move or start, and weights must be loaded.",
+        description="Seconds that a recovery waits for a server that can replace a lost one, if the caller does not "
+        "give up earlier. In this time a lease must end, a server must move or start, and it must load weights.",
     )
     merge_replayed_steps: bool = Field(
         True,
-        description="Whether a replay processes decoded tokens in chunks; otherwise one by one again.",
+        description="Whether a recovery processes decoded tokens in chunks when it replays them; otherwise it "
+        "processes them one by one, as before.",
     )
     session_ttl_s: float = Field(1800.0, gt=0, description="Seconds that an idle conversation is kept.")
     speculation: Literal["off", "prompt_lookup", "draft_model"] = Field(
-        "off", description="Speculation for requests that do not choose; the tokens of answers stay the same."
+        "off",
+        description="How speculation drafts tokens for requests that do not choose; the tokens of answers stay the "
+        "same.",
     )
     max_draft_tokens: int = Field(16, ge=1, le=64, description="The most tokens drafted ahead in one step.")
     adaptive_drafts: bool = Field(
-        True, description="Whether the number of draft tokens adapts to their success and cost; else it is the most."
+        True,
+        description="Whether the number of draft tokens adapts to their success and cost; otherwise each step has as "
+        "many as it may.",
     )
 
     @field_validator("oidc_issuer")
@@ -191,7 +216,10 @@ class ClientSettings(ServiceSettings):
 
     @property
     def missing_guards(self) -> tuple[str, ...]:
-        """The missing settings that would guard the public port, whose callers have no certificates."""
+        """The names of the settings that are not set and would guard the public port.
+
+        Callers of that port have no certificates, so `tls_dir` does not guard it.
+        """
         missing = []
         if self.public_tls_dir is None:
             missing.append("COROLLA_PUBLIC_TLS_DIR")

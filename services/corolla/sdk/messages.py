@@ -1,4 +1,4 @@
-"""Reads the messages of a conversation that a caller gives."""
+"""Turns the messages of a conversation, as a caller gives them, into those of a request."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ _KEYS: Final = frozenset({"role", "content", "name", "tool_calls", "tool_call_id
 
 
 def add_messages(target: Any, messages: Sequence[AnyMessage]) -> None:
-    """Adds messages to a request's field. Raises InvalidRequest if one of them is not a message."""
+    """Adds messages to `target`, a repeated field of a request. Raises InvalidRequest if one is not a message."""
     if isinstance(messages, str | bytes | Mapping):
         raise InvalidRequest("messages", "must be a sequence of messages")
     for position, message in enumerate(messages):

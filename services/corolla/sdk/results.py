@@ -13,8 +13,8 @@ class Usage:
         prompt_tokens: tokens of the prompt; in a session, all tokens before the answer.
         completion_tokens: tokens of the answer.
         cached_tokens: prompt tokens whose keys and values were still on the servers.
-        recoveries: how often a hop was replaced during the answer.
-        stall_s: seconds that those replacements stalled it.
+        recoveries: how often the service recovered from the loss of a hop during the answer.
+        stall_s: seconds that the answer waited for these recoveries.
         time_to_first_token_s: seconds from the request's arrival to the first token.
         total_s: seconds from the request's arrival to the last token.
         drafted_tokens: tokens drafted by speculation.
@@ -33,19 +33,22 @@ class Usage:
 
     @property
     def tokens_per_s(self) -> float:
-        """Decoding speed: tokens after the first, over the time after the first; 0.0 for fewer than two tokens."""
+        """Decoding speed: the tokens after the first, divided by the seconds that they took.
+
+        It is 0.0 for fewer than two tokens.
+        """
         decode_s = self.total_s - self.time_to_first_token_s
         return (self.completion_tokens - 1) / decode_s if self.completion_tokens > 1 and decode_s > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One token's log-probability under the model's own distribution.
+    """One token's log-probability under the model's own distribution, before temperature, penalties and filters.
 
     Attributes:
         token_id: the token's id in the model's vocabulary.
         text: the token's own text; U+FFFD stands for bytes that do not form a whole character.
-        logprob: natural logarithm.
+        logprob: the natural logarithm of the probability.
         top: as many of the most likely tokens at this place as were asked for, most likely first.
     """
 
@@ -66,7 +69,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A part of a call. The first part has the call's id and name. `index` is the call's place among the answer's."""
+    """A part of a tool call. The first part has the call's id and name. `index` numbers the calls of one answer."""
 
     index: int
     id: str
@@ -172,14 +175,15 @@ class Chunk:
     """The part of an answer that came since the last chunk.
 
     Attributes:
-        index: the index of the completion that this belongs to.
-        text: whole characters only, and no part of a stop sequence, so it may lag behind `token_ids`.
+        index: the index of the completion that the chunk belongs to.
+        text: the new text. It has whole characters only, and no part of a stop sequence, so it may lag behind
+            `token_ids`.
         token_ids: new tokens.
         logprobs: the log-probabilities of the new tokens, where they were asked for.
         finish_reason: set on a completion's last chunk.
         usage: set on the last chunk of the stream.
         reasoning: in a chat, the model's thoughts before its answer.
-        tool_calls: in a chat, parts of calls.
+        tool_calls: in a chat, parts of tool calls.
     """
 
     index: int

@@ -28,7 +28,7 @@ class Span:
         return self.start <= other.start and other.end <= self.end
 
     def indices(self, blocks: "Span") -> range:
-        """The indices of `blocks`, counted from the span's first block. Raises ValueError if the span lacks some."""
+        """The indices of `blocks`, counted from this span's first block. Raises ValueError if it lacks some of them."""
         if not self.covers(blocks):
             raise ValueError(f"blocks {blocks} are not in the span {self}")
         return range(blocks.start - self.start, blocks.end - self.start)
@@ -52,7 +52,7 @@ class Span:
 
 
 def gaps(spans: Iterable[Span], within: Span) -> list[Span]:
-    """Returns the runs of blocks of `within` that no span covers, in order and as long as possible."""
+    """Returns the maximal runs of blocks of `within` that no span covers, in order."""
     missing: list[Span] = []
     boundary = within.start
     for span in sorted(spans):

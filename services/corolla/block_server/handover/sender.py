@@ -23,6 +23,7 @@ from corolla.wire.tensors import describe_prompts, to_payload
 PART_BYTES = 1 << 20
 # All recurrent states of a session travel in one frame, with the last part.
 _MAX_STATE_BYTES = between_servers().max_frame_bytes - 4 * PART_BYTES
+# A receiver that refuses a part for one of these reasons says how many tokens it has; the sender continues there.
 _REPEATABLE = frozenset({PositionGap.reason, ChecksumMismatch.reason})
 
 
@@ -33,7 +34,7 @@ class _Part:
 
 
 class HandoverSender:
-    """Copies sessions of this server to others, part by part, with one part of a session under way at a time.
+    """Copies sessions of this server to other servers in parts. Only one part of a session is under way at a time.
 
     Args:
         span: the blocks of this server.
@@ -60,9 +61,10 @@ class HandoverSender:
             How many bytes of keys and values were sent.
 
         Raises:
-            HopUnavailable: the link broke; the next call for the same receiver continues from what arrived.
-            HopSessionLost: the session ended, or was opened again, meanwhile.
-            CorollaError: the receiver refused for this reason, and keeps nothing of this handover.
+            HopUnavailable: the link broke, or parts were refused too often. The next call for the same receiver
+                continues after the tokens that have arrived.
+            HopSessionLost: the session ended or was opened again during the handover.
+            CorollaError: the receiver refused the session, and this is its reason. It keeps nothing of this handover.
         """
         session = self._sessions.in_version(session_id, version)
         request = session.request

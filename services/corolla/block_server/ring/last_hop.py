@@ -1,4 +1,4 @@
-"""The last hop of a ring: it makes the next step from the chosen tokens, as far as the client's credit allows."""
+"""The last hop of a ring: it makes the next step from the chosen tokens, unless it lacks credit from the client."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class LastHop:
         self._relay = relay
 
     def next_rows(self, choices: Iterable[RowChoice]) -> list[pb.StepRow]:
-        """Returns the rows of the sessions' next steps. Rows without credit are held until the client grants more."""
+        """Returns the rows of the sessions' next steps. A row without credit is held until the client grants more."""
         next_rows: list[pb.StepRow] = []
         for choice in choices:
             ring, sampled = choice.session.ring, choice.chosen.sampled
@@ -69,13 +69,14 @@ class LastHop:
     def send_next(self, step: pb.Step, rows: Sequence[pb.StepRow]) -> None:
         """Tells the first hop that its microbatch came round, and sends the next rows.
 
-        The end of a client's own step is not reported, unless rows follow: the first hop does not wait for it.
+        After the step with which a client begins, it sends nothing if no rows follow: the first hop formed no
+        microbatch, and waits for none.
         """
         if rows or step.ring.microbatch:
             self._send(step.blocks.start, step.ring.first_address, pb.Next(microbatch=step.ring.microbatch, rows=rows))
 
     def give_up(self, step: pb.Step) -> None:
-        """Tells the first hop that no row of its microbatch comes round; any hop may do so."""
+        """Tells the first hop that no row of its microbatch comes round. Any hop of the ring may call this."""
         if step.ring.microbatch:
             self.send_next(step, ())
 

@@ -1,4 +1,4 @@
-"""Learns how long rounds with few and with many rows take. Pure."""
+"""Learns how long a microbatch takes to come round the ring when few or many rows are under way. Pure."""
 
 import math
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from typing import Final
 
 _SHORTER_COUNTS: Final = 0.2
 _LONGER_COUNTS: Final = 0.02
-"""The weights of the newest round of a size, if it was shorter or longer than the average. Longer rounds count less,
-since other work of the machine, such as prompts, only makes rounds longer."""
+"""The weight of the newest round in the average of its size, if it was shorter or longer than this average. A longer
+round has less weight, since other work of the machine, such as prompts, only makes rounds longer."""
 
 
 @dataclass(slots=True)
 class _Size:
-    """Rounds with about the same number of rows: from a power of two up to the next one."""
+    """The averages of the rounds whose numbers of rows lie between the same two powers of two."""
 
     num_rows: float
     seconds: float
@@ -25,9 +25,10 @@ class _Size:
 
 
 class RoundTimes:
-    """Keeps a low expectile (Newey, Powell: "Asymmetric Least Squares", 1987) of the rounds of each size.
+    """Keeps an average of the seconds of rounds, for each size of rounds (number of rows under way).
 
-    A size keeps its value even if it does not occur for hours: all rounds of a busy server may have one size.
+    Short rounds weigh more in it: it is a low expectile (Newey, Powell: "Asymmetric Least Squares", 1987). A size keeps
+    its average even if it does not occur for hours, since all rounds of a busy server may have one other size.
     """
 
     def __init__(self) -> None:
@@ -42,9 +43,10 @@ class RoundTimes:
             size.observe(num_rows, seconds)
 
     def num_rows_within(self, factor: int, num_rows: int) -> float:
-        """Returns with how many rows under way a round takes `factor` times as long as with `num_rows`.
+        """Returns the number of rows under way with which a round takes `factor` times as long as with `num_rows`.
 
-        The result is infinite as long as no round took that long: larger rounds will show the limit, or rows are free.
+        The result is infinite as long as no round took that long: either larger rounds will show the number later, or
+        more rows cost no time.
         """
         sizes = [self._sizes[each] for each in sorted(self._sizes)]
         if not sizes:
@@ -58,7 +60,7 @@ class RoundTimes:
 
 
 def _interpolated(sizes: list[_Size], num_rows: int) -> float:
-    """Seconds of a round with `num_rows`; outside of the sizes that were seen, the seconds of the nearest size."""
+    """The seconds of a round with `num_rows` rows. Outside of the sizes that were seen, those of the nearest size."""
     for smaller, larger in pairwise(sizes):
         if smaller.num_rows <= num_rows <= larger.num_rows:
             part = (num_rows - smaller.num_rows) / (larger.num_rows - smaller.num_rows)
