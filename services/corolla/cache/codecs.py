@@ -17,7 +17,7 @@ from torch import Tensor
 
 _LARGEST_FP8: Final = torch.finfo(torch.float8_e4m3fn).max
 _LARGEST_INT8: Final = 127
-# With an exponent outside of this range, float32 cannot represent the product of every code and the power of two.
+# If an exponent is outside of this range, float32 cannot represent the products of its power of two with all codes.
 _LEAST_EXPONENT, _GREATEST_EXPONENT = -126, 120
 # This value in place of an exponent means that some numbers of the head were not finite. All of them are decoded as
 # NaN, so that later checks find out.
