@@ -2,8 +2,8 @@
 
 It never splits a step, so that the rows of a microbatch stay together down the chain. An iteration takes decode steps
 and then prefill chunks up to a token budget, at least one of each kind that waits, so that neither keeps the other out.
-These are the iterations of Orca (Yu et al. 2022) with the chunked prefills of Sarathi-Serve (Agrawal et
-al. 2024). One iteration computes one run of blocks; where steps of several runs wait, the runs take turns.
+These are the iterations of Orca (Yu et al. 2022) with the chunked prefills of Sarathi-Serve (Agrawal et al. 2024). One
+iteration computes one run of blocks; where steps of several runs wait, the runs take turns.
 
 A decode step waits for the prompts of its own iteration, and of the one that runs when it arrives. So while sessions
 decode, prefill chunks have a smaller budget. Microbatches take turns on a hop, so one iteration without a decode step

@@ -64,8 +64,8 @@ from corolla.wire.tensors import DTYPES, tensor_type
 log = logging.getLogger(__name__)
 
 _MAX_TAKEN_BACK: Final = 128
-"""How many of its newest tokens a session can always take back: layers with a sliding window keep this many tokens
-more than the window needs. A ring runs 32 tokens ahead of its reader, and its last step may have 64 draft tokens."""
+"""How many of its newest tokens a session can always take back: layers with a sliding window keep at least this many
+tokens more than the window needs. A ring runs 32 tokens ahead of its reader; its last step may have 64 draft tokens."""
 
 MAX_INLINE_S: Final = 0.01
 """The longest decode step that runs on the event loop. Control frames may have to wait that long."""

@@ -144,7 +144,7 @@ class FirstHop:
         """Forgets rows and microbatches of sessions that have ended or were opened again.
 
         It also stops counting microbatches that have been under way for very long: the message that reports that they
-        came round may be lost. Rows that can leave then leave.
+        came round may be lost. Then it sends the rows that need no longer wait.
         """
         oldest_s = self._clock() - _LONGEST_ROUND_S
         for key, route in list(self._routes.items()):
