@@ -82,7 +82,7 @@ class BlockServerMetrics:
         self.adapter_bytes = Gauge("corolla_adapter_bytes", "Bytes of the loaded adapters.", registry=registry)
         self.adapter_load_seconds = Histogram(
             "corolla_adapter_load_seconds",
-            "Seconds that this server took to load an adapter, from the first session that asked for it.",
+            "Seconds that this server took to fetch and load an adapter, with the time that it waited for other ones.",
             buckets=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 60.0),
             registry=registry,
         )
