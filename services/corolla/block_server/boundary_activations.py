@@ -49,10 +49,12 @@ class _Kept:
 
 
 class BoundaryActivations:
-    """The outputs of all sessions, in order of last use. The least recently used sessions are dropped over the budget.
+    """The outputs of all sessions, in order of last use.
 
-    Invariant: `nbytes` is the sum over all pieces of all sessions, counted for each session that has them, and at most
-    `max_bytes`.
+    When they exceed `max_bytes`, the outputs of the least recently used sessions are dropped.
+
+    Invariants: `nbytes` is the sum of the bytes of all pieces; a piece that several sessions share counts once for each
+    of them. `nbytes` is at most `max_bytes`.
 
     Args:
         max_bytes: the most bytes that all outputs take together; 0 keeps nothing.
@@ -73,9 +75,9 @@ class BoundaryActivations:
         return self._sessions[session_id].nbytes
 
     def check_whole(self, session_id: bytes) -> Iterator[bool]:
-        """Whether the session's pieces follow each other without a gap, and are as large as their tokens.
+        """Checks whether a session's pieces follow each other without a gap, and have one row for each token.
 
-        It yields one answer for each `PIECES_PER_PART` pieces; between two answers, pieces may come and go.
+        It yields one answer for each `PIECES_PER_PART` pieces. Pieces may be added or dropped between two answers.
         """
         pieces = self._sessions.get(session_id, _Kept()).pieces
         for start in itertools.count(0, PIECES_PER_PART):
@@ -92,7 +94,11 @@ class BoundaryActivations:
         return (kept.start, kept.end) if kept is not None else (0, 0)
 
     def append(self, session_id: bytes, position: int, num_tokens: int, rows: bytes) -> None:
-        """Keeps the outputs of the tokens from `position` on, in place of older outputs from there on."""
+        """Keeps `rows`, the outputs of the tokens `[position, position + num_tokens)`.
+
+        They replace all outputs that the session has from `position` on. If they alone exceed the budget, all outputs
+        of the session are dropped instead.
+        """
         if len(rows) > self._max_bytes:
             self.forget(session_id)
             return
@@ -124,7 +130,7 @@ class BoundaryActivations:
         return list(kept.pieces) if kept is not None else []
 
     def replace(self, session_id: bytes, pieces: list[_Piece]) -> None:
-        """Replaces the session's outputs by those of the session from which it is forked."""
+        """Replaces the session's outputs with those of the session from which it is forked."""
         self.forget(session_id)
         kept = self._sessions[session_id] = _Kept(pieces)
         self.nbytes += kept.nbytes
@@ -138,7 +144,7 @@ class BoundaryActivations:
             self.nbytes -= kept.nbytes
 
     def _cut(self, kept: _Kept, position: int) -> None:
-        """Drops the outputs from `position` on, or all of them where a gap would remain."""
+        """Drops the outputs from `position` on, or all of them if a gap would remain before `position`."""
         if not kept.start < position <= kept.end:
             self.nbytes -= kept.nbytes
             kept.pieces.clear()

@@ -43,7 +43,7 @@ class Delivery:
         """Sends outputs on, and faults to the clients whose rows have none.
 
         Returns:
-            The number of rows whose output could not be sent because an exception was raised.
+            The number of rows that failed, without those whose output was computed but not finite.
         """
         outputs = iter(result.outputs)
         num_undelivered = 0
@@ -116,7 +116,7 @@ class Delivery:
         if step.route:
             following = step.route[0]
             for row in rows:
-                # Hops after the embedding need only the draft tokens.
+                # After the first hop, only draft tokens are needed: the last hop compares its choices with them.
                 if row.token_ids and not (step.samples and row.num_result_tokens > 1):
                     row.ClearField("token_ids")
             onward = pb.Step(
@@ -145,7 +145,7 @@ class Delivery:
             work.sender.send(step_fault(work.step, error, result.rows, client_id))
 
     def _keep(self, rows: list[pb.StepRow], payload: Buffer, kept: set[bytes]) -> None:
-        """Keeps the outputs of the sessions in `kept`; a session that runs in its scratch session is not among them."""
+        """Keeps the outputs of the sessions in `kept`; those for which a scratch session ran are not among them."""
         row_bytes = len(payload) // sum(row.num_tokens for row in rows)
         start = 0
         for row in rows:

@@ -39,13 +39,14 @@ def check(
 ) -> Iterator[list[Violation]]:
     """Checks the invariants in parts that take a fraction of a millisecond each, and yields each part's violations.
 
-    Resume it only while nothing is computed, copied or about to change. A change between two parts does not look like
-    a violation, because each part compares sums, or one session, or some of its outputs. Only the comparison of the
-    pages' holders takes several parts; it ends without a result when the pool has changed.
+    Resume the iterator only while nothing is computed or copied and no table is being changed. The tables may change
+    between two parts, because a part depends on no other part: it compares sums, checks one session, or checks some of
+    one session's outputs. Only the comparison of the pages' holders takes several parts; it ends without a result if
+    the pool has changed since it began.
 
     Args:
         streams: returns the numbers of the streams that a client has to this server.
-        now_s: the time on the clock of the leases; sessions whose leases ended before it have been freed.
+        now_s: a time on the clock of the leases; sessions whose leases ended before it must have been freed already.
     """
     yield [*_sums(sessions, outputs)]
     for session in tuple(sessions):
@@ -55,7 +56,8 @@ def check(
             for is_whole in outputs.check_whole(session.request.session_id):
                 yield [] if is_whole else [_TORN_OUTPUTS]
     for num_wrong in _wrong_holders(sessions):
-        yield [Violation("pages", f"{num_wrong} pages have other holders than the sessions say")] if num_wrong else []
+        text = f"for {num_wrong} pages, the pool counts another number of holders than the sessions"
+        yield [Violation("pages", text)] if num_wrong else []
 
 
 def _sums(sessions: SessionTable[Any], outputs: BoundaryActivations) -> Iterator[Violation]:
@@ -71,15 +73,15 @@ def _sums(sessions: SessionTable[Any], outputs: BoundaryActivations) -> Iterator
         )
     # Pages that stand for recurrent states, not for tokens, are promised but never held.
     if pool.num_used > sum(table.num_promised for table in tables) or pool.num_cached > pool.num_available:
-        yield Violation("promises", "more pages are used or cached than the promises leave")
+        yield Violation("promises", "more pages are used than are promised, or more are cached than are available")
     if any(table.num_pages > table.num_promised for table in tables):
         yield Violation("promises", "a session holds more pages than it was promised")
     num_without = sum(1 for session_id in outputs if sessions.get(session_id) is None)
     if num_without:
-        yield Violation("outputs", f"outputs of {num_without} sessions are kept that are not held")
+        yield Violation("outputs", f"outputs are kept for {num_without} sessions that are not held")
     num_bytes = sum(map(outputs.num_bytes, outputs))
     if outputs.nbytes != num_bytes:
-        yield Violation("outputs", f"{num_bytes} bytes are kept, {outputs.nbytes} counted")
+        yield Violation("outputs", f"the outputs have {num_bytes} bytes, but {outputs.nbytes} are counted")
 
 
 def _session(
@@ -91,7 +93,7 @@ def _session(
 ) -> Iterator[Violation]:
     cache, request, state = session.cache, session.request, session.state
     if not is_held or state in (SessionState.NEW, SessionState.GONE):
-        yield Violation("sessions", f"a session that is {state.value} is held, or held under another id")
+        yield Violation("sessions", f"a session that is {state.value} is held, or is held under another id")
     if cache.num_tokens > cache.num_reserved_tokens:
         yield Violation(
             "sessions", f"{cache.num_tokens} tokens are held where {cache.num_reserved_tokens} are reserved"
@@ -108,7 +110,10 @@ def _session(
 
 
 def _wrong_holders(sessions: SessionTable[Any]) -> Iterator[int]:
-    """Yields, for each part, how many pages have a number of holders that differs from the pool's count."""
+    """Counts the holders of each page, and yields for how many pages the pool counts another number, in parts.
+
+    The parts that only count yield 0.
+    """
     pool = sessions.pool
     version = pool.version
     holders: Counter[int] = Counter()

@@ -22,8 +22,8 @@ class BlockServerMetrics:
         self.sessions = Gauge("corolla_hop_sessions", "Sessions held by this server.", registry=registry)
         self.pages = Gauge(
             "corolla_kv_pages",
-            "KV pages by state: used by sessions, reserved for them, cached (with beginnings of texts that no "
-            "session uses now; available to sessions), free.",
+            "KV pages by state: used by sessions, reserved for them, cached (no session uses them now; they hold "
+            "beginnings of texts, and sessions may get them), free.",
             ["state"],
             registry=registry,
         )
@@ -45,8 +45,9 @@ class BlockServerMetrics:
             registry=registry,
         )  # fmt: skip
         self.prefix_hits = Counter(
-            "corolla_prefix_cache_hits", "Tokens that the prefix cache held, of those looked for.", registry=registry
-        )
+            "corolla_prefix_cache_hits", "Tokens that sessions looked for in this server's prefix cache and found.",
+            registry=registry,
+        )  # fmt: skip
         self.waiting = Gauge("corolla_num_steps_waiting", "Steps queued for the next iterations.", registry=registry)
         self.ring_waiting = Gauge(
             "corolla_num_ring_rows_waiting",
@@ -81,12 +82,12 @@ class BlockServerMetrics:
         self.adapter_bytes = Gauge("corolla_adapter_bytes", "Bytes of the loaded adapters.", registry=registry)
         self.adapter_load_seconds = Histogram(
             "corolla_adapter_load_seconds",
-            "Seconds from a session's request for an adapter that was not loaded until it was loaded.",
+            "Seconds that this server took to fetch and load an adapter, with the time that it waited for other ones.",
             buckets=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 60.0),
             registry=registry,
         )
         self.faults = Counter("corolla_hop_faults", "Rows refused or failed, by reason.", ["reason"], registry=registry)
-        # Alerts see the growth of a series, not its beginning. So each series exists before its first error.
+        # An alert sees that a series grows, but not that it appears. So the series of these errors exist at once.
         for error in (NonFiniteOutput, StepFailed, OutOfMemory):
             self.faults.labels(error.reason)
         self.split_iterations = Counter(
@@ -96,7 +97,7 @@ class BlockServerMetrics:
         )
         self.invariant_violations = Counter(
             "corolla_hop_invariant_violations",
-            "Times that this server's tables disagreed while it was idle, by invariant: each is a bug.",
+            "How often this server's tables contradicted each other while it was idle, by invariant: each is a bug.",
             ["invariant"],
             registry=registry,
         )
@@ -111,7 +112,7 @@ class BlockServerMetrics:
         )
         self.outputs_evicted = Counter(
             "corolla_boundary_activations_evicted",
-            "Sessions whose boundary activations were dropped for those of others.",
+            "Sessions whose boundary activations were dropped to make room for those of other sessions.",
             registry=registry,
         )
         self.handover_bytes = Counter(
@@ -133,7 +134,9 @@ class BlockServerMetrics:
         self.drain_seconds = Gauge(
             "corolla_drain_seconds", "How long the drain of this server took, in seconds.", registry=registry
         )
-        self.evicted = Counter("corolla_hop_sessions_evicted", "Idle sessions freed for others.", registry=registry)
+        self.evicted = Counter(
+            "corolla_hop_sessions_evicted", "Idle sessions freed to make room for others.", registry=registry
+        )
 
     def observe_waiting(self, num_steps: int, num_ring_rows: int) -> None:
         """Updates the gauges of waiting steps and rows."""

@@ -1,4 +1,4 @@
-"""The streams that callers hold to this server."""
+"""The streams that callers keep open to this server."""
 
 import itertools
 from collections.abc import Iterable
@@ -74,9 +74,10 @@ class Peer:
 
 
 class PeerTable:
-    """Finds client services by client id, and all callers by stream id. The newest of a client's streams counts.
+    """Finds client services by client id, and all callers by stream id.
 
-    A client has one stream at a time, but a server may see their beginnings and ends late, and in any order.
+    A client uses one stream at a time. But a server may notice late that a stream has begun or ended, so it may know
+    several streams of a client; then `get` returns the newest one.
     """
 
     def __init__(self) -> None:
@@ -144,7 +145,7 @@ def step_fault(step: pb.Step | pb.Next, error: CorollaError, rows: Iterable[pb.S
 
 
 def describe(fault: pb.Fault, error: CorollaError) -> pb.Fault:
-    """Fills in reason, message and metadata of the error, and returns the fault."""
+    """Writes the reason, message and metadata of an error into a fault, and returns the fault."""
     fault.reason = error.reason
     fault.message = error.message
     fault.metadata.update(error.metadata)

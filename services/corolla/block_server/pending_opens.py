@@ -1,6 +1,7 @@
-"""Prepares sessions that take long to open: they need an adapter, a long text, a grammar, or many skipped choices.
+"""Prepares sessions that take long to open: they need an adapter or a grammar, have a long text, or skip many choices.
 
-Threads do that work before the session is opened, so that other sessions do not wait. Grammars have one thread.
+A session skips the random choices that an earlier sampler made for the same answer. Threads do that work before the
+session is opened, so that other sessions do not wait. All grammars share one thread.
 """
 
 import asyncio
@@ -20,14 +21,15 @@ from corolla.v1 import blocks_pb2 as pb
 log = logging.getLogger(__name__)
 
 _MOST_OF_PEER: Final = 1024
-"""The most pending opens of one peer. A client service has fewer answers, and all may come when a last hop dies."""
+"""The most pending opens of one peer. A client service has fewer answers; all may be opened when a last hop dies."""
 _MOST_LEFT_OUT: Final = 16
-"""The most skipped choices that are drawn on the event loop: a last hop sends a state as often as that."""
+"""The most choices that are skipped on the event loop. A last hop sends the random stream's state to the client after
+as many choices, so a sampler that continues from the newest state skips no more."""
 _LONG_TEXT_TOKENS: Final = 2048
 
 
 def takes_a_while(message: pb.Sampler) -> bool:
-    """Whether a sampler takes too long to be made on the event loop, its grammar not considered."""
+    """Whether a sampler takes too long to be made on the event loop, even without its grammar."""
     return len(message.token_ids) > _LONG_TEXT_TOKENS or message.num_skipped > _MOST_LEFT_OUT
 
 

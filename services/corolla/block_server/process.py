@@ -23,7 +23,8 @@ RETRY_INTERVAL_S: Final = 2.0
 class BlockServerProcess:
     """Runs one incarnation of a block server after another, at one address.
 
-    A move drains one incarnation and starts the next one. Other servers and clients see only that.
+    To move to other blocks, the process drains one incarnation and then starts the next one. Other servers and clients
+    see a server that leaves and another one that joins.
     """
 
     def __init__(self, settings: BlockServerSettings) -> None:
@@ -55,7 +56,7 @@ class BlockServerProcess:
         while True:
             span = await server.ordered_span()
             try:
-                # The server still serves while it fetches, maybe for minutes; the router may withdraw its order.
+                # The server still serves while it fetches. That may take minutes; the router may withdraw its order.
                 is_wanted = await server.fetch(span)
             except StartupError as failure:
                 log.error("cannot move", extra={"blocks": str(span), "reason": failure.message})

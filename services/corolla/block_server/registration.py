@@ -1,4 +1,4 @@
-"""Registers this server: the router assigns a span, and heartbeats keep it."""
+"""Registers this server: the router assigns a span to it, and heartbeats renew its lease on the span."""
 
 import asyncio
 import contextlib
@@ -92,10 +92,11 @@ class Registration:
             return self._span
 
     async def run(self) -> None:
-        """Sends heartbeats for ever. No answer or failure of the router stops the data plane."""
+        """Sends heartbeats for ever. The data plane continues whatever the router answers, and if it fails."""
         reachable = True
         while True:
-            # This is cleared before the heartbeat: a request during the heartbeat is for a newer state than it carries.
+            # The event is cleared before the heartbeat is sent. If it is set meanwhile, the state has changed again
+            # and needs another heartbeat.
             self._soon.clear()
             try:
                 await self.send_heartbeat()
@@ -119,7 +120,7 @@ class Registration:
         return self._ordered
 
     async def still_ordered(self, span: Span) -> bool:
-        """Asks whether the order still stands: the router withdraws orders when servers join or leave."""
+        """Sends a heartbeat to ask whether the order stands: the router withdraws orders when servers join or leave."""
         try:
             await self.send_heartbeat()
         except CorollaError:
@@ -161,7 +162,7 @@ class Registration:
         return placement.servers
 
     async def move_session(self, session_id: bytes, tenant: str, hop: common_pb2.Hop) -> None:
-        """Tells the router that `hop` has an idle session in place of this server. Raises as `placement` does."""
+        """Tells the router that an idle session moved from this server to `hop`. Raises the errors of `placement`."""
         request = router_pb2.MoveSessionRequest(
             model=self._server.model, session_id=session_id.hex(), tenant=tenant, server_id=self._server.server_id,
             hop=hop,

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 _NUM_REMEMBERED: Final = 1024
 _REMEMBERED_S: Final = 60.0
 MAX_UNSENT_BYTES: Final = 128 << 20
-"""The most bytes that wait while a router is asked about their addresses; a sender of steps may invent addresses."""
+"""The most bytes that wait while a router is asked about their addresses, since a sender may invent many addresses."""
 
 
 @dataclass(slots=True)
@@ -82,7 +82,10 @@ class Relay:
             link.stream.close()
 
     def _waits_for_router(self, address: str, step: pb.Step | pb.Next, payload: Buffer) -> bool:
-        """Keeps or refuses a step for an address that the placement is not known to name; returns whether it did."""
+        """Keeps a step while a router is asked about its address, or refuses the step if too much waits already.
+
+        Returns False, and does neither, if the placement is known to name the address.
+        """
         unsent = self._unsent.get(address)
         if unsent is None and (self._neighbours is None or self._neighbours.names(address)):
             return False
@@ -100,7 +103,8 @@ class Relay:
     def _on_asked(self, address: str, was_answered: bool) -> None:
         neighbours = self._neighbours
         for step, payload in self._unsent.pop(address):
-            # While routers are away, client services still plan by the newest placement that they have.
+            # While routers are away, client services still plan by the newest placement that they have. So an address
+            # in a client service's step counts as named.
             if neighbours is not None and not was_answered and self._peers.are_client_services(step):
                 neighbours.take(address)
             if neighbours is None or neighbours.names(address):
@@ -119,7 +123,7 @@ class Relay:
         return link
 
     def _receive(self, frame: Frame) -> None:
-        """Passes on faults for clients that have no stream to the next hop, which answers all others itself."""
+        """Passes a fault on to its client. The next hop sends it here only if it has no stream from the client."""
         if isinstance(frame.control, pb.Fault):
             peer = self._peers.get(frame.control.client_id)
             if peer is not None:

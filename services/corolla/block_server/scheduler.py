@@ -1,17 +1,17 @@
 """Decides which queued steps run together next. Pure: it holds no tensor, socket or clock.
 
-The unit is a step as it arrived: rows that share a microbatch stay together down the chain. An iteration takes
-decode steps and then prefill chunks up to a token budget, at least one of each kind that waits, so that neither keeps
-the other out. These are the iterations of Orca (Yu et al. 2022) with the chunked prefills of Sarathi-Serve (Agrawal et
-al. 2024). One iteration computes one run of blocks; where steps of several runs wait, the runs take turns.
+It never splits a step, so that the rows of a microbatch stay together down the chain. An iteration takes decode steps
+and then prefill chunks up to a token budget, at least one of each kind that waits, so that neither keeps the other out.
+These are the iterations of Orca (Yu et al. 2022) with the chunked prefills of Sarathi-Serve (Agrawal et al. 2024). One
+iteration computes one run of blocks; where steps of several runs wait, the runs take turns.
 
 A decode step waits for the prompts of its own iteration, and of the one that runs when it arrives. So while sessions
-decode, prefill chunks have a smaller budget. Microbatches take turns, so the last few iterations show whether sessions
-decode.
+decode, prefill chunks have a smaller budget. Microbatches take turns on a hop, so one iteration without a decode step
+does not show that no session decodes; the last few iterations do.
 
-Within decode steps and within prefill chunks, tenants share the server by start-time fair queueing, in tokens. So over
-any time in which two tenants both have steps of a kind that could run, the tokens that they get differ by no more than
-the longest step of each together.
+Decode steps and prefill chunks have separate fair queueing (start-time), which shares the server's tokens among
+tenants. While two tenants both have steps of one kind that could run, the tokens of this kind that they get differ by
+at most the longest step of one plus the longest step of the other.
 """
 
 from collections import defaultdict, deque
@@ -27,8 +27,8 @@ from corolla.wire.span import Span
 Item = TypeVar("Item")
 
 _DECODE_FIRST: Final = (True, False)
-# How many iterations without a decode step pass before prefill chunks get the whole budget: the steps of sessions that
-# decode are on other hops meanwhile.
+# How many iterations without a decode step pass before prefill chunks get the whole budget. Until then, the decode
+# steps may just be on other hops.
 _DECODE_MEMORY: Final = 8
 
 
@@ -38,7 +38,7 @@ class QueuedStep(Generic[Item]):
 
     Attributes:
         tenant_tokens: the number of the step's tokens for each tenant. A step of several tenants has the place of the
-            tenant that is due first, and is charged to each.
+            tenant that is due first, and each tenant is charged for its own tokens.
     """
 
     session_ids: frozenset[bytes]
@@ -58,7 +58,7 @@ class _Entry(Generic[Item]):
     _stamp: int | None = None
 
     def due(self, account: FairQueueing) -> int:
-        """The step's stamp. It is given at the first call, when no earlier step of the session waits any more."""
+        """The step's stamp, given at the first call. Call it only when no earlier step of the same sessions waits."""
         if self._stamp is None:
             self._stamp = min(starmap(account.stamp, self.step.tenant_tokens.items()))
         return self._stamp
@@ -67,9 +67,10 @@ class _Entry(Generic[Item]):
 class Scheduler(Generic[Item]):
     """Orders steps. Steps of one session never overtake each other, and never run together.
 
-    No step starves. A step that could run waits only for steps of its kind and run with lower stamps. Each other tenant
-    has at most as many tokens in these as the step's own tenant has in line before it, plus two longest steps. At each
-    turn of a run the lowest stamp of each kind leaves, and a run's turn comes after at most one turn of each other run.
+    No step starves. Once no earlier step of its sessions waits, a step waits only for steps with lower stamps, of the
+    same kind and the same run of blocks. Among those, each other tenant has at most as many tokens as the step's own
+    tenant has, plus two steps of the largest size. In each turn of a run of blocks, the step with the lowest stamp of
+    each kind leaves. Between two turns of a run, each other run has at most one turn.
 
     Args:
         max_batch_tokens: the most tokens of one iteration; the first step of each kind may exceed it.
@@ -113,7 +114,7 @@ class Scheduler(Generic[Item]):
             self._accounts.clear()
             return alone
         heads = self._heads()
-        # The oldest step is a head, so at least one run has a head.
+        # The oldest step waits for no other step and is a head, so at least one run of blocks has a head.
         blocks = next(blocks for blocks in self._turns if any(entry.step.blocks == blocks for entry in heads))
         self._note(has_decode=any(entry.step.is_decode for entry in heads))
         batch: list[_Entry[Item]] = []

@@ -65,13 +65,13 @@ from corolla.wire.tensors import DTYPES, tensor_type
 log = logging.getLogger(__name__)
 
 _MAX_TAKEN_BACK: Final = 128
-"""How many of a session's newest tokens can be taken back although a window has moved past the pages before them. A
-ring runs 32 tokens ahead of its reader, and its last step may have 64 draft tokens."""
+"""How many of its newest tokens a session can always take back: layers with a sliding window keep at least this many
+tokens more than the window needs. A ring runs 32 tokens ahead of its reader; its last step may have 64 draft tokens."""
 
 MAX_INLINE_S: Final = 0.01
 """The longest decode step that runs on the event loop. Control frames may have to wait that long."""
 _MAX_QUEUED_STEPS: Final = 1024
-"""The most steps that wait; the server refuses more. Sessions that have pages queue far fewer steps."""
+"""The most steps that wait; the server refuses more. The sessions for which there are pages queue far fewer steps."""
 
 _MOST_LOOKS: Final = 60
 """After as many seconds in one step, a device counts as hung."""
@@ -125,7 +125,7 @@ class BlockServer:
             taken.callback(self._metrics_endpoint.close)
             self._listener = network.listen(settings.host, settings.port)
             taken.callback(self._listener.release)
-            # This port is taken last, because only a server that was built completely releases it.
+            # The gRPC port is taken last: only `stop` releases it, which needs a completely built server.
             self._rpc = RpcServer(
                 settings.host,
                 settings.control_port,
@@ -454,10 +454,12 @@ class BlockServer:
         on_cpu = settings.device.startswith("cpu")
         num_sampling_threads = 1
         if span.end == checkpoint.num_blocks:
-            # A GPU leaves the processors free for this. On a CPU, as many threads as help blocks help sampling, too.
+            # While a GPU computes the blocks, all CPU cores are free for sampling. On a CPU, sampling uses as many
+            # threads as the blocks use.
             num_sampling_threads = num_threads if on_cpu else settings.threads or available_cores()
         return ProcessorUse(
-            # The thread of the event loop computes alone, and does not wait for a device: sockets need it meanwhile.
+            # The event loop computes a step only if one thread is enough, since it has no helper threads, and only on a
+            # CPU, since sockets would have to wait while it waits for another device.
             max_inline_s=self._max_inline_s if num_threads == 1 and on_cpu else 0.0,
             num_sampling_threads=num_sampling_threads,
             max_microbatches=settings.max_microbatches,
@@ -514,7 +516,8 @@ class BlockServer:
         bytes_per_page = cache_bytes_per_token * self.settings.num_page_tokens
         num_pages = (self.settings.kv_cache_mib << 20) // bytes_per_page
         num_state_pages = -(-session_state_bytes * NUM_KEPT_STATES // bytes_per_page)
-        # States take memory in addition to the pages that stand for them, and most if each session has one more page.
+        # Recurrent states take memory in addition to the pages that stand for them. They take the most if each session
+        # has only one other page: for every 1 + num_state_pages pages, the states then need num_state_pages pages more.
         num_pages = num_pages * (1 + num_state_pages) // (1 + 2 * num_state_pages)
         if num_pages < 1 + num_state_pages:
             states = f" and {NUM_KEPT_STATES} times {session_state_bytes} bytes of recurrent states"

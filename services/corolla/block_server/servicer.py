@@ -207,7 +207,8 @@ class BlockServicer:
 
         try:
             request = self._checks.open_request(control, frame.payload, peer)
-            # An iteration may be long, so an open that will not fit after it either is refused at once.
+            # The present iteration may take long. If the session will not even fit after the iteration has released
+            # pages, the open is refused at once.
             max_released_pages = self._engine.max_released_pages
             if max_released_pages is not None:
                 self._sessions.check_room(request, max_released_pages)
@@ -274,7 +275,7 @@ class BlockServicer:
             if peer.client_id in (b"", step.client_id):
                 self._peers.send_faults(step, error, step.rows, peer)
             else:
-                # A caller that uses another client's id gets the fault itself: that client may have such a step.
+                # A caller that uses another client's id gets the fault: that client may have a step with this id.
                 peer.send(step_fault(step, error, step.rows, step.client_id))
 
     def _next(self, frame: Frame, peer: Peer) -> None:
@@ -299,7 +300,7 @@ class BlockServicer:
             peer.send(step_fault(step, error, step.rows, step.client_id))
             return
         step.dtype, step.hidden_size = self._identity.dtype, self._identity.hidden_size
-        # It runs after the opens that came before it, and not during an iteration.
+        # The outputs are sent after the opens that came before this frame, and not during an iteration.
         self._engine.between_iterations(lambda: self._engine.resend(StepWork(step, b"", peer)), max_released_pages=0)
 
     def _queued_step(self, step: pb.Step, frame: Frame, peer: Peer) -> QueuedStep[StepWork]:
@@ -334,9 +335,10 @@ class BlockServicer:
         )
 
     def _has_say(self, session_id: bytes, peer: Peer) -> bool:
-        """Whether the peer may change the session: a client if it is the owner, and anyone if the session is not held.
+        """Whether the peer may change the session.
 
-        A server that handed the session over may change it until the client has opened it here, in any epoch.
+        A client may change the sessions of its owner. The server that handed a session over may change it until the
+        client has opened it here, in any epoch. If the session is not held here, any peer may.
         """
         held = self._sessions.get(session_id)
         if held is None:
@@ -360,7 +362,7 @@ class BlockServicer:
         try:
             request = self._checks.handover_request(control, frame.payload, peer)
         except RoleDenied as error:
-            # The stream goes on: an honest sender may have kept one session for too long, and has others to hand over.
+            # The stream goes on: an honest sender may offer one session with an expired capability and then others.
             _audit("handover", error, peer)
             peer.send(_refusal(control.session_id, control.epoch, error))
             return
@@ -386,7 +388,10 @@ class BlockServicer:
         self._receiver.on_part(frame.control, frame.payload, peer)  # type: ignore[arg-type]
 
     def _forget(self, peer: Peer) -> None:
-        """Ends the sessions that were opened on a stream that ended; with a client's last stream, all its sessions."""
+        """Frees or orphans the sessions that were opened on the peer's stream, which has ended.
+
+        If it was the client's last stream, the same happens to all of the client's sessions.
+        """
         is_gone = self._peers.get(peer.client_id) is None
         self._sessions.end_stream(peer.client_id, None if is_gone else peer.number)
 

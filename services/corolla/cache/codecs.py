@@ -1,8 +1,9 @@
 """Stores keys and values in eight bits, and reads them back.
 
-A server attends to all tokens as they are stored, even to those of the chunk that it computes, and numbers that were
-read are stored as the same bytes again. So answers depend neither on how a prompt was cut nor on a handover. If keys
-are computed again in a batch with other rows, their last bits may differ, and a number may then round the other way.
+Attention always reads stored numbers, even those of the chunk that is being computed. Numbers that were decoded and are
+encoded again become the same bytes. So an answer depends neither on how its prompt was cut into chunks nor on whether
+its session was handed over. But if keys are computed again in a batch with other rows, their last bits may differ, and
+a stored number may then round the other way.
 
 E4M3 is the format of Micikevicius et al. 2022, "FP8 Formats for Deep Learning". Integers with a shared power of two are
 a block floating point format, like those of the OCP Microscaling Formats.
@@ -16,9 +17,10 @@ from torch import Tensor
 
 _LARGEST_FP8: Final = torch.finfo(torch.float8_e4m3fn).max
 _LARGEST_INT8: Final = 127
-# Outside of this range, float32 cannot represent the products of all codes with the power of two.
+# If an exponent is outside of this range, float32 cannot represent the products of its power of two with all codes.
 _LEAST_EXPONENT, _GREATEST_EXPONENT = -126, 120
-# This in place of an exponent means that the numbers were not finite. They are read as NaN, so that it is noticed.
+# This value in place of an exponent means that some numbers of the head were not finite. All of them are decoded as
+# NaN, so that later checks find out.
 _NOT_FINITE: Final = -128
 
 
@@ -39,7 +41,7 @@ class KVCodec(Protocol):
     def decode(self, stored: Tensor) -> Tensor:
         """Converts `stored`, int8 `[..., stored_size]`, to `[..., head_size]` in the codec's dtype, on the same device.
 
-        `encode` gives the same bytes again.
+        If the result is encoded again, it becomes the same bytes.
         """
         ...
 
@@ -65,12 +67,12 @@ class Fp8Codec:
 class Int8Codec:
     """Stores integers and, for each token and head, a power of two to multiply them by; its exponent is the last byte.
 
-    Powers of two lose half a bit, and products with them are exact.
+    A power of two loses about half a bit of precision against the best factor, but products with it are exact.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        # The smallest powers of two cannot be represented in float16.
+        # float16 cannot represent the smallest powers of two, so their products are computed in float32.
         self._exact = torch.float32 if dtype == torch.float16 else dtype
 
     def stored_size(self, head_size: int) -> int:
@@ -79,7 +81,8 @@ class Int8Codec:
     def encode(self, numbers: Tensor) -> Tensor:
         """See `KVCodec.encode`."""
         largest = numbers.abs().amax(dim=-1, keepdim=True).float()
-        # The least power of two with which the largest number has a code. Powers of two have a mantissa of a half.
+        # The exponent is the least one with which the largest number still has a code. If the quotient is a power of
+        # two, its mantissa is a half, and the exponent that `frexp` returns is one more than needed.
         mantissas, exponents = torch.frexp(largest / _LARGEST_INT8)
         exponents = (exponents - (mantissas == 0.5).int()).clamp(_LEAST_EXPONENT, _GREATEST_EXPONENT)
         codes = torch.ldexp(numbers.float(), -exponents).round().nan_to_num().clamp(-_LARGEST_INT8, _LARGEST_INT8)

@@ -18,12 +18,13 @@ def too_few_pages(num_needed: int, num_available: int) -> OutOfPages:
 class PagePool:
     """A pool of `num_pages` pages of `page_tokens` tokens, with reference counts.
 
-    A session is promised pages for its worst case, and then holds page ids within its promise. Sessions may share
-    pages; each may later need its own copy of every shared page, so the promises add up in full.
+    A session is promised as many pages as it may need at most, and then holds page ids within its promise. Sessions may
+    share pages. Each may later need its own copy of every shared page, so a shared page counts in each of their
+    promises.
 
-    Invariants: each page is used (held by a session), cached (it holds the beginning of a text, and no session uses it)
-    or free. Used, reserved (promised, and not held) and available pages add up to the pool, and no more pages are
-    cached than are available; so a promised page can always be allocated.
+    Invariants: each page is used (a session holds it), cached (no session holds it, and it keeps the beginning of a
+    text) or unused. Used, reserved (promised but not held) and available (not promised) pages add up to the pool. No
+    more pages are cached than are available, so a promised page can always be allocated.
 
     Attributes:
         version: a number that changes whenever a promise or a holder changes.
@@ -55,7 +56,7 @@ class PagePool:
 
     @property
     def num_cached(self) -> int:
-        """The number of pages that no session holds, kept in case the beginning of their text comes again."""
+        """The number of pages that no session holds, kept because another session may begin with the same text."""
         return self._prefixes.num_evictable
 
     @property
@@ -95,7 +96,7 @@ class PagePool:
         self._evict()
 
     def allocate(self, num_pages: int, after: int | None = None) -> list[int]:
-        """Takes page ids within a promise, in as few runs as possible, and first a run that follows page `after`."""
+        """Takes page ids within a promise, in as few runs as possible. Those that follow page `after` come first."""
         pages = self._free.allocate(num_pages, after)
         for page in pages:
             self._num_holders[page] = 1
@@ -132,7 +133,7 @@ class PagePool:
         self._evict()
 
     def may_write(self, page: int) -> bool:
-        """Whether the holder of a page may write to it, as the only one. If so, the prefix cache forgets the page."""
+        """Whether the page has only one holder, which may write to it. If so, the prefix cache forgets the page."""
         if self._num_holders[page] > 1:
             return False
         self._prefixes.forget(page)
@@ -145,7 +146,7 @@ class PagePool:
             self._free.release([replaced])
 
     def find_prefix(self, key: PrefixKey) -> int | None:
-        """The page with this key, if there is one. It stays valid until the pool changes, or if it is shared before."""
+        """The page with this key, if there is one. The caller must share it before the pool changes, to keep it."""
         return self._prefixes.find(key)
 
     def count_prefix_query(self, num_asked: int, num_found: int) -> None:

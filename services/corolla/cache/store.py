@@ -1,4 +1,4 @@
-"""Stores keys and values: two tensors over all pages for each layer, and each session's access to them."""
+"""Stores the keys and values of all sessions in tensors over all pages, and gives each session access to its own."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -19,9 +19,10 @@ from corolla.wire.span import Span
 class LayerGroups:
     """The groups of layers of a span that share page tables.
 
-    Layers with the same window need the same tokens. Pages of all groups have one size and come from one pool. So each
-    kind of layers is cut into groups of as many layers as the rarest kind has; a page holds its tokens for the layers
-    of one group. vLLM's hybrid KV cache manager divides its memory in the same way.
+    Layers with the same window are of one kind, since they need the same tokens. A page holds its tokens for the layers
+    of one group. Pages of all groups have one size and come from one pool, so no group has more layers than the rarest
+    kind, and larger kinds are cut into several groups. vLLM's hybrid KV cache manager divides its memory in the same
+    way.
 
     Attributes:
         windows: the window of each group; None if a token sees all tokens before it.
@@ -64,8 +65,9 @@ class KVStore:
     """Keys and values of all sessions of a server.
 
     The tensors of a layer are `[num_pages * page_tokens, key heads, head_dim]`, slot by slot, like the paged caches of
-    flash attention. A token has the same slot in all layers of a group. The tensors are made at a layer's first use,
-    on the device of its keys; on a CPU, memory that was never written costs nothing.
+    flash attention: a slot is the place of one token. A token has the same slot in all layers of a group, and layers
+    with the same index in their groups share their tensors. The tensors are made at the first use of such a layer, on
+    the device of its keys; on a CPU, memory that was never written costs nothing.
 
     Args:
         num_pages: the number of pages of the server.
@@ -238,7 +240,8 @@ class SessionCache(SessionPages):
     def prepare(self, position: int, num_tokens: int) -> None:
         """Prepares the pages of a step before it is computed, so that they exist and may be written.
 
-        If copying a shared page fails, the session loses the tokens on it, since its own page is already in place.
+        If copying a shared page fails, the session loses the tokens on it, since its page table already names the page
+        that should have become the copy.
 
         Raises:
             OutOfPages: the step exceeds the reserved tokens, and the pool has too few pages.
@@ -273,8 +276,8 @@ class SessionCache(SessionPages):
 def gathered(tensor: Tensor, extents: Sequence[Extent]) -> Tensor:
     """Copies slots of a tensor `[slots, key heads, head_dim]` of any dtype to `[key heads, tokens, head_dim]`.
 
-    The copy is on the same device. It has the memory layout of the library's own caches, since the layout decides how
-    products round.
+    The copy is on the same device. It has the memory layout of the caches of transformers, since the layout decides
+    how products round.
     """
     parts = [tensor.narrow(0, start, count) for start, count in extents]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(0, 1).contiguous()

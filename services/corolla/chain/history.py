@@ -25,7 +25,7 @@ class StepShapes:
 
     lengths: list[int] = field(default_factory=list)
     num_tokens: int = 0
-    # The position at which each chunk of a prompt begins. A replay repeats chunks even if it merges single tokens.
+    # The positions at which chunks of a prompt begin. A replay repeats these chunks even if it merges other steps.
     _prompt_starts: set[int] = field(default_factory=set)
 
     def append(self, num_tokens: int, *, is_prompt: bool) -> None:
@@ -49,9 +49,10 @@ class StepShapes:
         return StepShapes(list(self.lengths), self.num_tokens, set(self._prompt_starts))
 
     def replay(self, start: int, max_tokens: int, *, merges: bool) -> Iterator[tuple[int, int]]:
-        """The steps `[start, end)` of a replay from `start` on, each of at most `max_tokens`.
+        """Yields the steps of a replay of the tokens from `start` on, each as the first and the end of its tokens.
 
-        With `merges`, neighbouring steps that are not chunks of a prompt become one step.
+        A step has at most `max_tokens` tokens. With `merges`, neighbouring steps that are not chunks of a prompt become
+        one step.
         """
         begin, end = start, 0
         follows_prompt = False

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 CLIENT: Final = -1
-"""The source of a segment that begins at the client service (its token log) or at the library (hidden states)."""
+"""The source of a segment whose input comes from the token log of the client service or from the library's caller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,8 @@ class HopState:
 
     Attributes:
         num_held: how many tokens its cache holds, counted from the first token of the text.
-        min_position: the hop can continue from any position in `[min_position, num_held]`, or from 0. Its sliding
-            windows have dropped the keys that positions in between would need.
+        min_position: the hop can continue from any position in `[min_position, num_held]`, or from 0. For the
+            positions between 0 and `min_position`, its sliding windows have dropped keys that they need.
         kept_start: the hop has kept its outputs for the tokens `[kept_start, kept_end)`.
         kept_end: see `kept_start`.
     """
@@ -67,7 +67,9 @@ class ReplaySegment:
 
 
 def plan_segments(states: Sequence[HopState], position: int, *, may_scratch: bool = True) -> list[ReplaySegment]:
-    """The segments after which every hop holds `position` tokens, each from the nearest source. They are independent.
+    """Plans the segments after whose replay every hop holds `position` tokens.
+
+    Each segment begins at the nearest source. No segment needs the result of another one.
 
     Args:
         states: the states of the chain's hops, in order.
@@ -80,7 +82,7 @@ def plan_segments(states: Sequence[HopState], position: int, *, may_scratch: boo
         if not lacking:
             continue
         segment = _nearest(states, lacks, last, position, may_scratch)
-        # A longer segment passes through the hops of shorter ones before it and fills them, too.
+        # If this segment passes through the hops of earlier segments, it fills them, too, and replaces those segments.
         segments = [each for each in segments if each.last < segment.first]
         segments.append(segment)
     return segments
@@ -100,7 +102,8 @@ def _nearest(
             if any(start < states[hop].min_position for hop in range(source, last + 1) if lacks[hop]):
                 start = 0
         else:
-            # Such a hop computes from the first token on, in a scratch session as well as in its own.
+            # This hop lacks no tokens, but it has not kept all the outputs. To get them, it computes from the first
+            # token on, either in a scratch session or in its own.
             start = 0
             if may_scratch:
                 scratch.add(source)

@@ -72,14 +72,14 @@ class ChainLimits:
         max_recoveries: attempts for one request; after them the caller gets the failure. More losses than that within
             one answer have a cause that a recovery does not remove.
         recovery_patience_s: how long a request waits for a server that was lost, or for one that can replace it.
-        max_replayed_tokens: the most tokens that all recoveries replay at a time, so that a server's death does not
-            overload the others: what a hop on CPUs computes in a few seconds.
+        max_replayed_tokens: the most tokens that all recoveries together replay at a time, so that a server's death
+            does not overload the others. A hop on CPUs computes the default number in a few seconds.
         merges_replayed_steps: whether tokens that were processed one by one are replayed in chunks.
         max_tokens_ahead: how many unread tokens hops may choose ahead of the reader.
         short_factor_length: tokens of the longest text that uses the short factors of a longrope embedding; None: the
             model does not switch factors.
-        max_microbatches: steps of one sequence's prompt under way at a time, which keep as many hops busy; 0: enough
-            for all hops.
+        max_microbatches: how many steps of one sequence's prompt may be under way at a time; each keeps one hop busy;
+            0: enough for all hops.
     """
 
     prefill_chunk_tokens: int
@@ -108,7 +108,7 @@ class OpenOptions:
         only_chain: the chain to open the sessions on, without planning; None: one is planned.
         blocks: the sessions use only these blocks of the planned chain; None: all blocks.
         texts: for each session, the tokens known so far of the text that it is going to hold; hops may have cached the
-            beginning. The last token is always left to be processed. None where the inputs are not token ids.
+            beginning, but the last token is always processed. None where the inputs are not token ids.
         cache_salt: hops share cached pages only between sessions with the same salt.
         max_position: tokens that hops hold beyond this position no longer belong to the session's text.
         prompts: trained embeddings for each session; None: the sessions have none.
@@ -164,7 +164,7 @@ class ChainBinding:
 
     @property
     def num_cached_tokens(self) -> int:
-        """How many tokens every hop holds of every session and can continue from."""
+        """How many tokens of every session each hop already holds; every hop can continue from that position."""
         replies = [reply for on_hop in self.open_replies for reply in on_hop]
         position = min(reply.num_cached_tokens for reply in replies)
         if self.open_options.max_position is not None:
@@ -180,7 +180,7 @@ class ChainBinding:
         ]
 
     def raise_epoch(self) -> None:
-        """Fences off what hops answer in the old epoch. Raises HopUnavailable where the turn has no further epoch."""
+        """Begins the next epoch: late answers in this one do not count. Raises HopUnavailable if none is left."""
         self.identities = tuple(identity.in_next_epoch() for identity in self.identities)
 
     def rebind(self, opened: "ChainBinding") -> None:
@@ -196,7 +196,7 @@ class Attempts:
         too_full: ids of servers without enough free pages.
         lost: servers that did not answer, or refused.
         num_refused: how many attempts failed although every server answered and none was busy.
-        without_adapter: why the last such server could not provide the session's adapter; None: all could.
+        without_adapter: the latest failure of a server that could not provide the session's adapter; None: all could.
     """
 
     def __init__(self, patience_s: float) -> None:
@@ -273,7 +273,7 @@ class Reservations:
                     raise attempts.without_adapter from None
                 raise
             if any(hop.server_id in attempts.lost for hop in chain.hops):
-                # A hop may have opened the sessions although its answer was lost: undone on the new connection.
+                # A hop may have opened the sessions although its answer was lost. A new connection lets that be undone.
                 await asyncio.gather(*(self._plane.connect(hop.address) for hop in chain.hops), return_exceptions=True)
                 self._undo(identities, open_options, chain)
             try:
@@ -402,7 +402,7 @@ class Reservations:
         keep_activations: bool,
         samples: bool,
     ) -> list[tuple[pb.Opened, int] | BaseException]:
-        # Prompts may be large, so that those of only one session at a time are in the send queue.
+        # Prompts may be large, so the send queue holds those of only one session at a time.
         turn = contextlib.nullcontext() if open_options.prompts is None else asyncio.Lock()
 
         async def open_one(number: int) -> tuple[pb.Opened, int]:

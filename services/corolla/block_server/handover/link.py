@@ -14,7 +14,7 @@ _ANSWER_TIMEOUT_S: Final = 5.0
 
 
 class HandoverLink:
-    """Sends offers and parts to one server and receives its answers; one request for each session at a time."""
+    """Sends offers and parts to one server and receives its answers. A session has one open request at a time."""
 
     def __init__(self, address: str, connect: Connect = connect) -> None:
         self.address = address

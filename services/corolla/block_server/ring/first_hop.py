@@ -1,12 +1,14 @@
-"""The first hop of a ring: it forms microbatches of the rows that come round, which stay together down the chain.
+"""The first hop of a ring: it forms microbatches, whose rows stay together down the chain.
 
-If each hop gathered rows for itself, sessions would scatter over the hops and batches would stay small. So the first
-hop forms each microbatch once, from sessions of any client with the same route. As many microbatches may be under way
-as the chain has hops, so that no hop idles.
+In a ring, the last hop sends the tokens that it chooses to the first hop, where they come round as the rows of the next
+steps. If each hop gathered rows for itself, sessions would scatter over the hops and batches would stay small. So the
+first hop forms each microbatch once, from sessions of any client with the same route. As many microbatches may be under
+way as the chain has hops, so that no hop idles.
 
-Tenants share microbatches by time. While several tenants have rows or prompts here, each gets only as many rows in a
-microbatch as take the time that the tenant with the fewest rows needs by itself. So next to one other tenant, a token
-takes at most twice as long as alone. Where more rows cost no time, as on a GPU, all of them go.
+Tenants share the time of a round. While `n` tenants have rows or prompts here, a round may take at most `n` times as
+long as a round with only the rows of the tenant that has the fewest. The other tenants get equal numbers of rows within
+that time. So next to one other tenant, a token takes at most twice as long as alone. While more rows take no more time,
+as on a GPU, there is no such limit.
 """
 
 import time
@@ -34,7 +36,7 @@ _PRESENCE_S: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class _Microbatch:
-    """A microbatch under way. `num_rows_under_way` counts the rows under way when it left, its own included."""
+    """A microbatch under way. `num_rows_under_way` counts the route's rows that were under way once it had left."""
 
     rows: Sequence[pb.StepRow]
     sent_s: float
@@ -65,7 +67,7 @@ class _Route:
         return Counter(tenant_of(row.session_id) for each in self.under_way.values() for row in each.rows)
 
     def num_leaving(self, names: Sequence[bytes]) -> int:
-        """How many of the waiting rows leave now if the rows of these sessions wait in this order."""
+        """Returns how many rows leave now if only the rows of these sessions wait, in this order."""
         sizes = [self.waiting[name].num_tokens for name in names]
         return self.rules.num_leaving(sizes, len(self.under_way), self.num_rows_under_way)
 
@@ -109,13 +111,13 @@ class FirstHop:
         return sum(len(route.waiting) for route in self._routes.values())
 
     def on_tenants(self, tenants: Iterable[str]) -> None:
-        """Notes that tenants sent steps from outside of a ring, which are mostly prompts."""
+        """Notes that tenants sent steps that belong to no ring; most of these are prompts."""
         now_s = self._clock()
         for tenant in tenants:
             self._seen_s[tenant] = now_s
 
     def on_next(self, message: pb.Next) -> None:
-        """Takes the rows of a microbatch that came round, or of a session that joins the ring."""
+        """Takes the rows of a microbatch that came round, or a row of a session that starts or resumes its ring."""
         now_s = self._clock()
         touched = []
         for key, route in self._routes.items():
@@ -141,7 +143,8 @@ class FirstHop:
     def settle(self) -> None:
         """Forgets rows and microbatches of sessions that have ended or were opened again.
 
-        It also stops counting microbatches that have been under way for very long: their Next may be lost.
+        It also stops counting microbatches that have been under way for very long: the message that reports that they
+        came round may be lost. Then it sends the rows that need no longer wait.
         """
         oldest_s = self._clock() - _LONGEST_ROUND_S
         for key, route in list(self._routes.items()):
@@ -191,7 +194,7 @@ class FirstHop:
         return names[: route.num_leaving(names)]
 
     def _has_company(self, route: _Route) -> bool:
-        """Whether several tenants are present. Forgets those not seen for a while that have no row under way."""
+        """Whether several tenants are present. Forgets tenants not seen for a while that have no row under way."""
         if len(self._seen_s) > 1:
             oldest_s = self._clock() - _PRESENCE_S
             for tenant in route.tenants_under_way(self._tenant):
@@ -200,12 +203,12 @@ class FirstHop:
         return len(self._seen_s) > 1
 
     def _shared(self, route: _Route) -> list[bytes]:
-        """The waiting sessions that may leave, those due first at the front, with the tenants' limits applied."""
+        """The waiting sessions whose rows may leave within the tenants' limits, in the order of fair queueing."""
         tenants = {name: self._tenant(name) for name in route.waiting}
         queueing = FairQueueing()
         stamps = {name: queueing.stamp(tenant, 1) for name, tenant in tenants.items()}
         num_rows = Counter(tenants.values()) + route.tenants_under_way(self._tenant)
-        # A tenant that has only a prompt here will soon have a row.
+        # If only one tenant has rows, another one has a prompt here and will soon have one row.
         fewest = min(num_rows.values()) if len(num_rows) > 1 else 1
         num_others = max(len(num_rows), 2) - 1
         num_rows_of_each = (self._round_times.num_rows_within(num_others + 1, fewest) - fewest) / num_others
