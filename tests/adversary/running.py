@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 import psutil
 
 from corolla.chassis.errors import CorollaError
+from corolla.chassis.heap import settle
 from corolla.chassis.loop_thread import LoopThread
 
 Result = TypeVar("Result")
@@ -68,8 +69,7 @@ class Running:
     def watched(self) -> Iterator[None]:
         """Meanwhile the loop never stands still for long, and the process does not become much larger."""
         # Tests hold far more objects than services do: a look through them would count as a stall, their log as a leak.
-        gc.collect()
-        gc.freeze()
+        settle()
         gc.callbacks.append(self._on_collection)
         logging.disable(logging.WARNING)
         slowness = _slowness()
@@ -81,7 +81,9 @@ class Running:
             logging.disable(logging.NOTSET)
             gc.callbacks.remove(self._on_collection)
             gc.unfreeze()
-            gc.collect()
+            # Memory that is free, but not returned yet, did not leak.
+            settle()
+            gc.unfreeze()
         num_more_mib = (self._own.memory_info().rss - num_bytes) / (1 << 20)
         # Other processes of the machine may have come or gone meanwhile.
         assert self.longest_s < LONGEST_STALL_S * max(slowness, _slowness())
