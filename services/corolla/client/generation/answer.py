@@ -85,10 +85,13 @@ class Answer:
         """The answer so far as the next message of a conversation."""
         return self._message.message
 
-    def accept(self, token: SampledToken, elapsed_s: float) -> None:
-        """Takes the next token, `elapsed_s` seconds after the request began, and decides whether the answer ends."""
+    def accept(self, token: SampledToken, elapsed_s: float, finish_reason: FinishReason | None = None) -> None:
+        """Takes the next token, `elapsed_s` seconds after the request began, and decides whether the answer ends.
+
+        An answer that ended before, and is replayed, gives the `finish_reason` of its last token.
+        """
         self.tokens.append(token)
-        self.finish_reason = self._decider.finish_reason(token.token_id, len(self.tokens), elapsed_s)
+        self.finish_reason = finish_reason or self._decider.finish_reason(token.token_id, len(self.tokens), elapsed_s)
         self._undecoded.append(token)
         if self._ends_by_text:
             self._decode()

@@ -90,9 +90,11 @@ def replay_answer(answer: Answer, tokens: Sequence[SampledToken], finish_reason:
         answer: an empty answer with the same stop conditions as the first one.
         finish_reason: the finish reason of the first answer; only a time limit could give another one.
     """
-    for token in tokens:
+    *earlier, last = tokens
+    for token in earlier:
         answer.accept(token, 0.0)
-    answer.finish_reason = finish_reason
+    # With stop sequences, a token is decoded when it is accepted: the reason must be known then.
+    answer.accept(last, 0.0, finish_reason)
     return answer.deltas()
 
 

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corolla.client.generation.answer import Answer, Delta
+from corolla.client.generation.resumption import replay_answer
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.decoding.parameters import SampledToken
 from corolla.decoding.stopping import FinishReason, StopDecider
@@ -46,6 +47,20 @@ def test_the_text_is_that_of_the_tokens_and_no_character_is_cut(text: str) -> No
     assert "\ufffd" not in answer.text or "\ufffd" in text
     assert answer.token_ids == ids(text)
     assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + [FinishReason.LENGTH]
+
+
+@given(
+    st.text("abcé ", min_size=1, max_size=20),
+    st.lists(st.text("abc ", min_size=1, max_size=4), max_size=2),
+    st.booleans(),
+)
+def test_a_replayed_answer_has_the_text_and_the_end_of_the_first_one(text: str, stop: list[str], ends: bool) -> None:
+    given_ids = [*ids(text), EOS_ID] if ends else ids(text)
+    first, deltas = grown(given_ids, stop=tuple(stop), max_tokens=len(given_ids))
+    assert first.finish_reason is not None
+    replayed = Answer(TOKENIZER, PROMPT, StopDecider(max_new_tokens=ENOUGH, ignore_eos=True), tuple(stop))
+    assert replay_answer(replayed, first.tokens, first.finish_reason) == deltas
+    assert (replayed.text, replayed.finish_reason) == (first.text, first.finish_reason)
 
 
 @given(
