@@ -74,7 +74,7 @@ class Adapters:
         max_bytes: the most bytes that all loaded adapters may take together; 0 loads none.
         folder: the folder below which adapters must lie that do not come from the hub; None allows any folder.
         hub: the options for requests to the hub.
-        registered: asks a router which adapters are registered. May raise CorollaError.
+        registered: asks a router for the placement, which then comes to `on_placement`. May raise CorollaError.
         in_use: returns the adapters of sessions that may take steps.
         between_iterations: runs a change of the stacks while the compute thread does not read them.
         tasks: the background tasks of this server.

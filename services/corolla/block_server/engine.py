@@ -120,7 +120,7 @@ class Engine:
         fail: see `Failures`.
         edges: embedding and head, as far as this server has them.
         use: how the engine uses the processors.
-        spans: records spans of steps of traced sessions; None where no spans are collected.
+        spans: records spans of steps of traced sessions; None if no spans are collected.
 
     Attributes:
         first_hop: forms the microbatches of rings that begin here.

@@ -113,8 +113,7 @@ TRANSITIONS: Final[Mapping[SessionState, Mapping[SessionEvent, SessionState]]] =
 
 
 _WITHOUT_SAMPLER: Final = frozenset((_S.PARKED, _S.ORPHANED, _S.LEAVING_PARKED, _S.GONE))
-"""Sessions in these states keep no sampler and no adapter, which may hold much memory; the next open brings new ones.
-"""
+"""Sessions in these states keep no sampler and no adapter, which may be large; the next open brings new ones."""
 
 
 class ForbiddenTransition(RuntimeError):

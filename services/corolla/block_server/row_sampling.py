@@ -29,7 +29,7 @@ _EXTRA_DRAWS: Final = 128
 """How many choices may be skipped beyond the session's tokens, since a stop string may discard chosen tokens."""
 
 _NUM_DRAWS_PER_STATE: Final = 16
-"""After so many choices the client gets the random stream's state, of 5 KB; a new sampler skips fewer choices."""
+"""After so many choices the client gets the random stream's state, of 5 KB, so that a new sampler has fewer to skip."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -341,7 +341,7 @@ class SessionTable(Generic[AnyCache]):
             session.apply(SessionEvent.STAYS)
 
     def end_stream(self, client_id: bytes, stream: int | None = None) -> int:
-        """Frees the transient sessions of one stream of a client, or of all its streams if None. Returns how many.
+        """Frees the transient sessions of a client's stream, or of all its streams if None. Returns their number.
 
         Other sessions keep the pages of their tokens. The client may have dropped this hop from its chain, or died, but
         only the router knows which sessions will not be opened again.

@@ -155,7 +155,10 @@ class PageTable:
         return twin
 
     def adopt(self, twin: "PageTable", num_tokens: int) -> None:
-        """Takes the pages of the first `num_tokens` tokens from a table of `share`, and keeps its own after them."""
+        """Takes the pages of the first `num_tokens` tokens from `twin`, and keeps its own pages after them.
+
+        `twin` is a table that `share` returned; it is empty afterwards.
+        """
         twin._cut(self._pool.pages_for(num_tokens))
         end = twin._first + len(twin._pages)
         room = max(0, self.num_promised - len(twin._pages))
@@ -172,7 +175,7 @@ class PageTable:
         self._set(first, pages)
 
     def num_needed_pages(self) -> int | None:
-        """How many pages directly before its own page a page's first token sees; None for all."""
+        """How many pages directly before a page the first token of that page sees; None for all."""
         return None if self._rule.window is None else self._pool.pages_for(self._rule.window - 1)
 
     def extents(self, start: int, end: int) -> tuple[Extent, ...]:

@@ -1,4 +1,4 @@
-"""Remembers which sessions hops handed over. Clients follow sessions between two steps, or after a refused step."""
+"""Remembers the sessions that hops handed over. Clients follow them between two steps, or after a refused step."""
 
 import asyncio
 import contextlib

@@ -148,8 +148,8 @@ class Recovery:
     async def compute_anew(self, binding: ChainBinding, sequence: History, budget: RecoveryBudget) -> None:
         """Opens a session on its hops in its next epoch and replays all of its tokens.
 
-        It serves a session whose open options have changed, so that the tokens that hops hold are of no use. It reports
-        a recovery only if the first attempt fails. Raises CorollaError as `recover` does.
+        This is for a session whose open options have changed: the tokens that hops hold are of no use then. It counts
+        as a recovery only if the first attempt fails. Raises CorollaError as `recover` does.
         """
         job = _Job(binding, [sequence], budget, LostServers(self._patience_s), _now_s())
         with spans.span("recovery") as span:

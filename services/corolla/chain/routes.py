@@ -30,7 +30,7 @@ from corolla.v1 import common_pb2, router_pb2
 from corolla.wire.span import Span
 
 _RETRY_INTERVAL_S: Final = 0.5
-# The loads that a router pushes may be as old as a heartbeat, so bookings count for this long.
+# The greatest age of a heartbeat when a router's push brings its load to this process.
 _BOOKING_LAG_S: Final = 2.0
 
 

@@ -107,7 +107,7 @@ class ChainSession(OpenSequences):
 
     @property
     def chain_to_record(self) -> common_pb2.Chain:
-        """The chain on which the next turn finds the session, with the new hop if one has just handed it over."""
+        """The chain on which the next turn finds the session, with the hops that have just taken it over."""
         return self._plane.handovers.redirect(self.chain, self._binding.open_identities)
 
     @property

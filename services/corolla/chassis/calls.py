@@ -2,7 +2,7 @@
 
 A protocol (gRPC, HTTP) reads requests and writes replies in its own way. This module holds what all protocols share:
 what a call is, who may make it, and what the metrics and the audit log record. A servicer's exception reaches the
-caller as a CorollaError; an exception of another class never does so with its own text.
+caller as a CorollaError; the text of any other exception never reaches the caller.
 """
 
 import asyncio
