@@ -1,6 +1,7 @@
 """Corolla serves one language model from many machines.
 
-`from corolla import Client` is the Python client; `AsyncClient` is its asyncio twin, `errors` the exceptions of both.
+`from corolla import Client` imports the Python client. `AsyncClient` is the client for asyncio; `errors` has the
+exceptions of both.
 """
 
 import logging
@@ -15,11 +16,11 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 __all__ = ["AsyncClient", "Client", "__version__", "errors"]
 
-# transformers imports torchao where that is installed, which warns of its kernels for devices that are not there.
+# If torchao is installed, transformers imports it, and torchao warns about kernels for devices that are not there.
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
-# Loaded at first use, so that services and `corolla --help` do not wait for them.
+# `__getattr__` imports these names at first use, so that services and `corolla --help` do not wait for them.
 _PLACES = {
     "AsyncClient": ("corolla.sdk.async_client", "AsyncClient"),
     "Client": ("corolla.sdk.client", "Client"),

@@ -8,7 +8,7 @@ from corolla.chassis.processors import OPENMP_WAITING
 
 
 def run(**overrides: Any) -> int:
-    """Runs a block server until a signal; `overrides` win over the environment. Returns the exit status."""
+    """Runs a block server until a signal; `overrides` take precedence over the environment. Returns the exit status."""
     for name, value in OPENMP_WAITING.items():
         os.environ.setdefault(name, value)
     with uncollected_imports():

@@ -1,6 +1,7 @@
-"""Loads adapters when a session asks for them, and evicts idle ones when others need the memory.
+"""Loads adapters when sessions ask for them, and unloads unused ones when other adapters need the memory.
 
-A router's last answer says which adapters are registered. Loaded adapters stay in use while no router answers.
+The newest placement from a router says which adapters are registered. Loaded adapters stay usable while no router
+answers.
 """
 
 import asyncio
@@ -37,9 +38,9 @@ from corolla.wire.adapter_version import AdapterVersion, still_registered
 log = logging.getLogger(__name__)
 
 _REMEMBERED_S: Final = 5.0
-"""How long a failed load is remembered: longer than a caller that did not wait takes to ask again."""
+"""How long a failed load is remembered, so that a caller that stopped waiting gets the error when it asks again."""
 _MOST_FETCHES: Final = 2
-"""How many downloads from the hub run at a time; each occupies a thread."""
+"""The most downloads from the hub at a time; each occupies a thread."""
 
 
 @dataclass(eq=False, slots=True)
@@ -47,8 +48,9 @@ class LoadedAdapter:
     """An adapter that is loaded, and that sessions can use.
 
     Attributes:
-        awaited_until_s: until then it is not unloaded for others, because the session that asked for it opens soon.
-        is_removed: it is no longer registered; sessions that use it fail at their next step.
+        awaited_until_s: the event loop's time before which the adapter is not unloaded for other adapters, because the
+            session that asked for it opens soon.
+        is_removed: whether the adapter is no longer registered; sessions that use it then fail at their next step.
     """
 
     version: AdapterVersion
@@ -72,12 +74,12 @@ class Adapters:
         max_bytes: the most bytes that all loaded adapters may take together; 0 loads none.
         folder: the folder below which adapters must lie that do not come from the hub; None allows any folder.
         hub: the options for requests to the hub.
-        registered: asks a router which adapters are registered. May raise CorollaError.
+        registered: asks a router for the placement, which then comes to `on_placement`. May raise CorollaError.
         in_use: returns the adapters of sessions that may take steps.
         between_iterations: runs a change of the stacks while the compute thread does not read them.
         tasks: the background tasks of this server.
         patience_s: how long a session waits for its adapter. It is shorter than the time that clients, and servers
-            that leave, wait for an answer; they would otherwise take a server that still loads for a lost one.
+            that leave, wait for an answer; they would otherwise treat a server that is still loading as lost.
     """
 
     def __init__(
@@ -157,7 +159,7 @@ class Adapters:
             AdapterDenied: the adapter is registered for other tenants only.
             AdapterNotLoaded: this server cannot load the adapter.
             NoAdapterRoom: running sessions use the adapters that fill the memory.
-            QueueFull: the loading continues but takes a while; or the hub or the routers do not answer now.
+            QueueFull: the adapter is still loading, or the hub or the routers do not answer now.
         """
         if version not in self._loaded:
             if version not in self._registered:
@@ -205,7 +207,7 @@ class Adapters:
             raise AdapterDenied("the adapter is registered for other tenants only")
 
     def _check_failed(self, version: AdapterVersion) -> None:
-        """Raises the error of a recent attempt to load the same registration, if it failed."""
+        """Raises the error with which a recent load of the same registration failed, if one did."""
         now_s = asyncio.get_running_loop().time()
         self._failed = {each: failed for each, failed in self._failed.items() if now_s < failed[2]}
         failed = self._failed.get(version)

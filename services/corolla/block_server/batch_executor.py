@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class BatchRunner(Protocol):
-    """Computes blocks: a `SpanRunner`, or a test's wrapper that lets it fail."""
+    """Computes blocks: a `SpanRunner`, or a test's wrapper that makes it fail."""
 
     def forward_each(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> BatchOutput:
         """See `SpanRunner.forward_each`. `hidden` is `[sum of num_tokens, H]`, in any dtype and on any device."""
@@ -95,9 +95,9 @@ class BatchExecutor:
         runner: computes the blocks.
         edges: embedding and head, as far as this server has them; None if it has neither.
         clock: returns seconds.
-        num_sampling_threads: how many threads choose tokens; on a device, how many prepare choices.
+        num_sampling_threads: how many threads choose tokens or, if `samples_batched`, prepare the choices.
         samples_batched: whether to choose the tokens of all rows together, on the device of the head; None: only if
-            that is not a CPU.
+            that device is not a CPU.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class BatchExecutor:
         """Computes all rows as one batch; if that raises, row by row, so that a bad row fails alone.
 
         Computing a row again gives the same numbers: the failed batch wrote only to positions that no session counts as
-        held, and these positions are written again. Tokens are chosen once, after that.
+        held, and these positions are written again. Tokens are chosen once, after all rows have been computed.
         """
         preparing = self._prepare_choices(admitted)
         result = self._compute_rows(admitted, blocks)
@@ -142,7 +142,7 @@ class BatchExecutor:
     def _prepare_choices(self, admitted: Sequence[AdmittedStep]) -> Sequence[Future[None]]:
         """Lets threads draw random numbers, and find the tokens that grammars allow, while a device computes.
 
-        If drawing fails for lack of memory, the stream has not advanced, and the numbers are drawn when needed.
+        If drawing fails for lack of memory, the random stream has not advanced, and the numbers are drawn when needed.
         """
         if not self._samples_batched or self._sampling_threads is None or self._edges is None:
             return ()
@@ -161,7 +161,7 @@ class BatchExecutor:
             return BatchResult(tuple(self._outputs(work, hidden, blocks)), edge_seconds=embed_seconds)
         except Exception as failure:
             error, place = error_of(failure), where(failure)
-        # The exception has been released here, so its frames no longer hold tensors in the exhausted device's memory.
+        # The exception has been released, so its frames no longer hold tensors in a device's memory that may be full.
         rows = [AdmittedStep(batch.work, [row]) for batch in admitted for row in batch.rows]
         log.error("iteration failed", extra={"rows": len(rows), "where": place})
         if len(rows) == 1:
@@ -179,7 +179,7 @@ class BatchExecutor:
         return error
 
     def warm_up(self) -> None:
-        """Computes one token that belongs to no session, through embedding, blocks and head as far as they are here.
+        """Computes one token that belongs to no session: the blocks, and embedding and head if this server has them.
 
         Raises:
             OutOfPages: all pages are promised to sessions.
@@ -291,14 +291,14 @@ def _received(batch: AdmittedStep) -> Iterator[Tensor]:
 
 
 def error_of(failure: Exception) -> CorollaError:
-    """The error for the owners of failed rows. It quotes nothing of the exception's text, which may contain data.
+    """Returns the error for the clients of failed rows, without the exception's text, which may contain their data.
 
     Raises:
         AcceleratorError: `failure` is one. Every later call of the device would fail, too, so the engine ends, and with
             it the process; clients recover their sessions elsewhere.
     """
     if isinstance(failure, torch.AcceleratorError):
-        # The driver's sentence contains no data of callers.
+        # The driver's message contains no data of clients.
         log.critical("the device failed", extra={"failure": str(failure).partition("\n")[0]})
         raise failure
     if isinstance(failure, CorollaError):

@@ -1,4 +1,4 @@
-"""Lets a block server leave: it refuses new sessions and hands its own over, so that nothing is computed again."""
+"""Lets a block server leave: it refuses new sessions and hands its own over, so that no server computes them again."""
 
 import asyncio
 import contextlib
@@ -37,11 +37,12 @@ _FAREWELL_S: Final = 2.0
 class Drain:
     """Hands the sessions of one block server over.
 
-    It repeats rounds while a client needs this server, because a peer may join or get free pages. If no peer takes a
-    session, this server serves it until the time is over; then its client replays it elsewhere.
+    In each round it tries to hand over all sessions. It repeats the rounds while a client needs this server, because a
+    peer may join or get free pages. If no peer takes a session, this server serves it until the time is over; then its
+    client replays it elsewhere.
 
     Args:
-        connect: begins streams to the servers that take sessions over.
+        connect: opens streams to the servers that take sessions over.
     """
 
     def __init__(
@@ -85,9 +86,9 @@ class Drain:
             await self._round()
             if await self._none(self._is_needed, next_round_s):
                 break
-        # A notified client moves at its next step; a client that takes longer has learnt of the new server, too.
+        # A notified client moves at its next step. The drain need not wait for slower ones: they know the new server.
         await self._none(self._is_connected, self._engine.clock() + _FAREWELL_S)
-        # Turns may have ended meanwhile.
+        # This round settles sessions whose turns have ended meanwhile.
         await self._round()
 
     async def _none(self, is_so: Callable[[HopSession[SessionCache]], bool], until_s: float) -> bool:
@@ -100,7 +101,7 @@ class Drain:
 
     async def _round(self) -> None:
         """Tries to hand over each session that is still served here."""
-        # The client of a session that has just arrived opens it here soon; a session that still arrives is incomplete.
+        # Unclaimed sessions stay: the client of one that has arrived opens it here soon; the others are incomplete.
         waiting = [session for session in self._sessions if not session.is_leaving and not session.is_unclaimed]
         # The turns of these sessions ended before their clients were notified.
         ended = [session for session in self._sessions if session.is_idle and self._has_moved(session)]
@@ -180,7 +181,7 @@ class Drain:
             self._metrics.handover_bytes.labels("out").inc(num_bytes)
             self._moved[request.session_id] = (version, hop)
             return await self._settle(session, link_to)
-        # The pause for the last part may have refused a step; its client waits for this message.
+        # This server may have refused a step while it sent the last part; the step's client waits for this message.
         self._tell(session, pb.Moved(session_id=request.session_id, epoch=request.epoch))
         return outcome
 
@@ -198,7 +199,7 @@ class Drain:
         try:
             await self._registration.move_session(request.session_id, request.tenant, hop)
         except SessionBusy:
-            # A turn has begun or is about to end. It opens the session here, and moves it later.
+            # A turn that has begun opens the session here, or a turn is about to end. A later round moves the session.
             self._sessions.cancel_leaving(request.session_id, version)
             return "failed"
         except SessionNotFound:
@@ -206,7 +207,7 @@ class Drain:
             link.send(pb.Close(session_id=request.session_id, epoch=request.epoch))
             return "failed"
         except CorollaError:
-            return "failed"  # the next turn replays it
+            return "failed"  # the next turn replays the session
         self._engine.between_iterations(lambda: self._sessions.end(request.session_id, request.epoch))
         return "moved"
 
@@ -231,7 +232,7 @@ class Drain:
         return session.is_leaving and moved is not None and moved[0] == session.version
 
     def _is_needed(self, session: HopSession[SessionCache]) -> bool:
-        """Whether a client is in the middle of an answer that needs this server."""
+        """Whether a client is in the middle of an answer that needs this server, or opens the session here soon."""
         if session.is_unclaimed:
             return self._engine.clock() - session.last_used_s < _FAREWELL_S
         return session.state is SessionState.RUNNING and self._has_stream(session)

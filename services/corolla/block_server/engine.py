@@ -1,7 +1,7 @@
-"""The loop of a block server: it takes steps that are ready, computes them and sends the outputs on.
+"""The loop of a block server: it takes steps that are ready, computes them, and sends the outputs on.
 
 Session state changes only between iterations, on the event loop; torch runs only within an iteration. Short decode
-steps are computed on the event loop itself, so that a step never changes threads. All other work, and the copies of
+steps are computed on the event loop itself, so that they need no change of threads. All other work, and the copies of
 keys and values between iterations, runs in the compute thread.
 """
 
@@ -46,10 +46,10 @@ _MAX_FAILURES_IN_A_ROW: Final = 3
 
 
 class Failures:
-    """Counts iterations that computed nothing, and ends the server once it cannot compute any more.
+    """Counts iterations that computed nothing, and ends the process once its device cannot compute any more.
 
-    Sessions are not handed over then, since their keys and values lie on the failed device. Their clients recover them
-    as after any other death of a server.
+    The server does not hand its sessions over then, since their keys and values lie on the failed device. Their clients
+    recover them as after any other death of a server.
 
     Args:
         fail: ends the process.
@@ -65,21 +65,21 @@ class Failures:
         self._num_in_a_row = 0
 
     def failed(self) -> None:
-        """Notes that all rows of an iteration failed and `warm_up` failed, too, so that the rows are not the cause."""
+        """Notes that all rows of an iteration failed and then `warm_up` failed, too, so the rows are not the cause."""
         self._num_in_a_row += 1
         if self._num_in_a_row == _MAX_FAILURES_IN_A_ROW:
             log.critical("every iteration fails, even a test token; ending the process, so that a new one starts")
             self._fail()
 
     def looked(self, current: int, most_looks: int) -> None:
-        """Notes which work of the compute thread runs, and ends the server when the same work was seen too often.
+        """Notes which work the compute thread runs, and ends the process if many looks in a row saw the same work.
 
-        A device that hangs answers no call, and nothing else notices: the event loop goes on to answer pings. It counts
-        looks, not seconds, so that a pause of the whole machine does not end a server.
+        A device that hangs answers no call, and nothing else notices that, because the event loop still answers pings.
+        This method counts looks, not seconds, so that a pause of the whole machine does not end a server.
 
         Args:
             current: see `ComputeThread`.
-            most_looks: how many looks in a row may find the work of the look before; 0: any number.
+            most_looks: after how many looks in a row with unchanged work the process ends; 0: never.
         """
         self._num_looks = self._num_looks + 1 if current and current == self._current else 0
         self._current = current
@@ -93,11 +93,12 @@ class ProcessorUse:
     """How an engine divides its work among threads.
 
     Attributes:
-        max_inline_s: shorter decode steps are computed on the event loop, which serves no sockets meanwhile.
+        max_inline_s: decode steps that should take less are computed on the event loop, which serves no sockets
+            meanwhile.
         num_sampling_threads: how many threads choose tokens, for rows that need more than the most probable token.
         max_microbatches: see `FirstHop`.
         compute_thread: a thread that the engine uses and closes; None: the engine makes its own.
-        follows_lengths: whether the time of a row depends on the tokens that it sees; see `StepTimes`.
+        follows_lengths: whether the time of a row grows with the number of tokens that it sees; see `StepTimes`.
         most_looks: see `Failures.looked`.
     """
 
@@ -113,13 +114,13 @@ class Engine:
     """Runs the iterations of one block server.
 
     Args:
-        new_relay: makes the relay, which is closed with the engine. Its argument is to be called with each microbatch
-            of a ring that may not have arrived.
+        new_relay: makes the relay, which the engine closes. The relay calls the argument with each microbatch of a ring
+            that may not have arrived.
         clock: returns seconds, for leases and the durations of iterations.
         fail: see `Failures`.
         edges: embedding and head, as far as this server has them.
         use: how the engine uses the processors.
-        spans: records spans of steps of traced sessions; None where no spans are collected.
+        spans: records spans of steps of traced sessions; None if no spans are collected.
 
     Attributes:
         first_hop: forms the microbatches of rings that begin here.
@@ -150,7 +151,7 @@ class Engine:
         self._scheduler = scheduler
         self._sessions = sessions
         self._outputs = outputs
-        # The relay and the first hop call parts that are made after them.
+        # The relay and the first hop call objects that are made after them, so lambdas look these up later.
         relay = self._relay = new_relay(lambda step: self.last_hop.give_up(step))
         self._metrics = metrics
         self.first_hop = FirstHop(
@@ -191,7 +192,7 @@ class Engine:
         return len(self._scheduler)
 
     def between_iterations(self, command: Callable[[], None], *, max_released_pages: int | None = None) -> None:
-        """Runs `command` when no session is being computed; in the order of the calls, before any later step.
+        """Runs `command` while no session is computed. Commands run in the order of the calls, before any later step.
 
         Args:
             command: a function that changes sessions.
@@ -201,7 +202,7 @@ class Engine:
         self._wake.set()
 
     async def copy(self, work: Callable[[], Result]) -> Result:
-        """Runs `work` in the compute thread while no session is computed or changed, and raises what it raises.
+        """Runs `work` in the compute thread while no session is computed or changed. Raises what `work` raises.
 
         It is meant for copies of keys and values. Copies run in the order of the calls, with an iteration between two
         of them. Steps wait while a copy runs, so it should be short.
@@ -275,7 +276,7 @@ class Engine:
         self._relay.send(following.address, onward, b"".join(parts))
 
     def look(self) -> None:
-        """Looks whether the compute thread goes on; to be called at even intervals. See `Failures.looked`."""
+        """Looks whether the compute thread makes progress. Must be called at even intervals; see `Failures.looked`."""
         self.failures.looked(self._compute_thread.current, self._use.most_looks)
 
     async def run(self) -> None:

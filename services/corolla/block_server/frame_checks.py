@@ -1,4 +1,4 @@
-"""Checks the frames of callers before they cost memory or time."""
+"""Checks frames from clients and other servers before they cost memory or time."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -50,7 +50,7 @@ class Identity:
 
 
 class FrameChecks:
-    """Checks what callers ask of this server. All methods raise MalformedMessage, which names the wrong field.
+    """Checks what frames ask of this server. All methods raise MalformedMessage, which names the wrong field.
 
     Args:
         identity: facts about this server.
@@ -118,7 +118,7 @@ class FrameChecks:
         if self._capabilities is None:
             return "", None
         owner = self._capabilities.verify(control).owner
-        # It is copied because a reference to a part would keep the whole message alive.
+        # The capability is copied because a reference to a part of a message keeps the whole message alive.
         capability = pb.SignedCapability()
         capability.CopyFrom(control.capability)
         return owner, capability
@@ -137,7 +137,7 @@ class FrameChecks:
         return ExpectedText(salt, hashes, control.text.num_tokens)
 
     def sampler_at_once(self, control: pb.Open) -> SessionSampler | None:
-        """Makes the sampler on the event loop; None if that would take long: its text is long, or its grammar new."""
+        """Makes the sampler on the event loop; None if that takes long: for a long text, say, or a new grammar."""
         if takes_a_while(control.sampler):
             return None
         try:
@@ -181,7 +181,7 @@ class FrameChecks:
         """Returns the blocks that a step computes here, after checking that the step is for this server.
 
         Raises:
-            HopSessionLost: the step is for an earlier server at this address, which had other blocks and the session.
+            HopSessionLost: the step is for an earlier server at this address, which held the session and other blocks.
         """
         if step.blocks.end > self._identity.span.end or step.blocks.start < self._identity.span.start:
             raise HopSessionLost("this server holds other blocks")
@@ -295,7 +295,8 @@ def _adapter(control: pb.Open | pb.Handover) -> AdapterVersion | None:
 def _trace(control: pb.Open, peer: Peer) -> TraceParent | None:
     """The trace of the session's request; None if this process does not collect spans, or the trace is not sampled.
 
-    Traces of a library are ignored: it is a tenant's own process, which must not fill the operator's collector.
+    Traces from a library are ignored: the library runs in a tenant's process, which must not fill the operator's
+    collector.
     """
     if not control.HasField("trace") or not spans.is_collected():
         return None

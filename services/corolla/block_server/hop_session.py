@@ -34,13 +34,13 @@ class SessionState(Enum):
     ARRIVING = "arriving"
     """Another server hands the session over. The part that has arrived cannot be used yet."""
     UNCLAIMED = "unclaimed"
-    """The whole session has arrived in mid-answer. Its client should open it here at any moment."""
+    """The whole session has arrived in mid-answer. Its client should open it here soon."""
     RUNNING = "running"
-    """The client has opened the session. Only in this state it takes steps."""
+    """The client has opened the session. Only a running session takes steps."""
     PARKED = "parked"
     """The session's turn is over, or its client took the open back."""
     ORPHANED = "orphaned"
-    """The stream on which the client opened the session has ended. A client that lives has to open it again."""
+    """The stream on which the client opened the session has ended. To continue, the client has to open it again."""
     LEAVING = "leaving"
     """The last part of the session was read for another server while its client was in mid-answer."""
     LEAVING_PARKED = "leaving, parked"
@@ -102,7 +102,7 @@ TRANSITIONS: Final[Mapping[SessionState, Mapping[SessionEvent, SessionState]]] =
             _E.TURN_ENDED: _S.LEAVING_PARKED, _E.STREAM_ENDED: _S.LEAVING_PARKED, _E.FREED: _S.GONE,
         },
         _S.LEAVING_PARKED: {
-            # The table does not remember whether the client's stream still stands; ORPHANED is right in both cases.
+            # The table does not remember whether the client's stream has ended; ORPHANED is right in both cases.
             _E.LAST_PART_READ: _S.LEAVING_PARKED, _E.STAYS: _S.ORPHANED,
             _E.TURN_ENDED: _S.LEAVING_PARKED, _E.STREAM_ENDED: _S.LEAVING_PARKED, _E.FREED: _S.GONE,
         },
@@ -113,7 +113,7 @@ TRANSITIONS: Final[Mapping[SessionState, Mapping[SessionEvent, SessionState]]] =
 
 
 _WITHOUT_SAMPLER: Final = frozenset((_S.PARKED, _S.ORPHANED, _S.LEAVING_PARKED, _S.GONE))
-"""Sessions in these states have no sampler and adapter, which may hold much memory; the next open brings new ones."""
+"""Sessions in these states keep no sampler and no adapter, which may be large; the next open brings new ones."""
 
 
 class ForbiddenTransition(RuntimeError):
@@ -131,11 +131,11 @@ class OpenRequest:
 
     Attributes:
         owner: the owner of the session; empty without mutual TLS.
-        capability: the signature with which the owner opened the session; None without mutual TLS.
+        capability: the signed capability with which the owner opened the session; None without mutual TLS.
         sampler: chooses the session's tokens if this is the last hop and the client asks for that.
         stream: the number of the client's stream that opened it; 0 if another server hands the session over.
         sender: the server that hands the session over; empty if its client opens it, or without mutual TLS.
-        trace: the span of the request that uses the session; None if that is not traced.
+        trace: the trace span of the request that uses the session; None if the request is not traced.
         adapter_version: the adapter with which all held tokens are computed; None for the plain model.
         adapter: the same adapter, loaded; only for sessions that may take steps.
         long_factors: whether all held tokens use the long factors of a longrope embedding, not the short ones.
@@ -172,7 +172,7 @@ class OpenRequest:
 
 @dataclass(slots=True)
 class RingPlace:
-    """The ring of a session, on which its tokens go round, as the client's first step described it.
+    """The ring on which the tokens of a session go round, as the client's first step described it.
 
     Attributes:
         first_address: the address of the first hop.
@@ -226,7 +226,8 @@ class HopSession(Generic[AnyCache]):
             version that it means.
         transfer_id: the id of the handover that fills the session, while it arrives.
         newest_step_id: the highest id of the steps that came from its client.
-        newest_ring_position: where the newest step of its ring began, since it was opened; -1 before the first.
+        newest_ring_position: the position at which the newest step of its ring began; -1 if it had none since it was
+            opened.
         ring: the ring on which its tokens go round; None while they do not.
         last_used_s: the time at which the session was last used.
     """
@@ -272,9 +273,9 @@ class HopSession(Generic[AnyCache]):
     def check_open(self, request: OpenRequest) -> None:
         """Checks whether the session may be opened, or offered, again.
 
-        The same client may open it again in the same epoch if it took the first open back. It does so before any step,
-        when another hop of its chain refuses. An open also counts as taken back if its stream has broken since, or if
-        it was made on a server that handed the session over to this one.
+        The same client may open it again in the same epoch if it took the first open back. A client does that before
+        any step, when another hop of its chain refuses. An open also counts as taken back if its stream has broken
+        since, or if it was made on a server that handed the session over to this one.
 
         Raises:
             HopLeaving: another server has the session, or is getting it.
@@ -298,7 +299,8 @@ class HopSession(Generic[AnyCache]):
 
         Raises:
             HopLeaving: another server has the session, or is getting it.
-            HopSessionLost: it is another client's, was opened for other blocks, or its client has to open it again.
+            HopSessionLost: another client has opened it, it was opened for other blocks, or its client has to open it
+                again.
             StaleEpoch: the step belongs to another epoch, or to a turn that is over.
             AdapterNotFound: the session's adapter is no longer registered.
         """
@@ -318,8 +320,8 @@ class HopSession(Generic[AnyCache]):
     def note_step(self, epoch: int, client_id: bytes, step_id: int) -> bool:
         """Notes a step, and returns whether it comes for the first time: a session's steps have rising ids.
 
-        A repeated step must not be computed, since that would forget the tokens that were computed since. A step of
-        another epoch or client counts as new here, and `check_step` refuses it.
+        A repeated step must not be computed, because that would forget the tokens of later steps. A step of another
+        epoch or client counts as new here, and `check_step` refuses it.
         """
         if not self.is_open_as(epoch, client_id):
             return True
@@ -328,7 +330,7 @@ class HopSession(Generic[AnyCache]):
         return is_new
 
     def note_ring_step(self, epoch: int, client_id: bytes, position: int) -> bool:
-        """Like `note_step` for a step of a ring: within one epoch, these steps begin at rising positions."""
+        """Does for a step of a ring what `note_step` does: these steps begin at rising positions within one epoch."""
         if not self.is_open_as(epoch, client_id):
             return True
         if position <= self.newest_ring_position:
@@ -357,12 +359,12 @@ class HopSession(Generic[AnyCache]):
 
     @property
     def is_leaving(self) -> bool:
-        """Whether another server gets the session or has it; until that is settled it cannot be opened or used here."""
+        """Whether another server is getting the session or has it, so that it cannot be opened or used here."""
         return self._state in (SessionState.LEAVING, SessionState.LEAVING_PARKED)
 
     @property
     def is_unclaimed(self) -> bool:
-        """Whether another server hands over or handed over the session, and its client has not opened it here."""
+        """Whether another server is handing the session over, or did so, and its client has not opened it here yet."""
         return self._state in (SessionState.ARRIVING, SessionState.UNCLAIMED)
 
     @property

@@ -36,7 +36,7 @@ class PageGuarantees:
         return sum(max(0, each - held.get(tenant, 0)) for tenant, each in self._pages.items())
 
     def num_kept_from(self, tenant: str, held: Mapping[str, int]) -> int:
-        """How many pages a tenant has to leave free for others, if its next session brings the held pages to `held`."""
+        """How many pages a tenant has to leave free for others; `held` includes the pages of its next session."""
         if held.get(tenant, 0) <= self._pages.get(tenant, 0):
             return 0
         return self.num_kept(held)

@@ -1,4 +1,4 @@
-"""Turns the outputs of the last hop into tokens: head and choice of tokens for all rows of an iteration together."""
+"""Turns the last block's outputs into tokens: applies the head and chooses tokens for all rows of an iteration."""
 
 import logging
 import math
@@ -26,10 +26,10 @@ from corolla.v1 import blocks_pb2 as pb
 log = logging.getLogger(__name__)
 
 _EXTRA_DRAWS: Final = 128
-"""How many choices may be skipped beyond the session's tokens, since a stop string may end a turn within a draft."""
+"""How many choices may be skipped beyond the session's tokens, since a stop string may discard chosen tokens."""
 
 _NUM_DRAWS_PER_STATE: Final = 16
-"""How many choices pass between two states, of 5 KB each, sent to the client: a new sampler skips no more."""
+"""After so many choices the client gets the random stream's state, of 5 KB, so that a new sampler has fewer to skip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ NOTHING_SHARED: Final = SharedBySamplers()
 class SessionSampler:
     """Chooses the tokens of one session on its last hop, and drafts what may follow.
 
-    It lives as long as the session is open in one epoch. Each open brings the data for a new one.
+    A sampler lives as long as the session is open in one epoch. Each open brings the data for a new sampler.
 
     Args:
         num_tokens_left: how many tokens the answer may still have.
@@ -91,7 +91,7 @@ class SessionSampler:
         Args:
             max_tokens: the most tokens of the session.
             grammars: the grammars of this server; None if it follows no grammars.
-            may_read_grammar: whether to wait until a grammar is read that this server does not have.
+            may_read_grammar: whether to read a grammar that this server does not have, which may take long.
 
         Raises:
             MalformedMessage: a parameter is out of range, or the text has unknown ids or breaks its grammar.
@@ -134,7 +134,7 @@ class SessionSampler:
 
     @property
     def is_independent(self) -> bool:
-        """Whether it can run in parallel with other samplers: it has no speculator, which may share the draft model."""
+        """Whether it can run in parallel with other samplers: it has no speculator that may use their draft model."""
         return self._speculator is None
 
     def skip(self) -> None:
@@ -142,7 +142,7 @@ class SessionSampler:
         self.sampler.skip(self.vocab_size)
 
     def prepare_choice(self, device: torch.device) -> None:
-        """Prepares the next choice from logits on `device`, before they exist. Any thread may run it, one at a time."""
+        """Prepares the next choice before its logits exist on `device`. Any thread may call this, one at a time."""
         self.sampler.draw_ahead(self.vocab_size, device)
         self.sampler.bar_ahead()
 
@@ -159,13 +159,13 @@ class SessionSampler:
     def choose(
         self, num_choices: int, draft_ids: Sequence[int], choice: Callable[[int], SampledToken]
     ) -> "ChosenTokens":
-        """Takes tokens up to the first that was not drafted or that ends the answer, and drafts the next tokens.
+        """Takes tokens up to the first one that differs from its draft token or ends the answer; drafts the next ones.
 
-        So the random stream gives the same numbers as without draft tokens.
+        No token is chosen after that one, so the random stream gives the same numbers as without draft tokens.
 
         Args:
             draft_ids: the draft tokens that the step checked, one fewer than `num_choices`.
-            choice: returns the token that follows the step's `index`-th token with a result.
+            choice: chooses the token that follows the step's `index`-th token with a result.
         """
         row = pb.SampledRow()
         for index in range(num_choices):
@@ -250,7 +250,7 @@ class SamplingRow:
 
 
 def in_parts(rows: Sequence[SamplingRow], max_logits: int = 16 << 20) -> Iterator[Sequence[SamplingRow]]:
-    """Splits rows into runs of at most `max_logits` logits, or of one row: many large rows could take gigabytes."""
+    """Splits rows into runs of at most `max_logits` logits, or of one row; the logits of all could take gigabytes."""
     start = num_logits = 0
     for index, each in enumerate(rows):
         num_logits += each.num_choices * each.sampler.vocab_size
@@ -271,7 +271,7 @@ def sample_rows(
     """Chooses tokens for all rows, and returns one entry for each, in order. A row that fails does not affect others.
 
     Args:
-        error_of: makes the error for the owner of a failed row.
+        error_of: makes the error for the client of a failed row.
         threads: choose the tokens of rows that need more than the most probable one; None: the calling thread.
         is_batched: whether to choose the tokens of these rows in batches instead, on the device of the head.
     """
@@ -314,7 +314,9 @@ def sample_rows(
 def _chosen_in_batches(
     rows: Sequence[SamplingRow], starts: Sequence[int], logits: Tensor, error_of: Callable[[Exception], CorollaError]
 ) -> list[ChosenTokens | CorollaError]:
-    """Chooses the first tokens of all rows in one batch, then the second tokens of rows whose draft was right, etc.
+    """Chooses the first tokens of all rows in one batch, then the second tokens of the rows that go on, and so forth.
+
+    A row goes on while its draft tokens are right and its answer has not ended.
 
     Args:
         starts: the index of each row's first logits.
@@ -341,7 +343,7 @@ def _chosen_in_batches(
 
 def _likeliest(token_ids: Sequence[int], scores: Sequence[float]) -> Callable[[int], SampledToken]:
     def choice(index: int) -> SampledToken:
-        # `max` treats NaN as the largest number, so a NaN anywhere is the winner here.
+        # `max` treats NaN as the largest number, so the score is NaN if any logit is.
         if not math.isfinite(scores[index]):
             raise NonFiniteOutput("The model's output is not finite.")
         return SampledToken(token_ids[index])

@@ -1,4 +1,4 @@
-"""Serves AdminService, on its own port."""
+"""Serves AdminService, through which `corolla drain` makes a block server leave, on a port of its own."""
 
 import asyncio
 
@@ -26,7 +26,7 @@ class AdminEndpoint:
         self._rpc: RpcServer | None = None
 
     async def start(self) -> None:
-        """Raises StartupError when the port is taken."""
+        """Begins to serve. Raises StartupError if the port is taken."""
         if self._port:
             self._rpc = RpcServer(
                 self._host, self._port, with_reflection=False, credentials=self._network.rpc_credentials()
@@ -36,12 +36,12 @@ class AdminEndpoint:
             await self._rpc.ready()
 
     async def Drain(self, request: pb.DrainRequest, call: Call[Caller]) -> pb.DrainResponse:
-        # A repeated call waits for the end of the same drain.
+        # A repeated call waits for the end of the drain that the first one began.
         ask_to_stop()
         return pb.DrainResponse(num_sessions_left=await asyncio.shield(self._num_sessions_left))
 
     async def stop(self, num_sessions_left: int) -> None:
-        """Answers the calls of Drain, since it has ended, and stops serving."""
+        """Answers the calls of Drain that wait for the end of the drain, and stops serving."""
         if not self._num_sessions_left.done():
             self._num_sessions_left.set_result(num_sessions_left)
         if self._rpc is not None:

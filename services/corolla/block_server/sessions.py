@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 
 _NUM_ENDED: Final = 4096
-"""How many ended sessions are remembered, since steps of them may still arrive."""
+"""How many ended sessions are remembered, since some of their steps may still arrive."""
 
 
 class SessionTable(Generic[AnyCache]):
     """All sessions of the hop.
 
-    Invariants: the pages that are promised to sessions and the pool's available pages add up to the pool. While
-    guarantees stay the same, available pages and those of idle sessions are together at least as many as those kept for
-    tenants. So a tenant always gets the pages that it is guaranteed.
+    Invariants: the pages that are promised to sessions and the pool's available pages add up to all pages. While
+    guarantees stay the same, the available pages and those of idle sessions are together at least as many as those
+    kept for tenants with guarantees. So a tenant always gets the pages that it is guaranteed.
 
     Args:
         max_prompt_bytes: the most bytes of the trained prompts of all sessions together.
-        on_forget: is called with the id of each session whose tokens are all forgotten, to drop data kept elsewhere.
+        on_forget: drops what is kept elsewhere of a session whose tokens are all forgotten, given the session's id.
 
     Attributes:
         guarantees: the guaranteed pages of tenants.
@@ -87,15 +87,15 @@ class SessionTable(Generic[AnyCache]):
         return self._new_cache().max_tokens_within(max(0, self.num_available_pages - self.num_kept_pages))
 
     def pages_of_any(self, num_tokens: int) -> int:
-        """How many pages `num_tokens` tokens take, in one session or divided among several with whole pages.
+        """How many pages `num_tokens` tokens take, in one session or divided by whole pages among several sessions.
 
-        The pages that a session holds apart from its tokens are counted once.
+        The pages that a session holds apart from those of its tokens are counted once.
         """
         cache = self._new_cache()
         return len(cache.tables) * self.pool.pages_for(num_tokens) + cache.num_fixed_pages
 
     def tenant_tokens(self, rows: Iterable["pb.StepRow"]) -> Mapping[str, int]:
-        """The number of tokens of these rows for each tenant; the empty name stands for sessions that are not held."""
+        """Maps each tenant to the number of its tokens in these rows; unknown sessions count under the empty name."""
         tokens: dict[str, int] = {}
         for row in rows:
             session = self._sessions.get(row.session_id)
@@ -104,15 +104,15 @@ class SessionTable(Generic[AnyCache]):
         return tokens
 
     def num_pages_in_use(self, session_id: bytes) -> int:
-        """How many pages of a session become available only by its end or by its next open; 0 for an idle session."""
+        """How many pages of a session become available only when it ends or is reopened; 0 for an idle session."""
         session = self._sessions.get(session_id)
         return 0 if session is None or session.is_idle else session.num_pages
 
     def check_room(self, request: OpenRequest, max_released_pages: int) -> None:
         """Raises OutOfPages early if `open` is sure to raise it later. It may be called while steps are computed.
 
-        Steps give back no promised pages, and idle sessions have no steps. So a new or idle session will find at most
-        the pages that are available now and those that are released before its turn, at most `max_released_pages`.
+        Steps give back no promised pages, and idle sessions have no steps. So when a new or idle session is opened, at
+        most `max_released_pages` more pages are available than now.
         """
         session = self._sessions.get(request.session_id)
         if session is not None and not session.is_idle:
@@ -137,7 +137,8 @@ class SessionTable(Generic[AnyCache]):
         """Opens a session, or reopens it with a higher epoch.
 
         Raises:
-            HopLeaving, HopSessionLost, StaleEpoch: as `HopSession.check_open`; HopLeaving also if this server drains.
+            HopLeaving: another server has the session or is getting it, or this server drains and does not hold it.
+            HopSessionLost, StaleEpoch: see `HopSession.check_open`.
             OutOfPages: the worst case, or the trained prompts, do not fit. A session that was held stays as it was.
         """
         return self._begin(request, SessionEvent.OPENED, now_s)
@@ -172,13 +173,13 @@ class SessionTable(Generic[AnyCache]):
         return session
 
     def receive(self, request: OpenRequest, transfer_id: bytes, now_s: float) -> HopSession[AnyCache]:
-        """Makes room for a session that another server hands over, or continues after a broken stream.
+        """Makes room for a session that another server hands over, or continues a handover whose stream broke.
 
-        Only the sender knows `transfer_id`, which is random, and can send the rest.
+        `transfer_id` is random and only the sender knows it, so no other peer can send the session's parts.
 
         Raises:
-            HopLeaving, HopSessionLost, OutOfPages: as `open`.
-            StaleEpoch: its client opened it here meanwhile, or in a later epoch; or other blocks of it are here.
+            HopLeaving, HopSessionLost, OutOfPages: see `open`; HopLeaving in any case if this server drains.
+            StaleEpoch: the session's client opened it here in this epoch or a later one, or for other blocks.
         """
         if self.is_draining:
             raise HopLeaving("a block server takes no new sessions")
@@ -200,7 +201,7 @@ class SessionTable(Generic[AnyCache]):
         session = self._sessions.get(session_id)
         if session is None or not session.is_filled_by(epoch, transfer_id):
             raise HopSessionLost("the session is not being handed over to this server")
-        # This does not change the order of use: it runs in the compute thread, while the event loop may iterate.
+        # The order of use does not change: this runs in the compute thread, while the event loop may iterate over it.
         session.last_used_s = now_s
         return session
 
@@ -216,7 +217,7 @@ class SessionTable(Generic[AnyCache]):
         return session is None or session.note_step(epoch, client_id, step_id)
 
     def goes_round(self, session_id: bytes, epoch: int, client_id: bytes, position: int) -> bool:
-        """Notes a step of a ring. Returns whether it comes for the first time and its client has not ended the session.
+        """Notes a step of a ring. Returns whether the step is new and its client has not ended the session or its turn.
 
         See `HopSession.note_ring_step`.
         """
@@ -292,7 +293,9 @@ class SessionTable(Generic[AnyCache]):
         return session.cache.fork()
 
     def truncate(self, session_id: bytes, epoch: int, position: int, *, idle: bool) -> None:
-        """Forgets tokens and gives back pages. A stale request changes nothing.
+        """Forgets the tokens from `position` on, and gives back all pages that the earlier tokens do not need.
+
+        A request of an earlier epoch changes nothing.
 
         Args:
             idle: whether the turn is over, so that the session may be evicted; False does not begin a turn again.
@@ -308,7 +311,7 @@ class SessionTable(Generic[AnyCache]):
             session.apply(SessionEvent.TURN_ENDED)
 
     def set_page_hashes(self, session_id: bytes, epoch: int, hashes: Sequence[bytes]) -> None:
-        """Notes the digests of the session's first pages. Ignored if stale, or if the session has trained prompts."""
+        """Notes the digests of the session's first pages, unless it has another epoch or trained prompts."""
         session = self._sessions.get(session_id)
         if session is not None and session.request.epoch == epoch and session.request.prompts is None:
             request = session.request
@@ -325,23 +328,23 @@ class SessionTable(Generic[AnyCache]):
             del self._ended_epochs[next(iter(self._ended_epochs))]
 
     def in_version(self, session_id: bytes, version: int) -> HopSession[AnyCache]:
-        """The session in this version. Raises HopSessionLost if it has ended or was opened again."""
+        """Returns the session in this version. Raises HopSessionLost if it has ended or has another version."""
         session = self._sessions.get(session_id)
         if session is None or session.version != version:
             raise HopSessionLost("the session ended, or continues in another epoch")
         return session
 
     def cancel_leaving(self, session_id: bytes, version: int) -> None:
-        """Ends a handover that failed: the session stays here, if it was leaving in this version."""
+        """Lets a session stay whose handover failed, if it is still leaving in this version."""
         session = self._sessions.get(session_id)
         if session is not None and session.version == version and session.is_leaving:
             session.apply(SessionEvent.STAYS)
 
     def end_stream(self, client_id: bytes, stream: int | None = None) -> int:
-        """Frees the transient sessions of a client's stream that ended, or of all its streams. Returns how many.
+        """Frees the transient sessions of a client's stream, or of all its streams if None. Returns their number.
 
-        Other sessions keep the pages of their tokens for their next open: the client may have dropped this hop from its
-        chain, or have ended. Only the router knows which sessions will not be opened again.
+        Other sessions keep the pages of their tokens. The client may have dropped this hop from its chain, or died, but
+        only the router knows which sessions will not be opened again.
         """
         mine = [
             session
@@ -370,7 +373,7 @@ class SessionTable(Generic[AnyCache]):
             raise OutOfPages("the trained prompts of all sessions do not fit into the memory for them")
 
     def _held_pages(self, except_of: bytes = b"") -> Counter[str]:
-        """The number of pages for each tenant that only the end of its sessions makes available."""
+        """Maps each tenant to the pages of its sessions that are not idle, so that they cannot be evicted."""
         held = Counter[str]()
         for session in self:
             if not session.is_idle and session.request.session_id != except_of:
@@ -378,7 +381,7 @@ class SessionTable(Generic[AnyCache]):
         return held
 
     def _num_kept_from(self, request: OpenRequest, num_pages: int) -> int:
-        """How many pages have to stay free for other tenants when a session gets `num_pages` pages."""
+        """How many pages have to stay free for other tenants when the request's session gets `num_pages` pages."""
         if not self.guarantees or num_pages <= self.num_pages_in_use(request.session_id):
             return 0
         held = self._held_pages(except_of=request.session_id)
@@ -386,7 +389,7 @@ class SessionTable(Generic[AnyCache]):
         return self.guarantees.num_kept_from(request.tenant, held)
 
     def _make_room(self, num_pages: int, num_kept: int = 0, keep: bytes = b"") -> None:
-        """Makes room for `num_pages` more and leaves `num_kept` free; does not evict the session `keep`."""
+        """Makes room for `num_pages` more pages if `num_kept` stay available; does not evict the session `keep`."""
         idle = [session for session in self if session.is_idle and session.request.session_id != keep]
         num_available = self.pool.num_available + sum(session.num_pages for session in idle)
         if num_pages + num_kept > num_available:

@@ -1,7 +1,7 @@
-"""Records spans of the work for traced sessions: each piece of a prompt, and some decode steps.
+"""Records trace spans of the work for traced sessions: each chunk of a prompt, and some decode steps.
 
-Each hop itself selects the decode steps whose positions complete a run of tokens. So all hops of a chain select the
-same steps without a message.
+Each hop selects the decode steps that complete a run of `DECODE_RUN_TOKENS` positions. So all hops of a chain select
+the same steps without a message.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ DECODE_RUN_TOKENS: Final = 32
 
 
 class StepSpans:
-    """Records spans of steps.
+    """Records trace spans of steps.
 
     Args:
         server_id, address: the id and address of this server.
@@ -58,7 +58,7 @@ class StepSpans:
 
 
 def is_shown(step: pb.Step, row: pb.StepRow) -> bool:
-    """Whether a row has a span: it is a piece of a prompt, or begins a ring, or completes a run of tokens."""
+    """Whether a row has a trace span: it is a chunk of a prompt, or begins a ring, or completes a run of tokens."""
     if step.span_id and (step.samples or not is_decode(row)):
         return True
     return row.position // DECODE_RUN_TOKENS != (row.position + row.num_tokens) // DECODE_RUN_TOKENS

@@ -1,4 +1,4 @@
-"""Averages the times of decode steps and predicts the next one; the engine then decides where it computes the step.
+"""Averages the times of decode steps and predicts the next one, from which the engine chooses a thread for the step.
 
 Pure: times are passed in.
 """
@@ -12,11 +12,12 @@ _WEIGHT: Final = 0.1
 class StepTimes:
     """Predicts the time of steps with one token for each row.
 
-    A step with more rows, or with rows that see more tokens, takes longer, but less for each of them. So predictions
-    for steps that are larger than the observed ones are too long.
+    A step with more rows, or with rows that see more tokens, takes longer, but less time for each row or token. So
+    predictions for steps that are larger than the observed ones are too long.
 
     Args:
-        follows_lengths: whether the time of a row grows with the tokens that it sees, as when latents are expanded.
+        follows_lengths: whether the time of a row grows with the number of tokens that it sees, as with latents that
+            are expanded.
     """
 
     def __init__(self, *, follows_lengths: bool = False) -> None:

@@ -22,11 +22,11 @@ class FreeRuns:
         return self._num_ids
 
     def allocate(self, num_ids: int, after: int | None = None) -> list[int]:
-        """Removes ids in as few runs as possible, and returns them: the best fit, else the largest runs.
+        """Removes ids in few runs, and returns them: the smallest run that is large enough, else the largest runs.
 
         Args:
             num_ids: how many ids to remove; the set must have as many.
-            after: the ids that follow this id are taken first, so that its holder gets no new run.
+            after: the ids that follow this id are taken first, because they continue the run of its holder.
         """
         if num_ids > self._num_ids:
             raise ValueError(f"cannot take {num_ids} of {self._num_ids} free ids")

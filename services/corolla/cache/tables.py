@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from corolla.cache.pages import PagePool
 
 Extent = tuple[int, int]
-"""A run of slots: the first slot and the number. Slot `s` is token `s % page_tokens` of page `s // page_tokens`."""
+"""A run of slots: the first slot and how many. Slot `s` is token `s % page_tokens` of page `s // page_tokens`."""
 
 Copies = list[tuple[int, int]]
 """Pairs of pages to copy: source and target."""
@@ -18,7 +18,7 @@ class GroupRule:
 
     Attributes:
         window: how many tokens a token sees, itself included; None for all.
-        max_step_tokens: the most new tokens of one step. As many can be taken back although the window has moved on.
+        max_step_tokens: the most new tokens of one step. So many can be taken back although the window has moved on.
     """
 
     window: int | None = None
@@ -26,7 +26,7 @@ class GroupRule:
 
     @property
     def num_kept_tokens(self) -> int | None:
-        """How many tokens before the next one are never given back; None for all."""
+        """How many of the newest tokens always keep their pages; None for all."""
         return None if self.window is None else self.window - 1 + self.max_step_tokens
 
     def worst_case(self, pool: PagePool, max_tokens: int) -> int:
@@ -155,7 +155,10 @@ class PageTable:
         return twin
 
     def adopt(self, twin: "PageTable", num_tokens: int) -> None:
-        """Takes the pages of a twin's first `num_tokens` tokens, and keeps its own pages after them."""
+        """Takes the pages of the first `num_tokens` tokens from `twin`, and keeps its own pages after them.
+
+        `twin` is a table that `share` returned; it is empty afterwards.
+        """
         twin._cut(self._pool.pages_for(num_tokens))
         end = twin._first + len(twin._pages)
         room = max(0, self.num_promised - len(twin._pages))
@@ -166,13 +169,13 @@ class PageTable:
         twin._set(0, [])
 
     def hold_cached(self, first: int, pages: list[int]) -> None:
-        """Replaces all held pages by pages of the prefix cache; the first one becomes the session's page `first`."""
+        """Replaces all held pages with pages of the prefix cache; the first one becomes the session's page `first`."""
         self._pool.share(pages)
         self._pool.release(self._pages)
         self._set(first, pages)
 
     def num_needed_pages(self) -> int | None:
-        """How many pages directly before a page its first token sees; None for all."""
+        """How many pages directly before a page the first token of that page sees; None for all."""
         return None if self._rule.window is None else self._pool.pages_for(self._rule.window - 1)
 
     def extents(self, start: int, end: int) -> tuple[Extent, ...]:

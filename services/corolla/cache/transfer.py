@@ -1,4 +1,4 @@
-"""Copies keys, values and recurrent states of a session as bytes for another server, which has other pages."""
+"""Copies a session's keys, values and recurrent states as bytes, from the pages of one server to those of another."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class TokenCopy:
         first_tokens: for each layer the first token that is still held; earlier tokens were given back.
         payload: for each layer keys, then values, `[tokens, key heads, head_dim]`, in the dtype and form in which the
             cache stores them; no bytes for pageless layers.
-        has_states: whether the states of recurrent layers at `end` follow in the payload; `end` is then the end of the
-            session.
+        has_states: whether the states of recurrent layers at `end` follow in the payload; the session then ends at
+            `end`.
     """
 
     position: int
@@ -89,7 +89,7 @@ def read_tokens(
 
 @torch.inference_mode()
 def write_tokens(cache: SessionCache, layers: range, copy: TokenCopy) -> None:
-    """Writes a copy from another server into a session's cache, which first forgets the tokens from its position on.
+    """Writes a copy from another server into a session's cache, which first forgets the tokens from `copy.position` on.
 
     Raises:
         MalformedMessage: the payload has the wrong size for these layers, or numbers that are not finite; or tokens are
@@ -109,7 +109,7 @@ def write_tokens(cache: SessionCache, layers: range, copy: TokenCopy) -> None:
     whole = torch.frombuffer(copy.payload, dtype=torch.uint8) if copy.payload else torch.empty(0, dtype=torch.uint8)
     payload = whole[:expected]
     states = _states(cache.store, layers, whole[expected:]) if num_state_bytes else {}
-    # This is checked before anything is written: one such number would spoil every later token of the session.
+    # Numbers are checked before any are written: one that is not finite would spoil every later token of the session.
     if expected and not _are_finite(cache.store, layers, copy, payload):
         raise MalformedMessage("payload", "keys and values must be finite numbers")
     if not all(bool(tensor.isfinite().all()) for state in states.values() for tensor in state.tensors):
@@ -169,7 +169,7 @@ def give_back(cache: SessionCache, layers: range, first_tokens: Sequence[int]) -
 
 
 def _check_first_tokens(cache: SessionCache, layers: range, copy: TokenCopy) -> None:
-    """Checks that layers of one group lack the same tokens: whole pages of this cache, and only before a window."""
+    """Checks that the layers of a group lack the same first tokens: whole pages, and only if the group has a window."""
     firsts: dict[int, int] = {}
     for layer, first in zip(layers, copy.first_tokens, strict=True):
         if layer in cache.store.pageless:

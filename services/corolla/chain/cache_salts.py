@@ -1,7 +1,7 @@
-"""The salts with which the digests of a tenant's pages begin. Pure.
+"""Makes the salts with which the digests of a tenant's cached pages begin. Pure.
 
-Hops find cached pages by digests of the text alone. A salt made from a secret keeps an outsider who knows a text from
-computing the digests that a tenant with the same text has.
+Hops find cached pages by these digests alone. A salt that is made from a secret keeps an outsider who knows a tenant's
+text from computing the digests of its pages.
 """
 
 import hmac
@@ -17,8 +17,8 @@ class CacheSalts:
     """Makes the salts of all tenants.
 
     Args:
-        secret: all client services and libraries of a model share it. If it is empty, texts whose requests have the
-            same salt have the same digests, whatever the tenant.
+        secret: all client services and libraries of a model share it. If it is empty, equal texts of requests with
+            equal salts have equal digests for all tenants.
 
     Raises:
         SettingsError: the secret is so short that it could be found by trial. The message does not quote it.
@@ -30,7 +30,7 @@ class CacheSalts:
         self._secret = secret.encode()
 
     def of(self, tenant: str, cache_salt: str) -> bytes:
-        """The salt for a request. Without the secret, it looks like random bytes.
+        """Returns the salt for a request. If there is a secret, the salt looks random to all that do not know it.
 
         Args:
             cache_salt: the request's own salt.

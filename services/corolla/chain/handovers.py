@@ -1,4 +1,4 @@
-"""Sessions that hops handed over to other hops. Clients follow them between two steps, or after a refused step."""
+"""Remembers the sessions that hops handed over. Clients follow them between two steps, or after a refused step."""
 
 import asyncio
 import contextlib
@@ -11,15 +11,15 @@ from corolla.v1 import common_pb2
 
 _NUM_REMEMBERED: Final = 4096
 _PATIENCE_S: Final = 5.0
-# When a process dies, a hop's fault may come here a moment before the broken stream to the process is noticed.
+# When a server dies, another hop's fault may arrive a moment before this process notices its own broken stream.
 _MOMENT_S: Final = 0.25
 
 
 class Handovers:
     """The handovers that hops reported.
 
-    A report counts only while the session is open on that hop in the epoch that the report names. Then nothing was
-    computed elsewhere since, and the other server holds exactly what this hop held.
+    A report counts only while the session is open on that hop in the epoch that the report names. Nothing was computed
+    elsewhere in that epoch, so the other server holds exactly what that hop held.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Handovers:
         self._gone: set[str] = set()
 
     def on_moved(self, moved: pb.Moved, address: str) -> None:
-        """Records a hop's report of which server has a session now, or that it has kept the session after all."""
+        """Records a hop's report: another server has a session now, or the hop has kept the session after all."""
         self._notices.pop((moved.session_id, address), None)
         self._notices[moved.session_id, address] = moved
         if len(self._notices) > _NUM_REMEMBERED:
@@ -37,7 +37,7 @@ class Handovers:
         self._wake()
 
     def on_step_refused(self, address: str) -> None:
-        """Forgets which sessions a hop said it kept: it refused a step, so it hands one over, and reports it later."""
+        """Forgets a hop's reports of kept sessions: it refused a step, so it hands a session over and reports later."""
         for key in [key for key, moved in self._notices.items() if key[1] == address and not moved.HasField("hop")]:
             del self._notices[key]
 
@@ -74,7 +74,7 @@ class Handovers:
         return any(self._hop(hop, each) is not None for each in identities for hop in chain.hops)
 
     def redirect(self, chain: common_pb2.Chain, identities: Iterable[SessionIdentity]) -> common_pb2.Chain:
-        """The chain with the hops that have the sessions now in place of those that handed them over.
+        """Returns the chain with each hop that handed a session over replaced by the hop that has the session now.
 
         The sessions `identities` are open on `chain`. A hop hands the sessions of a batch over one by one, maybe to
         different servers; the chain then follows one of them, and the others are replayed. A server holds one run of

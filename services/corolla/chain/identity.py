@@ -29,7 +29,7 @@ class SessionIdentity:
     def in_next_epoch(self) -> Self:
         """The same session in its next epoch.
 
-        Raises HopUnavailable where the turn has no epoch left: this turn ends; the next one has its own epochs.
+        Raises HopUnavailable if the turn has no epoch left. The turn then fails; the next one has epochs of its own.
         """
         if self.epoch >= self.last_epoch:
             raise HopUnavailable("the block servers of this turn changed too often")

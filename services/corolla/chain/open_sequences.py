@@ -40,8 +40,8 @@ class OpenSequences:
         """Takes a step, and takes it again after each failure that a recovery repairs; raises the other failures.
 
         Args:
-            recover: brings the sequences back after a failure, or raises. It is also called before the step where a hop
-                has handed some of the sequences over.
+            recover: brings the sequences back after a failure, or raises. It is also called before a step if a hop has
+                handed some of the sequences over.
         """
         while True:
             try:
@@ -52,7 +52,7 @@ class OpenSequences:
                 await recover(failure)
 
     def _holders(self, number: int = 0) -> list[common_pb2.Hop]:
-        """The hops that hold a sequence, with the new hop where one has just handed the sequence over."""
+        """The hops that may hold a sequence: those of the chain, and those that took it over from them."""
         return self._plane.handovers.hops_holding(self.chain, self._binding.open_identities[number])
 
     def close(self) -> None:

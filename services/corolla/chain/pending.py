@@ -1,6 +1,6 @@
 """Matches the answers of the data plane with the requests that wait for them, whichever stream an answer comes on.
 
-A step goes out on the stream to the first hop, its result comes back on the stream to the last one, and a fault on any.
+A step leaves on the first hop's stream, its result arrives on the last hop's stream, and a fault may arrive on any.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class _Open:
 
 
 class PendingReplies:
-    """Steps and opens without an answer yet, by their numbers; streams of tokens, by their sessions.
+    """Holds the steps and opens that have no answer yet, by their numbers, and the token streams, by their sessions.
 
     Args:
         on_discarded: is called with the number of tokens that came without a reader.
@@ -55,7 +55,7 @@ class PendingReplies:
         return len(self._steps) + len(self._opens) + len(self._token_streams)
 
     def add_token_stream(self, session_id: bytes, stream: TokenStream) -> None:
-        """Adds a session's stream, until `remove_token_stream`. Ends the stream of the session's earlier turn."""
+        """Adds a session's token stream, until `remove_token_stream`. Ends the stream of the session's earlier turn."""
         earlier = self._token_streams.get(session_id)
         if earlier is not None:
             earlier.end(StaleEpoch("another turn of the session has begun"))
@@ -68,7 +68,7 @@ class PendingReplies:
             self._on_discarded(stream.num_unread_tokens)
 
     def has_token_stream(self, addresses: frozenset[str]) -> bool:
-        """Whether tokens go round these hops."""
+        """Whether tokens of a session go round these hops."""
         return any(stream.addresses == addresses for stream in self._token_streams.values())
 
     def add_step(self, number: int, rows: Sequence[pb.StepRow], addresses: frozenset[str]) -> list[RowFuture]:
@@ -108,7 +108,7 @@ class PendingReplies:
         for row in result.rows:
             end = start + row.num_result_tokens * token_bytes
             asked, future = step.rows.get(row.session_id, (None, None))
-            # The epoch fence: an answer counts only where session, epoch and position are those that were asked for.
+            # The epoch fence: an answer counts only if its session, epoch and position are those of the request.
             if asked is not None and _agree(asked, row) and future is not None and not future.done():
                 states = HiddenStates(view[start:end], row.num_result_tokens, result.dtype, result.hidden_size)
                 future.set_result(states)
@@ -168,7 +168,7 @@ def fail(futures: Sequence[RowFuture], error: CorollaError) -> None:
 
 
 async def wait_for_result(future: RowFuture, timeout_s: float) -> HiddenStates:
-    """The row's hidden states. Raises HopUnavailable after `timeout_s`, or the error with which the row failed."""
+    """Returns a row's hidden states. Raises HopUnavailable after `timeout_s`, or the error that failed the row."""
     try:
         async with asyncio.timeout(timeout_s):
             return await future

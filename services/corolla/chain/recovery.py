@@ -47,9 +47,9 @@ class _Job:
         stale: numbers of the sequences that hops have to get from the first token on, whatever they hold.
         lost_chain: the chain on which the sessions were when they were lost.
         incomplete_since_s: since when the sessions have not been open on every hop of a chain.
-        without_outputs: ids of the servers that no longer have the outputs that they reported as kept.
-        may_scratch: False once a hop had no room for a scratch session.
-        patience_s: how long to wait for a server that can replace a lost one.
+        without_outputs: ids of the servers that no longer have the boundary activations that they reported.
+        may_scratch: whether replays may use scratch sessions; False once a hop had no room for one.
+        patience_s: how long the next attempt waits for a server that can replace a lost one.
         longest_pause_s: the longest random pause before the next attempt.
     """
 
@@ -78,7 +78,7 @@ class _Job:
 
 
 class Recovery:
-    """Brings back sessions that lost hops. All sessions of a process share one; it reports each success."""
+    """Recovers sessions that lost hops, and reports each success. All sessions of a process share one `Recovery`."""
 
     def __init__(
         self,
@@ -114,8 +114,8 @@ class Recovery:
             stale: numbers of the sequences that hops have to get from the first token on, whatever they hold.
 
         Raises:
-            CorollaError: the failure itself where other servers would not help; otherwise why the recovery failed. The
-                sessions can be closed in either case.
+            CorollaError: the failure itself if other servers would not help, otherwise the error that ended the
+                recovery. The sessions can be closed in either case.
         """
         if not isinstance(failure, RECOVERABLE):
             raise failure
@@ -148,8 +148,8 @@ class Recovery:
     async def compute_anew(self, binding: ChainBinding, sequence: History, budget: RecoveryBudget) -> None:
         """Opens a session on its hops in its next epoch and replays all of its tokens.
 
-        This is for a session whose open options have changed, so that what hops hold is of no use. It is reported as a
-        recovery only where something fails meanwhile. Raises CorollaError as `recover` does.
+        This is for a session whose open options have changed: the tokens that hops hold are of no use then. It counts
+        as a recovery only if the first attempt fails. Raises CorollaError as `recover` does.
         """
         job = _Job(binding, [sequence], budget, LostServers(self._patience_s), _now_s())
         with spans.span("recovery") as span:
@@ -159,11 +159,11 @@ class Recovery:
                 _note(span, await self._retry(job, failure, failure.reason.lower(), in_replay=True), job)
 
     async def _retry(self, job: _Job, failure: CorollaError, cause: str, *, in_replay: bool = False) -> RecoveryReport:
-        """Makes attempts until one succeeds. `in_replay` says that the first failure was one of a replay."""
+        """Makes attempts until one succeeds. `in_replay` says whether `failure` happened during a replay."""
         latest: CorollaError | None = failure
         while latest is not None:
             if latest is not failure:
-                # A random pause spreads the sessions that lost the same server.
+                # A random pause spreads the attempts of sessions that lost the same server.
                 await asyncio.sleep(random.uniform(0, job.longest_pause_s))
             job.budget.take_attempt(latest)
             if isinstance(latest, HopUnavailable) and await self._could_not_reach(latest):
@@ -177,7 +177,7 @@ class Recovery:
                 latest = await self._attempt(job)
             except NoChain:
                 if isinstance(latest, NotComputed):
-                    raise latest from None  # no other server was there to try
+                    raise latest from None  # no other server could be tried
                 raise
         report = self._report(job, cause)
         log.warning("session recovered", extra={"cause": cause, "method": report.method})
@@ -194,8 +194,8 @@ class Recovery:
     def _patience(self, job: _Job, failure: CorollaError) -> float:
         """How long the next attempt may wait for servers.
 
-        After NotComputed it waits only where a server is known to be away: otherwise no other server of the failed
-        hop's blocks is expected.
+        After NotComputed, it waits only if a server is known to be away. Otherwise no other server can be expected for
+        the blocks of the failed hop.
         """
         now_s = _now_s()
         if isinstance(failure, NotComputed) and not (
@@ -205,7 +205,7 @@ class Recovery:
         return job.budget.patience_s(job.incomplete_since_s + self._patience_s - now_s, now_s)
 
     def _exclude_failed(self, job: _Job, failure: CorollaError, *, in_replay: bool) -> None:
-        """Excludes the hop that failed. Raises the failure where other servers would not help."""
+        """Excludes the hop that failed. Raises the failure if other servers would not help."""
         if isinstance(failure, HopUnavailable | NotComputed):
             failed = [hop for hop in job.binding.chain.hops if failure.address and hop.address == failure.address]
             if isinstance(failure, NotComputed):
@@ -232,9 +232,9 @@ class Recovery:
         return bool(failure.reporter) and not await self._handovers.is_disconnected(failure.address)
 
     def _exclude_unreachable(self, job: _Job, failure: HopUnavailable) -> None:
-        """Excludes the live hop that another hop could not reach; the second time, the hop that reported it.
+        """Excludes the live hop that another hop could not reach; the second time, the hop that reported this.
 
-        Where the reporter only does not know the other hop yet (RouteUnknown), other requests still use both.
+        If the reporter just does not know the other hop yet (RouteUnknown), other requests still use both.
         """
         is_in_vain = job.budget.on_unreachable(failure.reporter, job.position)
         address = failure.reporter if is_in_vain else failure.address
@@ -245,7 +245,7 @@ class Recovery:
                     self._routes.avoid(hop.server_id)
 
     async def _attempt(self, job: _Job) -> CorollaError | None:
-        """Makes one attempt. Returns None or the failure; raises failures that further attempts would not change."""
+        """Makes one attempt. Returns its failure, or None; raises failures that further attempts would not change."""
         binding = job.binding
         binding.raise_epoch()
         self._apply_handovers(binding)
@@ -267,7 +267,7 @@ class Recovery:
             return self._on_refusal(job, refused)
         staying = {hop.server_id for hop in chain.hops}
         job.lost.discard(staying)
-        # A server that was only frozen reads this when it wakes, and frees its session.
+        # A server that was only frozen reads the Close when it wakes, and frees the session.
         self._reservations.give_back(binding.identities, [hop for hop in before.hops if hop.server_id not in staying])
         binding.rebind(opened)
         failure = await self._fill_all(job)
@@ -293,7 +293,7 @@ class Recovery:
             self._routes.on_open_refused(hop.server_id, failure)
             job.lost.add(hop.server_id, _now_s(), for_good=isinstance(failure, HopLeaving | AdapterNotLoaded))
             message = failure.message
-        # The failure has no address: the hops are excluded already, and no server died of the request's own step.
+        # The failure has no address: the hops are excluded already, and the request's step killed no server.
         return HopUnavailable(message)
 
     async def _fill_all(self, job: _Job) -> CorollaError | None:
@@ -305,7 +305,7 @@ class Recovery:
             for number in range(len(job.sequences))
         ]
         try:
-            # Not `gather`: where a task fails while this one is cancelled, it would raise the failure instead.
+            # If a task fails while this one is cancelled, `gather` would raise the failure instead of CancelledError.
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             for task in tasks:

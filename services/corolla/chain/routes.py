@@ -30,7 +30,7 @@ from corolla.v1 import common_pb2, router_pb2
 from corolla.wire.span import Span
 
 _RETRY_INTERVAL_S: Final = 0.5
-# The servers' loads that a router pushes may be as old as a heartbeat.
+# The greatest age of a heartbeat when a router's push brings its load to this process.
 _BOOKING_LAG_S: Final = 2.0
 
 
@@ -87,16 +87,16 @@ class Routes:
         self._leaving.add(server_id)
 
     def is_leaving_or_gone(self, server_id: str) -> bool:
-        """Whether a server left in an orderly way: it said that it leaves, drains, or is listed no longer.
+        """Whether a server left in an orderly way: it refused a session and said so, drains, or is no longer listed.
 
-        A server that died is still listed until its lease ends, and its clients notice its death long before.
+        A server that died is listed until its lease ends, and its clients notice its death long before.
         """
         states = {each.server.server_id: each.state for each in self._placement.servers}
         draining = router_pb2.SERVER_STATE_DRAINING
         return server_id in self._leaving or (bool(states) and states.get(server_id, draining) == draining)
 
     def on_open_refused(self, server_id: str, failure: BaseException) -> None:
-        """Leaves a server out that did not open a session, where its failure says that it is unreachable or leaves."""
+        """Leaves a server out that did not open a session, if the failure says that it is unreachable or leaves."""
         if isinstance(failure, HopUnavailable):
             self.avoid(server_id, "open")
         elif isinstance(failure, HopLeaving):
@@ -114,11 +114,11 @@ class Routes:
     ) -> common_pb2.Chain:
         """Plans a chain: that of a recorded session if its servers still live, otherwise the cheapest.
 
-        A server that failed lately is used where there is no chain without it, since it may be back.
+        A server that failed lately is used if there is no chain without it, since it may be back.
 
         Args:
             num_tokens: every hop needs pages for this many tokens.
-            record_id: the id under which the router knows the session; empty where it does not.
+            record_id: the id under which the router knows the session; empty if it does not.
             blocks: the chain is cut to these blocks; None: all blocks.
             excluded_ids: servers that have no room for the request, or failed it just now.
             are_some_full: whether some of the excluded servers have no room.
@@ -145,11 +145,11 @@ class Routes:
 
     @property
     def is_settling(self) -> bool:
-        """Whether blocks lost their servers so recently that these may register again."""
+        """Whether blocks lost their servers so recently that these servers may register again."""
         return self._placement.is_settling
 
     async def wait_for_update(self, until_s: float) -> None:
-        """Returns when another plan may succeed: after a push, or a moment, and at the latest at `until_s`."""
+        """Returns when another plan may succeed: after a push or half a second, and at the latest at `until_s`."""
         await self._placement.wait_for_update(
             max(0.0, min(_RETRY_INTERVAL_S, until_s - asyncio.get_running_loop().time()))
         )
@@ -166,7 +166,7 @@ class Routes:
         try:
             planned = await plan(num_tokens=num_tokens)
         except OutOfPages:
-            # The router's page counts are as old as the last heartbeat, so the hops themselves are asked.
+            # The router's page counts are as old as the last heartbeat, so the plan ignores them, and the hops decide.
             planned = await plan(num_tokens=0)
         return planned.chain
 
@@ -179,7 +179,7 @@ class Routes:
         return None
 
     def _no_chain(self, failure: CorollaError, *, are_some_full: bool) -> CorollaError:
-        """The error for the caller where neither the router nor the snapshot had a chain."""
+        """The error for the caller if neither the router nor the snapshot had a chain."""
         if isinstance(failure, ModelNotFound):
             # This client has the model; the router does not know it because no server has registered for it yet.
             listed = f"0:{self._num_blocks}"
@@ -194,8 +194,8 @@ class Routes:
     ) -> common_pb2.Chain | None:
         """The chain of a session's last turn, with other servers in place of the hops that are gone or excluded.
 
-        Hops that failed lately stay if no other server can take their place. Returns None where no hop would stay, or
-        all hops are well.
+        Hops that failed lately stay if no other server can take their place. Returns None if no hop has to be replaced,
+        no hop would stay, or no replacement is found.
         """
         gone = {hop.server_id for hop in recorded.hops if self._is_gone(hop) or hop.server_id in excluded_ids}
         may_stay = (gone & self._quarantined()).difference(excluded_ids)
@@ -226,7 +226,7 @@ class Routes:
         Args:
             num_tokens: replacements with pages for this many tokens are preferred.
             patience_s: how long to wait for a replacement to appear.
-            retryable: returns, for a time, the lost servers that may stay if no other server can take their place.
+            retryable: maps a time to the lost servers that may stay then if no other server can take their place.
 
         Raises:
             NoChain: no replacement appeared.
@@ -252,7 +252,7 @@ class Routes:
         try:
             hops = self._fill_gaps(chain, lost, num_tokens)
         except (NoChain, OutOfPages):
-            # Where spans overlap, a hop that stays may have to take more blocks; it then gets all tokens again.
+            # If spans overlap, a server that stays may have to take more blocks; it then gets all tokens again.
             blocks = Span(chain.hops[0].span.start, chain.hops[-1].span.end)
             hops = self._replacements(blocks, lost, num_tokens)
         fresh = [hop for hop in hops if hop not in chain.hops]
@@ -261,7 +261,7 @@ class Routes:
 
     def _fill_gaps(self, chain: common_pb2.Chain, lost: Collection[str], num_tokens: int) -> Sequence[common_pb2.Hop]:
         """The chain's remaining hops, unchanged, with other servers in the gaps."""
-        # A server's sessions have one run of blocks each, so a hop that stays cannot take more.
+        # A server holds one run of blocks of a session, so a server that stays cannot fill a gap, too.
         staying = {hop.server_id for hop in chain.hops if hop.server_id not in lost}
         hops: list[common_pb2.Hop] = []
         for is_lost, run in groupby(chain.hops, lambda hop: hop.server_id in lost):
@@ -292,7 +292,7 @@ class Routes:
             servers, fingerprint=self._fingerprint, num_tokens=num_tokens, excluded=excluded,
             booked=self._bookings.unreported(servers, asyncio.get_running_loop().time()),
         )  # fmt: skip
-        # The planner takes the first of equal servers: the shuffle spreads the sessions over them.
+        # The planner takes the first of equal servers, so a shuffle spreads the sessions over them.
         random.shuffle(usable)
         return usable
 

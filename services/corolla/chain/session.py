@@ -89,7 +89,7 @@ class ChainSession(OpenSequences):
         self._newest_id = 0
         self._tokens: TokenStream | None = None
         self._on_pace = on_pace
-        # The time of the first token and the position behind it; None where the pace is not to be measured.
+        # The time of the first token and the position after it; None if the pace must not be measured.
         self._first_token: tuple[float, int] | None = None
 
     @property
@@ -107,7 +107,7 @@ class ChainSession(OpenSequences):
 
     @property
     def chain_to_record(self) -> common_pb2.Chain:
-        """The chain on which the next turn finds the session, with the new hop where one has just handed it over."""
+        """The chain on which the next turn finds the session, with the hops that have just taken it over."""
         return self._plane.handovers.redirect(self.chain, self._binding.open_identities)
 
     @property
@@ -126,11 +126,11 @@ class ChainSession(OpenSequences):
         return self._plane.has_draft_model(self.chain.hops[-1].address)
 
     async def restore(self, token_ids: Sequence[int], num_past_tokens: int = 0) -> None:
-        """Continues from the tokens that hops hold. Where only some hops hold the past, the others get it again.
+        """Continues from the tokens that hops hold. If only some hops hold the past, the other hops get it again.
 
         Args:
             token_ids: the text; its last token is always left to be processed.
-            num_past_tokens: how many of its tokens the session processed in earlier turns.
+            num_past_tokens: how many tokens of the text the session processed in earlier turns.
         """
         states = self._binding.hop_states(0)
         position = min(num_past_tokens, max(state.num_held for state in states))
@@ -183,10 +183,10 @@ class ChainSession(OpenSequences):
         self._read(rounds.sampled, reader)
 
     async def decode(self, reader: TokenReader) -> tuple[int, int]:
-        """Hands the reader the tokens of the next round: one, or several where draft tokens were right.
+        """Hands the reader the tokens of the next round: one, or several if draft tokens were right.
 
-        The position moves to the last token that the reader took. The next step begins there, and with it the hops drop
-        the tokens beyond.
+        The position moves to the last token that the reader took. The next step begins there, and makes the hops drop
+        the tokens after it.
 
         Returns:
             How many draft tokens were checked, and how many tokens the reader took, at least one.
@@ -224,7 +224,7 @@ class ChainSession(OpenSequences):
         await self._recovery.compute_anew(self._binding, self._history, self._budget)
 
     async def _round(self, newest_id: int) -> RoundTokens:
-        """The next round's tokens. Where no tokens go round, the text's last token starts the ring."""
+        """Returns the next round's tokens. If no tokens go round, the text's last token starts the ring."""
         if self._tokens is None:
             self._begin(self._row([newest_id], 1))
         elif self.position + self._limits.max_tokens_ahead // 2 >= self._tokens.credit_end:
@@ -240,7 +240,7 @@ class ChainSession(OpenSequences):
     def _observe_pace(self, tokens: TokenStream) -> None:
         """Reports once how fast the chain is, unless the chain had to wait for credit or for the reader.
 
-        It had credit all the time if some is left; unread tokens mean that the reader is slower than the chain.
+        If credit is left, the chain never waited for credit. If tokens are unread, the reader is slower than the chain.
         """
         first, self._first_token = self._first_token, None
         if first is None or tokens.has_unread_tokens or self.position >= tokens.credit_end:
@@ -262,7 +262,7 @@ class ChainSession(OpenSequences):
             taken.append(token.token_id)
             if not reader.read(_token_of(token)):
                 break
-        # The random state is that behind the last chosen token: of no use where the reader did not take all tokens.
+        # The random stream's state is that after the last chosen token, so it counts only if the reader took all.
         is_all = len(taken) == len(sampled.tokens)
         self._sampler.accept(taken, sampled.state if is_all else b"")
         self._newest_id = taken[-1]
@@ -270,15 +270,15 @@ class ChainSession(OpenSequences):
             self.end_ring()
         return len(taken)
 
-    # --- its end --------------------------------------------------------------------------------------------------
+    # --- the end of a turn or session -------------------------------------------------------------------------------
 
     def park(self, position: int, *, earlier: common_pb2.Chain, recorded: common_pb2.Chain) -> None:
         """Ends a turn: the hops keep the first `position` tokens for the next one, as long as they have room.
 
         Args:
             earlier: the chain of the session's last turn.
-            recorded: the chain that the session's record names. Hops outside of it free the session now, since they
-                would get no request to do so later.
+            recorded: the chain that the session's record names. Other hops free the session now, since they would get
+                no request to do so later.
         """
         self.end_ring()
         session_id, epoch = self.identity.session_id, self.identity.epoch
@@ -327,7 +327,7 @@ class ChainSession(OpenSequences):
             start = 0
             while True:
                 await window.make_room()
-                # A hop does not interrupt a chunk, and sessions that decode on the chain wait for it.
+                # A hop does not interrupt a chunk, so chunks are smaller while sessions decode on the chain.
                 is_shared = self._plane.has_ring(self.chain.hops)
                 most = self._limits.prefill_chunk_tokens_during_decode if is_shared else self._chunk_tokens
                 size = chunk_tokens(len(token_ids), num_busy_hops, min(most, self._chunk_tokens))
@@ -399,7 +399,7 @@ class ChainSessions:
         """Opens a session on a chain. The caller must close or park it before it leaves the context.
 
         Args:
-            sampler: how its tokens are chosen; it is updated as the session goes on.
+            sampler: the record of how the session's tokens are chosen; the session updates it.
             on_recovery: is called for each recovery of this session.
             until_s: when the caller stops waiting, by the event loop's clock.
 
@@ -429,6 +429,6 @@ class ChainSessions:
 
     async def free(self, identity: SessionIdentity, chain: common_pb2.Chain) -> None:
         """Frees a session on the hops of a chain although it is not open in this process, for example when deleted."""
-        # A hop that cannot be reached frees the session when its lease ends.
+        # A hop that cannot be reached frees the session when the session's lease ends.
         await asyncio.gather(*(self._plane.connect(hop.address) for hop in chain.hops), return_exceptions=True)
         self._plane.close_session(chain.hops, identity)

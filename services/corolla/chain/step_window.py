@@ -1,4 +1,4 @@
-"""Bounds a sequence's steps under way: as many as keep all hops of its chain busy."""
+"""Bounds how many steps of a sequence are under way: enough to keep all hops of its chain busy."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,10 +12,10 @@ _MAX_STEPS_PER_HOP: Final = 2
 
 
 class StepWindow(Generic[Step]):
-    """Steps that were sent and have no answer yet, the oldest first. Leaving the context drops those that remain.
+    """The steps that were sent and have no answer yet, oldest first. Leaving the context drops those that remain.
 
     Args:
-        num_hops: hops that take part.
+        num_hops: the number of hops that compute the steps.
         timeout_s: how long to wait for a row's answer, counted from the beginning of the wait.
         on_answer: is called with each step and its rows' hidden states, in the order of the steps.
         max_steps: the most steps under way at a time; 0: enough to keep all hops busy.
@@ -44,7 +44,7 @@ class StepWindow(Generic[Step]):
         self._under_way.append((step, futures))
 
     async def make_room(self) -> None:
-        """Waits for the oldest step where the window is full. Raises CorollaError if one of its rows failed."""
+        """Waits for the oldest step if the window is full. Raises CorollaError if one of its rows failed."""
         if len(self._under_way) == self._max_steps:
             await self._take_oldest()
 

@@ -28,7 +28,7 @@ from corolla.wire.stream import Connect, Stream, StreamCause, StreamLimits, betw
 log = logging.getLogger(__name__)
 
 _MOST_LOOKED_UP: Final = 64
-"""How many session moves to unknown servers are looked up at the router at the same time."""
+"""The most moves of sessions to unknown servers for which the router is asked at the same time."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class _Server:
 
 
 class DataPlane:
-    """All streams of this client service.
+    """The streams of this process to block servers.
 
     A slow step and a dead server look the same from here. So the plane pings a silent server; a server that does not
     answer loses its stream, and all requests that wait for it fail at once. A healthy server answers pings between
@@ -101,7 +101,7 @@ class DataPlane:
             raise HopUnavailable("a hop of the chain is not reachable", address) from None
 
     def page_tokens(self, address: str) -> int:
-        """Tokens of the pages that a connected server reuses; 0 where it reuses none, or is gone."""
+        """The tokens of each page that a connected server shares among sessions; 0 if it shares none, or is gone."""
         welcome = self._welcome(address)
         return 0 if welcome is None else welcome.page_tokens
 
@@ -168,9 +168,9 @@ class DataPlane:
 
         Args:
             hops: all hops of the chain.
-            hidden: the inputs of the first block, `[num_tokens, hidden_size]`, one row after the other; None where the
+            hidden: the inputs of the first block, `[num_tokens, hidden_size]`, one row after the other; None if the
                 rows carry token ids.
-            scratch_hops: bit `i` is set where hop `i` computes the rows in their scratch sessions.
+            scratch_hops: bit `i` is set if hop `i` computes the rows in their scratch sessions.
             samples: whether the step belongs to a session whose tokens the last hop chooses.
         """
         step = pb.Step(rows=rows, scratch_hops=scratch_hops, blocks=hops[0].span, route=hops[1:], samples=samples)
@@ -229,7 +229,7 @@ class DataPlane:
         return self._pending.has_token_stream(frozenset(hop.address for hop in hops))
 
     def _lost(self, hops: Iterable[common_pb2.Hop]) -> HopUnavailable | None:
-        """The error for the first of the hops without a stream: its answer could not come back. None: all have one."""
+        """The error for the first hop without a stream, on which its answers would come back; None if all have one."""
         for hop in hops:
             if hop.address not in self._servers:
                 return HopUnavailable("a hop of the chain was lost", hop.address)
@@ -238,7 +238,7 @@ class DataPlane:
     def resend(
         self, source: common_pb2.Hop, hops: Sequence[common_pb2.Hop], rows: Sequence[pb.StepRow], scratch_hops: int
     ) -> list[RowFuture]:
-        """Sends a step whose inputs `source` takes from the outputs that it kept; otherwise like `step`."""
+        """Sends a step whose inputs are boundary activations that `source` has kept. See `step`."""
         step = pb.Step(rows=rows, scratch_hops=scratch_hops, blocks=source.span, route=hops)
         return self._send_step([source, *hops], step, None)
 
@@ -337,14 +337,13 @@ class DataPlane:
     def _on_moved(self, moved: pb.Moved, address: str) -> None:
         self.handovers.on_moved(moved, address)
         if moved.HasField("hop") and moved.hop.address not in self._servers:
-            # The session is opened there soon, or closed.
+            # The session's owner opens or closes it there soon.
             self._tasks.start(self._connect_ahead(moved.hop.address), "connection to a server")
 
     async def _look_up(self, moved: pb.Moved, address: str) -> None:
         """Handles the move of a session to a server that this placement does not know.
 
-        Where the router does not know the server either, the move is recorded without a hop, and the session is
-        replayed.
+        If the router does not know the server either, the move is recorded without a hop, and the session is replayed.
         """
         self._num_looked_up += 1
         try:

@@ -1,4 +1,4 @@
-"""The tokens of one session as they come from the last hop, until they are read."""
+"""The stream of one session's tokens from the last hop to their reader."""
 
 import asyncio
 from collections import deque
@@ -44,16 +44,16 @@ class TokenStream:
 
     @property
     def has_unread_tokens(self) -> bool:
-        """Whether tokens have come that were not read yet."""
+        """Whether tokens have arrived that the reader has not taken yet."""
         return bool(self._rounds)
 
     @property
     def num_unread_tokens(self) -> int:
-        """How many tokens have come that were not read yet."""
+        """How many tokens have arrived that the reader has not taken yet."""
         return sum(len(each.sampled.tokens) for each in self._rounds)
 
     def push(self, row: pb.StepRow, sampled: pb.SampledRow) -> bool:
-        """Takes the tokens that came back for a row. Returns False where the row is not the next one of this epoch."""
+        """Takes the tokens that came back for a row. Returns False if the row is not the next one of this epoch."""
         if row.epoch != self.epoch or row.position != self._position:
             return False
         if not 1 <= len(sampled.tokens) <= row.num_result_tokens:
@@ -76,7 +76,7 @@ class TokenStream:
         self._wake()
 
     async def next(self, timeout_s: float) -> RoundTokens:
-        """The next round. Raises the failure that ended the stream, or HopUnavailable after `timeout_s`."""
+        """Returns the next round. Raises the failure that ended the stream, or HopUnavailable after `timeout_s`."""
         if not self._rounds and self._failure is None:
             await self._wait(timeout_s)
         if self._rounds:
@@ -86,7 +86,7 @@ class TokenStream:
     async def _wait(self, timeout_s: float) -> None:
         """Waits until a round or a failure comes, at most `timeout_s`.
 
-        It runs for every token, and `asyncio.timeout` would cost far more.
+        This runs for every round, and `asyncio.timeout` would cost far more.
         """
         if self._reader is not None:
             raise InternalError("two readers wait for the same stream of tokens")

@@ -13,7 +13,7 @@ class Caller(Protocol):
     """A caller whose identity the service has checked."""
 
     def audited(self) -> Mapping[str, str]:
-        """Returns the facts that the audit log holds about the caller."""
+        """Returns the facts about the caller that the audit log records."""
 
 
 class AnonymousCaller:

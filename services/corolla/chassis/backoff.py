@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Backoff:
-    """A delay that doubles with each early failure, and starts anew after a long life.
+    """The delay before a failed task is started again. It doubles each time, and starts anew after a healthy task.
 
     Attributes:
         first_s: The delay before the first restart.

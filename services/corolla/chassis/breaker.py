@@ -2,7 +2,7 @@
 
 
 class Breaker:
-    """Opens after several failures in a row; then one call at a time tests whether the other side is back.
+    """Opens after several failures in a row; then it admits a call now and then, to test whether the service is back.
 
     Args:
         max_failures: The number of failures in a row after which the breaker opens.

@@ -1,8 +1,8 @@
 """Calls of any protocol: authentication, duration, outcome, metrics and the audit log.
 
 A protocol (gRPC, HTTP) reads requests and writes replies in its own way. This module holds what all protocols share:
-what a call is, who may make it, and what the metrics and the audit log record. An exception of a servicer reaches the
-caller as an error of the tree, and never with its own text.
+what a call is, who may make it, and what the metrics and the audit log record. A servicer's exception reaches the
+caller as a CorollaError; the text of any other exception never reaches the caller.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ Who = TypeVar("Who", bound=Caller)
 
 
 class Context(Protocol):
-    """What a protocol knows about the caller. gRPC's contexts have this interface."""
+    """What a protocol knows about a call and its caller. gRPC's contexts have this interface."""
 
     def peer(self) -> str:
         """Returns the caller's address, such as `ipv4:127.0.0.1:40000`."""
@@ -89,7 +89,7 @@ class Call(Generic[Who]):
 
 
 Authenticate = Callable[[Call[Any]], Awaitable[None]]
-"""A function that is called before the request is read. It sets the call's caller or raises an error of the tree."""
+"""A function that is called before the request is read. It sets the call's caller or raises a CorollaError."""
 
 Outcome = errors.CorollaError | Literal["OK", "CANCELLED"]
 
@@ -121,7 +121,7 @@ class Guard:
         self._is_audited = is_audited
 
     def begin(self, context: Context) -> Call[Any]:
-        """Returns a new call, whose caller is not known yet."""
+        """Returns a new call whose caller is not authenticated yet."""
         return Call(self._method, context, ANONYMOUS_CALLER)
 
     async def let_in(self, call: Call[Any]) -> None:

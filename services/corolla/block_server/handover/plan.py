@@ -27,7 +27,7 @@ def peers_for(
         num_tokens: how many tokens the server needs pages for.
         excluded: ids of servers that are left out.
         is_guaranteed: whether the tenant has guaranteed pages, which servers do not count as free. Servers without
-            free pages then come last instead of being left out.
+            enough free pages then come last instead of being left out.
     """
     usable = [
         each

@@ -1,7 +1,7 @@
 """Decides how many of the waiting rows leave as the next microbatch of a route. Pure.
 
-A chain of `h` hops is kept busy by `h` microbatches that follow each other. So each has an `h`-th of the sessions of
-the ring. Sessions spread like that even if they began one by one, since rows that return wait behind earlier ones.
+`h` microbatches that follow each other keep a chain of `h` hops busy. So each gets an `h`-th of the rows. Rows spread
+evenly even if their sessions began one by one, since rows that return wait behind earlier ones.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from itertools import accumulate, takewhile
 class MicrobatchRules:
     """Bounds the microbatches of one route: at most `max_under_way` at a time, each of at most `max_tokens` tokens.
 
-    A single row may fill a microbatch.
+    A row of more tokens leaves alone.
     """
 
     max_under_way: int
