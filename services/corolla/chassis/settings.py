@@ -50,7 +50,7 @@ REMOVED: Final[Mapping[str, str]] = {
 }  # fmt: skip
 """Variables that were settings once, and what to do instead.
 
-These are warned about; other unknown variables with the prefix are ignored, because Kubernetes itself creates some.
+A log line warns of these. Other unknown variables with the prefix are ignored, since Kubernetes itself creates some.
 """
 
 Dtype = Annotated[DtypeName, BeforeValidator(full_dtype_name)]

@@ -52,7 +52,11 @@ class BenchOptions:
 def run_bench(
     client: Callable[[], AsyncClient], model: str, options: BenchOptions, level: ServiceLevel, *, as_json: bool
 ) -> int:
-    """Loads a service and prints the measurements, also after Ctrl-C. Returns the exit status: 1 without an answer."""
+    """Loads a service and prints the measurements, also after Ctrl-C.
+
+    Returns:
+        The exit status: 0; 1 if no request had an answer; 130 after Ctrl-C.
+    """
     load = Load()
     with _progress(as_json=as_json) as show:
         elapsed_s, is_interrupted = asyncio.run(_Bench(options, load, show).run(client, model))

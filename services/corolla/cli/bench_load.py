@@ -110,6 +110,6 @@ def num_tokens(answers: Sequence[AnswerTimes]) -> int:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """For each of PERCENTILES, the smallest value that so many per cent of all do not exceed; empty without values."""
+    """The smallest value that so many per cent of all do not exceed, for each of PERCENTILES; empty without values."""
     ordered = sorted(values)
     return {f"p{percent}": ordered[math.ceil(len(ordered) * percent / 100) - 1] for percent in PERCENTILES if ordered}

@@ -141,7 +141,7 @@ def _json_object(text: str, field: str) -> dict[str, Any]:
 
 
 def depth_of(value: Any) -> int:
-    """The depth of a value: 1 for an object of plain values. There is no recursion, since callers choose the depth."""
+    """The depth of a value: 1 for an object of plain values. A loop computes it, since callers choose the depth."""
     depth, level = 0, [value]
     while level := [each for each in level if isinstance(each, dict | list)]:
         depth += 1

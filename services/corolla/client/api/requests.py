@@ -1,4 +1,4 @@
-"""Converts messages of the public API to requests, or refuses them with an error that names the fields. Pure."""
+"""Converts messages of the public API to requests, or refuses them with an error that names the fields."""
 
 import re
 from collections.abc import Sequence
