@@ -1,6 +1,6 @@
 """gRPC channels and servers with Corolla's options.
 
-Keepalive alone notices a frozen peer after a minute; with the HTTP/2 ping time-out it takes about two seconds.
+gRPC's keepalive alone notices a frozen peer after a minute; with the HTTP/2 ping time-out, after about two seconds.
 """
 
 from collections.abc import Callable
@@ -12,10 +12,11 @@ import grpc
 from corolla.chassis.errors import StartupError
 
 TLS_1_3_ONLY: Final = ("GRPC_SSL_CIPHER_SUITES", "ECDHE-PSK-CHACHA20-POLY1305")
-"""An environment variable and its value, which must be set before gRPC's first handshake. gRPC has no option for the
-least version of TLS. This value leaves one cipher of TLS 1.2, which needs a shared secret that does not exist."""
+"""The environment variable and value that restrict gRPC to TLS 1.3; set it before the first handshake. gRPC has no
+option for the lowest TLS version. The value leaves TLS 1.2 one cipher, which needs a pre-shared key, and Corolla has
+no such key."""
 MAX_FRAME_BYTES: Final = 64 << 20
-"""The hard limit of a gRPC message; services refuse smaller messages already, with a status of their own."""
+"""The size up to which gRPC accepts a message. Services have lower limits, with a status of Corolla's own."""
 
 _COMMON: Final[list[tuple[str, Any]]] = [
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
@@ -29,7 +30,8 @@ _PEERS: Final[list[tuple[str, Any]]] = [
     ("grpc.keepalive_timeout_ms", 1000),
     ("grpc.http2.ping_timeout_ms", 1000),
 ]
-# A caller's machine or network may stop for a moment, and no other process can receive the caller's answer.
+# A caller may be silent for longer: its machine or network may stop for a moment, and no other process can receive its
+# answer.
 _CALLERS: Final[list[tuple[str, Any]]] = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -39,13 +41,13 @@ _CALLERS: Final[list[tuple[str, Any]]] = [
     ("grpc.http2.max_ping_strikes", 64),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 50),
     ("grpc.compression_enabled_algorithms_bitset", 1),
-    # A connection with pings and no calls is idle. The next call opens another one.
+    # A connection that carries only pings is idle, and is closed; the caller's next call opens another one.
     ("grpc.max_connection_idle_ms", 300_000),
 ]
 _CHANNEL: Final[list[tuple[str, Any]]] = [
     *_COMMON,
     *_PEERS,
-    # This is also the time that connecting may take, which can be long on a busy machine.
+    # gRPC also allows this time for connecting, which can be slow on a busy machine.
     ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),
@@ -77,14 +79,14 @@ _SILENCE_LIMITS: Final = frozenset(
 def tolerate_silence(silence_ms: int) -> None:
     """Makes connections that this process opens or accepts from now on survive a silence of `silence_ms`.
 
-    It is meant for machines that stop processes for seconds. There it is better to notice a frozen peer late.
+    This is for machines that pause processes for seconds, where a short silence does not mean that a peer has failed.
     """
     for options in (_CHANNEL, _PEERS, _CALLERS):
         options[:] = [(name, silence_ms if name in _SILENCE_LIMITS else value) for name, value in options]
 
 
 Channels = Callable[[str], grpc.aio.Channel]
-"""A function that opens channels: `open_channel`, or a simulated network of tests."""
+"""A function that opens a channel to an address: `open_channel`, or a test's simulated network."""
 
 
 def open_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
@@ -109,7 +111,7 @@ class CallerBounds:
     """The bounds of a server that callers from outside reach, not only services.
 
     The server accepts no compressed message, since 60 KB of one can become 60 MB. The number of calls on one connection
-    has no bound: with one, gRPC fails calls of callers that respect it.
+    is unbounded, because gRPC fails calls even of callers that respect such a bound.
 
     Attributes:
         max_request_bytes: The greatest size of a message.
@@ -138,7 +140,7 @@ def new_server(callers: CallerBounds | None = None) -> grpc.aio.Server:
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
-    """Listens on `host:port`; port 0 takes a free one. Returns the port. Raises StartupError when it is taken."""
+    """Listens on `host:port` and returns the port; port 0 takes a free one. Raises StartupError if it cannot."""
     address = f"{host}:{port}"
     try:
         bound = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)

@@ -1,8 +1,9 @@
 """The error tree: the exception classes of all services.
 
-Every failure that leaves a room is one of these classes. A class has one gRPC code and one reason. The reason is the
-label in the status detail (`google.rpc.ErrorInfo.reason`), in the metric `corolla_errors_total{reason}` and in the log
-line. Messages are written for the caller: they never hold prompt text, exception text or a session id.
+Every failure that leaves a room (a package of `corolla`) is one of these classes. A class has one gRPC code and one
+reason. The reason is the label in the status detail (`google.rpc.ErrorInfo.reason`), in the metric
+`corolla_errors_total{reason}` and in the log line. Messages are written for the caller: they never hold prompt text,
+exception text or a session id.
 """
 
 import math
@@ -20,8 +21,8 @@ class CorollaError(Exception):
     Args:
         message: One sentence for the caller.
         metadata: Facts for programs (`ErrorInfo.metadata`), for example `uncovered_blocks`.
-        retry_after_s: The seconds after which the same call may succeed; None: the default of the class, which may also
-            be None: then a retry cannot help.
+        retry_after_s: The seconds after which the same call may succeed. None: the default of the class; if that is
+            None too, a retry cannot help.
     """
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
@@ -67,7 +68,7 @@ class StepFailed(NotComputed):
 class OutOfMemory(NotComputed):
     """A hop has too little memory to compute a row, even alone. The status has a `google.rpc.QuotaFailure`.
 
-    `block_server/batch_executor` decides it.
+    `block_server/batch_executor` reports it.
     """
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -112,7 +113,7 @@ class ContextLengthExceeded(InvalidRequest):
 class MessageTooLarge(CorollaError):
     """The request is larger than the service's limit. The status has a `google.rpc.QuotaFailure`.
 
-    `chassis/handlers` decides it for gRPC, `client/http/exchange` for HTTP.
+    `chassis/handlers` reports it to callers over gRPC, `client/http/exchange` to callers over HTTP.
     """
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -129,7 +130,8 @@ class Unauthenticated(CorollaError):
 class QuotaExceeded(CorollaError):
     """The caller's tenant has used up a quota, named in `metadata["quota"]`.
 
-    `router/quotas` decides it, and `client/quotas` while no router answers. The status has a `google.rpc.QuotaFailure`.
+    `router/quotas` and `router/sessions` raise it, and `client/quotas` while no router answers. The status has a
+    `google.rpc.QuotaFailure`.
     """
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -139,7 +141,12 @@ class QuotaExceeded(CorollaError):
 
     @classmethod
     def of(cls, quota: str, wait_s: float) -> Self:
-        """Returns the error for a `quota` of which enough is free again after `wait_s`; 0: when a use of it ends."""
+        """Returns the error for a used-up `quota`.
+
+        Args:
+            quota: The name of the quota.
+            wait_s: The seconds until enough of the quota is free again; 0: it is free when a running use ends.
+        """
         return cls(
             f"the tenant has used all that it may of {quota}",
             metadata={"quota": quota},
@@ -156,7 +163,7 @@ class ScopeDenied(CorollaError):
 
 
 class AdapterDenied(CorollaError):
-    """An adapter is registered for other tenants."""
+    """The requested adapter is registered for other tenants only."""
 
     code = grpc.StatusCode.PERMISSION_DENIED
     reason = "ADAPTER_DENIED"
@@ -178,13 +185,16 @@ class AddressNotYours(RoleDenied):
 
 
 class CapabilityDenied(RoleDenied):
-    """A session is opened or handed over without a capability that a client service or library signed for it."""
+    """The opening or handover of a session lacks a capability that a client service or library signed for it.
+
+    `trust/capabilities` says what a capability is.
+    """
 
     reason = "CAPABILITY_DENIED"
 
 
 class ResourceNotFound(CorollaError):
-    """A resource does not exist, or belongs to another owner, which the caller must not learn.
+    """A resource does not exist or belongs to another owner; the caller must not learn which of the two.
 
     The status has a `google.rpc.ResourceInfo`.
     """
@@ -243,9 +253,9 @@ class SessionBusy(CorollaError):
 
 
 class OutOfPages(CorollaError):
-    """A hop cannot promise the pages that the session needs in the worst case.
+    """A hop cannot reserve the pages of KV cache that the session needs in the worst case.
 
-    `block_server/sessions` decides it, and `planning/planner` before any hop is asked. The status has a
+    `block_server/sessions` raises it, and `planning/planner` before any hop is asked. The status has a
     `google.rpc.QuotaFailure`.
     """
 
@@ -263,8 +273,8 @@ class NoAdapterRoom(OutOfPages):
 class QueueFull(CorollaError):
     """Too many callers wait for the same thing.
 
-    For a place among the running answers, `client/generation/waiting_line` decides it. Other bounded queues, such as
-    those of grammars, templates and openings, decide it where they are.
+    `client/generation/waiting_line` raises it when too many requests wait until their answers may run. Other bounded
+    queues, such as those of grammars, templates and openings, raise it themselves.
     """
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -293,7 +303,7 @@ class PositionGap(CorollaError):
 
 
 class StaleEpoch(CorollaError):
-    """The session has been reopened. This frame belongs to an older epoch, so the server discards it."""
+    """The server discards a frame because it belongs to an epoch before the session's last opening."""
 
     code = grpc.StatusCode.ABORTED
     reason = "STALE_EPOCH"

@@ -30,14 +30,14 @@ def is_loopback(host: str) -> bool:
 
 
 def exposed(settings: ServiceSettings) -> Mapping[str, str]:
-    """Returns the hosts on which the service listens for other machines unguarded, by their variables."""
+    """Returns the hosts at which other machines reach an unguarded service, keyed by environment variable."""
     if not settings.missing_guards:
         return {}
     return {name: host for name, host in settings.listening_hosts.items() if not is_loopback(host)}
 
 
 def check(settings: ServiceSettings) -> None:
-    """Checks that the service is guarded, local or allowed to be exposed. Raises StartupError."""
+    """Raises StartupError unless the service is guarded, listens on this machine only, or may be exposed."""
     if settings.insecure:
         return
     for name, host in exposed(settings).items():
@@ -49,7 +49,7 @@ def check(settings: ServiceSettings) -> None:
 
 
 async def remind(settings: ServiceSettings, interval_s: float = _INTERVAL_S) -> None:
-    """Logs every minute that the service is exposed, if it is."""
+    """Logs at once and every `interval_s` seconds that the service is exposed; returns if it is not."""
     facts = {name.removeprefix("COROLLA_").lower(): host for name, host in exposed(settings).items()}
     while facts:
         missing = " and ".join(settings.missing_guards)

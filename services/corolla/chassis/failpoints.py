@@ -1,9 +1,9 @@
 """Failpoints: named places where tests can kill a process or make a task fail, at an exact moment.
 
 `COROLLA_FAILPOINT=before_send:12` ends the process with SIGKILL when it reaches that place for the twelfth time.
-`COROLLA_FAILPOINT=fail:engine:12` raises InjectedFailure inside the task `engine` when the task resumes for the twelfth
-time, at whatever it awaited. `fail:engine:12@/tmp/now` starts to count when that file exists, so that a test can
-prepare first. Without the variable nothing is counted, and a place costs one function call.
+`COROLLA_FAILPOINT=fail:engine:12` raises InjectedFailure inside the task `engine` when the event loop runs the task for
+the twelfth time, at the `await` where the task waits. `fail:engine:12@/tmp/now` starts to count when that file exists,
+so that a test can prepare first. Without the variable nothing is counted, and a place costs one function call.
 """
 
 import os
@@ -73,12 +73,17 @@ def passed(place: Place) -> None:
 
 
 def within(task: str, work: Coroutine[Any, Any, Result]) -> Coroutine[Any, Any, Result]:
-    """Returns `work`, wrapped so that it fails if a failpoint is armed for tasks; the task of this name runs it."""
+    """Returns the `work` of a task, wrapped to fail at the armed failpoint; unchanged if no task's failpoint is armed.
+
+    Args:
+        task: The name of the task that runs `work`.
+        work: The coroutine.
+    """
     return _fail(work, partial(_armed.is_now, task)) if _armed is not None and _armed.is_task else work
 
 
 def arm(environment: Mapping[str, str]) -> None:
-    """Arms the failpoint of the environment, at the start of a process. Raises SettingsError for an unknown name."""
+    """Arms the failpoint of the environment, at the start of a process. Raises SettingsError for a bad value."""
     global _armed
     _armed = None
     given = environment.get(VARIABLE, "")
@@ -97,7 +102,7 @@ async def _fail(work: Coroutine[Any, Any, Any], is_now: Callable[[], bool]) -> A
 
 
 class _Failing:
-    """Awaits a coroutine; each time that it resumes, `is_now` decides whether the failure is raised in it instead."""
+    """Awaits a coroutine; each time that it would run on, `is_now` decides whether InjectedFailure is raised in it."""
 
     def __init__(self, work: Coroutine[Any, Any, Any], is_now: Callable[[], bool]) -> None:
         self._work = work

@@ -1,4 +1,4 @@
-"""A resource for one user at a time, for which tenants take turns."""
+"""A lock that tenants hold in turns."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,13 +9,14 @@ from corolla.chassis.fair_queueing import FairQueueing
 
 
 class FairLock:
-    """A tenant waits for the running turn and at most one turn of each other tenant, however many turns these wait for.
+    """An asyncio lock that is fair between tenants, not between calls.
 
-    All users of an instance share one event loop.
+    A tenant waits for the running turn and for at most one turn of each other tenant, however long the lines of those
+    tenants are. All users of an instance share one event loop.
 
     Args:
-        most_waiting: The number of waiting turns of all tenants. If more arrive, the tenant with the longest line has
-            its latest turn refused.
+        most_waiting: The greatest number of waiting turns, of all tenants together. When a further turn arrives, the
+            tenant with the longest line loses its latest turn.
         refusal: The sentence that a refused caller gets.
     """
 
@@ -23,7 +24,8 @@ class FairLock:
         self._most_waiting = most_waiting
         self._refusal = refusal
         self._queueing = FairQueueing()
-        # The lines by tenant, without empty ones. A tenant that has had a turn moves behind others with the same stamp.
+        # The waiting turns by tenant, without empty lines. A tenant that has had a turn moves to the end of this dict,
+        # behind other tenants with the same stamp.
         self._lines: dict[str, list[asyncio.Future[bool]]] = {}
         self._current: asyncio.Future[bool] | None = None
 
@@ -58,7 +60,7 @@ class FairLock:
             refused.set_result(False)
 
     def _begin_next(self) -> None:
-        """Begins the next turn as soon as one ends, so that no newcomer can overtake it."""
+        """Begins the next turn. `hold` calls it when a turn ends, so that no newcomer overtakes a waiting turn."""
         self._current = None
         if self._lines:
             tenant = min(self._lines, key=self._queueing.start)
@@ -67,6 +69,6 @@ class FairLock:
             self._current = line.pop(0)
             if line:
                 self._lines[tenant] = line
-            # A turn that is cancelled at this moment ends itself.
+            # If the turn was cancelled meanwhile, `hold` ends it and begins the next one.
             if not self._current.done():
                 self._current.set_result(True)

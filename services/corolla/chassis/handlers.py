@@ -1,8 +1,9 @@
-"""Makes gRPC handlers of servicers.
+"""Makes gRPC handlers from servicers.
 
-This module parses requests instead of gRPC, so that undecodable bytes and over-long messages get a status of Corolla's
-own. It also reads them: gRPC would read a single request before it calls a handler, and a refused caller must cost no
-memory for its request. Therefore every method is registered as one that reads a stream, which is the same on the wire.
+This module, not gRPC, parses requests, so that undecodable bytes and over-long messages get a status of Corolla's own.
+It also reads them, after it has let the caller in: gRPC would read a single request before it calls a handler, and a
+refused caller's request must take no memory. Therefore every method is registered as one that reads a stream of
+requests, which looks the same on the wire.
 """
 
 import asyncio
@@ -51,8 +52,8 @@ def service_handler(
         reader_timeout_s: How long the caller of a streaming method may read nothing before its call ends with
             CALLER_STALLED; None: for ever.
         authenticate: The function that authenticates callers; None: callers are not authenticated.
-        audited: The methods (`Service/Method`) whose calls are all in the audit log; denied calls are there in any
-            case.
+        audited: The methods (`Service/Method`) whose calls are all logged in the audit log; denied calls of every
+            method are logged there.
         traced: Whether a call of a unary method belongs to the trace that its metadata names.
     """
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
@@ -101,7 +102,7 @@ async def _request(context: Context) -> bytes:
 
 
 class _Responses:
-    """The responses of a streaming method. The generator is closed when the caller has read nothing for too long.
+    """Sends the responses of a streaming method, and closes their generator if the caller reads nothing for too long.
 
     A hanging write cannot be cancelled, and nothing else can be sent meanwhile. So the write goes on, and only the
     generator ends.
@@ -109,7 +110,7 @@ class _Responses:
     Args:
         generator: The responses. Another task may close the generator, so nothing in it may depend on its task.
         timeout_s: The time for which a write may hang; None: for ever.
-        on_stalled: A function that is called at the time-out; the caller gets its error when it reads again.
+        on_stalled: A function that is called at the time-out; the caller gets CALLER_STALLED when it reads again.
     """
 
     def __init__(

@@ -19,10 +19,10 @@ _is_loading = False
 
 @contextmanager
 def uncollected_imports() -> Iterator[None]:
-    """Pauses the garbage collector while modules are imported; it never visits what they made.
+    """Pauses the garbage collector while modules are imported, and excludes the objects they made from collection.
 
-    Imports create long-lived objects and hardly any garbage. The collector takes a sixth of the processor time that a
-    block server's imports take.
+    Imports create long-lived objects and hardly any garbage. The collector would take a sixth of the processor time
+    of a block server's imports.
     """
     gc.disable()
     try:
@@ -33,10 +33,10 @@ def uncollected_imports() -> Iterator[None]:
 
 
 def expect_loading() -> None:
-    """Makes the allocator map large blocks one by one, and unmap them when freed, until the process settles.
+    """Makes the allocator map large blocks one by one, and unmap them when freed, until `settle` is called.
 
-    A model passes through several forms while it is loaded. Otherwise the memory of earlier forms would stay with the
-    process, in holes that are too small for the later forms.
+    A model's weights pass through several forms while they are loaded. Otherwise the memory of earlier forms would stay
+    with the process, in holes that are too small for the later forms.
     """
     global _is_loading
     _is_loading = True
@@ -46,8 +46,8 @@ def expect_loading() -> None:
 def settle() -> None:
     """Excludes all present objects from garbage collection, and returns free memory to the system.
 
-    What exists now will stay for long. Otherwise some steps would wait while the collector visits every imported and
-    loaded object. Some libraries, such as tokenizers, also leave more memory free than they use.
+    Call it when the service is loaded. Otherwise some steps would wait while the collector visits every imported and
+    loaded object. Some libraries, such as tokenizers, leave more freed memory in the process than they use.
     """
     global _is_loading
     gc.collect()
@@ -69,7 +69,7 @@ HUGE_PAGE_BYTES: Final = 2 << 20
 
 
 def discard(address: int, num_bytes: int) -> None:
-    """Returns allocated memory to the system whose content is not needed any more; it reads as zeros afterwards."""
+    """Discards the content of allocated memory: its whole pages go back to the system, and read as zeros afterwards."""
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if first < end:
@@ -77,10 +77,10 @@ def discard(address: int, num_bytes: int) -> None:
 
 
 def prefer_huge_pages(address: int, num_bytes: int) -> None:
-    """Asks the system for pages of `HUGE_PAGE_BYTES` where a part of memory has room for whole ones.
+    """Asks the system to use pages of `HUGE_PAGE_BYTES` for this memory, wherever a whole one fits.
 
-    Call it before anything is written there. With small pages, a processor that reads memory from end to end may spend
-    a seventh of its time on the translation of addresses. Nothing changes on systems without huge pages.
+    Call it before anything is written to the memory. With small pages, a processor that reads memory from end to end
+    may spend a seventh of its time on the translation of addresses. Nothing changes on systems without huge pages.
     """
     first = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     end = (address + num_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES

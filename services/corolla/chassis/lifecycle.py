@@ -35,9 +35,9 @@ class Service(Protocol):
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
 
-# The time in which the last health status reaches its watchers.
+# The time for which a failed process stays, so that its last health status reaches the watchers.
 _LAST_WORD_S: Final = 0.1
-# After this time the process ends even if the event loop is stuck.
+# The time after which a failed process ends even if its event loop is stuck.
 _FAILED_WITHIN_S: Final = 0.8
 
 # The functions that stop the service of this process, and the tasks that end the process.
@@ -46,7 +46,7 @@ _ends: set[asyncio.Task[None]] = set()
 
 
 def ask_to_stop() -> None:
-    """Stops this process' service, like a first signal. Does nothing if it is stopping already."""
+    """Stops this process' service, like a first signal. Does nothing if the service is stopping already."""
     for stop in _stops:
         stop()
 
@@ -54,10 +54,10 @@ def ask_to_stop() -> None:
 def fail(say_not_serving: Callable[[], Awaitable[None]]) -> None:
     """Ends the process with status 1 within a second, after an essential part of the service has failed.
 
-    Health says NOT_SERVING first. The service hands nothing over, which would need the failed part. Peers see their
-    streams break at once and recover the sessions, as after any crash.
+    The health service says NOT_SERVING first. The service hands no session over, since that would need the failed part.
+    Peers see their streams break at once and recover the sessions, as after any crash.
 
-    If the process runs other code than this service, as in tests, it stays, and only health says NOT_SERVING.
+    If `run_service` does not run this process, as in tests, the process goes on, and only health says NOT_SERVING.
     """
     is_own = bool(_stops)
     if is_own:

@@ -1,4 +1,4 @@
-"""Log lines: each has one event and its facts, and never a prompt, an answer or a session id."""
+"""The format of log lines. A line has one event and its facts, and never a prompt, an answer or a session id."""
 
 import json
 import logging
@@ -44,7 +44,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _StandardError(logging.StreamHandler[Any]):
-    """Writes to the present `sys.stderr`: a program that redirects it may have closed the earlier one."""
+    """Writes to what `sys.stderr` is at the time: a program that redirected it may have closed the earlier stream."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -55,7 +55,7 @@ class _StandardError(logging.StreamHandler[Any]):
 
 
 def configure(level: str, log_format: str, *, with_audit: bool = False) -> None:
-    """Sends all log lines to standard error; lines of the audit log are always JSON."""
+    """Sends all log lines to standard error. Lines of the audit log, written if `with_audit`, are always JSON."""
     handler = _StandardError()
     handler.setFormatter(_JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)

@@ -20,20 +20,20 @@ class LoopStopped(Exception):
 class LoopThread:
     """Runs coroutines for other threads until it is stopped.
 
-    The loop is never closed: gRPC delivers events to each loop that ever used it, for as long as the process lives. A
+    The loop is never closed: gRPC delivers events to each loop that ever used gRPC, for as long as the process lives. A
     closed loop would raise `Event loop is closed`, and other loops would miss their events.
     """
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        # A finalizer may stop the loop in the very thread that is about to submit work.
+        # The lock is reentrant: a finalizer may call `stop` in a thread that holds the lock to submit work.
         self._lock = threading.RLock()
         self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def call(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Runs `work` and waits for its result; an interrupt cancels it.
+        """Runs `work` and returns its result; an interrupt of the waiting thread cancels `work`.
 
         Raises:
             LoopStopped: The loop has been stopped.
@@ -59,7 +59,7 @@ class LoopThread:
     def stop(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Runs `last()` for at most `_STOP_TIMEOUT_S` seconds, cancels all other tasks, and ends the thread.
 
-        Any thread may call it. In the loop's own thread it does not wait.
+        Any thread may call it. The call waits until the thread has ended, except in that thread itself.
         """
         with self._lock:
             if self._is_stopped:

@@ -9,7 +9,7 @@ Item = TypeVar("Item")
 
 
 async def merge(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[tuple[int, Item], None]:
-    """Yields `(index, item)` for each item of any stream. The first failure ends all streams; leaving closes all."""
+    """Yields `(index, item)` for each item of any stream. The first failure ends all streams, as closing this does."""
     queue: asyncio.Queue[tuple[int, Item] | Exception | None] = asyncio.Queue(maxsize=2 * len(streams))
 
     async def drain(index: int, stream: AsyncGenerator[Item, None]) -> None:

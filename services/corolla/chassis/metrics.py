@@ -1,6 +1,7 @@
-"""Prometheus metrics: buckets, the metrics that every service has, and the port that serves them.
+"""Prometheus metrics: buckets of histograms, the metrics that every service has, and the port that serves them.
 
-Each service has a registry of its own, which its composition root creates, so that one process can hold several.
+Each service has a registry of its own, which its composition root creates, so that one process can hold several
+services.
 """
 
 import socket
@@ -66,7 +67,7 @@ class RpcMetrics:
         self._errors = Counter(
             "corolla_errors", "Errors by their label in the error tree.", ["reason"], registry=registry
         )
-        # Alerts see the growth of a series, not its beginning. So each series exists before its first error.
+        # Alerts see a series grow, not begin. So each series exists, at 0, before its first error.
         for reason in _reasons_of_calls(CorollaError):
             self._errors.labels(reason)
 
@@ -96,7 +97,7 @@ class GrammarMetrics:
 
     Args:
         registry: The registry of the service.
-        name: The beginning of the metrics' names.
+        name: The prefix of the metrics' names.
     """
 
     def __init__(self, registry: CollectorRegistry, name: str) -> None:
@@ -141,7 +142,7 @@ class _MetricsServer(ThreadingWSGIServer):
             if len(self._connections) > _MAX_CONNECTIONS:
                 oldest = next(iter(self._connections))
                 del self._connections[oldest]
-                # The connection's thread reads the end of the connection, and closes it.
+                # The thread of this connection then reads end of file, and closes the socket.
                 with suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)
         super().process_request(request, client_address)
@@ -162,8 +163,8 @@ class MetricsEndpoint:
         registry: The registry to serve.
         host: The address to listen on.
         port: The port; 0: a free one.
-        is_serving: Whether `/health` answers with status 200 or 503, for kubelets, which have no certificate. The
-            endpoint's own thread calls it.
+        is_serving: A function that says whether `/health` answers with status 200 or 503; the endpoint's threads call
+            it. `/health` is for kubelets, which have no certificate.
 
     Raises:
         StartupError: The port is taken.
@@ -190,7 +191,7 @@ class MetricsEndpoint:
         self.port: int = self._server.server_port
 
     def start(self) -> None:
-        """Begins to serve, also those that have connected since the port was bound."""
+        """Begins to serve, including clients that have connected since the port was bound."""
         self._thread.start()
 
     def close(self) -> None:

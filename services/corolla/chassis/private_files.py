@@ -30,7 +30,8 @@ def write_private(path: Path, content: bytes) -> None:
 def changing(path: Path) -> Iterator[None]:
     """Locks a file while the caller reads and rewrites it, against all processes of this machine that use this lock.
 
-    The lock is on the file's folder, because the file itself is replaced. For a link, it is the folder of its target.
+    The lock is on the file's folder, because the file itself is replaced. For a link, the folder of its target is
+    locked.
 
     Raises:
         OSError: The folder does not exist or cannot be locked.

@@ -10,16 +10,19 @@ OPENMP_WAITING: Final[Mapping[str, str]] = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_
 """Environment variables to set before torch is imported. OpenMP's helper threads then wait for the next matrix product
 for some 50 microseconds before they sleep.
 
-The policy alone makes helpers sleep at once. Then each of the hundred products of a step wakes them, which costs as
-much time as they save. By default, helpers wait actively for milliseconds, which starves other processes on a small
-machine. The policy alone applies if a process has more helpers than processors.
+With the policy alone, helpers sleep at once, and each of the hundred products of a step wakes them, which costs as much
+time as they save. By default, helpers wait actively for milliseconds, which starves other processes on a small machine.
+If a process has more helpers than processors, only the policy applies.
 """
 
 _CPU_QUOTA: Final = Path("/sys/fs/cgroup/cpu.max")
 
 
 def available_cores(quota_file: Path = _CPU_QUOTA) -> int:
-    """Returns the number of cores that this process may use: those of its affinity, or its control group's share."""
+    """Returns the number of cores that this process may use, at least 1.
+
+    It is the smaller of two numbers: the cores of the process' affinity, and the quota of its control group.
+    """
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = quota_file.read_text().split()

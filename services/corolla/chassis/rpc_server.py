@@ -42,7 +42,7 @@ class RpcServer:
         self._server.add_generic_rpc_handlers((handler,))
 
     def announce(self, service: descriptor.ServiceDescriptor) -> None:
-        """Names a service whose handler is added after the start, so that health and reflection know it from there."""
+        """Names a service whose handler is added after the start; health and reflection know it from the start."""
         if service.full_name not in self._services:
             self._services.append(service.full_name)
 

@@ -50,7 +50,7 @@ REMOVED: Final[Mapping[str, str]] = {
 }  # fmt: skip
 """Variables that were settings once, and what to do instead.
 
-Unknown variables with the prefix are allowed, because Kubernetes itself creates some.
+A log line warns of these. Other unknown variables with the prefix are ignored, since Kubernetes itself creates some.
 """
 
 Dtype = Annotated[DtypeName, BeforeValidator(full_dtype_name)]
@@ -107,12 +107,12 @@ class ServiceSettings(BaseSettings):
 
     @property
     def listening_hosts(self) -> Mapping[str, str]:
-        """The addresses on which the service takes calls, by their variables, without the one of the metrics."""
+        """The addresses on which the service accepts calls, keyed by environment variable, without the metrics'."""
         return {"COROLLA_HOST": self.host}
 
     @property
     def missing_guards(self) -> tuple[str, ...]:
-        """The variables that must be set for the service to authenticate its callers, and are not."""
+        """The unset variables that must be set so that the service authenticates its callers."""
         return () if self.tls_dir is not None else ("COROLLA_TLS_DIR",)
 
 

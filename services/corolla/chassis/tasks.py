@@ -3,8 +3,8 @@
 - One-shot (`start`): the task ends when its work is done. A failure is logged.
 - Restartable (`start_restartable`): the service can work without the task for a while. A failed task is started again,
   with back-off.
-- Essential (`start_essential`): the service is useless without the task. Its end ends the process, and the process'
-  supervisor starts a new one.
+- Essential (`start_essential`): the service is useless without the task. When the task ends, the process ends too, and
+  the process' supervisor starts a new one.
 """
 
 import asyncio
@@ -27,8 +27,8 @@ class TaskGroup:
     """The tasks of one owner. The group keeps references to them, and on close cancels and awaits them.
 
     Args:
-        on_fatal: A function that is called when an essential task has ended. Without it, essential tasks are restarted
-            like others; a library uses this, since the process is not its own.
+        on_fatal: A function that is called when an essential task has ended. None: essential tasks are restarted like
+            restartable ones; a library needs this, since it must not end its user's process.
         metrics: The metrics that count restarts.
         cancel_again_s: How long a cancelled task may take to end before it is cancelled again.
     """
@@ -77,8 +77,8 @@ class TaskGroup:
     async def close(self) -> None:
         """Cancels all tasks, several times if needed, and waits for their ends.
 
-        Before Python 3.12, `asyncio.wait_for`, which libraries use, loses a cancellation that arrives together with the
-        awaited result.
+        One cancellation may get lost: before Python 3.12, `asyncio.wait_for`, which libraries use, ignores a
+        cancellation that arrives together with the awaited result.
         """
         self._essential.clear()
         tasks = set(self._tasks)

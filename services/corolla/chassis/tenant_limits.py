@@ -27,7 +27,7 @@ _Limit = Annotated[int, Field(ge=1, le=10**12)]
 
 
 class TenantLimits(BaseModel):
-    """The limits of one tenant; None: only the service's own limits apply."""
+    """The limits of one tenant. If a limit is None, only the service's own limits apply."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -84,7 +84,12 @@ class TenantLimits(BaseModel):
         return any(getattr(self, quota) is not None for quota in COUNTED)
 
     def uses(self, amounts: dict[str, int], *, must_fit: bool) -> tuple[pb.QuotaUse, ...]:
-        """Returns the uses of quotas for these amounts; quotas without a limit are left out."""
+        """Returns the uses to count for these amounts by quota; quotas without a limit are left out.
+
+        Args:
+            amounts: The amount to use of each quota.
+            must_fit: Whether the uses are refused if one exceeds its limit; otherwise they are counted nevertheless.
+        """
         return tuple(
             pb.QuotaUse(quota=quota, amount=amount, limit=limit, period_ms=PERIODS_MS.get(quota, 0), must_fit=must_fit)
             for quota, amount in amounts.items()

@@ -94,7 +94,7 @@ def remove(name: Name, router: Router = "127.0.0.1:50050", model: ModelName = ""
 
 
 def adapter_lines(adapter: "RegisteredAdapter") -> list[str]:
-    """The lines about an adapter: its name, then one line for each fact, since a digest fills most of a line."""
+    """The lines that describe an adapter: its name, then a line for each fact, since a digest fills most of a line."""
     facts = {
         "digest": adapter.version.digest,
         "source": adapter.source,
@@ -105,7 +105,7 @@ def adapter_lines(adapter: "RegisteredAdapter") -> list[str]:
 
 
 def _read(source: str, revision: str) -> tuple[str, str, str]:
-    """Source, commit and digest of an adapter's files, which are fetched first if `revision` is set."""
+    """Returns source, commit and digest of an adapter's files; fetches them from the hub first if `revision` is set."""
     from corolla.models.adapters.file import digest_of
     from corolla.models.adapters.hub import adapter_folder
 

@@ -14,7 +14,7 @@ def sentence_of(failure: Exception) -> str | None: ...
 
 
 def sentence_of(failure: Exception) -> str | None:
-    """The error's message, with advice for newcomers. None for an unexpected error, which needs its traceback."""
+    """Returns the failure's message, with advice for newcomers; None if it is unexpected and needs its traceback."""
     if isinstance(failure, OSError) and failure.filename is not None:
         return f"cannot use {failure.filename}: {failure.strerror}; correct the path or its permissions"
     if not isinstance(failure, errors.CorollaError):

@@ -100,7 +100,7 @@ def tools_in(file: Path) -> Any:
 
 
 def api_key(given: str | None, file: Path | None) -> "AnyApiKey":
-    """The key to send. A file is read at the beginning of each request, since expired tokens are renewed there."""
+    """The key to send. A file is read at the beginning of each request, because its token may have been renewed."""
     return given if file is None else lambda: file.read_text().strip()
 
 
@@ -115,7 +115,7 @@ def credentials(tls: bool, ca_file: Path | None) -> "grpc.ChannelCredentials | N
 
 def given(**options: Any) -> dict[str, Any]:
     """The options that the caller gave."""
-    # 0 and 0.0 equal False but are values that the caller gave.
+    # `is` compares with False, because 0 and 0.0 equal it and may have been given.
     return {
         name: value for name, value in options.items() if not (value is None or value is False or value in ([], ""))
     }

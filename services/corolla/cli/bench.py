@@ -25,7 +25,7 @@ from corolla.sdk.async_client import AsyncClient
 
 _EXIT_FAILED = 1
 _FIRST_WORD = 256
-"""Lower ids are often special tokens."""
+"""The lowest token id that prompts use, if the vocabulary is large enough; lower ids are often special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,8 @@ class BenchOptions:
     Attributes:
         rate: requests a second.
         seconds: how long requests are sent.
-        max_concurrency: the most requests at a time; a further one waits here while its time runs. None: any number.
+        max_concurrency: the most requests at a time; a further one waits here, and its times include the wait. None:
+            any number.
         prompt_tokens, answer_tokens: tokens of each prompt, and of each answer.
         seed: the seed of prompts and arrival times.
     """
@@ -51,7 +52,11 @@ class BenchOptions:
 def run_bench(
     client: Callable[[], AsyncClient], model: str, options: BenchOptions, level: ServiceLevel, *, as_json: bool
 ) -> int:
-    """Loads a service and prints the measurements, also after Ctrl-C. Returns 1 if no request had an answer."""
+    """Loads a service and prints the measurements, also after Ctrl-C.
+
+    Returns:
+        The exit status: 0; 1 if no request had an answer; 130 after Ctrl-C.
+    """
     load = Load()
     with _progress(as_json=as_json) as show:
         elapsed_s, is_interrupted = asyncio.run(_Bench(options, load, show).run(client, model))

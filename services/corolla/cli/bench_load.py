@@ -86,7 +86,7 @@ class Load:
         return len(self.answers) + self.failures.total()
 
     def summary(self, level: ServiceLevel, elapsed_s: float) -> dict[str, Any]:
-        """The facts that `--json` prints: rates over `elapsed_s`, and percentiles of times in seconds, if any."""
+        """The facts that `--json` prints: counts, rates over `elapsed_s`, and percentiles of times in seconds."""
         good = [each for each in self.answers if level.is_kept(each)]
         return {
             "seconds": elapsed_s,
@@ -110,6 +110,6 @@ def num_tokens(answers: Sequence[AnswerTimes]) -> int:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """The smallest value that so many per cent do not exceed, for each of PERCENTILES; empty without values."""
+    """The smallest value that so many per cent of all do not exceed, for each of PERCENTILES; empty without values."""
     ordered = sorted(values)
     return {f"p{percent}": ordered[math.ceil(len(ordered) * percent / 100) - 1] for percent in PERCENTILES if ordered}

@@ -64,7 +64,7 @@ def _terminal_talk(chat: Chat) -> bool:
 
 
 def _talk_about(chat: Chat, text: str) -> None:
-    """Sends a turn, then the results of the tools that the model calls."""
+    """Sends a turn. While the model calls tools, asks the user for their results and sends these."""
     calls = _answer_on_terminal(chat, text)
     while calls:
         try:

@@ -1,4 +1,4 @@
-"""The connection of a command to services that only operators may call."""
+"""Connects a command to the services that only operators may call."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from corolla.v1.router_pb2_grpc import RouterServiceStub
 def control_channel(address: str, unreached: CorollaError) -> Iterator[grpc.Channel]:
     """Opens a channel, with the operator's certificate if `COROLLA_TLS_DIR` or a stack on this machine has one.
 
-    Calls that fail inside raise an error of `corolla.errors`.
+    Calls that fail inside the context raise a CorollaError.
 
     Args:
         unreached: the error to raise if nothing answers at the address.

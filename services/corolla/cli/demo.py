@@ -25,7 +25,7 @@ _QUESTIONS = ("What is the capital of France? Answer in one sentence.", "And of 
 
 
 def run_demo(options: StackOptions) -> int:
-    """Starts a stack, completes a text, holds a chat of two turns, and stops.
+    """Starts a stack, completes a text, holds a chat of two turns, and stops the stack. Returns the exit status.
 
     Raises:
         CorollaError: one of these steps failed.
@@ -98,7 +98,7 @@ def _show(console: Console, before: str, stream: Stream) -> Usage:
 
 
 def summary_table(usages: list[tuple[str, Usage]], num_servers: int, start_s: float, total_s: float) -> Table:
-    """A table of what each answer cost, with the total times in its caption."""
+    """A table with the speed and numbers of tokens of each answer, and with the total times in its caption."""
     table = Table(header_style="dim", box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("", "tokens/s", "first token", "prompt", "cached", "new tokens"):
         table.add_column(heading, justify="left" if not heading else "right")

@@ -1,4 +1,4 @@
-"""`corolla generate`."""
+"""`corolla generate`: completes a text."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ _NOTES = {
 def run_generate(
     client: Client, prompt: str, num_completions: int, options: dict[str, Any], *, streams: bool | None, as_json: bool
 ) -> int:
-    """Prints the completion, or several of them.
+    """Prints the completions of a prompt. Returns the exit status.
 
     Args:
         prompt: the text; "-" reads it from standard input, without the newline at its end.
@@ -49,7 +49,7 @@ def _print_stream(client: Client, prompt: str, options: dict[str, Any], *, as_js
             if as_json:
                 sys.stdout.write(json.dumps(dataclasses.asdict(chunk)) + "\n")
             elif with_index:
-                # Several completions grow at once; each is printed when it is complete.
+                # The chunks of several completions alternate, so each completion is printed when it is complete.
                 if chunk.finish_reason is not None:
                     _print_numbered(chunk.index, stream.completion(chunk.index).text)
             else:

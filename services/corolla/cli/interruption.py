@@ -1,4 +1,4 @@
-"""Handles signals to a command: they stop a stack in order, or end an answer early."""
+"""Handles signals to a command: a signal stops a stack in order, or ends an answer early."""
 
 import signal
 import threading
@@ -41,7 +41,7 @@ class Closable(Protocol):
 
 
 class Interruption:
-    """Records whether Ctrl-C came, and closes a stream when it comes."""
+    """Closes a stream when Ctrl-C comes, and records in `came` that it came."""
 
     def __init__(self) -> None:
         self.came = False
@@ -63,10 +63,10 @@ class Interruption:
 
 @contextmanager
 def interruption() -> Iterator[Interruption]:
-    """Inside, the first Ctrl-C closes a stream, whose iteration then ends. A second one raises KeyboardInterrupt.
+    """Makes the first Ctrl-C close a stream, whose iteration then ends, and a second one raise KeyboardInterrupt.
 
-    An exception while gRPC waits can leave gRPC's locks broken, and the next call would fail or hang.
-    Outside the main thread, signals are left alone.
+    The first one raises nothing, since an exception while gRPC waits can leave gRPC's locks broken, and the next call
+    would fail or hang. Outside the main thread, signals are left alone.
     """
     interrupted = Interruption()
     with _handled((signal.SIGINT,), interrupted.signalled):

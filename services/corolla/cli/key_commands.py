@@ -1,4 +1,4 @@
-"""`corolla keys`: a file of callers' keys."""
+"""`corolla keys`: makes, lists and revokes callers' keys in a file."""
 
 import sys
 from collections.abc import Iterator
@@ -88,7 +88,7 @@ def revoke(
             raise StartupError(f"{file} has no key {key_id}; `corolla keys list` shows the keys that it has")
         kept = without_key(text, key_id)
         if not any(line.strip() and not line.strip().startswith("#") for line in kept.splitlines()):
-            # Client services reject a file without keys: they would continue with the old file, and this key.
+            # Client services reject a file without keys, so they would continue to accept this key from the old file.
             raise StartupError(f"{key_id} is the only key of {file}; add another one with `corolla keys new` first")
         _write(file, kept)
     sys.stdout.write(f"revoked {key_id} of {records[key_id].tenant}\n")
@@ -97,7 +97,7 @@ def revoke(
 
 @contextmanager
 def _changing(file: Path) -> Iterator[None]:
-    """Locks the file, so that no change of another process gets lost. Raises StartupError if it cannot be written."""
+    """Locks the file, so that no other process' change gets lost. Raises StartupError if the file cannot be written."""
     from corolla.chassis.errors import StartupError
     from corolla.chassis.private_files import changing
 

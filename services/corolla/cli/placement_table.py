@@ -20,7 +20,7 @@ _BAR_WIDTH = 50
 def placement_table(placement: router_pb2.Placement, num_sessions: int | None = None) -> RenderableType:
     """A table of servers with their spans, a bar with the number of ready servers of each block, and the dtypes.
 
-    It fits 80 columns: dtypes stand below the table, since those of a GGUF file take half a line.
+    All of it fits 80 columns: dtypes stand below the table, since the dtype of a GGUF file takes half a line.
     """
     table = Table(
         title=_title(placement, num_sessions),
@@ -95,7 +95,7 @@ def _in_order(placement: router_pb2.Placement) -> list[router_pb2.PlacedServer]:
 
 
 def _dtypes(placement: router_pb2.Placement) -> list[Text]:
-    """One line if all servers have the same dtype, else a line for each dtype with its servers."""
+    """The lines about dtypes: one line if all servers have the same dtype, else one for each dtype with its servers."""
     addresses: dict[str, list[str]] = {}
     for placed in _in_order(placement):
         addresses.setdefault(placed.server.dtype, []).append(placed.server.address)
@@ -117,7 +117,7 @@ def _coverage(placement: router_pb2.Placement) -> Text:
         if placed.state == router_pb2.SERVER_STATE_READY:
             for block in range(placed.span.start, min(placed.span.end, num_blocks)):
                 replicas[block] += 1
-    # Each block has a cell. In a model with more blocks than cells, a cell shows the worst of several blocks.
+    # Each block has a cell. If there are more blocks than cells, a cell shows the fewest servers of several blocks.
     per_cell = -(-num_blocks // _BAR_WIDTH)
     for first in range(0, num_blocks, per_cell):
         fewest = min(replicas[first : first + per_cell])

@@ -1,4 +1,4 @@
-"""Commands that run one service in this process."""
+"""Commands that run one service in this process, and the command that drains a block server."""
 
 import sys
 from typing import Annotated, Any
@@ -125,7 +125,7 @@ def drain(
     from corolla.v1 import admin_pb2
     from corolla.v1.admin_pb2_grpc import AdminServiceStub
 
-    # The usual advice, to start a stack, is for a client service that does not answer; it would mislead here.
+    # A StartupError, because a ServiceUnavailable would be shown with the advice to start a stack.
     with control_channel(
         address, StartupError(f"no block server answers at {address}; name its control port")
     ) as channel:
@@ -137,7 +137,7 @@ def drain(
 
 
 def _print_settings(model: Any) -> int:
-    """Prints each setting with its default, and its meaning in the lines below, which fits 80 columns."""
+    """Prints each setting with its default, and its meaning in the lines below, wrapped to the console's width."""
     from rich.console import Console
     from rich.padding import Padding
     from rich.text import Text

@@ -93,7 +93,7 @@ def demo(
 
 
 def _num_threads(asked_for: int | None) -> int:
-    """The torch threads of each process. Servers that share cores are fastest if each uses all of them in turn."""
+    """The number of torch threads of each process. Servers share cores, and are fastest if each uses all in turn."""
     from corolla.chassis.processors import available_cores
 
     return asked_for or min(available_cores(), _MAX_DEFAULT_THREADS)

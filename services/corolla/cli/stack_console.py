@@ -23,7 +23,7 @@ _EVENT_STYLES = {"problem": "bold red", "recovered": "green", "ready": "bold gre
 
 
 class StackConsole:
-    """Prints what a stack does: as text, or with `as_json` as lines of JSON on standard output."""
+    """Prints what a stack does on standard output: as text, or as lines of JSON if `as_json`."""
 
     def __init__(self, *, verbose: bool = False, as_json: bool = False) -> None:
         self.console = Console(highlight=False, stderr=as_json)
@@ -35,7 +35,7 @@ class StackConsole:
         self._last_placement: tuple[Any, ...] = ()
 
     def report(self, event: StackEvent) -> None:
-        """Takes an event of the stack, from any thread."""
+        """Prints an event of the stack. Any thread may call it."""
         with self._lock:
             if self._as_json:
                 self.tell(event.kind, source=event.source, text=event.text)
@@ -54,7 +54,10 @@ class StackConsole:
         self.console.print(line, soft_wrap=True)
 
     def log_lines(self, stack: Stack) -> None:
-        """Prints what the processes logged since the last call: warnings and errors, or everything if verbose."""
+        """Prints what the processes logged since the last call: warnings and errors, or everything if verbose.
+
+        With `as_json`, it prints nothing.
+        """
         if self._as_json:
             return
         for process in stack.processes:
@@ -65,7 +68,7 @@ class StackConsole:
                     self.line(process.name, text)
 
     def placement(self, placement: router_pb2.Placement | None) -> None:
-        """Shows which server holds which blocks: a live table on a terminal, else a new table after each change."""
+        """Shows which server holds which blocks: in the live table if there is one, else anew after each change."""
         if placement is None:
             return
         shape = tuple(
@@ -83,7 +86,7 @@ class StackConsole:
         self._last_placement = shape
 
     def live(self) -> AbstractContextManager[Any]:
-        """A context in which the placement stands at the bottom of a terminal."""
+        """A context in which a live table of the placement stands at the bottom of a terminal."""
         if self._as_json or not self.console.is_terminal:
             return nullcontext()
         self._live = Live(console=self.console, refresh_per_second=4, transient=True)

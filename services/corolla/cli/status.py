@@ -1,4 +1,4 @@
-"""`corolla status`."""
+"""`corolla status`: shows which server holds which blocks."""
 
 import json
 import sys

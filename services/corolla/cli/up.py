@@ -1,4 +1,4 @@
-"""`corolla up`."""
+"""`corolla up`: runs a whole stack on this machine."""
 
 import sys
 import time
@@ -15,10 +15,11 @@ _REFRESH_S = 0.5
 
 
 def run_up(options: StackOptions, *, verbose: bool, as_json: bool) -> int:
-    """Runs a stack until Ctrl-C or SIGTERM.
+    """Runs a stack until SIGINT, SIGTERM or SIGHUP.
 
     Returns:
-        0; 130 if a signal came before the stack was up; 2 if the service would be open to others without being set so.
+        The exit status: 0; 130 if a signal came before the stack was up; 2 if other machines could reach the client
+        service without authentication, and no setting allows that.
     """
     if (sentence := _refusal(options.host)) is not None:
         sys.stderr.write(f"corolla: {sentence}\n")
@@ -49,7 +50,7 @@ def run_up(options: StackOptions, *, verbose: bool, as_json: bool) -> int:
 
 
 def _refusal(host: str) -> str | None:
-    """The error with which the client service would refuse to listen on `host`; None if it would start."""
+    """The message with which the client service would refuse to listen on `host`; None if it would start."""
     if host == LOOPBACK:
         return None
     # These modules are slow to import, and rarely needed.

@@ -18,7 +18,7 @@ def version() -> str:
 
 
 def _built_from() -> str:
-    """The commit that setup.py wrote into a wheel; empty without one."""
+    """The commit that setup.py wrote into the wheel; empty if it wrote none."""
     try:
         return (_PACKAGE / "commit.txt").read_text(encoding="utf-8").strip()
     except FileNotFoundError:
@@ -26,7 +26,7 @@ def _built_from() -> str:
 
 
 def _checked_out() -> str:
-    """The commit of the git checkout that this code runs from; empty outside of one."""
+    """The commit of the git checkout that this code runs from; empty if it runs from elsewhere."""
     if not (_CHECKOUT / ".git").exists():
         return ""
     asked = ["git", "-C", str(_CHECKOUT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]

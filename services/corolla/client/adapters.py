@@ -22,14 +22,14 @@ class ModelNames:
         self._placement = placement
 
     def adapter_of(self, given: str, adapter: str = "") -> str:
-        """The name of the adapter that a request means; empty for the session's adapter, or none.
+        """The name of the adapter that a request means; empty: the session's adapter, or no adapter.
 
         Args:
             given: the request's model.
             adapter: the request's adapter.
 
         Raises:
-            ModelNotFound: the model is another one.
+            ModelNotFound: this service does not serve the request's model.
             InvalidRequest: `given` and `adapter` name different adapters.
         """
         named = given.removeprefix(f"{self._model}:") if given.startswith(f"{self._model}:") else ""
@@ -40,7 +40,7 @@ class ModelNames:
         return adapter or named
 
     def with_adapter(self, adapter: str) -> str:
-        """The model's name with that of an adapter, if there is one."""
+        """The name `<model>:<adapter>`; the model's own name if `adapter` is empty."""
         return f"{self._model}:{adapter}" if adapter else self._model
 
     async def resolve(self, name: str, tenant: str) -> AdapterVersion | None:
@@ -60,7 +60,8 @@ class ModelNames:
 
         Raises:
             InvalidRequest: the session has another adapter.
-            AdapterNotFound, AdapterDenied: as in `resolve`, or the name has other weights now.
+            AdapterNotFound: no adapter has this name, or it was registered anew with other weights.
+            AdapterDenied: the adapter is registered for other tenants only.
         """
         if not record.HasField("adapter"):
             if name:

@@ -65,6 +65,6 @@ def trace_metadata() -> Sequence[tuple[str, str]] | None:
 
 
 def current_span_id() -> bytes:
-    """Returns the current span's id, for hops that know the trace; empty if the span is not sampled or has ended."""
+    """Returns the current span's id; empty if the span is not sampled or has ended. Hops that get it know the trace."""
     span = trace.get_current_span()
     return span.get_span_context().span_id.to_bytes(SPAN_ID_BYTES) if span.is_recording() else b""

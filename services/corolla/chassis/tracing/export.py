@@ -1,7 +1,8 @@
 """Sends a process' spans to a collector, as OpenTelemetry's own variables configure it.
 
-The SDK is an optional dependency, and is imported only if a variable names a collector. Its own thread sends spans from
-a bounded queue, which drops spans when it is full. So no event loop waits for a collector, and no process stays for it.
+OpenTelemetry's SDK is an optional dependency, and is imported only if a variable names a collector. The SDK's own
+thread sends spans from a bounded queue, which drops spans when it is full. So no event loop waits for a collector, and
+a stopping process waits for at most `LAST_SPANS_S`.
 """
 
 import importlib.util
@@ -28,7 +29,7 @@ _QUIET: Final = ("opentelemetry.trace", "opentelemetry.attributes", "opentelemet
 
 
 def obstacle(environment: Mapping[str, str]) -> str | None:
-    """Returns the sentence why no span is sent; empty if no collector is configured; None if spans are sent."""
+    """Returns a sentence that says why no span is sent; empty if no collector is configured; None if spans are sent."""
     named = next((name for name in ENDPOINTS if environment.get(name)), None)
     is_disabled = environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
     exporter = environment.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp"
@@ -43,7 +44,7 @@ def obstacle(environment: Mapping[str, str]) -> str | None:
 
 
 def start(service: str) -> Callable[[], None]:
-    """Begins to send this process' spans if a collector is named and the SDK is installed; else logs the obstacle.
+    """Begins to send this process' spans if `obstacle` returns None; else logs its sentence, if any.
 
     Args:
         service: The name of the process, unless OTEL_SERVICE_NAME gives another.

@@ -25,7 +25,7 @@ _is_collected = False
 
 
 def use(tracer: trace.Tracer | None) -> None:
-    """Collects this process' spans with `tracer` from now on; None: stops that."""
+    """Collects this process' spans with `tracer` from now on; None stops the collection."""
     global _tracer, _is_collected
     _tracer, _is_collected = tracer or trace.get_tracer("corolla"), tracer is not None
 
@@ -146,7 +146,7 @@ def record(
     attributes: Mapping[str, Fact],
     failure: BaseException | None = None,
 ) -> None:
-    """Records a span that took `seconds` and has just ended."""
+    """Records a span below `under`, a span of another process; it took `seconds` and has just ended."""
     end_ns = time.time_ns()
     done = _tracer.start_span(name, _under(under), attributes=attributes, start_time=end_ns - round(seconds * 1e9))
     if failure is not None:
@@ -161,7 +161,7 @@ def event(name: str) -> None:
 
 
 def error_type(failure: BaseException) -> str:
-    """Returns a failure's reason in the error tree."""
+    """Returns a failure's reason in the error tree; CANCELLED or INTERNAL for an exception that is not in it."""
     if isinstance(failure, CorollaError):
         return failure.reason
     return "CANCELLED" if isinstance(failure, asyncio.CancelledError | GeneratorExit) else "INTERNAL"

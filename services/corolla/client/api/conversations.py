@@ -1,4 +1,4 @@
-"""Converts conversations in requests to values, or refuses them by field. Pure: it calls nothing."""
+"""Converts conversations in requests to values, or refuses them with an error that names the field. Pure."""
 
 import json
 import math
@@ -17,12 +17,14 @@ from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2
 
 MAX_MESSAGES: Final = 2048
-"""A template takes some microseconds for each message, during which the interpreter does nothing else."""
+"""The limit for messages, their parts and their calls together. A template takes some microseconds for each message,
+during which no other Python code runs."""
 MAX_TOOLS: Final = 128
 MAX_CALLS: Final = 128
 MAX_SCHEMA_CHARS: Final = 64 << 10
 MAX_JSON_CHARS: Final = 256 << 10
-"""The limit for all schemas together, and for all calls' arguments: nothing else runs while they are parsed."""
+"""The limit for all schemas together, and for the arguments of all calls together. No other Python code runs while they
+are parsed."""
 MAX_JSON_DEPTH: Final = 32
 MAX_ARGUMENTS: Final = 32
 MAX_ARGUMENTS_BYTES: Final = 16 << 10
@@ -71,7 +73,7 @@ def _check_call(given: pb.ToolCall, field: str) -> None:
 
 
 def setting(given: pb.ChatRequest | pb.Conversation, reserved_names: frozenset[str]) -> ChatSetting:
-    """The settings of a whole conversation. Raises InvalidRequest."""
+    """The settings of a conversation: its tools and how the template renders it. Raises InvalidRequest."""
     return ChatSetting(
         tools=_tools(given.tools),
         continues_last=given.continue_last_message,
@@ -139,7 +141,7 @@ def _json_object(text: str, field: str) -> dict[str, Any]:
 
 
 def depth_of(value: Any) -> int:
-    """The depth of a value: 1 for an object of plain values. It does not recurse: callers choose the depth."""
+    """The depth of a value: 1 for an object of plain values. A loop computes it, since callers choose the depth."""
     depth, level = 0, [value]
     while level := [each for each in level if isinstance(each, dict | list)]:
         depth += 1
@@ -229,7 +231,7 @@ def record_messages(
 
 
 def _continued(begun: Message, answer: Message, reasoning: ReasoningFormat | None) -> Message:
-    """A message with its continuation. Reasoning that the message had begun moves from its content to `reasoning`."""
+    """The begun message, continued by the answer. If it had begun to reason, that text moves to its `reasoning`."""
     *parts, last = (begun.content,) if isinstance(begun.content, str) else begun.content
     thought = ""
     if answer.reasoning and reasoning is not None and reasoning.opening in last:

@@ -1,4 +1,4 @@
-"""The key set of an issuer of tokens, from a file or fetched from the issuer from time to time."""
+"""The public keys of an issuer of tokens (OpenID Connect), read from a file or fetched from the issuer regularly."""
 
 import asyncio
 import json
@@ -41,11 +41,11 @@ class IssuerKeys:
         self._keys: Mapping[str, IssuerKey] = {}
 
     async def find(self, key_id: str) -> IssuerKey | None:
-        """The key with an id, which is fetched if it is unknown."""
+        """Returns the key with this id; None if it is unknown. FetchedKeys fetches the keys again first."""
         return self._keys.get(key_id)
 
     def holds(self, key: IssuerKey) -> bool:
-        """Whether the known keys still have a key that was found before."""
+        """Whether a key that was found before is still one of the known keys."""
         return self._keys.get(key.id) == key
 
     async def ready(self) -> None:
@@ -78,7 +78,7 @@ class FetchedKeys(IssuerKeys):
     """Keys that are fetched every `refresh_s` seconds, and when a token names an unknown key.
 
     After each fetch there is a pause of a thirtieth of `refresh_s`, so that tokens with invented ids cause few requests
-    to the issuer. While the issuer is away, each pause is followed by a try, and the known keys stay.
+    to the issuer. While the issuer is away, a new try follows each pause, and the known keys stay.
     """
 
     def __init__(self, fetch: Fetch, refresh_s: float) -> None:
@@ -137,11 +137,13 @@ class FetchedKeys(IssuerKeys):
 
 
 def issuer_keys(issuer: str, jwks: str, ca_file: Path | None, refresh_s: float) -> IssuerKeys:
-    """The keys of an issuer.
+    """The keys of an issuer, from a file or fetched.
 
     Args:
-        jwks: the place of the keys: a file, or an https address; empty: the issuer's description names it.
-        ca_file: file with the trusted authorities in PEM; None: those of the system.
+        issuer: the issuer's address.
+        jwks: the place of the keys: a file, or an https address; empty: the issuer's OpenID configuration names it.
+        ca_file: file with the trusted certificate authorities in PEM; None: those of the system.
+        refresh_s: the seconds between two fetches.
 
     Raises:
         SettingsError: a file cannot be read, or holds something else.
@@ -154,7 +156,7 @@ def issuer_keys(issuer: str, jwks: str, ca_file: Path | None, refresh_s: float) 
         raise SettingsError(f"COROLLA_OIDC_CA_FILE={ca_file}: cannot be read, or holds no certificates") from None
 
     async def fetch() -> Mapping[str, IssuerKey]:
-        # The file may have changed, so it is read each time; in a thread, since the system's file takes a while.
+        # Each fetch reads the file, which may have changed. A thread reads it, since the system's file takes a while.
         context = await asyncio.to_thread(ssl.create_default_context, cafile=ca_file)
         async with asyncio.timeout(_TIMEOUT_S), httpx2.AsyncClient(verify=context, timeout=_TIMEOUT_S) as client:
             return parse_keys(await _get(client, jwks or await _discover(client, issuer)))

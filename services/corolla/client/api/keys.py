@@ -1,7 +1,7 @@
-"""The file of callers' keys, which has hashes of random secrets and each key's permissions.
+"""The file of callers' keys.
 
-A file has a line for each key: a JSON object from `KeyRecord.line`, or in the simple form `tenant:key` in plain text.
-Empty lines and lines that begin with `#` are ignored.
+A file has a line for each key: a JSON object with the key's hash and permissions (`KeyRecord.line`), or, in the simple
+form, `tenant:key` in plain text. Empty lines and lines that begin with `#` are ignored.
 """
 
 import hashlib
@@ -58,7 +58,7 @@ class KeyRecord(BaseModel):
     scopes: frozenset[Scope] = frozenset()
 
     def allows(self, scope: Scope | None, model: str) -> bool:
-        """Whether the key is for calls of a scope to a model; None stands for calls that every key may make."""
+        """Whether the key allows calls of `scope` to `model`; scope None stands for calls that every key may make."""
         return (scope is None or not self.scopes or scope in self.scopes) and (not self.models or model in self.models)
 
     @property
@@ -104,7 +104,7 @@ class KeyTable:
     """The keys of one file.
 
     Args:
-        by_id: the keys by the id in them.
+        by_id: the keys that contain an id, by that id.
         simple: the keys in the simple form, by the hash of the whole key.
 
     Attributes:
@@ -146,7 +146,7 @@ class KeyTable:
         return (*self._by_id.values(), *self._simple.values())
 
     def find(self, key: str, now: datetime) -> KeyRecord | None:
-        """The record of a key that is valid now. Comparisons take constant time, so their duration reveals nothing."""
+        """The record of a key; None if the key is not valid. Comparisons take constant time, so they reveal nothing."""
         if len(key) > MAX_KEY_CHARS:
             return None
         digest, matched = _digest(key), _FORM.fullmatch(key)

@@ -1,4 +1,4 @@
-"""Converts values to messages of the public API."""
+"""Converts answers, usage and sessions to messages of the public API."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -63,7 +63,7 @@ def session(record: router_pb2.SessionRecord) -> pb.Session:
 
 
 def completion(tokenizer: TextTokenizer, index: int, answer: Delta) -> pb.Completion:
-    """One of the complete answers to a text."""
+    """A complete answer to a text; a request may ask for several, which `index` numbers."""
     return pb.Completion(
         index=index,
         text=answer.text,
@@ -74,7 +74,7 @@ def completion(tokenizer: TextTokenizer, index: int, answer: Delta) -> pb.Comple
 
 
 def chat_completion(tokenizer: TextTokenizer, index: int, answer: Delta) -> pb.ChatCompletion:
-    """One of a chat's complete answers."""
+    """A complete answer to a chat; a request may ask for several, which `index` numbers."""
     return pb.ChatCompletion(
         index=index,
         message=pb.ChatMessage(
@@ -90,7 +90,7 @@ def chat_completion(tokenizer: TextTokenizer, index: int, answer: Delta) -> pb.C
 
 
 def chat_chunk(tokenizer: TextTokenizer, index: int, delta: Delta, counted: RequestCounts | None) -> pb.ChatChunk:
-    """A chunk of one of a chat's answers. The last chunk of all has the usage."""
+    """A chunk of one of a chat's answers. `counted`: the usage, for the last chunk of all answers; None: no usage."""
     return pb.ChatChunk(
         index=index,
         token_ids=[token.token_id for token in delta.tokens],

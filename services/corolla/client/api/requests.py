@@ -1,4 +1,4 @@
-"""Converts messages of the public API to requests, or refuses them by field. It calls and allocates nothing."""
+"""Converts messages of the public API to requests, or refuses them with an error that names the fields."""
 
 import re
 from collections.abc import Sequence
@@ -34,7 +34,11 @@ _SPECULATION_MODES: Final[dict[pb.SpeculationMode.ValueType, SpeculationMode | N
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation to answer, or a session's new messages. `expected_turns`: how many turns the session must have."""
+    """A conversation to answer, or a session's new messages.
+
+    Attributes:
+        expected_turns: the number of turns that the session must have had; None: any number.
+    """
 
     messages: tuple[Message, ...]
     setting: ChatSetting
@@ -54,7 +58,7 @@ _Prompt = TypeVar("_Prompt")
 
 @dataclass(frozen=True, slots=True)
 class RequestParser:
-    """Parses each message once; all later code uses the request.
+    """Parses each message into a request, which all later code uses instead of the message.
 
     Attributes:
         reserved_names: the names of template arguments that callers must not set.
@@ -67,11 +71,11 @@ class RequestParser:
     cache_salts: CacheSalts
 
     def text(self, message: pb.GenerateRequest, caller: Caller, adapter: str) -> TextRequest:
-        """Parses a prompt and how to answer it. Raises InvalidRequest, ContextLengthExceeded."""
+        """Parses a prompt and the options of its answer. Raises InvalidRequest, ContextLengthExceeded."""
         return self._request(message, caller, adapter, self._text_prompt(message), None)
 
     def chat(self, message: pb.ChatRequest, caller: Caller, adapter: str) -> ChatRequest:
-        """Parses messages and how to answer them. Raises InvalidRequest."""
+        """Parses messages and the options of their answer. Raises InvalidRequest."""
         messages = conversations.messages(message.messages)
         setting = conversations.setting(message, self.reserved_names)
         rules = conversations.call_rules(message, setting.tools)
@@ -185,7 +189,7 @@ def _num_completions(message: AnyMessage) -> int:
 def _form(message: AnyMessage, calls_grammar: str | None) -> AnswerFormat | None:
     """The form that an answer must have; None allows any text.
 
-    If the caller asks for no form, the grammar of calls that must fit their schemas is the form.
+    If the caller asks for no form, but calls of tools must fit their schemas, the form is the grammar of such calls.
     """
     form = _response_format(message.response_format)
     if form is None and calls_grammar is not None:
