@@ -1,4 +1,4 @@
-"""The metrics of a client service. Base names and buckets are vLLM's, so that its dashboards are easy to adapt."""
+"""The metrics of a client service. Names after `corolla_` and buckets are vLLM's where vLLM has the same metric."""
 
 from functools import partial
 from itertools import product
