@@ -170,7 +170,7 @@ class GenerationServicer:
         return await self._new_session(tenant, adapter)
 
     async def create_session_of_turn(self, request: pb.CreateSessionRequest, call: Call[KeyHolder]) -> pb.Session:
-        """Creates a session for a turn that follows at once. The turn counts both as one request, so this does not."""
+        """Creates a session for a turn that follows at once and counts as the request for both."""
         adapter = self._names.adapter_of(request.model, request.adapter)
         return await self._new_session(self._tenant(call, Scope.SESSIONS, adapter), adapter)
 

@@ -120,7 +120,7 @@ class AnswerFields(SamplingFields):
         return stopping
 
     def shared(self, max_tokens: int | None) -> dict[str, Any]:
-        """The fields that completions and chats share, by the protocol's names."""
+        """The fields that completions and chats share, by their names in gRPC's protocol."""
         mode = pb.SpeculationMode.Value(f"SPECULATION_MODE_{(self.speculation or 'unspecified').upper()}")
         speculation = pb.SpeculationParameters(mode=mode)
         _set(speculation, self, ("max_draft_tokens",))

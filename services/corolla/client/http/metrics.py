@@ -1,4 +1,4 @@
-"""The metrics of HTTP."""
+"""The metrics of HTTP requests and connections."""
 
 from functools import partial
 

@@ -52,7 +52,7 @@ class Operation:
         path: the path in the document. Its last part may be a parameter, and `{model}` may hold slashes.
         does: the method of HttpRoutes; its docstring is the summary in the document.
         reply: the body of a reply that is not streamed; for a watch, the data of each event.
-        body: the body of the request; None: it has none.
+        body: the body of the request; None: the request has no body.
         streams: whether the reply may be a stream of events.
         is_watch: whether the reply is a stream of events for as long as the caller stays.
         is_open: whether callers need no key.

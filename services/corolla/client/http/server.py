@@ -39,8 +39,8 @@ class HttpServer:
     """Serves an ASGI application. It binds its port when it is made, and listens from `start` on.
 
     Args:
-        host: address to listen on; empty: all.
-        port: 0 takes a free one.
+        host: the address to listen on; empty: all.
+        port: the port; 0 takes a free one.
         context: the TLS context with the certificate; None: HTTP without TLS.
         max_connections: the most connections at a time, including handshakes.
         head_timeout_s: seconds within which the head of a request must arrive.

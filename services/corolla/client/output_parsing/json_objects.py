@@ -11,7 +11,7 @@ _CLOSES: Final = {"{": "}", "[": "]"}
 
 
 class Reading(Enum):
-    """The result of a read: more text must come, the wanted depth is reached, or the text is not JSON."""
+    """The result of a read: OPEN needs more text, CLOSED has reached the wanted depth, BROKEN is not JSON."""
 
     OPEN = auto()
     CLOSED = auto()

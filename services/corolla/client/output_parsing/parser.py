@@ -320,7 +320,7 @@ def _behind_name(calls: CallFormat) -> re.Pattern[str]:
 
 
 def _whole_call(text: str) -> tuple[str, str] | None:
-    """Name and arguments of a call's object with any order of keys; None if it is not a call."""
+    """The name and the arguments of a call's complete object, in any order of keys; None if it is not a call."""
     try:
         value: Any = json.loads(text)
         arguments: Any = value.get("arguments", value.get("parameters")) or {}
