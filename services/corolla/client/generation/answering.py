@@ -327,7 +327,7 @@ class Answering:
     async def _open(
         self, job: _Completion, text_ids: Sequence[int], sampler: SamplerRecord, chain: common_pb2.Chain | None
     ) -> AsyncIterator[ChainSession]:
-        """Opens a session until the context ends: on `chain` only or, if that is None, on the best chain."""
+        """Opens a session until the context ends: on `chain` only or, without one, on the best chain."""
         identity = SessionIdentity(secrets.token_bytes(16), 1, job.request.caller.tenant)
         max_tokens = len(job.prompt_ids) + job.max_tokens
         open_options = OpenOptions(

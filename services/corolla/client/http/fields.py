@@ -211,7 +211,7 @@ def as_json(value: Any) -> str:
 
 
 def _set(target: Any, source: BaseModel, names: Sequence[str]) -> None:
-    """Copies the named fields, except those that are None, from `source` to `target`."""
+    """Copies the named fields that have a value from `source` to `target`."""
     for name in names:
         if (value := getattr(source, name)) is not None:
             setattr(target, name, value)
