@@ -1,4 +1,4 @@
-"""The metrics of a client service. Names after `corolla_` and buckets are vLLM's where vLLM has the same metric."""
+"""The metrics of a client service. Many names after `corolla_`, and the buckets, are vLLM's, to fit its dashboards."""
 
 from functools import partial
 from itertools import product
