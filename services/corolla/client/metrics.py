@@ -1,4 +1,4 @@
-"""The metrics of a client service. Base names and buckets are vLLM's, so that its dashboards are easy to adapt."""
+"""The metrics of a client service. Many names after `corolla_`, and the buckets, are vLLM's, to fit its dashboards."""
 
 from functools import partial
 from itertools import product

@@ -1,4 +1,4 @@
-"""GenerationService: checks the caller's permissions, parses the message, and streams the answers."""
+"""The servicer of `GenerationService`: it checks permissions, parses messages, and returns or streams the answers."""
 
 import asyncio
 import math
@@ -36,12 +36,13 @@ Answers = AsyncGenerator[tuple[int, Delta], None]
 
 
 class GenerationServicer:
-    """Serves `GenerationService`.
+    """Serves `GenerationService` to callers of gRPC and HTTP.
 
     Args:
-        model: the answer of GetModel, without its readiness.
-        tokenizations: admits Tokenize calls.
-        farewell_s: how many seconds before its deadline a caller gets the error that there is no answer.
+        model: the reply of GetModel, without `ready`.
+        tokenizations: admits calls of Tokenize and Detokenize.
+        farewell_s: how many seconds before a call's deadline the service stops waiting for a chain, so that the error
+            still reaches the caller.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class GenerationServicer:
         return await self._new_session(tenant, adapter)
 
     async def create_session_of_turn(self, request: pb.CreateSessionRequest, call: Call[KeyHolder]) -> pb.Session:
-        """Creates a session for a turn that follows at once. Both count as one request, which the turn counts."""
+        """Creates a session for a turn that follows at once and counts as the request for both."""
         adapter = self._names.adapter_of(request.model, request.adapter)
         return await self._new_session(self._tenant(call, Scope.SESSIONS, adapter), adapter)
 
@@ -188,7 +189,7 @@ class GenerationServicer:
 
     async def DeleteSession(self, request: pb.DeleteSessionRequest, call: Call[KeyHolder]) -> pb.DeleteSessionResponse:
         tenant = await self._tenant_of_session(call, request.session_id)
-        # The deletion goes on if the caller leaves: the router names the session's hops only once.
+        # The deletion goes on if the caller leaves: the router returns the session's hops only once.
         await asyncio.shield(asyncio.ensure_future(self._delete(request.session_id, tenant)))
         return pb.DeleteSessionResponse()
 
@@ -220,7 +221,7 @@ class GenerationServicer:
 
     def _tokenized(self, encode: Callable[[], Sequence[int]]) -> pb.TokenizeResponse:
         token_ids = encode()
-        # A long text has few different tokens, and decoding one costs more than the rest of its reply.
+        # A long text repeats its tokens, and decoding one costs more than the rest of its reply: each is decoded once.
         texts = {token_id: self._tokenizer.token_text(token_id) for token_id in set(token_ids)}
         return pb.TokenizeResponse(token_ids=token_ids, tokens=map(texts.__getitem__, token_ids))
 
@@ -257,7 +258,7 @@ class GenerationServicer:
         return call.caller.tenant
 
     async def _tenant_of_session(self, call: Call[KeyHolder], session_id: str) -> str:
-        """The tenant of a call that names only a session. The key may be only for the session's adapter."""
+        """The tenant of a call that names only a session. A key for an adapter allows that adapter's sessions."""
         try:
             return self._tenant(call, Scope.SESSIONS)
         except ScopeDenied as denied:
@@ -292,14 +293,14 @@ class GenerationServicer:
         tenant = self._tenant(call, scope, adapter)
         seconds_left, until_s = call.context.time_remaining(), math.inf
         if seconds_left is not None:
-            # The wait ends before the caller's deadline, so that the error still reaches it.
+            # The wait ends before the deadline, so that the error still reaches the caller.
             until_s = asyncio.get_running_loop().time() + max(0.0, seconds_left - self._farewell_s)
         trace = trace_parent(dict(call.context.invocation_metadata() or ())) if spans.is_collected() else None
         return Caller(tenant, usage, until_s, trace, is_streamed, limits.answer_seconds), adapter
 
 
 async def _collected(deltas: Answers) -> list[tuple[int, Delta]]:
-    """Waits for all answers to end, and sorts them by index."""
+    """Waits until all answers have ended. Returns each with its index, in the order of the indexes."""
     answers: defaultdict[int, list[Delta]] = defaultdict(list)
     async with aclosing(deltas):
         async for index, delta in deltas:
@@ -308,7 +309,7 @@ async def _collected(deltas: Answers) -> list[tuple[int, Delta]]:
 
 
 async def _with_good_key(call: Call[KeyHolder], deltas: Answers) -> Answers:
-    """Passes an answer on as long as its caller's key is valid."""
+    """Yields the deltas as long as the caller's key or token is valid; then it raises Unauthenticated."""
     async with aclosing(deltas):
         async for each in deltas:
             call.caller.check_again()

@@ -1,4 +1,4 @@
-"""Finds the caller of a request by its bearer key, from the configured file, or by a token of an identity provider."""
+"""Finds the caller of a request by a key from the configured file, or by a token of an identity provider."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -21,17 +21,18 @@ _SCHEME: Final = "bearer "
 
 @dataclass(frozen=True, slots=True)
 class KeyHolder:
-    """A caller: its tenant, its key or token if one is needed, and a check whether that is still valid."""
+    """A caller: its tenant, its key or token if it needs one, and a check whether that key or token is still valid."""
 
     tenant: str
     key: KeyRecord | TokenGrant | None = None
     is_good: Callable[[], bool] = lambda: True
 
     def check(self, scope: Scope | None, *models: str) -> None:
-        """Raises ScopeDenied if the key or token is for other calls, or for none of the model's names.
+        """Raises ScopeDenied if the key or token does not allow calls of this kind to any of the named models.
 
         Args:
             scope: the kind of the call; None for calls that every key may make.
+            models: the names that the called model has.
         """
         if self.key is not None and not any(self.key.allows(scope, model) for model in models):
             raise ScopeDenied("this key or token does not allow this call or model; ask the operator for its scopes")
@@ -42,7 +43,7 @@ class KeyHolder:
             raise Unauthenticated("the key or token has expired or was revoked")
 
     def audited(self) -> Mapping[str, str]:
-        """The caller's facts for the audit log. Keys of the simple form have no id."""
+        """The caller's tenant and the id of its key, for the audit log. A key in the file's simple form has no id."""
         match self.key:
             case None | KeyRecord(is_simple=True):
                 return {"tenant": self.tenant}
@@ -51,7 +52,7 @@ class KeyHolder:
 
 
 class Tokens:
-    """Finds the key holder that a token of an issuer names."""
+    """Finds the key holder to whom an issuer has given a token."""
 
     def __init__(self, rules: TokenRules, keys: IssuerKeys) -> None:
         self._rules = rules
@@ -75,13 +76,13 @@ class Tenants:
 
     Args:
         keys_file: the file, in the format of `KeyTable`.
-        tokens: the accepted tokens; None: tokens are not accepted.
+        tokens: finds the holders of tokens; None: tokens are not accepted.
 
     Attributes:
         files: the files to watch; None without a file of keys.
 
     Raises:
-        SettingsError: the file cannot be read, or holds something else.
+        SettingsError: the file cannot be read, or has another format.
     """
 
     def __init__(self, keys_file: Path | None, tokens: Tokens | None = None) -> None:
@@ -118,7 +119,7 @@ class Tenants:
         return holder
 
     def _apart(self, bearer: KeyHolder | None) -> KeyHolder | None:
-        """The holder of a token; None if its tenant has keys in the file, for which tokens never count."""
+        """The holder of a token; None if the file has keys of the same tenant, since tokens cannot replace those."""
 
         def is_good() -> bool:
             has_keys = self._keys is not None and bearer is not None and bearer.tenant in self._keys.tenants

@@ -1,6 +1,6 @@
-"""Checks tokens of an identity provider, which are JWTs, with rules and the public keys of their issuer.
+"""Checks tokens (JWTs) of an identity provider by configured rules and by the public keys of their issuer.
 
-Before its signature is checked, only the key and the algorithm that a token names are used.
+Until the signature of a token is checked, only its key id and its algorithm are used.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from corolla.wire.frames import MAX_TENANT_CHARS
 ALGORITHMS: Final = (
     "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA",
 )  # fmt: skip
-"""The algorithms with a private and a public key. With other ones, a service that checks tokens could make them."""
+"""The algorithms with a private and a public key. With others, a service that checks tokens could also issue them."""
 
 MAX_TOKEN_CHARS: Final = 16 << 10
 _MAX_KEYS: Final = 256
@@ -37,7 +37,7 @@ class IssuerKey:
 
     Attributes:
         id: the id by which tokens name the key.
-        algorithm: the only algorithm of the key; None: all that its kind allows.
+        algorithm: the only algorithm for which the key may be used; None: any algorithm of its type.
     """
 
     id: str
@@ -46,7 +46,7 @@ class IssuerKey:
 
 
 def parse_keys(text: bytes) -> dict[str, IssuerKey]:
-    """The keys of a JSON Web Key Set by their ids, without keys for other purposes and weak keys.
+    """The keys of a JSON Web Key Set by their ids. Weak keys, and keys that are not for signatures, are left out.
 
     Raises:
         ValueError: the text is not a key set, or has no key that can check a token.
@@ -66,8 +66,8 @@ class TokenGrant:
     """The claims of a valid token about its bearer.
 
     Attributes:
-        id: 16 hex digits for the audit log, the same for all tokens of a subject, which they do not reveal.
-        expires: the time until which the token is valid, with the skew.
+        id: 16 hex digits for the audit log, the same for all tokens of a subject; they do not reveal the subject.
+        expires: the time until which the token is valid; the allowed skew of clocks is added.
         models: the names of the models that the token is for; None: all.
         scopes: the kinds of calls that the token is for; None: all.
     """
@@ -79,7 +79,7 @@ class TokenGrant:
     scopes: frozenset[Scope] | None
 
     def allows(self, scope: Scope | None, model: str) -> bool:
-        """Whether the token is for calls of a scope to a model; None stands for calls that every token may make."""
+        """Whether the token allows a call to a model. A `scope` of None stands for calls that every token may make."""
         has_scope = scope is None or self.scopes is None or scope in self.scopes
         return has_scope and (self.models is None or model in self.models)
 
@@ -89,12 +89,12 @@ class TokenRules:
     """The rules for valid tokens.
 
     Attributes:
-        algorithms: the accepted ones of ALGORITHMS.
+        algorithms: the accepted algorithms, a part of ALGORITHMS.
         skew: how much clocks may differ.
         tenant_claim: the claim with the tenant's name.
-        models_claim: the claim with the names of models, as a list or as words; a token without it is for no model.
-            Empty: all tokens are for all models.
-        scopes_claim: the claim with the scopes, in the same form; other words in it are ignored.
+        models_claim: the claim that names models, in a JSON list or in a text with blanks between the names; a token
+            without this claim is for no model. If `models_claim` is empty, all tokens are for all models.
+        scopes_claim: the claim that names scopes, by the same rules; unknown scopes are ignored.
     """
 
     issuer: str
@@ -117,7 +117,7 @@ class TokenRules:
         return key_id if isinstance(key_id, str) and header.get("alg") in self.algorithms else None
 
     def grant(self, token: str, key: IssuerKey) -> TokenGrant | None:
-        """The claims of a token that was signed with a key; None if it is not valid, without a reason."""
+        """The claims of a token that this key signed; None, without a reason, if the token is not valid."""
         algorithms = [each for each in self.algorithms if key.algorithm in (None, each)]
         try:
             claims = jwt.decode(
@@ -140,7 +140,7 @@ class TokenRules:
         )
 
 
-# A token may be any text: these are the library's own errors, and those of its parts at numbers and nesting.
+# The errors that arbitrary text can cause: PyJWT's own, and those of parsers below it, such as for deep nesting.
 _FAILURES: Final = (jwt.PyJWTError, ArithmeticError, OSError, RecursionError, TypeError, ValueError)
 
 

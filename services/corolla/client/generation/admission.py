@@ -18,9 +18,11 @@ from corolla.decoding.stopping import FinishReason
 
 @dataclass(slots=True)
 class RequestCounts:
-    """The counts of one request while it runs; times are in seconds from its start.
+    """The counts of one request while it runs.
 
-    `withholds_cached_tokens`: whether the caller does not see the number of cached tokens.
+    Attributes:
+        withholds_cached_tokens: whether the caller does not see the number of cached tokens.
+        time_to_first_token_s: seconds from `started_s`, which is a time of `time.monotonic()`.
     """
 
     prompt_tokens: int = 0
@@ -51,7 +53,7 @@ class Caller:
 
     Attributes:
         until_s: when the caller stops waiting, by the event loop's clock.
-        trace: the caller's own span, if it traces.
+        trace: the caller's trace span, if it sent one.
         is_streamed: whether the caller reads its answer as a stream.
         answer_seconds: the most seconds that the tenant's answers may take; None: no limit.
     """
@@ -64,7 +66,7 @@ class Caller:
     answer_seconds: float | None = None
 
     def waits_until_s(self, time_limit_s: float | None) -> float:
-        """The event loop's time until which the caller waits for an answer that begins now."""
+        """When the caller stops waiting for an answer that begins now, by the event loop's clock."""
         if time_limit_s is None:
             return self.until_s
         return min(self.until_s, asyncio.get_running_loop().time() + time_limit_s)
@@ -91,7 +93,7 @@ class AdmissionTicket:
 
 
 class Admission:
-    """Bounds the running sequences, the waiting requests and the bytes of both. The line chooses the next request."""
+    """Bounds the running sequences, the waiting requests and the bytes of both. `line` chooses the next request."""
 
     def __init__(self, line: WaitingLine[asyncio.Future[None]]) -> None:
         self._line = line
@@ -111,7 +113,7 @@ class Admission:
             yield AdmissionTicket(ticket)
         finally:
             if not ticket.cancel() and not ticket.cancelled():
-                ticket.exception()  # marks it as seen: the request may have failed before it asked for its turn
+                ticket.exception()  # marks it as retrieved: the request may fail before it awaits the ticket
             self._line.leave(ticket)
             self._admit()
 
@@ -123,7 +125,10 @@ class Admission:
 
 
 class RequestMeter:
-    """Counts one request in its usage and in the metrics. Inside the context it counts as waiting, then as running."""
+    """Counts one request in its usage and in the metrics.
+
+    Inside the context, the request counts as waiting until `count_prompt`, and then as running.
+    """
 
     def __init__(self, metrics: ClientMetrics, usage: RequestCounts) -> None:
         self._metrics = metrics
@@ -144,7 +149,7 @@ class RequestMeter:
         return self._usage.started_s
 
     def count_prompt(self, num_tokens: int, num_cached_tokens: int, num_recomputed_tokens: int) -> None:
-        """Counts a prompt when its chain is open: its cached tokens, and the tokens of the log that hops had lost."""
+        """Counts the prompt once its chain is open, with its cached tokens, and the tokens that hops must recompute."""
         self._usage.prompt_tokens = num_tokens
         self._usage.cached_tokens = num_cached_tokens
         self._metrics.prompt_tokens.inc(num_tokens)
@@ -157,7 +162,7 @@ class RequestMeter:
             self._is_waiting = False
 
     def count_tokens(self, completion_index: int, num_tokens: int) -> None:
-        """Counts tokens of one of the answers that came together."""
+        """Counts tokens of one answer that arrived together."""
         now_s = time.monotonic()
         newest_s = self._newest_token_s.get(completion_index)
         for _ in range(num_tokens):

@@ -1,4 +1,4 @@
-"""An answer as it grows: it takes tokens, and gives text and the end. Time is passed in."""
+"""An answer as it grows: it takes tokens, and returns their text and the reason why it ends. Time is passed in."""
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -42,8 +42,8 @@ def joined(deltas: Sequence[Delta]) -> Delta:
 class Answer:
     """One answer, which continues until it has a `finish_reason`.
 
-    `accept` decides at each token whether the answer ends; the text is decoded later, while the next step is under way,
-    unless a stop sequence may end the answer.
+    `accept` decides at each token whether the answer ends. The text is decoded later, while hops compute the next step,
+    except in an answer with stop sequences, where `accept` needs the text.
 
     Args:
         parser: splits text into reasoning, calls and text; None: all is text.
@@ -120,7 +120,7 @@ class Answer:
             self._deltas.append(Delta((token,), parsed.text, finish_reason, parsed.reasoning, parsed.calls))
 
     def _read(self, text: str, *, is_last: bool) -> AnswerDelta:
-        """Parses more text of the answer. An answer that calls tools and ends by itself gets the reason TOOL_CALLS."""
+        """Parses more text. An answer that calls tools and ends with an end token gets the reason TOOL_CALLS."""
         parser = self._parser
         if parser is None:
             return AnswerDelta(text)

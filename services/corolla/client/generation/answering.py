@@ -1,6 +1,6 @@
-"""Makes the tokens of an answer from a checked request: opens the chain, uses it and gives it back.
+"""Makes answers to checked requests: opens a chain for each answer, reads the tokens from it, and gives it back.
 
-Contexts hold all resources of an answer, so that finish, cancellation and failure free them in the same way.
+Context managers hold all resources of an answer, so that finish, cancellation and failure free them in the same way.
 """
 
 import asyncio
@@ -98,7 +98,7 @@ class _Completion:
 
 
 class Answering:
-    """Makes answers."""
+    """Answers requests, as turns of their sessions or without a session."""
 
     def __init__(
         self,
@@ -116,7 +116,8 @@ class Answering:
     ) -> None:
         self._grammars = grammars
         self._names = names
-        # Prompts have their own threads, so that long prompts do not delay other work in threads, such as reading keys.
+        # Prompts are tokenised in threads of their own: long ones must not delay other work in threads, such as reading
+        # keys.
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "prompts")
         self._sessions = sessions
         self._transcripts = transcripts
@@ -134,17 +135,18 @@ class Answering:
         """Answers a prompt: as the next turn of the request's session, or without a session, once or several times.
 
         Args:
-            next_prompt: it is called before the request is admitted, so that a wrong prompt fails at once.
+            next_prompt: makes the prompt; it is called before the request's turn comes, so that a wrong prompt fails at
+                once.
 
         Yields:
-            `(index, delta)` as they come; the last delta of each index has a finish reason.
+            Pairs `(index, delta)` as they come; the last delta of each index has a finish reason.
         """
         if request.session_id:
             return self._continue_session(request, next_prompt, record_turn)
         return self._complete(request, next_prompt)
 
     async def _complete(self, request: AnyRequest, next_prompt: NextPrompt) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Answers in sessions that end with the answer. The prompt is processed once."""
+        """Gives each answer a session of its own. The first session processes the prompt, and the others fork it."""
         until_s = request.caller.waits_until_s(request.time_limit_s)
         num_completions = request.num_completions
         async with AsyncExitStack() as stack:
@@ -155,7 +157,7 @@ class Answering:
             shared = SharedPrompt(num_completions - 1)
             job = _Completion(request, prompt_ids, max_tokens, meter, until_s, adapter, shared)
             if (end := (await self._begun_answer(prompt_ids, job.max_tokens, request)).finish_reason) is not None:
-                # The caller has all tokens already, but not the end.
+                # The caller has all tokens already, but not the finish reason.
                 meter.count_prompt(len(prompt_ids), len(prompt_ids), 0)
                 meter.count_finish(end)
                 yield 0, Delta((), "", end)
@@ -183,7 +185,7 @@ class Answering:
     ) -> AsyncGenerator[tuple[int, Delta], None]:
         """Runs one turn of the request's session. A turn that does not finish leaves the session unchanged.
 
-        A turn with a caller's name runs only once: a second request for it gets the same answer again.
+        A turn with a name runs only once: a second request with this name gets the recorded answer.
         """
         session_id, tenant, turn_name = request.session_id, request.caller.tenant, request.turn_name
         until_s = request.caller.waits_until_s(request.time_limit_s)
@@ -248,7 +250,10 @@ class Answering:
 
     @asynccontextmanager
     async def _entered(self, request: AnyRequest) -> AsyncIterator[tuple[Allowance, AdmissionTicket, RequestMeter]]:
-        """Holds a request's quotas and place until its end. Raises QuotaExceeded, QueueFull, or InvalidRequest."""
+        """Holds a request's quotas and its place in the line until its end.
+
+        Raises QuotaExceeded, QueueFull, or InvalidRequest.
+        """
         caller, num_sequences = request.caller, request.num_completions
         with self._traces.request(request):
             async with (
@@ -265,7 +270,7 @@ class Answering:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     async def _check_form(self, request: AnyRequest) -> None:
-        """Refuses a form that no answer can have, before the request is admitted."""
+        """Raises InvalidRequest for a form that no answer can have, or that the received tokens do not fit."""
         if request.form is not None:
             received_ids = request.resumption.received_ids
             if len(received_ids) > self._limits.context_length:
@@ -273,7 +278,7 @@ class Answering:
             await self._grammars.admit(request.caller.tenant, request.form, received_ids)
 
     async def _check_turn(self, request: AnyRequest, next_prompt: NextPrompt) -> None:
-        """Checks a turn's limits before it waits, so that a hopeless request fails at once: sessions only grow."""
+        """Checks a turn before it waits: a text that is too long now stays too long, since sessions only grow."""
         try:
             record = await self._transcripts.get(request.session_id, request.caller.tenant)
         except (RouterUnavailable, StoreUnavailable):
@@ -284,7 +289,7 @@ class Answering:
     async def _prompt_of_turn(
         self, record: router_pb2.SessionRecord, next_prompt: NextPrompt, request: AnyRequest
     ) -> tuple[int, Sequence[int], int]:
-        """How many first tokens the next token log shares with the old one, the next log, and the most new tokens."""
+        """Returns how many first tokens the new token log shares with the old one, the new log, and the token limit."""
         await self._names.of_session(record, request.adapter, record.tenant)
         num_kept_tokens, prompt_ids = await self._in_thread(next_prompt, record)
         return num_kept_tokens, prompt_ids, self._max_tokens(len(prompt_ids), request)
@@ -322,7 +327,7 @@ class Answering:
     async def _open(
         self, job: _Completion, text_ids: Sequence[int], sampler: SamplerRecord, chain: common_pb2.Chain | None
     ) -> AsyncIterator[ChainSession]:
-        """Opens a session for this context, on the given chain only, or without one on the best chain."""
+        """Opens a session until the context ends: on `chain` only or, without one, on the best chain."""
         identity = SessionIdentity(secrets.token_bytes(16), 1, job.request.caller.tenant)
         max_tokens = len(job.prompt_ids) + job.max_tokens
         open_options = OpenOptions(
@@ -366,9 +371,9 @@ class Answering:
         record: router_pb2.SessionRecord,
         index: int = 0,
     ) -> SamplerRecord:
-        """The sampler of an answer. A seed begins a random stream; without a seed it continues the session's stream.
+        """The sampler record of an answer. A seed begins a random stream; without one, the session's stream goes on.
 
-        Tokens that the caller has already were drawn from the same stream. Each of several answers has its own seed.
+        Tokens that the caller has already were drawn from the same stream. Several answers have different seeds.
         """
         params, received_ids = request.sampling, request.resumption.received_ids
         state, num_draws = record.sampler_state, record.num_draws_since_state
@@ -417,7 +422,7 @@ class Answering:
         )
         answer = self._new_answer(prompt_ids, decider, request)
         if request.resumption.received_ids:
-            # A thread decodes them, since all answers share the event loop.
+            # A thread decodes these tokens, since all answers share the event loop.
             await self._in_thread(request.resumption.replay_into, answer)
         return answer
 
@@ -432,7 +437,11 @@ class Answering:
     async def _answer_of_turn(
         self, prompt_ids: Sequence[int], max_tokens: int, request: AnyRequest
     ) -> tuple[Answer, AnyRequest]:
-        """The answer of a turn. If its caller has all tokens, the last one is generated again to end the turn."""
+        """The answer of a turn, and its request.
+
+        If the caller has all tokens already, the request drops the last one: the hops generate it again, and the turn
+        ends.
+        """
         answer = await self._begun_answer(prompt_ids, max_tokens, request)
         if answer.finish_reason is None:
             return answer, request
@@ -440,7 +449,7 @@ class Answering:
         return await self._begun_answer(prompt_ids, max_tokens, request), request
 
     async def _last_answer(self, record: router_pb2.SessionRecord, request: AnyRequest) -> list[Delta]:
-        """The deltas of the session's last answer, from its record, without work for hops."""
+        """The deltas of the session's last answer, made from its record without computing."""
         prompt_ids, tokens = read_last_answer(record)
         usage = request.caller.usage
         usage.prompt_tokens = usage.cached_tokens = len(prompt_ids)
@@ -450,7 +459,7 @@ class Answering:
 
 
 def _check_drafts(session: ChainSession, request: AnyRequest) -> None:
-    """Raises InvalidRequest for a missing draft model. A resumed answer continues without one."""
+    """Raises InvalidRequest if the chain lacks the wanted draft model. A resumed answer goes on without one."""
     may_lack_one = session.has_draft_model or request.resumption.num_received > 0
     if request.speculation.mode is SpeculationMode.DRAFT_MODEL and not may_lack_one:
         raise InvalidRequest(

@@ -15,7 +15,7 @@ _BYTES_OF_AN_ALTERNATIVE: Final = 8
 def write_last_answer(record: pb.SessionRecord, answer: Answer, turn_name: str) -> None:
     """Writes how the turn ended and, if the turn can be requested again, its log probabilities.
 
-    The token log is written elsewhere. At most a megabyte of log probabilities is kept, of the last tokens.
+    At most a mebibyte of log probabilities is kept, those of the last tokens. The caller writes the token log.
 
     Args:
         answer: an answer that has ended. Tokens that its caller had before it was resumed have no log probabilities.

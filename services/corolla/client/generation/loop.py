@@ -24,7 +24,7 @@ class AnswerReader:
         self._started_s = started_s
 
     def read(self, token: SampledToken) -> bool:
-        """Takes the next token. Returns whether another one is wanted."""
+        """Adds the next token to the answer. Returns whether the answer continues."""
         self._answer.accept(token, time.monotonic() - self._started_s)
         return self.wants_more
 
@@ -39,7 +39,7 @@ Prefill = Callable[[AnswerReader], Awaitable[None]]
 
 
 class SharedPrompt:
-    """A prompt with several answers: one session processes it, and `num_forks` others fork it before it continues."""
+    """A prompt with several answers: one session processes it, and waits until `num_forks` others have forked it."""
 
     def __init__(self, num_forks: int) -> None:
         self.source: asyncio.Future[ChainSession] = asyncio.get_running_loop().create_future()
@@ -48,7 +48,7 @@ class SharedPrompt:
         self._forked = asyncio.Event()
 
     async def prefill(self, session: ChainSession, new_ids: Sequence[int], reader: AnswerReader) -> None:
-        """Processes the prompt in the first session, which waits until the others have forked."""
+        """Processes the prompt in the first session, which then waits until the other sessions have forked it."""
         await session.prefill(new_ids, reader, waits=self._num_forks_left > 0)
         self._processed.set()
         if self._num_forks_left > 0:

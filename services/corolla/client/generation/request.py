@@ -14,14 +14,14 @@ Prompt = TypeVar("Prompt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerRequest(Generic[Prompt]):
-    """A caller, its prompt, and how its answers are generated and end.
+    """A caller, its prompt, and the rules for generating and ending the answers.
 
     Attributes:
         num_bytes: the size of the request's message.
         operation: the kind of request, by its name in OpenTelemetry's conventions.
-        session_id: the session that the answer continues; empty: none.
+        session_id: the session that the answer continues; empty: no session.
         adapter: the adapter's name; empty: the session's adapter, or none.
-        max_tokens: None leaves it to the service.
+        max_tokens: the most tokens of an answer; None: the service chooses.
         cache_salt: only requests with the same salt share computed prefixes.
         output_parsing: how chats separate reasoning and calls from text; None if an answer is only text.
         form: the form that an answer must have; None allows any text.
@@ -47,7 +47,7 @@ class AnswerRequest(Generic[Prompt]):
 
     @property
     def turn_name(self) -> str:
-        """See `Resumption.turn_name`."""
+        """The name of the request's turn; see `Resumption.turn_name`."""
         return self.resumption.turn_name(self.caller.tenant)
 
 

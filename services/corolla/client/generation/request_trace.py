@@ -1,4 +1,4 @@
-"""The span of a request, by OpenTelemetry's conventions for generative AI. It has counts and never text."""
+"""The trace span of a request, by OpenTelemetry's conventions for generative AI. It has counts and never text."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +11,11 @@ from corolla.client.generation.request import AnyRequest
 
 @dataclass(frozen=True, slots=True)
 class RequestTraces:
-    """Begins the spans of requests.
+    """Begins and ends the trace spans of requests.
 
     Args:
         model: the model's name.
-        trusts_callers: see `spans.request`.
+        trusts_callers: whether a caller's trace continues in the span; see `spans.request`.
     """
 
     model: str = ""
@@ -23,7 +23,7 @@ class RequestTraces:
 
     @contextmanager
     def request(self, request: AnyRequest) -> Iterator[None]:
-        """Traces a request from its arrival to its end, with the caller's usage at the end."""
+        """Traces a request from its arrival to its end, and adds its counts at the end."""
         name = f"{request.operation} {self.model}"
         with spans.request(name, request.caller.trace, trusts_caller=self.trusts_callers) as span:
             if span.is_sampled:

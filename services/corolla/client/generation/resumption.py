@@ -1,7 +1,7 @@
 """Resumes an answer whose stream broke, in any client service. No service keeps state for this.
 
-The same prompt, options and random numbers give the same tokens. So a request with a name can be sent again, and the
-answer leaves out the tokens that the caller has. A request with a name and without a seed gets its seed from the name.
+The same prompt, options and random numbers give the same tokens. So a caller can send a request with an id again and
+tell how many tokens it has; the answer leaves these out. A request with an id and no seed gets its seed from the id.
 """
 
 import hashlib
@@ -16,10 +16,12 @@ from corolla.decoding.stopping import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """The state of an answer that may have begun in another client service: the caller has `num_received` tokens.
+    """A caller's progress in an answer that may have begun in another client service.
 
-    `received_ids` are those tokens, if the caller sent them; then they need not be generated again. Without a name, no
-    answer has begun.
+    Attributes:
+        request_id: the id by which the caller names the request; empty: no answer has begun.
+        num_received: how many tokens of the answer the caller has.
+        received_ids: these tokens, if the caller sent them; then hops need not generate them again.
     """
 
     request_id: str = ""
@@ -27,17 +29,17 @@ class Resumption:
     received_ids: tuple[int, ...] = ()
 
     def turn_name(self, tenant: str) -> str:
-        """A name that only the same request of the same tenant has; empty without a request id, which is not stored."""
+        """A name that follows from the tenant and the request id, and does not reveal the id; empty without an id."""
         return self._digest("turn", tenant).hex()[:32] if self.request_id else ""
 
     def seeded(self, params: SamplingParams, tenant: str) -> SamplingParams:
-        """Adds a seed for a request that has a name, so that every client service draws the same numbers for it."""
+        """Adds a seed if the request has an id and no seed, so that every client service draws the same numbers."""
         if params.seed is not None or not self.request_id:
             return params
         return replace(params, seed=int.from_bytes(self._digest("seed", tenant)[:7]))
 
     def replay_into(self, answer: Answer) -> None:
-        """Adds the received tokens to the answer. Raises InvalidRequest if it ends before the last of them."""
+        """Adds the received tokens to the answer. Raises InvalidRequest if the answer ends before the last one."""
         for token_id in self.received_ids:
             if answer.finish_reason is not None:
                 raise _too_many(len(answer.tokens))
@@ -45,11 +47,11 @@ class Resumption:
         answer.deltas()
 
     def without_last(self) -> "Resumption":
-        """A copy in which the last received token is generated again, though it is not sent again."""
+        """A copy without the last received id: hops generate this token again, but the caller does not get it again."""
         return replace(self, received_ids=self.received_ids[:-1])
 
     def unsent_of(self, deltas: Iterable[Delta]) -> Iterator[Delta]:
-        """The rest of a whole answer, with its end. Raises InvalidRequest if the caller claims to have more of it."""
+        """The rest of a complete answer, with its end. Raises InvalidRequest if the caller claims more tokens."""
         unsent = UnsentDeltas(replace(self, received_ids=()))
         return (left for delta in deltas if (left := unsent.select([delta])) is not None)
 
@@ -58,14 +60,14 @@ class Resumption:
 
 
 class UnsentDeltas:
-    """Selects the parts of an answer that the caller lacks, as they come one after the other."""
+    """Selects the parts that the caller lacks from the consecutive deltas of an answer."""
 
     def __init__(self, resumption: Resumption) -> None:
         self._num_received = resumption.num_received
         self._num_tokens = len(resumption.received_ids)
 
     def select(self, deltas: Sequence[Delta]) -> Delta | None:
-        """The part of these deltas to send, as one delta, or None. It may be only the end, without tokens.
+        """The part of these deltas that the caller lacks, as one delta, perhaps only the end; None if it has them all.
 
         Raises InvalidRequest if the answer ends with fewer tokens than the caller received.
         """
@@ -84,11 +86,12 @@ class UnsentDeltas:
 
 
 def replay_answer(answer: Answer, tokens: Sequence[SampledToken], finish_reason: FinishReason) -> list[Delta]:
-    """The deltas of a complete answer of at least one token.
+    """Makes the deltas of a complete answer again.
 
     Args:
-        answer: an empty answer with the same stop conditions as the first one.
-        finish_reason: the finish reason of the first answer; only a time limit could give another one.
+        answer: an empty answer without a limit of tokens or time.
+        tokens: the answer's tokens, at least one.
+        finish_reason: the finish reason of the first answer.
     """
     *earlier, last = tokens
     for token in earlier:

@@ -9,7 +9,7 @@ from corolla.chassis.errors import QueueFull, ShareExceeded
 Ticket = TypeVar("Ticket", bound=Hashable)
 
 _PARTS: Final = 16
-"""One part in this many of the places is reserved for tenants that have no more places than this part."""
+"""One part in this many of the places is reserved for tenants that hold no more places than this part."""
 
 
 class WaitingLine(Generic[Ticket]):
@@ -18,20 +18,20 @@ class WaitingLine(Generic[Ticket]):
     A ticket takes a place for each of its sequences. The next places go to the tenant that has the fewest (among
     equals, to the one whose last turn is longest ago), and within a tenant to its oldest ticket. So each of T waiting
     tenants gets 1/T of the places. No ticket overtakes one that waits for several places. A ticket that wants more
-    places than its tenant can ever get takes that many.
+    places than its tenant can ever get takes as many as the tenant can get.
 
-    A tenant may be guaranteed places. They stay free for it, so that a ticket within its guarantee runs at once,
-    whatever others do. If there may be several tenants, a part of the places is reserved for tenants with no more
-    places than this part, so no tenant gets all places.
+    A tenant may be guaranteed places. These stay free for it, so that a ticket within its guarantee runs at once,
+    whatever other tenants do. If there may be several tenants, one part in sixteen of the places is reserved for
+    tenants that hold no more places than this part, so no tenant gets all places.
 
     If the line is full, a new ticket displaces the newest tickets of the tenant with the largest share of the line, as
-    long as that share is larger than the new ticket's tenant's. A tenant's share is the larger one of its shares of the
+    long as the new ticket's tenant has a smaller share. A tenant's share is the larger one of its shares of the
     tickets and of the bytes (Ghodsi et al.: "Dominant Resource Fairness", 2011).
 
     Args:
         max_running: the number of places.
         max_bytes: the most bytes of all tickets, running and waiting.
-        min_shares: returns the least number of shares that the whole is divided into, however few tenants there are.
+        min_shares: returns the least number of tenants among which the service is shared, even if fewer are there.
         guarantees: returns the guaranteed places by tenant, fewer than `max_running` in all.
     """
 
@@ -160,7 +160,7 @@ class WaitingLine(Generic[Ticket]):
         del self._sizes[ticket], self._places[ticket]
 
     def _displaced(self, tenant: str, num_bytes: int, num_more: int) -> list[tuple[str, Ticket]]:
-        """The tickets that a new one displaces, with their tenants. Raises QueueFull."""
+        """The waiting tickets that a new one displaces, as pairs `(tenant, ticket)`. Raises QueueFull."""
         runs_at_once = self._may_run(tenant, num_more)
         if runs_at_once and self._is_guaranteed(tenant, num_more) and tenant not in self._waiting:
             return []
@@ -197,7 +197,7 @@ class WaitingLine(Generic[Ticket]):
         return QueueFull("the service has no room for further running or waiting requests")
 
     def _small_part(self) -> int:
-        """The number of places that are reserved for tenants with no more places than that."""
+        """The number of places that are reserved for tenants that hold no more places than that."""
         return self._max_running // _PARTS if self._min_shares() > 1 else 0
 
     def _share(self, tickets: Sequence[Ticket], num_more: int = 0, num_more_bytes: int = 0) -> float:

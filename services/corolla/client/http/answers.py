@@ -1,6 +1,6 @@
-"""Parts of replies that all kinds of answers share, and the text of events.
+"""The parts that replies of several HTTP routes share, and JSON text for events.
 
-A token's event is joined from ready parts and one escaped string, because it must be very cheap.
+A token's event is joined from prepared texts and one escaped string, because each token has one and it must be cheap.
 """
 
 import json
@@ -26,7 +26,7 @@ FINISH_REASONS: Final[Mapping["pb.FinishReason.ValueType", str | None]] = {
     pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
 
-# The standard of events does not count these as ends of lines, but many callers' functions do.
+# Server-sent events do not end lines with these characters, but many functions that split lines do.
 _LINE_ENDS: Final = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 

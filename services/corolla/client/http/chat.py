@@ -178,7 +178,7 @@ def tool_choice_of(given: ToolMode | NamedTool | FunctionName | None) -> pb.Tool
 
 
 def struct_of(arguments: dict[str, Any]) -> Struct | None:
-    """The arguments as protobuf's `Struct`. Raises InvalidRequest if it cannot hold a value."""
+    """The arguments as protobuf's `Struct`. Raises InvalidRequest for a value that a `Struct` cannot hold."""
     if not arguments:
         return None
     # Protobuf itself fails on too deep values only when it copies the message.

@@ -91,7 +91,7 @@ def message_of(message: pb.ChatMessage) -> AnsweredMessage:
 
 
 def reply(response: pb.ChatResponse, *, has_logprobs: bool, has_token_ids: bool) -> bytes:
-    """The body of the whole reply."""
+    """The body of a reply that is not streamed."""
     first = pb.ChatCompletion(
         index=0,
         message=response.message,

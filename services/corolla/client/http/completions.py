@@ -96,7 +96,7 @@ class Completion(BaseModel):
 
 
 def reply(responses: Sequence[pb.GenerateResponse], *, has_logprobs: bool, has_token_ids: bool) -> bytes:
-    """The body of the whole reply."""
+    """The body of a reply that is not streamed."""
     choices = [
         CompletionChoice(
             index=number * len(response.completions) + each.index,

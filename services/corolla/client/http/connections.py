@@ -1,4 +1,8 @@
-"""HTTP connections: uvicorn handles the protocol; here heads get a time limit, and reading is shared fairly."""
+"""HTTP connections, whose protocol uvicorn handles.
+
+`Connection` limits the time within which a head must arrive, and the bytes that it reads in one turn of the event loop,
+so that all connections share the loop fairly.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -10,16 +14,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _BYTES_PER_TURN: Final = 1024
-"""A chunk of a body may be one byte, and costs about 20 microseconds."""
+"""The most bytes to read in one turn. A chunk of a body may have only one byte, and costs about 20 microseconds."""
 _WHOLE_BODY_BYTES_PER_TURN: Final = 64 << 10
-"""The limit for a body with a content-length, which has no chunks."""
+"""The most bytes to read in one turn from a body with a content-length, which has no chunks."""
 
 
 class Connection(asyncio.BufferedProtocol):
     """A connection with one caller.
 
     Args:
-        head_timeout_s: seconds for a request's head to arrive, from the connection's beginning or the first byte.
+        head_timeout_s: seconds within which a request's head must arrive, counted from the beginning of the connection
+            or, for later requests, from the head's first byte.
 
     Attributes:
         is_open: whether TLS, if any, has begun.
@@ -50,7 +55,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @contextmanager
     def answering(self, num_body_bytes: int) -> Iterator[None]:
-        """A context for the answer to a request whose head has arrived.
+        """Counts a request, whose head has arrived, as being answered until the context ends.
 
         Args:
             num_body_bytes: the size of the body; 0 for a body in chunks.
@@ -117,7 +122,7 @@ class Connection(asyncio.BufferedProtocol):
 
 
 def connection_of(scope: Scope) -> Connection | None:
-    """The connection of a request, if it is known."""
+    """The connection of a request; None if the application runs without `HttpServer`."""
     found: Connection | None = scope.get("state", {}).get("connection")
     return found
 

@@ -1,4 +1,4 @@
-"""The checks and counts between a route of HTTP and the code that answers it."""
+"""HTTP endpoints: the checks and the metrics around the code that answers a route."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -16,7 +16,7 @@ from corolla.client.http.metrics import HttpMetrics
 from corolla.client.http.origins import OwnPages
 
 Behaviour = Callable[[Exchange, Call[KeyHolder]], Awaitable[None]]
-"""Reads the request and replies. Raises errors of `corolla.errors`."""
+"""Reads the request and replies. Raises errors of `corolla.chassis.errors`."""
 
 
 HeaderCheck = Callable[[Mapping[str, str]], None]
@@ -24,7 +24,7 @@ HeaderCheck = Callable[[Mapping[str, str]], None]
 
 
 class EndpointFactory:
-    """Makes an endpoint of the behaviours of a route.
+    """Makes the endpoint of a route from its behaviours.
 
     Args:
         authenticate: finds the caller, as for gRPC.
@@ -47,7 +47,7 @@ class EndpointFactory:
         Args:
             behaviours: the behaviours by HTTP method.
             is_open: whether callers need no key; such calls are not in the audit log.
-            is_of_page: whether the route is for the service's own page, and pages of other hosts must not read it.
+            is_of_page: whether the route serves only the service's own page; pages of other hosts must not read it.
         """
         guards = {
             method: Guard(

@@ -30,7 +30,7 @@ _CALLERS_FAULTS: Final = MappingProxyType(
 )
 """HTTP statuses of errors that are the caller's fault, by gRPC's code."""
 _OTHER_FAULTS: Final = MappingProxyType({"INTERNAL": 500, "DATA_LOSS": 500, "DEADLINE_EXCEEDED": 504})
-"""HTTP statuses of all other errors, by gRPC's code. Codes that are not here give 503."""
+"""HTTP statuses of all other errors, by gRPC's code. Errors with any other code get 503."""
 _TYPES: Final = MappingProxyType(
     {
         400: "invalid_request_error",
@@ -46,7 +46,7 @@ _TYPES: Final = MappingProxyType(
         504: "timeout_error",
     }
 )
-"""OpenAI's words for the kind of an error, by its status."""
+"""OpenAI's words for the kind of an error, by HTTP status."""
 _CODES: Final = MappingProxyType(
     {"INTERNAL": "internal_error", "QUOTA_EXCEEDED": "rate_limit_exceeded", "UNAUTHENTICATED": "invalid_api_key"}
 )
@@ -116,12 +116,12 @@ def facts_of(error: CorollaError) -> dict[str, Any]:
 
 
 def body_of(error: CorollaError) -> bytes:
-    """The body of a reply, or the data of an event."""
+    """An error in JSON: the body of a reply, or the data of an event."""
     return json.dumps({"error": facts_of(error)}, ensure_ascii=False).encode()
 
 
 def headers_of(error: CorollaError) -> dict[str, str]:
-    """Further headers of an error's reply: when to retry."""
+    """The additional headers of an error's reply: `retry-after`, if the error says when to retry."""
     if error.retry_after_s is None:
         return {}
     return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}

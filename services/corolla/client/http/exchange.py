@@ -1,4 +1,4 @@
-"""One HTTP request and its reply: it reads the body within limits, and sends the reply whole or as events."""
+"""One HTTP request and its reply. An exchange reads the body within limits, and sends the reply whole or as events."""
 
 import asyncio
 import re
@@ -42,7 +42,7 @@ class HeldBytes:
         self._left = max_bytes
 
     def take(self, num_bytes: int) -> None:
-        """Counts bytes. Raises QueueFull."""
+        """Counts bytes that are held now. Raises QueueFull if they are too many."""
         if num_bytes > self._left:
             raise QueueFull("the service is reading too many requests; try again")
         self._left -= num_bytes
@@ -57,8 +57,9 @@ class Limits:
 
     Attributes:
         max_bytes: the most bytes of a body.
+        held: counts the bytes of the bodies of all exchanges.
         read_timeout_s: seconds within which a body must arrive.
-        reader_timeout_s: seconds that a caller may read nothing of its reply.
+        reader_timeout_s: seconds after which a reply ends because its caller reads nothing of it.
     """
 
     max_bytes: int
@@ -113,7 +114,7 @@ class Exchange:
         return found
 
     async def read(self, kind: type[Body]) -> Body:
-        """Reads the body as a value. Raises InvalidRequest, MessageTooLarge, QueueFull, DeadlineExceeded."""
+        """Reads the body as a `kind`. Raises InvalidRequest, MessageTooLarge, QueueFull, DeadlineExceeded."""
         data = await self._body()
         media = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media != JSON:
@@ -124,7 +125,7 @@ class Exchange:
             raise _refusal(failure) from None
 
     async def without_body(self) -> None:
-        """Reads and drops a body that the route does not need, to notice when the caller leaves."""
+        """Drops a body that the route does not need. Afterwards, the current task is cancelled if the caller leaves."""
         await self._body()
 
     async def _body(self) -> bytes:
@@ -213,7 +214,7 @@ class Exchange:
                 await self._send_out({"type": "http.response.body", "body": data, "more_body": True})
 
     def end_watch(self) -> None:
-        """Stops watching whether the caller leaves: the reply is complete."""
+        """Stops watching whether the caller leaves, because the reply is ready or has failed."""
         if self._watching is not None:
             self._watching.cancel()
             self._watching = None
@@ -239,7 +240,7 @@ class Exchange:
             ) from None
 
     async def _linger(self) -> None:
-        """Drops the rest of a refused request for a moment: a caller cut off while sending may miss the reply."""
+        """Drops the rest of a refused request for up to a second: a caller cut off while sending may miss the reply."""
         if "expect" in self.headers:
             return
         try:
@@ -251,7 +252,7 @@ class Exchange:
 
 
 def _refusal(failure: ValidationError) -> InvalidRequest:
-    """The faults of a body by field, without the values in it."""
+    """The error that names the faults of a body by field, without the body's values."""
     # The description of a fault takes far more memory than the bytes that caused it.
     if failure.error_count() > _MAX_FAULTS:
         return InvalidRequest("body", f"has more than {_MAX_FAULTS} faults")

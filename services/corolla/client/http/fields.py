@@ -10,7 +10,7 @@ from corolla.chassis.errors import InvalidRequest
 from corolla.v1 import generation_pb2 as pb
 
 DEFAULT_TEMPERATURE: Final = 1.0
-"""OpenAI's default. The default of gRPC is greedy."""
+"""OpenAI's default. The default in gRPC's protocol is greedy decoding."""
 
 
 Element = TypeVar("Element")
@@ -120,7 +120,7 @@ class AnswerFields(SamplingFields):
         return stopping
 
     def shared(self, max_tokens: int | None) -> dict[str, Any]:
-        """The fields that completions and chats share, by the protocol's names."""
+        """The fields that completions and chats share, by their names in gRPC's protocol."""
         mode = pb.SpeculationMode.Value(f"SPECULATION_MODE_{(self.speculation or 'unspecified').upper()}")
         speculation = pb.SpeculationParameters(mode=mode)
         _set(speculation, self, ("max_draft_tokens",))
@@ -199,19 +199,19 @@ def response_format(given: ResponseFormat | None) -> pb.ResponseFormat | None:
 
 
 def json_schema_format(schema: Mapping[str, Any] | None, field: str) -> pb.ResponseFormat:
-    """The form of a JSON schema. Raises InvalidRequest if the schema is missing."""
+    """The form that a JSON schema describes. Raises InvalidRequest if the schema is missing."""
     if schema is None:
         raise InvalidRequest(field, "must be set")
     return pb.ResponseFormat(json_schema=as_json(schema))
 
 
 def as_json(value: Any) -> str:
-    """The value as JSON in one line, with its members in their order."""
+    """The value as JSON in one line, with its members in the given order."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _set(target: Any, source: BaseModel, names: Sequence[str]) -> None:
-    """Copies the fields that are set to a message."""
+    """Copies the named fields that have a value from `source` to `target`."""
     for name in names:
         if (value := getattr(source, name)) is not None:
             setattr(target, name, value)

@@ -1,4 +1,4 @@
-"""The metrics of HTTP."""
+"""The metrics of HTTP requests and connections."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ from corolla.client.http.errors import CLIENT_CLOSED, status_of
 
 
 class HttpMetrics:
-    """Metrics of requests by route and status. Their errors count with those of gRPC.
+    """Metrics of HTTP requests by route and status. Errors count in gRPC's metrics.
 
     Args:
         registry: The registry of the service.

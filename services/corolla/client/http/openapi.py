@@ -49,10 +49,10 @@ class Operation:
     """One HTTP method at one path.
 
     Attributes:
-        path: the path in the document. Its last part may be a parameter that holds slashes.
+        path: the path in the document. Its last part may be a parameter, and `{model}` may hold slashes.
         does: the method of HttpRoutes; its docstring is the summary in the document.
-        reply: the body of a reply without stream; for a watch, the data of each event.
-        body: the body of the request; None: it has none.
+        reply: the body of a reply that is not streamed; for a watch, the data of each event.
+        body: the body of the request; None: the request has no body.
         streams: whether the reply may be a stream of events.
         is_watch: whether the reply is a stream of events for as long as the caller stays.
         is_open: whether callers need no key.
@@ -167,7 +167,7 @@ def router(endpoints: EndpointFactory, handlers: HttpRoutes, *, has_page: bool) 
         found = list(group)
         behaviours = {each.method: partial(each.does, handlers) for each in found}
         endpoint = endpoints.endpoint(path, behaviours, is_open=found[0].is_open, is_of_page=found[0].is_watch)
-        # A model's name may be a hub id, which has a slash.
+        # A model's name may be an id of the Hugging Face Hub, which has a slash.
         served.append(Route(path.replace("{model}", "{model:path}"), endpoint))
     for path, show in pages() if has_page else ():
         served.append(Route(path, endpoints.endpoint("/page", {"GET": show}, is_open=True)))

@@ -1,7 +1,8 @@
 """Decides which web pages may send requests to a service without keys. Pure.
 
 A page of any host can make the browser send requests to the user's own machine. Browsers name the page's host in
-`origin`. But an attacker's host name may resolve to this machine; then page and request have the same host.
+`origin`. But an attacker's host name may resolve to this machine (DNS rebinding); then page and request have the same
+host. So a service on a loopback address accepts only pages whose host is a loopback name.
 """
 
 import ipaddress
@@ -29,7 +30,7 @@ class OwnPages:
             raise InvalidRequest("origin", "pages of other hosts are refused by a service without keys")
 
     def check_reader(self, headers: Mapping[str, str]) -> None:
-        """Checks a reading request: browsers send no `origin` from a page of the same host. Raises InvalidRequest."""
+        """Checks a GET request also by `host`: pages of the same host send no `origin`. Raises InvalidRequest."""
         self.check(headers)
         if self._is_loopback and not _is_loopback(_name(headers.get("host", "").lower())):
             raise InvalidRequest("host", "must be this machine's own for a service without keys")

@@ -1,4 +1,4 @@
-"""The page at `/`: its files, which come with the package and are read once."""
+"""The page at `/`: its files, which come with the package. They are read once, at the start."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -29,7 +29,7 @@ _PICTURE: Final = "image/svg+xml"
 
 
 def pages() -> Iterator[tuple[str, Behaviour]]:
-    """Yields each path with the behaviour that sends its file. Callers need no key: the files are not secret."""
+    """Yields each path with the behaviour that sends the path's file. Callers need no key: the files are not secret."""
     for file in (resources.files(__package__) / "static").iterdir():
         path = "/" if file.name == _INDEX else f"/page/{file.name}"
         kind = _KINDS.get(file.name[file.name.rindex(".") :], _PICTURE)

@@ -74,7 +74,7 @@ def placement_facts(
     num_answers: Mapping[str, int],
     recoveries: Iterable[RecoveryFacts],
 ) -> PlacementFacts:
-    """The facts that are sent to watchers.
+    """The placement in the form that watchers get.
 
     Args:
         servers: the servers that hold this model's weights.

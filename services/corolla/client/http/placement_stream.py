@@ -1,4 +1,4 @@
-"""Streams the placement as events: each event is made once for all watchers, and rate and watchers are limited."""
+"""Streams the placement as events. One event serves all watchers; the rate of events and the watchers are limited."""
 
 import asyncio
 from collections import Counter
@@ -45,7 +45,7 @@ class PlacementStream:
         self._closed.set()
 
     async def watch(self, caller: KeyHolder) -> AsyncGenerator[bytes, None]:
-        """Yields events: the current placement, and again after changes; after long silence, a comment.
+        """Yields an event with the current placement, one after each change, and after a long silence a comment.
 
         Raises:
             QueueFull: there are too many watchers.
@@ -75,7 +75,7 @@ class PlacementStream:
             self._watchers += Counter()  # removes tenants without watchers
 
     def _now(self, now_s: float) -> bytes:
-        """The current event, the same for all watchers within the interval."""
+        """The current event, which is made at most once in INTERVAL_S for all watchers."""
         if now_s - self._described_s >= INTERVAL_S:
             self._event = b"data: " + self._describe().model_dump_json().encode() + b"\n\n"
             self._described_s = now_s

@@ -1,4 +1,4 @@
-"""The newest recoveries of a client service, for watchers. It does not say whose sessions they were.
+"""The newest recoveries of a client service, for watchers of the placement. The log names no sessions and no tenants.
 
 Pure: the clock is passed in.
 """
@@ -12,7 +12,7 @@ from corolla.client.http.placement_facts import Moved, RecoveryFacts, name_of
 
 MAX_ENTRIES: Final = 16
 TOGETHER_S: Final = 5.0
-"""Sessions that lose the same servers within this time are one entry."""
+"""Recoveries of the same cause and the same moves within this time are one entry."""
 
 
 class RecoveryLog:

@@ -67,10 +67,10 @@ _CUT_OFF: Final = frozenset({pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_TIME_LIMI
 
 
 class Reply:
-    """Writes the reply to a request for a response.
+    """Writes the reply to a request of `/v1/responses`, whole or as events.
 
     Args:
-        response_id: the response's id, by which it can be continued if it is stored.
+        response_id: the response's id, by which a later request continues the response if it is stored.
     """
 
     def __init__(self, request: ResponseRequest, response_id: str, model: str) -> None:
@@ -96,7 +96,7 @@ class Reply:
         )
 
     def whole(self, answer: pb.ChatResponse) -> bytes:
-        """The body of the whole reply."""
+        """The body of a reply that is not streamed."""
         message = answer.message
         output: list[dict[str, Any]] = []
         if message.reasoning:
@@ -107,7 +107,7 @@ class Reply:
         return self._ended(output, answer.finish_reason, answer.usage).model_dump_json().encode()
 
     async def events(self, chunks: AsyncGenerator[pb.ChatChunk, None]) -> AsyncGenerator[bytes, None]:
-        """The events of a stream."""
+        """Yields the events of a stream: its beginning, the items of the answer, and its end."""
         writer = _Writer()
         is_begun = False
         async with aclosing(chunks):
@@ -147,10 +147,10 @@ class Reply:
 
 
 class _Writer:
-    """Makes the events of one answer, whose items come one after the other.
+    """Makes the events of one answer. Its items follow one another, so at most one is open.
 
     Attributes:
-        output: the complete items.
+        output: the completed items in OpenAI's form.
     """
 
     def __init__(self) -> None:
@@ -234,19 +234,19 @@ class _OpenItem:
         if self.part_kind:
             self.place["content_index"] = 0
         self._events = f"response.{self.part_kind or 'function_call_arguments'}"
-        # The text before and after the number in each delta's event.
+        # The text before and after the sequence number in each delta's event.
         self.delta_head = f'event: {self._events}.delta\ndata: {{"type":"{self._events}.delta","sequence_number":'
         self.delta_place = "," + compact(self.place)[1:-1] + ","
         self.no_logprobs = ',"logprobs":[]' if kind == "message" else ""
 
     def part(self, text: str) -> dict[str, Any]:
-        """The item's only part."""
+        """The item's only content part, with this text."""
         if self.kind == "message":
             return _text_part(text, self.logprobs)
         return {"type": "reasoning_text", "text": text}
 
     def facts(self, status: str) -> dict[str, Any]:
-        """The item so far."""
+        """The item so far, in OpenAI's form."""
         text = "".join(self.parts)
         if self.kind == "function_call":
             return _call(self._id, self._call_id, self._name, text, status)
@@ -256,7 +256,7 @@ class _OpenItem:
         return facts if status == "completed" else {**facts, "content": []}
 
     def ends(self, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The events that say that the item is complete, except the last one."""
+        """Yields kind and facts of the events that complete the item, except `response.output_item.done`."""
         if self.kind == "function_call":
             yield f"{self._events}.done", {**self.place, "name": self._name, "arguments": text}
             return

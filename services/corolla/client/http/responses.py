@@ -185,14 +185,14 @@ class ResponseRequest(SamplingFields):
 
 @dataclass(frozen=True, slots=True)
 class StoredTurn:
-    """The turn of a session that a stored response is; the first turn is number 1."""
+    """The turn of a session that made a stored response; the session's first turn is number 1."""
 
     session_id: str
     number: int
 
     @classmethod
     def after(cls, response_id: str) -> "StoredTurn":
-        """The turn after a response. Raises ResourceNotFound if the id is not that of a stored response."""
+        """The turn after a response. Raises ResourceNotFound if the id does not have the form of a stored response."""
         found = _ID.fullmatch(response_id)
         if found is None:
             raise ResourceNotFound("previous_response_id: there is no such response, or it was not stored")
@@ -209,7 +209,7 @@ def new_response_id() -> str:
 
 
 def _joined(items: Sequence[InputItem]) -> Iterator[pb.ChatMessage]:
-    """Converts items to messages. Reasoning, text and calls of an assistant become one message."""
+    """Converts items to messages. Consecutive reasoning, text and calls of an assistant become one message."""
     assistant: pb.ChatMessage | None = None
     for item in items:
         match item:

@@ -137,7 +137,10 @@ class HttpRoutes:
     async def _turn(
         self, body: ResponseRequest, call: Call[KeyHolder]
     ) -> AsyncIterator[tuple[StoredTurn | None, asyncio.Event]]:
-        """The turn of a response, and the event to set when it is stored; otherwise a new session is deleted."""
+        """Yields the turn of a response, None if the response is not stored, and the event to set once it is stored.
+
+        If the event is not set at the end of the context, a session that was created for the turn is deleted.
+        """
         is_kept = asyncio.Event()
         if not body.is_stored:
             yield None, is_kept
@@ -165,7 +168,7 @@ class HttpRoutes:
                 completions.events(chunks, model, num_completions, has_usage=body.has_usage, **wishes)
             )
             return
-        # The prompts are completed at the same time; the first failure ends all.
+        # All prompts are completed at the same time; the first failure ends the others.
         found = {index: each async for index, each in merge([self._generated(each, call) for each in requests])}
         responses = [found[index] for index in range(len(requests))]
         await exchange.reply(completions.reply(responses, **wishes))
@@ -226,7 +229,7 @@ class HttpRoutes:
 async def _until_kept(
     chunks: AsyncGenerator[pb.ChatChunk, None], is_kept: asyncio.Event
 ) -> AsyncGenerator[pb.ChatChunk, None]:
-    """Yields the chunks. An end of the answer means that the turn is stored, so it sets the event."""
+    """Yields the chunks, and sets the event at the answer's end: the turn is stored before its end is sent."""
     async with aclosing(chunks):
         async for chunk in chunks:
             if chunk.finish_reason:

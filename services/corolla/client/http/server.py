@@ -1,4 +1,4 @@
-"""Listens for HTTP: uvicorn runs in the service's own event loop, within limits, and does not handle signals."""
+"""The HTTP server: uvicorn runs in the service's own event loop, within limits, and does not handle signals."""
 
 import asyncio
 import logging
@@ -39,14 +39,14 @@ class HttpServer:
     """Serves an ASGI application. It binds its port when it is made, and listens from `start` on.
 
     Args:
-        host: address to listen on; empty: all.
-        port: 0 takes a free one.
+        host: the address to listen on; empty: all.
+        port: the port; 0 takes a free one.
         context: the TLS context with the certificate; None: HTTP without TLS.
         max_connections: the most connections at a time, including handshakes.
         head_timeout_s: seconds within which the head of a request must arrive.
 
     Raises:
-        StartupError: the address is taken, or not ours.
+        StartupError: the address is taken, or does not belong to this machine.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class HttpServer:
         self._running = _Running(server, self._accept(server))
 
     async def run(self) -> None:
-        """Waits for ever, and raises the error that ends serving, if any."""
+        """Waits for ever, or until serving fails; then it raises the error."""
         if (running := self._running) is not None:
             while not running.failure.done():
                 await asyncio.wait({running.failure}, timeout=_LOOK_INTERVAL_S)
             await running.failure
 
     async def stop(self, grace_s: float) -> None:
-        """Stops accepting, gives running requests `grace_s` seconds, and then ends them."""
+        """Stops accepting connections, gives running requests `grace_s` seconds, and then ends them."""
         running, self._running = self._running, None
         if running is not None:
             await running.end_accepting()
@@ -119,7 +119,7 @@ class HttpServer:
             except BlockingIOError:
                 pass
             except OSError as failure:
-                # Most often the process has no descriptor left.
+                # Most often the process has no file descriptor left.
                 log.warning("cannot accept connections", extra={"reason": failure.strerror})
                 await asyncio.sleep(_ACCEPT_REST_S)
             await asyncio.sleep(0)
@@ -167,7 +167,7 @@ class _Running:
     """The tasks that run between start and stop.
 
     Attributes:
-        failure: a future that raises an error of the tasks.
+        failure: a future that raises the first error of a task.
     """
 
     def __init__(self, server: _Server, accept: Coroutine[Any, Any, None]) -> None:

@@ -1,4 +1,4 @@
-"""The tools that an answer may call, and the grammar that results from them. Pure."""
+"""The rules for the calls of tools in an answer, and the grammar that enforces them. Pure."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ _ANY_TEXT: Final = r"/(.|\n)*/"
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """The rules for calls. `tools` may be called; `is_required` means that the answer consists only of calls."""
+    """The rules for calls. An answer may call `tools`; if `is_required`, it consists only of calls."""
 
     tools: tuple[Tool, ...] = ()
     is_required: bool = False
@@ -64,7 +64,7 @@ def is_special_in_grammars(text: str, *, is_special: bool) -> bool:
 
 
 def _required(rules: CallRules, calls: CallFormat, mark: Mark) -> list[str]:
-    """The rules for an answer that consists only of calls."""
+    """The grammar's rules for an answer that consists only of calls."""
     written = "bare_calls" if calls.may_be_bare else f"{mark(calls.opening)} calls"
     if rules.may_be_several and not (calls.separator or calls.is_list):
         gap = "" if calls.infix else r'"\n" '
@@ -73,7 +73,7 @@ def _required(rules: CallRules, calls: CallFormat, mark: Mark) -> list[str]:
 
 
 def _thought(reasoning: ReasoningFormat, mark: Mark) -> list[str]:
-    """The rules for the reasoning before an answer."""
+    """The grammar's rules for the reasoning before an answer."""
     is_lazy = "" if mark(reasoning.closing).startswith("<[") else "[lazy]"
     return [
         f"thought{is_lazy}: {mark(reasoning.opening)} {_ANY_TEXT} {mark(reasoning.closing)}",
@@ -82,7 +82,7 @@ def _thought(reasoning: ReasoningFormat, mark: Mark) -> list[str]:
 
 
 def _free(rules: CallRules, calls: CallFormat, mark: Mark) -> list[str]:
-    """The rules for any text in which every call that begins is complete."""
+    """The grammar's rules for any text in which every call that begins is completed."""
     # If a call needs no opening, text must not begin like a call: both would match, and the longer match wins.
     words = r"/[^{\s](.|\n)*/" if calls.may_be_bare else _ANY_TEXT
     is_special = mark(calls.opening).startswith("<[")
@@ -94,7 +94,7 @@ def _free(rules: CallRules, calls: CallFormat, mark: Mark) -> list[str]:
 
 
 def _written_calls(rules: CallRules, calls: CallFormat, closing: str) -> list[str]:
-    """The rules for the text after an opening."""
+    """The grammar's rules for the text after an opening."""
     one = "(" + " | ".join(f"call_{index}" for index in range(len(rules.tools))) + ")"
     several = one
     if calls.separator and rules.may_be_several:

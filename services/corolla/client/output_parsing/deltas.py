@@ -1,4 +1,4 @@
-"""The parts of an answer as they come: text, reasoning and calls of tools. Pure."""
+"""The parts of an answer as they arrive: text, reasoning and calls of tools. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from corolla.client.text.conversation import Message, ToolCall
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A part of a call. The first part has the call's id and name. `index` is the call's place among the answer's."""
+    """A part of a call. The first part has the call's id and name. `index` numbers the calls of an answer from 0."""
 
     index: int
     id: str = ""
@@ -18,7 +18,7 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
-    """The parts that some more text adds to an answer."""
+    """The text, reasoning and calls that one piece of model output adds to an answer."""
 
     text: str = ""
     reasoning: str = ""
@@ -35,7 +35,7 @@ def joined_deltas(deltas: Iterable[AnswerDelta]) -> AnswerDelta:
 
 @dataclass(slots=True)
 class MessageBuilder:
-    """Collects the deltas of an answer, and builds one delta or a message of them."""
+    """Collects the deltas of an answer, and builds one delta or a message from them."""
 
     texts: list[str] = field(default_factory=list)
     reasonings: list[str] = field(default_factory=list)

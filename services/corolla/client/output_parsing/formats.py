@@ -7,15 +7,15 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """A format of calls: JSON objects with a name and arguments, or names that arguments follow.
+    """A format of calls: JSON objects with a name and arguments, or names that are followed by their arguments.
 
     Attributes:
         opening: the text before a call, or before a list of calls.
         closing: the text after a call, or after a list of calls; may be empty.
         separator: the text between calls that share one opening; empty: each call has its own opening.
-        arguments_key: the key of the arguments in the object; empty for names with arguments.
+        arguments_key: the key of the arguments in a call's object; empty for names with arguments.
         infix: the text between a name and its arguments; empty for objects.
-        id_mark: the text before an id that a model may write between name and infix; this id is ignored.
+        id_mark: the text before an id that a model may write between name and infix; the parser ignores this id.
         is_list: whether the calls form a JSON list.
         may_be_bare: whether the answer may begin with a call, without the opening.
         num_id_chars: the required number of letters and digits of a call's id; 0 allows any id.

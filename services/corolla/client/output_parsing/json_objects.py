@@ -5,13 +5,13 @@ from enum import Enum, auto
 from typing import Final
 
 _OUTSIDE: Final = re.compile(r"[\s:,0-9+\-.eEtrufalsn]*")
-"""The characters of JSON outside of brackets and strings. Numbers and words are not checked further."""
+"""The characters of JSON between brackets and strings. Numbers and words are not checked further."""
 _INSIDE: Final = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 _CLOSES: Final = {"{": "}", "[": "]"}
 
 
 class Reading(Enum):
-    """The result of a read: more text must come, the wanted depth is reached, or the text is not JSON."""
+    """The result of a read: OPEN needs more text, CLOSED has reached the wanted depth, BROKEN is not JSON."""
 
     OPEN = auto()
     CLOSED = auto()
@@ -28,7 +28,7 @@ class ObjectScanner:
     def read(self, text: str, start: int, depth: int = 0) -> tuple[int, Reading]:
         """Reads until only `depth` brackets are open. Returns the position at which it stopped, and the result.
 
-        It does not read a lone backslash at the text's end; the caller passes it again with more text.
+        A lone backslash at the text's end stays unread; the caller passes it again with more text.
         """
         position = start
         while position < len(text):
@@ -54,7 +54,7 @@ class ObjectScanner:
         return position if found is None else found.end()
 
     def _takes(self, mark: str) -> bool:
-        """Whether a bracket or a quotation mark may stand here."""
+        """Follows a bracket or a quotation mark. Returns whether it may stand here."""
         if mark in _CLOSES:
             self._closing.append(_CLOSES[mark])
         elif self._closing and mark == self._closing[-1]:

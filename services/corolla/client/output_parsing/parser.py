@@ -20,7 +20,7 @@ _HEAD: Final = re.compile(
     rf'\{{\s{{0,9}}(?:"(?:type|id)"\s{{0,9}}:\s{{0,9}}{_STRING}\s{{0,9}},\s{{0,9}}){{0,2}}'
     r'"name"\s{0,9}:\s{0,9}"([^"\\]{1,64})"\s{0,9},\s{0,9}"(?:arguments|parameters)"\s{0,9}:\s{0,9}\{'
 )
-"""The beginning of a call up to the arguments' brace, with the usual order of keys and a limited length."""
+"""The beginning of a call's object, up to its arguments' brace, with the usual order of keys and a limited length."""
 _FIRST_KEY: Final = re.compile(r'\{\s*"([^"\\]*)"')
 _KEYS: Final = frozenset({"arguments", "id", "name", "parameters", "type"})
 
@@ -56,8 +56,8 @@ class MarkupParser:
         calls: the format of calls; None: calls are text.
         reasoning: the format of reasoning; None: reasoning is text.
         tool_names: the names that a call may have.
-        call_id: returns the id of the call with an index.
-        most_calls: the most calls, further ones are dropped; None: no limit.
+        call_id: returns the id for the call with this index.
+        most_calls: the most calls; further ones are dropped. None: no limit.
         state: the first state: INSIDE, BEGINNING, a state of reasoning, or TEXT if the answer continues a message.
     """
 
@@ -78,7 +78,8 @@ class MarkupParser:
         self._most_calls = most_calls
         self._state = state
         self._num_read_calls = 0
-        # Invariant: `_held` is the text not returned yet. In CALL, its part before `_call_at` is text if no call comes.
+        # Invariant: `_held` is the text not returned yet. In LIST and CALL, its part before `_call_at` becomes text if
+        # no call comes.
         self._held = ""
         self._call_at = 0
         self._has_ended = False
@@ -129,7 +130,7 @@ class MarkupParser:
         rest = self._held.lstrip()
         if self._calls is not None and self._may_become(rest, self._calls.opening):
             return False
-        # Required calls come at once, without reasoning.
+        # If calls are required, a call may come at once, without reasoning.
         is_call = self._calls is not None and rest.startswith(self._calls.opening)
         return bool(rest) and self._to(State.TEXT if is_call else State.REASONING_BEGINNING)
 
@@ -277,7 +278,7 @@ class MarkupParser:
         return not self._has_ended and len(rest) < len(mark) and mark.startswith(rest)
 
     def _num_certain(self, mark: str) -> int:
-        """The number of held characters before a possible beginning of the mark and the spaces before it."""
+        """The number of held characters that precede a possible beginning of the mark and the spaces before it."""
         held = self._held
         if self._has_ended:
             return len(held)
@@ -319,7 +320,7 @@ def _behind_name(calls: CallFormat) -> re.Pattern[str]:
 
 
 def _whole_call(text: str) -> tuple[str, str] | None:
-    """Name and arguments of a call's object with any order of keys; None if it is not a call."""
+    """The name and the arguments of a call's complete object, in any order of keys; None if it is not a call."""
     try:
         value: Any = json.loads(text)
         arguments: Any = value.get("arguments", value.get("parameters")) or {}
