@@ -15,7 +15,7 @@ from corolla.client.text.bounded_worker import OUT_OF_MEMORY, read, write
 log = logging.getLogger(__name__)
 
 LONGEST_S: Final = 10.0
-"""A process without an answer for this long is killed: it was stopped, or gets no processor time."""
+"""A process that does not answer for this long is killed: something stopped it, or it gets no processor time."""
 
 _INHERITED: Final = ("PATH", "PYTHON", "LANG", "LC_", "LD_", "VIRTUAL_ENV")
 """The process inherits the environment variables whose names begin so; others may hold secrets."""
@@ -29,7 +29,7 @@ _EXCEEDED: Final = {
 
 
 class WorkLimitExceeded(Exception):
-    """The work took too much of something; the message is "too long" or "too much memory"."""
+    """The work took too much time or memory; the message is "too long" or "too much memory"."""
 
 
 class WorkerProcess:
