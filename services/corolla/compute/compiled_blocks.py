@@ -208,7 +208,7 @@ class CompiledBlocks:
 def choose_compiled_blocks(
     span: object, store: KVStore, backend: AttentionBackend, dtype: torch.dtype
 ) -> CompiledBlocks | None:
-    """Compiles the blocks if the span and the server's settings allow it, and checks one layer of each shape.
+    """Compiles the blocks if the span, the store and the attention allow it, and checks one layer of each shape.
 
     Args:
         span: the object that runs packed rows; only a `FusedSpan` can be compiled.
@@ -370,7 +370,7 @@ class _Buffers:
 def _difference(span: FusedSpan, index: int, dtype: torch.dtype, page_tokens: int) -> float:
     """The largest difference between a layer's compiled output and that of its modules, relative to the largest number.
 
-    Both run chunks and single tokens of two sessions.
+    The compiled functions and the modules run chunks and single tokens of two sessions.
     """
     layer = span.layers[index]
     part = FusedSpan([layer], span.rotary)

@@ -60,7 +60,7 @@ class GrammarProcess:
             raise QueueFull("the answer formats of other callers take too long to check") from None
 
     def check(self, form: AnswerFormat, received_ids: Sequence[int] = ()) -> None:
-        """Checks that answers can have this form, and begin with the tokens `received_ids`. Blocks the thread.
+        """Checks that answers can have this form, and one of them the first tokens `received_ids`. Blocks the thread.
 
         Raises:
             InvalidRequest: the form is invalid, takes too long or too much memory, or the tokens do not fit it.

@@ -62,7 +62,7 @@ def flash_cpu(
 ) -> Part:
     """The `Kernel` of torch's flash attention for CPUs, which reads strided keys without a copy. See `Kernel.__call__`.
 
-    `math` computes what that does not support: a softcap, and values of another head size.
+    `math` computes what torch's kernel does not support: a softcap, and values of another head size.
     """
     if softcap is not None or keys.shape[-1] != values.shape[-1]:
         return math(query, keys, values, scaling=scaling, bias=bias, is_causal=is_causal, softcap=softcap)

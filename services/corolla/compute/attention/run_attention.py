@@ -41,7 +41,7 @@ class RunAttention:
     def _attend_next_tokens(
         self, batch: AttentionBatch, numbers: Sequence[int], own: LayerInput, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """Attends for rows of one new token each, which sees all keys within its window, its own included.
+        """Attends for rows of one new token each; a token sees all keys within its window, its own included.
 
         The loop runs for each session and layer, so everything that rows share is made before the loop.
         """
