@@ -31,7 +31,7 @@ class Speed:
     Attributes:
         decode_tokens_per_second: tokens per second through that block, one token at a time.
         prefill_tokens_per_second: tokens per second of a short prompt through that block.
-        cache_bytes_per_token: bytes of one token's keys and values in one block, or of states if no block has any.
+        cache_bytes_per_token: bytes of one token's keys and values in one block; if no block has any, of its states.
         num_threads: the number of threads with which the speed was measured.
         head_blocks: how many blocks together take the time and memory of the model's head for one row.
         block_bytes: bytes of the weights of the largest block of any kind.
@@ -106,7 +106,7 @@ def measure_speed(
     prefill_s, decode_s = trial.prefill_s(), trial.decode_s()
     others = (made(other).nbytes for other in checkpoint.largest_blocks if other != checkpoint.largest_block)
     block_bytes = max(trial.model.nbytes, *others, 0)
-    # In a model without keys and values, pages account for recurrent states.
+    # If a model has no keys and values, pages account for recurrent states.
     bytes_per_token = (
         trial.page_bytes_per_token
         or _page_bytes(checkpoint, dtype, device, new_runner)

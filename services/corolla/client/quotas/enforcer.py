@@ -143,7 +143,7 @@ class QuotaEnforcer:
     async def running(
         self, tenant: str, num_sequences: int, usage: RequestCounts, *, is_streamed: bool = False
     ) -> AsyncIterator["Allowance"]:
-        """Holds quotas for a request from before it waits in line until it ends. `usage` has its generated tokens.
+        """Holds quotas for a request from before it waits in line until it ends. `usage` counts its generated tokens.
 
         Raises QuotaExceeded.
         """

@@ -1,7 +1,8 @@
 """Enforces this client service's share of each tenant's quotas while no router counts. Pure.
 
 A share is the limit divided by the number of client services. The amounts that a tenant's requests hold in this service
-must not exceed it; neither may the use in one window, as long as the quota's period, if the quota limits a rate.
+must not exceed the share. The use of a rate is counted in windows that are as long as the quota's period, and must not
+exceed the share in any of them.
 """
 
 from collections import Counter

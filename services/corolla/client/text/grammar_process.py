@@ -17,7 +17,7 @@ from corolla.models.tokenizer_text import tokenizer_text
 
 _MOST_REMEMBERED: Final = 256
 _LONGEST_WAIT_S: Final = 10.0
-"""How long a request waits for the check of its grammar, including, at the first one, reading the tokenizer."""
+"""How long a request waits for the check of its grammar. For the first request, this includes reading the tokenizer."""
 _MOST_WAITING: Final = 512
 
 
@@ -60,7 +60,7 @@ class GrammarProcess:
             raise QueueFull("the answer formats of other callers take too long to check") from None
 
     def check(self, form: AnswerFormat, received_ids: Sequence[int] = ()) -> None:
-        """Checks that answers can have this form, and one of them the first tokens `received_ids`. Blocks the thread.
+        """Checks that answers can have this form, and that one can begin with `received_ids`. Blocks the thread.
 
         Raises:
             InvalidRequest: the form is invalid, takes too long or too much memory, or the tokens do not fit it.

@@ -111,7 +111,7 @@ def _ending_with(content: Any, mark: str) -> Any:
 
 
 def _cut(text: str, content: Any, mark: str) -> str:
-    """The text before the mark, cut like in transformers: without spaces at its end if the template trims messages."""
+    """The text before the mark, cut as transformers does: without spaces at its end if the template trims messages."""
     before, found, behind = text.rpartition(mark)
     last = content if isinstance(content, str) else content[-1]
     if not found or last.strip() not in text:

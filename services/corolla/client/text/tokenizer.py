@@ -143,8 +143,9 @@ class TextTokenizer:
 def _decoder(hf_tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int], bool], str]:
     """A function that decodes ids; its second argument says whether to skip special tokens.
 
-    The function is called for each token of each answer, and transformers' own would spend most of the time on checking
-    for arrays, tensors and batches. So it is the Rust tokenizer's if the checkpoint's class does not override decoding.
+    The service calls the function for each token of each answer. transformers' own function would spend most of the
+    time on checking for arrays, tensors and batches, so this is the Rust tokenizer's function unless the checkpoint's
+    class overrides decoding.
     """
     classes = type(hf_tokenizer).__mro__
     if PreTrainedTokenizerFast in classes:

@@ -115,7 +115,7 @@ class CompiledAttention:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """The arguments of an attention call; it makes the jobs, the arrays in which compiled functions get arguments.
+    """The arguments of an attention call, which become jobs: the arrays of arguments that compiled functions get.
 
     Attributes:
         shape: the heads.
@@ -198,7 +198,7 @@ def chunk_module(shape: HeadShape) -> Compiled:
 
 
 def tables_of(batch: AttentionBatch, layer: int, window: int | None, shape: HeadShape) -> Tables:
-    """The tables for a layer, made once for all layers of its group whose blocks have as many tokens."""
+    """The tables for a layer. Layers of one group share them if their blocks have the same number of tokens."""
     group, num_block_tokens = batch.store.group_of(layer), block_tokens(shape)
     # Layers of one group may differ in their number of heads, and so in the tokens of a block.
     prepared: dict[int, Tables] = batch.prepared.setdefault(group, {})

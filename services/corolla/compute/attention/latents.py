@@ -133,7 +133,7 @@ def _attend_together(
     parts = zip(rows, torch.split(keys, num_keys, dim=2), torch.split(values, num_keys, dim=2), strict=True)
     for row, own_keys, own_values in parts:
         own_query = query[:, :, row.start : row.end]
-        # Without a mask, the function assumes that the first of several queries is at the position of the first key.
+        # If it gets no mask, the function assumes that the first of several queries is at the first key's position.
         starts_later = row.position > 0 and row.num_tokens > 1
         mask = batch.bias(row.position, row.num_tokens, 0, own_keys.shape[2], None, query) if starts_later else None
         yield sdpa_attention_forward(module, own_query, own_keys, own_values, mask, scaling=scaling)[0]

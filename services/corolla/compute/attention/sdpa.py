@@ -1,4 +1,4 @@
-"""Attention that equals, bit for bit, that of transformers with torch's SDPA: the reference, on any device."""
+"""The reference attention, which equals, bit for bit, that of transformers with torch's SDPA, on any device."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +41,7 @@ class SdpaAttention:
 def _mask(row: PackedRow, first_key: int, window: int | None, device: torch.device) -> Tensor | None:
     """Which keys from `first_key` on each new token of a row sees, bool `[1, 1, num_tokens, keys]`; None: no mask."""
     end = row.position + row.num_tokens
-    # Without a mask, transformers assumes that the first of several queries is at the position of the first key, which
+    # If there is no mask, transformers assumes that the first of several queries is at the first key's position, which
     # holds only for an empty cache. With a full window, it makes a mask even for one token, and torch then sums in
     # another order; so this function makes one, too, to round in the same way.
     if not ((row.num_tokens > 1 and row.position > 0) or (window is not None and end - first_key >= window)):
