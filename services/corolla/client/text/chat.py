@@ -36,12 +36,12 @@ class ChatTemplate:
 
     @property
     def reserved_names(self) -> frozenset[str]:
-        """The names that the service itself passes to a template, and a caller cannot set."""
+        """The names that the service itself passes to a template, so that a caller cannot set them."""
         return RESERVED_NAMES | self._tokenizer.hf_tokenizer.special_tokens_map.keys()
 
     @property
     def exists(self) -> bool:
-        """Whether the checkpoint has a template, so that it can chat."""
+        """Whether the checkpoint has a chat template."""
         return bool(self._tokenizer.hf_tokenizer.chat_template)
 
     def render(self, messages: Sequence[Message], setting: ChatSetting = _BARE, *, add_generation_prompt: bool) -> str:

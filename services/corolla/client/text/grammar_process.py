@@ -45,7 +45,7 @@ class GrammarProcess:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process; None while it is not needed."""
+        """The id of the process; None before the first request starts it."""
         return None if self._worker is None else self._worker.pid
 
     async def admit(self, tenant: str, form: AnswerFormat, received_ids: Sequence[int]) -> None:

@@ -84,7 +84,7 @@ class TextTokenizer:
         return encode(text)
 
     def special_range(self, text: str) -> tuple[int, int] | None:
-        """The start of the first and the end of the last special token that a text spells; None without any."""
+        """The start of the first and the end of the last special token that a text spells, or None."""
         # Few texts have even the beginning of a special token.
         if not any(beginning in text for beginning in self._special_beginnings):
             return None

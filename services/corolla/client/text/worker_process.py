@@ -33,7 +33,7 @@ class WorkLimitExceeded(Exception):
 
 
 class WorkerProcess:
-    """One process, started when it is first needed and again when it has ended. Safe to use from several threads.
+    """One process, which a request starts if it does not run. Safe to use from several threads.
 
     Args:
         module: the module that the process runs; it calls `bounded_worker.serve`.
@@ -52,7 +52,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process; None while it is not needed."""
+        """The id of the process; None before the first request starts it."""
         return self._process.pid if self._process is not None else None
 
     def ask(self, request: Any) -> Any:
