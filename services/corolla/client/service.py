@@ -1,4 +1,4 @@
-"""The client service: it makes all parts, connects them, and starts and stops them."""
+"""The client service, which makes, connects, starts and stops all its parts."""
 
 import asyncio
 import logging
@@ -70,15 +70,15 @@ _LEASE_MS: Final = 60_000
 _MAX_CONNECTION_AGE_S: Final = 3600.0
 """A gRPC connection of this age takes no new calls. Its caller connects again, perhaps to a new replica."""
 _FEWER_DURING_DECODE: Final = 4
-"""While others decode on the same chain, prefill steps have a quarter of the tokens, to keep decoding even."""
+"""While other sessions decode on the same chain, a prefill step has a quarter of the tokens, to keep decoding even."""
 
 
 class ClientService:
     """One client service in this process.
 
     Args:
-        network: the connections to router and block servers; None: from the settings.
-        bounds: how long the service waits for others.
+        network: the connections to routers and block servers; None: the settings decide them.
+        bounds: how long the service waits for callers, routers and block servers.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class ClientService:
 
     @property
     def http_port(self) -> int | None:
-        """The port of HTTP; None without HTTP."""
+        """The port on which the service answers HTTP; None if it does not."""
         return self._http.port if self._http is not None else None
 
     @property
@@ -194,10 +194,10 @@ class ClientService:
         sessions = ChainSessions(routes, plane, _limits(settings, checkpoint), self._on_recovery)
         transcripts = self._transcripts = Transcripts(control, settings.session_ttl_s, self._tasks.subgroup())
         chat = self._chat = ChatTemplate(tokenizer, TemplateProcess)
-        # A single tenant does not get the whole line where others may come.
+        # If several tenants may come, a single one does not get the whole line.
         line = settings.max_waiting_requests, settings.max_held_request_bytes, self._min_shares
         admission = Admission(WaitingLine(settings.max_running_requests, *line, self._quotas.guaranteed_sequences))
-        # Only one tokenization runs at a time: such threads take time from the thread that serves answers.
+        # Only one tokenization runs at a time: its thread takes time from the thread that serves answers.
         tokenizations = Admission(WaitingLine(1, *line))
         end_token_ids = frozenset(end_token_ids_of(checkpoint.generation_config()))
         grammars = self._grammars = GrammarProcess(
@@ -295,7 +295,7 @@ class ClientService:
         max_watchers = self._bounds.max_watchers
 
         def max_of_tenant() -> int:
-            # A single tenant does not get all places where others may come.
+            # If several tenants may come, a single one does not get all places.
             return -(-max_watchers // 4) if self._tenants.are_several else max_watchers
 
         watched = PlacementStream(describe, max_watchers=max_watchers, max_of_tenant=max_of_tenant)
@@ -313,7 +313,7 @@ class ClientService:
         return router(endpoints, routes, has_page=settings.http_page)
 
     def _min_shares(self) -> int:
-        """The least number of shares: 2 if several tenants may come, since a single one must not get the whole."""
+        """The least number of shares of the waiting line: 2 if several tenants may come, so that no tenant gets all."""
         return 2 if self._tenants.are_several else 1
 
     def _on_recovery(self, report: RecoveryReport) -> None:

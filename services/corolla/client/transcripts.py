@@ -68,7 +68,9 @@ class Transcripts:
     ) -> pb.SessionRecord:
         """Makes a session whose turns are computed with `adapter`.
 
-        Raises QuotaExceeded if the tenant has `max_sessions` or `max_bytes`, or the router's own limit."""
+        Raises QuotaExceeded if the tenant already has `max_sessions` sessions, `max_bytes` bytes in all sessions, or
+        the router's own limit of either.
+        """
         record = pb.SessionRecord(session_id=secrets.token_hex(16), tenant=tenant, model=self._control.model)
         if adapter is not None:
             record.adapter.CopyFrom(adapter.to_message())
@@ -112,7 +114,7 @@ class Transcripts:
         try:
             yield turn
         except StaleEpoch:
-            # A turn of the same name took over the session, or Redis lost it. The next turn has a higher epoch.
+            # A turn of the same name took the session over, or Redis lost the lock. The other turn has a higher epoch.
             raise SessionBusy("another turn of the session has begun") from None
         finally:
             self._tasks.cancel(renewing)
@@ -136,7 +138,7 @@ class Transcripts:
         try:
             return await asyncio.shield(beginning)
         except asyncio.CancelledError:
-            # The router may have given this turn the lock. Only its answer tells, so it is awaited anyway.
+            # The router may have given this turn the lock. Only the router's answer tells, so a task awaits it.
             await asyncio.shield(asyncio.ensure_future(self._end_unused(beginning, turn_id)))
             raise
         except (RouterUnavailable, StoreUnavailable):
@@ -151,7 +153,7 @@ class Transcripts:
         await self._discard(record, turn_id)
 
     async def _release(self, session_id: str, tenant: str, turn_id: str) -> None:
-        """Ends a turn whose begin got no answer: a frozen store may still carry the begin out later."""
+        """Ends a turn whose `BeginTurn` got no answer: a frozen store may still carry it out later."""
         record = pb.SessionRecord(session_id=session_id, tenant=tenant, model=self._control.model)
         for _ in range(_MAX_RELEASES):
             await asyncio.sleep(_RELEASE_INTERVAL_S)
@@ -163,7 +165,7 @@ class Transcripts:
                 return None  # the turn never began, or is over
 
     async def _write_back(self, record: pb.SessionRecord, turn_id: str) -> None:
-        """Writes the record. It waits for a router or a store that is away, because the answer is complete."""
+        """Writes the record; retries while the router or the store is away, because the answer is already complete."""
         clock = asyncio.get_running_loop().time
         give_up_s = clock() + _WRITE_PATIENCE_S
         while True:

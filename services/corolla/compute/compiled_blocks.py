@@ -1,4 +1,4 @@
-"""Runs whole blocks of a span by compiled functions, on CPUs: one call runs all blocks of the same shape."""
+"""Runs whole blocks of a span by compiled functions, on CPUs: one call runs all neighbouring blocks of one shape."""
 
 import ctypes
 import functools
@@ -92,7 +92,7 @@ class CompiledBlocks:
             end: one more than the largest position.
             layers: indices of the layers.
             batch: the rows; its store is the one of these blocks.
-            adapters: the adapter of each token; empty where no token has one.
+            adapters: the adapter of each token; empty if no token has one.
 
         Returns:
             `[N, H]` in the blocks' dtype.
@@ -127,7 +127,7 @@ class CompiledBlocks:
         return output
 
     def _group_fields(self, layers: range, batch: AttentionBatch, buffers: Mapping[str, int]) -> tuple[Any, list[Any]]:
-        """The fields that layers of each group share in this step, and the objects that must live as long as these."""
+        """The `GROUP` fields of each group for this step, and the objects that must live as long as these fields."""
         fields = (ctypes.c_int64 * (len(GROUP) * len(self._groups)))()
         kept: list[Any] = []
         done: set[int] = set()
@@ -163,7 +163,7 @@ class CompiledBlocks:
         return fields, kept
 
     def _places_of(self, adapter: SpanAdapter | None) -> int:
-        """The address of an adapter's places; 0 for None."""
+        """The address of an adapter's `PLACE` fields; 0 for None."""
         if adapter is None:
             return 0
         known = self._places.get(adapter)
@@ -198,7 +198,7 @@ class CompiledBlocks:
         return (0, 0) if norm is None else (self._float32(norm.weight), float_bits(norm.epsilon))
 
     def _float32(self, tensor: Tensor | None) -> int:
-        """The address of the tensor's numbers as float32, which may be those of a copy; 0 for None."""
+        """The address of the tensor's numbers in float32, if need be in a copy; 0 for None."""
         if tensor is None:
             return 0
         self._kept.append(tensor.detach().float().contiguous())
@@ -208,7 +208,7 @@ class CompiledBlocks:
 def choose_compiled_blocks(
     span: object, store: KVStore, backend: AttentionBackend, dtype: torch.dtype
 ) -> CompiledBlocks | None:
-    """Compiles the blocks where the span and the machine allow it, and checks one layer of each shape.
+    """Compiles the blocks if the span, the store and the attention allow it, and checks one layer of each shape.
 
     Args:
         span: the object that runs packed rows; only a `FusedSpan` can be compiled.
@@ -217,7 +217,7 @@ def choose_compiled_blocks(
         dtype: the dtype of hidden states.
 
     Returns:
-        The compiled blocks; None where they cannot be compiled, or a result differs too much.
+        The compiled blocks; None if they cannot be compiled, or a result differs too much.
     """
     if not isinstance(span, FusedSpan) or not isinstance(backend, CompiledAttention):
         return None
@@ -234,7 +234,7 @@ def choose_compiled_blocks(
 
 
 def objection(span: FusedSpan, store: KVStore, dtype: torch.dtype) -> str | None:
-    """Why the blocks of a span cannot be compiled; None where they can."""
+    """The reason why the blocks of a span cannot be compiled; None if they can."""
     if dtype not in _TOLERANCES or store.codec is not None or store.pool.page_tokens % LANES:
         return "hidden states, keys or values are of a type, or pages of a size, that no function is made for"
     if len({(each.num_heads, each.num_key_heads, each.head_dim, each.scaling) for each in span.layers}) > 1:
@@ -301,7 +301,7 @@ def _compiled(shape: BlockShape) -> Compiled:
 
 
 class _Places:
-    """An adapter's products as compiled functions read them: addresses of the adapter's own tensors."""
+    """The `PLACE` fields of an adapter, by which compiled functions find the adapter's tensors."""
 
     def __init__(self, adapter: SpanAdapter, num_layers: int) -> None:
         fields: list[int] = []
@@ -341,7 +341,7 @@ class _Buffers:
         self._tensors: dict[str, Tensor] = {}
         self._places: dict[str, int] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        # Each call needs counters of its own; in the worst case each layer is a call.
+        # Each call needs counters of its own; in the worst case, each layer has a call of its own.
         self._counters = torch.empty(len(shapes) * counter_bytes(1), dtype=torch.uint8)
         self.scratch_bytes = max(scratch_bytes(inputs, rows) for each in sizes for inputs, _ in each.values())
 
@@ -370,7 +370,7 @@ class _Buffers:
 def _difference(span: FusedSpan, index: int, dtype: torch.dtype, page_tokens: int) -> float:
     """The largest difference between a layer's compiled output and that of its modules, relative to the largest number.
 
-    It runs chunks and single tokens of two sessions.
+    The compiled functions and the modules run chunks and single tokens of two sessions.
     """
     layer = span.layers[index]
     part = FusedSpan([layer], span.rotary)

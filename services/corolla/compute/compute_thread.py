@@ -1,8 +1,8 @@
 """The one thread in which torch computes with all of the process's compute threads.
 
-OpenMP keeps helper threads for each thread that ever used some. Where a process has more of them than CPUs, libgomp
-lets helpers sleep after each product instead of spinning until the next one, and a step takes twice as long. So one
-thread computes, from the first measurement to the last step, and the other threads have no helpers.
+OpenMP keeps helper threads for each thread that ever used some. If a process has more helpers than CPUs, libgomp lets
+them sleep after each product instead of spinning until the next one, and a step takes twice as long. So one thread
+computes, from the first measurement to the last step, and the other threads have no helpers.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ class ComputeThread:
     """A thread that does work in the order of the calls.
 
     Attributes:
-        current: a number of the work that runs, which no other work had; 0 while none runs.
+        current: the number of the work that runs, counted from 1; 0 while no work runs.
     """
 
     def __init__(self) -> None:
@@ -51,5 +51,5 @@ class ComputeThread:
 
 
 def let_others_compute_alone() -> None:
-    """Gives the running loop threads for `asyncio.to_thread` that compute without helpers."""
+    """Gives the running event loop threads for `asyncio.to_thread` that compute without helpers."""
     asyncio.get_running_loop().set_default_executor(single_threaded_pool(_NUM_OTHERS, "work"))

@@ -14,13 +14,13 @@ from corolla.compute.attention.paged_flash import BatchTables
 class DecodeBuffers:
     """Inputs and output of a step of one new token for each of up to `max_rows` sessions.
 
-    A step of some size reads the first `size` entries of each tensor. Entries without a session are padding: they write
-    their keys and values to the store's scratch page, attend only to that page, and their output is not read.
+    A step of size `size` reads the first `size` entries of each tensor. Entries without a session are padding: they
+    write their keys and values to the store's scratch page, attend only to that page, and their output is not read.
 
     Args:
         store: the KV store; it needs a scratch page.
         max_rows: the most rows of a step.
-        max_tokens: the most tokens of a session; a step with a longer one does not fit.
+        max_tokens: the most tokens of a session; a step with a longer session does not fit.
         like: any tensor `[..., H]` with the dtype and device of hidden states.
 
     Attributes:
@@ -39,7 +39,8 @@ class DecodeBuffers:
         self._scratch_page = store.scratch_page
         self.hidden = like.new_zeros(max_rows, like.shape[-1])
         self.output = torch.zeros_like(self.hidden)
-        # Positions, then each group's slots and numbers of keys. All that changes with every step is one copy.
+        # The columns are positions, then each group's slots and numbers of keys. These change with every step, and one
+        # copy writes them all.
         self._columns = torch.tensor(self._padded(()), device=like.device)
         self._pages = [
             torch.full(
@@ -79,7 +80,7 @@ class DecodeBuffers:
         for group, tensor in enumerate(self._pages):
             pages = [list(row.cache.tables[group].pages[: tensor.shape[1]]) for row in rows]
             pages += [[self._scratch_page]] * (size - len(rows))
-            # Sessions get their pages when they open, so consecutive steps of a batch mostly have the same ones.
+            # Sessions get their pages when they open, so consecutive steps of a batch mostly have the same pages.
             if pages != self._written[group]:
                 longest = max(map(len, pages))
                 filled = [[*each, *[self._scratch_page] * (longest - len(each))] for each in pages]
@@ -88,7 +89,10 @@ class DecodeBuffers:
         self.hidden[: len(rows)].copy_(hidden)
 
     def batch(self, size: int, backend: AttentionBackend) -> AttentionBatch:
-        """The attention batch of a step of `size` over these buffers. The recorded step has to call this itself."""
+        """The attention batch of a step of `size` over these buffers.
+
+        A step calls this method itself, so that the tensor operations of the method are recorded with the step.
+        """
         columns = self._columns[:, :size]
         num_keys = [column.to(torch.int32) for column in columns[2::2]]
         tables = {

@@ -17,13 +17,13 @@ from corolla.compute.decode_buffers import DecodeBuffers
 from corolla.models.fused import FusedSpan
 
 SIZES: Final = (1, 2, 4, 8, 16, 32, 64)
-"""The numbers of rows of recorded steps. Up to the largest, memory bandwidth bounds a GPU, so padding costs little."""
+"""The numbers of rows of recorded steps. Up to 64 rows, memory bandwidth limits a GPU, so padding costs little."""
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 """Records the tensor operations of a step. Returns a function that runs them again on the tensors' current contents.
 
 The step computes with tensors only. It runs at least once before it is recorded, so that libraries can set up what they
-keep. RuntimeError says that the step does something that cannot be recorded.
+keep. RuntimeError is raised if the step does something that cannot be recorded.
 """
 
 
@@ -34,7 +34,7 @@ _WARM_UP_STEPS: Final = 3
 class CudaCapture:
     """Records steps as CUDA graphs, as torch's notes on CUDA graphs describe (warm-up on a side stream, then capture).
 
-    The recordings share one memory pool: they run one after another, and nothing in it outlives a step.
+    The recordings share one memory pool: they run one after another, and nothing in the pool outlives a step.
 
     Args:
         device: a CUDA device.
@@ -67,7 +67,7 @@ class DecodeGraphs:
         fused: the span's blocks.
         num_layers: how many layers the span has.
         buffers: buffers with room for the rows of the largest size.
-        backend: the attention; it may read only what the batch has prepared.
+        backend: the attention; it may read only what the batch has prepared, and not the batch's rows.
         record: see `Record`.
         sizes: for each recorded step, its number of rows.
 
@@ -102,7 +102,7 @@ class DecodeGraphs:
         self._kept = fused.rotary_table
 
     def size_for(self, rows: Sequence[PackedRow]) -> int | None:
-        """The size of the smallest recorded step that has room for these rows; None where none has."""
+        """The size of the smallest recorded step that has room for these rows; None if no step has."""
         if len(rows) > self._sizes[-1] or not self.buffers.fit(rows):
             return None
         return next(size for size in self._sizes if size >= len(rows))

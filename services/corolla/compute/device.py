@@ -1,4 +1,4 @@
-"""The device that a server computes with: whether it can be used, and what its memory is too small for."""
+"""Opens the device that a server computes with, and reports what does not fit into its memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,8 @@ import torch
 
 from corolla.chassis.errors import StartupError
 
-# torch raises OutOfMemoryError only for devices. On the CPU, and in libraries below torch, only the text says it.
+# torch raises OutOfMemoryError only for the memory of GPUs. On the CPU, and in libraries below torch, only the text of
+# the error tells.
 _OUT_OF_MEMORY: Final = ("can't allocate memory", "not enough memory", "_ALLOC_FAILED")
 
 
@@ -20,7 +21,7 @@ def is_out_of_memory(failure: BaseException) -> bool:
 
 
 def open_device(name: str) -> torch.device:
-    """The device of this name, after a first computation on it; sums in half precision are rounded once from now on.
+    """The device of this name, after a first computation on it. From now on, torch rounds half-precision sums once.
 
     Args:
         name: a name that torch knows, such as `cpu`, `cuda` or `cuda:1`.
@@ -67,7 +68,7 @@ def memory_for(what: str, device: torch.device, advice: str) -> Iterator[None]:
 
     Args:
         what: what the memory is for, as the subject of a sentence in the plural.
-        device: where it is to lie.
+        device: the device whose memory is used.
         advice: what an operator can change, as a part of a sentence.
 
     Raises:

@@ -33,7 +33,7 @@ def choose_graphs(runner: SpanRunner, record: Record) -> None:
 
 @torch.inference_mode()
 def _failure(runner: SpanRunner, record: Record) -> str | None:
-    """Sets up the replay. Returns why decode steps cannot be replayed, or None where the runner now replays them."""
+    """Sets up the replay. Returns why decode steps cannot be replayed, or None if the runner now replays them."""
     fused = runner.model.fused
     if fused is None:
         return "the blocks run with the family's own code"
@@ -52,7 +52,7 @@ def _failure(runner: SpanRunner, record: Record) -> str | None:
                 if not error <= TOLERANCES[runner.model.dtype]:
                     return f"with {num_rows} rows its results differ by {error:.1e} of their size"
     except Exception as error:
-        # The server can do without recordings, whatever went wrong.
+        # The server works without recordings, so no error of theirs may end it.
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     runner.decode_graphs = graphs
     log.info("using CUDA graphs for decode steps", extra={"sizes": " ".join(map(str, sizes))})
@@ -67,7 +67,7 @@ def _max_tokens(runner: SpanRunner) -> int:
 
 
 def _lengths(runner: SpanRunner, num_rows: int) -> list[int]:
-    """How many tokens each row holds before the check. The first row reaches the end of a page during it."""
+    """How many tokens each row holds before the check. The first row reaches the end of a page during the check."""
     longest = min(runner.store.pool.page_tokens - 1, runner.store.rules[0].max_step_tokens)
     return [longest, *(row % 5 for row in range(1, num_rows))]
 
@@ -96,7 +96,7 @@ def _largest_error(runner: SpanRunner, graphs: DecodeGraphs, num_rows: int) -> f
         if written:
             runner.forward(written, draw(sum(lengths)), runner.span)
         inputs = [draw(num_rows) for _ in range(_CHECKED_STEPS)]
-        # The replays come first: the ordinary steps must not have written keys and values that replays fail to write.
+        # The replays come first, so that they cannot read keys and values that the ordinary steps wrote.
         runner.decode_graphs = graphs
         num_replays = graphs.num_replays
         found = _steps(runner, caches, lengths, inputs)

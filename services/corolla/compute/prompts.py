@@ -1,4 +1,4 @@
-"""Trained prompts of a session: embeddings that are added to the input of each block at its first positions.
+"""Trained prompts: embeddings that are added to the input of each block at a session's first positions.
 
 This is deep prompt tuning (P-Tuning v2, Liu et al., 2021) in the form of Petals (Borzunov et al., 2022): the embeddings
 are added to the hidden states that enter a block, not put before them, so they take no positions of their own.
@@ -20,7 +20,7 @@ class BlockPrompts:
     """The embeddings that one session adds on this server.
 
     Attributes:
-        values: `[blocks of the session here, P, H]` on the CPU, in the dtype of the weights; read-only.
+        values: `[blocks of the session on this server, P, H]` on the CPU, in the dtype of the weights; read-only.
     """
 
     values: Tensor
@@ -55,7 +55,7 @@ class BlockPrompts:
         return BlockPrompts(self.values.clone())
 
     def part(self, block: int, position: int, num_tokens: int) -> Tensor:
-        """The embeddings `[n, H]` for the first `n` of a session's tokens from `position` on; `n` may be 0.
+        """The embeddings `[n, H]` for the first `n` of `num_tokens` tokens from `position` on; `n` may be 0.
 
         Args:
             block: the block's index, counted from the session's first block on this server.

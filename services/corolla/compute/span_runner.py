@@ -58,7 +58,7 @@ class BatchOutput:
 
     Attributes:
         hidden: `[sum of num_tokens, H]` in the model's dtype and on its device, row after row.
-        finite: for each row, whether all its numbers are finite. The cache of a row that is not gets no new tokens.
+        finite: for each row, whether all its numbers are finite. If they are not, the row's cache gets no new tokens.
     """
 
     hidden: Tensor
@@ -68,8 +68,8 @@ class BatchOutput:
 class SpanRunner:
     """Runs a span. Not thread-safe: one thread computes.
 
-    Families whose attention goes through transformers' interface run all rows in one packed call; the others run row by
-    row, through the same caches.
+    If a family's attention goes through transformers' interface, one packed call runs all rows. The rows of other
+    families run one by one, through the same caches.
 
     Args:
         model: the span; the runner sets its attention function.
@@ -78,15 +78,15 @@ class SpanRunner:
         max_step_tokens: the most new tokens of one row.
         attention: see `choose_backend`.
         is_fused: whether to replace the family's own code by faster code with the same results up to rounding.
-        tuning_budget_s: for how long products may be timed to choose the fastest code.
+        tuning_budget_s: seconds for timing products, to choose the fastest code of each.
         has_scratch_page: see `KVStore`; recorded decode steps need it.
-        max_stack_bytes: the most memory for stacks, the stacked copies of adapters that ran together.
+        max_stack_bytes: the most bytes of stacks, the stacked copies of adapters that ran together.
         kv_cache_dtype: how keys and values are stored: `auto`, as the model computes them, or a key of CODECS.
         num_state_pages: see `KVStore`.
 
     Attributes:
         stacks: the stacked copies of adapters.
-        compiled: runs whole blocks by compiled functions; None where that is not possible.
+        compiled: runs whole blocks by compiled functions; None if that is not possible.
         decode_graphs: recorded steps, which are replayed where they fit; `graph_choice` sets them.
     """
 
@@ -151,7 +151,7 @@ class SpanRunner:
             cache.clear()
 
     def forward(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
-        """The output alone, for callers that need all rows to be finite. See `SpanRunner.forward_each`.
+        """Runs `blocks` and returns the output alone; raises if a row is not finite. See `SpanRunner.forward_each`.
 
         Returns:
             `[sum of num_tokens, H]` in the model's dtype, on its device.
@@ -173,7 +173,7 @@ class SpanRunner:
         Args:
             rows: rows of different sessions; single tokens and chunks may be mixed.
             hidden: `[sum of num_tokens, H]`, any device and dtype: the input of the first of `blocks`, row after row.
-            blocks: a run of blocks within the span; the same one for all of a session's life.
+            blocks: a run of blocks within the span; a session has the same run for all its life.
 
         Returns:
             The output of the last of `blocks`, on the model's device and in its dtype, and which rows are finite.
@@ -202,7 +202,7 @@ class SpanRunner:
         return forward(rows, hidden, blocks)
 
     def _forward_with_prompts(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
-        """Runs block by block and adds the prompts before each. Only batches with tokens that get prompts come here."""
+        """Runs block by block, and adds the rows' prompts to the input of each block."""
         hidden = hidden.clone()  # the input may be a view of the received bytes
         for index in range(len(blocks)):
             start = 0
@@ -296,7 +296,7 @@ class SpanRunner:
 
     @staticmethod
     def _finite(rows: Sequence[RowWork], output: Tensor) -> tuple[bool, ...]:
-        # NaN or Inf in any row makes the sum not finite, too. A sum that only overflows is sorted out row by row.
+        # If a row has NaN or Inf, the sum is not finite. It may also overflow, so then each row is checked by itself.
         if math.isfinite(output.sum(dtype=torch.float32).item()):
             return (True,) * len(rows)
         parts = torch.split(output, [row.num_tokens for row in rows])
@@ -304,16 +304,16 @@ class SpanRunner:
 
 
 class _RowCache(Cache):
-    """One row's cache as a transformers `Cache`, for the layers of the library's own code.
+    """One row's cache as a transformers `Cache`, for layers that run transformers' own code.
 
     A layer with a window gets only the keys and values within it. Recurrent layers get copies of their states, since
-    they write to them in place and the session's own states must not change before the step is committed.
+    they write to these in place and the session's own states must not change before the step is committed.
 
     Args:
         batch: the batch of the one row.
         windows: the windows of all layers; None for a layer without one.
         layers: the layers that run.
-        before: the cache after the earlier tokens of the same step; None for the first ones.
+        before: the cache after the earlier tokens of the same step; None for the step's first tokens.
     """
 
     def __init__(

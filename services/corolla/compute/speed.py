@@ -29,10 +29,10 @@ class Speed:
     """The speed and size of the model's largest block.
 
     Attributes:
-        decode_tokens_per_second: through the largest block with keys and values, one token at a time.
-        prefill_tokens_per_second: the same for a short prompt.
-        cache_bytes_per_token: bytes of one token's keys and values in one block.
-        num_threads: threads with which this was measured.
+        decode_tokens_per_second: tokens per second through that block, one token at a time.
+        prefill_tokens_per_second: tokens per second of a short prompt through that block.
+        cache_bytes_per_token: bytes of one token's keys and values in one block; if no block has any, of its states.
+        num_threads: the number of threads with which the speed was measured.
         head_blocks: how many blocks together take the time and memory of the model's head for one row.
         block_bytes: bytes of the weights of the largest block of any kind.
     """
@@ -86,8 +86,7 @@ def measure_speed(
     Args:
         num_threads: threads that this process computes with from now on; 0: the number with which the block is
             fastest, and 1 for a device other than a CPU.
-        new_runner: makes a `SpanRunner` with this server's settings, of which nothing that has a part in the speed is
-            changed: what is measured is what will run.
+        new_runner: makes a `SpanRunner` with this server's settings, so that the measured code is what will run.
     """
 
     def made(number: int = checkpoint.largest_block) -> SpanModel:
@@ -97,23 +96,23 @@ def measure_speed(
     trial = _Trial(made(), new_runner)
 
     def seconds() -> float:
-        # The geometric mean gives both the same weight, whatever their sizes.
+        # The geometric mean gives both times the same weight, however large they are.
         return math.sqrt(trial.prefill_s() * trial.decode_s())
 
     if not device.startswith("cpu"):
-        # The device computes, so more threads of this process make no block faster.
+        # Such a device computes by itself, so more threads of this process make no block faster.
         num_threads = num_threads or 1
     num_threads = set_num_threads(num_threads, seconds)
     prefill_s, decode_s = trial.prefill_s(), trial.decode_s()
     others = (made(other).nbytes for other in checkpoint.largest_blocks if other != checkpoint.largest_block)
     block_bytes = max(trial.model.nbytes, *others, 0)
-    # In a model without keys and values, pages account for recurrent states.
+    # If a model has no keys and values, pages account for recurrent states.
     bytes_per_token = (
         trial.page_bytes_per_token
         or _page_bytes(checkpoint, dtype, device, new_runner)
         or max(1, trial.bytes_per_token)
     )
-    # The time of one row is that of reading the weights, so bytes are enough. A random head could take gigabytes.
+    # One row takes as long as reading the weights, so bytes are enough. A head to measure could take gigabytes.
     head_blocks = head_bytes(checkpoint, dtype, quantization) / block_bytes
     return Speed(1 / decode_s, _PREFILL_TOKENS / prefill_s, bytes_per_token, num_threads, head_blocks, block_bytes)
 
@@ -123,7 +122,7 @@ class _Trial:
 
     def __init__(self, model: SpanModel, new_runner: Callable[..., SpanRunner]) -> None:
         self.model = model
-        # So many pages are enough, however small they are.
+        # This many pages are enough, even if a page has one token.
         self._runner = new_runner(model, num_pages=_PREFILL_TOKENS + 1, tuning_budget_s=_TUNING_BUDGET_S)
         self._cache = self._runner.new_cache()
         self._cache.reserve(_PREFILL_TOKENS + 1)
@@ -152,7 +151,7 @@ class _Trial:
 
 
 def _page_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: str, new_runner: Callable[..., SpanRunner]) -> int:
-    """Bytes of a token's keys and values in a block that caches some; 0 where no block does."""
+    """Bytes of a token's keys and values in a block that caches them; 0 if no block does."""
     block = Span(checkpoint.caching_block, checkpoint.caching_block + 1)
     model = make_span(checkpoint, block, dtype=dtype, device=device)
     runner = new_runner(model, num_pages=1, is_fused=False)

@@ -50,7 +50,8 @@ def set_num_threads(asked_for: int, seconds: Callable[[], float]) -> int:
 
 
 def _compute_alone() -> None:
-    # torch settles a thread's number when the thread first asks for it. A number set before would not be its own.
+    # When a thread first asks for its number of threads, torch sets it to the number that any thread set last. So this
+    # thread asks before it sets its own number.
     torch.get_num_threads()
     torch.set_num_threads(1)
 
@@ -63,6 +64,6 @@ def single_threaded_pool(num_workers: int, name: str) -> Executor:
     for _ in range(num_workers):
         pool.submit(all_begun.wait)
     all_begun.wait()
-    # Threads that have not computed yet get the number that was set last, in whatever thread: restore it.
+    # A thread that has not computed yet gets the number that any thread set last, so this restores the earlier one.
     torch.set_num_threads(num_threads)
     return pool

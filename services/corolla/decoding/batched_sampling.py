@@ -1,8 +1,7 @@
-"""Chooses the next tokens of several sequences at once, from logits on any device: the same that each `Sampler` chooses
-alone.
+"""Chooses the next tokens of several sequences at once: the same tokens that each `Sampler` chooses alone.
 
-Filters and choice run once for all rows, with one wait for the device. Random numbers come from each sampler's own
-stream on the CPU, so a session gets the same numbers on whichever server it continues.
+The logits may be on any device. Filters and choice run once for all rows, with one wait for the device. Random numbers
+come from each sampler's own stream on the CPU, so a session gets the same numbers on whichever server it continues.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +18,10 @@ from corolla.decoding.sampling import Sampler
 def sample_together(samplers: Sequence[Sampler], logits: Tensor) -> list[SampledToken | CorollaError]:
     """One token for each row of `logits`, float32 `[R, V]`, by the sampler of the same index; no sampler occurs twice.
 
-    A row that is not finite, or whose grammar fails, gets an error and leaves its sampler as it was.
+    A row that is not finite, or whose grammar fails, gets an error, and its sampler takes no token.
     """
     scores, failures = _scores(samplers, logits)
-    # NaN counts as the largest number, so looking at the winner finds any.
+    # `max` takes NaN for the largest number, so the best score shows whether a row has one.
     best = scores.max(dim=-1)
     token_ids = best.indices
     drawing = [
@@ -62,7 +61,7 @@ def _scores(samplers: Sequence[Sampler], logits: Tensor) -> tuple[Tensor, dict[i
 
 
 def _filtered(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """The scores, with minus Inf for tokens that the filters of `transformers`, in their order, exclude."""
+    """The scores, with minus Inf for tokens that the filters exclude: those of `transformers`, in its order."""
     vocabulary_size = scores.shape[-1]
 
     def column(values: Sequence[float]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Drafts the next tokens by a small model that runs in this process."""
+"""Drafts the next tokens with a small model that runs in this process."""
 
 import copy
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ from corolla.models.families import recurrent_layers
 from corolla.models.loading import LOADING
 
 DRAFT_MODEL_RATES: Final[tuple[float, ...]] = (0.7,)
-"""The expected share of right draft tokens, before any was checked; a draft model has one kind of evidence."""
+"""The share of draft tokens that are expected to be right before any was checked, for a single kind of evidence."""
 
 _CHUNK_TOKENS: Final = 64
 _MOST_DRAFT_TOKENS: Final = 128
-"""No draft is longer, so all tokens that were read before the last 128 belong to the text."""
+"""No draft is longer, so only the last 128 tokens that the model has read may differ from the text."""
 
 
 def num_weights(checkpoint: Checkpoint) -> int:
-    """The number of weights of a whole model. It comes from the configuration; no weights are read."""
+    """The number of weights of a whole model, from its configuration; no weights are read."""
     library: Any = AutoModelForCausalLM
     with LOADING, torch.device("meta"):
         model = library.from_config(checkpoint.config)
@@ -32,7 +32,10 @@ def num_weights(checkpoint: Checkpoint) -> int:
 
 @dataclass(frozen=True)
 class DraftModel:
-    """A model that gives logits `[vocab_size]`, the target's vocabulary, for at most `context_length` tokens."""
+    """A small model that gives logits `[vocab_size]` for texts of at most `context_length` tokens.
+
+    `vocab_size` is that of the target, the model for which it drafts.
+    """
 
     causal_model: PreTrainedModel
     context_length: int
@@ -83,7 +86,7 @@ class DraftModel:
 
 
 class DraftReading:
-    """The draft model's cache for one text, `token_ids`, and for its own draft tokens. Its methods block."""
+    """The draft model's cache for one text, `token_ids`, and draft tokens after it. Its methods block the thread."""
 
     def __init__(self, model: DraftModel) -> None:
         self.token_ids: list[int] = []
@@ -99,7 +102,7 @@ class DraftReading:
 
     @property
     def is_behind(self) -> bool:
-        """Whether some of the text before its last token is not read yet, and the model has room for it."""
+        """Whether the model has not read all of the text before its last token, and has room for the rest."""
         return len(self._cached_ids) < len(self.token_ids) - 1 and self.num_tokens_left > 0
 
     def read_chunk(self) -> bool:
@@ -134,7 +137,7 @@ class DraftReading:
 def _vocabulary(checkpoint: Checkpoint) -> dict[str, int]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, local_files_only=True, trust_remote_code=False)
-    # A broken file surfaces as whatever its parser raises, plain Exception from the Rust tokenizers included.
+    # A parser may raise anything for a broken file; the Rust tokenizers raise a plain Exception.
     except Exception as error:
         raise CheckpointError(f"The tokenizer of {checkpoint.name} cannot be read.") from error
     return dict(tokenizer.get_vocab())

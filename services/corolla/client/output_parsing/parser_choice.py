@@ -19,7 +19,7 @@ _NUM_PREFIX_TOKENS: Final = 4096
 _NUM_ID_CHARS: Final = 24
 
 AnswerParser = MarkupParser | ResponseTemplateParser
-"""Separates text, reasoning and calls."""
+"""The parser of one answer, which separates text, reasoning and calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class OutputFormat:
 
     Attributes:
         special_ids: the ids of special tokens by their texts.
-        grammar_ids: the ids, by text, of tokens that grammars must name by id.
+        grammar_ids: the ids, by text, of the tokens that a grammar must name by id; see `is_special_in_grammars`.
         response_template: the response template in the tokenizer's configuration, which transformers reads.
     """
 
@@ -76,7 +76,7 @@ class OutputParsing:
     begun: str | None = None
 
     def shown_ids(self, end_token_ids: Collection[int]) -> frozenset[int]:
-        """The special tokens that must stay in an answer's text because its parser needs them."""
+        """The ids of the special tokens that must stay in an answer's text because its parser needs them."""
         special_ids = self.format.special_ids
         if self._by_response_template:
             return frozenset(special_ids.values()) - frozenset(end_token_ids)
@@ -87,7 +87,10 @@ class OutputParsing:
         return frozenset(special_ids[mark] for mark in marks if mark in special_ids)
 
     def parser(self, tokenizer: TextTokenizer, prompt_ids: Sequence[int], turn_name: str = "") -> AnswerParser | None:
-        """A new parser for an answer to this prompt; None if all is text. A named turn gets the same call ids."""
+        """A new parser for an answer to this prompt; None if the whole answer is text.
+
+        The ids of calls follow from `turn_name`, so a repeated turn gets the same ids. Without a name, ids are random.
+        """
         names = frozenset(tool.name for tool in self.rules.tools)
         most_calls = self.rules.most_calls
         calls, reasoning = self.format.calls, self.format.reasoning
@@ -111,7 +114,7 @@ class OutputParsing:
 
     @property
     def _by_response_template(self) -> bool:
-        """Whether the response template is used: it is not if a grammar prescribes a call format."""
+        """Whether the response template parses the answer; it does not if a grammar prescribes the format of calls."""
         return self.format.response_template is not None and self.format.grammar(self.rules) is None
 
     def _call_id(self, turn_name: str) -> Callable[[int], str]:
@@ -126,7 +129,10 @@ class OutputParsing:
 
 
 def beginning(reasoning: ReasoningFormat | None, prompt_tail: str, begun: str | None) -> State:
-    """The first state of a parser. It depends on reasoning that the prompt began, and on a message to continue."""
+    """The first state of a parser, which depends on whether the end of the prompt has begun reasoning.
+
+    If the answer continues a message, that message's text `begun` may have begun reasoning instead.
+    """
     if reasoning is not None and begun is not None and begun.rfind(reasoning.opening) > begun.rfind(reasoning.closing):
         return State.REASONING_BEGINNING if begun.rstrip().endswith(reasoning.opening) else State.REASONING
     if reasoning is not None and re.search(re.escape(reasoning.opening) + r"\s*\Z", prompt_tail):

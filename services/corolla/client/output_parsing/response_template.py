@@ -13,12 +13,12 @@ _REASONING: Final = frozenset({"reasoning", "reasoning_content", "thinking"})
 
 
 class ResponseTemplateParser:
-    """Parses one answer, as `MarkupParser` does. A call is returned as a whole; an unreadable call is text.
+    """Parses one answer like `MarkupParser`, but returns each call as a whole; an unreadable call becomes text.
 
     Args:
         template: the response template in the tokenizer's configuration.
         prefix: the end of the prompt's text, which includes the beginning of the assistant's message.
-        tools: the tools in the form for chat templates; their schemas tell which arguments are numbers.
+        tools: the tools as `tool_values` returns them; their schemas tell which arguments are numbers.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ResponseTemplateParser:
         return self._read(lambda: self._parser.feed(text), text)
 
     def finish(self) -> AnswerDelta:
-        """Returns the held text when the answer has ended."""
+        """Takes the end of the answer; returns the part that was held back."""
         return self._read(lambda: self._parser.finalize()[1], "")
 
     def _read(self, events_of: Callable[[], Sequence[Mapping[str, Any]]], text: str) -> AnswerDelta:
@@ -59,7 +59,7 @@ class ResponseTemplateParser:
             return AnswerDelta(text)
         try:
             events = events_of()
-        # Contents may not fit a template's fields, and its patterns may fail in any way.
+        # The answer may not fit the template's fields, and the template's patterns may raise anything.
         except Exception:
             self._is_broken = True
             return AnswerDelta(self._body + text)
@@ -97,7 +97,7 @@ class ResponseTemplateParser:
 
 
 def _call(value: Any) -> tuple[str, str]:
-    """Name and arguments of a call; two empty texts if the value is not a call."""
+    """The name and the JSON arguments of a call; two empty texts if the value is not a call."""
     function = value.get("function", value) if isinstance(value, dict) else {}
     name, arguments = function.get("name"), function.get("arguments", {})
     if not isinstance(name, str) or not isinstance(arguments, dict):

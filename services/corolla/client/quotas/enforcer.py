@@ -1,4 +1,7 @@
-"""Keeps tenants within their quotas. The router counts for all client services; without it, each counts its share."""
+"""Keeps tenants within their quotas.
+
+A router counts for all client services; while no router answers, each client service enforces its share of the limits.
+"""
 
 import asyncio
 import contextlib
@@ -30,13 +33,13 @@ _TIMEOUT_S: Final = 0.5
 _REST_S: Final = 1.0
 _MOST_TAKES: Final = 256
 _BILL_PATIENCE_S: Final = 5.0
-"""Tokens that could not be sent to a router for this long are counted here instead."""
+"""If no router has counted a bill of generated tokens after this time, the client service counts it itself."""
 _BILL_LEASE_S: Final = 2 * _BILL_PATIENCE_S
-"""The router recognises a bill that is sent again for this long."""
+"""How long the router recognises a bill that is sent again."""
 _LETTING_GO_S: Final = (0.05, 0.1, 0.2, 0.4)
-"""The pauses between tries of a take: when the next request comes, the end of the last answer may be uncounted yet."""
+"""The pauses between tries of a refused take: the router may not have counted the end of the last request yet."""
 _MOST_PATIENT: Final = 4
-"""How many requests of one tenant may retry at a time, so that a tenant cannot multiply calls of the router."""
+"""How many requests of one tenant may retry at a time, so that a tenant cannot multiply the calls to the router."""
 _RATE: Final = "requests_per_second"
 
 
@@ -56,22 +59,23 @@ class _Running:
 
 
 class QuotaEnforcer:
-    """Takes quotas before a request begins, counts its use while it runs, and gives quotas back at its end.
+    """Takes quotas before a request begins, counts its use while it runs, and gives held quotas back at its end.
 
-    A request's first tokens are taken when it begins, and further tokens are charged as they come, so no answer is cut
-    off. A tenant whose answers exceeded the quota cannot begin another one until the excess is made up for.
+    A request takes the quota for the first token of each sequence when it begins; later tokens are charged as they
+    come, so a quota never cuts an answer off. A tenant that has exceeded the quota in this way cannot begin another
+    answer until the excess is made up for.
 
     Args:
         quotas_file: the file, in the format of `QuotaTable`; None: no quotas.
-        max_running: the places of this client service; guarantees must leave at least one of them free.
-        timeout_s: seconds after which a router counts as away.
-        lease_s: seconds that the router holds a request's amounts if this client service ends.
+        max_running: the most sequences that run in this client service at a time; fewer must be guaranteed.
+        timeout_s: seconds without an answer after which a router counts as away.
+        lease_s: seconds for which the router holds a request's amounts if this client service ends.
 
     Attributes:
         files: the files to watch; None without quotas.
 
     Raises:
-        SettingsError: the file cannot be read, or holds something else.
+        SettingsError: the file cannot be read, or does not have that format.
     """
 
     def __init__(
@@ -101,20 +105,20 @@ class QuotaEnforcer:
         self._breaker = Breaker(1, _REST_S)
         self._running: dict[str, _Running] = {}
         self._num_unbilled_tokens: Counter[str] = Counter()
-        # Bills that no router has counted, each with its time.
+        # Bills of generated tokens that no router has counted, each with the time when it was written.
         self._bills: list[tuple[pb.QuotaTake, float]] = []
         # Ended requests, each with its tenant and the time until which the router holds its amounts.
         self._ended: dict[str, tuple[str, float]] = {}
         self._has_ended = asyncio.Event()
         self._num_patient: Counter[str] = Counter()
-        # Tenants that send too many requests, each with the time until which these are refused without the router.
+        # Tenants that send too many requests, each with the time until which these are refused without asking a router.
         self._refused_until_s: dict[str, float] = {}
 
     def limits(self, tenant: str) -> TenantLimits:
         return self._table.of(tenant)
 
     def guaranteed_sequences(self) -> Mapping[str, int]:
-        """The guaranteed places by tenant."""
+        """How many running sequences each tenant is guaranteed."""
         return self._guaranteed_sequences
 
     def start(self, control: ControlPlane) -> None:
@@ -122,13 +126,13 @@ class QuotaEnforcer:
         self._control = control
 
     async def check_request(self, tenant: str) -> None:
-        """Counts a request that holds no amounts. Raises QuotaExceeded."""
+        """Counts a request that uses only the quota of requests per second. Raises QuotaExceeded."""
         uses = self.limits(tenant).uses({_RATE: 1}, must_fit=True)
         await self.take(tenant, secrets.token_hex(16), uses, _BILL_LEASE_S)
 
     @contextlib.contextmanager
     def counted_refusals(self) -> Iterator[None]:
-        """Counts a refusal for quotas in the metrics, from the router or from here."""
+        """Counts in the metrics a QuotaExceeded that leaves the context."""
         try:
             yield
         except QuotaExceeded as refusal:
@@ -139,7 +143,7 @@ class QuotaEnforcer:
     async def running(
         self, tenant: str, num_sequences: int, usage: RequestCounts, *, is_streamed: bool = False
     ) -> AsyncIterator["Allowance"]:
-        """Holds quotas for a request, from before it waits until its end. `usage` counts its generated tokens.
+        """Holds quotas for a request from before it waits in line until it ends. `usage` counts its generated tokens.
 
         Raises QuotaExceeded.
         """
@@ -166,12 +170,12 @@ class QuotaEnforcer:
             self._running[request_id] = _Running(tenant, usage, self._now_s(), num_sequences, _held(uses))
             yield Allowance(self, tenant, request_id, limits)
         finally:
-            # This includes a request whose caller left before the router answered: the router may have counted it.
+            # A request whose caller left before the router answered is ended, too: the router may have counted it.
             if not is_refused:
                 self._end(tenant, request_id)
 
     async def run(self) -> None:
-        """Sends the router the uncounted use, for ever."""
+        """Sends the router the uncounted use once a second, and whenever a request ends; never returns."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_SETTLE_INTERVAL_S):
@@ -180,7 +184,7 @@ class QuotaEnforcer:
             await self.settle()
 
     async def settle(self) -> None:
-        """Sends the router the use that it has not counted yet; if that fails, the use is kept for the next time."""
+        """Sends the router the use that it has not counted yet; keeps that use for the next call if this fails."""
         now_s = self._now_s()
         self._write_bills()
         self._count_late_bills(now_s)
@@ -273,7 +277,7 @@ class QuotaEnforcer:
             self._breaker.succeeded()
             raise
         except CorollaError as failure:
-            # A router of an older version does not count quotas either.
+            # A router of an older version comes here, too: it does not count quotas.
             self._breaker.failed(self._now_s())
             log.debug(
                 "no router answers; this client service counts quotas itself, with its share of each limit",
@@ -322,7 +326,7 @@ class QuotaEnforcer:
         self._num_unbilled_tokens.clear()
 
     def _count_late_bills(self, now_s: float) -> None:
-        """Counts old bills here and drops them: a router that got one later could count it twice."""
+        """Counts old bills in this service's share and drops them: a router that got one later could count it twice."""
         for bill, since_s in self._bills:
             if now_s - since_s >= _BILL_PATIENCE_S:
                 self._share.take(bill.tenant, bill.uses, {}, now_s, self._num_takers)
@@ -359,12 +363,12 @@ class Allowance:
 
 
 def _message(tenant: str, request_id: str, uses: Iterable[pb.QuotaUse], lease_s: float) -> pb.QuotaTake:
-    """The message about a request's use. A bill of generated tokens is sent as a request of its own."""
+    """The message that reports a request's use. A bill of generated tokens has a request id of its own."""
     return pb.QuotaTake(tenant=tenant, request_id=request_id, lease_ms=round(lease_s * 1000), uses=uses)
 
 
 def _may_fit_soon(take: pb.QuotaTake, refusal: QuotaExceeded) -> bool:
-    """Whether a take failed at a quota of held amounts, which other requests free, and not at a rate."""
+    """Whether a take failed at a quota of held amounts, which ending requests free, rather than at a rate."""
     return any(use.quota == refusal.metadata.get("quota") and not use.period_ms for use in take.uses)
 
 

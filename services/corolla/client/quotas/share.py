@@ -1,7 +1,8 @@
 """Enforces this client service's share of each tenant's quotas while no router counts. Pure.
 
-A share is the limit divided by the number of client services. Amounts that a tenant's requests hold here are compared
-with it; rates are counted in windows as long as the quota's period.
+A share is the limit divided by the number of client services. The amounts that a tenant's requests hold in this service
+must not exceed the share. The use of a rate is counted in windows that are as long as the quota's period, and must not
+exceed the share in any of them.
 """
 
 from collections import Counter
@@ -21,7 +22,7 @@ class _Window:
 
 
 class StaticShare:
-    """Counts use that no router counts."""
+    """Counts the use of quotas that no router has counted, in the current windows."""
 
     def __init__(self) -> None:
         # The current windows by their length in milliseconds. A new window begins without counts.
@@ -30,10 +31,10 @@ class StaticShare:
     def take(
         self, tenant: str, uses: Sequence[pb.QuotaUse], held: Mapping[str, int], now_s: float, num_services: int
     ) -> None:
-        """Counts the use of a request. Raises QuotaExceeded and counts nothing if it does not fit.
+        """Counts the use of a request. Raises QuotaExceeded, and counts nothing, if a part of it does not fit.
 
         Args:
-            held: the amounts by quota that the tenant's requests hold here already.
+            held: the amounts by quota that the tenant's requests already hold in this service.
             num_services: the number of client services that share the limits.
         """
         for use in uses:

@@ -1,7 +1,8 @@
 """A process that answers requests in bounded time and memory; `worker_process` sends the requests.
 
 Each message is its length in four bytes, then JSON. A signal ends the process when an answer takes more than
-`MOST_CPU_S` of processor time; it ends itself when an answer takes more than `MOST_BYTES` of memory.
+`MOST_CPU_S` of processor time; the process exits when an answer takes more than `MOST_BYTES` of memory, and
+`BYTES_PER_BYTE` for each byte of its request.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from typing import IO, Any, Final
 MOST_CPU_S: Final = 1.0
 MOST_BYTES: Final = 64 << 20
 BYTES_PER_BYTE: Final = 8
-"""Additional memory for each byte of a request, whose text is copied several times."""
+"""The further bytes that an answer may take for each byte of its request, whose text is copied several times."""
 
 LENGTH: Final = struct.Struct("<I")
 OUT_OF_MEMORY: Final = 3
@@ -33,7 +34,7 @@ def write(stream: IO[bytes], message: Any) -> None:
 
 
 def read(stream: IO[bytes]) -> tuple[Any, int]:
-    """Reads the next message and its length. Raises EOFError at the stream's end."""
+    """Reads the next message; returns it and its length in bytes. Raises EOFError at the stream's end."""
     head = stream.read(LENGTH.size)
     data = stream.read(*LENGTH.unpack(head)) if len(head) == LENGTH.size else b""
     if not data:
@@ -45,7 +46,7 @@ def serve(begin: Callable[[Any], Answer]) -> int:
     """Answers requests until the stream ends. Returns the exit status.
 
     Args:
-        begin: takes the first message, and returns the function that answers all others.
+        begin: takes the first message, and returns the function that answers all later ones.
     """
     # Ctrl-C in a terminal is for the service, which closes the pipe when it ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -14,14 +14,14 @@ from corolla.client.text.tokenizer import TextTokenizer
 _BARE: Final = ChatSetting()
 
 Renderer = Template | TemplateProcess
-"""Renders a template in this process, or in a process of its own."""
+"""The object that renders one template, in this process or in a process of its own."""
 
 
 class ChatTemplate:
     """Renders conversations with the chat template of the checkpoint's tokenizer, if it has one.
 
-    Only the template writes special tokens, such as those that begin and end a message. If a message spells one, it
-    becomes plain text: a user's message cannot end itself and continue as the system's.
+    Only the template writes special tokens, such as those that begin and end a message. If a message spells one, its
+    spelling is encoded as plain text, so a user's message cannot end itself and continue as the system's.
 
     Args:
         renderer: makes a renderer from a template and the special tokens that it may name.
@@ -36,12 +36,12 @@ class ChatTemplate:
 
     @property
     def reserved_names(self) -> frozenset[str]:
-        """The names that the service itself passes to a template, and a caller cannot set."""
+        """The names that the service itself passes to a template, so that a caller cannot set them."""
         return RESERVED_NAMES | self._tokenizer.hf_tokenizer.special_tokens_map.keys()
 
     @property
     def exists(self) -> bool:
-        """Whether the checkpoint has a template, so that it can chat."""
+        """Whether the checkpoint has a chat template."""
         return bool(self._tokenizer.hf_tokenizer.chat_template)
 
     def render(self, messages: Sequence[Message], setting: ChatSetting = _BARE, *, add_generation_prompt: bool) -> str:
@@ -110,12 +110,13 @@ class ChatTemplate:
             new: the messages of this turn.
 
         Returns:
-            `(num_kept_tokens, token_ids)`: the new log, and how many of its first tokens are those of `log_ids`, always
-            fewer than all. Its text is the rendering of the whole conversation, however the last answer ended.
+            `(num_kept_tokens, token_ids)`: how many first tokens of the new log are those of `log_ids`, always fewer
+            than all of the new log; and the new log, whose text is the rendering of the whole conversation, however the
+            last answer ended.
 
         Raises:
             InvalidRequest, CorollaError: as in `render`, for the whole conversation.
-            ContextLengthExceeded: there are far more tokens than `max_tokens`.
+            ContextLengthExceeded: the new log would have far more than `max_tokens` tokens.
         """
         rendering, plain_ids = self._prompt([*earlier, *new], setting, max_tokens)
         num_kept_tokens, token_ids = self._continued(log_ids, rendering, plain_ids)
@@ -133,14 +134,17 @@ class ChatTemplate:
         token_ids = [*log_ids[:num_kept_tokens], *rest_ids]
         if self._spelled(token_ids) == rendering:
             return num_kept_tokens, token_ids
-        # This tokenizer does not reproduce texts, or not in parts, so only equal ids can be kept.
+        # The tokenizer does not decode to the text that was encoded, or not in parts, so only equal ids can be kept.
         token_ids = self._tokenizer.encode(rendering, add_special_tokens=False)
         return _num_equal(log_ids, token_ids), token_ids
 
     def _prompt(
         self, messages: Sequence[Message], setting: ChatSetting, max_tokens: int | None
     ) -> tuple[str, list[int] | None]:
-        """The text up to the beginning of the answer, and its ids if the caller's values spell special tokens."""
+        """The text up to the beginning of the answer, and its ids; None as ids if no message spells a special token.
+
+        Tools and template arguments count like messages.
+        """
         values, begins = _values(messages, setting), not setting.continues_last
         rendering = self._rendered(values, setting, add_generation_prompt=begins)
         if not rendering:

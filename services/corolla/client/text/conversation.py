@@ -1,4 +1,4 @@
-"""Conversations and their form for chat templates. Pure."""
+"""The messages and tools of a conversation, and the values that chat templates get for them. Pure."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -62,10 +62,10 @@ class ChatSetting:
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Refuses messages that no template can use. The template decides about their order.
+    """Refuses messages that no template can use; the template itself may refuse their order.
 
     Raises:
-        InvalidRequest: a field is wrong; the error names the first one.
+        InvalidRequest: a field is wrong; the error names the first such field.
     """
     for index, message in enumerate(messages):
         for name, problem in _problems(message):
@@ -73,7 +73,10 @@ def check_messages(messages: Sequence[Message]) -> None:
 
 
 def check_conversation(messages: Sequence[Message], setting: ChatSetting) -> None:
-    """Refuses a whole conversation that has nothing to answer. Raises InvalidRequest."""
+    """Refuses a conversation without a message to answer, or to continue if `setting` says so.
+
+    Raises InvalidRequest.
+    """
     if not messages:
         raise InvalidRequest("messages", "must not be empty")
     if setting.continues_last and (messages[-1].role != "assistant" or messages[-1].tool_calls):
@@ -97,7 +100,7 @@ def _problems(message: Message) -> list[tuple[str, str]]:
 
 
 def message_values(message: Message) -> dict[str, Any]:
-    """A message in the form for templates."""
+    """The values that a template gets for a message."""
     content = message.content
     values: dict[str, Any] = {"role": message.role, "content": content if isinstance(content, str) else list(content)}
     if message.reasoning:
@@ -114,7 +117,7 @@ def message_values(message: Message) -> dict[str, Any]:
 
 
 def tool_values(tool: Tool) -> dict[str, Any]:
-    """A tool in the form for templates."""
+    """The values that a template gets for a tool."""
     function: dict[str, Any] = {"name": tool.name}
     if tool.description:
         function["description"] = tool.description

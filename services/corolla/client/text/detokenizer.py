@@ -2,7 +2,7 @@
 
 `tokenizers.decoders.DecodeStream` does not work for all output: it raises on invalid UTF-8 if a later token changes the
 text of earlier ones, decodes everything since the last whole character again, and never returns pending text at the
-answer's end. Sampled tokens may be any, hence this class.
+answer's end. A model may sample any tokens, so this module has a class of its own.
 """
 
 from collections.abc import Container, Sequence
@@ -13,24 +13,24 @@ from corolla.client.text.tokenizer import TextTokenizer
 REPLACEMENT = "\ufffd"
 
 _NUM_CONTEXT_TOKENS = 6
-"""This is more than the tokens of an incomplete character; the others decide about spaces."""
+"""The least tokens of a shortened window: those of an incomplete character, and some that decide about spaces."""
 
 _LONG_WINDOW_TOKENS = 24
 """A window of this size is shortened as soon as it ends with a whole character."""
 
 _MAX_WINDOW_TOKENS = 32
-"""A window of this size is always shortened: its text would have whole characters by now if it ever had."""
+"""A window of this size is always shortened: valid UTF-8 would have ended with a whole character earlier."""
 
 _MAX_INCOMPLETE_TOKENS = 3
-"""An incomplete character has at most 3 of 4 bytes, and so 3 tokens, each of them one U+FFFD with byte fallback."""
+"""An incomplete character has at most 3 of its 4 bytes, so at most 3 tokens; with byte fallback, each is one U+FFFD."""
 
 
 class Detokenizer:
     """Decodes one answer token by token, at constant cost and memory per token.
 
-    All pieces together equal the text of the answer after its prompt, decoded at once without special tokens, if its
-    bytes are UTF-8; for byte-level tokenizers even if they are not. (A byte-fallback decoder discards a whole run of
-    bytes for one bad byte; text that was returned before stays.)
+    If the answer's bytes are UTF-8, all pieces together equal its text after the prompt, decoded at once without
+    special tokens. With a byte-level tokenizer they do so for any bytes. (A byte-fallback decoder discards a whole run
+    of bytes for one bad byte, but this class cannot take back text that it has returned.)
 
     Args:
         prompt_ids: the tokens before the answer, which decide whether its first space belongs to it.
@@ -42,7 +42,7 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._shown_ids = shown_ids
-        # Invariant: the first `_num_emitted_chars` of the window's text were returned, or belong to the prompt.
+        # Invariant: the first `_num_emitted_chars` characters of the window's text were returned, or are the prompt's.
         self._window_ids, num_whole_tokens = _context(tokenizer, prompt_ids)
         prompt_text = tokenizer.decode(self._window_ids)
         self._num_emitted_chars = len(prompt_text)
@@ -67,7 +67,7 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """Returns the held text when the answer ends: U+FFFD for an incomplete character."""
+        """Returns the text that was held back; an incomplete character becomes U+FFFD."""
         text = self._tokenizer.decode(self._window_ids)
         return self._emit(text, len(text))
 
@@ -77,7 +77,7 @@ class Detokenizer:
         return piece
 
     def _close_prompt(self, text: str, prompt_text: str) -> None:
-        """Counts a character that the prompt began and the answer completes as a part of the answer."""
+        """Gives the answer a character that the prompt began and the answer completes."""
         if not text.startswith(prompt_text):
             self._num_emitted_chars = self._num_whole_prompt_chars
             self._open_prompt_text = None

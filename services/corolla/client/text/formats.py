@@ -13,7 +13,7 @@ MAX_CHOICES: Final = 256
 MAX_CHOICE_CHARS: Final = 1024
 
 # The layout is that of `json.dumps`, which models know best; with free spaces, a model might never end. Schemas with
-# parts that llguidance cannot follow are refused, whatever they themselves set.
+# parts that llguidance cannot follow are refused, since these options replace a schema's own.
 _JSON_OPTIONS: Final = {
     "item_separator": ", ",
     "key_separator": ": ",
@@ -61,7 +61,7 @@ def regex(expression: str, field: str) -> AnswerFormat:
 
 
 def lark(grammar: str, field: str) -> AnswerFormat:
-    """The form of the rule `start` of a grammar in Lark's notation. Raises InvalidRequest as `regex` does."""
+    """The form of texts that fit the rule `start` of a grammar in Lark's notation. Raises InvalidRequest as `regex`."""
     _check_size(grammar, field)
     return AnswerFormat(as_grammar("lark_grammar", grammar), field)
 

@@ -17,7 +17,7 @@ from corolla.models.tokenizer_text import tokenizer_text
 
 _MOST_REMEMBERED: Final = 256
 _LONGEST_WAIT_S: Final = 10.0
-"""This includes the time to read the tokenizer, for which the first request waits."""
+"""How long a request waits for the check of its grammar. For the first request, this includes reading the tokenizer."""
 _MOST_WAITING: Final = 512
 
 
@@ -45,11 +45,11 @@ class GrammarProcess:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process; None while it is not needed."""
+        """The id of the process; None before the first request starts it."""
         return None if self._worker is None else self._worker.pid
 
     async def admit(self, tenant: str, form: AnswerFormat, received_ids: Sequence[int]) -> None:
-        """Does the same as `check`, when the tenant's turn has come."""
+        """Waits for the tenant's turn, then does what `check` does."""
         if not received_ids and self._is_known(form):
             return self.check(form)
         try:
@@ -60,7 +60,7 @@ class GrammarProcess:
             raise QueueFull("the answer formats of other callers take too long to check") from None
 
     def check(self, form: AnswerFormat, received_ids: Sequence[int] = ()) -> None:
-        """Checks that answers of this form can be made, and an answer with these tokens continued. It blocks.
+        """Checks that answers can have this form, and that one can begin with `received_ids`. Blocks the thread.
 
         Raises:
             InvalidRequest: the form is invalid, takes too long or too much memory, or the tokens do not fit it.

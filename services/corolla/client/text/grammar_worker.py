@@ -8,11 +8,11 @@ from corolla.decoding.grammar_text import UnreadableGrammar, grammar_tokenizer, 
 
 
 def begin(first: Sequence[Any]) -> Answer:
-    """Reads the tokenizer from the arguments of `grammar_tokenizer`; returns the function that checks grammars."""
+    """Takes the arguments of `grammar_tokenizer`; returns the function that checks grammars."""
     tokenizer = grammar_tokenizer(*first)
 
     def problem(request: Sequence[Any]) -> Sequence[str] | None:
-        """Checks a grammar and the first tokens of an answer. Returns the name of the faulty one, and its problem."""
+        """Checks a grammar and an answer's first tokens. Returns the faulty one's name and its problem, or None."""
         text, token_ids = request
         try:
             matcher = read_grammar(tokenizer, text)

@@ -1,4 +1,4 @@
-"""Marks that replace texts which spell special tokens in a rendering, so that these stay plain text."""
+"""Marks that stand in for texts which spell special tokens while a template renders, so that these stay plain text."""
 
 import json
 import re
@@ -7,10 +7,13 @@ from collections.abc import Callable
 from typing import Any, Final
 
 _MARK: Final = "\U000f0002"
-"""A character of private use, which no template handles."""
+"""A character of private use, to which templates give no meaning."""
 _NUM_NONCE_PARTS: Final = 4
 _NONCE_PART_DIGITS: Final = 20
-"""The size of a nonce's part. If a template cuts a mark, one part is left; digits, since it may change letters."""
+"""The length of one part of a nonce. If a template cuts a mark, at least one part stays whole, and shows the cut.
+
+The parts have only digits, because a template may change letters.
+"""
 _ESCAPES: Final = {0: 0, 1: 1, 3: 2}
 """Maps the number of backslashes before a quotation mark to how often the text was encoded as a JSON string."""
 

@@ -32,7 +32,7 @@ _END_MARK: Final = "\U000f0003"
 
 
 class TemplateRefusal(Exception):
-    """A template does not accept a conversation. `sentence` is the template's own message, printable, maybe empty."""
+    """A template does not accept a conversation. `sentence` is its own, printable message, which may be empty."""
 
     def __init__(self, sentence: str = "") -> None:
         super().__init__(sentence)
@@ -72,7 +72,7 @@ class Template:
         arguments: Mapping[str, Any] | None = None,
         continues_last: bool = False,
     ) -> str:
-        """Renders a conversation. If the answer continues the last message, the text ends with that message's content.
+        """Renders a conversation. If `continues_last` is true, the text ends with the last message's content.
 
         Raises:
             TemplateRefusal: the template does not accept this conversation.
@@ -155,7 +155,7 @@ def _strftime_now(form: str) -> str:
 
 
 class _Dict:
-    """Provides `dict` with only its call and `fromkeys`."""
+    """The `dict` of templates, which offers only its call and `fromkeys`."""
 
     def __call__(self, *args: Any, **entries: Any) -> dict[Any, Any]:
         return dict(*args, **entries)
@@ -185,7 +185,10 @@ def _check_name(name: object) -> None:
 
 
 def begin(first: Sequence[Any]) -> Answer:
-    """Takes a source and its special tokens. The first rendering parses the source, since that may run away, too."""
+    """Takes a template's source and special tokens; returns the function that renders.
+
+    That function parses the source at its first call, under the limits of an answer, since parsing may take too long.
+    """
     source, special_tokens = first
     template: Template | None = None
 
@@ -198,7 +201,7 @@ def begin(first: Sequence[Any]) -> Answer:
             raise
         except TemplateRefusal as refusal:
             return {"refusal": refusal.sentence}
-        except Exception:  # a template is a program of the checkpoint's
+        except Exception:  # a template is a program from the checkpoint
             return {"refusal": ""}
 
     return render

@@ -1,4 +1,4 @@
-"""Finds out from a chat template's syntax tree how it uses messages. Pure: the template does not run."""
+"""Finds out how a chat template uses messages, from its syntax tree. Pure: the template does not run."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

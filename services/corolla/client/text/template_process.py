@@ -26,7 +26,7 @@ class TemplateProcess:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process; None while it is not needed."""
+        """The id of the process; None before the first request starts it."""
         return self._worker.pid
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:

@@ -29,12 +29,12 @@ class TextTokenizer:
         special_texts = {*hf_tokenizer.all_special_tokens, *(str(token) for _, token in added_tokens if token.special)}
         self._special_beginnings = {text[:_BEGINNING_CHARS] for text in special_texts if text}
         if any(token.special and token.normalized for _, token in added_tokens):
-            self._special_beginnings = {""}  # texts may spell it in several ways
+            self._special_beginnings = {""}  # texts may spell such a token in several ways
         self._plain: Any = None
 
     @classmethod
     def load(cls, folder: Path) -> "TextTokenizer":
-        """Reads the tokenizer files of a checkpoint folder; no network, no code of the checkpoint's.
+        """Reads the tokenizer files of a checkpoint folder, without the network and without the checkpoint's own code.
 
         Raises:
             CheckpointError: the folder holds no tokenizer that `transformers` can read.
@@ -43,7 +43,7 @@ class TextTokenizer:
             raise CheckpointError(f"There is no checkpoint folder {folder}.")
         try:
             hf_tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        # A broken file surfaces as whatever its parser raises, plain Exception from the Rust tokenizers included.
+        # A parser may raise anything for a broken file; the Rust tokenizers raise a plain Exception.
         except Exception as error:
             raise CheckpointError(
                 f"The tokenizer in {folder} cannot be read: put the checkpoint's tokenizer.json and"
@@ -60,7 +60,8 @@ class TextTokenizer:
         """The text's token ids, by default with the tokens that the tokenizer adds itself, such as a first BOS token.
 
         Args:
-            max_tokens: at least 1. A text of far more is refused before all of it is encoded, which may take seconds.
+            max_tokens: at least 1. A text of far more tokens is refused before it is encoded to its end, since that may
+                take seconds.
 
         Raises:
             InvalidRequest: the text has a lone surrogate, which is not a character.
@@ -83,7 +84,7 @@ class TextTokenizer:
         return encode(text)
 
     def special_range(self, text: str) -> tuple[int, int] | None:
-        """The start of the first and the end of the last special token that a text spells; None without any."""
+        """The start of the first and the end of the last special token that a text spells, or None."""
         # Few texts have even the beginning of a special token.
         if not any(beginning in text for beginning in self._special_beginnings):
             return None
@@ -115,7 +116,7 @@ class TextTokenizer:
                 self.hf_tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
             )
         if self._plain is None:
-            # `encode_special_tokens` is a property of a tokenizer, which threads share, so plain texts get a copy.
+            # Threads share the tokenizer, so `encode_special_tokens` is set on a copy, which encodes plain texts.
             backend = self.hf_tokenizer.backend_tokenizer
             plain = type(backend).from_str(backend.to_str())
             plain.encode_special_tokens = True
@@ -135,15 +136,16 @@ class TextTokenizer:
         return self._decode(list(token_ids), skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token by itself, also of a special one; U+FFFD if it is only a part of a character."""
+        """The text of one token, special or not; U+FFFD if the token is only a part of a character."""
         return self.decode([token_id], skip_special_tokens=False)
 
 
 def _decoder(hf_tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int], bool], str]:
     """A function that decodes ids; its second argument says whether to skip special tokens.
 
-    It is called for each token of each answer. transformers would spend most of the time on checking for arrays,
-    tensors and batches, so the Rust tokenizer is called directly if the checkpoint's class does not override decoding.
+    The service calls the function for each token of each answer. transformers' own function would spend most of the
+    time on checking for arrays, tensors and batches, so this is the Rust tokenizer's function unless the checkpoint's
+    class overrides decoding.
     """
     classes = type(hf_tokenizer).__mro__
     if PreTrainedTokenizerFast in classes:

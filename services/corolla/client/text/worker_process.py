@@ -15,7 +15,7 @@ from corolla.client.text.bounded_worker import OUT_OF_MEMORY, read, write
 log = logging.getLogger(__name__)
 
 LONGEST_S: Final = 10.0
-"""A process without an answer for this long is killed: it was stopped, or gets no processor time."""
+"""A process that does not answer for this long is killed: something stopped it, or it gets no processor time."""
 
 _INHERITED: Final = ("PATH", "PYTHON", "LANG", "LC_", "LD_", "VIRTUAL_ENV")
 """The process inherits the environment variables whose names begin so; others may hold secrets."""
@@ -29,11 +29,11 @@ _EXCEEDED: Final = {
 
 
 class WorkLimitExceeded(Exception):
-    """The work took too much of something; the message is "too long" or "too much memory"."""
+    """The work took too much time or memory; the message is "too long" or "too much memory"."""
 
 
 class WorkerProcess:
-    """One process, started when it is first needed and again when it has ended. Safe to use from several threads.
+    """One process, which a request starts if it does not run. Safe to use from several threads.
 
     Args:
         module: the module that the process runs; it calls `bounded_worker.serve`.
@@ -52,7 +52,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process; None while it is not needed."""
+        """The id of the process; None before the first request starts it."""
         return self._process.pid if self._process is not None else None
 
     def ask(self, request: Any) -> Any:

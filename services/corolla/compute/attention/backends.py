@@ -37,12 +37,12 @@ def choose_backend(
     Args:
         name: `auto`, or a key of BACKENDS.
         device: the device of keys, values and queries.
-        dtype: their dtype.
+        dtype: the dtype of queries, and of keys and values as they are computed.
         page_tokens: tokens of a page.
         is_encoded: whether keys and values are stored in eight bits, which `paged` cannot read.
 
     Raises:
-        StartupError: the requested attention does not work here.
+        StartupError: no attention that `name` allows works on this device.
     """
     names = _BY_DEVICE.get(device.type, ("sdpa",)) if name == "auto" else (name,)
     if is_encoded:
@@ -81,9 +81,9 @@ def _tried(
 def largest_difference(
     backend: AttentionBackend, device: torch.device, dtype: torch.dtype, page_tokens: int, window: int | None = None
 ) -> float:
-    """The largest difference between a backend's results and the definition's in float64.
+    """The largest difference between a backend's results and those of the definition in float64.
 
-    It attends for chunks and single tokens of two sessions, with inputs in `dtype` on `device`.
+    The backend attends for chunks and single tokens of two sessions, with inputs in `dtype` on `device`.
     """
     num_heads, num_key_heads, head_size = 4, 2, 64
     generator = torch.Generator().manual_seed(0)
@@ -119,7 +119,7 @@ def largest_difference(
 
 
 def _definition(query: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None) -> Tensor:
-    """The attention of the last `T` tokens of a text in float64, `[T, heads, head_dim]`."""
+    """The attention of a text's last `T` tokens by its definition, float64 `[T, heads, head_dim]`."""
     groups = query.shape[1] // keys.shape[1]
     keys, values = (tensor.double().repeat_interleave(groups, dim=1) for tensor in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * scaling

@@ -1,7 +1,7 @@
 """Attention over rows of different sessions, computed in one call.
 
-All rows' new keys and values are written into the pages of their sessions; then each row attends to its own session's
-tokens where they lie. Rows never see each other. All tensors of a call are on the device of the pages.
+All rows' new keys and values are written into the pages of their sessions; then each row attends to the tokens of its
+own session, in their pages. Rows never see each other. All tensors of a call are on the device of the pages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -77,13 +77,15 @@ class AttentionBackend(Protocol):
 class AttentionBatch:
     """The rows of one call, with the slots, runs and masks that all its layers share.
 
+    A slot is the place of one token in the stored tensors of a layer; a run is several consecutive slots.
+
     Args:
         store: the store of all rows' keys and values.
         rows: rows of different sessions.
         backend: computes the attention.
         slots: for each group of layers, the slots of the new tokens, int64 `[N]`, if they are known already.
-        prepared: for each group of layers, what the backend would prepare, if it is known already. With `slots` and
-            `prepared` of all groups, rows are not read.
+        prepared: for each group of layers, what the backend would prepare, if it is known already. If `slots` and
+            `prepared` have all groups, `rows` are not read.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class AttentionBatch:
         self._slots: dict[int, Tensor] = dict(slots or {})
         self._extents: dict[tuple[int, int, int, int], tuple[tuple[int, int], ...]] = {}
         self._biases: dict[tuple[int, int, int, int, int], Tensor | None] = {}
-        # The objects that a backend prepares once for all layers of a group.
+        # The object of each group that a backend prepares once for all layers of the group.
         self.prepared: dict[int, Any] = dict(prepared or {})
 
     def attend(
@@ -121,7 +123,7 @@ class AttentionBatch:
             `[N, heads, value head size]` in the query's dtype, on its device.
         """
         if (codec := self.store.codec) is not None:
-            # Tokens of a chunk use the rounded keys and values of each other, as later tokens will do.
+            # Tokens of a chunk see each other's keys and values rounded, as later tokens will see them.
             key, value = codec.decode(codec.encode(key)), codec.decode(codec.encode(value))
         return self._backend.attend(self, LayerInput(layer, query, key, value, scaling, window, softcap))
 
@@ -152,7 +154,7 @@ class AttentionBatch:
         return slots
 
     def extents(self, number: int, layer: int, start: int, end: int) -> tuple[tuple[int, int], ...]:
-        """The runs of slots of a row's positions `[start, end)`: first slot and number of tokens of each."""
+        """The runs that hold the positions `[start, end)` of row `number`, each as first slot and number of tokens."""
         key = (number, self.store.group_of(layer), start, end)
         extents = self._extents.get(key)
         if extents is None:
@@ -162,7 +164,7 @@ class AttentionBatch:
     def bias(
         self, position: int, num_queries: int, first_key: int, num_keys: int, window: int | None, like: Tensor
     ) -> Tensor | None:
-        """The mask that is added to the scores of queries from `position` on and keys from `first_key` on.
+        """The mask to add to the scores of queries at `position` and after it, over keys at `first_key` and after it.
 
         Returns:
             `[num_queries, num_keys]` of the dtype and device of `like`, 0 or minus infinity; None where every query
@@ -193,7 +195,7 @@ def ragged_attention(
     softcap: float | None = None,
     **_options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function for the rows of a batch.
+    """The attention function that transformers calls for the rows of a batch.
 
     Args:
         module: the family's attention module; its `layer_idx` picks the layer of the caches.
@@ -219,7 +221,7 @@ def ragged_attention(
         window=sliding_window,
         softcap=softcap,
     )
-    # The library's own functions return a contiguous tensor, and some families make a view of it.
+    # transformers' own functions return a contiguous tensor, and some families make a view of it.
     return output.contiguous().unsqueeze(0), None
 
 

@@ -1,7 +1,7 @@
 """Attention by compiled functions, on CPUs, for all rows of a batch in one call or two.
 
-torch's flash attention needs a call for each row, and with few keys a call takes longer than its work. With many keys,
-it has half of the speed of these functions. All tensors are on the CPU.
+torch's flash attention needs a call for each row, and with few keys the call takes longer than the computation. With
+many keys, it is half as fast as these functions. All tensors are on the CPU.
 """
 
 import ctypes
@@ -31,16 +31,16 @@ ELEMENTS: Final[Mapping[torch.dtype, str]] = {
 }  # fmt: skip
 
 _MAX_TOKENS: Final = 8
-"""The most new tokens of a row that go through its keys one by one; more new tokens are processed as a chunk."""
+"""A row's new tokens attend one by one if they are at most so many, and as a chunk if they are more."""
 
 _PIECE_TOKENS: Final = 1024
-"""Keys that one thread goes through at once; a multiple of every tile."""
+"""How many keys a thread processes as one piece; a multiple of the 16 keys of a tile."""
 
 _LEAST_KEYS_OF_THREADS: Final = 256
-"""The least keys, over all queries, for which it pays to wake another thread."""
+"""How many keys all queries must see together so that it pays to wake other threads."""
 
 _ALL_KEYS: Final = 1 << 30
-"""The window of layers whose tokens see all tokens before them."""
+"""The window of a layer without one, whose tokens see all tokens before them."""
 
 EXPONENTIAL: Final = torch.tensor(CONSTANTS, dtype=torch.float32)
 """`CONSTANTS` as a tensor, whose address compiled functions get."""
@@ -51,7 +51,9 @@ _ChunkJob: Final = ctypes.c_int64 * len(chunk_source.JOB)
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The rows of a batch for one group of layers, int32.
+    """The rows of a batch as compiled functions read them, for one group of layers; int32.
+
+    A piece is a run of a query's keys that one thread processes; a block is a run of a chunk's tokens.
 
     Attributes:
         pieces: `[pieces, 4]`: query, first key, end of keys, index of the row's first entry in `pages`; keys are
@@ -71,10 +73,10 @@ class Tables:
 
 
 class CompiledAttention:
-    """Attention by compiled functions; torch's flash attention where they do not support the heads or the cache.
+    """Attention by compiled functions, or by torch's flash attention if they do not support the heads or the cache.
 
     Raises:
-        StartupError: nothing can be compiled here.
+        StartupError: functions cannot be compiled on this machine.
     """
 
     name = "compiled"
@@ -113,7 +115,7 @@ class CompiledAttention:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """The arguments of an attention call, from which the jobs of both compiled functions are made.
+    """The arguments of an attention call, which become jobs: the arrays of arguments that compiled functions get.
 
     Attributes:
         shape: the heads.
@@ -140,7 +142,7 @@ class AttentionCall:
         return torch.get_num_threads() if self.tables.num_keys >= _LEAST_KEYS_OF_THREADS else 1
 
     def next_token_job(self) -> tuple[Any, Tensor]:
-        """The job for `next_token_module`, and the memory that it works in, which must live as long.
+        """The job for `next_token_module`, and the memory for intermediate results, which must live as long as the job.
 
         The memory is float32 `[pieces * key heads * shape.state_floats]`.
         """
@@ -167,7 +169,7 @@ class AttentionCall:
 
 
 def _shape_of(given: LayerInput) -> HeadShape | None:
-    """The shape for which functions have to be compiled for a layer; None where the layer is not supported."""
+    """The shape for which a layer's functions are compiled; None if compiled functions do not support the layer."""
     key_heads, key_size = given.key.shape[1:]
     value_size = given.value.shape[2]
     element = ELEMENTS.get(given.query.dtype)
@@ -196,7 +198,7 @@ def chunk_module(shape: HeadShape) -> Compiled:
 
 
 def tables_of(batch: AttentionBatch, layer: int, window: int | None, shape: HeadShape) -> Tables:
-    """The tables for a layer, made once for all layers of its group with the same tokens of a block."""
+    """The tables for a layer. Layers of one group share them if their blocks have the same number of tokens."""
     group, num_block_tokens = batch.store.group_of(layer), block_tokens(shape)
     # Layers of one group may differ in their number of heads, and so in the tokens of a block.
     prepared: dict[int, Tables] = batch.prepared.setdefault(group, {})
@@ -218,8 +220,8 @@ def _tables(
     for row in rows:
         table = row.cache.tables[group]
         if row.num_tokens > _MAX_TOKENS:
-            # A tile begins at a multiple of TILE_KEYS, but the window may have freed the pages there: repeated pages
-            # stand in for them, and their keys are masked.
+            # A tile begins at a multiple of TILE_KEYS, but the window may have freed the pages there: the first page
+            # that is left stands in for them, and the keys there are masked.
             num_stand_ins = next(n for n in itertools.count() if (table.first_token - n * page_tokens) % TILE_KEYS == 0)
             stand_ins = [table.pages[0]] * num_stand_ins
             first_key = table.first_token - len(stand_ins) * page_tokens

@@ -1,9 +1,9 @@
 """Multi-latent attention over rows of different sessions.
 
 Families with it (DeepSeek-V2, 2024) cache for each token a short latent and the rotated part of its key, in one head
-each, and make the keys and values of all heads from them at every step. The family's own code expands them, in one
-product for as many rows as fit into memory; then each row attends to its own session's part. A row that does not fit
-alone is expanded piece by piece, and the attention outputs of the pieces are merged (see `partial_attention`).
+each, and make the keys and values of all heads from both at every step. The family's own code expands the latents, in
+one product for as many rows as fit into memory; then each row attends to its own session's part. If a row alone does
+not fit, it is expanded piece by piece, and the attention outputs of the pieces are merged (see `partial_attention`).
 
 All tensors of a call are on the device of the pages, in the model's dtype.
 """
@@ -32,9 +32,9 @@ _FLOAT32_BYTES: Final = 4
 def bytes_of_key(config: PretrainedConfig, like: Tensor, num_queries: int) -> int:
     """Bytes that one token's keys and values of all heads take in one layer while `num_queries` attend to them.
 
-    The sum includes the product that keys and values are made from, the scores and, on CPUs, the copies of torch. Its
-    attention for heads of two sizes converts keys and values to float32 and scales the keys, and its product copies
-    strided values where the processor has instructions for the dtype.
+    The sum includes the product that keys and values are made from, the scores and, on CPUs, the copies that torch
+    makes. If keys and values differ in head size, torch's attention converts both to float32 and scales the keys. Its
+    product copies strided values if the processor has instructions for the dtype.
 
     Args:
         like: a tensor of any shape with the dtype and device of the computation.
@@ -80,7 +80,7 @@ class PackedLatents(Cache):
         """Stores the latents `key_states` and rotated keys `value_states` of the new tokens, `[1, 1, N, size]` each.
 
         Returns:
-            Both, unchanged; so their shapes are the same, `[1, 1, N, size]`.
+            Both, unchanged, `[1, 1, N, size]` each.
         """
         self._batch.write(layer_idx, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
         return key_states, value_states
@@ -97,7 +97,7 @@ def latent_attention(
     scaling: float | None = None,
     **_options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function for rows whose latents `PackedLatents` has stored.
+    """The attention function that transformers calls for rows whose latents `PackedLatents` has stored.
 
     Args:
         module: the family's attention module, which expands latents.
@@ -127,13 +127,13 @@ def latent_attention(
 def _attend_together(
     module: nn.Module, query: Tensor, rows: Sequence[PackedRow], batch: AttentionBatch, scaling: float
 ) -> Iterator[Tensor]:
-    """Yields each row's output `[1, num_tokens, heads, value head size]`; one product expands the latents of all."""
+    """Yields each row's output `[1, num_tokens, heads, value head size]`; one product expands all rows' latents."""
     num_keys = [row.position + row.num_tokens for row in rows]
     keys, values = _expanded(module, [_latents(module, row, 0, end) for row, end in zip(rows, num_keys, strict=True)])
     parts = zip(rows, torch.split(keys, num_keys, dim=2), torch.split(values, num_keys, dim=2), strict=True)
     for row, own_keys, own_values in parts:
         own_query = query[:, :, row.start : row.end]
-        # The function assumes that several queries start together with the keys where it gets no mask.
+        # If it gets no mask, the function assumes that the first of several queries is at the first key's position.
         starts_later = row.position > 0 and row.num_tokens > 1
         mask = batch.bias(row.position, row.num_tokens, 0, own_keys.shape[2], None, query) if starts_later else None
         yield sdpa_attention_forward(module, own_query, own_keys, own_values, mask, scaling=scaling)[0]
@@ -144,7 +144,7 @@ def _attend_in_pieces(
 ) -> Tensor:
     """The output `[1, num_tokens, heads, value head size]` of one row; `piece_tokens` latents are expanded at a time.
 
-    The pieces are not runs of heads: the layouts of packed or quantised linear layers cannot be cut by outputs.
+    A piece is a run of tokens, not of heads: the layouts of packed or quantised linear layers cannot be cut by outputs.
     """
     own_query = query[:, :, row.start : row.end]
     end = row.position + row.num_tokens

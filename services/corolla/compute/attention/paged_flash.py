@@ -27,8 +27,8 @@ class BatchTables:
 
     Attributes:
         first_queries: int32 `[rows + 1]`: where each row's queries begin, and where the last row's queries end.
-        first_keys: int32 `[rows + 1]`: the same for keys, as if the rows' keys lay behind each other. The kernel finds
-            them by `pages`, but refuses a call without it.
+        first_keys: int32 `[rows + 1]`: the same for keys, as if all rows' keys lay one after another. The kernel finds
+            keys by `pages`, but refuses a call without `first_keys`.
         num_keys: int32 `[rows]`: the keys of each row, counted from its first page on.
         pages: int32 `[rows, longest]`: the ids of each row's pages.
         max_queries: the most queries of a row.
@@ -46,11 +46,11 @@ class BatchTables:
 class PagedFlash:
     """torch's variable-length flash attention with block tables; for half precision on CUDA.
 
-    The kernel must not split a row's keys among thread blocks (`num_splits=1`): the split depends on the longest row of
-    the batch, and the rounding with it, but a session's tokens must not depend on the other rows.
+    The kernel must not split a row's keys among thread blocks (`num_splits=1`): the split, and so the rounding, depends
+    on the longest row of the batch, but a session's tokens must not depend on other rows.
 
     Args:
-        kernel: the function that computes.
+        kernel: the function that computes attention.
     """
 
     name = "paged"

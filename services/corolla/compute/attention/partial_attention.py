@@ -1,6 +1,6 @@
 """Attention of queries to one run of keys, and the merge of the results of several runs.
 
-A session's keys may lie in several runs of slots. Each run's softmax is computed by itself, together with the
+A session's keys may lie in several runs of slots. The softmax over each run is computed by itself, together with the
 logarithm of its sum; from these the attention over all runs follows exactly (Rabe and Staats 2021, "Self-attention does
 not need O(n^2) memory"; Flash-Decoding splits long contexts in the same way). So keys need not be gathered.
 
@@ -13,7 +13,8 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-# The operator of `torch.ops.aten` without its look-ups, which take a quarter of the time of a token with few keys.
+# This is an operator of `torch.ops.aten` without that module's look-ups, which take a quarter of the time of a token
+# with few keys.
 _flash: Final[Callable[..., "Part"]] = torch._scaled_dot_product_flash_attention_for_cpu
 
 Part = tuple[Tensor, Tensor]
@@ -61,7 +62,7 @@ def flash_cpu(
 ) -> Part:
     """The `Kernel` of torch's flash attention for CPUs, which reads strided keys without a copy. See `Kernel.__call__`.
 
-    `math` computes what it does not support: a softcap, and values of another head size.
+    `math` computes what torch's kernel does not support: a softcap, and values of another head size.
     """
     if softcap is not None or keys.shape[-1] != values.shape[-1]:
         return math(query, keys, values, scaling=scaling, bias=bias, is_causal=is_causal, softcap=softcap)
@@ -91,7 +92,7 @@ def math(
 ) -> Part:
     """The `Kernel` that follows the definition, on any device, with float32 scores. See `Kernel.__call__`.
 
-    It is the reference, and computes what fused kernels do not support.
+    This kernel is the reference, and computes what fused kernels do not support.
     """
     scores = torch.matmul(query, keys.transpose(2, 3)).float() * scaling
     if softcap is not None:
@@ -120,7 +121,7 @@ def merge(parts: Sequence[Part]) -> Tensor:
 
 
 def merge_two(first: Part, second: Part) -> Part:
-    """Merges two parts into one, for parts that are computed one by one; its output is float32.
+    """Merges two parts into one whose output is float32, for parts that are computed one after another.
 
     Each query must see a key of `first`.
     """

@@ -41,9 +41,9 @@ class RunAttention:
     def _attend_next_tokens(
         self, batch: AttentionBatch, numbers: Sequence[int], own: LayerInput, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """Attends for the one new token of each of these rows, which sees all keys of its window and its own.
+        """Attends for rows of one new token each; a token sees all keys within its window, its own included.
 
-        The loop runs for each session and layer, so everything that rows share is made before it.
+        The loop runs for each session and layer, so everything that rows share is made before the loop.
         """
         num_rows, num_heads, head_size = own.query.shape
         grouped = own.query.reshape(num_rows, keys.shape[1], -1, head_size)
@@ -87,7 +87,7 @@ class RunAttention:
         return merge(parts).reshape(num_heads, num_tokens, -1).transpose(0, 1)
 
     def _attend_own(self, batch: AttentionBatch, position: int, own: LayerInput) -> Part:
-        """Attends for a chunk's tokens to the chunk itself; a causal kernel computes only half of the square."""
+        """Attends for a chunk's tokens to the chunk; if `is_causal`, a kernel computes only half of the scores."""
         num_tokens, num_heads, _ = own.query.shape
         groups = num_heads // own.key.shape[1]
         is_causal = own.window is None or num_tokens <= own.window
@@ -103,9 +103,10 @@ class RunAttention:
 
 
 def _runs_of(tensor: Tensor, codec: KVCodec | None) -> Callable[[int, int], Tensor]:
-    """A function from first slot and number of tokens to the view of that run of `[num_slots, heads, head_dim]`.
+    """Returns a function that takes a first slot and a number of tokens, and returns that run of `tensor`.
 
-    A run is `[1, heads, num_tokens, head_dim]`, made by one operation instead of three. With a codec it is decoded.
+    `tensor` is `[num_slots, heads, head_dim]`. A run is a view `[1, heads, num_tokens, head_dim]`, made by one
+    operation instead of three; with a codec, the run is decoded to a tensor of that shape.
     """
     _, num_heads, head_size = tensor.shape
     of_slot, of_head, _ = tensor.stride()

@@ -1,4 +1,4 @@
-"""Attention that equals, bit for bit, that of transformers with torch's SDPA; the reference, for any device."""
+"""The reference attention, which equals, bit for bit, that of transformers with torch's SDPA, on any device."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ from corolla.compute.attention.batch import AttentionBatch, LayerInput, PackedRo
 
 
 class SdpaAttention:
-    """Gathers the keys and values of each row into one tensor; simple, not fast."""
+    """Attends after gathering each row's keys and values into one tensor; this is simple, not fast."""
 
     name = "sdpa"
 
@@ -29,7 +29,7 @@ class SdpaAttention:
             keys, values = (batch.store.decoded(gathered(tensor, extents)).unsqueeze(0) for tensor in tensors)
             mask = _mask(row, first_key, window, query.device)
             if softcap is None:
-                # These are all attributes of an attention module that the library's function reads.
+                # transformers' function reads only these attributes of an attention module.
                 module: Any = SimpleNamespace(num_key_value_groups=query.shape[1] // given.key.shape[1], is_causal=True)
                 output = sdpa_attention_forward(module, queries, keys, values, mask, scaling=scaling)[0]
             else:
@@ -39,11 +39,11 @@ class SdpaAttention:
 
 
 def _mask(row: PackedRow, first_key: int, window: int | None, device: torch.device) -> Tensor | None:
-    """The keys, from `first_key` on, that each new token of a row may see: None or bool `[1, 1, num_tokens, keys]`."""
+    """Which keys from `first_key` on each new token of a row sees, bool `[1, 1, num_tokens, keys]`; None: no mask."""
     end = row.position + row.num_tokens
-    # The library assumes that several queries start together with the keys where there is no mask, which holds only for
-    # an empty cache. With a full window, transformers makes a mask even for one token, and torch then sums in another
-    # order; so a mask is made here as well, to round in the same way.
+    # If there is no mask, transformers assumes that the first of several queries is at the first key's position, which
+    # holds only for an empty cache. With a full window, it makes a mask even for one token, and torch then sums in
+    # another order; so this function makes one, too, to round in the same way.
     if not ((row.num_tokens > 1 and row.position > 0) or (window is not None and end - first_key >= window)):
         return None
     queries = torch.arange(row.position, end, device=device)[:, None]
@@ -57,7 +57,7 @@ def _mask(row: PackedRow, first_key: int, window: int | None, device: torch.devi
 def _attend_capped(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float, softcap: float
 ) -> Tensor:
-    """Attention with bounded scores, which torch's fused kernels lack, as in transformers' eager attention."""
+    """Attention with bounded scores, computed like transformers' eager attention; torch's fused kernels lack bounds."""
     groups = query.shape[1] // keys.shape[1]
     keys, values = repeat_kv(keys, groups), repeat_kv(values, groups)
     scores = torch.matmul(query, keys.transpose(2, 3)) * scaling
