@@ -58,7 +58,7 @@ def grammar_tokenizer(text: str, vocab_size: int, end_token_ids: Sequence[int]) 
 
 
 def read_grammar(tokenizer: LLTokenizer, text: str) -> LLMatcher:
-    """A matcher at the beginning of an answer, of which each answer takes a copy.
+    """A matcher at the beginning of an answer; each answer takes a copy of it.
 
     llguidance recurses as deep as the grammar's rules are nested.
 

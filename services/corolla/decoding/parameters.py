@@ -10,7 +10,7 @@ MAX_LOGPROBS: Final = 20
 MAX_BIASED_TOKENS: Final = 1024
 
 _MIN_TEMPERATURE: Final = 1e-4
-"""A lower temperature, apart from 0, takes `logits / temperature` out of the range of a float32 softmax."""
+"""Lower temperatures, apart from 0, make `logits / temperature` too large for a meaningful float32 softmax."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class PromptLookup:
 
     @property
     def evidence(self) -> int | None:
-        """The index of the longest match in `_MATCH_LENGTHS`; None if the text's end has not occurred before."""
+        """The index in `_MATCH_LENGTHS` of the longest match; None if the text's end has not occurred before."""
         match = self._match()
         return None if match is None else match[0]
 

@@ -12,7 +12,7 @@ class SamplerRecord:
     """The client's record of a session's sampler; the sampler itself lives on the session's last hop.
 
     Parameters, random stream and text determine a sampler. The record keeps the newest state of the stream that the hop
-    has sent, and the number of choices since then. So a rebuilt sampler chooses the tokens again that never arrived.
+    has sent, and the number of choices since then. So a rebuilt sampler chooses again the tokens that never arrived.
 
     Args:
         seed: the seed of the random stream; `state` has precedence.

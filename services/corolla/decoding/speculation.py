@@ -120,7 +120,7 @@ class _Line:
 
 
 class _StepCost:
-    """Estimates a step's duration from its number of draft tokens, by a line fitted to past steps, newest most."""
+    """Estimates a step's duration from its number of draft tokens, by a line fitted mostly to the newest steps."""
 
     def __init__(self) -> None:
         self._weight = self._sum_tokens = self._sum_squares = self._sum_seconds = self._sum_products = 0.0

@@ -147,7 +147,7 @@ def require_prompts(prompts: object, blocks: RemoteSpan) -> None:
 
 
 def prompts_by_sequence(block_prompts: object, blocks: RemoteSpan) -> list[Tensor]:
-    """The prompts of each sequence, or once for all, `[blocks, P, H]`, contiguous on the CPU in the blocks' dtype.
+    """Prompts `[blocks, P, H]` for each sequence, or one tensor for all, contiguous on the CPU in the blocks' dtype.
 
     Args:
         block_prompts: `[blocks, P, H]` or `[blocks, B, P, H]`; the values are copied.

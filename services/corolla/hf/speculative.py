@@ -190,10 +190,10 @@ class _Answer:
         return max(1, self._max_length - self.input_ids.shape[1])
 
     def check(self, draft: list[_DraftToken], cache: Any, mask: Tensor | None) -> list[int]:
-        """Checks draft tokens in one pass over the text's last token and them.
+        """Checks draft tokens in one pass over them and the text's tokens that the cache lacks.
 
         Args:
-            cache: the cache of the text; before and after the pass it lacks the text's last token.
+            cache: the cache of the text; it lacks at least the last token before the pass, and exactly that after it.
             mask: `[1, P]`, the prompt's mask; later tokens are not masked.
 
         Returns:

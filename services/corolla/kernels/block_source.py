@@ -58,8 +58,8 @@ STEP: Final[Fields] = (
 
 GROUP: Final[Fields] = (
     ("ptr", "slots"),  # int64 [tokens]: the slots of new keys and values
-    ("ptr", "next_tokens"),  # the job of rows with one new token, or 0; each layer sets its keys and values
-    ("ptr", "chunks"),  # the job of rows with more new tokens, or 0; each layer sets its keys and values
+    ("ptr", "next_tokens"),  # the job of rows with few new tokens, or 0; each layer sets its keys and values
+    ("ptr", "chunks"),  # the job of rows with many new tokens, or 0; each layer sets its keys and values
     ("i64", "pieces"),  # pieces of `next_tokens`, times key heads
     ("i64", "merges"),  # queries of `next_tokens`, times key heads
     ("i64", "blocks"),  # blocks of `chunks`, times key heads
