@@ -22,34 +22,34 @@ class AnswerGrammar:
         self._allowed: bytes | None = None
 
     def allowed(self) -> bytes:
-        """Says for each token id whether it may come next: one bit each, the least significant bit first.
+        """Returns one bit for each token id, the least significant first: whether the token may come next.
 
-        Any thread may call this, but no two at the same time. It may take milliseconds, without the interpreter's lock.
-        A second call returns the same bits at no cost.
+        Any thread may call this, but no two at the same time. The call may take milliseconds and releases the GIL
+        meanwhile. A second call returns the same bits at no cost.
 
         Raises:
-            InvalidRequest: the computation exceeded the limits of grammars.
+            InvalidRequest: the computation exceeded the limits that `grammar_text` sets.
         """
         if self._allowed is None:
             allowed = self._matcher.compute_bitmask()
-            # A matcher that has failed allows the end, and nothing else.
+            # A matcher that has failed allows only end tokens.
             if self._matcher.is_error():
                 raise InvalidRequest("response_format", "became too complex in the middle of the answer")
             self._allowed = allowed
         return self._allowed
 
     def add(self, token_id: int) -> None:
-        """Takes note of the answer's next token, one of those that are allowed."""
+        """Advances the grammar by the answer's next token, which must be allowed."""
         self._allowed = None
         self._matcher.consume_token(token_id)
 
     def add_all(self, token_ids: Sequence[int]) -> bool:
-        """Takes note of the next tokens. Returns False if the grammar does not allow them; it is unusable then."""
+        """Advances the grammar by several tokens. Returns False if it bars one; the grammar is unusable then."""
         self._allowed = None
         return not token_ids or self._matcher.consume_tokens(list(token_ids))
 
     def forced(self) -> list[int]:
-        """The usual tokens of the text that must follow, if any; other tokens may spell it, too."""
+        """The tokens that usually spell the text that must follow, if any; other tokens may spell that text, too."""
         return self._matcher.compute_ff_tokens()
 
     def possible(self, token_ids: Sequence[int]) -> list[int]:

@@ -1,4 +1,7 @@
-"""Grammars as text, which describe a form of answers, and their reading by llguidance, the only library needed here."""
+"""Writes grammars, which describe the form of an answer, as text, and has llguidance read them.
+
+The module imports no other library.
+"""
 
 import json
 from collections.abc import Sequence
@@ -8,9 +11,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_GRAMMAR_BYTES: Final = 192 << 10
 
-# These limits are below the library's own, with which the choice of one token could take seconds. With these, the
-# costliest choices in the tests take about 10 ms and the states of one answer some megabytes; ordinary schemas take a
-# hundredth of that.
+# Under llguidance's own, higher limits, the choice of one token could take seconds. Under these, the costliest choices
+# in the tests take about 10 ms, and the states of one answer some megabytes; ordinary schemas take a hundredth of that.
 _LIMITS: Final = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=100_000,
@@ -28,7 +30,7 @@ class UnreadableGrammar(Exception):
 
 
 def as_grammar(kind: str, value: object) -> str:
-    """The text of a grammar with one part. `kind` is llguidance's name for it: `json_schema` or `lark_grammar`."""
+    """The text of a grammar with one part; `kind` is llguidance's key of the part: `json_schema` or `lark_grammar`."""
     return json.dumps({"grammars": [{kind: value}]}, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -51,15 +53,17 @@ def grammar_tokenizer(text: str, vocab_size: int, end_token_ids: Sequence[int]) 
     try:
         return LLTokenizer(text, n_vocab=vocab_size, eos_token=list(end_token_ids))
     except ValueError:
-        # The tokenizer may know more tokens than the head.
+        # The tokenizer may have more tokens than the model has logits.
         return LLTokenizer(text, eos_token=list(end_token_ids))
 
 
 def read_grammar(tokenizer: LLTokenizer, text: str) -> LLMatcher:
-    """A matcher at an answer's beginning, to be copied for each answer. Recurses as deep as the grammar's rules.
+    """A matcher at the beginning of an answer; each answer takes a copy of it.
+
+    llguidance recurses as deep as the grammar's rules are nested.
 
     Raises:
-        UnreadableGrammar: the text is not a grammar, is too large, or no answer can ever fit it.
+        UnreadableGrammar: the text is not a grammar or is too large, or no answer can ever fit the grammar.
     """
     if len(text.encode(errors="surrogatepass")) > MAX_GRAMMAR_BYTES:
         raise UnreadableGrammar(f"must have at most {MAX_GRAMMAR_BYTES >> 10} KiB as a grammar")

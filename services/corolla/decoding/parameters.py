@@ -10,7 +10,7 @@ MAX_LOGPROBS: Final = 20
 MAX_BIASED_TOKENS: Final = 1024
 
 _MIN_TEMPERATURE: Final = 1e-4
-"""Below it, `logits / temperature` leaves the range in which a float32 softmax has meaning; 0 is greedy."""
+"""Lower temperatures, apart from 0, make `logits / temperature` too large for a meaningful float32 softmax."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,16 +19,17 @@ class SamplingParams:
 
     Args:
         temperature: 0 is greedy, which makes top-k, top-p and min-p irrelevant; else from 0.0001 to 100.
-        top_k: only the k most probable tokens; 0 switches it off.
-        top_p: only the most probable tokens that reach this mass together; 1 switches it off.
-        min_p: only tokens at least this share as probable as the most probable one; 0 switches it off.
-        repetition_penalty: over prompt and answer as in `transformers`, from 0.01 to 100; 1 switches it off.
-        presence_penalty: over the answer as in the OpenAI API, from -2 to 2; 0 switches it off.
+        top_k: keeps the k most probable tokens; 0 switches it off.
+        top_p: keeps the most probable tokens that together reach this probability; 1 switches it off.
+        min_p: keeps tokens with at least this share of the highest probability; 0 switches it off.
+        repetition_penalty: penalises tokens of prompt and answer as `transformers` does, from 0.01 to 100; 1 switches
+            it off.
+        presence_penalty: penalises tokens of the answer as the OpenAI API does, from -2 to 2; 0 switches it off.
         frequency_penalty: like the presence penalty, times the number of occurrences.
-        seed: equal seeds give equal answers; None draws a fresh one.
-        num_logprobs: None for no log probabilities, 0 for that of the chosen token only, up to 20 for alternatives.
-        logit_bias: at most 1024 pairs of a token id, each once, and a number from -100 to 100. It is added to the
-            token's logit before all other changes.
+        seed: equal seeds give equal answers; None draws a fresh seed.
+        num_logprobs: None for no log probabilities, 0 for the chosen token's only, up to 20 for as many alternatives.
+        logit_bias: at most 1024 pairs of a token id and a number from -100 to 100, which is added to the token's logit
+            before all other changes; each token id occurs once.
 
     Raises:
         InvalidRequest: fields are out of range; the error has one violation per field.
@@ -91,7 +92,7 @@ class SampledToken:
     """One chosen token.
 
     `logprob` and `top_logprobs` (id and log probability, most probable first) are those of the model's own
-    distribution, before penalties, temperature and filters; None and empty when none were asked for.
+    distribution, before penalties, temperature and filters. They are None and empty if the caller asked for none.
     """
 
     token_id: int
@@ -100,7 +101,7 @@ class SampledToken:
 
 
 class SpeculationMode(StrEnum):
-    """The drafter of tokens. The values are those of the setting and of the command line."""
+    """The source of draft tokens. The setting and the command line use these values."""
 
     OFF = "off"
     PROMPT_LOOKUP = "prompt_lookup"

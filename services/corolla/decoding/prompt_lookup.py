@@ -1,6 +1,6 @@
 """Drafts the next tokens from the text so far: the tokens that followed the last occurrence of its newest tokens. Pure.
 
-Answers that quote, rewrite or correct their prompt repeat long parts of it; there such draft tokens are mostly right.
+Answers that quote, rewrite or correct their prompt repeat long parts of it; there, such draft tokens are mostly right.
 This is prompt lookup decoding (Apoorv Saxena, 2023); `transformers` has it as `prompt_lookup_num_tokens`.
 """
 
@@ -11,14 +11,14 @@ _INDEXED_AT_A_TIME: Final = 4096
 _MATCH_LENGTHS: Final = (8, 5, 3, 2)
 
 LOOKUP_RATES: Final[tuple[float, ...]] = (0.9, 0.8, 0.6, 0.4)
-"""The expected share of right draft tokens for each kind of evidence, before any draft token was checked."""
+"""The expected share of right draft tokens for each of `_MATCH_LENGTHS`, before any draft token was checked."""
 
 
 class PromptLookup:
-    """A drafter: the tokens of one prompt and answer, indexed chunk by chunk.
+    """Drafts from the tokens of one prompt and its answer, which it indexes chunk by chunk.
 
-    Each further token costs the same, however long the text is: for each match length one entry says what followed the
-    latest occurrence of those tokens.
+    The time to index a token does not depend on the text's length: a token makes one entry for each match length. An
+    entry maps that many tokens to the position after their latest occurrence.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class PromptLookup:
         text = self._token_ids
         for token_id in self._unread[:_INDEXED_AT_A_TIME]:
             end = len(text)
-            # Tokens are indexed once the token after them is known, so a lookup of the text's end never finds itself.
+            # Tokens are indexed when the next token is known, so a lookup of the text's end never finds that very end.
             for length, followers in zip(_MATCH_LENGTHS, self._followers, strict=True):
                 if end >= length:
                     followers[tuple(text[end - length : end])] = end
@@ -49,19 +49,19 @@ class PromptLookup:
 
     @property
     def num_indexed(self) -> tuple[int, ...]:
-        """The number of index entries for each match length, longest first; the memory that is used grows with it."""
+        """The number of index entries for each match length, longest first; memory grows with them."""
         return tuple(map(len, self._followers))
 
     @property
     def evidence(self) -> int | None:
-        """The kind of match, 0 for the longest; None if the text's end has not occurred before."""
+        """The index in `_MATCH_LENGTHS` of the longest match; None if the text's end has not occurred before."""
         match = self._match()
         return None if match is None else match[0]
 
     def draft(self, num_tokens: int, sampler: object) -> list[int]:
         """The tokens that followed the latest occurrence of the longest match; empty where nothing matches.
 
-        A draft that reaches the text's end goes on with its own tokens, as a text that repeats itself would.
+        A draft that reaches the text's end continues with its own first tokens, as a text that repeats itself does.
         """
         match = self._match()
         if match is None:

@@ -1,8 +1,9 @@
 """Moves a random stream of torch forward by any number of outputs; the time hardly depends on the number.
 
 The generator is MT19937: its words follow a linear recurrence over GF(2), whose characteristic polynomial `p` has
-degree 19937 (Matsumoto and Nishimura 1998). So a word `n` places on is the exclusive or of the words `i` places on, for
-all `x^i` of `x^n mod p` (Haramoto and others 2008). Polynomials are integers, with a bit for each power of `x`.
+degree 19937 (Matsumoto and Nishimura 1998). So the word `n` places further is the exclusive or of the words `i` places
+further, for all powers `x^i` in `x^n mod p` (Haramoto and others 2008). Polynomials are integers, with a bit for each
+power of `x`.
 """
 
 import struct
@@ -22,8 +23,8 @@ _LOWER: Final = np.uint32(0x7FFFFFFF)
 _DEGREE: Final = 19937
 _NUM_TERMS_AT_A_TIME: Final = 256
 
-# What `torch.Generator.get_state` begins with: the seed, how many words of the block are left, whether there was a
-# seed, and the next word; then the words, in 64 bits each.
+# The result of `torch.Generator.get_state` begins with the seed, the number of words left in the block, whether there
+# was a seed, and the index of the next word; then the words follow, in 64 bits each.
 _HEAD: Final = struct.Struct("<QiiQ")
 _END: Final = _HEAD.size + 8 * _NUM_WORDS
 
@@ -32,19 +33,19 @@ def moved_on(state: bytes, num_outputs: int) -> bytes:
     """The state that a generator of torch has after `num_outputs` more outputs of 32 bits each."""
     seed, _, is_seeded, num_used = _HEAD.unpack_from(state)
     words = np.frombuffer(state[_HEAD.size : _END], np.uint64).astype(np.uint32)
-    # The generator computes a block when its first word is needed. The block of a seed gives no outputs itself.
+    # The generator computes a block when its first word is needed. The block that a seed fills gives no outputs.
     num_used = (num_used or _NUM_WORDS) + num_outputs
     num_blocks = (num_used - 1) // _NUM_WORDS
     num_used -= num_blocks * _NUM_WORDS
     if num_blocks:
-        # The first word of a seed does not follow the recurrence. All words of the next block do.
+        # The first word that a seed fills does not follow the recurrence. All words of the next block do.
         words = _jumped(_continued(words, _NUM_WORDS)[_NUM_WORDS:], (num_blocks - 1) * _NUM_WORDS)
     head = _HEAD.pack(seed, _NUM_WORDS + 1 - num_used, is_seeded, num_used)
     return head + words.astype(np.uint64).tobytes() + state[_END:]
 
 
 def _jumped(words: Words, distance: int) -> Words:
-    """The block that comes `distance` words after this one."""
+    """The block that begins `distance` words after the block `words` begins."""
     terms = np.array([power for power, bit in enumerate(reversed(f"{_power_of_x(distance):b}")) if bit == "1"])
     windows = np.lib.stride_tricks.sliding_window_view(_continued(words, _DEGREE), _NUM_WORDS)
     jumped = np.zeros(_NUM_WORDS, np.uint32)
@@ -54,7 +55,7 @@ def _jumped(words: Words, distance: int) -> Words:
 
 
 def _continued(words: Words, num_more: int) -> Words:
-    """The words, and the `num_more` words after them."""
+    """The block `words`, and the `num_more` words after it."""
     every = np.empty(_NUM_WORDS + num_more, np.uint32)
     every[:_NUM_WORDS] = words
     num_at_a_time = _NUM_WORDS - _MIDDLE
@@ -77,7 +78,7 @@ def _power_of_x(exponent: int) -> int:
 
 
 def _squared(polynomial: int) -> int:
-    """The square of a polynomial. Over GF(2) it has the same coefficients, with zeros between them."""
+    """The square of a polynomial: over GF(2), the same coefficients with a zero between each two."""
     num_bytes = polynomial.bit_length() // 8 + 1
     bits = np.unpackbits(np.frombuffer(polynomial.to_bytes(num_bytes, "little"), np.uint8), bitorder="little")
     spread = np.zeros(2 * len(bits), np.uint8)

@@ -9,10 +9,10 @@ _NUM_SEEDS = 2**64
 
 
 class SamplerRecord:
-    """The session owner's record of the sampler; the sampler itself lives on the session's last hop.
+    """The client's record of a session's sampler; the sampler itself lives on the session's last hop.
 
     Parameters, random stream and text determine a sampler. The record keeps the newest state of the stream that the hop
-    has sent, and the number of choices since then. So tokens that a hop chose but that never arrived are chosen again.
+    has sent, and the number of choices since then. So a rebuilt sampler chooses again the tokens that never arrived.
 
     Args:
         seed: the seed of the random stream; `state` has precedence.
@@ -20,13 +20,13 @@ class SamplerRecord:
         generated_ids: tokens of the answer that were chosen already.
         state: the state of the random stream, as a hop sent it.
         num_draws: the number of choices since that state, or since the seed.
-        max_new_tokens: the answer's limit, which counts `generated_ids`.
+        max_new_tokens: the most tokens of the answer, `generated_ids` included.
         end_token_ids: tokens that end the answer.
-        drafts: how the hop drafts tokens.
+        drafts: how the hop drafts tokens; None for no drafts.
         grammar: the grammar that the answer must fit; empty allows any text.
 
     Attributes:
-        pauses_at: the number of prompt and answer tokens at which the hop stops choosing; None: at the answer's end.
+        pauses_at: the number of prompt and answer tokens at which the hop stops choosing; None for the answer's end.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class SamplerRecord:
         return len(self._prompt_ids) + len(self._generated_ids)
 
     def accept(self, token_ids: Sequence[int], state: bytes = b"") -> None:
-        """Takes the answer's next tokens. `state`, if the hop sent it, is the random stream after the last one."""
+        """Records the answer's next tokens, and the state of the random stream after them, if the hop sent it."""
         self._generated_ids.extend(token_ids)
         if self.params.is_greedy:
             return

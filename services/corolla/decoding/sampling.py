@@ -41,16 +41,16 @@ _MOST_DRAWN = 1 << 21
 
 
 class TokenPenalties:
-    """Repetition, presence and frequency penalty of one sequence. Each new token takes the same time.
+    """The repetition, presence and frequency penalty of one sequence. Adding a token takes constant time.
 
     The repetition penalty is that of `transformers`, over prompt and answer: a seen token's logit is divided by it
     when positive and multiplied when negative, once per token, bit for bit as `RepetitionPenaltyLogitsProcessor` does.
     Presence and frequency penalty are those of the OpenAI API, over the answer alone: the logit of a token that occurs
-    `c` times in it is lowered by `presence * (c > 0) + frequency * c`. The repetition penalty comes first.
+    `c` times there is lowered by `presence * (c > 0) + frequency * c`. The repetition penalty comes first.
 
     Args:
         generated_ids: the tokens of the answer so far.
-        repetition: 1 switches it off; for presence and frequency 0 does.
+        repetition: 1 switches it off; 0 switches `presence` and `frequency` off.
         vocabulary_size: length of the logits. Ids beyond it (an embedding may be larger than the head) are ignored.
     """
 
@@ -100,7 +100,7 @@ class TokenPenalties:
         self._counts = None if self._counts is None else self._counts.to(device)
 
     def add(self, token_id: int) -> None:
-        """Takes note of the answer's next token."""
+        """Counts the answer's next token."""
         if self._is_seen is not None:
             self._is_seen[token_id] = True
         if self._counts is not None:
@@ -108,10 +108,10 @@ class TokenPenalties:
 
 
 class QuickTopP(LogitsProcessor):
-    """Equals `TopPLogitsWarper` with 0 < `top_p` < 1, bit for bit: it keeps the same tokens and their scores.
+    """A top-p filter that keeps the tokens and scores that `TopPLogitsWarper` keeps with 0 < `top_p` < 1, bit for bit.
 
-    The library's filter sorts the vocabulary with its indices, which for 49152 tokens takes 3 ms on a CPU: a third of
-    the head, and for each row. Which tokens stay depends on the sorted values alone, which sort thirty times as fast.
+    The filter of `transformers` sorts scores with their indices. For 49152 tokens, that takes 3 ms for each row on a
+    CPU, a third of the time of the head. Sorting the scores alone is thirty times as fast, and tells which tokens stay.
     """
 
     def __init__(self, top_p: float) -> None:
@@ -124,12 +124,12 @@ class QuickTopP(LogitsProcessor):
         `input_ids`, int64 `[1, T]`, have no effect.
         """
         ascending = torch.from_numpy(np.sort(scores.numpy()))
-        # The very sums that the library forms, in the same order: rounding decides about the last token.
+        # These are the sums that `transformers` forms, in its order, since their rounding decides about the last token.
         is_removed = (ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - self._top_p)[0]
         is_removed[-1] = False
         num_removed = int(is_removed.sum())
         is_kept = scores >= ascending[0, num_removed]
-        # Sums grow, so the removed tokens come first. Among equal scores, the library's own sorting decides.
+        # Sums grow, so the removed tokens come first. Among equal scores, the sort order of `transformers` decides.
         if int(is_kept.sum()) == len(is_removed) - num_removed:
             return scores.masked_fill(~is_kept, -torch.inf)
         return cast(Tensor, self._exact(input_ids, scores))
@@ -139,14 +139,15 @@ class Sampler:
     """Chooses the tokens of one sequence, and keeps the state that the next choice depends on.
 
     With a seed, the tokens equal those of `generate(do_sample=True, ...)` after `torch.manual_seed(seed)` on the CPU
-    in float32: the same processors in the same order, and a generator of its own with the same stream.
+    in float32: the sampler has the same processors in the same order, and its own generator with the same stream.
 
     Args:
-        prompt_ids: the tokens before the answer; only penalties look at them.
+        prompt_ids: the tokens before the answer; only penalties use them.
         generated_ids: tokens of the answer that another sampler chose already.
         num_skipped: how many choices other samplers made with the same seed; the random stream continues after them.
-        state: what `state()` returned; the random stream continues from there, and `params.seed` has no effect.
-        grammar: it has read `generated_ids`, and no other sampler uses it; tokens that would break it are never chosen.
+        state: the result of `state()`; the random stream continues from there, and `params.seed` has no effect.
+        grammar: a grammar that has read `generated_ids` and that no other sampler uses; the sampler never chooses
+            tokens that would break it.
 
     Attributes:
         num_skipped: the number of choices that the sampler has still to skip.
@@ -246,17 +247,17 @@ class Sampler:
         return self._penalties
 
     def add(self, token_id: int) -> None:
-        """Takes note of the token that was chosen. The caller has entered inference mode."""
+        """Advances penalties and grammar by the chosen token. The caller has entered inference mode."""
         if self._penalties is not None:
             self._penalties.add(token_id)
         if self._grammar is not None:
             self._grammar.add(token_id)
 
     def bar_ahead(self) -> None:
-        """Computes which tokens the grammar allows next, before the logits are there, in any thread.
+        """Computes which tokens the grammar allows next, before the logits are there. Any thread may call this.
 
         Raises:
-            InvalidRequest: the grammar has become too complex; the choice raises that again.
+            InvalidRequest: the grammar has become too complex; the next choice raises the same.
         """
         if self._grammar is not None:
             self._grammar.allowed()
@@ -273,12 +274,14 @@ class Sampler:
 
     def random_numbers(self, num_logits: int, device: torch.device) -> Tensor:
         """The random numbers of the next choice, float32 `[V]` on `device`; each call returns new ones.
-        `torch.multinomial` chooses the token with the largest quotient of probability and number."""
+
+        The token with the largest quotient of probability and number is the one that `torch.multinomial` chooses.
+        """
         numbers, self._numbers_ahead = self._numbers_ahead, None
         return (self._draw(num_logits) if numbers is None else numbers).to(device)
 
     def skip(self, num_logits: int) -> None:
-        """Skips the random numbers that other samplers drew. Without a call, the first choice does it.
+        """Skips the random numbers that other samplers drew; if nothing calls this before, the first choice does.
 
         The size of a draw depends only on the vocabulary: `torch.multinomial` takes 64 bits for each logit. Skipping
         takes about ten milliseconds, whatever the number of choices.
@@ -310,7 +313,7 @@ class Sampler:
 
     def _greedy(self, scores: Tensor) -> int:
         token_id = int(scores.argmax())
-        # NaN counts as the largest number for argmax, so looking at the winner finds any.
+        # `argmax` takes a NaN for the largest number, so a check of the winner finds any NaN.
         if not math.isfinite(scores[token_id].item()):
             raise NonFiniteOutput("The model's output is not finite.")
         return token_id
@@ -357,7 +360,7 @@ def _barred_of_byte(device: torch.device) -> Tensor:
 
 
 _NO_IDS = torch.empty((1, 0), dtype=torch.int64)
-"""The warpers take the token ids and do not look at them."""
+"""Token ids for the warpers, which take them but do not read them."""
 
 
 def _warpers(params: SamplingParams) -> LogitsProcessorList:

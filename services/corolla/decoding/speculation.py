@@ -1,8 +1,8 @@
 """Decides how many tokens to draft before the next step. Pure: times are passed in.
 
-A step that checks `k` draft tokens costs more than a plain one, and yields between 1 and `k + 1` tokens. Both sides are
-measured while the answer grows, and the draft length with the most expected tokens per second is taken. That is 0 where
-plain steps are faster. The expected number of tokens is that of speculative decoding (Leviathan et al. 2023).
+A step that checks `k` draft tokens costs more than a plain one, and yields between 1 and `k + 1` tokens. `DraftLength`
+measures costs and yields while the answer grows, and takes the draft length with the most expected tokens per second:
+0 where plain steps are faster. The expected number of tokens is that of speculative decoding (Leviathan et al. 2023).
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import Final
 
 MAX_DRAFT_TOKENS: Final = 64
 
-# The time that speculation may lose: as a share of all time, and at the beginning, in plain steps.
+# Speculation may lose this share of all time and, at the beginning, the time of this many plain steps.
 _ALLOWANCE: Final = 0.02
 _FIRST_CREDIT_STEPS: Final = 0.6
 # The credit is capped, so that speculation soon stops when a text becomes hard to predict.
@@ -24,7 +24,7 @@ _COST_DECAY: Final = 0.9
 _PRIOR_COSTS: Final = ((1, 1.15), (16, 1.6))
 _PRIOR_COST_WEIGHT: Final = 0.5
 _PLAIN_WEIGHT: Final = 0.2
-# A step that took many times the usual was stalled by something else, so its time counts only up to this factor.
+# Something else stalled a step that took many times the usual time, so its time counts only up to this factor.
 _OUTLIER: Final = 3.0
 # After this many steps with drafts, one plain step measures the duration of plain steps again.
 _MAX_STEPS_WITHOUT_PLAIN: Final = 100
@@ -33,9 +33,9 @@ _MAX_STEPS_WITHOUT_PLAIN: Final = 100
 class DraftLength:
     """Chooses the draft lengths of one answer, from the durations of its steps and the accepted draft tokens.
 
-    Speculation has a credit: it may lose `_ALLOWANCE` of all time, and the time that it saved before. So an answer on
-    which every draft token is wrong takes only a few percent longer than without drafts, and yet drafts are tried again
-    now and then.
+    Speculation has a credit: it may lose `_ALLOWANCE` of all time, and the time that it saved before. So an answer
+    whose draft tokens are all wrong takes only a few percent longer than without drafts, and drafts are still tried now
+    and then.
 
     Args:
         max_tokens: the longest draft.
@@ -79,7 +79,7 @@ class DraftLength:
         return best or min(num_affordable, _PROBE_TOKENS)
 
     def observe(self, evidence: int | None, num_drafted: int, num_accepted: int, seconds: float) -> None:
-        """Learns from a step of `seconds`, drafting included. A plain step has no evidence or no draft tokens.
+        """Learns from a step that took `seconds`, drafting included; without evidence or draft tokens it was plain.
 
         Args:
             num_accepted: how many draft tokens were right before the first wrong one.
@@ -120,7 +120,7 @@ class _Line:
 
 
 class _StepCost:
-    """Estimates a step's duration from its draft's length: a line through the steps, the newest counting most."""
+    """Estimates a step's duration from its number of draft tokens, by a line fitted mostly to the newest steps."""
 
     def __init__(self) -> None:
         self._weight = self._sum_tokens = self._sum_squares = self._sum_seconds = self._sum_products = 0.0
@@ -133,7 +133,7 @@ class _StepCost:
         self._sum_products = _COST_DECAY * self._sum_products + num_drafted * seconds
 
     def line(self, plain_s: float) -> _Line:
-        """The line of seconds by draft tokens, never below `plain_s`; it begins as an estimate from `plain_s`."""
+        """The line from draft tokens to seconds, never below `plain_s`; before any step, `plain_s` alone decides it."""
         weight, tokens, squares = self._weight, self._sum_tokens, self._sum_squares
         seconds, products = self._sum_seconds, self._sum_products
         for prior_tokens, prior_steps in _PRIOR_COSTS:

@@ -83,7 +83,7 @@ class Speculator:
         try:
             return self._drafter.draft(num_tokens, sampler)
         except NonFiniteOutput:
-            return []  # the draft model's output is not finite; the target's own output decides
+            return []  # the draft model's output is not finite; the served model chooses without drafts
 
 
 def make_speculator(
@@ -111,10 +111,10 @@ def make_speculator(
 
 
 class ModelDrafter:
-    """Drafts by the draft model.
+    """Drafts with the draft model.
 
-    It samples with a fork of the answer's sampler, penalties and random stream included. With equal random numbers two
-    similar distributions mostly give the same token, so drafts of sampled answers are accepted, too.
+    A fork of the answer's sampler, penalties and random stream included, chooses the draft tokens. With equal random
+    numbers two similar distributions mostly give the same token, so drafts of sampled answers are accepted, too.
     """
 
     def __init__(self, model: DraftModel) -> None:
@@ -136,7 +136,7 @@ class ModelDrafter:
         return 0 if self._reading.num_tokens_left else None
 
     def draft(self, num_tokens: int, sampler: Sampler) -> list[int]:
-        """The next tokens that this model chooses. `sampler` is the target's, and is not changed."""
+        """Drafts with the draft model; see `Drafter.draft`."""
         fork = sampler.fork()
         drafted: list[int] = []
         newest = self._reading.token_ids[-1]
@@ -149,10 +149,10 @@ class ModelDrafter:
 class GrammarDrafter:
     """Drafts the tokens that a grammar forces; else those tokens of another drafter that the grammar allows.
 
-    A draft is checked like any other: a text may be spelled by other tokens than the usual ones.
+    The served model checks forced tokens like all draft tokens, since other tokens may spell the same text.
 
     Args:
-        grammar: it must have read all tokens of the answer before each draft.
+        grammar: the answer's grammar, which must have read all tokens of the answer before each draft.
     """
 
     def __init__(self, drafter: Drafter, grammar: AnswerGrammar) -> None:

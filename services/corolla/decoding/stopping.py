@@ -22,7 +22,8 @@ class StopDecider:
 
     Args:
         max_new_tokens: the most tokens of the answer, at least 1.
-        eos_token_ids: the tokens by which the model itself ends an answer; `ignore_eos` continues after them.
+        eos_token_ids: the tokens with which the model itself ends an answer.
+        ignore_eos: whether the answer continues after those tokens.
         time_limit_s: seconds that the answer may take; None for no limit.
     """
 
@@ -32,9 +33,9 @@ class StopDecider:
     time_limit_s: float | None = None
 
     def finish_reason(self, token_id: int, num_generated_tokens: int, elapsed_s: float = 0.0) -> FinishReason | None:
-        """Why the answer ends with `token_id`, its newest token of `num_generated_tokens`, or None when it continues.
+        """Why the answer ends with `token_id`, the last of its `num_generated_tokens`; None if the answer continues.
 
-        When several reasons hold at once, the model's own end comes before the length, and the length before the time.
+        If several reasons hold at once, the model's own end comes before the length, and the length before the time.
         """
         if token_id in self.eos_token_ids and not self.ignore_eos:
             return FinishReason.EOS
@@ -48,7 +49,7 @@ class StopDecider:
 class StopMatcher:
     """Looks for stop sequences in a text that arrives in pieces, and holds back text that may be the beginning of one.
 
-    The match that is complete first wins; of several that are complete at the same character, the longest. So the
+    The match that is complete first wins; of matches that are complete at the same character, the longest wins. So the
     result does not depend on how the text was cut into pieces.
 
     Args:

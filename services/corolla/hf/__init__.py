@@ -1,7 +1,7 @@
 """The Python library: `generate()` of transformers over blocks that block servers compute.
 
-Apart from the names below, the package has two classes for each family, such as `DistributedLlamaForCausalLM` and
-`DistributedLlamaForSpeculativeGeneration`, which drafts tokens ahead.
+Each family has two classes here, such as `DistributedLlamaForCausalLM` and `DistributedLlamaForSpeculativeGeneration`;
+the second one drafts tokens.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -48,7 +48,7 @@ class RemoteBlocks:
         return RemoteBlocks(replace(self.remote, span=Span(start + chosen.start, start + chosen.stop)))
 
     def __call__(self, hidden: Tensor, *, block_prompts: Tensor | None = None) -> Tensor:
-        """Runs the blocks once from position 0; the servers keep nothing of it.
+        """Runs the blocks once from position 0; the servers keep no keys and values afterwards.
 
         Args:
             hidden: `[B, T, H]`, floating point, on any device: the input of the first of these blocks.

@@ -15,15 +15,15 @@ NO_CROP = "This model has a recurrent state, from which tokens cannot be taken b
 class RemotePastKeyValues(Cache):
     """Presents a session as a cache of transformers.
 
-    Cropping and reordering send nothing: the next step tells hops which positions remain, and for each replaced row,
-    whose tokens it has.
+    Cropping and reordering send nothing; the next step tells the hops which positions remain, and which row's tokens a
+    replaced row continues.
 
     Args:
         is_croppable: whether hops can remove tokens; False for a model with a recurrent state.
 
     Attributes:
         session: the session that the cache presents.
-        is_primed: whether the next call gets the whole text although the cache holds a part of it.
+        is_primed: whether transformers passes the whole text in the next call although the cache holds a part of it.
     """
 
     def __init__(self, session: InferenceSession, *, is_croppable: bool = True) -> None:
@@ -72,7 +72,7 @@ class RemotePastKeyValues(Cache):
         self.session.select_rows([row for row in range(self.batch_size) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the rows of `indices`, int64 or bool `[R]`, on any device."""
+        """Keeps the rows that `indices` selects, int64 or bool `[R]`, on any device."""
         chosen = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
         self.session.select_rows(chosen.tolist())
 
@@ -80,7 +80,7 @@ class RemotePastKeyValues(Cache):
         self.session.position = self.session.num_prefix
 
     def activate_past_recording(self) -> None:
-        """Does nothing: hops can undo a whole step, whatever a layer's window is, and a draft is within one step."""
+        """Does nothing: hops can undo a whole step in layers with windows, too, and a draft is part of one step."""
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError("Keys and values are written by the block servers; nothing can be added here.")

@@ -1,4 +1,4 @@
-"""Connects blocking code to the data plane: a thread with an event loop for each model that a process uses."""
+"""Connects blocking code to the data plane, in one thread with an event loop for each model that a process uses."""
 
 import asyncio
 import os
@@ -43,9 +43,9 @@ DEFAULT_ROUTER: Final = "127.0.0.1:50050"
 CACHE_SECRET: Final = "COROLLA_CACHE_SECRET"
 
 _SILENCE_S: Final = 5.0
-"""This is longer than in a client service: the caller's own work in this process delays the reading of answers."""
+"""Client services end silent streams earlier; here, the caller's own work in the process delays reading."""
 
-# A session lives as long as this process keeps its streams; its lease only has to outlast a user's pauses.
+# A session lives as long as this process keeps its streams open; its lease only has to outlast a user's pauses.
 LIMITS: Final = ChainLimits(
     prefill_chunk_tokens=256, prefill_chunk_tokens_during_decode=256, step_timeout_s=60.0, lease_ms=3_600_000
 )
@@ -55,7 +55,7 @@ def cache_salt(tenant: str, secret: str | None) -> bytes:
     """The salt with which the digests of a tenant's texts begin.
 
     Args:
-        secret: None takes the secret from the environment.
+        secret: the client services' secret; None takes it from `COROLLA_CACHE_SECRET`.
 
     Raises:
         SettingsError: the secret is too short.
@@ -71,7 +71,7 @@ class ServedModel:
         router: `host:port`.
         name: the model's name at the router.
         fingerprint: the fingerprint of the weights that every block server must have.
-        tls_dir: folder of the library's certificate; None: connections without TLS.
+        tls_dir: folder of the library's certificate; None for connections without TLS.
         short_factor_length: see `ChainLimits`.
     """
 
@@ -116,7 +116,7 @@ class Connection:
             tls_dir: see `trust.loopback.tls_dir`.
 
         Raises:
-            ValueError: block servers do not have this dtype or quantisation.
+            ValueError: block servers do not have this dtype, quantisation or dtype of keys and values.
         """
         dtype_name = full_dtype_name(str(dtype).removeprefix("torch."))
         if dtype_name not in DTYPES:
@@ -169,8 +169,8 @@ class Connection:
             self._thread.post(work)
 
     def iterate(self, items: AsyncGenerator[Result, None]) -> Generator[Result, None, None]:
-        """Yields the items of a generator in the connection's thread. Closing the iterator closes the generator."""
-        # An interrupted step may still be running when the generator is closed.
+        """Yields the items of `items`, which runs in the connection's thread. Closing the iterator closes `items`."""
+        # After an interrupt, `items` may still be running when it is to be closed.
         turn = asyncio.Lock()
         nothing_left: Final = object()
 
@@ -213,7 +213,7 @@ class Connection:
     async def open_rows(
         self, new: Sequence[SessionIdentity], open_options: OpenOptions, earlier: RowGroup | None = None
     ) -> RowGroup:
-        """Opens sequences on one chain.
+        """Opens sequences on one chain, `earlier` ones and `new` ones.
 
         Args:
             new: the new sequences, in their first epoch.
@@ -236,7 +236,7 @@ class Connection:
             except BaseException as failure:
                 if earlier is None:
                     raise
-                # Hops do not free sessions on a chain that has earlier ones, so the new sessions are freed here.
+                # `reserve` frees no session on the hops of a recorded chain, so the new sessions are freed here.
                 self._planes.sessions.reservations.give_back(identities[len(kept) :], earlier.chain.hops)
                 if not isinstance(failure, CorollaError):
                     raise

@@ -1,6 +1,6 @@
 """Joins the text of a session with the input of a further call of `generate`.
 
-Results are on the device of the session's text; the input of the call may be on another.
+Results are on the device of the session's text; the input of the call may be on another device.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A class for each family, made from the table of families: `LlamaForCausalLM` gives `DistributedLlamaForCausalLM`."""
+"""Makes a class for each family in the table of families, such as `DistributedLlamaForCausalLM`."""
 
 from typing import Any, Final, Literal, overload
 
@@ -30,7 +30,7 @@ CLASSES_BY_NAME: Final = {model_class.__name__: model_class for model_class in M
 
 
 class AutoDistributedModelForCausalLM:
-    """Makes models of the distributed class of a checkpoint's family. It has no instances itself."""
+    """Loads checkpoints as models of their family's distributed class. This class itself has no instances."""
 
     def __init__(self) -> None:
         raise TypeError(f"{type(self).__name__} is made by `from_pretrained` or `from_config`.")

@@ -50,8 +50,8 @@ class RemoteGenerationMixin(GenerationMixin):
         Args:
             max_length: the number of positions, padding included, to reserve now; None lets the session grow.
             prompts: `[P, H]`, floating point, on any device: trained embeddings that come before every sequence's text.
-            block_prompts: `[blocks, P, H]` or `[blocks, B, P, H]`, likewise: trained embeddings that are added to the
-                input of each block at the first P positions; see `InferenceSession`.
+            block_prompts: `[blocks, P, H]` or `[blocks, B, P, H]`, floating point, on any device: trained embeddings
+                that are added to the input of each block at the first P positions; see `InferenceSession`.
         """
         return self.blocks.inference_session(max_length=max_length, prompts=prompts, block_prompts=block_prompts)
 
@@ -82,7 +82,7 @@ class RemoteGenerationMixin(GenerationMixin):
         Args:
             inputs: int64 `[B, T]`, on any device, padded on the left if at all; None continues a session that has text.
             session: the session to use; it stays open after the call.
-            args: arguments of transformers' own `generate`, as `kwargs`.
+            args: positional arguments of transformers' own `generate`; `kwargs` are its keyword arguments.
 
         Raises:
             ValueError: an argument needs what remote blocks cannot do, or a token id is outside the vocabulary.
@@ -110,7 +110,7 @@ class RemoteGenerationMixin(GenerationMixin):
         return self._generate_in(session, call)
 
     def _generate(self, call: dict[str, Any]) -> Any:
-        """Calls transformers' `generate`. A session that it makes ends with the call, or with the returned cache."""
+        """Calls transformers' `generate`. New sessions of the call end with it, except that of a returned cache."""
         new_sessions: list[InferenceSession] = []
         token = _new_sessions.set(new_sessions)
         kept: InferenceSession | None = None
@@ -141,7 +141,7 @@ class RemoteGenerationMixin(GenerationMixin):
         try:
             answer = self._generate(call | {"past_key_values": self._cache_of(session)})
         except BaseException:
-            # A later call recognises tokens that were processed; embeddings would be processed twice.
+            # A repeated call recognises tokens that were processed, but would process embeddings twice.
             if call.get("inputs_embeds") is not None and not session.is_closed:
                 session.position = position
             raise
@@ -179,10 +179,10 @@ class RemoteGenerationMixin(GenerationMixin):
     def _cache_of(self, session: InferenceSession) -> RemotePastKeyValues:
         return RemotePastKeyValues(session, is_croppable=not self._has_recurrent_state)
 
-    # --- where transformers asks ----------------------------------------------------------------------------------
+    # --- methods that transformers calls --------------------------------------------------------------------------
 
     def _expand_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """Removes from the cache what does not belong to the text, which is final here and has a row for each beam."""
+        """Expands the inputs to a row for each beam, and removes from the cache what is not part of that final text."""
         upstream: Any = super()
         input_ids, model_kwargs = upstream._expand_inputs_for_generation(*args, **kwargs)
         cache = model_kwargs.get("past_key_values")
@@ -258,18 +258,18 @@ def _continued(call: dict[str, Any], text: Continuation) -> dict[str, Any]:
 
 
 def _grown(mask: Tensor, sequences: Tensor) -> Tensor:
-    """The mask, int64 `[N, L]`, of `sequences` made from a batch with `mask`, int64 `[B, T]`: new tokens have ones."""
+    """The mask, int64 `[N, L]`, of `sequences`: that of their prompts, `mask`, int64 `[B, T]`, then ones."""
     num_rows, num_columns = sequences.shape
     rows = mask.repeat_interleave(num_rows // mask.shape[0], dim=0).to(sequences.device)
     return torch.cat([rows, rows.new_ones(num_rows, num_columns - rows.shape[1])], dim=1)
 
 
 class DraftsWithinLength(CandidateGenerator):
-    """Cuts drafts at the end of the text, so that no position beyond it is ever sent or reserved.
+    """Cuts drafts at the text's maximum length, so that no position beyond it is ever sent or reserved.
 
     Args:
         generator: the generator that drafts.
-        max_length: the most tokens of the text, with the token after the last draft.
+        max_length: the most tokens of the text, the token after a draft included.
     """
 
     def __init__(self, generator: CandidateGenerator, max_length: int) -> None:

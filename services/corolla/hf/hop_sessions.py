@@ -31,8 +31,8 @@ class RemoteSpan:
         tenant: the tenant that owns the sessions.
         context_length: the longest sequence that the model takes.
         reuses_prefixes: whether the tenant's sequences share what hops computed for equal beginnings of texts.
-        cache_salt: the salt with which the digests of its texts begin.
-        adapter: the adapter of the blocks' weights, if any.
+        cache_salt: the salt with which the digests of the tenant's texts begin.
+        adapter: the adapter of new sessions, if any.
     """
 
     connection: Connection
@@ -49,12 +49,12 @@ class RemoteSpan:
 class HopSessions:
     """One session on every hop for each row. The class does not know the rows' tokens.
 
-    For more room, rows are opened again on the same hops in the next epoch, and the hops keep the tokens. Each opening
-    sends the rows' trained prompts.
+    To get more room, the class opens the rows again on the same hops in the next epoch; the hops keep the tokens. Each
+    opening sends the rows' trained prompts.
 
     Args:
-        prompts: trained prompts `[blocks, P, H]` on the CPU in the dtype of the blocks, for each sequence of their
-            batch.
+        prompts: the trained prompts of each sequence of a batch, `[blocks, P, H]` on the CPU in the dtype of the
+            blocks.
     """
 
     def __init__(self, blocks: RemoteSpan, prompts: Sequence[Tensor] | None = None) -> None:
@@ -66,7 +66,7 @@ class HopSessions:
         self._origins: tuple[int, ...] = ()
 
     def fit(self, origins: Sequence[int], num_positions: int) -> bool:
-        """Whether there is room, and each row's session has the prompts of the row's origin.
+        """Whether the open sessions have room for `num_positions`, and each one has the prompts of its row's origin.
 
         Args:
             origins: for each row, the index of its sequence in `prompts`.
@@ -79,9 +79,11 @@ class HopSessions:
         return self._num_cached_tokens
 
     def reserve(self, origins: Sequence[int], capacity: int, texts: Sequence[Sequence[int]] | None = None) -> None:
-        """Opens a session on every hop for each row without one, and gives all sessions the capacity.
+        """Opens a session on every hop for each row without one, and gives all sessions the same capacity.
 
         Args:
+            origins: for each row, the index of its sequence in `prompts`.
+            capacity: the number of positions of each session; it never shrinks.
             texts: the tokens that each row will hold, from its beginning, if they are known.
         """
         if self._group is not None or not self._blocks.reuses_prefixes:
@@ -113,7 +115,7 @@ class HopSessions:
     # --- in the connection's thread ---------------------------------------------------------------------------------
 
     async def _reserve(self, new: Sequence[SessionIdentity], options: OpenOptions) -> None:
-        # The group is stored here, in the thread: an interrupt may keep the waiting caller from the result.
+        # The group is stored here, in the thread, since an interrupted caller does not get the result.
         group = self._group = await self._blocks.connection.open_rows(new, options, self._group)
         self._num_cached_tokens = max(self._num_cached_tokens, group.num_cached_tokens)
 
@@ -145,7 +147,7 @@ def require_prompts(prompts: object, blocks: RemoteSpan) -> None:
 
 
 def prompts_by_sequence(block_prompts: object, blocks: RemoteSpan) -> list[Tensor]:
-    """The prompts `[blocks, P, H]` of each sequence, or one for all; contiguous on the CPU in the blocks' dtype.
+    """Prompts `[blocks, P, H]` for each sequence, or one tensor for all, contiguous on the CPU in the blocks' dtype.
 
     Args:
         block_prompts: `[blocks, P, H]` or `[blocks, B, P, H]`; the values are copied.

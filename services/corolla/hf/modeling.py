@@ -1,4 +1,4 @@
-"""Causal language models whose blocks are remote: embedding, final norm, head and sampling run here."""
+"""Causal language models whose blocks are remote: embedding, final norm, head and sampling run in this process."""
 
 import copy
 from dataclasses import replace
@@ -76,7 +76,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
         """Loads embedding, final norm and head, and connects to a router for the blocks.
 
         Args:
-            name_or_path: `"demo"`, a folder, a GGUF file or a hub id; the same weights that the block servers have.
+            name_or_path: `"demo"`, a folder, a GGUF file or a hub id, with the weights that the block servers have.
             router: the router's `host:port`.
             dtype: the block servers' dtype, as a torch dtype or its name.
             quantization: the quantisation of the block servers' weights: `none`, `int8`, `int4` or `packed`.
@@ -98,7 +98,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
             SettingsError: the cache secret is too short.
             CheckpointError: the checkpoint is missing or damaged, or its family is not that of this class.
             HubUnavailable: the checkpoint is on the hub, and the hub cannot be reached.
-            ValueError: block servers do not have this dtype or quantisation.
+            ValueError: block servers do not have this dtype, quantisation or dtype of keys and values.
         """
         salt = cache_salt(tenant, cache_secret)
         checkpoint = Checkpoint.from_pretrained(name_or_path, revision=revision)
@@ -115,7 +115,8 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
             hidden_size=checkpoint.hidden_size,
             dtype=run_dtype,
             tenant=tenant,
-            # Text may be given as embeddings, step by step, so its length is unknown when the session opens.
+            # A text may be given step by step, so its length is unknown when the session opens, and the text must keep
+            # to the short factors of a longrope embedding.
             context_length=checkpoint.short_factor_length or checkpoint.context_length,
             reuses_prefixes=reuse_prefixes,
             cache_salt=salt,
@@ -171,8 +172,9 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
 
         Args:
             input_ids: int64 `[B, T]`; or give `inputs_embeds`, floating point `[B, T, H]`.
-            attention_mask: `[B, held + T]`, with the cache's tokens; masked tokens are not sent, their logits are 0.
-            position_ids: int64 `[B, T]`; they must agree with the mask: the place of each token in its row.
+            attention_mask: `[B, held + T]`, which begins with the cache's tokens; masked tokens are not sent, and their
+                logits are 0.
+            position_ids: int64 `[B, T]`, the place of each token in its row; they must agree with the mask.
             past_key_values: a cache that this library returned.
             labels: int64 `[B, T]`, to compute a loss.
             use_cache: whether to return a cache; its session lives as long as the cache is referenced.

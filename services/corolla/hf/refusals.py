@@ -1,4 +1,4 @@
-"""Refuses arguments of `generate` that remote blocks cannot serve, each with a sentence; it ignores none silently."""
+"""Refuses the arguments of `generate` that remote blocks cannot serve, each with a sentence that says why."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -23,7 +23,7 @@ _OPTIONS: Final[Mapping[str, str]] = {
     "continuous_batching_config": "block servers form their batches themselves",
 }
 
-# Arguments of `generate` itself.
+# Arguments of `generate` itself that remote blocks cannot serve; None and False are accepted.
 _ARGUMENTS: Final[Mapping[str, str]] = {
     "synced_gpus": "each process steps through its own chain",
     "trust_remote_code": "remote code is never run",
@@ -54,10 +54,10 @@ def refuse_unsupported(arguments: Mapping[str, Any], config: GenerationConfig) -
 
 
 def refuse_alone(arguments: Mapping[str, Any]) -> None:
-    """Checks a call without a session: without a cache, the mask must have the shape of the given tokens.
+    """Checks a call without a session: if it has no cache either, its mask must have the shape of its tokens.
 
     Raises:
-        ValueError: an argument is not supported; the message has its name and the reason.
+        ValueError: the mask has another shape.
     """
     mask = arguments.get("attention_mask")
     given = [arguments[name] for name in ("inputs", "input_ids", "inputs_embeds") if arguments.get(name) is not None]
@@ -68,10 +68,10 @@ def refuse_alone(arguments: Mapping[str, Any]) -> None:
 
 
 def refuse_in_session(arguments: Mapping[str, Any], config: GenerationConfig, *, has_text: bool) -> None:
-    """Checks a call in a session that stays open after it.
+    """Checks a call in a session that stays open after the call.
 
     Raises:
-        ValueError: an argument is not supported; the message has its name and the reason.
+        ValueError: an argument contradicts the session; the message has its name and the reason.
     """
     if arguments.get("past_key_values") is not None:
         raise ValueError("`past_key_values` and a session both say where the call goes on; give one of them.")

@@ -1,4 +1,4 @@
-"""Rejection sampling: draft tokens from one distribution become samples of exactly another one.
+"""Rejection sampling, which turns draft tokens from one distribution into exact samples of another one.
 
 Leviathan, Kalman, Matias: "Fast Inference from Transformers via Speculative Decoding", 2023; Chen et al.:
 "Accelerating Large Language Model Decoding with Speculative Sampling", 2023.
@@ -13,8 +13,8 @@ def checked_draft_token(
 ) -> int:
     """Chooses the next token, the draft token or another one, so that it is distributed as `target`.
 
-    A draft token `x` is accepted with the probability `min(1, target[x] / draft[x])`. Otherwise the token is drawn
-    where `target` exceeds `draft`, in proportion to the excess; so it differs from the draft token.
+    A draft token `x` is accepted with the probability `min(1, target[x] / draft[x])`. Otherwise another token is drawn
+    where `target` exceeds `draft`, in proportion to the excess.
 
     Args:
         target: float32 `[V]`, probabilities, on any device.

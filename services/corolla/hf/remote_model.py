@@ -1,4 +1,4 @@
-"""Causal language models without local weights: only token ids are sent, and the last hop chooses each token."""
+"""Causal language models without local weights: they send only token ids, and the last hop chooses each token."""
 
 import copy
 from collections.abc import AsyncGenerator, Sequence
@@ -36,7 +36,7 @@ _HEEDED: Final = frozenset(
     }
 )  # fmt: skip
 
-# Options that have no effect here: there is one kind of cache, and there are no beams and no assistant model.
+# Options that have no effect here, since there is only one kind of cache, and no beams or assistant model.
 _IDLE: Final = frozenset(
     {
         "assistant_confidence_threshold", "assistant_lookbehind", "bos_token_id", "cache_config",
@@ -51,14 +51,14 @@ class RemoteModelForCausalLM(GenerationMixin):
     """A causal language model that has only its configuration in this process.
 
     `generate` decodes greedily or by sampling, with the block servers' own sampler. Beams, logits processors and
-    guidance need logits in this process, and so a `DistributedModelForCausalLM`.
+    guidance need logits in this process: use a `DistributedModelForCausalLM` for them.
 
     Args:
         checkpoint: the model's checkpoint.
         connection: the connection to the model's block servers.
         tenant: the tenant that owns the sessions.
         reuse_prefixes: whether the tenant's prompts share what hops computed for equal beginnings of texts.
-        salt: the salt with which the digests of its texts begin.
+        salt: the salt with which the digests of the tenant's texts begin.
     """
 
     main_input_name = "input_ids"
@@ -105,7 +105,7 @@ class RemoteModelForCausalLM(GenerationMixin):
 
     @property
     def device(self) -> torch.device:
-        """The CPU; but `generate` returns its tokens on the device of the given ones."""
+        """The CPU; but `generate` returns its result on the device of the prompts."""
         return torch.device("cpu")
 
     def generate(  # type: ignore[override]
@@ -125,12 +125,12 @@ class RemoteModelForCausalLM(GenerationMixin):
         Each row is a session of its own, so no row waits for another.
 
         Args:
-            inputs: int64 `[B, T]`, on any device, padded on the left if at all; it may be given as `input_ids` instead.
+            inputs: int64 `[B, T]`, on any device, padded on the left if at all; `input_ids` is another name for them.
             generation_config: None takes the model's own; `options` are applied to it.
             attention_mask: `[B, T]`; 0 is padding.
-            stopping_criteria: they are called for each row by itself, without scores.
+            stopping_criteria: criteria that are called for each row alone, without scores.
             tokenizer: the model's tokenizer, which `stop_strings` need.
-            streamer: it gets the prompt, then tokens as they come; only for a single row.
+            streamer: gets the prompt, then tokens as they come; only for a single row.
             options: options of a generation config. The seed of a sampled answer is drawn from torch's random stream; a
                 client service gives the same tokens for that seed.
 
@@ -207,7 +207,7 @@ class RemoteModelForCausalLM(GenerationMixin):
                         streamer.put(torch.tensor([token_id]))
 
     async def _tokens_of(self, row: "_Row") -> AsyncGenerator[Sequence[int], None]:
-        """Runs one row's session in the connection's thread. Yields its new tokens as they arrive."""
+        """Runs one row's session in the connection's thread. Yields the row's new tokens as they arrive."""
         options = OpenOptions(
             max_tokens=len(row.prompt_ids) + row.max_new_tokens,
             transient=True,

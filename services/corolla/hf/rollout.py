@@ -1,9 +1,9 @@
-"""Rollouts: whole batches of answers for reinforcement learning, from remote and from local models alike.
+"""Generates rollouts, whole batches of answers for reinforcement learning, with remote or local models.
 
-The functions have the names and arguments of ColossalAI's `coati.models.generation`, so that training loops written for
-it run unchanged. Greedy decoding, beams and several stop sequences, which it lacks, work here.
+The functions have the names and arguments of ColossalAI's `coati.models.generation`, so that training loops for that
+module run unchanged. Greedy decoding, beams and several stop sequences, which it lacks, work here.
 
-All tensors are on the device of the prompts, which a local model must share.
+All tensors are on the device of the prompts; a local model must be there, too.
 """
 
 import inspect
@@ -49,8 +49,8 @@ def generate(
 ) -> Tensor:
     """Answers a batch of prompts.
 
-    A row ends with the tokenizer's end-of-sequence token or with a stop sequence, which stay part of it, and is padded
-    from there on. Sampled tokens are drawn by torch's own random stream, as `generate` of transformers draws them.
+    A row ends with the tokenizer's end-of-sequence token or with a stop sequence, which are part of the result; padding
+    follows. Tokens are sampled from torch's own random stream, as in `generate` of transformers.
 
     Args:
         model: a causal language model, distributed or local. The caller switches it to evaluation or training.
@@ -58,12 +58,12 @@ def generate(
         tokenizer: defines the tokens for padding and for the end of a sequence.
         max_length: the most tokens of prompt and answer together. A prompt of that length is returned unchanged.
         num_beams: more than one is a beam search by the model's own `generate`.
-        do_sample: False takes the likeliest token.
-        early_stopping: return when all rows have ended, on every process of a group; else continue to the full length.
-        top_k: keep this many likeliest tokens; None or 0 is off.
-        top_p: keep the smallest set of tokens with this total probability; None or 1 is off.
-        temperature: None or 1 is off.
-        prepare_inputs_fn: replaces this module's function of that name, which processes each token once.
+        do_sample: False takes the most probable token.
+        early_stopping: whether to return when all rows on every process of a group have ended, before the full length.
+        top_k: keeps this many most probable tokens; None or 0 is off.
+        top_p: keeps the smallest set of tokens with this total probability; None or 1 is off.
+        temperature: divides the logits; None or 1 is off.
+        prepare_inputs_fn: replaces this module's function of that name, which gives the model each token only once.
         update_model_kwargs_fn: replaces this module's function of that name.
         max_new_tokens: the most tokens of the answer.
         stop_token_ids: sequences of tokens; a row ends when its last tokens are one of them.
@@ -73,7 +73,8 @@ def generate(
         int64 `[B, L]`, prompts and answers.
 
     Raises:
-        ValueError: padding is on the right or has no token, a stop sequence is wrong, or beams cannot do this.
+        ValueError: padding is on the right or has no token, a stop sequence is not a sequence of at least one token,
+            or beams do not support an argument.
         CorollaError: the chain of a distributed model failed.
     """
     if num_beams > 1:
@@ -112,14 +113,16 @@ def generate_streaming(
     """Does the same as `generate`, and yields the answers as they grow.
 
     Args:
-        input_ids: int64 `[B, T]`, padded on the left; the other arguments are those of `generate`, too.
+        input_ids: int64 `[B, T]`, padded on the left; `generate` describes the other arguments.
         stream_interval: the number of tokens from one result to the next.
 
     Yields:
         int64 `[B, L]`, prompts and answers so far; the last result is what `generate` returns.
 
     Raises:
-        ValueError: as in `generate`, or beams, which change earlier tokens. It is raised with the first result.
+        ValueError: as in `generate`; or `num_beams` is above 1, since beams change earlier tokens; or `stream_interval`
+            is below 1. The request for the first result raises it.
+        CorollaError: the chain of a distributed model failed.
     """
     if num_beams > 1:
         raise ValueError("`num_beams` cannot be streamed: a later token may change earlier ones.")
@@ -152,11 +155,10 @@ def prepare_logits_processor(
 
 
 def is_sequence_finished(unfinished_sequences: Tensor) -> bool:
-    """Whether all rows of all processes have ended.
+    """Whether all rows of all processes have ended. All processes of a torch.distributed group call this together.
 
     Args:
-        unfinished_sequences: int64 `[B]`, 1 for rows that continue. All processes of a torch.distributed group call
-            this together.
+        unfinished_sequences: int64 `[B]`, 1 for rows of this process that continue, else 0.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         unfinished_sequences = unfinished_sequences.sum()
@@ -198,7 +200,7 @@ def _sequences(
     update: UpdateModelKwargs | None,
     model_kwargs: dict[str, Any],
 ) -> Iterator[Tensor]:
-    """Yields `[B, L]` after each token."""
+    """Yields prompts and answers so far, `[B, L]`, after each token."""
     _check(tokenizer, stop_token_ids)
     eos_token_id, pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     stops = [torch.tensor(list(each), device=input_ids.device) for each in stop_token_ids or ()]

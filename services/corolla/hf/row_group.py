@@ -25,10 +25,11 @@ class RowStep:
 
     Attributes:
         row: the index of the sequence.
-        position: the number of its tokens before this step; hops forget its tokens beyond them.
+        position: the number of the sequence's tokens before this step; hops forget its tokens beyond that.
         hidden: `[T, H]` on the CPU in the blocks' dtype, the input of the first block for T >= 1 new tokens.
         num_results: for how many of the last new tokens the output is wanted.
-        source: the sequence that it forks first; None keeps its own tokens. All rows of a step fork at once.
+        source: the index of a sequence whose tokens replace this one's before the step, for all rows of the step at
+            the same time; None keeps the sequence's own tokens.
     """
 
     row: int
@@ -41,16 +42,16 @@ class RowStep:
 class RowGroup(OpenSequences):
     """Sequences that are open on every hop of one chain; row `i` is the binding's `i`-th identity.
 
-    The class keeps the inputs of the first block. If hops are lost in a step, other hops replace them, get these inputs
-    replayed, and the step is sent again.
+    The class keeps the inputs of the first block. If hops are lost in a step, the class replaces them, replays these
+    inputs on the new hops, and sends the step again.
 
     Args:
-        limits: larger steps than `prefill_chunk_tokens` are sent in chunks, which are smaller if hops demand it.
+        limits: a step of more tokens than `prefill_chunk_tokens`, or than a hop takes at once, is sent in chunks.
         earlier: the group of the same sequences before sequences or room were added.
 
     Attributes:
-        num_cached_tokens: how many tokens of each sequence's text all hops had when it was first opened. The first step
-            may include them, since replays need them; they are not sent.
+        num_cached_tokens: how many tokens of each sequence's text all hops had when the sequences were first opened.
+            The first step may include these tokens: they are kept for replays, but not sent.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class RowGroup(OpenSequences):
         self._histories: list[StateHistory] = [*known, *(StateHistory() for _ in binding.identities[len(known) :])]
 
     def raise_epoch(self) -> tuple[SessionIdentity, ...]:
-        """Raises the epoch, and returns the identities to open again. `close` frees them even if opening fails."""
+        """Raises the epoch. Returns the identities to open again, which `close` frees even if that fails."""
         self._binding.raise_epoch()
         return self._binding.identities
 
@@ -81,7 +82,7 @@ class RowGroup(OpenSequences):
             in the blocks' dtype.
 
         Raises:
-            CorollaError: a row failed, and so the step. The other rows' results are forgotten at their next step.
+            CorollaError: a row failed, and so did the step. Hops forget the other rows' new tokens at the next step.
         """
         if not rows or any(len(row.hidden) == 0 for row in rows):
             raise InternalError("a step has rows, and each row new tokens")
@@ -118,7 +119,7 @@ class RowGroup(OpenSequences):
     async def recover(
         self, failure: CorollaError, budget: RecoveryBudget, ambiguous: frozenset[int] = frozenset()
     ) -> None:
-        """Recovers all sequences from a failure, or raises. The hops' tokens of `ambiguous` rows do not count."""
+        """Recovers all sequences from a failure, or raises. `ambiguous` rows are filled from the beginning."""
         await self._recovery.recover(self._binding, self._histories, failure, budget, ambiguous)
 
     def _skip_cached(self, row: RowStep) -> RowStep:

@@ -20,7 +20,7 @@ class HeldRows:
     Attributes:
         token_ids: int64 `[R, P]`.
         mask: bool `[R, P]`, False where nothing was sent.
-        sources: for each row, the row whose session on the hops has its tokens until its next step moves them.
+        sources: for each row, the row whose session on the hops holds its tokens; the next step moves them to its own.
         num_prefix: the number of leading columns that are not text, such as trained prompts.
         origins: a number for each row; equal tokens have equal keys and values only in rows with the same number.
     """
@@ -42,7 +42,7 @@ class HeldRows:
 
     @property
     def row_positions(self) -> list[int]:
-        """The number of tokens of each row that the hops hold and that still count."""
+        """The number of each row's tokens that the hops hold and that were not forgotten."""
         counts: list[int] = self.mask.sum(dim=1).tolist()
         return counts
 
@@ -54,7 +54,7 @@ class HeldRows:
     def extend(self, token_ids: Tensor, mask: Tensor) -> None:
         """Records a step of new columns: `token_ids`, int64 `[R, T]`, and `mask`, bool `[R, T]`.
 
-        Each row's tokens are in its own session now.
+        After the step, each row's tokens are in its own session.
         """
         self.token_ids = torch.cat([self.token_ids, token_ids], dim=1)
         self.mask = torch.cat([self.mask, mask], dim=1)
@@ -89,8 +89,8 @@ class HeldRows:
     def align(self, token_ids: Tensor, mask: Tensor) -> None:
         """Keeps the columns that are part of a text, and forgets the rest.
 
-        Each new row continues the row with the longest equal beginning. At least one column is left to process, because
-        the output of the last one is wanted.
+        Each row of the text continues the held row with the longest equal beginning. At least the text's last column is
+        left to process, because its output is wanted.
 
         Args:
             token_ids: int64 `[R, T]`, the whole text after the prefix.
@@ -108,7 +108,7 @@ class HeldRows:
         origins = torch.tensor(self.origins)
         lengths[origins[None, :] != origins[repeated][:, None]] = -1
         if self.num_prefix:
-            # Prefixes cannot be compared, so a row keeps the prefix of the row from which it is repeated.
+            # Prefixes cannot be compared, so a row keeps the prefix of the row that it repeats.
             lengths[torch.arange(self.num_rows)[None, :] != repeated[:, None]] = -1
         length = int(lengths.max(dim=1).values.min())
         best: list[int] = lengths.argmax(dim=1).tolist()

@@ -22,8 +22,8 @@ _active: ContextVar[tuple["InferenceSession", ...]] = ContextVar("active session
 class InferenceSession:
     """Sequences of one batch that step through blocks together, while block servers keep their keys and values.
 
-    The first step, when the batch size is known, opens the session on the hops. Closing it, collecting it or the end of
-    the process frees it. Inside `with session:`, `generate` of its model uses it.
+    The first step, which knows the batch size, opens the session on the hops. They free it when the session is closed
+    or garbage-collected, or when the process ends. Inside `with session:`, `generate` of its model uses the session.
 
     Args:
         blocks: the blocks of the session.
@@ -32,14 +32,14 @@ class InferenceSession:
         prompts: `[P, H]`, floating point, on any device: trained embeddings that come before every sequence's text.
         block_prompts: floating point, on any device: trained embeddings that are added to the input of each block at
             the first P positions of every sequence: `[blocks, P, H]`, or `[blocks, B, P, H]` with other values for each
-            of B sequences. Positions include `prompts` and exclude padding. A sequence that was repeated, as for beams,
-            keeps its block prompts.
+            of B sequences. Positions include `prompts` and exclude padding. A copy of a sequence, as for beams, has the
+            same block prompts.
 
     Raises:
         ValueError: a shape or a length does not fit the model.
 
     Attributes:
-        output_ids: int64 `[B, L]`, the token log: all text so far, given and generated; None before any.
+        output_ids: int64 `[B, L]`, the token log: all text so far, given and generated; None before the first text.
         output_mask: int64 `[B, L]`, 1 for tokens that are not padding; None is all ones.
     """
 
@@ -88,7 +88,7 @@ class InferenceSession:
         _active.set((*_active.get(), self))
 
     def deactivate(self) -> None:
-        """Makes the session before this one active again; this one stays open."""
+        """Makes the previously active session active again; this session stays open."""
         _active.set(tuple(session for session in _active.get() if session is not self))
 
     @property
@@ -116,7 +116,7 @@ class InferenceSession:
 
     @property
     def position(self) -> int:
-        """The number of processed positions. Setting a smaller one forgets the rest, also in the token log."""
+        """The number of processed positions. Setting a smaller number forgets the rest, also in the token log."""
         return self._held.position if self._held is not None else 0
 
     @position.setter
@@ -143,7 +143,7 @@ class InferenceSession:
 
         Raises:
             ValueError: the shape does not fit, or the session would grow beyond `max_length`.
-            CorollaError: a hop failed; the session is lost.
+            CorollaError: the chain failed and could not recover; the session is lost.
         """
         if hidden.dim() != 3 or hidden.shape[1] == 0 or hidden.shape[2] != self.blocks.hidden_size:
             raise ValueError(f"`hidden` must have the shape [batch, tokens, {self.blocks.hidden_size}].")
@@ -161,11 +161,12 @@ class InferenceSession:
         Args:
             hidden: `[number of unmasked columns, H]`, floating point, for each row.
             token_ids: int64 `[B, T]`, the tokens of the columns.
-            mask: bool `[B, T]`, on the CPU.
+            mask: bool `[B, T]`, on the CPU; False for masked columns.
             num_result_columns: for how many of the last columns the output is wanted.
 
         Returns:
-            The outputs, `[number of unmasked columns among these, H]` for each row, on the CPU in the blocks' dtype.
+            For each row, the output of its unmasked result columns, `[number of these, H]`, on the CPU in the blocks'
+            dtype.
         """
         held = self.prepare(mask.shape[0], mask.shape[1])
         wanted = mask[:, mask.shape[1] - num_result_columns :].sum(dim=1).tolist() if num_result_columns else None
@@ -189,13 +190,15 @@ class InferenceSession:
 
     @property
     def num_reused_positions(self) -> int:
-        """The number of each sequence's positions that hops took from the tenant's other sequences at the opening."""
+        """How many positions of each sequence the hops had cached from the tenant's other sequences at the opening."""
         return self._hop_sessions.num_cached_tokens
 
     def prepare(self, num_rows: int, num_columns: int, texts: Sequence[Sequence[int]] | None = None) -> HeldRows:
-        """Makes sure that the hops have room; the first call opens the session there.
+        """Makes sure that the hops have room for a step; the first call opens the session on the hops.
 
         Args:
+            num_rows: the number of sequences.
+            num_columns: the number of new positions.
             texts: the tokens of each row, up to the first one whose output is wanted; None if they are not known.
 
         Raises:
@@ -217,7 +220,7 @@ class InferenceSession:
             try:
                 self._hop_sessions.reserve(origins, capacity, texts if self._prompts is None else None)
             except BaseException:
-                self.close()  # what the hops held is between two epochs now
+                self.close()  # only some hops may have the session in the next epoch
                 raise
         if self._held is None:
             self._held = HeldRows(num_rows, origins)
@@ -287,7 +290,7 @@ class InferenceSession:
         return [row * self._num_prompted // num_rows for row in range(num_rows)]
 
     def _room_for(self, num_positions: int) -> int:
-        """How many positions to reserve: first the expected number, then twice the needed one, to grow rarely."""
+        """How many positions to reserve: the expected number, or twice the needed one if that is not enough."""
         return self._expected_length if num_positions <= self._expected_length else 2 * num_positions
 
     def _require_open(self) -> None:
@@ -296,5 +299,5 @@ class InferenceSession:
 
 
 def active_session(blocks: RemoteSpan) -> InferenceSession | None:
-    """The innermost session over exactly these blocks that the running code has entered."""
+    """The innermost session over exactly these blocks that the running code has entered, if any."""
     return next((session for session in reversed(_active.get()) if session.blocks is blocks), None)

@@ -24,7 +24,7 @@ from corolla.models.families import recurrent_layers
 SUFFIX: Final = "ForSpeculativeGeneration"
 DEFAULT_ITERATION_SIZE: Final = 10
 
-# Processors without state, which may run on draft tokens. Others could count each call as a token of the answer.
+# Processors without state, which may run on draft tokens; those with state could count each call as a chosen token.
 _PURE_PROCESSORS: Final = (
     logits_process.EpsilonLogitsWarper,
     logits_process.EtaLogitsWarper,
@@ -52,8 +52,8 @@ _iteration_size: ContextVar[int] = ContextVar("tokens drafted in one iteration",
 class SpeculativeGenerationMixin:
     """Replaces transformers' loop for greedy decoding and sampling by one that drafts tokens. Batches have one row.
 
-    Greedy answers are those of plain decoding, token for token. Sampled answers have the same distribution, by
-    rejection sampling; they draw other random numbers, so the same seed gives another answer.
+    Greedy answers are those of plain decoding, token for token. Rejection sampling gives sampled answers the same
+    distribution as plain sampling; it draws other random numbers, so the same seed gives another answer.
 
     The model needs a cache that can forget its last tokens.
     """
@@ -67,15 +67,16 @@ class SpeculativeGenerationMixin:
         speculative_inference_iteration_size: int = DEFAULT_ITERATION_SIZE,
         **kwargs: Any,
     ) -> Any:
-        """`generate` of the model, with the same results, and one more argument.
+        """`generate` of the model with drafts, and with one more argument.
 
         Args:
             inputs: int64 `[1, T]`, on the device of the model's head.
-            speculative_inference_iteration_size: tokens drafted before each pass through the model.
+            speculative_inference_iteration_size: tokens drafted before each pass through the model, from 1 to 64.
 
         Raises:
-            ValueError: there is no small model or no cache, or the call has more than one row, beams, `synced_gpus`,
-                `return_dict_in_generate`, `assistant_model`, `prompt_lookup_num_tokens` or `inputs_embeds`.
+            ValueError: there is no small model or no cache, the iteration size is out of range, or the call has more
+                than one row, beams, `synced_gpus`, `return_dict_in_generate`, `assistant_model`,
+                `prompt_lookup_num_tokens` or `inputs_embeds`.
         """
         if self.draft_model is None:
             raise ValueError("Speculative generation needs a `small_model` that drafts.")
@@ -189,14 +190,14 @@ class _Answer:
         return max(1, self._max_length - self.input_ids.shape[1])
 
     def check(self, draft: list[_DraftToken], cache: Any, mask: Tensor | None) -> list[int]:
-        """Takes one pass over the text's last token and the draft tokens after it.
+        """Checks draft tokens in one pass over them and the text's tokens that the cache lacks.
 
         Args:
-            cache: the cache of the text; before and after the pass it lacks the text's last token.
+            cache: the cache of the text; it lacks at least the last token before the pass, and exactly that after it.
             mask: `[1, P]`, the prompt's mask; later tokens are not masked.
 
         Returns:
-            The accepted draft tokens, and one token of the model's own.
+            The accepted draft tokens and, unless they end the answer, one token that the model chose itself.
         """
         drafted = self.input_ids.new_tensor([[draft_token.token_id for draft_token in draft]], dtype=torch.int64)
         candidate = torch.cat([self.input_ids, drafted], dim=1)
@@ -232,7 +233,7 @@ class _Answer:
         self.input_ids = torch.cat([self.input_ids, newest], dim=1)
         if self._streamer is not None:
             self._streamer.put(newest[0].cpu())
-        # transformers would pass its scores here, which this loop does not keep.
+        # transformers would pass its scores here; this loop keeps none.
         self.is_finished = bool(self._criteria(self.input_ids, None).all())
 
 
@@ -242,7 +243,8 @@ class _DistributedSpeculative(SpeculativeGenerationMixin, DistributedModelForCau
     Args:
         config: the configuration of the whole model, as read from its checkpoint.
         small_model: a causal language model of `transformers`, which must have the same tokenizer.
-        options: options of `from_config`, such as the router's address; not together with `edges` and `blocks`.
+        edges: the embedding, final norm and head; without them or `blocks`, `from_config` makes both.
+        options: options of that `from_config`, such as the router's address; otherwise they have no effect.
     """
 
     def __init__(
@@ -268,7 +270,8 @@ class _DistributedSpeculative(SpeculativeGenerationMixin, DistributedModelForCau
         """Loads the model like `from_pretrained` of the family's distributed class, with `small_model` to draft.
 
         Raises:
-            CheckpointError: as in that method.
+            CheckpointError: see `DistributedModelForCausalLM.from_pretrained`.
+            UnsupportedFamily: see `draft_with`.
             ValueError: `small_model` has another vocabulary.
         """
         model = super().from_pretrained(name_or_path, **options)

@@ -18,7 +18,7 @@ class StateHistory:
         shapes: the number of tokens of each step.
     """
 
-    # The parts are never changed in place: forked sequences share them.
+    # The tensors are never changed in place, since forked sequences share them.
     parts: list[torch.Tensor] = field(default_factory=list)
     shapes: StepShapes = field(default_factory=StepShapes)
 
@@ -32,7 +32,7 @@ class StateHistory:
         self.shapes.append(len(hidden), is_prompt=len(hidden) > 1)
 
     def until(self, position: int) -> "StateHistory":
-        """The history of a sequence that continues from `position`."""
+        """The history up to `position`, for a sequence that continues from there."""
         shapes = self.shapes.copy()
         shapes.truncate(position)
         parts = self.parts[: len(shapes.lengths)]
@@ -41,7 +41,7 @@ class StateHistory:
         return StateHistory(parts, shapes)
 
     def inputs(self, start: int, end: int) -> ReplayInputs:
-        """The inputs of the first block at the positions from `start` to `end`."""
+        """The inputs of the first block at the positions `[start, end)`."""
         wanted: list[torch.Tensor] = []
         position = 0
         for part in self.parts:

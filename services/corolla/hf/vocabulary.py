@@ -34,8 +34,8 @@ def require_token_ids(name: str, token_ids: Tensor, num_tokens: int) -> None:
 def require_same_vocabulary(config: PretrainedConfig, small: PretrainedConfig) -> None:
     """Compares the vocabularies of two models before one drafts for the other.
 
-    If both tokenizers are on this machine, they are compared: embeddings of equal tokenizers may have different
-    padding. Otherwise, as for a model that was just made, only the sizes are compared.
+    If both tokenizers are on this machine, they are compared, since models with equal tokenizers may pad their
+    embeddings to different sizes. Otherwise, as for a model that was just made, only the sizes are compared.
 
     Args:
         config: the configuration of the model that answers; `small` is that of the model that drafts.
@@ -64,7 +64,7 @@ def _vocabulary_of(config: PretrainedConfig) -> dict[str, int] | None:
         return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.name_or_path, local_files_only=True, trust_remote_code=False)
-    # Parsers raise many classes, plain Exception from the Rust tokenizers included.
+    # Parsers raise many classes of exceptions; the Rust tokenizers raise plain `Exception`.
     except Exception:
         return None
     vocabulary: dict[str, int] = tokenizer.get_vocab()

@@ -1,4 +1,4 @@
-"""Shared parts of all compiled attention functions: the shape of heads, the exponential function, and job fields."""
+"""The parts that all compiled attention functions share: the shape of heads, the exponential function, job fields."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -40,10 +40,10 @@ class HeadShape:
 
     Attributes:
         element: LLVM's type of queries, keys and values: `float`, `bfloat` or `half`.
-        key_size: the size of a key's head, a multiple of 16.
-        value_size: the size of a value's head, a multiple of 16.
+        key_size: how many numbers a key of one head has, a multiple of 16.
+        value_size: how many numbers a value of one head has, a multiple of 16.
         num_shared: how many query heads share a key head.
-        max_sums: how many vectors of 16 sums are kept in registers, see `compiler.max_sums`.
+        max_sums: how many vectors of 16 sums the registers hold; see `compiler.max_sums`.
     """
 
     element: str
@@ -58,10 +58,10 @@ class HeadShape:
 
     @property
     def state_floats(self) -> int:
-        """How many float32 numbers the state of one piece of a row has for one key head.
+        """How many float32 numbers the softmax state of one piece of a row has for one key head.
 
-        The state holds, for each query head, the sums of values, then the sums of weights, then the largest score, the
-        same in all lanes.
+        For each query head that shares the key head, the state holds the sums of values, then 16 partial sums of
+        weights, then the largest score, the same in all 16 lanes.
         """
         return self.num_shared * self.head_floats
 
@@ -71,7 +71,7 @@ class HeadShape:
 
     @property
     def num_at_once(self) -> int:
-        """How many query heads are computed together."""
+        """How many query heads a function computes together, so that their sums of values stay in registers."""
         most = max(1, self.max_sums // (self.value_size // LANES))
         return max(each for each in range(1, most + 1) if self.num_shared % each == 0)
 
@@ -95,26 +95,26 @@ COMMON_FIELDS: Final[Fields] = (
 
 
 def slot_of(function: Function, pages: str, key: str, page_tokens: str) -> str:
-    """Writes the lookup of a key's slot; `key` is its number, counted from the row's first page."""
+    """Writes the lookup of a key's slot; `key` is the key's number, counted from the row's first page."""
     page = function.load("i32", function.at(pages, function.let(f"udiv i64 {key}, {page_tokens}"), "i32"), align=4)
     first_slot = function.let(f"mul i64 {function.let(f'zext i32 {page} to i64')}, {page_tokens}")
     return function.let(f"add i64 {first_slot}, {function.let(f'urem i64 {key}, {page_tokens}')}")
 
 
 def item_of(function: Function) -> tuple[str, str]:
-    """Writes the split of an item's number into that of its piece, merge or block, and that of its key head."""
+    """Writes the split of an item's number into the number of its piece, merge or block, and that of its key head."""
     key_heads = function.field("%job", COMMON_FIELDS, "key_heads")
     return function.let(f"udiv i64 %item, {key_heads}"), function.let(f"urem i64 %item, {key_heads}")
 
 
 def exponential_of_difference(function: Function, constants: str, left: str, right: str) -> str:
-    """Writes `e` to the power of `left - right`, which must be at most 0 in each lane, or NaN, which stays NaN.
+    """Writes `e` to the power of `left - right`. Each lane's difference must be at most 0, or NaN, which stays NaN.
 
     Differences below -87 count as -87. The lines are written inline, since the compiler would not inline a function.
     The algorithm is that of Cephes' `expf`, with the range reduction of Cody and Waite.
 
     Args:
-        constants: the address of `CONSTANTS`. As literals, each would need an instruction for its address.
+        constants: the address of `CONSTANTS`. If they were literals, each would need an instruction for its address.
     """
 
     def constant(index: int) -> str:
@@ -139,12 +139,12 @@ def exponential_of_difference(function: Function, constants: str, left: str, rig
 
 
 def largest_of(function: Function, vector: str) -> str:
-    """Writes the maximum of a vector's numbers; a vector with NaN gives any of its numbers."""
+    """Writes the maximum of a vector's numbers; if one of them is NaN, the result may be any of them."""
     return function.let(f"call nnan float @llvm.vector.reduce.fmax.v16f32({FLOATS} {vector})")
 
 
 def numbers_of(function: Function, shape: HeadShape, base: str, index: int) -> str:
-    """Writes the load of vector number `index` of a head, as float32."""
+    """Writes the load of the 16 numbers that are vector number `index` of a head, as float32."""
     kind = f"<{LANES} x {shape.element}>"
     stored = function.load(kind, base, index * LANES * shape.element_bytes, shape.element_bytes)
     return stored if shape.element == "float" else function.let(f"fpext {kind} {stored} to {FLOATS}")

@@ -1,14 +1,15 @@
-"""Writes whole blocks of the usual shape as LLVM's text: norms, projections, rotary embedding, attention and gate.
+"""Writes whole decoder blocks as LLVM's text: norms, projections, rotary embedding, attention and gated MLP.
 
 One call runs several blocks over the new tokens of all rows. Activations stay in the CPU's cache between the large
-products, and Python does not run in between: the weights would evict its data from the cache each time. Products and
-attention are functions of other modules; a layer holds their addresses.
+products. Python does not run in between, since weights would evict its data from the cache each time. Other modules
+write the functions for products and attention; a `LAYER` holds their addresses.
 
 Sums are float32. With bfloat16, results are rounded where transformers rounds them. A token's numbers depend only on
 its own text, not on the other rows of the call or the number of threads.
 
-A block is a list of phases, and a phase is a number of pieces of work that threads take one by one. All threads go
-through all phases. A late thread, whose CPU another process used, finds the work done and delays no other thread.
+A block is a list of phases, and a phase consists of pieces of work that threads take one by one. All threads go
+through all phases. A thread that is late because another process used its CPU finds the work done and delays no other
+thread.
 """
 
 import struct
@@ -23,13 +24,14 @@ from corolla.kernels.products import LEAST_PRODUCTS_OF_THREADS
 
 PROJECTIONS: Final = ("query_key_value", "output", "gate_up", "down")
 _PIECE_TOKENS: Final = 4
-"""How many tokens a piece of the phases between products has."""
+"""How many tokens a piece has in phases that go through tokens, such as norms."""
 _PIECE_MERGES: Final = 16
+"""How many merges a piece has in the phase that merges pieces of attention."""
 _PIECES_OF_THREAD: Final = 6
 """How many pieces a product has for each thread. With fewer, threads wait longer for the last piece; with more, the
 inputs are read more often."""
 _COUNTER_BYTES: Final = 256
-"""Bytes of a phase's two counters: the number of taken pieces and, on a cache line of its own, that of done ones."""
+"""Bytes of a phase's two counters, of taken pieces and of done pieces; each has a cache line of its own."""
 _MAX_PHASES: Final = 12
 """The most phases of a block."""
 
@@ -44,7 +46,7 @@ STEP: Final[Fields] = (
     ("ptr", "rotary"),  # [rows, 2, head size]: cosines and signed sines
     ("ptr", "rotary_rows"),  # int64 [tokens]
     ("ptr", "groups"),  # see `GROUP`
-    ("ptr", "adapters"),  # [tokens]: the address of the `PLACE`s of each token's adapter, or 0; 0: no token has one
+    ("ptr", "adapters"),  # [tokens]: address of the `PLACE`s of each token's adapter, or 0; null if all would be 0
     ("ptr", "end"),  # the address behind the last `LAYER`
     ("ptr", "counters"),  # `counter_bytes`, all zero
     ("ptr", "scratch"),  # for products: `scratch_bytes` for each thread
@@ -56,38 +58,40 @@ STEP: Final[Fields] = (
 
 GROUP: Final[Fields] = (
     ("ptr", "slots"),  # int64 [tokens]: the slots of new keys and values
-    ("ptr", "next_tokens"),  # the job of single tokens, without keys and values; 0: there is none
-    ("ptr", "chunks"),  # the job of chunks, likewise
-    ("i64", "pieces"),  # pieces of the first job, times key heads
-    ("i64", "merges"),  # queries of the first job, times key heads
-    ("i64", "blocks"),  # blocks of the second job, times key heads
+    ("ptr", "next_tokens"),  # the job of rows with few new tokens, or 0; each layer sets its keys and values
+    ("ptr", "chunks"),  # the job of rows with many new tokens, or 0; each layer sets its keys and values
+    ("i64", "pieces"),  # pieces of `next_tokens`, times key heads
+    ("i64", "merges"),  # queries of `next_tokens`, times key heads
+    ("i64", "blocks"),  # blocks of `chunks`, times key heads
 )
-"""The fields that layers with the same window share."""
+"""The fields of a group of layers with the same window."""
 
 FACTOR: Final[Fields] = (
     ("ptr", "up"),  # [rank, width]
     ("i64", "rank"),
     ("i64", "width"),
-    ("i64", "column"),  # the projection's first output that it changes
+    ("i64", "column"),  # the projection's first output that the factor changes
 )
+"""The fields of one product of low rank, which changes `width` outputs of a projection."""
 MAX_FACTORS: Final = 3
 PLACE: Final[Fields] = (
-    ("ptr", "down"),  # [ranks, inputs], in the order of the factors
+    ("ptr", "down"),  # [ranks of all factors, inputs], in the order of the factors
     ("i64", "factors"),
     *((kind, f"{name}_{number}") for number in range(MAX_FACTORS) for kind, name in FACTOR),
 )
-"""The products that an adapter adds to a projection; an adapter has one PLACE per projection, layer after layer."""
+"""The fields of the products that an adapter adds to a projection. An adapter has a `PLACE` for each projection of the
+first layer, then those of the next layer, and so on."""
 
 LAYER: Final[Fields] = (
-    ("i64", "places"),  # offset of the layer's first PLACE in an adapter's, in bytes
-    ("i64", "group"),  # offset of its GROUP, in bytes
+    ("i64", "places"),  # offset of the layer's first `PLACE` among an adapter's, in bytes
+    ("i64", "group"),  # offset of the layer's `GROUP`, in bytes
     ("ptr", "keys"),  # [slots, key heads, head size], strided; values likewise
     ("ptr", "values"),
     ("i64", "key_slot"),  # bytes from slot to slot, and from head to head
     ("i64", "key_head"),
     ("i64", "value_slot"),
     ("i64", "value_head"),
-    ("ptr", "attend_piece"),
+    ("ptr", "attend_piece"),  # functions of `next_token_source` and `chunk_source`
     ("ptr", "attend_merge"),
     ("ptr", "attend_block"),
     ("ptr", "attention_norm"),  # float32 [hidden]; an epsilon is the bits of a float32
@@ -130,9 +134,9 @@ class BlockShape:
         has_bias: for each of `PROJECTIONS`, whether it has a bias.
         norms_heads: whether queries and keys are normalised.
         rotates: whether queries and keys have a rotary embedding.
-        residual_multiplier: the factor of what is added to hidden states.
-        multiplied: the type of the inputs of products: `element`, or `float` where the processor has no instructions
-            for bfloat16, and rounding is done with integers.
+        residual_multiplier: the factor of the outputs of attention and MLP when they are added to hidden states.
+        multiplied: the type of the inputs of products: `element`, or `float` if the processor has no instructions for
+            bfloat16; integer instructions round to bfloat16 then.
     """
 
     element: str
@@ -182,13 +186,13 @@ def counter_bytes(num_layers: int) -> int:
 
 
 def module_source(shape: BlockShape, *, pauses: bool) -> str:
-    """A module with one function, `team(call)`, which each of the threads calls.
+    """The text of a module with one public function, `team(call)`, which each of the threads calls.
 
     A call is three numbers of 64 bits: the address of a `STEP`, the address of the first `LAYER`, and the number of
     threads that have entered, 0 at first.
 
     Args:
-        pauses: whether the processor has an instruction for waiting, as x86 does.
+        pauses: whether the processor has an instruction for waiting loops, such as `pause` of x86.
     """
     stages = [_normalise(shape), _prepare_heads(shape), _add_attention(shape), _gate(shape), _add_mlp(shape)]
     names = ["normalise", "prepare_heads", "add_attention", "gate", "add_mlp"]
@@ -210,14 +214,14 @@ declare i32 @sched_yield()
 
 
 class _BlockFunction(Function):
-    """A function over vectors of a block shape's number types."""
+    """A function of a block, which loads and stores vectors of its shape's types of numbers."""
 
     def __init__(self, shape: BlockShape, signature: str, *, is_internal: bool = True) -> None:
         super().__init__(signature, is_internal=is_internal)
         self.shape = shape
 
     def row(self, base: str, name: str, size: int, num_bytes: int) -> str:
-        """The address of the token's numbers in a buffer of the step, which has `size` numbers for each token."""
+        """The address of the token's numbers in the step's buffer `name`, which has `size` numbers for each token."""
         return self.at(self.field(base, STEP, name), self.let(f"mul i64 %token, {size * num_bytes}"))
 
     def load_numbers(self, base: str, index: str) -> str:
@@ -294,7 +298,7 @@ class _BlockFunction(Function):
 
 
 def _adapt(shape: BlockShape) -> str:
-    """Writes `adapt`, which adds a token's adapter to a projection's output, rank by rank, in float32."""
+    """Writes `adapt`, which adds the products of an adapter to a token's projection, rank by rank, in float32."""
     function = _BlockFunction(shape, "@adapt(ptr %place, ptr %input, i64 %inputs, ptr %product)")
     lines = function.lines
     down, count = function.field("%place", PLACE, "down"), function.field("%place", PLACE, "factors")
@@ -373,7 +377,7 @@ def _store_normed(function: _BlockFunction, hidden: str, squares: str, layer: st
 
 
 def _prepare_heads(shape: BlockShape) -> str:
-    """Writes `prepare_heads`: it normalises and rotates the token's queries and keys, and stores keys and values."""
+    """Writes `prepare_heads`, which normalises and rotates the token's queries and keys, and stores keys and values."""
     function = _begin(shape, "prepare_heads")
     lines, size = function.lines, shape.head_size
     lines.append(f"  %head = alloca [{size} x float], align 64")
@@ -416,7 +420,7 @@ def _prepare_heads(shape: BlockShape) -> str:
 
 
 def _fill_jobs(function: _BlockFunction, group: str) -> None:
-    """Writes the layer's keys and values into the group's jobs; only the thread of the first token does this."""
+    """Writes lines that set keys and values of the group's jobs to the layer's; they run for the first token only."""
     lines = function.lines
     lines.append("  %is_first = icmp eq i64 %token, 0\n  br i1 %is_first, label %fill, label %filled\nfill:")
     for name in ("next_tokens", "chunks"):
@@ -482,7 +486,7 @@ def _round_attended(shape: BlockShape) -> str:
 
 
 def _add_attention(shape: BlockShape) -> str:
-    """Writes `add_attention`: it adds attention's output to the hidden states and normalises these for the gate."""
+    """Writes `add_attention`, which adds attention's output to the hidden states and normalises them for the MLP."""
     function = _begin(shape, "add_attention")
     hidden, squares = _add(function, "output")
     _store_normed(function, hidden, squares, "%layer", "mlp")
@@ -490,7 +494,7 @@ def _add_attention(shape: BlockShape) -> str:
 
 
 def _add_mlp(shape: BlockShape) -> str:
-    """Writes `add_mlp`: it adds the MLP's output to the hidden states and normalises them for a following block."""
+    """Writes `add_mlp`, which adds the MLP's output to the hidden states and normalises them for the next block."""
     function = _begin(shape, "add_mlp")
     hidden, squares = _add(function, "down")
     after = function.at("%layer", LAYER_BYTES)
@@ -526,7 +530,7 @@ def _literal(number: float) -> str:
 
 
 def _gate(shape: BlockShape) -> str:
-    """Writes `gate`, which computes SiLU, `x / (1 + e^-x)`, of the gate's half, times the other half."""
+    """Writes `gate`, which multiplies SiLU, `x / (1 + e^-x)`, of the first half of `gate_up`'s output by the second."""
     function = _begin(shape, "gate")
     _apply_adapter(function, "gate_up", "normed")
     product = function.row("%step", "product", 2 * shape.num_gated, 4)
@@ -538,7 +542,7 @@ def _gate(shape: BlockShape) -> str:
         number = names["number"]
         gate = _projected(function, product, bias, number)
         other = _projected(function, product, bias, function.let(f"add i64 {number}, {shape.num_gated}"))
-        # The exponential of a number up to 0 cannot overflow, so it is computed of `-|x|`.
+        # The exponential of `-|x|` cannot overflow.
         size = function.let(f"call {FLOATS} @llvm.fabs.v16f32({FLOATS} {gate})")
         small = exponential_of_difference(function, constants, "zeroinitializer", size)
         is_positive = function.let(f"fcmp oge {FLOATS} {gate}, zeroinitializer")
@@ -651,7 +655,10 @@ done:
 
     @contextmanager
     def _phase(self, name: str, count: str) -> Iterator[str]:
-        """Writes a phase: take pieces while there are any, then wait for the other threads. Yields a piece's number."""
+        """Writes a phase, in which a thread takes pieces while there are any, and then waits for the other threads.
+
+        Yields the name of a piece's number; the work on the piece is written within the context.
+        """
         function, lines = self._function, self._function.lines
         counter = self._counter()
         done = function.at(counter, _COUNTER_BYTES // 2)
@@ -677,7 +684,7 @@ done:
         )
 
     def _range(self, piece: str, size: int | str, end: str) -> tuple[str, str]:
-        """Writes the first item of a piece and the end of its items."""
+        """Writes the number of a piece's first item and the end of the piece's items."""
         function = self._function
         first = function.let(f"mul i64 {piece}, {size}")
         after = function.let(f"add i64 {first}, {size}")
@@ -699,7 +706,7 @@ done:
         are_several = function.let(f"icmp ugt i64 {fields['threads']}, 1")
         is_shared = function.let(f"and i1 {are_many}, {are_several}")
         pieces = function.let(f"mul i64 {fields['threads']}, {_PIECES_OF_THREAD}")
-        # A piece is a multiple of four panels, the most that are multiplied at once.
+        # A piece has a multiple of four panels, since a product multiplies up to four at once.
         fours = self._rounded_up(str(-(-num_panels // 4)), pieces)
         size = function.let(f"select i1 {is_shared}, i64 {function.let(f'mul i64 {fours}, 4')}, i64 {num_panels}")
         part, panels = (function.field("%layer", LAYER, f"{name}_{each}") for each in ("part", "panels"))
@@ -711,7 +718,7 @@ done:
             )
 
     def _attention(self, name: str, job: str, count: str, size: int) -> None:
-        """Writes a phase of attention. The last items are taken first, since in a chunk they see most keys."""
+        """Writes a phase of attention. Threads take the last items first, since these see the most keys of a chunk."""
         function = self._function
         group = function.at(self._fields["groups"], function.field("%layer", LAYER, "group"))
         job_at = function.field(group, GROUP, job)

@@ -1,11 +1,11 @@
 """Writes the attention of a chunk of a prompt to pages of keys and values, as LLVM's text.
 
-An item is a block of queries: some tokens of the query heads that share a key head. It goes through all keys that the
-block sees in tiles of 64. A tile's keys are transposed, and its values copied, once for the block. Then the scores of
-12 queries at a time are computed, turned into weights, and multiplied by the values; the softmax is computed tile by
-tile (see `next_token_source`), as FlashAttention does (Dao et al. 2022). All numbers are float32. No bit of a query's
-result depends on where its pages lie or on the number of threads; it does depend on its block, and so on where its
-chunk begins.
+An item of work is a block of queries: some tokens of the query heads that share a key head. It goes through all keys
+that the block sees, in tiles of 64 keys. A tile's keys are transposed, and its values copied, once for the block. Then
+the scores of 12 queries at a time are computed and turned into weights, which multiply the values; the softmax is
+computed tile by tile (see `next_token_source`), as FlashAttention does (Dao et al. 2022). All numbers are float32. No
+bit of a query's result depends on where its pages lie or on the number of threads; the result does depend on the
+query's block, and so on where its chunk begins.
 """
 
 from collections.abc import Sequence
@@ -30,14 +30,15 @@ _TILE_RUNS: Final = TILE_KEYS // LANES
 _ROWS: Final = 12
 """How many queries' scores are computed and turned into weights together."""
 _SCORE_RUNS: Final = 2
-"""How many runs of 16 keys are multiplied at once; one run where there are few registers."""
+"""How many runs of 16 keys are multiplied at once; one run on processors with few registers."""
 _VALUE_ROWS: Final = 6
 """How many queries' sums of values are computed at once."""
 _BLOCK_ROWS: Final = 96
+"""How many queries a block has at most, unless one token alone has more."""
 
 JOB: Final = (
     *COMMON_FIELDS,
-    # A block's entries: first token, number of tokens, key of the first token, and index of its row's first page.
+    # A block has four entries: first token, number of tokens, first token's key, and index of its row's first page.
     ("ptr", "blocks"),
     ("i64", "window"),  # how many keys a token sees, its own included
 )
@@ -49,9 +50,9 @@ def block_tokens(shape: HeadShape) -> int:
 
 
 def module_source(shape: HeadShape) -> str:
-    """A module with one function, `block(job, item)`.
+    """The text of a module with one public function, `block(job, item)`.
 
-    A job has the fields `JOB`; there is an item for each block and key head. Counts are int64, and tables int32.
+    A job has the fields `JOB`; each block has an item for each key head. Counts are int64, and tables int32.
     """
     scores, values = _product_of_keys(shape), _products_of_values(shape)
     parts = [HEAD, _transpose(shape), _copy(shape), _weigh()]
@@ -70,9 +71,9 @@ class _Product:
 
     Attributes:
         row_floats: the distance from a row to the next one, in numbers.
-        line_floats: the distance from a line of the matrix to the next one.
-        sum_floats: the distance from a row of sums to the next one.
-        is_corrected: whether the products are added to earlier sums, after these are multiplied by a factor per row.
+        line_floats: the distance from a line of the matrix to the next one, in numbers.
+        sum_floats: the distance from a row of sums to the next one, in numbers.
+        is_corrected: whether the function multiplies earlier sums by a factor per row, and adds the products to them.
     """
 
     name: str
@@ -165,7 +166,7 @@ def _copy(shape: HeadShape) -> str:
 
 
 def _weigh() -> str:
-    """Writes `weigh`: it turns the scores of 12 queries into weights, and stores the factors of their earlier sums."""
+    """Writes `weigh`, which turns the scores of 12 queries into weights, and stores factors for their earlier sums."""
     function = Function(
         "@weigh(ptr noalias %weights, ptr noalias %last, i64 %window, i64 %tile, "
         "ptr noalias %constants, ptr noalias %corrections, ptr noalias %sums, ptr noalias %largest)"
@@ -248,7 +249,7 @@ class _Block:
         return self._function.source()
 
     def _prepare(self) -> None:
-        """Writes the scaled queries as float32, and clears the sums; padding queries see no key."""
+        """Writes lines that store the scaled queries as float32 and clear the sums; padding queries see no key."""
         function, shape = self._function, self._shape
         scaling = function.splat(function.float_field("%job", JOB, "scaling"))
         with function.loop("prepare", self._num_rows) as names:
@@ -356,7 +357,7 @@ class _Block:
         return self._function.at(self._scratch[name], self._function.let(f"mul i64 {row}, {num_floats}"), "float")
 
     def _number_of(self, row: str) -> str:
-        """The number of a row's query among those of all tokens and heads."""
+        """The number of a row's query among the queries of all tokens and heads."""
         function, shared = self._function, self._shape.num_shared
         token = function.let(f"add i64 {self._first}, {function.let(f'udiv i64 {row}, {shared}')}")
         head = function.let(f"add i64 {self._first_head}, {function.let(f'urem i64 {row}, {shared}')}")
