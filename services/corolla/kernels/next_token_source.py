@@ -24,7 +24,7 @@ from corolla.kernels.llvm_text import ATTRIBUTES, FLOATS, INTS, LANES, Function
 
 
 def module_source(shape: HeadShape) -> str:
-    """A module with two functions: `piece(job, item)`, and `merge(job, item)`, which is called after all pieces.
+    """LLVM's text of a module with two functions: `piece(job, item)`, and `merge(job, item)`, called after all pieces.
 
     A job has the fields `JOB`. `piece` has an item for each pair of a piece and a key head, `merge` for each pair of a
     query and a key head. Counts are int64, tables int32.
@@ -210,7 +210,7 @@ def _piece(shape: HeadShape) -> str:
 
 
 def _merge(shape: HeadShape) -> str:
-    """Writes `merge`, which merges the states of a query's pieces to the output of the heads that share a key head."""
+    """Writes `merge`, which merges the states of a query's pieces into the output of heads that share a key head."""
     function = Function("@merge(ptr %job, i64 %item)", is_internal=False)
     key_heads, constants = (function.field("%job", JOB, name) for name in ("key_heads", "constants"))
     number, head = item_of(function)

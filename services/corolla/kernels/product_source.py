@@ -100,7 +100,7 @@ def unpacked_layout(rows: Rows) -> PlainLayout:
 
 
 def scratch_bytes(num_columns: int, rows: Rows) -> int:
-    """Bytes of scratch memory for an item or a thread: they hold a group of unpacked panels."""
+    """Bytes of scratch memory that an item or a thread needs for a group of unpacked panels."""
     layout = unpacked_layout(rows)
     return UNPACKED_PANELS * num_columns // layout.block_weights * layout.block_bytes
 

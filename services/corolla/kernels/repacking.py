@@ -11,7 +11,7 @@ from corolla.chassis import heap
 from corolla.kernels.layouts import Layout, PlainLayout
 from corolla.kernels.llvm_text import LANES
 
-# How many numbers are reordered at a time; more would take more memory, and no less time.
+# How many numbers are reordered at a time; more numbers would only take more memory.
 _CHUNK_WEIGHTS: Final = 1 << 17
 # The least size for which huge pages are used: the bytes before the first huge page are wasted.
 _LEAST_BYTES_IN_HUGE_PAGES: Final = 8 * heap.HUGE_PAGE_BYTES
@@ -21,14 +21,15 @@ _LEAST_BYTES_IN_HUGE_PAGES: Final = 8 * heap.HUGE_PAGE_BYTES
 class Numbers:
     """The weights of some rows of a file, in one form for all types: `R` rows of `K` columns and `B` blocks.
 
+    Attributes that the type of the weights lacks are None.
+
     Attributes:
         codes: uint8 `[R, K]`: the packed numbers; codes of eight bits are the bits of int8.
         scales: `[R, B]` in the layout's scale type, one for each block.
-        minima: float16 `[R, B]`: added to the weights; with `sub_minima`, their product is subtracted instead; None:
-            none.
-        sub_scales: int8 `[R, B * n]`, `n` for each block; None: none.
-        sub_minima: int8 `[R, B * n]`, `n` for each block; None: none.
-        zeros: int8 `[R, B]`: zero points, relative to the middle of the range of codes; None: none.
+        minima: float16 `[R, B]`, added to the weights; with `sub_minima`, the products of both are subtracted instead.
+        sub_scales: int8 `[R, B * n]`, `n` for each block.
+        sub_minima: int8 `[R, B * n]`, `n` for each block.
+        zeros: int8 `[R, B]`: zero points, relative to the middle of the range of codes.
     """
 
     codes: Tensor

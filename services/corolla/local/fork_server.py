@@ -91,7 +91,7 @@ class ForkServer:
             return self._pids.get(name)
 
     def is_gone(self, name: str) -> bool:
-        """Whether the child was started and has ended."""
+        """Whether no child of this name lives or is about to start."""
         with self._changed:
             return name not in self._pids
 

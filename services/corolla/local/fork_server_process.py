@@ -54,7 +54,7 @@ class ForkServerProcess:
     """Reads commands, starts and signals children, and reports their ends."""
 
     def __init__(self) -> None:
-        # Forking after imports is safe only on systems whose libraries start no threads when they are imported.
+        # Forking after imports is safe only on systems whose own libraries start no threads, unlike those of macOS.
         self._context: Any = multiprocessing.get_context("fork" if _IS_LINUX else "spawn")
         self._parent = os.getppid()
         self._children: dict[str, BaseProcess] = {}
@@ -160,7 +160,7 @@ def show_title(title: str) -> None:
 
 
 def _signal(child: BaseProcess, number: int) -> None:
-    # Until this process has read the status of a child that ended, the kernel does not reuse its process id.
+    # The kernel does not reuse the process id of a child that has ended until this process reads the child's status.
     if child.exitcode is None and child.pid is not None:
         os.kill(child.pid, number)
 

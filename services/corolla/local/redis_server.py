@@ -60,7 +60,7 @@ def write_configuration(path: Path, folder: Path, port: int = 0) -> str:
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Replaces this process by Redis, so that Redis is a child of the fork server, which always ends its children.
+    """Replaces this process, a child of the fork server, by Redis, so that the fork server ends Redis in any case.
 
     Args:
         arguments: the path of the configuration file.

@@ -141,7 +141,7 @@ class Stack:
             self._fork_server.signal(name, number)
 
     def launch(self, process: ManagedProcess, environment: Mapping[str, str] | None = None) -> None:
-        """Starts a process, or starts it again. The stack adds a process that is new, or replaces the one of its name.
+        """Starts a process, or starts it again. A new process is added to the stack, or replaces the one of its name.
 
         Args:
             environment: more variables, only for this start.
