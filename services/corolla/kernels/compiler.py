@@ -86,7 +86,7 @@ def in_threads(function: int, argument: int, num_threads: int) -> None:
 def share(function: int, job: int, num_items: int, num_threads: int) -> None:
     """Lets threads take the items of a job one by one, the last item first.
 
-    In attention of a prompt's chunk, the last items see the most keys, so they take the longest.
+    When items are parts of a prompt's chunk, the last ones attend to the most keys, so they take the longest.
 
     Args:
         function: the address of a function whose arguments are the job and the number of an item.

@@ -50,7 +50,7 @@ class Kernel:
 
     Args:
         layout: the layout of the panels.
-        rows: the type of the rows: float32 or bfloat16; plain float32 weights need float32.
+        rows: the type of the rows: float32 or bfloat16; plain float32 weights need float32 rows.
         tilings: the tile sizes, which change no bit of the results; None: those that fit this processor.
         is_ordered: whether the columns are in another order than the inputs.
 

@@ -104,7 +104,7 @@ def client_process(options: StackOptions, port: int, http_port: int, metrics_por
 
 
 def child_environment(options: StackOptions, redis_url: str) -> dict[str, str]:
-    """Returns the environment of the children: this process's own, the stack's settings, and limits to threads."""
+    """Returns the environment of the children: this process's own, the stack's settings, and limits on threads."""
     threads = str(options.num_threads)
     fixed: Mapping[str, str] = {
         # OpenMP and BLAS read these only when torch and numpy are imported.

@@ -188,12 +188,12 @@ def _fill(
     dtype: torch.dtype,
     attention: str,
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    """Returns the filled model, and transformers' report of missing and mismatched tensors; these are random."""
+    """The filled model, and transformers' report of missing and mismatched tensors, which got random values."""
     if attention == "sdpa" and not model_class._supports_sdpa:
         attention = "eager"
-    # transformers draws random numbers for some tensors of families with recurrent states although they are read
-    # afterwards. `fork_rng` restores torch's global generator afterwards. Other threads then draw those numbers again
-    # that they drew meanwhile, so families without recurrent states, which draw nothing, do without it.
+    # transformers draws random numbers for some tensors of families with recurrent states before it reads them from the
+    # file. `fork_rng` restores torch's global generator at the end. Other threads then draw those numbers again that
+    # they drew meanwhile, so families without recurrent states, which need no random numbers, do without `fork_rng`.
     drawing = torch.random.fork_rng(devices=[]) if recurrent_layers(config) else contextlib.nullcontext()
     with LOADING, drawing:
         filled = cast(Any, model_class).from_pretrained(

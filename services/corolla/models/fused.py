@@ -87,7 +87,7 @@ class FusedSpan:
         """Fuses the blocks of a family.
 
         Args:
-            layers: the decoder layers, for which `fits` must hold; their weights become views of the fused weights.
+            layers: the decoder layers, for which `fits` must hold; plain weights become views of the fused weights.
             rotary: the rotary embedding.
             config: the configuration.
         """

@@ -79,7 +79,7 @@ def _placed(contents: AdapterContents, model: SpanModel) -> dict[PlaceKey, list[
             .to(device=model.device, dtype=model.dtype),
             first_column=found.first_column,
         )
-        # In a mixed batch, padding adds 0 times these numbers to rows of other adapters, and 0 times infinity is NaN.
+        # Padding of a mixed batch adds 0 times these numbers to rows of other adapters, and 0 times infinity is NaN.
         if not (bool(torch.isfinite(product.down).all()) and bool(torch.isfinite(product.up).all())):
             raise AdapterError(f"{down.name[:128]} has numbers that are not finite")
         placed.setdefault((layer, found.place), []).append(product)
