@@ -1,4 +1,4 @@
-"""Compiles LLVM's text for this processor. llvmlite contains the compiler, so the machine needs no other."""
+"""Compiles LLVM's text (LLVM IR) for this processor. llvmlite contains the compiler; the machine needs no other one."""
 
 import ctypes
 import functools
@@ -13,7 +13,7 @@ _LOCK: Final = threading.Lock()
 
 
 def objection() -> str | None:
-    """Why functions cannot be compiled on this machine; None where they can."""
+    """The reason why this machine cannot compile functions; None: it can."""
     try:
         import llvmlite.binding  # noqa: F401
     except ImportError:
@@ -33,19 +33,20 @@ def processor_features() -> Mapping[str, bool]:
 def max_sums() -> int:
     """How many vectors of 16 sums fit into this processor's registers next to the operands of the products.
 
-    AVX-512 has 32 registers of a whole vector; other processors have 16 of half a vector or 32 of a quarter.
+    AVX-512 has 32 registers that each hold a whole vector. Other processors have 16 that each hold half a vector (AVX),
+    or 32 that each hold a quarter (Arm).
     """
     return 24 if processor_features().get("avx512f") else 6
 
 
 class Compiled:
-    """The compiled functions of a module.
+    """The compiled functions of one LLVM module.
 
     Args:
         source: the module, as LLVM's text.
 
     Attributes:
-        address: returns the address of a function by its name; it is valid as long as this object lives.
+        address: returns the address of a function by its name; the address is valid as long as this object lives.
     """
 
     def __init__(self, source: str) -> None:
@@ -54,7 +55,7 @@ class Compiled:
         self.address: Callable[[str], int] = functools.cache(self._engine.get_function_address)
 
     def function(self, name: str, *arguments: Any) -> Any:
-        """A Python callable for a function without a result. It keeps the module alive, and releases the GIL in calls.
+        """A Python callable for a function without a result. It keeps this object alive; calls release the GIL.
 
         Args:
             name: the function's name.
@@ -66,10 +67,10 @@ class Compiled:
 
 
 def in_threads(function: int, argument: int, num_threads: int) -> None:
-    """Calls a compiled function in `num_threads` threads at once.
+    """Calls a compiled function once in each of `num_threads` threads, at the same time.
 
-    They are the threads of torch's own OpenMP, so that the process has only one set of them. Where torch has another
-    OpenMP than GNU's, the function is called in one thread, which has to do the work of all.
+    The threads are those of torch's OpenMP, so that the process has only one pool of them. Where torch has another
+    OpenMP than GNU's, the function is called only once, and has to do the whole work.
 
     Args:
         function: the address of a function with one pointer as its argument.
@@ -83,7 +84,9 @@ def in_threads(function: int, argument: int, num_threads: int) -> None:
 
 
 def share(function: int, job: int, num_items: int, num_threads: int) -> None:
-    """Lets threads take the items of a job one by one, the last ones first: in a chunk, these see most keys.
+    """Lets threads take the items of a job one by one, the last item first.
+
+    When items are parts of a prompt's chunk, the last ones attend to the most keys, so they take the longest.
 
     Args:
         function: the address of a function whose arguments are the job and the number of an item.

@@ -1,19 +1,19 @@
-"""The memory layouts of weights that compiled functions multiply by: packed weights of a file, and plain ones.
+"""The memory layouts of weights that compiled functions multiply by: packed (quantised) weights, and plain ones.
 
-A panel is sixteen rows of a matrix that are interleaved, so that one vector register holds a number of each row. No
-number is rounded again: a panel has the bits of the file in another order, and its size differs by at most 3 %.
+A panel is sixteen rows of a matrix that are interleaved, so that one vector register holds a number of each row. A
+panel has the bits of the file in another order, so no number is rounded again; its size differs by at most 3 %.
 
-A panel is a list of blocks. A block of `block_weights` columns has these parts, of 16 numbers each, one for each row:
+A panel is a list of blocks. A block of `block_weights` columns has these parts, each once for each of the 16 rows:
 
     scale         float16, or another type
     minimum       float16, where the type has one
     zero point    int8, where the type has one
     sub-scales    int8, one for each `sub_scale_weights` columns, where a block has several
     sub-minima    int8, one for each 32 columns, where a block has several and the type has minima
-    low bits      for each 32 columns: four bits of each column, eight columns in an int32, or the int8 itself
-    high bits     for each 32 columns: the fifth bit of each in one int32, or the fifth and sixth in two
+    low bits      for each 32 columns: four bits of each column, eight columns in an int32; int8 for types of 8 bits
+    high bits     for each 32 columns: the fifth bit of each column in one int32, or the fifth and sixth bits in two
 
-The idea of panels is that of BLAS (Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix Multiplication").
+The idea of panels comes from BLAS (Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix Multiplication").
 The packed types are those of llama.cpp, whose file `ggml-common.h` defines them.
 
 A block of plain weights is one column in float32, or two columns in bfloat16, which are adjacent for each row.
@@ -27,11 +27,11 @@ from typing import Final
 from corolla.kernels.llvm_text import LANES
 
 UNIT: Final = 32
-"""Columns whose low bits lie together."""
+"""How many columns a unit has. The low bits of a unit lie together, and so do its high bits."""
 
 
 class Scale(enum.Enum):
-    """The type of scales, as LLVM calls it."""
+    """The type of scales, with LLVM's name."""
 
     FLOAT16 = "half"
     BFLOAT16 = "bfloat"
@@ -49,12 +49,12 @@ class Layout:
     Attributes:
         name: the type's name in GGUF, or the name that `group_layout` makes.
         bits: the bits of a number: 4, 5, 6 or 8.
-        is_centred: whether half of the range is subtracted from numbers; numbers of eight bits are plain int8.
-        has_minimum: whether a minimum is added.
+        is_centred: whether half of the range is subtracted from each number; numbers of eight bits are already int8.
+        has_minimum: whether a minimum is added to each weight.
         block_weights: how many columns share a scale.
         sub_scale_weights: how many columns share a sub-scale, where a block has several; None: it has none.
         scale: the type of scales.
-        has_zeros: whether a zero point is subtracted from numbers.
+        has_zeros: whether a zero point is subtracted from each number.
     """
 
     name: str
@@ -136,7 +136,7 @@ class PlainLayout:
 
     Attributes:
         name: the type's name in GGUF.
-        block_weights: how many neighbouring columns of a row are adjacent.
+        block_weights: how many neighbouring columns of a row lie next to each other in memory.
     """
 
     name: str
@@ -174,9 +174,9 @@ _GROUP_BLOCKS: Final = (256, 128, 64, 32)
 
 
 def group_layout(group_weights: int, scale: Scale, *, has_zeros: bool) -> Layout | None:
-    """The layout of numbers of four bits with a scale for each group of columns; None where none fits the group size.
+    """The layout of numbers of four bits with a scale for each group of columns; None: no block size divides a group.
 
-    A block is a whole group or an even part of one, so that few kernels serve all group sizes.
+    A block is a whole group or an equal part of one, so that few kernels serve all group sizes.
     """
     block_weights = next((each for each in _GROUP_BLOCKS if group_weights % each == 0), None)
     if block_weights is None:

@@ -1,11 +1,11 @@
-"""Writes LLVM's text (its assembly language), with the vector types that all compiled functions use."""
+"""Writes LLVM's text (LLVM IR), with the vector types that all compiled functions use."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
 LANES: Final = 16
-"""How many numbers a vector has. On processors with smaller registers LLVM uses several of them for one vector."""
+"""How many numbers a vector has. On processors with smaller registers, LLVM uses several registers for one vector."""
 
 FLOATS: Final = f"<{LANES} x float>"
 INTS: Final = f"<{LANES} x i32>"
@@ -15,11 +15,11 @@ FMA: Final = "llvm.fma.v16f32"
 ATTRIBUTES: Final = 'attributes #0 = { nounwind "prefer-vector-width"="512" "min-legal-vector-width"="512" }\n'
 
 Fields = Sequence[tuple[str, str]]
-"""The fields of a structure that functions read, of 64 bits each: their kind, `ptr` or `i64`, and name."""
+"""The fields of a structure that functions read: the kind, `ptr` or `i64`, and name of each. A field has 64 bits."""
 
 
 class Function:
-    """The lines of a function without a result, while it is written.
+    """A function without a result, to which methods add lines; most of them return LLVM's name of the new value.
 
     Args:
         signature: the function's name and arguments.
@@ -42,7 +42,7 @@ class Function:
         return name
 
     def at(self, base: str, offset: int | str, element: str = "i8") -> str:
-        """The address of element number `offset` behind `base`; elements are bytes unless another type is named."""
+        """The address of element number `offset` behind `base`. Elements are bytes unless `element` names a type."""
         return base if offset == 0 else self.let(f"getelementptr {element}, ptr {base}, i64 {offset}")
 
     def load(self, kind: str, base: str, offset: int = 0, align: int = LANES) -> str:
@@ -74,19 +74,19 @@ class Function:
     def loop(
         self, label: str, end: int | str, step: int = 1, carried: Mapping[str, str] = {}, *, start: int | str = 0
     ) -> Iterator[dict[str, str]]:
-        """Writes a loop over numbers that runs at least once; the body is written within the context.
+        """Writes a loop over integers, which runs at least once; the caller writes the body within the context.
 
         Args:
             label: the prefix of the loop's labels and names.
-            end: the first number beyond the last one.
-            step: the distance from one number to the next.
-            carried: vectors that rounds pass on, by name, with their first values.
-            start: the first number.
+            end: the end of the integers, itself not included.
+            step: the distance from one integer to the next.
+            carried: maps the name of each vector that a round passes to the next one to the vector's first value.
+            start: the first integer.
 
         Yields:
-            The names of values in a round: `number`, `step`, and that of each carried vector. The body replaces a
-            vector's entry by its new value, and may replace `step`. After the loop, the last value of a vector is
-            called `%LABEL_NAME_after`.
+            A dictionary from `number`, `step` and the name of each carried vector to LLVM's names of their values in a
+            round. The body replaces a vector's entry by the new value, and may replace `step`. After the loop,
+            `%LABEL_NAME_after` is the last value of the vector NAME.
         """
         self.lines.append(f"  br label %{label}_start\n{label}_start:\n  br label %{label}_loop\n{label}_loop:")
         self.lines.append(f"  %{label}_number = phi i64 [{start}, %{label}_start], [%{label}_next, %{label}_end]")

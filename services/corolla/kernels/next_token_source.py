@@ -1,10 +1,10 @@
 """Writes the attention of single queries to pages of keys and values, as LLVM's text.
 
-Keys are read in tiles of 16, the numbers of a vector; each tile begins at a multiple of 16. The softmax is computed
-tile by tile: a larger score rescales all earlier sums (Milakov and Gimelshein 2018, "Online normalizer calculation for
-softmax"; FlashAttention, Dao et al. 2022). Long rows are cut into pieces at fixed positions, so that several threads
-share one row, and pieces are merged by the same rule (Flash-Decoding). So no bit of a query's result depends on where
-its pages lie, on the other queries, or on the number of threads.
+Keys are read in tiles of 16, as many as a vector has numbers; each tile begins at a multiple of 16. The softmax is
+computed tile by tile: a larger score rescales all earlier sums (Milakov and Gimelshein 2018, "Online normalizer
+calculation for softmax"; FlashAttention, Dao et al. 2022). Long rows are cut into pieces at fixed positions, so that
+several threads share one row, and pieces are merged by the same rule (Flash-Decoding). So no bit of a query's result
+depends on where its pages lie, on the other queries, or on the number of threads.
 """
 
 from typing import Final
@@ -24,10 +24,10 @@ from corolla.kernels.llvm_text import ATTRIBUTES, FLOATS, INTS, LANES, Function
 
 
 def module_source(shape: HeadShape) -> str:
-    """A module with two functions: `piece(job, item)`, and `merge(job, item)`, which is called after all pieces.
+    """LLVM's text of a module with two functions: `piece(job, item)`, and `merge(job, item)`, called after all pieces.
 
-    A job has the fields `JOB`. There is an item for each piece, or each query, and each key head. Counts are int64, and
-    tables int32.
+    A job has the fields `JOB`. `piece` has an item for each pair of a piece and a key head, `merge` for each pair of a
+    query and a key head. Counts are int64, tables int32.
     """
     sizes = sorted({shape.key_size, shape.value_size})
     parts = [HEAD, *(_fetch(shape, size) for size in sizes), _tile(shape), _piece(shape), _merge(shape)]
@@ -63,7 +63,7 @@ def _lane_sums(function: Function, vectors: list[str]) -> str:
 def _tile(shape: HeadShape) -> str:
     """Writes `tile`, which adds the keys `[low, high)` of a tile of 16 to the states of some query heads.
 
-    It reads all 16 keys, since they lie on the same page, but only the values that are seen, since values that were
+    `tile` reads all 16 keys, which lie on the same page, but only the values in `[low, high)`, since values that were
     never written may be NaN.
     """
     function = Function(
@@ -143,7 +143,10 @@ def _weigh(
 
 
 def _fetch(shape: HeadShape, size: int) -> str:
-    """Writes a prefetch of 16 heads of `size` numbers: the hardware prefetcher does not detect strides this long."""
+    """Writes `fetch_SIZE`, which prefetches a head of `size` numbers from each of 16 slots.
+
+    The hardware prefetcher does not detect strides this long.
+    """
     function = Function(f"@fetch_{size}(ptr %numbers, i64 %slot_bytes)")
     for number in range(LANES):
         head = function.at("%numbers", function.let(f"mul i64 %slot_bytes, {number}"))
@@ -183,7 +186,7 @@ def _piece(shape: HeadShape) -> str:
         tile_keys = function.at(keys, function.let(f"mul i64 {slot}, {fields['key_slot']}"))
         tile_values = function.at(values, function.let(f"mul i64 {slot}, {fields['value_slot']}"))
         next_tile = function.let(f"add i64 {tile}, {LANES}")
-        # The last tile fetches itself, since there may be no page behind the piece.
+        # The last tile prefetches itself, since there may be no page behind the piece.
         is_one = function.let(f"icmp ult i64 {next_tile}, {end}")
         next_tile = function.let(f"select i1 {is_one}, i64 {next_tile}, i64 {tile}")
         next_slot = slot_of(function, pages, next_tile, fields["page_tokens"])
@@ -207,7 +210,7 @@ def _piece(shape: HeadShape) -> str:
 
 
 def _merge(shape: HeadShape) -> str:
-    """Writes `merge`, which computes the output of a query's heads of one key head from the states of its pieces."""
+    """Writes `merge`, which merges the states of a query's pieces into the output of heads that share a key head."""
     function = Function("@merge(ptr %job, i64 %item)", is_internal=False)
     key_heads, constants = (function.field("%job", JOB, name) for name in ("key_heads", "constants"))
     number, head = item_of(function)

@@ -18,7 +18,7 @@ from corolla.kernels.weights_source import columns, panel_part
 _PAIRS: Final = f"<{2 * LANES} x bfloat>"
 _DOT: Final = "llvm.x86.avx512bf16.dpbf16ps.512"
 _ROUND: Final = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
-# The possible numbers of panels of a group. Unpacked groups are small, so that they stay in the cache.
+# How many panels a group may have. Groups that are unpacked before the product are small, so they stay in the cache.
 _PANELS: Final = (4, 2, 1)
 UNPACKED_PANELS: Final = 2
 MAX_FEW_ROWS: Final = 8
@@ -55,14 +55,14 @@ JOB: Final[Fields] = (
 """The fields of the job that `share` gets."""
 
 Tiles = Sequence[tuple[int, int]]
-"""The numbers of rows and panels that are multiplied at once, as many as registers allow. There is a tile with a single
-row, and for each number of rows one with a single panel."""
+"""The sizes of tiles: how many rows and panels are multiplied at once, as many as registers allow. One of the tiles has
+a single row, and for each number of rows there is a tile with a single panel."""
 
 
 def module_source(
     layout: Layout | PlainLayout, rows: Rows, *, packed_tiles: Tiles, plain_tiles: Tiles, is_ordered: bool = False
 ) -> str:
-    """A module with three functions, or the first two for plain weights. All counts are int64.
+    """LLVM's text of a module with three functions, or with the first two for plain weights. All counts are int64.
 
     `share(job, item)` multiplies `[rows, columns]` by the panels of an item; see `JOB`.
 
@@ -75,8 +75,8 @@ def module_source(
         rows: the type of the rows.
         packed_tiles: the tile sizes for weights that are unpacked during the product.
         plain_tiles: the tile sizes for plain weights, and for weights that are unpacked before the product.
-        is_ordered: whether columns of packed weights are in another order than the inputs. The `weights` of the first
-            two functions are then two pointers: to int32 `[columns]`, the input of each column, and to the panels.
+        is_ordered: whether the columns of packed weights are in another order than the inputs. The first two functions
+            then read two pointers at `weights`: to int32 `[columns]`, the input of each column, and to the panels.
     """
     parts = [_HEAD, _HEAD_OF_PAIRS if rows is Rows.BFLOAT16 else ""]
     tile = _FloatTile if rows is Rows.FLOAT32 else _PairTile
@@ -100,7 +100,7 @@ def unpacked_layout(rows: Rows) -> PlainLayout:
 
 
 def scratch_bytes(num_columns: int, rows: Rows) -> int:
-    """Bytes of scratch memory for an item or a thread, which holds a group of unpacked panels."""
+    """Bytes of scratch memory that an item or a thread needs for a group of unpacked panels."""
     layout = unpacked_layout(rows)
     return UNPACKED_PANELS * num_columns // layout.block_weights * layout.block_bytes
 
@@ -123,7 +123,7 @@ class _FloatTile:
     def places(self, function: Function, first: str, column: int, count: int) -> list[str]:
         """Writes the indices of the inputs of `count` neighbouring columns.
 
-        Without an order it returns only the first index, since the other inputs follow it.
+        Without an order, it returns only the first column's index, since the other inputs follow that one.
         """
         if not self.is_ordered:
             return [function.let(f"add i64 {first}, {column}")]
@@ -219,7 +219,7 @@ def _tile(tile: _FloatTile, name: str) -> str:
 
 
 def _unpack(layout: Layout, rows: Rows) -> str:
-    """Writes `unpack`, which unpacks a panel to one of plain weights."""
+    """Writes `unpack`, which converts a packed panel to a plain one."""
     unpacked = unpacked_layout(rows)
     function = Function("@unpack(ptr noalias %w, i64 %columns, ptr noalias %to)")
     kind, blocks = (FLOATS, columns) if rows is Rows.FLOAT32 else (_PAIRS, _rounded_pairs)
@@ -245,11 +245,11 @@ def _part(
     *,
     is_ordered: bool = False,
 ) -> str:
-    """Writes the product of all rows with the panels `[first, end)`, group by group of panels.
+    """Writes `few` or `many`, which multiplies all rows by the panels `[first, end)`, one group of panels at a time.
 
     Args:
-        unpacked: the layout to which a group's weights are unpacked before they are multiplied by all rows; None: they
-            are unpacked during the product.
+        unpacked: the layout to which `many` unpacks a group's weights before it multiplies all rows by them; None: this
+            is `few`, which unpacks during the product.
     """
     function = Function(f"@{'few' if unpacked is None else 'many'}({_ARGUMENTS})")
     weights, order = "%weights", ""
@@ -300,13 +300,13 @@ def _part(
 def _chosen_tiles(
     function: Function, tiles: Tiles, widths: Sequence[int], num_rows: str, num_panels: str
 ) -> Iterator[tuple[int, int]]:
-    """Writes a branch over tile sizes. It yields each number of rows and panels, and the caller adds its lines.
+    """Writes a branch over tile sizes. Yields the rows and panels of each case, for which the caller adds the lines.
 
     After the branch, `%height` is the number of rows of the tile that ran.
 
     Args:
-        num_rows: the rows that are left.
-        num_panels: the panels of the group, one of `widths`.
+        num_rows: how many rows are left.
+        num_panels: how many panels the group has, one of `widths`.
     """
     lines, heights = function.lines, sorted({height for height, _ in tiles}, reverse=True)
     lines.append(f"  br label %height_{heights[0]}")
@@ -326,7 +326,7 @@ def _chosen_tiles(
 
 
 def _all_or_few(*, unpacks: bool) -> str:
-    """Writes `part`, which unpacks weights before the product where there are many rows and `unpacks` is true."""
+    """Writes `part`, which calls `many` for more than `MAX_FEW_ROWS` rows if `unpacks` is true, otherwise `few`."""
     if not unpacks:
         return f"define void @part({_ARGUMENTS}) #0 {{\n  call void @few({_ARGUMENTS})\n  ret void\n}}"
     return f"""\

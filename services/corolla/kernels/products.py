@@ -1,7 +1,6 @@
 """Multiplies by panels of weights, with functions that are compiled for this processor once for each layout.
 
-llvmlite contains the compiler, so the machine needs no other. A compilation takes a fifth of a second.
-All tensors are on the CPU.
+A compilation takes a fifth of a second. All tensors are on the CPU.
 """
 
 import ctypes
@@ -21,9 +20,9 @@ from corolla.kernels.product_source import JOB, MAX_FEW_ROWS, Rows, Tiles, modul
 
 @dataclass(frozen=True, slots=True)
 class Tilings:
-    """The tile sizes for packed weights, which are unpacked during the product, and for plain ones.
+    """The tile sizes for weights that are unpacked during the product (`packed`), and for plain ones.
 
-    The sums of a tile, its weights and one input fit into the registers.
+    The registers hold a tile's sums, its weights and one input.
     """
 
     packed: Tiles
@@ -51,8 +50,8 @@ class Kernel:
 
     Args:
         layout: the layout of the panels.
-        rows: the type of the rows: float32 or bfloat16; plain float32 weights need float32.
-        tilings: the tile sizes, which do not change a bit of the results; None: those that fit this processor.
+        rows: the type of the rows: float32 or bfloat16; plain float32 weights need float32 rows.
+        tilings: the tile sizes, which change no bit of the results; None: those that fit this processor.
         is_ordered: whether the columns are in another order than the inputs.
 
     Raises:
@@ -88,7 +87,7 @@ class Kernel:
         Args:
             rows: `[R, in]` on the CPU, of any floating-point dtype; they are converted to the kernel's.
             panels: uint8 `[panels, blocks, bytes of a block]`, as `repack` or `lay_out` returns them.
-            order: int32 `[in]`, see `Panels`; None unless the kernel was made with `is_ordered`.
+            order: int32 `[in]`, see `Panels`, if the kernel was made with `is_ordered`; otherwise None.
 
         Returns:
             float32 `[R, 16 * panels]`.
@@ -109,7 +108,7 @@ class Kernel:
             return product
         are_many = num_rows * num_columns * num_panels * LANES >= LEAST_PRODUCTS_OF_THREADS
         num_threads = torch.get_num_threads() if are_many else 1
-        # An item is a multiple of four panels, the most that are multiplied at once.
+        # The panels of an item are a multiple of four, the most that are multiplied at once.
         size = -(-num_panels // (4 * num_threads)) * 4
         num_items = -(-num_panels // size)
         unpacks = not isinstance(self._layout, PlainLayout) and num_rows > MAX_FEW_ROWS
@@ -139,7 +138,7 @@ class Kernel:
 
 
 def kernel_of(layout: Layout | PlainLayout, dtype: torch.dtype = torch.float32, *, is_ordered: bool = False) -> Kernel:
-    """The kernel for a layout and a dtype of hidden states, made once in the process. Raises as `Kernel` does."""
+    """The kernel for a layout and a dtype of hidden states, which the process makes once. Raises as `Kernel` does."""
     return _kernel(layout, rows_of(dtype), is_ordered)
 
 
@@ -172,7 +171,7 @@ def multiplied(
         layout: the layout of the panels.
         rows: `[..., in]` on the CPU.
         panels: uint8 `[panels, blocks, bytes of a block]`, as `repack` or `lay_out` returns them.
-        num_outputs: the rows of the matrix; the last panel may have more.
+        num_outputs: how many rows the matrix has; the panels may have more.
         bias: `[num_outputs]` or None.
         order: int32 `[in]` or None, see `Panels`.
     """

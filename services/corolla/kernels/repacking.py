@@ -1,4 +1,4 @@
-"""Converts the rows of a file to panels; see `layouts`. All tensors are on the CPU."""
+"""Converts the weights of a file to panels; see `layouts`. All tensors are on the CPU."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,23 +11,25 @@ from corolla.chassis import heap
 from corolla.kernels.layouts import Layout, PlainLayout
 from corolla.kernels.llvm_text import LANES
 
-# How many numbers are reordered at a time: more would only take more memory.
+# How many numbers are reordered at a time; more numbers would only take more memory.
 _CHUNK_WEIGHTS: Final = 1 << 17
-# The least size for huge pages: the bytes before the first huge page are wasted.
+# The least size for which huge pages are used: the bytes before the first huge page are wasted.
 _LEAST_BYTES_IN_HUGE_PAGES: Final = 8 * heap.HUGE_PAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """The contents of rows of a file, in one form for all types: `R` rows of `K` columns and `B` blocks.
+    """The weights of some rows of a file, in one form for all types: `R` rows of `K` columns and `B` blocks.
+
+    Attributes that the type of the weights lacks are None.
 
     Attributes:
         codes: uint8 `[R, K]`: the packed numbers; codes of eight bits are the bits of int8.
         scales: `[R, B]` in the layout's scale type, one for each block.
-        minima: float16 `[R, B]`: added to the weights, or subtracted where a block has several; None: none.
-        sub_scales: int8 `[R, B * n]`, `n` for each block; None: none.
-        sub_minima: int8 `[R, B * n]`, `n` for each block; None: none.
-        zeros: int8 `[R, B]`: zero points, relative to the middle of the range of codes; None: none.
+        minima: float16 `[R, B]`, added to the weights; with `sub_minima`, the products of both are subtracted instead.
+        sub_scales: int8 `[R, B * n]`, `n` for each block.
+        sub_minima: int8 `[R, B * n]`, `n` for each block.
+        zeros: int8 `[R, B]`: zero points, relative to the middle of the range of codes.
     """
 
     codes: Tensor
@@ -71,7 +73,7 @@ def repack_numbers(read: Callable[[int, int], Numbers], num_rows: int, num_colum
     """Converts numbers to panels; see `repack` for the result.
 
     Args:
-        read: returns the numbers of the rows `[first, end)`. Each block of a row may be a row of its own there.
+        read: returns the numbers of the rows `[first, end)`. In these, each block of a row may be a row of its own.
     """
     panels = empty_panels(num_rows, num_columns, layout)
     num_panels, num_blocks, _ = panels.shape
@@ -104,7 +106,7 @@ def lay_out(
         weight: `[out, in]` on the CPU, in the layout's dtype.
         into: where the panels go, uint8 `[panels, blocks, layout.block_bytes]`, see `empty_panels`; None: into new
             memory.
-        leave: is called with each part `[R, in]` of the matrix after it was read for the last time.
+        leave: is called with each part `[R, in]` of the matrix once this function no longer reads it.
 
     Raises:
         ValueError: the number of columns is not a multiple of a block's columns.
@@ -137,7 +139,7 @@ def empty_matrices(
 ) -> tuple[Tensor, ...]:
     """Uninitialised panels for several matrices in contiguous memory, in huge pages where the system has them.
 
-    Each is uint8 `[panels, blocks, layout.block_bytes]`.
+    Each matrix is uint8 `[panels, blocks, layout.block_bytes]`.
     """
     num_panels, num_blocks = -(-num_rows // LANES), num_columns // layout.block_weights
     num_bytes = num_matrices * num_panels * num_blocks * layout.block_bytes

@@ -17,8 +17,8 @@ class _Unit:
     Args:
         function: the function that gets the lines.
         layout: the layout of the weights.
-        block: the address of the block, a name of LLVM's.
-        unit: the number of the unit within the block, a name of LLVM's.
+        block: LLVM's name of the block's address.
+        unit: LLVM's name of the number of the unit within the block.
     """
 
     def __init__(self, function: Function, layout: Layout, block: str, unit: str) -> None:
@@ -30,7 +30,7 @@ class _Unit:
         self._high = self._offset(layout.high_at, layout.high_bytes) if layout.high_bits else ""
 
     def columns(self) -> Iterator[str]:
-        """Yields the vector of each column, and writes its lines only then, so that few registers are in use."""
+        """Yields the vector of each column, whose lines are written only then, so that few registers are in use."""
         layout, function = self._layout, self._function
         scales, minimum, zeros = self._scales(), "", ""
         if layout.has_zeros:
@@ -38,7 +38,8 @@ class _Unit:
         if layout.has_minimum:
             minimum = self._minimum()
         elif zeros and layout.scale is not Scale.FLOAT32:
-            # The product of a number of 8 bits and a scale of 11 bits is exact, so the weight is rounded at most once.
+            # The product of a zero point of 8 bits and a scale with 11 significant bits is exact, so the weight is
+            # rounded at most once.
             minimum = function.let(f"fneg {FLOATS} {function.let(f'fmul {FLOATS} {zeros}, {scales[0]}')}")
         low = high = ""
         for column in range(UNIT):
@@ -118,13 +119,13 @@ class _Unit:
 
 
 def columns(function: Function, layout: Layout | PlainLayout, panel: str, unit: str) -> Iterator[str]:
-    """Yields `layout.step` columns of 16 rows as float32 vectors, and writes the lines of each only then.
+    """Yields `layout.step` columns of 16 rows as float32 vectors, whose lines are written only then.
 
     Args:
         function: the function that gets the lines.
         layout: the layout of the panel.
-        panel: the address of the panel, a name of LLVM's.
-        unit: the number of the round, each of `layout.step` columns, a name of LLVM's.
+        panel: LLVM's name of the panel's address.
+        unit: LLVM's name of the number of the round; a round has `layout.step` columns.
     """
     if isinstance(layout, PlainLayout):
         return _plain_columns(function, layout, panel, unit)
@@ -148,5 +149,5 @@ def _plain_columns(function: Function, layout: PlainLayout, panel: str, unit: st
 
 
 def panel_part(function: Function, layout: PlainLayout, panel: str, unit: str) -> str:
-    """Writes the address of the columns of a round."""
+    """Writes the address of the columns of a round, in a plain panel."""
     return function.at(panel, function.let(f"mul i64 {unit}, {layout.block_bytes}"))

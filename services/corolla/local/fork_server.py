@@ -1,4 +1,4 @@
-"""Controls, from the parent, the process that starts all children; see `corolla.local.fork_server_process`."""
+"""The parent's end of the fork server, which starts all children; see `corolla.local.fork_server_process`."""
 
 import json
 import signal
@@ -17,7 +17,7 @@ _TITLE_LENGTH = 80
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """The end of a child process. `status` is the exit status, or the negative number of the signal that killed it."""
+    """The end of a child. `status` is its exit status, or the negative number of the signal that killed it."""
 
     name: str
     pid: int
@@ -35,7 +35,7 @@ class Exit:
 
 
 class ForkServer:
-    """Starts children by name, and knows which of them live. Safe to use from several threads."""
+    """Starts children by name, and knows which of them live. Several threads may use it."""
 
     def __init__(self, environment: Mapping[str, str], log: Path) -> None:
         self._changed = threading.Condition()
@@ -70,10 +70,10 @@ class ForkServer:
         *,
         title: str = "",
     ) -> None:
-        """Starts `main(arguments)` of a module as the child `name`, after all earlier commands are done.
+        """Starts the child `name`, which runs `main(arguments)` of a module, once all earlier commands are done.
 
         Args:
-            title: the command line that `ps` shows; `corolla NAME` if not given.
+            title: the command line that `ps` shows; empty: `corolla NAME`.
         """
         request = ForkRequest(name, module, list(arguments), dict(environment), str(log), title or f"corolla {name}")
         with self._changed:
@@ -82,7 +82,7 @@ class ForkServer:
         self._command({"do": "start", "request": asdict(request)})
 
     def signal(self, name: str, number: int) -> None:
-        """Sends a signal to the child, if it lives."""
+        """Sends a signal to the child if it lives."""
         self._command({"do": "signal", "name": name, "number": number})
 
     def pid(self, name: str) -> int | None:
@@ -91,18 +91,18 @@ class ForkServer:
             return self._pids.get(name)
 
     def is_gone(self, name: str) -> bool:
-        """Whether the child was started and has ended."""
+        """Whether no child of this name lives or is about to start."""
         with self._changed:
             return name not in self._pids
 
     def take_exits(self) -> list[Exit]:
-        """Returns the ends of children since the last call."""
+        """Returns the ends of the children that have ended since the last call."""
         with self._changed:
             exits, self._exits = self._exits, []
             return exits
 
     def wait_gone(self, names: Sequence[str], timeout_s: float) -> list[str]:
-        """Waits until the children have ended. Returns the names of those that still live after `timeout_s`."""
+        """Waits until the children have ended. Returns the names of the children that still live after `timeout_s`."""
         give_up = time.monotonic() + timeout_s
         with self._changed:
             while remaining := [name for name in names if name in self._pids]:
@@ -118,7 +118,7 @@ class ForkServer:
         return sum(self._warm_s)
 
     def close(self) -> None:
-        """Ends the process and, with it, every child that still lives."""
+        """Ends the fork server and, with it, every child that still lives."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -137,7 +137,7 @@ class ForkServer:
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
             self._process.stdin.flush()
         except (BrokenPipeError, ValueError):
-            # The process has ended, and the children with it; the reader reports that.
+            # The fork server has ended, and the children with it; `_read` records that.
             return
 
     def _read(self) -> None:

@@ -4,10 +4,10 @@ Importing torch and transformers takes seconds of processor time, which a machin
 every service. This process imports them once and forks. It never starts a thread, opens a gRPC object or computes, so a
 fork copies nothing that would break.
 
-It does not outlive its parent. When its standard input ends, or its parent process changes, all children get SIGTERM
-and, seconds later, SIGKILL. If this process itself vanishes, the kernel kills them.
+The fork server does not outlive its parent. When its standard input ends, or its parent process changes, it sends all
+children SIGTERM and, seconds later, SIGKILL. If it dies itself, the kernel kills the children.
 
-Commands come in on standard input and events go out on standard output, one JSON object a line;
+It reads commands from standard input and writes events to standard output, one JSON object a line;
 `corolla.local.fork_server` is the other end.
 """
 
@@ -54,7 +54,7 @@ class ForkServerProcess:
     """Reads commands, starts and signals children, and reports their ends."""
 
     def __init__(self) -> None:
-        # Forking after imports is only safe on systems whose frameworks start no threads by themselves.
+        # Forking after imports is safe only on systems whose own libraries start no threads, unlike those of macOS.
         self._context: Any = multiprocessing.get_context("fork" if _IS_LINUX else "spawn")
         self._parent = os.getppid()
         self._children: dict[str, BaseProcess] = {}
@@ -64,11 +64,11 @@ class ForkServerProcess:
         """Obeys commands until the input ends or the parent is gone. Returns when all children have ended."""
         # A terminal's Ctrl-C is meant for the parent, which stops the children in order.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # The parent may have set SIGCHLD to be ignored, but this process needs the status of its children.
+        # The parent may ignore SIGCHLD, and this process would inherit that and lose the exit status of its children.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         while os.getppid() == self._parent:
             self._report_ends()
-            # Children's sentinels are not waited for: that of Redis fires when the child becomes another program.
+            # This does not wait for children's sentinels, since that of Redis fires when the child executes Redis.
             if not wait([0], _POLL_S):
                 continue
             data = os.read(0, 1 << 16)
@@ -123,7 +123,7 @@ class ForkServerProcess:
 
 
 def run_child(request: ForkRequest, fork_server: int) -> None:
-    """Runs in the child: prepares the process, calls the module's `main` and exits with its status."""
+    """Prepares the child process in which it runs, calls the module's `main` and exits with the returned status."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if _IS_LINUX:
         kernel = ctypes.CDLL(None)
@@ -147,10 +147,11 @@ def run_child(request: ForkRequest, fork_server: int) -> None:
 def show_title(title: str) -> None:
     """Sets the command line that `ps` shows for this process, if Linux permits it, cut to the original length.
 
-    The kernel reads it from the memory that held the arguments at the start, so this memory is overwritten.
+    `ps` shows the memory that held the arguments at the start, so this function overwrites that memory.
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
-        # The name in parentheses may contain spaces, so fields are counted after it. See proc(5): arg_start, arg_end.
+        # The process name in parentheses may contain spaces, so fields are counted behind the last parenthesis. See
+        # proc(5): arg_start, arg_end.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         start, end = int(fields[45]), int(fields[46])
         if 0 < start < end:
@@ -159,13 +160,13 @@ def show_title(title: str) -> None:
 
 
 def _signal(child: BaseProcess, number: int) -> None:
-    # Until this process has read the status of a child that ended, the kernel does not reuse its process id.
+    # The kernel does not reuse the process id of a child that has ended until this process reads the child's status.
     if child.exitcode is None and child.pid is not None:
         os.kill(child.pid, number)
 
 
 def _tell(event: str, **facts: Any) -> None:
-    # The parent may have ended.
+    # The parent, which reads the events, may have ended.
     with contextlib.suppress(OSError):
         os.write(1, json.dumps({"event": event, **facts}).encode() + b"\n")
 

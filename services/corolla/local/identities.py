@@ -19,11 +19,11 @@ class StackIdentities:
     """Issues certificates for the processes of one stack and for the user's own programs; `remove` deletes them.
 
     Args:
-        router: the router's address, by which other programs find their certificates.
+        router: the router's address, by which the user's programs find their certificates.
 
     Attributes:
         folder: a folder that only the user may read, for the certificates and other secrets.
-        operator: the network with which the stack itself reaches its processes.
+        operator: the operator's certificate as a `Network`, with which the stack calls its own processes.
 
     Raises:
         StartupError: the folder cannot be made, or files in it cannot be written.
@@ -37,7 +37,7 @@ class StackIdentities:
         self.operator = Network.of(self.folder / Role.OPERATOR.value)
 
     def folder_of(self, role: Role, name: str) -> Path:
-        """The folder with a process's certificate, which stays the same when the process is started again."""
+        """The folder with a process's certificate, which the process keeps when it is started again."""
         folder = self.folder / name
         if not folder.exists():
             self._issue(folder, role, name)

@@ -10,7 +10,7 @@ _NUM_KEPT_LOG_FOLDERS: Final = 20
 
 
 class LogFile:
-    """The log file of one child. Reading it never disturbs the child."""
+    """The log file of one child, which can be read while the child writes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -45,7 +45,7 @@ def state_folder() -> Path:
 
 
 def new_log_folder() -> Path:
-    """Names a new log folder for this start, and deletes all but the newest old ones."""
+    """Returns a path for the log folder of this start, and deletes old log folders except the newest."""
     logs = state_folder() / "logs"
     for old in sorted(logs.glob("2*"))[: 1 - _NUM_KEPT_LOG_FOLDERS]:
         shutil.rmtree(old, ignore_errors=True)

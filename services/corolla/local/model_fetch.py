@@ -1,7 +1,7 @@
 """Finds or fetches the model before other processes need it, so that not all of them fetch it at once.
 
-It runs as a child of its own, since fetching starts threads, which its parent must not do. It writes the result to its
-output as a JSON line.
+This module runs in a child of its own, since fetching starts threads, which the fork server must not do. It writes the
+result to standard output as a line of JSON.
 """
 
 import json

@@ -18,16 +18,17 @@ class StackOptions:
 
     Attributes:
         model: a checkpoint folder, GGUF file, hub id or "demo".
-        num_servers: the number of block servers; without `blocks` they get even parts of the model.
-        blocks: spans such as "0:10,10:30", one server for each; "auto" lets the router choose; empty is even parts.
-        port: the port of the client service; None takes the usual port if it is free, 0 any free port.
+        num_servers: the number of block servers; unused where `blocks` lists spans.
+        blocks: spans such as "0:10,10:30", one server for each; "auto": the router chooses; empty: even parts.
+        port: the port of the client service; None: the usual port if it is free, otherwise any free port; 0: any free
+            port.
         http_port: the port of the client service's HTTP, likewise.
         router_port: the port of the router, likewise.
-        redis_url: the address of a running Redis; None starts an embedded one.
+        redis_url: the address of a running Redis; None: the stack starts a Redis of its own.
         host: the address on which the client service listens; all other processes use the loopback address.
         dtype: the dtype of weights, cache and wire.
         quantization: the quantization of the block servers' weights: "none", "int8", "int4" or "packed".
-        num_threads: torch threads of each process.
+        num_threads: the number of torch threads of each process.
         log_folder: the folder in which each process gets its log file.
         environment: more variables for all processes, such as `COROLLA_LEASE_MS`.
         is_secure: whether processes show each other certificates, and Redis asks for a password.
@@ -58,7 +59,7 @@ class StackOptions:
 def server_blocks(options: StackOptions, num_blocks: int, head_blocks: float = 0.0) -> list[str]:
     """Returns the `blocks` setting of each block server: `start:end`, or `auto`.
 
-    Even parts mean equal work, with the head as part of the last server's work.
+    Even parts are equal in work; the last server's work includes the head.
 
     Args:
         head_blocks: how many blocks cost as much work as the head.

@@ -1,4 +1,4 @@
-"""Checks the ports that are given, and finds free ports for the others."""
+"""Checks the ports that the user gives, finds free ports where none is given, and holds all of them."""
 
 import errno
 import random
@@ -7,14 +7,14 @@ import sys
 
 from corolla.chassis.errors import StartupError
 
-# The range lies below the ports of outgoing connections, which might otherwise take a port before its server does.
+# The range lies below the ports of outgoing connections, so that none of these takes a port before its server does.
 _FIRST, _LAST = 20_000, 32_000
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether a port is free. Raises StartupError if the host is not this machine, or the port is reserved."""
+    """Whether a port is free. Raises StartupError if the host is another machine, or the port is reserved."""
     with socket.socket() as probe:
-        # Servers set this option, too: a port on which only closed connections linger is free.
+        # Servers set this option, too. With it, a port on which only closed connections linger is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -30,22 +30,22 @@ class Ports:
     """Hands out ports, each only once.
 
     A process begins to listen some time after it got its port. Until then, and while it is started again, another stack
-    on this machine could take the port. So a socket that does not listen holds each port as long as this object lives.
-    Systems other than Linux do not let two sockets share a port in this way, so ports are not held there.
+    on this machine could take the port. So a socket that does not listen holds each port until `close`. Systems other
+    than Linux do not let two sockets share a port in this way, so ports are not held there.
     """
 
     def __init__(self) -> None:
         self._held: dict[int, socket.socket | None] = {}
 
     def given(self, port: int, what: str, host: str = "127.0.0.1") -> int:
-        """Takes a given port. Raises StartupError if it is not free."""
+        """Takes the port that the user gives. Raises StartupError if the port is not free."""
         if port in self._held or not is_free(port, host):
             raise StartupError(f"port {port} for the {what} is taken; choose another one, or stop what listens there")
         self._held[port] = _hold(port, host, shares=True)
         return port
 
     def free(self, preferred: int | None = None, host: str = "127.0.0.1") -> int:
-        """Takes the preferred port if it is free, else any free port."""
+        """Takes the preferred port if it is free, otherwise any free port."""
         if preferred is not None and preferred not in self._held and is_free(preferred, host):
             return self.given(preferred, "", host)
         for port in random.sample(range(_FIRST, _LAST), 200):
@@ -68,7 +68,8 @@ def _hold(port: int, host: str, *, shares: bool) -> socket.socket | None:
     """Makes a socket that holds a port, and lets other sockets bind it, too.
 
     Args:
-        shares: whether another socket that does not listen may have the port already; if not, that raises OSError.
+        shares: whether another socket that does not listen may have the port already; if false, such a socket makes
+            this raise OSError.
     """
     if sys.platform != "linux":
         return None

@@ -23,10 +23,10 @@ class ManagedProcess:
     Attributes:
         name: "redis", "router", "client" or "server-1" and so on.
         module: the module whose `main(arguments)` the process runs.
-        address: the `host:port` at which it serves.
+        address: the `host:port` at which the process serves.
         control_address: a block server's `host:port` for gRPC; empty for other processes, whose gRPC is at `address`.
-        blocks: a block server's setting of its blocks; empty for other processes.
-        metrics_port: the port of its metrics, on the loopback address; 0 for Redis, which has no such port.
+        blocks: a block server's `blocks` setting; empty for other processes.
+        metrics_port: the port of the metrics, on the loopback address; 0 for Redis, which has no such port.
     """
 
     name: str
@@ -46,12 +46,12 @@ class ManagedProcess:
 
     @property
     def rpc_address(self) -> str:
-        """The address of its health service."""
+        """The address of the process's gRPC health service."""
         return self.control_address or self.address
 
     @property
     def role(self) -> Role | None:
-        """The role in its certificate; None for Redis, which has no certificate."""
+        """The role in the process's certificate; None for Redis, which has no certificate."""
         if self.is_block_server:
             return Role.BLOCK
         return next((role for role in (Role.CLIENT, Role.ROUTER) if self.name.startswith(role.value)), None)
@@ -97,14 +97,14 @@ def client_process(options: StackOptions, port: int, http_port: int, metrics_por
     arguments = ["client", "--model", options.model, "--router", router, "--port", str(port), "--host", options.host]
     arguments += ["--http-port", str(http_port), "--metrics-port", str(metrics_port)]
     arguments += ["--dtype", options.dtype, "--quantization", options.quantization]
-    # A service that listens on every interface is reached at the loopback address from here.
+    # The stack reaches a service that listens on every interface at the loopback address.
     host = LOOPBACK if options.host in ("0.0.0.0", "") else options.host  # noqa: S104
     log = LogFile(options.log_folder / "client.log")
     return ManagedProcess("client", SERVICE_MODULE, tuple(arguments), f"{host}:{port}", log, metrics_port=metrics_port)
 
 
 def child_environment(options: StackOptions, redis_url: str) -> dict[str, str]:
-    """Returns this process's environment with settings that help several processes to share few cores."""
+    """Returns the environment of the children: this process's own, the stack's settings, and limits on threads."""
     threads = str(options.num_threads)
     fixed: Mapping[str, str] = {
         # OpenMP and BLAS read these only when torch and numpy are imported.
@@ -123,10 +123,10 @@ def child_environment(options: StackOptions, redis_url: str) -> dict[str, str]:
         "COROLLA_GRACE_S": str(options.grace_s / 2),
     }
     offline = {"HF_HUB_OFFLINE": "1"} if options.model == "demo" or Path(options.model).expanduser().exists() else {}
-    # Each process gets these by its arguments; a variable of the environment is not meant for all processes.
+    # The variables `_OF_ONE_PROCESS` have another value in each process, so the children do not inherit them.
     own = {key: value for key, value in os.environ.items() if key not in _OF_ONE_PROCESS}
-    # The page shows loads as they change, so loads are pushed often. Servers share the processors: more microbatches
-    # than run at once would only be smaller. Variables of the environment override these two.
+    # The page shows loads as they change, so the router pushes them often. Servers share the cores: if there were more
+    # microbatches than run at once, they would only be smaller. Variables of the environment override these two.
     num_at_once = max(1, available_cores() // max(1, options.num_threads))
     shared = {"COROLLA_LOAD_PUSH_INTERVAL_S": "1", "COROLLA_MAX_MICROBATCHES": str(num_at_once)}
     return {**shared, **own, **fixed, **offline, **options.environment}

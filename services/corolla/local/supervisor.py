@@ -19,7 +19,7 @@ class StackEvent:
 
     Attributes:
         kind: a "step" of the start, "ready" at its end, a "problem", or "recovered" after a problem.
-        source: the process that it is about, "model" or "stack".
+        source: the name of the process that the event is about, or "model" or "stack".
         text: a description for people.
     """
 
@@ -32,7 +32,7 @@ Report = Callable[[StackEvent], None]
 
 
 def ignore(_event: StackEvent) -> None:
-    """Reports nothing."""
+    """A `Report` that drops the event."""
 
 
 class Supervisor:
@@ -40,9 +40,9 @@ class Supervisor:
 
     Args:
         processes: all processes of the stack.
-        take_exits: returns the ends of processes since its last call.
-        launch: starts a process; None: dead processes are not started again.
-        is_serving: returns whether the process of this name answers that it is ready.
+        take_exits: returns the ends of the processes that have ended since the last call.
+        launch: starts a process; None: the supervisor does not start dead processes again.
+        is_serving: returns whether the process with a name answers that it is ready.
         report: is called with each problem and restart.
     """
 

@@ -1,11 +1,11 @@
-"""The folder of this machine for files that are made from models."""
+"""Finds the folder for files that Corolla makes from models on this machine."""
 
 import os
 from pathlib import Path
 
 
 def default_cache_folder() -> Path:
-    """`$COROLLA_CACHE`, else `$XDG_CACHE_HOME/corolla`, else `~/.cache/corolla`."""
+    """The cache folder: `$COROLLA_CACHE`, else `$XDG_CACHE_HOME/corolla`, else `~/.cache/corolla`."""
     own = os.environ.get("COROLLA_CACHE")
     if own:
         return Path(own).expanduser()

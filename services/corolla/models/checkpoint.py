@@ -38,7 +38,7 @@ from corolla.models.weights import find_weights, read_header, sample_bytes
 # Raise this whenever two releases would not compute the same hidden states or read the same frames.
 PROTOCOL_VERSION = 7
 
-# The attribute of a configuration that names the GGUF file; its `name_or_path` is the folder made from that file.
+# The attribute of a configuration that names the GGUF file; `name_or_path` names the folder made from that file.
 GGUF_FILE = "gguf_file"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -73,8 +73,8 @@ _SAMPLE_BYTES = 256
 def context_length_of(config: PretrainedConfig) -> int:
     """The longest sequence, prompt and answer together, in tokens.
 
-    A family that would keep keys with the short factors of a longrope embedding in a long text is limited to the
-    length of short texts.
+    A longrope embedding limits sequences to the length of its short factors, unless the family begins anew: a longer
+    sequence would mix keys of short factors and of long ones.
     """
     names = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
     lengths = [length for name in names if isinstance(length := getattr(config, name, None), int) and length > 0]
@@ -93,10 +93,10 @@ def end_token_ids_of(config: GenerationConfig) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The checkpoint of a decoder-only model. It is checked when opened; weights are read later, as needed.
+    """The checkpoint of a decoder-only model. `from_pretrained` checks it; weights are read later, as needed.
 
     Attributes:
-        name: the model's name in the interface and the placement.
+        name: the model's name in requests and in the placement.
         folder: the folder with `config.json`, the tokenizer, and the safetensors shards that were needed so far. The
             weights of a GGUF file are not in it.
         config: the model's configuration.
@@ -122,7 +122,7 @@ class Checkpoint:
 
         Args:
             name_or_path: `"demo"`, a local folder, a GGUF file (any part of a split one), a hub id such as
-                `Qwen/Qwen3-0.6B`, or one with the name of a GGUF file behind it.
+                `Qwen/Qwen3-0.6B`, or a hub id followed by `/` and the name of a GGUF file there.
             revision: branch, tag or commit on the hub.
             hub: the hub's client; None: one with default settings.
 
@@ -180,10 +180,10 @@ class Checkpoint:
 
     @functools.cached_property
     def largest_blocks(self) -> tuple[int, ...]:
-        """The first of the largest blocks with keys and values, and the first of the largest blocks without.
+        """Two blocks: the first of the largest ones with keys and values, and the first of the largest ones without.
 
-        If a model has blocks with and without experts, it is one with experts. A plan that fits the larger of the two
-        fits every block.
+        If a model has no block of one kind, only the other is there. Blocks with experts count as larger than blocks
+        without. A plan that fits the larger of the two fits every block.
         """
         pageless = pageless_layers(self.config)
         kinds = sorted(set(range(self.num_blocks)) - pageless), sorted(pageless)
@@ -191,17 +191,17 @@ class Checkpoint:
 
     @property
     def largest_block(self) -> int:
-        """The larger one of `largest_blocks`."""
+        """The largest of all blocks."""
         return max(self.largest_blocks, key=self._sizes.__getitem__)
 
     @property
     def caching_block(self) -> int:
-        """The one of `largest_blocks` that keeps keys and values, if any block does."""
+        """The first of the largest blocks with keys and values; if no block has them, the largest of all."""
         return self.largest_blocks[0]
 
     @functools.cached_property
     def _sizes(self) -> dict[int, tuple[int, int]]:
-        """A sort key for the size of each block: its number of tensors, then its heads where these differ."""
+        """A sort key for the size of each block: its number of tensors, then its number of heads if blocks differ."""
         counts = collections.Counter(block for block, _ in self._block_tensors())
         heads = dict(enumerate(getattr(self.config, "num_attention_heads_per_layer", None) or ()))
         return {block: (counts[block], heads.get(block, 0)) for block in range(self.num_blocks)}
@@ -209,7 +209,8 @@ class Checkpoint:
     def _block_tensors(self) -> list[tuple[int, str]]:
         """The tensors of all blocks, as block number and name.
 
-        A checkpoint may have several lists of blocks, such as one that predicts further tokens; the longest counts.
+        A checkpoint may have several lists of blocks, such as one that predicts further tokens; the model's blocks are
+        the longest list.
         """
         layer = re.compile(rf"((?:.*\.)?){re.escape(self.family.layers)}\.(\d+)\..*")
         lists: dict[str, list[tuple[int, str]]] = {}
@@ -219,9 +220,10 @@ class Checkpoint:
         return max(lists.values(), key=lambda found: len({block for block, _ in found}), default=[])
 
     def head_blocks(self) -> float:
-        """How many of the largest blocks together have as many weights as the head.
+        """How many blocks of the largest size have as many weights as the head.
 
-        This is also the ratio of their times for one row, which is the time of reading the weights.
+        This is also the ratio of the times that head and block take for one row, since a row costs the time of reading
+        the weights.
 
         Raises:
             CheckpointError: the largest blocks' weights are not here, or cannot be read.
@@ -240,7 +242,7 @@ class Checkpoint:
         return sum(math.prod(headers[self.weight_index[name]][name].shape) for name in names)
 
     def generation_config(self) -> GenerationConfig:
-        """The default settings of answers: those of the checkpoint, or else those that follow from its configuration.
+        """The default settings of answers: the checkpoint's, otherwise those that follow from its configuration.
 
         Raises:
             CheckpointError: `generation_config.json` cannot be read.
@@ -259,7 +261,7 @@ class Checkpoint:
 
     @property
     def short_factor_length(self) -> int | None:
-        """Tokens of the longest text with the short factors of a longrope embedding; None: factors do not change."""
+        """How many tokens a text may have with the short factors of a longrope embedding; None: no text has others."""
         short = short_factor_length(self.config)
         return short if short is not None and short < self.context_length else None
 
@@ -306,10 +308,10 @@ class Checkpoint:
 
         The digest covers the weights, the configuration, the tokenizer's files, all arguments and the protocol version.
         For weights on the hub, it covers the checksums of all files, which are known without the files. For weights in
-        a folder, it covers every tensor's name, dtype, shape and three short samples of its bytes. Samples are enough:
-        the fingerprint prevents that revisions, fine-tunes and conversions are mixed by mistake, and these change
-        nearly every tensor throughout, while hashing whole weights could read a hundred gigabytes at each start. It
-        does not protect from an attacker who changes single numbers.
+        a folder, it covers every tensor's name, dtype, shape and three short samples of its bytes. Samples are enough
+        to keep revisions, fine-tunes and conversions from being mixed by mistake, since these change nearly all numbers
+        of nearly every tensor; hashing whole weights could read a hundred gigabytes at each start. The fingerprint does
+        not protect from an attacker who changes single numbers.
 
         Returns:
             16 hexadecimal characters.
@@ -329,7 +331,7 @@ class Checkpoint:
     def _content_digest(self) -> bytes:
         digest = hashlib.sha256()
         if self.gguf is not None:
-            # The folder is made from the file, so the file's facts cover it.
+            # The folder is made from the GGUF file, so facts about the file cover the folder.
             for fact in self.gguf.facts(_SAMPLE_BYTES):
                 digest.update(fact)
             return digest.digest()
@@ -377,7 +379,7 @@ class Checkpoint:
 
 
 def _find(name_or_path: str) -> Path | str:
-    """The local folder or GGUF file; where there is none, the hub id as it was given."""
+    """The path of a local folder or GGUF file; if there is none, the hub id as it was given."""
     if name_or_path == DEMO_MODEL:
         return demo_checkpoint()
     if not name_or_path:
@@ -408,7 +410,10 @@ def _fetched_gguf(hub: Hub, repository: str, file: str, revision: str | None) ->
 
 
 def _read_config(folder: Path) -> tuple[PretrainedConfig, Quantization | None]:
-    """The configuration, without the quantisation fields, since models get expanded weights, and the quantisation."""
+    """The configuration, and how weights are quantised.
+
+    The configuration lacks the fields of the quantisation, since models get expanded weights.
+    """
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{folder} has no config.json; point to a complete checkpoint folder.")

@@ -1,7 +1,7 @@
 """Reads large tensors chunk by chunk into their final memory, in their final dtype.
 
-A whole tensor in the file's dtype, in addition to the same tensor in another dtype, would take three times the memory
-for a moment, which is gigabytes for an embedding.
+A tensor that is read whole exists twice for a moment: in the file's dtype and in the final one. For an embedding, that
+takes gigabytes more.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ CHUNK_BYTES: Final = 1 << 20
 
 
 class ChunkedTensor:
-    """A stored tensor for `cut_model.build`, which is read when it is indexed; a large matrix in chunks.
+    """A stored tensor for `cut_model.build` that is read when it is indexed; a large matrix is read in chunks.
 
     Args:
         stored: the tensor. If it has `get_shape` and can be indexed by `[start:end]`, it is read in chunks.
         dtype: the dtype of a large matrix after reading, whatever the file holds.
 
     Attributes:
-        dtype: the same; it may be changed before the tensor is read.
+        dtype: the argument `dtype`; it may be changed before the tensor is read.
     """
 
     def __init__(self, stored: Any, dtype: torch.dtype) -> None:
@@ -39,9 +39,9 @@ class ChunkedTensor:
         self._stored = stored
 
     def __getitem__(self, index: Any) -> Tensor:
-        """The numbers at `index`, on the CPU, in the shape of a tensor that is indexed so.
+        """Reads the numbers at `index`, on the CPU, in the shape of a torch tensor that is indexed in the same way.
 
-        A large matrix has the attribute's dtype, other tensors that of the file.
+        A large matrix gets the dtype of the attribute `dtype`, any other tensor keeps that of the file.
         """
         shape = tuple(self._stored.get_shape()) if hasattr(self._stored, "get_shape") else ()
         num_bytes = math.prod(shape) * torch.float32.itemsize
@@ -57,12 +57,12 @@ class ChunkedTensor:
 
 
 class StoredMatrix:
-    """A tensor of a shard with the interface of safetensors' slices, which reads only the rows that are indexed.
+    """A tensor of a shard that has the interface of safetensors' slices, but reads only the indexed rows.
 
-    safetensors' own slice would read the whole tensor each time.
+    A slice of safetensors reads the whole tensor each time.
 
     Args:
-        whole: safetensors' slice.
+        whole: safetensors' slice of the whole tensor.
         file: the shard.
         stored: the tensor's place in the shard.
     """
@@ -80,7 +80,7 @@ class StoredMatrix:
         return self._stored.dtype
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Reads the index; for `[start:end]` of a matrix only these rows, in the file's dtype, on the CPU."""
+        """Reads what is indexed, in the file's dtype, on the CPU; for `[start:end]` of a matrix, only these rows."""
         dtype = _DTYPES.get(self._stored.dtype)
         if dtype is None or not isinstance(index, slice) or len(self._stored.shape) < 2:
             whole: Tensor = self._whole[index]
@@ -98,7 +98,7 @@ class StoredMatrix:
 def open_tensors(weight_index: Mapping[str, Path], names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     """Opens some tensors for reading, under new names: `names` maps a new name to the stored one.
 
-    A tensor is read when it is indexed, into new memory: files are not mapped, so that a process takes only the memory
+    A tensor is read into new memory when it is indexed. Files are not mapped, so that a process takes only the memory
     of what it has read. Indexing by `[start:end]` reads only these rows. Only shards with a wanted tensor are opened.
 
     Raises:

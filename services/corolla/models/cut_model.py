@@ -33,10 +33,10 @@ PER_LAYER_LISTS = (
     "num_attention_heads_per_layer",
 )
 LAYER_INDEX_NAMES = ("layer_idx", "layer_id")
-# The standard deviation of random weights, the initial one of most families.
+# The standard deviation of random weights; most families are initialised with it.
 _SPREAD: Final = 0.02
-# Random weights repeat after this prime number, so that the rows of a matrix, and thereby experts, differ. Drawing
-# weights for a whole block could take minutes, and twice its memory in float32.
+# Random weights repeat after this many numbers, a prime, so that the rows of a matrix, and thereby experts, differ.
+# Drawing all weights of a block could take minutes, and twice its memory in float32.
 _NUM_MADE_UP: Final = (1 << 20) - 3
 
 
@@ -46,9 +46,9 @@ def model_class_of(auto: Any, config: PretrainedConfig) -> type[PreTrainedModel]
 
 
 def cut_class(model_class: type[PreTrainedModel], cut: Callable[[Any], None]) -> type[PreTrainedModel]:
-    """A subclass whose instances are `cut` right after they were built, before any weight is read.
+    """A subclass that calls `cut` with each instance once it is built, before any weight is read.
 
-    It keeps the name and module of the family's class, by which transformers finds the renames of stored tensors.
+    The subclass keeps the name and module of the family's class, by which transformers finds renamed stored tensors.
     """
 
     def build_and_cut(self: Any, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
@@ -72,7 +72,7 @@ def build(
     dtype: torch.dtype,
     attention: str,
 ) -> PreTrainedModel:
-    """Builds a model on the meta device and fills it.
+    """Builds a model on the meta device and fills it with `tensors`.
 
     Raises:
         CheckpointError: the tensors do not fill the model exactly.
@@ -125,8 +125,7 @@ def build_cut(
 
 
 def _widen(model: PreTrainedModel, chunked: Mapping[str, ChunkedTensor], dtype: torch.dtype) -> None:
-    """Sets the dtype of tensors that a model keeps in another dtype, such as routers in float32, as `from_pretrained`
-    does."""
+    """Gives each tensor the dtype in which the model keeps it, often float32 for routers, as `from_pretrained` does."""
     library = cast(Any, model)
     plan = {re.compile(pattern.replace("*", ".*")): kept for pattern, kept in library._get_dtype_plan(dtype).items()}
     state = model.state_dict()
@@ -142,7 +141,7 @@ def _widen(model: PreTrainedModel, chunked: Mapping[str, ChunkedTensor], dtype: 
 
 
 def renaming(model: PreTrainedModel) -> Callable[[str], str]:
-    """A function from a tensor's name in the files, which may be an older one, to its name in the model."""
+    """Returns a function that maps a tensor's name in the files, which may be an older name, to that in the model."""
     conversions = get_model_conversion_mapping(model)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
@@ -189,12 +188,12 @@ def _fill(
     dtype: torch.dtype,
     attention: str,
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    """The filled model, and transformers' report of missing and mismatched tensors, which it has drawn at random."""
+    """The filled model, and transformers' report of missing and mismatched tensors, which got random values."""
     if attention == "sdpa" and not model_class._supports_sdpa:
         attention = "eager"
-    # transformers draws random numbers for some tensors of families with recurrent states although they are read
-    # afterwards. The fork restores torch's global generator. It also makes other threads draw the same numbers again
-    # that they drew meanwhile, so other families, which do not draw, do without it.
+    # transformers draws random numbers for some tensors of families with recurrent states before it reads them from the
+    # file. `fork_rng` restores torch's global generator at the end. Other threads then draw those numbers again that
+    # they drew meanwhile, so families without recurrent states, which need no random numbers, do without `fork_rng`.
     drawing = torch.random.fork_rng(devices=[]) if recurrent_layers(config) else contextlib.nullcontext()
     with LOADING, drawing:
         filled = cast(Any, model_class).from_pretrained(
@@ -209,7 +208,7 @@ def _fill(
 
 
 def keep_layers_of_config(config: PretrainedConfig, indices: range) -> None:
-    """Cuts the configuration, in place, to the layers `indices` of those that it describes."""
+    """Cuts the configuration, in place, to the layers `indices`."""
     lists = {name: getattr(config, name, None) for name in PER_LAYER_LISTS if name not in config.attribute_map}
     kept = {name: [entries[index] for index in indices] for name, entries in lists.items() if entries is not None}
     computed = [name for name in kept if isinstance(getattr(type(config), name, None), property)]

@@ -16,7 +16,7 @@ def demo_checkpoint() -> Path:
     Raises:
         CheckpointError: the package is not installed.
     """
-    # The package is located, not imported, since importing it would import packages that are not needed here.
+    # This finds the package without importing it, since the import would need packages that may not be installed.
     spec = importlib.util.find_spec(_PACKAGE)
     places = spec.submodule_search_locations or [] if spec else []
     file = next((file for place in places for file in Path(place).glob("*.gguf")), None)

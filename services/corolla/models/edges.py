@@ -42,18 +42,18 @@ Part = TypeVar("Part", bound=nn.Module)
 
 
 class Edges:
-    """The embedding before block 0 and the head after the last block; a server may have just one of them.
+    """The embedding before block 0, and the final norm and head after the last block; a server may have only one end.
 
     Arguments may be on any device; results are on the device of the weights.
 
     Args:
-        family: the row of the table of families.
+        family: the model's row in the table of families.
         embedding_model: a base model without layers and norm; None: there is no embedding.
-        head_model: a causal model whose base model only norms; None: there is no head.
+        head_model: a causal model whose base model only applies the final norm; None: there is no head.
         dtype: the dtype of hidden states; packed weights have another one.
 
     Attributes:
-        is_lookup: whether `embed` only looks rows up, so that for a few tokens it takes microseconds.
+        is_lookup: whether `embed` only looks rows up, which takes microseconds for a few tokens.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Edges:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parameters and buffers, tied ones once."""
+        """Bytes of the parameters and buffers; tied ones count once."""
         tensors = {id(each): each for model in self._models for each in (*model.parameters(), *model.buffers())}
         return sum(tensor.nbytes for tensor in tensors.values())
 
@@ -113,7 +113,7 @@ class Edges:
     def tune_head(self, budget_s: float = 2.0) -> None:
         """Measures, for `budget_s` at most, how this machine multiplies by the head's weights fastest.
 
-        A head that is tied to a large embedding keeps the embedding's plain weights.
+        A head that is tied to a large embedding keeps the plain weights that both share.
         """
         embedding = () if self._embedding_model is None else tuple(self._embedding_model.parameters())
         tune(replace_linears(_present(self._head_model)), shared=embedding, budget_s=budget_s)
@@ -161,7 +161,7 @@ def load_edges(
 ) -> Edges:
     """Reads the embedding, or the final norm and head, or all of them, and nothing else.
 
-    A head that is tied to the embedding shares its weights, where both are read.
+    If both are read, a tied head shares the embedding's weights, unless a GGUF file's head stays packed.
 
     Args:
         checkpoint: the source of the weights.
@@ -223,7 +223,7 @@ def head_bytes(checkpoint: Checkpoint, dtype: torch.dtype, quantization: str = "
 
 
 def _packed_head(checkpoint: Checkpoint, quantization: str) -> dict[str, str]:
-    """Maps the head's name in the model to that in a GGUF file, if the head stays packed; empty otherwise."""
+    """Maps the head's name in the model to its name in a GGUF file; empty unless the head stays packed."""
     if checkpoint.gguf is None or quantization != PACKED:
         return {}
     stored = _HEAD
@@ -233,7 +233,7 @@ def _packed_head(checkpoint: Checkpoint, quantization: str) -> dict[str, str]:
 
 
 def fetch_edges(checkpoint: Checkpoint, *, has_embedding: bool, has_head: bool) -> None:
-    """Fetches the files that `load_edges` would read, as far as they are not here yet.
+    """Fetches those files that `load_edges` would read and that are not here yet.
 
     Raises:
         CheckpointError: a file cannot be fetched.
@@ -244,7 +244,7 @@ def fetch_edges(checkpoint: Checkpoint, *, has_embedding: bool, has_head: bool) 
 
 
 def edge_tensors(checkpoint: Checkpoint, *, has_embedding: bool = True, has_head: bool = True) -> dict[str, str]:
-    """Maps the names of tensors outside the blocks in the model that `load_edges` builds to those in the files.
+    """Maps the names of the edges' tensors in the model that `load_edges` builds to their names in the files.
 
     Without the head, that model is a base model, whose names lack the prefix that the files may have. Other tensors of
     the files, such as blocks that predict further tokens, or a vision tower, are left out.
@@ -268,7 +268,7 @@ def edge_tensors(checkpoint: Checkpoint, *, has_embedding: bool = True, has_head
 
 
 def _ends_of(checkpoint: Checkpoint) -> Callable[[str], bool]:
-    """A function that says whether a tensor of the files, or the packed one that it is a part of, is an edge."""
+    """Returns a function that says whether a stored tensor, or part of a packed tensor, belongs to the edges."""
     config = copy.deepcopy(checkpoint.config)
     keep_layers_of_config(config, range(0))
     causal_class = model_class_of(AutoModelForCausalLM, config)
@@ -316,14 +316,14 @@ def _present(part: Part | None) -> Part:
 
 @dataclass
 class _NormedOutput(BaseModelOutputWithPastAndCrossAttentions):
-    """A base model's output with all fields that a family's head reads, also for experts and state space models."""
+    """A base model's output with all fields that any family's head reads: also those of experts and of Mamba."""
 
     router_logits: tuple[Tensor, ...] | None = None
     cache_params: None = None
 
 
 class _NormOnly(nn.Module):
-    """Stands in for the base model within the head's model: it only norms the hidden states."""
+    """Stands in for the base model within the head's model, and only applies the final norm."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """The one table of model families.
 
-`config.model_type` names a family. Every family's layers, masks and rotary embeddings are its own code in
-`transformers`; the table only gives the paths of the parts of its base model, so that a server can keep some layers.
-The paths are relative to the base model (`LlamaModel`, not `LlamaForCausalLM`).
+`config.model_type` names a family. Layers, masks and rotary embeddings are the family's own code in `transformers`; the
+table only gives the paths of the parts of the family's base model, so that a server can keep some layers. The paths are
+relative to the base model (`LlamaModel`, not `LlamaForCausalLM`).
 
 A span does not include the edges: embedding (with its scale, learned positions or layer norm) before block 0; final
 norm, head and logit cap or scale after the last block.
@@ -16,11 +16,11 @@ from transformers import PretrainedConfig
 
 from corolla.chassis.errors import UnsupportedFamily
 
-# The kinds of layers, by their names in configurations, with a recurrent state; and those without keys and values.
+# The kinds of layers that keep a recurrent state, and those that keep no keys and values, as configurations name them.
 RECURRENT_KINDS = frozenset({"conv", "linear_attention", "hybrid"})
 PAGELESS_KINDS = frozenset({"conv", "linear_attention"})
 
-# A rotary embedding with other factors for long texts. transformers chooses them by the longest position of a call.
+# A rotary embedding with other factors for long texts. transformers chooses factors by the longest position of a call.
 LONG_ROPE = "longrope"
 
 # Rotary embeddings that remember the longest position of all calls, so that sessions would change each other's output.
@@ -36,25 +36,25 @@ class Family:
         layers: the ModuleList of blocks.
         embedding: the token embedding; not part of a span.
         norm: the final norm; not part of a span.
-        bypassed: further modules that run before block 0 and map hidden states to hidden states.
+        bypassed: further modules that run before block 0 and map hidden states to hidden states; a span skips them.
         learned_positions: the module that is added to the embedding by position, or None.
-        unit_scalars: attributes of the base model that multiply the embedding; 1.0 in a span.
-        unit_settings: flags of the configuration by which the base model scales the embedding; off in a span.
+        unit_scalars: attributes of the base model that multiply the embedding; a span sets them to 1.0.
+        unit_settings: flags of the configuration by which the base model scales the embedding; a span unsets them.
         head_scalars: attributes of the base model that multiply the logits.
         packs_rows: whether attention goes through transformers' AttentionInterface, so that rows of different sessions
             may be packed into one call.
-        caches_latents: whether the cache holds latents, from which keys and values are made after reading.
-        continues_singly: whether a call of several tokens ignores an earlier recurrent state, so that tokens after a
-            session's first call run one by one.
+        caches_latents: whether the cache holds latents, from which attention makes keys and values when it reads them.
+        continues_singly: whether the family's code ignores an earlier recurrent state in a call of several tokens, so
+            that tokens after a session's first call run one by one.
         read_weights: names of linear layers whose weights the family's code reads without calling the layers.
         cache_argument: the name of the cache among the arguments of the base model's forward.
-        keeps_tokens: whether some of its blocks keep keys and values.
-        keeps_states: whether some of its blocks keep a recurrent state; see `recurrent_layers`.
+        keeps_tokens: whether some blocks keep keys and values.
+        keeps_states: whether some blocks keep a recurrent state; see `recurrent_layers`.
         is_fused: whether the blocks have the shape that the module `fused` implements.
-        has_rope_alpha: whether a rotary embedding of the type `dynamic` with an `alpha` does not keep state.
-        begins_anew: whether `generate()` computes the whole text again once it is too long for the short factors of a
-            longrope embedding. In other families it keeps the earlier keys.
-        required: values that fields of the configuration must have, since the parts depend on them.
+        has_rope_alpha: whether a rotary embedding of the type `dynamic` keeps no state if it has an `alpha`.
+        begins_anew: whether `generate()` computes the whole text again once the text is too long for the short factors
+            of a longrope embedding. In other families, `generate()` keeps the earlier keys.
+        required: the values that fields of the configuration must have, since the other attributes hold only for these.
     """
 
     model_type: str
@@ -109,7 +109,7 @@ _FAMILIES = (
     Family("cohere2"),
     Family("smollm3", is_fused=True),
     Family("starcoder2"),
-    # Its attention has sinks, which the batched kernels do not support.
+    # The attention of this family has sinks, which the batched kernels do not support.
     Family("gpt_oss", packs_rows=False),
     Family("gpt_neox", embedding="embed_in", norm="final_layer_norm"),
     Family("gpt2", layers="h", embedding="wte", norm="ln_f", learned_positions="wpe"),
@@ -162,7 +162,7 @@ _FAMILIES = (
     Family("deepseek_v2", caches_latents=True),
     Family("deepseek_v3", caches_latents=True),
     Family("glm4_moe_lite", caches_latents=True),
-    # Its attention window exists only in its mask, which packed calls do not use.
+    # This family has its attention window only in the mask, which packed calls do not use.
     Family("phimoe", packs_rows=False, begins_anew=True),
     Family("persimmon", norm="final_layernorm"),
     Family("ministral", is_fused=True),
@@ -188,9 +188,9 @@ _FAMILIES = (
     Family("aria_text"),
     Family("dbrx", layers="blocks", embedding="wte", norm="norm_f"),
     Family("axk1", caches_latents=True),
-    # Its mask picks the keys that each token sees, and packed calls do not use it.
+    # This family's mask picks the keys that each token sees, and packed calls do not use the mask.
     Family("doge", packs_rows=False),
-    # Their attention has sinks.
+    # The attention of the next three families has sinks.
     Family("granite_swa", unit_scalars=("embedding_multiplier",), packs_rows=False),
     Family("granitemoe_swa", unit_scalars=("embedding_multiplier",), packs_rows=False),
     Family("flint", packs_rows=False),
@@ -256,9 +256,9 @@ def packs_rows(family: Family, config: PretrainedConfig) -> bool:
 
 
 def short_factor_length(config: PretrainedConfig) -> int | None:
-    """Tokens of the longest text with the short factors of a longrope embedding; None: the model has no longrope.
+    """How many tokens a text may have with the short factors of a longrope embedding; None: there is no longrope.
 
-    In a longer text, all tokens have the long factors, from the first one on.
+    All tokens of a longer text have the long factors, from the first one on.
     """
     if LONG_ROPE not in rope_types(config):
         return None
@@ -271,7 +271,7 @@ def short_factor_length(config: PretrainedConfig) -> int | None:
 
 
 def recurrent_layers(config: PretrainedConfig) -> frozenset[int]:
-    """Indices of the layers of a configuration that keep a recurrent state; most of them have no keys and values.
+    """Indices of a configuration's layers that keep a recurrent state; most of these layers have no keys and values.
 
     A state belongs to one position, so a session of such a model can go back only to positions with a stored state.
     """
@@ -279,7 +279,7 @@ def recurrent_layers(config: PretrainedConfig) -> frozenset[int]:
 
 
 def pageless_layers(config: PretrainedConfig) -> frozenset[int]:
-    """Indices of the layers of a configuration that keep no keys and values."""
+    """Indices of a configuration's layers that keep no keys and values."""
     return _layers_of_kinds(config, PAGELESS_KINDS)
 
 
@@ -289,7 +289,7 @@ def _layers_of_kinds(config: PretrainedConfig, kinds: frozenset[str]) -> frozens
 
 
 def rope_types(config: PretrainedConfig) -> Iterator[str]:
-    """The rotary embedding types of a configuration: one, or one for each kind of layer."""
+    """Yields the types of a configuration's rotary embeddings: one, or one for each kind of layer."""
     parameters: Any = getattr(config, "rope_parameters", None) or {}
     if "rope_type" in parameters:
         yield str(parameters["rope_type"])
@@ -299,7 +299,7 @@ def rope_types(config: PretrainedConfig) -> Iterator[str]:
 
 
 def attention_windows(config: PretrainedConfig) -> tuple[int | None, ...]:
-    """The attention window of each layer: how many tokens a token sees, itself included; None: all tokens before it."""
+    """The attention window of each layer: how many tokens a token sees, itself included; None: all earlier tokens."""
     window: int | None = (
         getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     )

@@ -1,10 +1,10 @@
-"""Runs blocks of the common shape with little overhead.
+"""Runs transformer blocks of the shape that most families share, with little overhead.
 
-Many families share one block: normalise, project to queries, keys and values, rotate, attend, project, add; normalise,
-gate, project, add. In small models, half of a decode step of `transformers` is Python code around these. Here, the
-projections of the same input are one product, the rotary table is made once for all layers, and there are no cache
-objects. The family's own modules are the reference for the results; they share the weights until these are laid out in
-another way. All tensors of a call are on the device of the weights.
+The shared shape is: normalise, project to queries, keys and values, rotate, attend, project, add; normalise, gate,
+project, add. In small models, half of a decode step of `transformers` is Python code around these operations. Here, one
+product replaces the projections of the same input, the rotary table is made once for all layers, and there are no cache
+objects. The family's own modules are the reference for the results. They share the weights until tuning lays these out
+in another way. All tensors of a call are on the device of the weights.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +42,7 @@ class Projection(Protocol):
 
 
 class Attend(Protocol):
-    """The attention function of a batch, which knows the rows and their caches."""
+    """The attention function of one batch, which knows the batch's rows and their caches."""
 
     def __call__(
         self,
@@ -87,7 +87,7 @@ class FusedSpan:
         """Fuses the blocks of a family.
 
         Args:
-            layers: the decoder layers, for which `fits` must hold; their projections become views of fused ones.
+            layers: the decoder layers, for which `fits` must hold; plain weights become views of the fused weights.
             rotary: the rotary embedding.
             config: the configuration.
         """
@@ -138,7 +138,7 @@ class FusedSpan:
 
 
 def fits(layer: nn.Module) -> bool:
-    """Whether the projections of a decoder layer can be fused: plain or packed linear layers, not quantised ones."""
+    """Whether a decoder layer's projections can be fused: all are plain or packed, not quantised in another way."""
     projections = [
         *(layer.get_submodule(f"self_attn.{name}") for name in (*_QUERY_KEY_VALUE, "o_proj")),
         *(layer.get_submodule(f"mlp.{name}") for name in (*_GATE_UP, "down_proj")),
@@ -166,7 +166,7 @@ class FusedLayer:
         rotates: whether queries and keys have a rotary embedding.
         scaling: the factor of attention scores.
         window: how many tokens a token sees, itself included; None: it sees all tokens before it.
-        residual_multiplier: the factor of what is added to the hidden states.
+        residual_multiplier: the factor of the outputs that are added to the hidden states.
     """
 
     def __init__(self, layer: Any, window: int | None) -> None:
@@ -252,7 +252,7 @@ class FusedLayer:
 
 
 class _SideBySide:
-    """Projections of the same input that cannot be joined to one, since not all of them are packed alike.
+    """Projections of the same input that cannot be joined, since they are not all packed in the same way.
 
     Attributes:
         parts: the projections, in the order of their outputs.
@@ -272,7 +272,7 @@ def _tuned(part: nn.Linear | PackedLinear) -> TunedLinear | PackedLinear:
 
 
 def _fuse(parent: nn.Module, names: Sequence[str]) -> Projection:
-    """Joins several projections of the same input to one. The parts become views of its weights, which saves memory."""
+    """Joins projections of the same input. Plain parts become views of the joined weights, which saves memory."""
     children = [parent.get_submodule(name) for name in names]
     packed = [child for child in children if isinstance(child, PackedLinear)]
     if len(packed) == len(children) and PackedLinear.can_join(packed):
@@ -302,7 +302,7 @@ def _joined_or_none(parameters: Sequence[Tensor | None]) -> nn.Parameter | None:
 
 
 class RmsNorm:
-    """The root mean square norm of most families (RMSNorm, Zhang and Sennrich 2019); one kernel call in float32.
+    """The root mean square norm of most families (RMSNorm, Zhang and Sennrich 2019). It is one kernel call in float32.
 
     Attributes:
         weight: `[H]`.
@@ -323,5 +323,5 @@ class RmsNorm:
 
 
 def _norm(module: Any) -> Callable[[Tensor], Tensor]:
-    """A norm with the same results as the family's module, and faster where that is the usual one."""
+    """A function with the results of a family's norm module, faster if the module is an RMS norm."""
     return RmsNorm(module) if hasattr(module, "variance_epsilon") else cast(Callable[[Tensor], Tensor], module)

@@ -1,4 +1,4 @@
-"""Reads an adapter's configuration in the form of PEFT: which modules it changes, and how strongly. Pure."""
+"""Reads an adapter's configuration, as PEFT writes it: which modules the adapter changes, and how strongly. Pure."""
 
 import json
 import math
@@ -42,15 +42,15 @@ _REFUSED: Final = {
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """The ranks and strengths of an adapter's products.
+    """The ranks and strengths (LoRA's alpha) of an adapter's low-rank products, each of which changes one module.
 
     Attributes:
-        rank: the rank of products without one of their own.
-        alpha: the strength of products without one of their own, before it is divided by the rank.
-        divides_by_root: whether it is divided by the rank's square root instead (rsLoRA).
-        targets: the last parts of the names of changed modules; None where a pattern names them.
-        ranks: maps the last part of modules' names to their own rank.
-        alphas: maps the last part of modules' names to their own strength.
+        rank: the rank of products that are not in `ranks`.
+        alpha: the strength of products that are not in `alphas`, before it is divided by the rank.
+        divides_by_root: whether strengths are divided by the square root of the rank instead (rsLoRA).
+        targets: the ends of the names of changed modules; None where a pattern names the modules.
+        ranks: maps the ends of modules' names to ranks.
+        alphas: maps the ends of modules' names to strengths.
     """
 
     rank: int
@@ -62,7 +62,7 @@ class AdapterConfig:
 
     @classmethod
     def parse(cls, text: bytes) -> Self:
-        """Reads a configuration. Raises AdapterError, with the reason, where it is not a LoRA that can be served."""
+        """Reads a configuration. Raises AdapterError, with the reason, if this is not a LoRA that can be served."""
         if len(text) > MAX_CONFIG_BYTES:
             raise AdapterError(f"{CONFIG_FILE} is larger than {MAX_CONFIG_BYTES >> 10} KiB")
         try:
@@ -86,7 +86,7 @@ class AdapterConfig:
         )
 
     def targets_module(self, name: str) -> bool:
-        """Whether a module may have a product. A pattern is not evaluated, since it could be made to take for ever."""
+        """Whether a module may have a product. A pattern admits any module, since its evaluation might never end."""
         return self.targets is None or any(_ends_with(name, target) for target in self.targets)
 
     def rank_of(self, name: str) -> int:
@@ -94,7 +94,7 @@ class AdapterConfig:
         return _of_pattern(self.ranks, name, self.rank)
 
     def scaling_of(self, name: str) -> float:
-        """The factor of a module's product."""
+        """The factor by which a module's product is multiplied."""
         rank, alpha = self.rank_of(name), _of_pattern(self.alphas, name, self.alpha)
         return alpha / (math.sqrt(rank) if self.divides_by_root else rank)
 

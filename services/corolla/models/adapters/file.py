@@ -1,6 +1,6 @@
 """Reads an adapter's folder in one pass: its table of contents, its digest, and the part that a span needs.
 
-It does not import torch, so that a process that only registers adapters can do without.
+This module does not import torch, so a process that only registers adapters does not need torch.
 """
 
 import hashlib
@@ -35,14 +35,14 @@ class ProductPart:
     """One of the two factors of a module's product, as the file stores it.
 
     Attributes:
-        name: the module's name in the adapter, by which the configuration gives ranks and strengths.
+        name: the module's name in the adapter; the configuration gives ranks and strengths by the ends of names.
         block: the number of the module's block.
         module: the module's path within the block.
-        part: `A`, `[rank, in]`, or `B`, `[out, rank]`.
+        part: `A`, the factor `[rank, in]`, or `B`, the factor `[out, rank]`.
         dtype: safetensors' name of the element type.
         shape: the factor's shape.
-        start: the offset of its first byte in the data of the file.
-        end: the offset behind its last byte.
+        start: the offset of the factor's first byte in the data of the file.
+        end: the offset behind the factor's last byte.
     """
 
     name: str
@@ -64,13 +64,13 @@ Wanted = Callable[[ProductPart], bool]
 
 @dataclass(frozen=True, slots=True)
 class AdapterContents:
-    """The contents of an adapter's folder, as far as they were read.
+    """An adapter's folder as it was read, with the bytes of some parts.
 
     Attributes:
         config: the configuration.
         digest: SHA-256 of configuration and weights, 64 hexadecimal characters.
-        parts: all parts of the weights file, in its order.
-        data: the bytes of the parts that were wanted.
+        parts: all parts of the weights file, in the file's order.
+        data: the bytes of the wanted parts.
     """
 
     config: AdapterConfig
@@ -82,9 +82,9 @@ class AdapterContents:
 def read_adapter(
     folder: Path, wanted: Wanted, check_size: Callable[[int], None] = lambda num_values: None
 ) -> AdapterContents:
-    """Reads a whole adapter once, for its digest, and keeps the wanted parts.
+    """Reads a whole adapter once, computes its digest, and keeps the wanted parts.
 
-    The kept bytes are those that the digest covers, even if the files change meanwhile.
+    The digest covers the very bytes that are kept, even if the files change meanwhile.
 
     Args:
         folder: the folder that PEFT wrote.
@@ -92,7 +92,7 @@ def read_adapter(
         check_size: is called with the number of values to be kept, before memory is allocated; may raise.
 
     Raises:
-        AdapterError: the folder does not hold an adapter that can be served, or it is damaged.
+        AdapterError: the folder holds no adapter that can be served, or a damaged one.
     """
     config_text = _read_config(folder)
     config = AdapterConfig.parse(config_text)
@@ -111,7 +111,7 @@ def read_adapter(
 
 
 def read_parts(folder: Path) -> tuple[ProductPart, ...]:
-    """Reads only the table of contents of an adapter. Raises AdapterError as `read_adapter` does."""
+    """Reads and checks only an adapter's configuration and table of contents; raises as `read_adapter` does."""
     config = AdapterConfig.parse(_read_config(folder))
     try:
         with (folder / WEIGHTS_FILE).open("rb") as file:
@@ -121,7 +121,7 @@ def read_parts(folder: Path) -> tuple[ProductPart, ...]:
 
 
 def digest_of(folder: Path) -> str:
-    """The digest of an adapter. Raises AdapterError where it cannot be served."""
+    """The digest of an adapter. Raises AdapterError if the adapter cannot be served."""
     return read_adapter(folder, lambda part: False).digest
 
 
@@ -140,7 +140,7 @@ def _no_weights() -> AdapterError:
 
 
 def _read_parts(file: IO[bytes], config: AdapterConfig) -> tuple[bytes, tuple[ProductPart, ...]]:
-    """Reads and checks the table of contents. Returns its bytes and its parts."""
+    """Reads and checks the table of contents. Returns its bytes, and the parts that it lists."""
     header = _read_header(file)
     parts = _parts(header, os.fstat(file.fileno()).st_size - _HEADER_LENGTH.size - len(header))
     _check(config, parts)
@@ -162,7 +162,7 @@ def _read_header(file: IO[bytes]) -> bytes:
 
 
 def _parts(header: bytes, num_data_bytes: int) -> tuple[ProductPart, ...]:
-    """The parts in the order of the file. Raises AdapterError where they do not cover the data without a gap."""
+    """The parts in the order of the file. Raises AdapterError unless they cover the data without gap or overlap."""
     try:
         entries = json.loads(header)
     except (ValueError, RecursionError):
@@ -212,7 +212,7 @@ def _why_not(name: str) -> str:
 
 
 def _check(config: AdapterConfig, parts: tuple[ProductPart, ...]) -> None:
-    """Raises AdapterError unless each module has both factors, of the rank that the configuration gives it."""
+    """Raises AdapterError unless each module is a target, and has both factors, of the configured rank."""
     by_module: dict[tuple[int, str], dict[str, ProductPart]] = {}
     for part in parts:
         by_module.setdefault((part.block, part.module), {})[part.part] = part

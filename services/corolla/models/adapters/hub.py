@@ -13,16 +13,16 @@ _FILES: Final = (CONFIG_FILE, WEIGHTS_FILE)
 
 
 def adapter_folder(source: str, revision: str, root: Path | None = None, hub: Hub | None = None) -> Path:
-    """The complete folder of an adapter.
+    """Finds the folder of an adapter; fetches it first if it is on the hub.
 
     Args:
-        source: a folder, relative to `root` where that is given, or a hub id with a `revision`.
+        source: a hub id if there is a `revision`, otherwise a folder, relative to `root` if that is given.
         revision: branch, tag or commit on the hub; empty: `source` is a folder.
-        root: folders outside of it are refused; None: any folder may be read.
+        root: the folder that must contain the adapter's folder; None: the adapter may be in any folder.
         hub: the hub's client; None: one with default settings.
 
     Raises:
-        AdapterError: the folder or file does not exist, or may not be read.
+        AdapterError: the folder is missing or outside of `root`, or the hub's files are missing, too large or damaged.
         HubUnavailable: the hub cannot be reached.
     """
     if revision:

@@ -16,7 +16,7 @@ _DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bflo
 
 
 def adapter_bytes(folder: Path, model: SpanModel) -> int:
-    """Bytes of an adapter's products for a span. Raises AdapterError where it cannot be served."""
+    """Bytes of an adapter's products for a span. Raises AdapterError if the adapter cannot be served."""
     num_values = sum(part.num_values for part in read_parts(folder) if _is_within(part, model))
     return num_values * model.dtype.itemsize
 
@@ -79,7 +79,7 @@ def _placed(contents: AdapterContents, model: SpanModel) -> dict[PlaceKey, list[
             .to(device=model.device, dtype=model.dtype),
             first_column=found.first_column,
         )
-        # In a mixed batch a row is multiplied by 0 for other rows' adapters, and 0 times infinity would be NaN.
+        # Padding of a mixed batch adds 0 times these numbers to rows of other adapters, and 0 times infinity is NaN.
         if not (bool(torch.isfinite(product.down).all()) and bool(torch.isfinite(product.up).all())):
             raise AdapterError(f"{down.name[:128]} has numbers that are not finite")
         placed.setdefault((layer, found.place), []).append(product)

@@ -20,9 +20,9 @@ PlaceKey = tuple[int, Place]
 """The index of a layer within the span, and a place in it."""
 
 _MAX_GROUPED_TOKENS: Final = 64
-"""The most tokens of a batch whose adapters are multiplied together; in longer batches each is multiplied alone."""
+"""The most tokens of a batch whose adapters are multiplied together; a longer batch multiplies by one at a time."""
 _MAX_SPARE: Final = 2
-"""The most padding: a grouped product may have this many times the adapters, or the tokens, of its batch."""
+"""The most padding: a grouped product has at most so many times the adapters, and the tokens, of its batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class LowRank:
     Attributes:
         down: `[rank, in]`.
         up: `[rank, out]`, already multiplied by the adapter's strength.
-        first_column: the layer's first output within those of its place.
+        first_column: the index of the layer's first output among the outputs of its place.
     """
 
     down: Tensor
@@ -44,7 +44,7 @@ class PlaceProducts:
     """The products of one or several adapters at one place, all padded with zeros to the largest rank.
 
     Args:
-        of_adapters: for each adapter, its products at the place; empty where it has none there.
+        of_adapters: for each adapter, its products at the place; empty where an adapter has none there.
     """
 
     def __init__(self, of_adapters: Sequence[Sequence[LowRank]]) -> None:
@@ -66,7 +66,7 @@ class PlaceProducts:
 
     @property
     def products(self) -> tuple[LowRank, ...]:
-        """The products of a single adapter, as views; not for several adapters."""
+        """The products, as views; only for the products of a single adapter."""
         downs = torch.split(self._down[0], [up.shape[1] for up, _ in self._ups])
         return tuple(LowRank(down, up[0], column) for down, (up, column) in zip(downs, self._ups, strict=True))
 
@@ -80,7 +80,7 @@ class PlaceProducts:
 
         Args:
             rows: `[N, in]`, the input of the place's layers, in the model's dtype.
-            output: `[N, out]`, their output, in the same dtype.
+            output: `[N, out]`, the output of these layers, in the same dtype.
             groups: which rows have which adapter; None: there is one adapter, and all rows have it.
         """
         num_adapters, _, num_in = self._down.shape
@@ -127,7 +127,7 @@ class SpanAdapter:
 
 
 class _Stack:
-    """The products of several adapters, stacked in the order of the adapters."""
+    """The products of some adapters at each place, stacked in the order of the adapters."""
 
     def __init__(self, adapters: Sequence[SpanAdapter]) -> None:
         self.adapters = tuple(adapters)
@@ -144,7 +144,7 @@ class _Stack:
 
 
 class AdapterStacks:
-    """Keeps the stacks of the adapters that ran together lately. Only one thread at a time may use it.
+    """Keeps stacks of adapters that ran together lately. Only one thread at a time may use this object.
 
     Args:
         max_bytes: the most memory of all stacks; the newest stack is kept even if it is larger.
@@ -156,7 +156,7 @@ class AdapterStacks:
         self._stacks: OrderedDict[frozenset[SpanAdapter], _Stack] = OrderedDict()
 
     def of(self, adapters: Sequence[SpanAdapter]) -> _Stack:
-        """A stack with these adapters and few others. A new stack has exactly these, in this order."""
+        """A stack with these adapters, and perhaps a few others if it was made before."""
         wanted = frozenset(adapters)
         if len(wanted) == 1:
             return _Stack(adapters)
@@ -170,17 +170,17 @@ class AdapterStacks:
         return stack
 
     def forget(self, adapter: SpanAdapter) -> None:
-        """Drops all stacks with this adapter, so that its memory is freed once it is unloaded."""
+        """Drops all stacks with this adapter, so that unloading the adapter frees its memory."""
         for held in [held for held in self._stacks if adapter in held]:
             del self._stacks[held]
 
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """The tokens of a batch that each adapter of a stack multiplies, padded to the same number for each adapter.
+    """The tokens of a batch, grouped by the adapter of a stack that they have; padding makes the groups equally long.
 
     Attributes:
-        index: int64 `[adapters * tokens]`, the tokens' numbers; None: all tokens in their order.
+        index: int64 `[adapters * tokens]`, the tokens' numbers in the batch; None: all tokens in their order.
         filled: bool `[adapters, tokens, 1]`, true where an entry of the index is padding; None: there is no padding.
     """
 
@@ -201,19 +201,19 @@ class _Groups:
         filled = None
         if any(len(own) < size for own in tokens):
             filled = torch.tensor([[[at >= len(own)] for at in range(size)] for own in tokens], device=device)
-        # This needs the test above: with padding, the index may equal the tokens in their order by chance.
+        # This holds only without padding: with it, the index may equal the tokens in their order by chance.
         elif index == list(range(num_tokens)):
             return cls(None, None)
         return cls(torch.tensor(index, device=device), filled)
 
 
 class AdapterBatch:
-    """Adds the adapters' products for one batch, whose tokens may have different adapters.
+    """Adds the adapters' products in one batch, whose rows may have different adapters.
 
     Args:
-        rows: for each row, its adapter, or None, and its number of tokens.
+        rows: for each row, its adapter, or None, and its number of tokens; one row at least has an adapter.
         stacks: the span's stacks.
-        device: where the batch is computed.
+        device: the device that computes the batch.
 
     Attributes:
         num_tokens: the number of tokens of all rows.
@@ -264,6 +264,6 @@ class AdapterBatch:
 
 
 def _part_of(tokens: Sequence[int], device: torch.device) -> slice | Tensor:
-    """The index of some tokens of a batch: a slice, which needs no copy, where they are contiguous."""
+    """The index of some tokens of a batch: a slice, which needs no copy, if the tokens are contiguous."""
     first, last = tokens[0], tokens[-1]
     return slice(first, last + 1) if last - first < len(tokens) else torch.tensor(tokens, device=device)

@@ -1,7 +1,7 @@
 """Converts a GGUF file's metadata to a configuration of transformers. Pure.
 
-The keys are those of transformers' own table. Settings that the table lacks are added here or refused, since a model
-with a wrong rotary embedding would run and give wrong answers.
+transformers has a table of the metadata's keys. This module adds settings that the table lacks, or refuses the file,
+since a model with a wrong rotary embedding would run and give wrong answers.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CO
 from corolla.chassis.errors import CheckpointError
 from corolla.models.gguf.header import GgufHeader
 
-# Maps llama.cpp's name to transformers' model type and the key of transformers' table.
+# Maps llama.cpp's name of an architecture to transformers' model type and the key in transformers' table.
 _ARCHITECTURES: Final = {
     "llama": ("llama", "llama"),
     "qwen2": ("qwen2", "qwen2"),
@@ -41,7 +41,7 @@ _CONTROL_TOKEN: Final = 3
 
 
 def configuration(header: GgufHeader) -> dict[str, Any]:
-    """The content of `config.json`.
+    """The content of a `config.json` for the file.
 
     Raises:
         CheckpointError: this architecture or its rotary embedding is not served, or the file does not say how large the
@@ -114,7 +114,7 @@ def _add_rotary_scaling(found: dict[str, Any], header: GgufHeader, architecture:
 
 
 def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """The tokens that end an answer: those that the file names, its end of text first, then those of known texts."""
+    """The tokens that end an answer: first those that the file names, then control tokens with one of `_END_TEXTS`."""
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     tokens = metadata.get("tokenizer.ggml.tokens", ())
     kinds = metadata.get("tokenizer.ggml.token_type", ())

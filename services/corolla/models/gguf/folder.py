@@ -15,7 +15,7 @@ from corolla.models.gguf.description import configuration, end_token_ids
 from corolla.models.gguf.header import GgufHeader
 from corolla.models.gguf.vocabulary import write_tokenizer
 
-# Raise this when the folder of the same file would get other contents.
+# Raise this whenever a release would write other contents for the same file.
 _VERSION: Final = 1
 _FILE_MODE: Final = 0o644
 
@@ -23,8 +23,8 @@ _FILE_MODE: Final = 0o644
 def settings_folder(header: GgufHeader, cache_folder: Path) -> Path:
     """The folder with `config.json`, `generation_config.json` and the tokenizer that the file describes.
 
-    It is made at the first call, within seconds. A folder with the final name is complete, since it is built under
-    another name and renamed. Several processes may call this at the same time.
+    The first call makes the folder, within seconds. It builds the folder under another name and renames it, so a folder
+    with the final name is complete. Several processes may call this at the same time.
 
     Raises:
         CheckpointError: the file's model or tokenizer is not served, or the cache folder cannot be written.
