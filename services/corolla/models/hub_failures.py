@@ -1,4 +1,4 @@
-"""Converts an exception of huggingface_hub to an error that tells the operator what to do and whether to retry."""
+"""Converts exceptions of huggingface_hub to errors that tell the operator what to do."""
 
 import errno
 from typing import Final

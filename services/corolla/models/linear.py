@@ -50,7 +50,7 @@ _MAX_PIECES: Final = 8
 _OUTPUTS_OF_LAYOUT: Final = 64
 # If other code reads a layer's plain weights, too, weights above this size are not copied to another layout.
 MAX_COPIED_BYTES: Final = 256 << 20
-# oneDNN's copy replaces the plain weights only if it is faster by at least this factor.
+# oneDNN's copy replaces the plain weights only if it is faster by more than this factor.
 _MIN_GAIN: Final = 1.05
 # Panels are chosen if they reach this share of the fastest way's speed: with panels, one call can run whole blocks,
 # which gains more than the products lose. With matrix instructions (AMX), oneDNN is several times as fast as panels.

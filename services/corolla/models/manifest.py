@@ -43,7 +43,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A repository at one commit.
+    """The commit of a repository, and its files.
 
     Attributes:
         commit: the commit's hash.

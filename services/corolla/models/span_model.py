@@ -67,7 +67,7 @@ class SpanModel:
         device: the device of the weights.
         fused: a faster implementation of the same blocks, if `make_fused` found one.
         adapters: the adapters of the batch that `forward` is about to run; None where no row has one.
-        long_rope: the rotary embedding that has to know which tokens belong to long texts; None: it need not know.
+        long_rope: the rotary embedding, if it has to know which tokens belong to long texts; else None.
     """
 
     def __init__(self, base: PreTrainedModel, span: Span, family: Family) -> None:

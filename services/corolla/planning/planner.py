@@ -178,7 +178,7 @@ def _all_at_once(servers: Sequence[Candidate], boundaries: Sequence[int], costs:
     # boundary; both by zone.
     under_way: defaultdict[str, list[_RouteOnServer]] = defaultdict(list)
     arrivals: dict[str, _Route] = {}
-    # The cheapest route of all zones, and its seconds with a change of zone after it. The first block has no zone.
+    # The cheapest route of all zones, and its seconds with a change of zone after it. The first hop changes no zone.
     cheapest: _Route | None = _Route(0.0)
     elsewhere = 0.0
     for here, boundary in pairwise(boundaries):
@@ -209,7 +209,7 @@ def _extended(
     A route enters its server `here` if that costs less than to have entered it earlier.
 
     Args:
-        seconds_here: The seconds of the route `before` until it enters a server `here`, with a change of zone if any.
+        seconds_here: The seconds of the route `before`, with a change of zone after it if there is one.
         before: The cheapest route to `here` for a server of this zone.
 
     Returns:

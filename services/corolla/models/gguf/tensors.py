@@ -28,7 +28,7 @@ _ENDING: Final = re.compile(r"\.(weight|bias)$")
 
 
 class GgufTensors(Mapping[str, "LazyTensor"]):
-    """All weights of a model, by transformers' names; each is read from its file when it is indexed.
+    """All weights of a model, by transformers' names; a LazyTensor reads its weight from the file when it is indexed.
 
     Args:
         header: the header of the model's files.

@@ -162,7 +162,7 @@ def replace_packed(root: nn.Module, layouts: Mapping[str, Layout], dtype: torch.
         dtype: the dtype of hidden states.
 
     Raises:
-        CheckpointError: a layer's columns are not a multiple of its layout's block.
+        CheckpointError: the number of a layer's columns is not a multiple of the columns of a block in its layout.
         StartupError: this machine cannot multiply by packed weights.
     """
     for layout in set(layouts.values()):

@@ -100,7 +100,7 @@ class PackedWeight:
 def packed_weights(
     quantization: Quantization, stored: Mapping[str, Stored], dtype: torch.dtype | None = None
 ) -> dict[str, Stored | PackedWeight]:
-    """The weights of a model, by name: parts are combined to packed weights, and other tensors are passed on.
+    """The weights of a model, by name: parts are combined into packed weights, and other tensors are passed on.
 
     All parts are checked before any weight is read; the check reads only a few bytes.
 
