@@ -23,7 +23,7 @@ _PLACES: Final = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 class Awq(Format):
-    """AWQ's parts of a weight: `qweight` int32 `[in, out / 8]`, `qzeros` int32 `[groups, out / 8]` and `scales`
+    """AWQ stores a weight as `qweight` int32 `[in, out / 8]`, `qzeros` int32 `[groups, out / 8]` and `scales`
     `[groups, out]`.
     """
 

@@ -34,7 +34,7 @@ class _State:
 
 
 class BitsAndBytes(Format):
-    """bitsandbytes' parts of a weight.
+    """bitsandbytes stores a weight in four bits or in int8.
 
     A weight of four bits has `weight` (the bytes, whatever their type), `absmax` with the scale of each block,
     `quant_map` float32 `[16]` and a small JSON text; `absmax` may be quantised in turn. A weight of int8 has `weight`

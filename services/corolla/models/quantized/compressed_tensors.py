@@ -28,7 +28,7 @@ _NVFP4, _MXFP4 = Scheme(4, group_size=16), Scheme(4, group_size=32)
 
 
 class CompressedTensors(Format):
-    """compressed-tensors' parts of a weight. One of these parts holds the numbers:
+    """compressed-tensors stores a weight as several parts. One of these holds the numbers:
 
     - `weight_packed` int32, with `weight_shape`: integers of 1 to 8 bits;
     - `weight_packed` uint8 `[out, in / 2]`: floats of four bits;

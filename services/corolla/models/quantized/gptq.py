@@ -21,7 +21,7 @@ from corolla.models.quantized.stored_tensors import StoredTensors, Unfit, allow,
 
 
 class Gptq(Format):
-    """GPTQ's parts of a weight: `qweight` int32 `[in * bits / 32, out]`, `qzeros` int32 `[groups, out * bits / 32]`,
+    """GPTQ stores a weight as `qweight` int32 `[in * bits / 32, out]`, `qzeros` int32 `[groups, out * bits / 32]`,
     `scales` `[groups, out]`, and sometimes `g_idx` int32 `[in]`.
     """
 
