@@ -1,8 +1,8 @@
 """The Hugging Face hub and its local cache: lists the files of a repository at one commit, and fetches them.
 
-The cache has the layout of the hub's client, so that other tools can use it and several processes may share it: a file
-gets its name when it is complete. The cache also has the manifest of each commit. A start without the hub needs it,
-since a model's fingerprint includes the checksums of files that are not in the cache.
+The cache has the layout of huggingface_hub, so other tools can use it. Several processes may share it, since a file
+gets its name only when it is complete. The cache also has the manifest of each commit: a start without the hub needs
+it, since a model's fingerprint includes the checksums of files that are not in the cache.
 """
 
 import logging
@@ -35,10 +35,10 @@ _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _Result = TypeVar("_Result")
 
 Stamp = tuple[int, int, int]
-"""A file's inode, size and time of change, one of which changes when the file is replaced."""
+"""A file's inode, size and time of change; at least one of them changes when the file is replaced."""
 
 _CHECKED: Final[dict[Path, Stamp]] = {}
-"""The files that this process has checked, shared by successive block servers of the process."""
+"""The files that this process has checked, with their stamps; successive block servers of the process share them."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Hub:
 
     Attributes:
         offline: whether to use only the cache; `HF_HUB_OFFLINE=1` means the same.
-        patience_s: how long to repeat requests after passing failures (no connection, an overloaded hub, a broken
+        patience_s: how long to repeat requests after temporary failures (no connection, an overloaded hub, a broken
             transfer).
-        cache: the folder of the cache; by default, that of the hub's client (`HF_HOME`, `HF_HUB_CACHE`).
+        cache: the folder of the cache; by default, that of huggingface_hub (`HF_HOME`, `HF_HUB_CACHE`).
         endpoint: address of the hub or a mirror; by default `HF_ENDPOINT`.
-        checked: files of the cache whose checksums were found right, with their stamps at that time.
+        checked: the files of the cache that had the right checksums, with their stamps at that time.
     """
 
     offline: bool = False
@@ -86,14 +86,14 @@ class Hub:
                 force_download=again,
                 tqdm_class=_bar_until(self._stopped),
             )
-        except Exception as error:  # the hub's client raises many unrelated classes
+        except Exception as error:  # huggingface_hub raises many unrelated classes
             raise hub_failure(error, repository, str(self.cache)) from error
 
     def repository_folder(self, repository: str) -> Path:
         return self.cache / repo_folder_name(repo_id=repository, repo_type="model")
 
     def patiently(self, ask: Callable[[], _Result]) -> _Result:
-        """Repeats a request until it succeeds, fails for another reason than HubUnavailable, or patience ends."""
+        """Repeats a request while it raises HubUnavailable, for at most `patience_s` and until `stop` is called."""
         ends_at = time.monotonic() + self.patience_s
         pause_s = _FIRST_PAUSE_S
         while True:
@@ -146,7 +146,7 @@ class Hub:
         try:
             api = HfApi(endpoint=self.endpoint)
             info = api.model_info(repository, revision=revision, files_metadata=True, timeout=_ASK_TIMEOUT_S)
-        except Exception as error:  # the hub's client raises many unrelated classes
+        except Exception as error:  # huggingface_hub raises many unrelated classes
             raise hub_failure(error, repository, str(self.cache)) from error
         files: dict[str, StoredFile] = {}
         for sibling in info.siblings or ():
@@ -193,9 +193,9 @@ class Hub:
         return manifest if manifest.commit == commit else None
 
     def _by_links(self, repository: str, commit: str) -> Manifest:
-        """The manifest of a commit that another tool put into the cache, without files that the cache lacks.
+        """A manifest of a commit that another tool put into the cache; it lists only the files that the cache has.
 
-        Files of the cache are links to contents whose names are their checksums.
+        Each file of the cache is a link to its content, and the content's name is the checksum.
         """
         folder = self.repository_folder(repository) / "snapshots" / commit
         links = [path for path in folder.rglob("*") if path.is_symlink() and path.exists()]
@@ -209,7 +209,7 @@ class Hub:
 
 
 def _bar_until(stopped: threading.Event) -> type[tqdm]:
-    """A progress bar for the hub's client, which is called for every chunk and can so end a transfer."""
+    """A class of progress bars that ends transfers once `stopped` is set: huggingface_hub calls it for every chunk."""
 
     class Bar(tqdm):
         def update(self, n: float | None = 1) -> None:
@@ -221,7 +221,7 @@ def _bar_until(stopped: threading.Event) -> type[tqdm]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes a text file at once: other processes see the old text or the new one."""
+    """Writes a text file atomically: other processes see the old text or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
         file.write(text)

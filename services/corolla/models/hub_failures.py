@@ -1,4 +1,4 @@
-"""Converts a failure of the hub's client to an error with a sentence for the operator, and whether to try again."""
+"""Converts exceptions of huggingface_hub to errors that tell the operator what to do."""
 
 import errno
 from typing import Final
@@ -22,12 +22,12 @@ _UNWRITABLE: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 def hub_failure(error: Exception, repository: str, cache: str) -> CheckpointError | HubUnavailable:
-    """Corolla's error for an exception of the hub's client: HubUnavailable where a retry may help.
+    """Corolla's error for an exception of huggingface_hub: HubUnavailable if a retry may help, else CheckpointError.
 
     The exception's text is not repeated, since it may contain signed addresses.
 
     Args:
-        error: the exception of the hub's client.
+        error: the exception of huggingface_hub.
         repository: hub id.
         cache: the folder of the cache.
     """
@@ -71,7 +71,7 @@ def hub_failure(error: Exception, repository: str, cache: str) -> CheckpointErro
 
 
 def _cause(error: Exception) -> Exception:
-    """The underlying exception, where the hub's client wraps it in one that says only that no file was found."""
+    """The underlying exception, if huggingface_hub has wrapped it in one that says only that no file was found."""
     wrappers = (LocalEntryNotFoundError, RevisionResolutionError, ValueError)
     while isinstance(error, wrappers) and not isinstance(error, HfHubHTTPError):
         if not isinstance(error.__cause__, Exception):

@@ -18,7 +18,7 @@ from corolla.models.weights import INDEX_FILE, SINGLE_FILE, no_weights, read_hea
 log = logging.getLogger(__name__)
 
 _SIMULTANEOUS_FILES: Final = 4
-# A transfer that is still alive has written within this time.
+# A transfer that still runs has written to its file within this time.
 _LEFTOVER_AGE_S: Final = 3600.0
 # The endings of a checkpoint's files other than weights: configuration, tokenizer, chat template.
 _SMALL_FILES: Final = frozenset({".json", ".jinja", ".txt", ".model"})
@@ -42,7 +42,7 @@ class HubSnapshot:
 
     @classmethod
     def pin(cls, hub: Hub, repository: str, revision: str | None) -> "HubSnapshot":
-        """Pins a repository to a commit, and fetches all small files. Files in the cache are not fetched.
+        """Pins a repository to a commit, and fetches small files that the cache lacks or that are damaged there.
 
         Args:
             hub: the hub's client.
@@ -82,7 +82,7 @@ class HubSnapshot:
             yield f"{name} {self.manifest.files[name].checksum}\n".encode()
 
     def fetch(self, names: Collection[str]) -> None:
-        """Fetches files that the cache lacks, and checks the checksums of all.
+        """Fetches those of the files `names` that the cache lacks, and checks the checksums of all.
 
         A file in `Hub.checked` is not read again. A damaged file is fetched again.
 
@@ -132,7 +132,7 @@ class HubSnapshot:
             raise CheckpointError(f"{path} is damaged and offline mode is on; fetch it again where there is a network.")
         log.warning("a file of the cache is damaged; fetching it again", extra={"file": name})
         if not path.is_symlink():
-            path.unlink(missing_ok=True)  # on a disk without links, the hub's client would not replace it
+            path.unlink(missing_ok=True)  # on a disk without links, huggingface_hub would not replace it
         self.hub.download(self.repository, name, self.manifest.commit, again=True)
         if not self._is_sound(path, stored):
             raise HubUnavailable(
@@ -144,12 +144,12 @@ class HubSnapshot:
         stamp = _stamp_of(path)
         if stamp is None or not stored.matches(path):
             return False
-        # The stamp is that of before the check, so a file that was replaced meanwhile counts as unchecked.
+        # The stamp was taken before the check, so a file that was replaced meanwhile counts as unchecked.
         self.hub.checked[path] = stamp
         return True
 
     def _is_known(self, name: str) -> bool:
-        """Whether the file was found right in this process and has not changed since."""
+        """Whether this process has found the file sound, and it has not changed since."""
         path = self.folder / name
         return path in self.hub.checked and self.hub.checked[path] == _stamp_of(path)
 
@@ -199,7 +199,7 @@ def _is_small(name: str) -> bool:
 
 
 def _remove_leftovers(blobs: Path) -> None:
-    """Removes incomplete files of processes that were killed during a transfer: no process continues it."""
+    """Removes the incomplete files of processes that were killed during a transfer: no process continues these."""
     oldest = time.time() - _LEFTOVER_AGE_S
     for leftover in blobs.glob("*.incomplete"):
         try:

@@ -1,11 +1,11 @@
-"""Linear layers that multiply in the way that was measured as the fastest on this machine.
+"""Linear layers that multiply in the way that measurements found to be the fastest on this machine.
 
-On CPUs, torch's function for `nn.Linear` is made for weights in any layout that are used once. For weights that stay,
-two other ways are up to three times as fast, from a single row to a long prompt, but not for every dtype, shape and
-machine: compiled functions multiply by panels (see `kernels/products`), and oneDNN by a copy in its own layout. So the
-ways are timed once, when a model is loaded, with the real weights; the plain weights are freed where another way wins.
-Plain weights have the model's dtype, and panels are uint8. Weights in other layouts are on the CPU, as is all that is
-timed.
+The plain way is torch's function for `nn.Linear`. It takes weights in any layout, and on CPUs it does not profit from
+using the same weights again. Two other ways do: compiled functions multiply by panels (see `kernels/layouts`), and
+oneDNN by a copy in its own layout. They are up to three times as fast, from a single row to a long prompt, but not for
+every dtype, shape and machine. So all ways are timed once, when a model is loaded, with the real weights. If another
+way wins, the plain weights are freed. Plain weights have the model's dtype, and panels are uint8. Timed weights,
+panels and oneDNN's copies are on the CPU.
 """
 
 import itertools
@@ -37,23 +37,25 @@ _TYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _TIMED_ROWS: Final = (1, 8, 64)
 _MIN_REPETITIONS: Final = 3
 _MAX_REPETITIONS: Final = 12
-# More layers are timed than the caches hold, so that weights come from memory, as in real steps.
+# More layers are timed than the processor's caches hold, so that weights come from memory, as in real steps.
 _MAX_TIMED_LAYERS: Final = 32
 _MAX_TIMED_BYTES: Final = 1 << 28
-# Timed weights take memory twice meanwhile, so they are at most this share of a model, if that exceeds the caches.
+# Weights take memory twice while they are timed, so at most this share of a model is timed, or `MIN_TIMED_BYTES` if
+# that is more.
 _MAX_TIMED_SHARE: Final = 0.2
 MIN_TIMED_BYTES: Final = 8 << 20
-# A layer that alone exceeds this, such as a model's head, is laid out in runs of its outputs.
+# A layer that alone exceeds the limit of timed bytes, such as a model's head, is laid out in at most `_MAX_PIECES` runs
+# of its outputs. The length of each run but the last is a multiple of `_OUTPUTS_OF_LAYOUT`.
 _MAX_PIECES: Final = 8
 _OUTPUTS_OF_LAYOUT: Final = 64
-# The largest weights to be copied to another layout where other code reads the plain ones, too.
+# If other code reads a layer's plain weights, too, weights above this size are not copied to another layout.
 MAX_COPIED_BYTES: Final = 256 << 20
-# A tie goes to the plain weights.
+# oneDNN's copy replaces the plain weights only if it is faster by more than this factor.
 _MIN_GAIN: Final = 1.05
-# Panels are chosen from this share of the fastest way's speed on: with panels, one call can run whole blocks, which
-# gains more than the products lose. Where oneDNN has matrix instructions (AMX), it is several times as fast.
+# Panels are chosen if they reach this share of the fastest way's speed: with panels, one call can run whole blocks,
+# which gains more than the products lose. With matrix instructions (AMX), oneDNN is several times as fast as panels.
 _MIN_SHARE_OF_PANELS: Final = 0.7
-# A difference of this size ends the measurement early.
+# If one way is faster by this factor, the measurement ends early.
 _CLEAR_GAIN: Final = 1.25
 # oneDNN's layout is the same for all small numbers of rows, and is good for larger ones.
 _ROWS_OF_LAYOUT: Final = 16
@@ -65,13 +67,13 @@ class TunedLinear(nn.Module):
     """Computes `x W^T + b` as `nn.Linear` does, in the fastest of three ways.
 
     Attributes:
-        weight: `[out, in]`, the parameter of the replaced layer; on the meta device, with its shape and dtype but
-            without numbers, once `panels` or `relaid` holds these.
+        weight: `[out, in]`, the parameter of the replaced layer; once `panels` or `relaid` holds its numbers, a
+            parameter on the meta device with the same shape and dtype.
         bias: `[out]` or None.
         panels: uint8 `[panels, blocks, bytes of a block]` in `layout`, for compiled functions; None: they are not used.
-        relaid: the weights for oneDNN's kernels, by runs of outputs: in oneDNN's layout, or plain where other code
-            reads them, too. Empty: oneDNN's kernels are not used.
-        parts: layers whose weights are views of this layer's weights; they lose them when this layer does.
+        relaid: the weights for oneDNN's kernels, by runs of outputs: in oneDNN's layout, or the plain ones if they are
+            large and other code reads them, too. Empty: oneDNN's kernels are not used.
+        parts: layers whose weights are views of this layer's weights, and are freed together with these.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None, parts: Sequence[nn.Linear] = ()) -> None:
@@ -111,18 +113,18 @@ class TunedLinear(nn.Module):
         return torch.cat([multiply_relaid(rows, piece, bias) for piece, bias in parts], dim=-1)
 
     def use(self, *relaid: Tensor) -> None:
-        """Multiplies by `relaid`, together `[out, in]`, with oneDNN from now on.
+        """Makes the layer multiply by `relaid`, together `[out, in]`, with oneDNN.
 
-        Frees the plain weights unless these are the same.
+        The plain weights are freed unless they are `relaid`.
         """
         if relaid[0] is not self.weight:
             self._give_up_weight()
         self.relaid = relaid
 
     def use_panels(self, panels: Tensor) -> None:
-        """Multiplies by `panels`, uint8 `[panels, blocks, bytes of a block]`, with compiled functions from now on.
+        """Makes the layer multiply by `panels`, uint8 `[panels, blocks, bytes of a block]`, with compiled functions.
 
-        Frees the plain weights.
+        The plain weights are freed.
         """
         self._give_up_weight()
         self.panels = panels
@@ -157,8 +159,8 @@ def multiply_relaid(rows: Tensor, relaid: Tensor, bias: Tensor | None = None) ->
 
     Args:
         rows: `[..., in]` on the CPU.
-        relaid: the result of `relay`, or plain weights `[out, in]`, which oneDNN lays out at each call with several
-            rows; in the rows' dtype.
+        relaid: the result of `relay` in the rows' dtype, or plain weights `[out, in]`, which oneDNN lays out anew in
+            each call with several rows.
         bias: `[out]` or None.
     """
     return cast(Tensor, torch.ops.mkldnn._linear_pointwise.default(rows, relaid, bias, "none", (), ""))
@@ -175,7 +177,7 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def replace_linears(root: nn.Module, kept: Collection[str] = ()) -> list[TunedLinear]:
-    """Replaces every plain linear layer below `root` by a TunedLinear with the same parameters. Returns these.
+    """Replaces every plain linear layer below `root` by a TunedLinear with the same parameters; returns the new layers.
 
     Args:
         root: the model.
@@ -198,14 +200,14 @@ def tune(
     shared: Collection[Tensor] = (),
     budget_s: float = 2.0,
 ) -> None:
-    """Times the ways to multiply, for all layers of a shape together, and lays their weights out for the fastest.
+    """Times the ways to multiply, for all layers of a shape together, and lays their weights out for the fastest way.
 
     Args:
         layers: layers that are not on a CPU are not changed.
         shared: weights `[out, in]` that other code reads, too. They are not changed, and large ones are not copied
             either. All other weights belong to the layers alone.
-        budget_s: how long to measure. Layers that were not measured then multiply as `nn.Linear` does, or by panels if
-            these have won so far.
+        budget_s: how long to measure. Layers for which no time was left multiply as `nn.Linear` does, or by panels if
+            panels win on the measured layers.
     """
     deadline_s = time.perf_counter() + budget_s
     held = {id(weight) for weight in shared}
@@ -217,7 +219,7 @@ def tune(
         if layer.weight.device.type == "cpu" and layer.weight.dtype in _TYPES:
             alike[layer.weight.dtype, layer.weight.shape, id(layer.weight) in held].append(layer)
     groups = [_Group(layers, is_held, max_bytes) for (*_, is_held), layers in alike.items()]
-    # Panels get half of the time; where they lose, the rest is for the other two ways.
+    # Half of the time is for the decision about panels, the rest for oneDNN's copies of layers that get no panels.
     if _panels_win(groups, deadline_s - budget_s / 2):
         log.info("laid the weights out as panels")
         for group in groups:
@@ -234,7 +236,7 @@ def tune(
 
 
 class _Group:
-    """Layers of one shape.
+    """Layers whose weights have one shape and dtype.
 
     Attributes:
         layers: the layers.
@@ -250,7 +252,7 @@ class _Group:
         self._max_bytes = max_bytes
 
     def pieces(self, layer: TunedLinear) -> tuple[Tensor, ...]:
-        """A layer's weight; a large one in runs of its rows, since a piece takes memory twice while it is laid out."""
+        """A layer's weight, in several runs of rows if it is large: a run takes memory twice while it is laid out."""
         weight = layer.weight
         if not self._is_copied or weight.nbytes <= self._max_bytes:
             return (weight,)
@@ -259,13 +261,13 @@ class _Group:
 
     @property
     def timed(self) -> list[Tensor]:
-        """The weights with which the ways are timed."""
+        """The weights with which the ways to multiply are timed."""
         pieces = itertools.chain.from_iterable(map(self.pieces, self.layers))
         num_timed = max(1, min(_MAX_TIMED_LAYERS, self._max_bytes // max(1, self.pieces(self.layers[0])[0].nbytes)))
         return list(itertools.islice(pieces, num_timed))
 
     def relaid_gain(self, deadline_s: float) -> float | None:
-        """The speedup by weights laid out for oneDNN; 0 if their product differs, None if there was no time."""
+        """The speedup by oneDNN; 0 if it has no kernel or its product differs, None if there was no time."""
         weights = self.timed
         try:
             relaid = [self._lay_out(weight) for weight in weights]
@@ -289,7 +291,7 @@ class _Group:
 
 
 def _panels_win(groups: Iterable[_Group], deadline_s: float) -> bool:
-    """Whether panels are nearly as fast as the fastest way, over all layers that can have them.
+    """Whether panels are nearly as fast as the fastest way, in the mean over all measured layers that can have panels.
 
     The layers get panels together or not at all, since compiled blocks need panels everywhere.
     """
@@ -343,7 +345,7 @@ def measured_gain(
 ) -> float:
     """How many times as fast as `nn.Linear` another way is.
 
-    Both ways are timed in turns, and the best time of each counts, so that other load disturbs both alike.
+    Both ways are timed in turns, so that other load disturbs both alike, and the best time of each counts.
 
     Args:
         rows: `[R, in]`.
@@ -370,12 +372,12 @@ def measured_gain(
 def _agrees(weight: Tensor, laid_out: Tensor, multiply: Multiply) -> bool:
     """Whether a product equals that of `nn.Linear` up to rounding in the weights' dtype.
 
-    An environment variable can make oneDNN compute less exactly.
+    The environment variable `ONEDNN_DEFAULT_FPMATH_MODE` can make oneDNN round more coarsely.
     """
     rows = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
     product = multiply(rows, laid_out)[:, : len(weight)].float()
     difference = (product - functional.linear(rows, weight).float()).abs()
-    # This goes piece by piece, since the magnitudes of all weights would take as much memory as the weights.
+    # The sums go piece by piece, since the magnitudes of all weights would take as much memory as the weights.
     sizes = [functional.linear(rows.abs(), piece.abs()).float() for piece in torch.split(weight, _ROWS_OF_PIECE)]
     rounding = torch.finfo(weight.dtype).eps * torch.cat(sizes, dim=1)
     return bool((difference <= _MAX_ROUNDINGS * rounding).all())

@@ -1,7 +1,7 @@
 """The lock that allows only one load of a model at a time.
 
 While transformers fills a model, it replaces methods of its own base class for the whole process. Two overlapping loads
-would leave them replaced, and later models of the process would lack their tied weights.
+would leave the methods replaced, and later models of the process would lack their tied weights.
 """
 
 import threading

@@ -14,7 +14,7 @@ class LongRope(nn.Module):
 
     Args:
         rotary: the family's module; it returns cosines and sines `[1, N, size]`, which depend only on positions.
-        short_length: tokens of the longest text with short factors.
+        short_length: the length, in tokens, of the longest text with the factors for short texts.
 
     Attributes:
         is_long: bool `[N]`, whether each token of the next call belongs to a long text; None: no token does.

@@ -17,15 +17,14 @@ class StoredFile:
 
     Attributes:
         num_bytes: its length.
-        checksum: the SHA-256 of the content of a large file, or git's SHA-1 of another file as a blob; it has 64 or 40
-            hexadecimal digits.
+        checksum: hexadecimal digits: 64 of the SHA-256 of a large file, or 40 of git's SHA-1 of another file as a blob.
     """
 
     num_bytes: int
     checksum: str
 
     def matches(self, path: Path) -> bool:
-        """Whether the file at `path` has this length and checksum. It is read only if the length is right.
+        """Whether the file at `path` has this length and checksum; it is read only if its length is right.
 
         Raises:
             OSError: the file cannot be read.
@@ -44,7 +43,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A repository at one commit.
+    """The commit of a repository, and its files.
 
     Attributes:
         commit: the commit's hash.
@@ -63,7 +62,7 @@ class Manifest:
         """The inverse of `to_json`.
 
         Raises:
-            ValueError: the text is not one of `to_json`.
+            ValueError: the text is not a manifest.
         """
         try:
             content = json.loads(text)

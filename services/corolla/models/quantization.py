@@ -14,7 +14,7 @@ from corolla.chassis.errors import CheckpointError, SettingsError, StartupError
 from corolla.chassis.weight_formats import PACKED
 
 INT4_GROUP_SIZE: Final = 32
-# The least share of weights to quantise. Families below it keep most weights elsewhere than in linear layers.
+# A model is quantised only if at least this share of its weights is in linear layers that can be quantised.
 _LEAST_SHARE: Final = 0.5
 
 
@@ -52,7 +52,7 @@ def quantize(model: nn.Module, quantization: str, kept: Collection[str] = ()) ->
 
 
 def stored_bytes(tensor: Tensor) -> int:
-    """Bytes that a tensor of any shape, dtype and device takes in memory.
+    """The bytes that a tensor of any shape, dtype and device takes in memory.
 
     `nbytes` of a quantised tensor is the size of the expanded one.
     """

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 MIN_POSITIONS: Final = 1024
-"""The least positions of a table; most texts are shorter."""
+"""The least number of positions in a table; most texts are shorter."""
 
 _BY_POSITION_ALONE: Final = ("default", "linear", "llama3", "yarn")
 """The types of rotary embeddings in which a position's numbers do not depend on the length of the text."""
@@ -15,7 +15,7 @@ _BY_POSITION_ALONE: Final = ("default", "linear", "llama3", "yarn")
 class RotaryTable:
     """A table of cosines and signed sines, with the numbers of the family's own module. It grows with the positions.
 
-    A rotation by half a head is a roll and a change of sign, which the table includes in the sines.
+    Rotating a head's halves (`rotate_half`) is a roll and a change of sign; the sines in the table include the sign.
 
     Args:
         rotary: the family's rotary embedding.
@@ -32,7 +32,7 @@ class RotaryTable:
     def table(self) -> Tensor:
         """The current table `[positions, 2, head_dim]`, in the dtype and on the device of hidden states.
 
-        It is empty where rows are computed in each call.
+        It is empty before the first call, and always if each call computes its own rows.
         """
         return self._table
 

@@ -55,19 +55,19 @@ class LinearPlace:
 class SpanModel:
     """Blocks `[span.start, span.end)` of a model, without embedding, final norm and head.
 
-    The layers are numbered from 0 at `span.start`; this number is the layer's index in any cache. Where only some of
-    the blocks run, a view is used that shares the layers and keeps their numbers.
+    The layers are numbered from 0 at `span.start`; this number is the layer's index in any cache. To run only some of
+    the blocks, the model makes a view that shares the layers and keeps their numbers.
 
     Attributes:
         span: the blocks.
-        config: the model's configuration, cut to the span.
+        config: the model's configuration, reduced to the span.
         family: the row of the table of families.
         packs_rows: whether rows of different sessions may be packed into one call.
         dtype: the dtype of weights and hidden states.
         device: the device of the weights.
         fused: a faster implementation of the same blocks, if `make_fused` found one.
         adapters: the adapters of the batch that `forward` is about to run; None where no row has one.
-        long_rope: the rotary embedding that has to know which tokens belong to long texts; None: it need not know.
+        long_rope: the rotary embedding, if it has to know which tokens belong to long texts; else None.
     """
 
     def __init__(self, base: PreTrainedModel, span: Span, family: Family) -> None:
@@ -102,9 +102,9 @@ class SpanModel:
         return self._base.modules()
 
     def make_fused(self, tuning_budget_s: float = 2.0) -> None:
-        """Chooses the fastest implementation of the blocks on this machine, for good.
+        """Chooses the fastest implementation of the blocks on this machine, once and for all.
 
-        Where `fused` is set afterwards, only that may run the blocks.
+        If it sets `fused`, nothing else may run the blocks from then on.
 
         Args:
             tuning_budget_s: for how long products may be timed.
@@ -136,9 +136,9 @@ class SpanModel:
         return LinearPlace(place, sum(width for _, width in widths), shape)
 
     def take_adapters(self) -> None:
-        """Installs the hooks by which `adapters` change the outputs of linear layers; not while blocks run.
+        """Installs the hooks by which `adapters` change the outputs of linear layers.
 
-        Fused blocks need no hooks.
+        The blocks must not run meanwhile. Fused blocks need no hooks.
         """
         if self._takes_adapters or self.fused is not None:
             return
@@ -230,7 +230,7 @@ def _with_layers(module: Any, path: Sequence[str], layers: nn.ModuleList, config
 
 
 def _separate_factors(base: PreTrainedModel, family: Family) -> LongRope | None:
-    """Replaces a longrope embedding by one that chooses each row's factors by the row's own text."""
+    """Replaces a rotary embedding of the type `longrope` by one that chooses each row's factors by its own text."""
     short_length = short_factor_length(base.config)
     if short_length is None or not family.begins_anew:
         return None
@@ -266,8 +266,8 @@ def load_span(
         dtype: the dtype of the weights in memory, whatever the files hold.
         device: the device of the weights.
         attention: transformers' attention implementation; families that `sdpa` does not serve get `eager`.
-        quantization: of the weights of linear layers: `none`; `int8` or `int4`, applied after reading; `packed`, as in
-            the files.
+        quantization: how linear layers hold their weights: `none`; `int8` or `int4`, quantised after reading; `packed`,
+            packed as in the files.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape than the configuration says, or cannot be read.
@@ -302,7 +302,7 @@ def make_span(
     device: torch.device | str = "cpu",
     quantization: str = "none",
 ) -> SpanModel:
-    """A span like that of `load_span`, with random weights: it reads no weights, and computes at the same speed.
+    """A span like that of `load_span`, but with random weights: it reads no weights, and computes at the same speed.
 
     Raises:
         StartupError: this quantisation is not possible for the weights.
@@ -317,7 +317,7 @@ def make_span(
 
 
 def fetch_span(checkpoint: Checkpoint, span: Span) -> None:
-    """Fetches the files that `load_span` would read, as far as they are not here yet.
+    """Fetches those files that `load_span` would read and that are not on this machine yet.
 
     Raises:
         CheckpointError: a file cannot be fetched.
@@ -327,7 +327,7 @@ def fetch_span(checkpoint: Checkpoint, span: Span) -> None:
 
 
 def weight_types(checkpoint: Checkpoint, quantization: str) -> tuple[list[str], list[str]]:
-    """The formats of packed weights: those that stay packed, and those with an expanded tensor. Reads no weights."""
+    """The formats of quantised weights: those of weights that stay packed, and of expanded ones. Reads no weights."""
     largest = Span(checkpoint.largest_block, checkpoint.largest_block + 1)
     names = span_tensors(checkpoint, largest)
     return types_of(checkpoint, quantization, names, functools.partial(_empty_span, checkpoint, largest))
@@ -369,7 +369,7 @@ def span_tensors(checkpoint: Checkpoint, span: Span) -> dict[str, str]:
 
 
 class _NoPositions(nn.Module):
-    """Stands in for learned positions and adds 0, since `edges` has added them already."""
+    """Stands in for learned positions and adds 0, since `edges.Edges` has added the positions already."""
 
     def forward(self, positions: Tensor, *_arguments: Any, **_options: Any) -> Tensor:
         return torch.zeros((), device=positions.device, dtype=torch.int8)

@@ -87,10 +87,10 @@ def read_header(shard: Path) -> dict[str, StoredTensor]:
 
 
 def sample_bytes(weight_index: Mapping[str, Path], num_bytes: int) -> Iterator[bytes]:
-    """Yields, tensor by tensor in the order of their names, bytes that identify it without reading all of it.
+    """Yields bytes that identify the tensors, in the order of their names, without reading all of each tensor.
 
-    These are its name, dtype and shape, and `num_bytes` each from its beginning, middle and end. They do not depend on
-    how tensors are distributed over shards.
+    For each tensor, these are its name, dtype and shape, and `num_bytes` from each of its beginning, middle and end.
+    They do not depend on how tensors are distributed over shards.
     """
     headers = {shard: read_header(shard) for shard in set(weight_index.values())}
     with contextlib.ExitStack() as stack:

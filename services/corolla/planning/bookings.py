@@ -1,7 +1,7 @@
 """Sessions that a planner has placed on servers and that no heartbeat reports yet. Pure: time is passed in.
 
 A server reports its load with each heartbeat. Without bookings, all sessions that are planned between two heartbeats
-would find the same server the least busy one, and all would go there.
+would go to the same server, the least busy one.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,7 +35,7 @@ class Bookings:
 
     def __init__(self, lag_s: float) -> None:
         self._lag_s = lag_s
-        # The number of each server's newest known heartbeat, and for each of its sessions the time of placement and
+        # The number of each server's newest known heartbeat, and for each session on it the time of placement and
         # the number of tokens; both by server id.
         self._heartbeats: dict[str, int] = {}
         self._sessions: dict[str, list[tuple[float, int]]] = {}

@@ -11,7 +11,7 @@ from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span
 
 UNMEASURED_TOKENS_PER_SECOND: Final = 1.0
-"""The assumed speed through one block of a server that has not measured its own: low, but above zero."""
+"""The assumed tokens per second through one block of a server that has measured nothing: low, but above zero."""
 
 SESSION_LOAD: Final = 0.05
 """The part by which an open session raises a server's time per block; small, as most sessions are idle or batched."""
@@ -20,10 +20,11 @@ MOST_TIMES_TYPICAL: Final = 32.0
 """A server's speed counts up to this many times the typical one; devices in one pool may differ by a factor of 20."""
 
 SLOW_TIMES: Final = 8.0
-"""A chain is slow when a token takes more than this many times as long as its servers' figures predict ..."""
+"""A chain is slow when a token takes more than this many times as long as its servers' figures predict, plus
+`_SLOW_HOP_SECONDS` for each hop."""
 
 _SLOW_HOP_SECONDS: Final = 0.05
-"""... plus this time for each hop: no server's figures include links, batches and busy machines."""
+"""The time that a hop may take in addition, since no server's figures include links, batches and busy machines."""
 
 _NOTHING: Final = Booked()
 
@@ -31,7 +32,7 @@ _NOTHING: Final = Booked()
 def counted_speed(placed: pb.PlacedServer, bound: float) -> float:
     """Returns the tokens per second through one block that the planner counts; 0: the server has measured nothing.
 
-    It is the recent speed that the server reports or else the one measured at its start, up to `bound`.
+    This is the recent speed that the server reports, or else the one that it measured at its start, up to `bound`.
 
     Args:
         bound: The server's entry in `speed_bounds`.
@@ -43,7 +44,7 @@ def speed_bounds(servers: Iterable[pb.PlacedServer]) -> dict[str, float]:
     """Returns the greatest speed that the planner accepts of each server, by id, since a server may overstate its own.
 
     The bound is `MOST_TIMES_TYPICAL` times the median of what the other servers with the same weights report, or that
-    median itself for a doubted server. The figure of a server without others is accepted.
+    median itself for a doubted server. If no other server has measured its speed, there is no bound.
     """
     groups: dict[str, list[pb.PlacedServer]] = {}
     for each in servers:

@@ -15,8 +15,8 @@ from corolla.planning.planner import Candidate, PlannedChain, PlannedHop
 from corolla.wire.span import Span
 
 MAX_DETOUR: Final = 0.25
-"""A partner's step may take longer than the cheapest hop's by this part. Beyond it, waiting for the partner costs more
-than a larger batch saves."""
+"""A partner's step may take longer than the cheapest hop's by this share. Beyond that, waiting for the partner costs
+more than a larger batch saves."""
 
 
 def with_partners(chain: PlannedChain, candidates: Sequence[Candidate]) -> PlannedChain:

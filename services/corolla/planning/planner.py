@@ -1,10 +1,10 @@
 """Plans the cheapest chain by dynamic programming over the boundaries between blocks. Pure.
 
-The algorithm is the shortest path in a directed acyclic graph (Cormen et al., "Introduction to Algorithms"). Its nodes
-are a server at a boundary. The cost of a hop is linear in its number of blocks. Therefore some cheapest chain changes
+The algorithm is the shortest path in a directed acyclic graph (Cormen et al., "Introduction to Algorithms"). Each node
+is a server at a boundary. The cost of a hop is linear in its number of blocks. Therefore some cheapest chain changes
 servers only where a server's span starts or ends, and the planner looks at no other boundary. For the same reason, the
 best block for a server to begin at does not depend on where its hop ends: at each boundary, the planner keeps one
-figure for each server that holds it. The time is O(servers x boundaries).
+figure for each server that holds the blocks there. The time is O(servers x boundaries).
 
 An example with 8 blocks, where a hop costs 1 ms and a change of zone 2 ms (test_planner.py runs it):
 
@@ -118,7 +118,7 @@ def least_uncovered(groups: Iterable[Sequence[Candidate]], blocks: Span) -> list
 class _Route(NamedTuple):
     """A route to a boundary: `server` computes the blocks from `start`, after the route `before`.
 
-    The route to the first block has neither of them.
+    The empty route, which every route begins with, has neither a server nor a route before it.
     """
 
     seconds: float
@@ -137,7 +137,7 @@ class _Route(NamedTuple):
 
 
 class _RouteOnServer:
-    """The cheapest route that is on a server at the planner's current boundary; `seconds` is infinite without one."""
+    """The cheapest route that ends on a server at the planner's current boundary; `seconds` is infinite without one."""
 
     __slots__ = ("before", "entry_seconds", "index", "seconds", "seconds_per_block", "server", "start")
 
@@ -157,7 +157,7 @@ def _cheapest(group: Sequence[Candidate], blocks: Span, costs: LinkCosts) -> Pla
     ]
     edges = {edge for each in usable for edge in (each.span.start, each.span.end) if blocks.start < edge < blocks.end}
     boundaries = [blocks.start, *sorted(edges), blocks.end]
-    # These hops are optimal, but may leave a server for a faster one inside its span and return to it.
+    # These hops are optimal, but may leave a server for a faster one in the middle of its span, and return to it later.
     hops = _all_at_once(usable, boundaries, costs)
     if len({hop.server.server_id for hop in hops}) < len(hops):
         # No server can come twice if servers are taken in the order of their ends, and if there is a chain, then there
@@ -178,7 +178,7 @@ def _all_at_once(servers: Sequence[Candidate], boundaries: Sequence[int], costs:
     # boundary; both by zone.
     under_way: defaultdict[str, list[_RouteOnServer]] = defaultdict(list)
     arrivals: dict[str, _Route] = {}
-    # The cheapest route of all zones, and its seconds with a change of zone after it. The first block has no zone.
+    # The cheapest route of all zones, and its seconds with a change of zone after it. The first hop changes no zone.
     cheapest: _Route | None = _Route(0.0)
     elsewhere = 0.0
     for here, boundary in pairwise(boundaries):
@@ -206,10 +206,11 @@ def _extended(
 ) -> _RouteOnServer:
     """Extends the routes on the servers of one zone from `here` to `boundary`.
 
-    A route enters its server `here` if that is cheaper than earlier.
+    A route enters its server `here` if that costs less than to have entered it earlier.
 
     Args:
-        seconds_here: The seconds of the route `before`, which comes before a route that enters its server `here`.
+        seconds_here: The seconds of the route `before`, with a change of zone after it if there is one.
+        before: The cheapest route to `here` for a server of this zone.
 
     Returns:
         The cheapest route; the first one of equals.

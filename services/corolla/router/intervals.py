@@ -9,8 +9,8 @@ class RouterIntervals:
     """Intervals and time-outs in seconds.
 
     Attributes:
-        relist_s: The time between two readings of a placement without changes. The router hears of changes at once;
-            this interval bounds how late it notices an expired lease, and is far shorter than a lease.
+        relist_s: The time between two readings of an unchanged placement. The router hears of changes at once; this
+            interval bounds how late it notices an expired lease, and is far shorter than a lease.
         settle_s: How long all servers must be ready, and a move must be the best one, before the router orders the
             move. Servers that start together are ready within this time.
         between_moves_s: The time between a move and another one that only makes blocks faster. It is longer than most

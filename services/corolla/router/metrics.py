@@ -74,7 +74,7 @@ class RouterMetrics:
         self._moves.labels(model, MOVE_REASONS[0] if covers else MOVE_REASONS[1]).inc()
 
     def observe(self, roster: Roster, num_sessions: int) -> None:
-        """Shows one model's placement and session count. A span without replicas left stays, at zero."""
+        """Shows one model's placement and number of sessions. A span without replicas stays, at zero."""
         model = roster.model
         ready = collections.Counter(
             f"{each.span.start}:{each.span.end}" for each in roster.servers if each.state == pb.SERVER_STATE_READY

@@ -43,8 +43,8 @@ class WeightMemory:
 
     Attributes:
         num_blocks: The whole memory.
-        edge_blocks: The memory of the embedding, and also that of the head.
-        are_edges_tied: Whether a server with embedding and head stores them once.
+        edge_blocks: The memory of the embedding, which is also that of the head.
+        are_edges_tied: Whether a server that has both embedding and head stores one tensor for both.
         draft_blocks: The memory of the draft model, which the server with the last block holds.
     """
 
@@ -67,9 +67,9 @@ ENOUGH: Final = WeightMemory()
 
 
 def throughput(servers: Iterable[HostedSpan], num_blocks: int) -> list[int]:
-    """Returns the micro-tokens per second of each block; a server of k blocks gives each of them a k-th of its speed.
+    """Returns the micro-tokens per second of each block. A server of k blocks gives each of them a k-th of its speed.
 
-    The head's time counts as blocks, too.
+    The time of the head counts as `head_blocks` more blocks.
     """
     per_block = [0] * num_blocks
     for server in servers:
@@ -98,8 +98,8 @@ def choose_span(
     that minimum, and so on. Among equals, the candidate that leaves fewer gaps wins, then the lowest start. Servers
     that join one after another therefore cover the model as soon as their capacities add up to it.
 
-    If memory is bounded, fewer blocks fit at the model's ends, so gaps differ in cost. Then the first criterion is how
-    many servers like the new one the remaining gaps need.
+    If memory is bounded, fewer blocks fit at the model's ends, so gaps of one length may need different numbers of
+    servers. Then the first criterion is how many servers like the new one the remaining gaps need.
 
     Args:
         servers: The servers whose weights may be in one chain with the new server's, joining ones included.
@@ -111,7 +111,7 @@ def choose_span(
         memory: The server's memory for weights, which the span must fit.
 
     Raises:
-        SpanRefused: The memory holds not even one block, wherever it lies.
+        SpanRefused: The memory does not hold even one block anywhere in the model.
     """
     length = min(capacity, num_blocks)
     before = throughput(servers, num_blocks)
@@ -135,7 +135,7 @@ def choose_span(
 
 
 def _num_servers(gap: Span, length: int, num_blocks: int, memory: WeightMemory) -> int:
-    """Returns how many such servers a gap needs; more than the model's blocks if no such server can fill it."""
+    """Returns how many servers with this length and memory a gap needs; above `num_blocks` if they cannot fill it."""
     start, count = gap.start, 0
     while start < gap.end:
         part = _longest(start, min(length, gap.end - start), num_blocks, memory)

@@ -37,7 +37,7 @@ _MAX_DIMENSIONS: Final = 4
 _MAX_NAME_BYTES: Final = 256
 _PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<total>\d{5})\.gguf")
 
-# Maps a type's number to its name, the numbers in a block, and the bytes of a block.
+# Maps the number of a tensor type to its name, the weights of a block, and the bytes of a block.
 TYPES: Final[Mapping[int, tuple[str, int, int]]] = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2),
     2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34),
@@ -53,7 +53,7 @@ class GgufTensor:
     """The place of a tensor in a file, and its type.
 
     Attributes:
-        path: the file, one of several where the model is split.
+        path: the file that holds the tensor; a split model has several files.
         shape: the shape, with dimensions in torch's order.
         type_number: a key of `TYPES`.
         offset: the position of its first byte in the file.
@@ -77,7 +77,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """The headers of a model's files.
+    """The merged headers of all files of a model.
 
     Attributes:
         metadata: the metadata, by the keys of the format.
@@ -159,7 +159,11 @@ def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor], bytes
 
 
 class _Reader:
-    """Reads one file's header. Raises struct.error or ValueError where it is not valid."""
+    """Reads one file's header.
+
+    It raises struct.error, ValueError or OverflowError for an invalid header, and CheckpointError for a version of the
+    format or a type that is not served.
+    """
 
     def __init__(self, path: Path, content: mmap.mmap) -> None:
         self._path = path

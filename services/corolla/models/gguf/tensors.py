@@ -1,8 +1,7 @@
-"""A GGUF file's tensors under the names of transformers' model, expanded one by one as they are read, or left packed.
+"""The tensors of a GGUF file under transformers' names. Each is expanded when it is read, or stays packed.
 
 transformers and the package `gguf` know the tensors' names, and how llama.cpp changed the tensors (it interleaves the
-rows of some queries and keys, and adds one to some norms). The packed types are defined in `ggml-common.h` of
-llama.cpp.
+rows of some queries and keys, and adds one to some norms). llama.cpp defines the packed types in `ggml-common.h`.
 """
 
 import re
@@ -29,7 +28,7 @@ _ENDING: Final = re.compile(r"\.(weight|bias)$")
 
 
 class GgufTensors(Mapping[str, "LazyTensor"]):
-    """All weights of a model, by transformers' names; each is read from its file when it is indexed.
+    """All weights of a model, by transformers' names; a LazyTensor reads its weight from the file when it is indexed.
 
     Args:
         header: the header of the model's files.
@@ -47,7 +46,7 @@ class GgufTensors(Mapping[str, "LazyTensor"]):
         self._names, self._packable = _names(header.architecture, config, self._processor)
         self._stored: dict[str, list[str]] = defaultdict(list)
         for stored in header.tensors:
-            # The experts of a layer are one tensor, whose name has no ending in the table.
+            # All experts of a layer are one stored tensor. `_names` has its name without the ending `.weight`.
             name = self._names.get(stored) or self._names.get(stored.removesuffix(".weight"))
             if name is not None:
                 self._stored[name].append(stored)
@@ -62,14 +61,14 @@ class GgufTensors(Mapping[str, "LazyTensor"]):
         return len(self._stored)
 
     def stored(self, name: str) -> Sequence[GgufTensor]:
-        """The stored tensors of a name: one, or several that become one."""
+        """The stored tensors that make up the weight `name`, one or several."""
         return [self.header.tensors[each] for each in self._stored[name]]
 
     def layout(self, name: str) -> Layout | None:
         """The layout in memory of a weight that stays packed.
 
-        None for a weight that must be expanded: its type has no kernel, or it does not belong to a linear layer or an
-        embedding.
+        None: the weight must be expanded, since its type has no kernel, or it is not the matrix of a linear layer or an
+        embedding, stored as one tensor.
         """
         tensors = self.stored(name)
         if name not in self._packable or len(tensors) != 1 or len(tensors[0].shape) != 2:
@@ -106,7 +105,7 @@ class GgufTensors(Mapping[str, "LazyTensor"]):
         return Panels(repack(read, num_rows, num_columns, LAYOUTS[tensor.type_name]))
 
     def _row_order(self, stored: str, num_rows: int) -> Tensor | None:
-        """The row of the file for each row of the model, int64 `[out]`; None: they are in the same order."""
+        """The number in the file of each row of the model, int64 `[out]`; None: both have the same order."""
         numbers = np.arange(num_rows, dtype=np.float64)
         result = self._processor.process(
             weights=numbers[:, None], name=stored, tensor_key_mapping=self._names, parsed_parameters={"tensors": {}}
@@ -117,7 +116,7 @@ class GgufTensors(Mapping[str, "LazyTensor"]):
         return None if np.array_equal(order, numbers) else torch.from_numpy(order)
 
     def read(self, names: Sequence[str]) -> Tensor:
-        """The tensor that is stored under `names`, expanded to float32 on the CPU, in the shape of the model's tensor.
+        """The tensor that the stored tensors `names` make up, float32 on the CPU, in the shape of the model's tensor.
 
         Raises:
             CheckpointError: the file cannot be read.
@@ -134,7 +133,7 @@ class GgufTensors(Mapping[str, "LazyTensor"]):
         return cast(Tensor, whole)
 
     def has_rows(self, names: Sequence[str]) -> bool:
-        """Whether a name is a matrix whose rows are stored unchanged and in the same order."""
+        """Whether `names` is one stored matrix whose rows are unchanged and in the model's order."""
         if len(names) != 1 or len(self.header.tensors[names[0]].shape) != 2:
             return False
         numbers = np.arange(self.header.tensors[names[0]].shape[0], dtype=np.float32)[:, None]
@@ -144,7 +143,7 @@ class GgufTensors(Mapping[str, "LazyTensor"]):
         return result.name == names[0] and np.array_equal(result.weights, numbers)
 
     def read_rows(self, name: str, start: int, end: int) -> Tensor:
-        """The rows `[start, end)` of a matrix for which `has_rows`, float32 `[end - start, columns]` on the CPU.
+        """The rows `[start, end)` of a matrix with `has_rows`, float32 `[end - start, columns]` on the CPU.
 
         Raises as `read` does.
         """
@@ -164,7 +163,7 @@ class LazyTensor:
         return self._tensors.header.tensors[self._names[0]].shape if self._has_rows else ()
 
     def __getitem__(self, index: Any) -> Tensor:
-        """The numbers at `index`, float32 on the CPU, in the shape of a tensor that is indexed so."""
+        """The numbers at `index`, float32 on the CPU, in the same shape as indexing a tensor would give."""
         if self._has_rows and isinstance(index, slice):
             start, end, _ = index.indices(self.get_shape()[0])
             return self._tensors.read_rows(self._names[0], start, end)
@@ -197,7 +196,7 @@ def _raw(tensor: GgufTensor, start: int, num_bytes: int) -> Tensor:
 
 
 def _names(architecture: str, config: PretrainedConfig, processor: Any) -> tuple[dict[str, str], frozenset[str]]:
-    """A map from GGUF's names to transformers' names, and those of the latter whose layers can be packed."""
+    """A map from GGUF's names to transformers' names, and transformers' names of the weights that can stay packed."""
     try:
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
     except ImportError as error:

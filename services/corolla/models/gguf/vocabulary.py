@@ -16,18 +16,19 @@ from corolla.chassis.errors import CheckpointError
 from corolla.models.gguf.header import GgufHeader
 
 _SPECIAL_TOKENS: Final = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-# The ways in which byte-level vocabularies split texts before they merge bytes: as in GPT-2; with single digits; and
-# those that transformers' converter knows.
+# The names of the ways in which byte-level tokenizers split a text before they merge bytes: as GPT-2 does, with each
+# digit alone, and the ways that transformers' converter knows.
 _AS_GPT2: Final = frozenset({"gpt-2", "phi-2", "mpt", "olmo", "jais"})
 _SINGLE_DIGITS: Final = frozenset({"smollm", "starcoder", "refact", "command-r"})
 _CUTS: Final = _AS_GPT2 | _SINGLE_DIGITS | GGUF_PRE_TOKENIZER_SPLITS.keys()
 
 
 def write_tokenizer(header: GgufHeader, folder: Path) -> None:
-    """Writes `tokenizer.json`, `tokenizer_config.json` and the chat template.
+    """Writes `tokenizer.json`, `tokenizer_config.json` and the chat template to `folder`.
 
     Raises:
         CheckpointError: the file has no tokenizer, or one that transformers does not know.
+        OSError: the folder cannot be written to.
     """
     described = {
         group: {

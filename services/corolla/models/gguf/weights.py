@@ -1,6 +1,6 @@
 """The weights of a GGUF file for a checkpoint: their names, sizes and identity.
 
-This module needs neither torch nor the package `gguf` until a tensor is read.
+Only `GgufWeights.tensors` and `GgufWeights.index` import torch and the package `gguf`.
 """
 
 import functools
@@ -40,12 +40,12 @@ class GgufWeights:
 
     @property
     def name(self) -> str:
-        """The model's name: that of the file, without the number of a part."""
+        """The model's name: the file's name without its ending and the number of a part."""
         return re.sub(r"-\d{5}-of-\d{5}$", "", part_names(self.path)[0].stem)
 
     @functools.cached_property
     def index(self) -> Mapping[str, Path]:
-        """Maps transformers' name of each tensor to the file that holds it. This needs torch."""
+        """Maps transformers' name of each tensor to the file that holds it."""
         return {name: self.tensors.stored(name)[0].path for name in self.tensors}
 
     @functools.cached_property
@@ -56,14 +56,14 @@ class GgufWeights:
         return GgufTensors(self.header, self._config)
 
     def num_block_weights(self, block: int) -> int:
-        """How many numbers the tensors of a block have."""
+        """The number of weights of a block."""
         held = (tensor for name, tensor in self.header.tensors.items() if name.startswith(f"blk.{block}."))
         return sum(tensor.num_weights for tensor in held)
 
     def facts(self, num_bytes: int) -> Iterator[bytes]:
         """Yields bytes that identify the file without reading all of it.
 
-        These are its header's digest, and `num_bytes` each from the beginning, middle and end of every tensor.
+        These are the digest of its header, and `num_bytes` from each of the beginning, middle and end of every tensor.
         """
         yield self.header.digest
         for name in sorted(self.header.tensors):

@@ -35,7 +35,7 @@ def layouts_of(
         names: maps names in the model to names in the files.
         quantization: weights stay packed only if this is `packed`.
         device: where the model is computed.
-        model: makes the model without weights; only weights of its linear layers can stay packed.
+        model: makes the model without weights, whose linear layers show which weights of safetensors can stay packed.
         weights: the tensors that `Checkpoint.open_tensors` yields; None: safetensors are not read, and the answer
             relies on config.json and the names of tensors.
 
@@ -71,7 +71,7 @@ def layouts_of(
 def types_of(
     checkpoint: Checkpoint, quantization: str, block_names: Mapping[str, str], block: Callable[[], nn.Module]
 ) -> tuple[list[str], list[str]]:
-    """The formats of packed weights: first those that stay packed, then those with a tensor that is expanded.
+    """The formats of quantised weights: first those of weights that stay packed, then those of expanded weights.
 
     Args:
         block_names: for the largest block's tensors, maps names in the model to names in the files.
@@ -105,7 +105,7 @@ def fill(
     """Reads the weights of all packed layers.
 
     Args:
-        root: the model, in which packed layers have been put by `replace_packed`.
+        root: the model, in which `replace_packed` has put packed layers.
         layouts: the result of `layouts_of` for these names and weights.
         names: maps names in the model to names in the files.
         weights: the tensors that `Checkpoint.open_tensors` yields.

@@ -12,7 +12,7 @@ from corolla.kernels.llvm_text import LANES
 from corolla.kernels.products import kernel_of, multiplied
 from corolla.kernels.repacking import Panels, empty_panels
 
-# This byte stands for a small number in scales, so that products with arbitrary weights stay finite.
+# A scale of such bytes is a small number, so that products with arbitrary weights stay finite.
 _MADE_UP_BYTE: Final = 0x11
 # The attribute in which transformers' scaled embeddings keep their factor.
 _SCALE: Final = "scalar_embed_scale"
@@ -49,7 +49,7 @@ class PackedLinear(nn.Module):
 
     @classmethod
     def joined(cls, parts: Sequence["PackedLinear"]) -> Self:
-        """One layer in place of several with the same layout and input; their weights become views of its weights.
+        """Joins several layers with the same layout and input into one; their weights become views of the new layer's.
 
         All parts except the last one must have a multiple of 16 outputs.
         """
@@ -80,7 +80,7 @@ class PackedLinear(nn.Module):
         return self.out_features, self.in_features
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Multiplies `[..., in]` on the CPU; returns `[..., out]` in the same dtype."""
+        """Multiplies `rows`, `[..., in]` on the CPU; returns `[..., out]` in the same dtype."""
         return multiplied(self.layout, rows, cast(Tensor, self.panels), self.out_features, self.bias, self.order)
 
     def extra_repr(self) -> str:
@@ -158,11 +158,11 @@ def replace_packed(root: nn.Module, layouts: Mapping[str, Layout], dtype: torch.
 
     Args:
         root: the model, on any device, including the meta device.
-        layouts: layouts by the name of the weight in `root`; each must belong to a layer that `can_be_packed`.
+        layouts: maps names of weights in `root` to their layouts; `can_be_packed` must be true for the weights' layers.
         dtype: the dtype of hidden states.
 
     Raises:
-        CheckpointError: a layer's columns are not a multiple of its layout's block.
+        CheckpointError: the number of a layer's columns is not a multiple of the columns of a block in its layout.
         StartupError: this machine cannot multiply by packed weights.
     """
     for layout in set(layouts.values()):
@@ -189,11 +189,11 @@ def replace_packed(root: nn.Module, layouts: Mapping[str, Layout], dtype: torch.
 
 
 def fill_packed(root: nn.Module, names: Mapping[str, str], read: Callable[[str, tuple[int, int]], Panels]) -> None:
-    """Reads the weights of all packed layers. Layers with the same stored weight share its memory.
+    """Reads the weights of packed layers; layers with the same stored weight share its memory.
 
     Args:
         root: the model.
-        names: maps the names of weights in `root` to names in the files.
+        names: maps the names of packed weights in `root` to names in the files.
         read: returns the panels for a name in the files; the matrix must have the given shape.
     """
     held: dict[str, Panels] = {}

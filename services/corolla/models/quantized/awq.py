@@ -1,6 +1,6 @@
-"""AWQ (Lin et al. 2023) in the layout "gemm", as AutoAWQ, transformers and vLLM write and read it.
+"""AWQ (Lin et al. 2023) in the layout "gemm", which AutoAWQ, transformers and vLLM write and read.
 
-Eight outputs share a word, in the order 0, 2, 4, 6, 1, 3, 5, 7, as the kernels that it was made for need it.
+A word of 32 bits holds eight outputs in the order 0, 2, 4, 6, 1, 3, 5, 7, which AutoAWQ's kernels need.
 """
 
 from collections.abc import Collection, Mapping
@@ -23,7 +23,7 @@ _PLACES: Final = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 class Awq(Format):
-    """A weight's parts: `qweight` int32 `[in, out / 8]`, `qzeros` int32 `[groups, out / 8]` and `scales`
+    """AWQ stores a weight as `qweight` int32 `[in, out / 8]`, `qzeros` int32 `[groups, out / 8]` and `scales`
     `[groups, out]`.
     """
 

@@ -1,6 +1,6 @@
-"""bitsandbytes: NF4 (QLoRA, Dettmers et al. 2023) and FP4 in blocks of a flattened weight, and int8 per output.
+"""bitsandbytes' formats: NF4 (QLoRA, Dettmers et al. 2023), FP4, and the int8 of LLM.int8() (Dettmers et al. 2022).
 
-int8 is that of LLM.int8() (Dettmers et al. 2022).
+NF4 and FP4 have one scale for each block of the flattened weight, int8 one for each output.
 """
 
 import json
@@ -25,7 +25,7 @@ _INT8_UNIT: Final = 7.874015718698502e-3  # as bitsandbytes writes 1/127
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """The settings of a weight in four bits, from its `quant_state`."""
+    """The settings of a weight of four bits, from its JSON text `quant_state`."""
 
     shape: tuple[int, int]
     block_size: int
@@ -34,9 +34,11 @@ class _State:
 
 
 class BitsAndBytes(Format):
-    """A weight's parts: four bits are `weight` (the bytes, whatever their type), `absmax` for each block, `quant_map`
-    float32 `[16]` and a small JSON text; `absmax` may be quantised in turn. int8 is `weight` `[out, in]` and `SCB`
-    `[out]`.
+    """bitsandbytes stores a weight in four bits or in int8.
+
+    A weight of four bits has `weight` (the bytes, whatever their type), `absmax` with the scale of each block,
+    `quant_map` float32 `[16]` and a small JSON text; `absmax` may be quantised in turn. A weight of int8 has `weight`
+    `[out, in]` and `SCB` `[out]`.
     """
 
     endings: ClassVar[Mapping[str, str]] = {

@@ -1,6 +1,6 @@
-"""compressed-tensors, as llm-compressor writes it: integers and floats of one to eight bits, in many schemes.
+"""compressed-tensors, as llm-compressor writes it: integers of one to eight bits, and floats of four or eight.
 
-Where a model also quantises activations (w8a8, fp8), only the weights are read here, and activations keep their dtype.
+Activations keep their dtype, also if the checkpoint was made to be served with quantised activations (w8a8, fp8).
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ _NVFP4, _MXFP4 = Scheme(4, group_size=16), Scheme(4, group_size=32)
 
 
 class CompressedTensors(Format):
-    """A weight's parts. The numbers are one of these:
+    """compressed-tensors stores a weight as several parts. One of these holds the numbers:
 
     - `weight_packed` int32, with `weight_shape`: integers of 1 to 8 bits;
     - `weight_packed` uint8 `[out, in / 2]`: floats of four bits;
@@ -139,7 +139,7 @@ class CompressedTensors(Format):
         num_outputs, num_inputs = (int(size) for size in tensors["weight_shape"])
         schemes = self._packed_schemes(packed.shape[1], num_inputs)
         scheme = _fitting(scale_shape, (num_outputs, num_inputs), schemes)
-        # The numbers are stored without a sign.
+        # Stored integers are unsigned: the middle of the range was added to them.
         numbers = unpacked(packed[start:end], scheme.bits, num_inputs).float().sub_(1 << (scheme.bits - 1))
         return numbers, self._zeros(tensors, scheme.bits, num_outputs), scheme
 
@@ -164,7 +164,7 @@ class CompressedTensors(Format):
 
 
 def _packed_shape(stored: StoredTensors) -> tuple[int, ...]:
-    """The weight's shape by `weight_shape`. Raises Unfit where the packed numbers do not fit it."""
+    """The weight's shape that `weight_shape` holds. Raises Unfit where the packed numbers do not fit it."""
     allow(stored, "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
     num_outputs, num_packed = shape_of(stored, "weight_packed", {"I32"}, 2)
     expect(stored, "weight_shape", {"I32", "I64"}, (2,))
@@ -225,7 +225,7 @@ def _of_inputs(values: Tensor, scheme: Scheme, groups: Tensor | None) -> Tensor:
 
 
 def _input_order(groups: Tensor, scales: Sequence[int]) -> Tensor | None:
-    """The `input_order` for scales of this shape."""
+    """The `input_order` of a weight with scales of this shape; None also if each output has one scale only."""
     if _is_unset(groups) or len(scales) < 2 or scales[1] == 1:
         return None
     return input_order(groups, len(groups) // scales[1], scales[1])

@@ -153,7 +153,7 @@ METHODS: Final[Mapping[str, Callable[[Mapping[str, Any]], Quantization]]] = {
     "gptq": _gptq,
     "mxfp4": lambda _: Quantization("mxfp4"),
 }
-"""The readers of descriptions by the value of `quant_method`."""
+"""Maps a value of `quant_method` to the function that reads such a `quantization_config`."""
 
 
 def _one_of(given: str, known: Container[str], what: str) -> None:
@@ -162,7 +162,7 @@ def _one_of(given: str, known: Container[str], what: str) -> None:
 
 
 def _number(stored: Mapping[str, Any], *names: str, default: int) -> int:
-    """The value of the first of `names` that is set; raises CheckpointError where it is not a number within limits."""
+    """The value of the first of `names` that is set. Raises CheckpointError if it is not an integer within limits."""
     value = next((stored[name] for name in names if stored.get(name) is not None), default)
     if not isinstance(value, int) or isinstance(value, bool) or not -1 <= value <= _LARGEST:
         raise _senseless(names[0])

@@ -27,5 +27,5 @@ def e2m1(octets: Tensor) -> Tensor:
 
 
 def scale_numbers(scales: Tensor) -> Tensor:
-    """The `scales`, of any shape, as float32; a uint8 is the power of two with the exponent of the byte minus 127."""
+    """The `scales`, of any shape, as float32; a uint8 `b` stands for 2 to the power of `b - 127`."""
     return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()

@@ -17,7 +17,7 @@ class Format(abc.ABC):
 
     Attributes:
         endings: maps the ending of a part's name to the ending that the weight's own name has instead.
-        step: rows are expanded in ranges whose bounds are multiples of this, except the last one.
+        step: rows are expanded in ranges whose bounds are multiples of this, except for the end of the last range.
     """
 
     endings: ClassVar[Mapping[str, str]]
@@ -81,6 +81,7 @@ class Format(abc.ABC):
         Args:
             tensors: the weight's tensors by role, on the CPU, with the dtypes and shapes of the format's own docstring.
             start: a multiple of 16.
-            order: int32 `[in]`, what the method `order` returned.
+            layout: the result of the method `layout`.
+            order: the result of the method `order`, int32 `[in]` or None.
         """
         raise NotImplementedError

@@ -17,7 +17,7 @@ _SCALES: Final = ("scale_inv", "weight_scale")
 
 
 class Fp8(Format):
-    """A weight's tensors: `weight` `[..., out, in]`, and `scale_inv` or `weight_scale`, by which it is multiplied."""
+    """FP8 stores a weight as `weight` `[..., out, in]`, and `scale_inv` or `weight_scale`, which multiplies it."""
 
     endings: ClassVar[Mapping[str, str]] = {"_scale_inv": "", ".weight_scale": ".weight"}
 

@@ -21,8 +21,8 @@ from corolla.models.quantized.stored_tensors import StoredTensors, Unfit, allow,
 
 
 class Gptq(Format):
-    """A weight's parts: `qweight` int32 `[in * bits / 32, out]`, `qzeros` int32 `[groups, out * bits / 32]`, `scales`
-    `[groups, out]`, and sometimes `g_idx` int32 `[in]`.
+    """GPTQ stores a weight as `qweight` int32 `[in * bits / 32, out]`, `qzeros` int32 `[groups, out * bits / 32]`,
+    `scales` `[groups, out]`, and sometimes `g_idx` int32 `[in]`.
     """
 
     endings: ClassVar[Mapping[str, str]] = {

@@ -20,7 +20,7 @@ _SCALES: Final[Mapping[str, Scale]] = {"F16": Scale.FLOAT16, "BF16": Scale.BFLOA
 
 
 def layout_of_groups(bits: int, group_size: int, num_inputs: int, scale: str = "F16", *, has_zeros: bool) -> Layout:
-    """The layout in memory of such a weight.
+    """The layout in memory of a weight in which groups of inputs share a scale.
 
     Args:
         bits: the bits of a number; kernels need four.
@@ -44,7 +44,7 @@ def layout_of_groups(bits: int, group_size: int, num_inputs: int, scale: str = "
 
 
 def input_order(group_of_inputs: Tensor, group_size: int, num_groups: int) -> Tensor | None:
-    """The inputs in the order of their groups, int32 `[in]`; None where this is their own order.
+    """The inputs in the order of their groups, int32 `[in]`; None: they already have this order.
 
     Args:
         group_of_inputs: integers `[in]`, the group of each input, below `num_groups`.
@@ -62,12 +62,13 @@ def input_order(group_of_inputs: Tensor, group_size: int, num_groups: int) -> Te
 
 
 def numbers_of_blocks(codes: Tensor, scales: Tensor, zeros: Tensor | None, layout: Layout) -> Numbers:
-    """The numbers of rows for `repack_numbers`, with a scale for each block, which may be a part of a group.
+    """The numbers of rows for `repack_numbers`; the scale of a group is repeated for each block in it.
 
     Args:
         codes: uint8 `[R, in]`, in the order of `input_order`.
         scales: `[R, groups]` in the layout's scale type.
-        zeros: integers `[R, groups]`, zero points minus `MIDDLE`, unlike `codes`; None: there are none.
+        zeros: integers `[R, groups]`, the zero points; `MIDDLE` is already subtracted, unlike in `codes`. None: there
+            are no zero points.
         layout: the layout of the weight.
     """
     repeats = codes.shape[1] // layout.block_weights // scales.shape[1]

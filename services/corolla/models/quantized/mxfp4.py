@@ -13,7 +13,7 @@ _OCTETS: Final = 16
 
 
 class Mxfp4(Format):
-    """A weight's tensors: `blocks` uint8 `[experts, out, groups, 16]`, `scales` uint8 `[experts, out, groups]`."""
+    """MXFP4 stores experts as `blocks` uint8 `[experts, out, groups, 16]`, `scales` uint8 `[experts, out, groups]`."""
 
     endings: ClassVar[Mapping[str, str]] = {"_blocks": "", "_scales": ""}
 

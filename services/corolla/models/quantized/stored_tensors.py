@@ -1,4 +1,4 @@
-"""The stored tensors that together hold a packed weight, called its parts: finds them by name and checks them. Pure."""
+"""Finds and checks the parts of a packed weight: the stored tensors that together hold it. Pure."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
@@ -81,7 +81,7 @@ def shape_of(stored: StoredTensors, role: str, dtypes: Collection[str], num_dims
 
 
 def expect(stored: StoredTensors, role: str, dtypes: Collection[str], *shapes: tuple[int, ...]) -> None:
-    """Raises Unfit unless a part has one of these dtypes and one of these shapes, which fit the other stored."""
+    """Raises Unfit unless a part has one of these dtypes and one of these shapes, which fit the other parts."""
     shape = shape_of(stored, role, dtypes)
     if shape not in shapes:
         raise Unfit(f"has {role} of the shape {list(shape)}, which does not fit its other parts")

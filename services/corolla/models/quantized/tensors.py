@@ -1,7 +1,7 @@
 """Reads packed weights for a model: each is expanded when it is read, some rows at a time, to the served dtype.
 
-So a server holds its expanded span, one weight's packed parts, and some megabytes. A weight of some formats can instead
-be laid out for kernels that multiply by it without expanding it.
+So a server holds its expanded span, one weight's packed parts, and some megabytes. Weights of some formats can instead
+be laid out as panels, by which kernels multiply without expanding them.
 """
 
 import contextlib
@@ -82,7 +82,7 @@ class PackedWeight:
         return Panels(repack_numbers(read, self.shape[0], self.shape[1], layout), order)
 
     def __getitem__(self, index: Any) -> Tensor:
-        """The numbers at `index` in the attribute's dtype, on the CPU, in the shape of a tensor that is indexed so."""
+        """The numbers at `index`, in `dtype` on the CPU, in the same shape as indexing a tensor would give."""
         with self._lock:
             return self._expanded()[index]
 
@@ -100,13 +100,13 @@ class PackedWeight:
 def packed_weights(
     quantization: Quantization, stored: Mapping[str, Stored], dtype: torch.dtype | None = None
 ) -> dict[str, Stored | PackedWeight]:
-    """The weights of a model, by name: parts are combined to packed weights, and other tensors are passed on.
+    """The weights of a model, by name: parts are combined into packed weights, and other tensors are passed on.
 
     All parts are checked before any weight is read; the check reads only a few bytes.
 
     Args:
         quantization: how the checkpoint's weights are packed.
-        stored: safetensors' slices; their names must end like those in the files.
+        stored: maps names to safetensors' slices; the names must have the same endings as in the files.
         dtype: the dtype of expanded weights; None: float32.
 
     Raises:
@@ -134,7 +134,7 @@ def packed_weights(
 def likely_layouts(
     quantization: Quantization, names: Collection[str], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Layout | None]:
-    """The layouts of packed weights that can stay packed, by name, without reading them; None: a weight is expanded.
+    """Maps the names of packed weights to their layouts, without reading the weights; None: the weight is expanded.
 
     Args:
         quantization: how the checkpoint's weights are packed.
@@ -151,7 +151,7 @@ def likely_layouts(
 
 
 def _is_lacking(name: str, dtype: str) -> bool:
-    """Whether an unpacked tensor lacks its scales: it is a weight, or a float, of a dtype that models do not use."""
+    """Whether an unpacked tensor lacks its scales: it is a weight or a float, but not of an ordinary float dtype."""
     return dtype not in FLOATS and (name.endswith("weight") or dtype.startswith("F"))
 
 

@@ -48,7 +48,7 @@ def is_in_cluster(account: Path = ACCOUNT) -> bool:
 
 
 class ApiUnavailable(Exception):
-    """The API server does not answer, or its answer is not valid; `cause` is for the log. No other room sees it."""
+    """The API server does not answer, or its answer is not valid; `cause` is for the log. Only this package sees it."""
 
     def __init__(self, cause: str) -> None:
         super().__init__(cause)
@@ -60,7 +60,7 @@ class ApiForbidden(ApiUnavailable):
 
 
 class KubernetesApi:
-    """The pods of one namespace. Methods block: a watch for its whole duration, others for some seconds.
+    """The pods of one namespace. Methods block: `changes` for its whole duration, the others for some seconds.
 
     Every failure raises ApiUnavailable, or its subclass ApiForbidden.
 
@@ -108,7 +108,8 @@ class KubernetesApi:
     def changes(self, version: str, for_s: int) -> Iterator[tuple[str, Pod]]:
         """Yields (ADDED, MODIFIED or DELETED, pod) for each change since `version`.
 
-        It ends after `for_s`, after `stop`, or when the server no longer knows the version. Then the caller lists anew.
+        The changes end after `for_s`, after `stop`, or when the server no longer knows the version. Then the caller
+        lists the pods anew.
         """
         with self._called("watch"):
             stream = self._watch.stream(
@@ -171,7 +172,7 @@ class KubernetesApi:
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Converts all exceptions of the package, its transport and of invalid answers to ApiUnavailable."""
+    """Converts exceptions of the package, of its transport and of invalid answers to ApiUnavailable or ApiForbidden."""
     try:
         yield
     except ApiUnavailable:
@@ -207,13 +208,13 @@ def _event(event: ClusterEvent, about: PodRef, own_pod: PodRef, namespace: str) 
 
 
 class FailureLog:
-    """Logs failures, once for each kind of call and of failure, and logs when the calls succeed again."""
+    """Logs, for each kind of call, when failures begin or change their type, and when calls succeed again."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, type[ApiUnavailable]] = {}
 
     def about(self, call: str, failure: ApiUnavailable | None) -> None:
-        """Notes that a call has failed, or has succeeded (None)."""
+        """Notes that a call has failed with `failure`, or has succeeded (None)."""
         if failure is None:
             if self._kinds.pop(call, None) is not None:
                 log.info("kubernetes is back", extra={"call": call})

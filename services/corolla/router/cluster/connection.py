@@ -57,7 +57,7 @@ class ClusterConnection:
         self._settings = settings
         self._intervals = intervals
         self._tasks = tasks
-        # The duration of a mark on a server. Each round of this router repeats the marks well before they end.
+        # A mark in the store withholds a server for this long; each round repeats the marks well before they end.
         self._mark_ms = max(settings.lease_ms, round(3000 * intervals.relist_s))
         self._pods = PodTable()
         self._has_news = asyncio.Event()
@@ -70,7 +70,7 @@ class ClusterConnection:
         self._failures = FailureLog()
 
     async def run(self) -> None:
-        """Runs for ever, or ends at once without a cluster. Raises an unexpected exception of its watch."""
+        """Runs for ever; returns if no Kubernetes API can be used. Raises unexpected exceptions of the watch."""
         settings = self._settings
         kubeconfig = "" if settings.kubernetes == "auto" else settings.kubernetes
         if settings.kubernetes == "off" or not (kubeconfig or is_in_cluster()):
@@ -135,8 +135,8 @@ class ClusterConnection:
         self._has_news.set()
 
     async def _round(self) -> None:
-        """Marks in the store each server that its pod's state withholds; marks end unless later rounds repeat them."""
-        # The pods are read before the rosters: so the first roster of a new pod's model is read after the pod was seen.
+        """Marks in the store servers that their pods keep from new sessions. Marks end unless a round repeats them."""
+        # The pods are read before the rosters: a model counts as local only by a roster that is newer than its pods.
         uids = {pod.uid for pod in self._pods}
         rosters = [roster async for roster in self._registry.rosters()]
         self._rosters = rosters

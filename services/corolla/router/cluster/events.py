@@ -1,4 +1,4 @@
-"""Decides what to report as an Event of Kubernetes, and when. A flapping span must not flood the namespace. Pure."""
+"""Decides what to report as an Event of Kubernetes, and when: a flapping span must not flood the namespace. Pure."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Final
 from corolla.wire.span import Span
 
 _SETTLE_S: Final = 3.0
-"""After the store has lost its data, all servers are registered again within this time."""
+"""A state is reported after it has lasted this long. A store that has lost its data knows all servers again by then."""
 _SHORTEST_PAUSE_S: Final = 10.0
 _LONGEST_PAUSE_S: Final = 600.0
 _HANDOVER_PAUSE_S: Final = 60.0
@@ -23,7 +23,7 @@ class PodRef:
 
 @dataclass(frozen=True, slots=True)
 class ClusterEvent:
-    """An Event to write. `about`: the pod that it is about; None: the router's own pod."""
+    """An Event to write. It is about the pod `about`, or about the router's own pod if `about` is None."""
 
     reason: str
     message: str

@@ -20,10 +20,10 @@ again well before."""
 _PAUSE_S: Final = 5.0
 """The pause between two patches of one pod."""
 _LOAD_PAUSE_S: Final = 60.0
-"""The same pause if only the number of sessions has changed."""
+"""The pause between two patches of one pod if only its number of sessions has changed."""
 
 _SESSIONS_DIGIT: Final = 10
-"""The last digit of a cost stands for the number of sessions."""
+"""How many times the usefulness of a server counts in its cost; the last digit stands for the number of sessions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ def span_label(span: Span) -> str:
 
 
 def deletion_cost(placed: pb.PlacedServer, copies: Counter[tuple[str, int]]) -> int:
-    """Returns a server's cost: higher the fewer ready servers hold its scarcest block and the more sessions it has.
+    """Returns the `pod-deletion-cost` of a server: high if few ready servers hold its scarcest block.
 
-    Each block that this server alone holds adds to the cost; sessions count least.
+    Each block that this server alone holds adds to the cost. The server's sessions add to it, too, but count least.
 
     Args:
         placed: The server.

@@ -1,4 +1,4 @@
-"""Tags pods and records Events; one router does it for all."""
+"""Writes tags of pods and Events to Kubernetes; one router does so for all routers."""
 
 import collections
 import secrets
@@ -21,7 +21,7 @@ _MOST_WAITING_EVENTS: Final = 100
 class PodRecorder:
     """Writes tags and Events to Kubernetes. All routers see the same states, and only the leading router writes them.
 
-    A server that leaves reports the fate of its sessions to one router only, so that router writes this Event.
+    A server that leaves reports the fate of its sessions to one router only, and that router writes the Event.
 
     Args:
         api: The Kubernetes API.
@@ -70,7 +70,7 @@ class PodRecorder:
             pods: The pods.
             clock: The time in seconds.
         """
-        # This comes first, because the reporters below count as written what they return.
+        # This call comes first, since it may fail: the reporters below count as written what they return.
         leads = await self._registry.lead(
             f"pods:{self._api.namespace}:{self._api.selector}", self._router_id, self._lead_ms
         )
@@ -91,7 +91,7 @@ class PodRecorder:
 
     async def _patch(self, patches: Iterable[Patch], clock: Callable[[], float]) -> None:
         for patch in patches:
-            # One pod's patch may fail for a reason that does not apply to the next.
+            # After a failure the next pod is tried, since the reason may apply to one pod only.
             await self._try("patch", partial(self._api.patch, patch), clock)
 
     async def _record(self, clock: Callable[[], float]) -> None:

@@ -1,4 +1,4 @@
-"""Lists and watches the pods repeatedly, in a thread of its own, for which no task waits."""
+"""Lists and watches the pods repeatedly, in a thread that no task waits for."""
 
 import random
 import threading
@@ -16,11 +16,11 @@ _LONGEST_PAUSE_S: Final = 30.0
 
 
 class PodWatch:
-    """Reports every list and every change of the pods. Its thread calls the functions.
+    """Reports every list and every change of the pods, by functions that its thread calls.
 
     Args:
         api: The Kubernetes API.
-        relist_interval_s: The time after which a watch ends for a new list, in case it missed a change.
+        relist_interval_s: The time after which a watch ends and the pods are listed anew, in case it missed a change.
         tell: A function that is called with each change of the table.
         complain: A function that is called with each failure, and with None after a success.
         fail: A function that is called when an unexpected exception ends the thread.

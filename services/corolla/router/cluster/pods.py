@@ -15,7 +15,7 @@ _ENDED: Final = frozenset({"Succeeded", "Failed"})
 
 
 class Withheld(StrEnum):
-    """The reason why a server that reports to be ready should not get sessions."""
+    """The reason why a server that reports that it is ready should not get sessions."""
 
     LEAVING = "leaving"
     """The server's pod is being deleted or has ended, which cannot be undone."""
@@ -66,12 +66,12 @@ def _is_unready(status: Mapping[str, Any]) -> bool:
     started = [
         _mapping(_mapping(each, "state"), "running").get("startedAt") for each in _mappings(status, "containerStatuses")
     ]
-    # The times have one form, in UTC and whole seconds, so they can be compared as texts.
+    # All times are in one form, in UTC and whole seconds, so they can be compared as texts.
     return all(str(ready.get("lastTransitionTime", "")) > since for since in started if isinstance(since, str))
 
 
 class PodTable:
-    """The pods of a selector, kept up to date by lists and watched changes.
+    """The pods that the label selector matches, as the lists and watched changes show them.
 
     A pod that was seen and has gone counts as leaving, because its server may live until its lease ends. A pod that was
     never seen does not count: it may belong to another release.
