@@ -155,7 +155,7 @@ class Registry:
             return None
 
     async def order(self, roster: Roster, move: Move, pause_ms: int) -> bool:
-        """Orders a server to move. Returns False if the placement has changed, another move runs, or this one must wait.
+        """Orders a server to move. Returns False if the placement has changed, another move runs or this one must wait.
 
         Args:
             roster: The placement on which the move was decided.

@@ -118,7 +118,7 @@ class SessionRecords:
 
 
 def _stored(record: pb.SessionRecord) -> tuple[bytes, bytes]:
-    """Returns as bytes the record without the fields that reading fills in, and its chain, which planning needs alone."""
+    """Returns record and chain as bytes, without the fields that reading fills in. Planning reads only the chain."""
     kept = pb.SessionRecord()
     kept.CopyFrom(record)
     kept.ClearField("epoch")
