@@ -70,7 +70,7 @@ class Roster:
         return groups
 
     def slowest_block_tokens_per_second(self) -> float:
-        """Returns the tokens per second of ready servers through the slowest block, for the fastest fingerprint."""
+        """Returns the tokens per second of the slowest block on ready servers, for the fastest fingerprint."""
         groups: dict[str, list[HostedSpan]] = {}
         speeds = self._speeds()
         for each in self.servers:

@@ -26,7 +26,7 @@ _EXPECTED: Final = re.compile(r"(?P<name>[^=,]+)(=(?P<num_blocks>[1-9][0-9]{0,3}
 
 
 class RouterSettings(ServiceSettings):
-    """The router's settings. The Redis address may hold a password, so the store checks it, and does not quote it."""
+    """The router's settings. The Redis address may hold a password, so the store checks it, and never quotes it."""
 
     service_name: ClassVar[str] = "corolla-router"
 

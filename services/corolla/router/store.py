@@ -60,7 +60,7 @@ def script_text(name: str) -> str:
 class Store:
     """A Redis server.
 
-    Every method raises StoreUnavailable when Redis does not answer for `timeout_s`, twice, or refuses. A script may
+    Every method raises StoreUnavailable when Redis refuses, or twice does not answer within `timeout_s`. A script may
     have run nevertheless, so every script may safely run again. After two such calls, a breaker refuses further ones at
     once, except one every half second, so that requests do not queue up behind a frozen Redis.
 

@@ -27,8 +27,7 @@ class AnswerOptions(TypedDict, total=False):
         frequency_penalty: a number to subtract from a token's logit for each time that the answer contains the token;
             in [-2, 2].
         seed: the same seed, prompt and options give the same tokens.
-        logit_bias: numbers to add to the logits of these token ids, before all else; in [-100, 100], at most 1024 of
-            them.
+        logit_bias: numbers to add to the logits of token ids, before all else; in [-100, 100], at most 1024 ids.
         response_format: the form of the answer; a token that would break it is never chosen. See `ResponseFormat`.
         stop: the answer ends before the first of these texts; one or up to 16, each of 1 to 256 characters.
         ignore_eos: continue after end-of-sequence tokens.

@@ -1,5 +1,4 @@
-"""Streams of chunks, for threads and for asyncio. Closing a stream early cancels the call, so that the servers free its
-KV cache."""
+"""Streams of chunks, for threads and for asyncio. Closing one early cancels its call and frees its KV cache."""
 
 import asyncio
 import inspect

@@ -76,7 +76,7 @@ AUDITED: Final = frozenset(
 
 
 def check_method(method: str, caller: Workload | None) -> None:
-    """Checks that the caller may call `Service/Method`; `caller` None: unknown. Raises RoleDenied."""
+    """Checks that the caller may call `Service/Method`; a caller without identity (None) may not. Raises RoleDenied."""
     if caller is None or caller.role not in METHODS[method]:
         raise RoleDenied(f"{_named(caller)} may not call {method}")
 

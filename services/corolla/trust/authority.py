@@ -1,4 +1,4 @@
-"""A certificate authority for the life of a process. It signs the certificates of a local stack, and stores no key."""
+"""A certificate authority that signs the certificates of a local stack. Its key lasts as long as the process."""
 
 import datetime
 import ipaddress

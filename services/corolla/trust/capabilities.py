@@ -1,4 +1,4 @@
-"""Signs and verifies capabilities: permissions to hold a session for a tenant, which each hop demands.
+"""Signs and verifies capabilities: permissions to hold a session for a tenant. Each hop of a session verifies one.
 
 The process that opens a session signs its capability. So a hop need not believe another hop about the tenant: it trusts
 the key in the certificate of a client service or library.

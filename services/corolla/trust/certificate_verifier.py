@@ -44,7 +44,7 @@ class CertificateVerifier:
         authorities: The trusted authorities, in DER.
 
     Raises:
-        ValueError: The files are not in PEM, or are not what they should be.
+        ValueError: A file is not in PEM, or holds something else.
     """
 
     def __init__(self, authorities: bytes, revocations: bytes, before: "CertificateVerifier | None" = None) -> None:
@@ -56,7 +56,7 @@ class CertificateVerifier:
         }
         self.authorities: Final = frozenset(each.public_bytes(Encoding.DER) for each in self._authorities)
         known: Mapping[bytes, x509.Certificate] = before.known if before is not None else {}
-        # All authorities that have been trusted until now.
+        # All authorities that this process has trusted until now.
         self.known: Mapping[bytes, x509.Certificate] = {**known} | {
             each.public_bytes(Encoding.DER): each for each in self._authorities
         }
