@@ -86,7 +86,7 @@ class FrameParser:
 
 
 def _read_frame(view: memoryview, offset: int) -> tuple[Frame | None, int]:
-    """Returns the frame at `offset`, or None, and the offset where the frame or its incomplete header ends.
+    """Returns the frame at `offset`, None if it is incomplete, and where it ends, or its header if that is incomplete.
 
     Raises:
         MalformedMessage: the frame is of an unknown kind, or does not belong to this protocol.
