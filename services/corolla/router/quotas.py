@@ -15,16 +15,16 @@ MOST_PERIOD_MS: Final = 24 * 3600 * 1000
 
 
 class Quotas:
-    """The counted quotas. Methods raise StoreUnavailable when Redis does not answer."""
+    """The tenants' quotas, counted in the store. Methods raise StoreUnavailable when Redis does not answer."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     async def take(self, request: pb.TakeQuotasRequest) -> int:
-        """Counts all takes, one after the other, and returns the number of client services.
+        """Counts all takes, in order, and returns the number of client services with a take in the last minute.
 
         Raises:
-            QuotaExceeded: A take does not fit. Neither it nor the takes after it are counted.
+            QuotaExceeded: A take does not fit. That take and those after it are not counted.
         """
         num_takers = 1
         for each in request.takes:
@@ -43,7 +43,7 @@ class Quotas:
 
 
 def checked(request: pb.TakeQuotasRequest) -> pb.TakeQuotasRequest:
-    """Returns the request if it is valid. Raises InvalidRequest."""
+    """Returns the request if it is valid, else raises InvalidRequest."""
     validation.check_text("model", request.model)
     validation.check_name("taker_id", request.taker_id)
     if len(request.takes) > MOST_TAKES:

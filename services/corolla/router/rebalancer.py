@@ -17,12 +17,12 @@ _Advice = tuple[Sequence[Member], Move | None]
 
 
 class Rebalancer:
-    """Orders moves. Each router decides by itself; the store accepts one order, and none while a server moves.
+    """Orders moves. Each router decides by itself; the store accepts an order only when no move is under way.
 
     Args:
         registry: The placement in the store.
         metrics: The router's metrics.
-        min_gain: The part by which a move must make the slowest block faster.
+        min_gain: The fraction by which a move must make the slowest block faster.
         intervals: The router's intervals.
     """
 
@@ -36,7 +36,7 @@ class Rebalancer:
         self._advice: dict[tuple[str, str], _Advice] = {}
 
     async def run(self) -> None:
-        """Looks at all models repeatedly, for ever."""
+        """Looks at the placements of all models again and again, for ever."""
         while True:
             try:
                 async for roster in self._registry.rosters():
@@ -46,7 +46,7 @@ class Rebalancer:
             await asyncio.sleep(self._settle_s)
 
     async def _look(self, roster: Roster) -> None:
-        """Orders the best move if it was the best one at the last look, too."""
+        """Orders a model's best move if it was also the best one at the last look."""
         groups = roster.members() if roster.is_settled else {}
         for key in [key for key in self._advice if key[0] == roster.model and key[1] not in groups]:
             del self._advice[key]

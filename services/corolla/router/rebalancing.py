@@ -2,8 +2,8 @@
 
 The algorithm is a breadth-first search (Cormen et al., "Introduction to Algorithms") over layouts, which begins at the
 present layout; an edge is the move of one server. Spans keep their lengths; a server at the model's end also computes
-the head. The search excludes moves that would leave a block without a server while they last. So it finds the best
-reachable layout, and a shortest way to it.
+the head. The search excludes moves that would leave a block without a server until the moved server is back. It returns
+the best layout that the other moves can reach, and a shortest way there.
 """
 
 import math
@@ -16,7 +16,7 @@ from corolla.router.placement import ENOUGH, HostedSpan, WeightMemory, share_at,
 from corolla.wire.span import Span
 
 MAX_LAYOUTS: Final = 4000
-"""The bound of the search: small pools are searched completely; larger ones take some tenths of a second."""
+"""The search ends after so many layouts: small pools have fewer, and larger ones take some tenths of a second."""
 
 _SPEED_STEP: Final = 1.05
 
@@ -24,7 +24,8 @@ _SPEED_STEP: Final = 1.05
 _Layout = tuple[int, ...]
 # The index of a movable server, and the new start of its span.
 _Step = tuple[int, int]
-# The length of a server's span, the throughput of each of its blocks within the model and at its end, and its memory.
+# The length of a server's span, the throughput that the server gives each block of a span within the model and of one
+# at the model's end, and the server's memory for weights.
 _Facts = tuple[int, int, int, WeightMemory]
 # The number of blocks with a server, and the throughput of the slowest block in micro-tokens per second.
 _Worth = tuple[int, int]
@@ -42,7 +43,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A move of a server to `span`. `covers`: it gives uncovered blocks a server; else it makes the slowest faster."""
+    """A move of a server to `span`. If `covers`, it leads to fewer uncovered blocks, else to a faster slowest block."""
 
     server_id: str
     span: Span
@@ -57,16 +58,16 @@ def steady(speed: float) -> float:
 def next_move(
     members: Sequence[Member], num_blocks: int, *, min_gain: float, max_layouts: int = MAX_LAYOUTS
 ) -> Move | None:
-    """Returns the first move on a shortest way to the best layout; None if that layout is not better enough.
+    """Returns the first move on a shortest way to the best layout; None if that layout gains too little.
 
-    Layouts are compared by the number of blocks with a server, then by the throughput of the slowest block. Repeated
-    moves come to an end if nothing else changes, because each move comes closer to the goal or finds a better goal. To
-    ensure this, goals are at most two moves away when there are too many layouts to search them all.
+    Layouts are compared by the number of blocks with a server, then by the throughput of the slowest block. If nothing
+    else changes, repeated moves come to an end, because each one comes closer to the best layout or finds a better one.
+    To ensure this, only layouts that are at most two moves away count when there are too many to search them all.
 
     Args:
         members: The servers of one fingerprint, all ready.
         num_blocks: The number of blocks of the model.
-        min_gain: The part by which the slowest block must become faster. A layout that covers more blocks needs none.
+        min_gain: The fraction by which the slowest block must become faster, unless the layout covers more blocks.
         max_layouts: The approximate number of layouts to search. Those that are one move away are always searched.
     """
     pool = _Pool(members, num_blocks)
@@ -142,7 +143,7 @@ class _Pool:
 def _facts(member: Member, num_blocks: int) -> _Facts:
     hosted = member.hosted
     length = len(hosted.span)
-    # The share within the model, wherever the span lies now.
+    # This is the share of a span that does not reach the model's end, wherever the span lies now.
     within = share_at(Span(0, length), num_blocks + 1, hosted.speed, hosted.head_blocks)
     at_end = share_at(Span(num_blocks - length, num_blocks), num_blocks, hosted.speed, hosted.head_blocks)
     return length, within, at_end, member.memory
@@ -153,7 +154,7 @@ def _worth(per_block: list[int]) -> _Worth:
 
 
 def _search(pool: _Pool, max_layouts: int) -> tuple[_Worth, _Step | None]:
-    """Returns the worth of the best layout, and the first step of a shortest way to it; None: it is the present one."""
+    """Returns the best layout's worth, and the first step of a shortest way there; None: it is the present one."""
     best: tuple[_Worth, _Step | None] = (_worth(pool.coverage(pool.layout)[0]), None)
     best_near = best
     seen = {pool.key(pool.layout)}

@@ -1,4 +1,4 @@
-"""Registration and leases of block servers, and snapshots of the placement. All state is in the store."""
+"""Registers block servers, renews their leases and reads the placement. All state is in the store."""
 
 import asyncio
 import logging
@@ -37,7 +37,7 @@ _LONGEST_PAUSE_S: Final = 0.01
 _UNKNOWN: Final = 0
 _TAKEN: Final = 2
 _NOT_THEIRS: Final = 3
-# The time in which a moving server hands over, leaves and registers again. Then other servers may move.
+# The time that a moving server has to hand over, leave and register again, before other servers may move.
 _MOVE_TTL_MS: Final = 60_000
 _DOUBTED_MS: Final = 600_000
 MOST_ADAPTERS: Final = 512
@@ -64,8 +64,8 @@ class Registry:
     async def register(self, server: pb.ServerDescription, wanted: Span | None, workload: str = "") -> Span:
         """Gives `server` a span and a lease; it replaces an earlier server at its address.
 
-        The span is chosen on a snapshot and committed only if the placement has not changed since; else it is chosen
-        anew. So two servers never get the same gap, even from different routers.
+        The method chooses the span on a snapshot, and commits it only if the placement has not changed since; else it
+        chooses again. So two servers never get the same gap, even from different routers.
 
         Args:
             server: The server's description.
@@ -74,7 +74,7 @@ class Registry:
 
         Raises:
             SpanRefused: The wanted span does not fit, the number of blocks differs from that of the model's other
-                servers, or the model is not one of `models`.
+                servers, or `models` does not allow the server.
             AddressNotYours: Another workload has a lease at this address, or has this server's id.
         """
         lease = _lease(pb.SERVER_STATE_JOINING, pb.ServerLoad())
@@ -85,7 +85,7 @@ class Registry:
     ) -> Span:
         check_expected(server, self._models)
         await self._store.remember_model(server.model)
-        # Registrations of one process wait for each other; between routers the placement's version decides.
+        # Registrations of a model at one router wait for each other; between routers, the placement's version decides.
         async with self._choosing.setdefault(server.model, asyncio.Lock()):
             for attempt in range(MOST_ATTEMPTS):
                 roster = await self.snapshot(server.model)
@@ -96,7 +96,7 @@ class Registry:
                 roster = roster.without(server)
                 span = _choose(roster, server, wanted)
                 if await self._commit(roster, server, span, lease, workload):
-                    # Once more, because routers forget a model without servers.
+                    # The model is remembered once more, because a router may have forgotten it while it had no server.
                     await self._store.remember_model(server.model)
                     return span
                 await asyncio.sleep(random.uniform(0, min(_LONGEST_PAUSE_S, 0.001 * (attempt + 1))))
@@ -121,7 +121,7 @@ class Registry:
         return bool(reply == 1)
 
     async def heartbeat(self, beat: pb.HeartbeatRequest, workload: str = "") -> Span | None:
-        """Renews the lease. An unknown server that describes itself is registered with the span that it holds.
+        """Renews a server's lease. An unknown server that describes itself is registered with the span that it holds.
 
         Returns:
             The span to which the server must move, if a move is ordered.
@@ -129,8 +129,9 @@ class Registry:
         Raises:
             LeaseLost: The server is unknown and does not describe itself.
             LeaseTaken: Another server has its address.
-            AddressNotYours: Another workload registered it.
-            SpanRefused: The model's other servers have another number of blocks, or it is not one of `models`.
+            AddressNotYours: Another workload registered this server, or one at its address.
+            SpanRefused: The model's other servers have another number of blocks, the span does not fit, or `models`
+                does not allow the server.
         """
         lease = _lease(beat.state, beat.load)
         reply = await self._store.call(
@@ -154,13 +155,13 @@ class Registry:
             return None
 
     async def order(self, roster: Roster, move: Move, pause_ms: int) -> bool:
-        """Orders a server to move. Returns False if the placement has changed, or another move is not finished.
+        """Orders a server to move. Returns False if the placement has changed, another move runs or this one must wait.
 
         Args:
             roster: The placement on which the move was decided.
             move: The move.
             pause_ms: How long moves that cover no uncovered block must wait after this one. The pause doubles with each
-                further one among the same servers.
+                such move while the servers stay the same.
         """
         covers = int(move.covers)
         reply = await self._store.call(
@@ -174,11 +175,14 @@ class Registry:
         await self._store.call("report", model, server_id, self._lease_ms)
 
     async def doubt(self, model: str, server_id: str) -> None:
-        """Marks the servers at a server's host as slower than they report, under any id; ignores an unknown server."""
+        """Marks all servers at a server's host, present and later ones, as slower than they report.
+
+        It ignores an unknown server, and the mark lasts ten minutes.
+        """
         await self._store.call("doubt", model, server_id, _DOUBTED_MS)
 
     async def withhold(self, model: str, server_id: str, reason: str, ttl_ms: int) -> None:
-        """Keeps sessions from a server that reports to be ready; ignores an unknown server.
+        """Keeps sessions from a server that reports that it is ready; ignores an unknown server.
 
         Args:
             model: The server's model.
@@ -190,7 +194,7 @@ class Registry:
         await self._store.call("withhold", model, server_id, reason, ttl_ms)
 
     async def lead(self, task: str, router_id: str, ttl_ms: int) -> bool:
-        """Whether this router is the only one that does `task` for the next `ttl_ms`."""
+        """Makes this router the only one that does `task` for `ttl_ms`. Returns False if another router does it."""
         return bool(await self._store.call("lead", "", task, router_id, ttl_ms) == 1)
 
     async def deregister(self, model: str, server_id: str, workload: str = "") -> None:
@@ -198,7 +202,7 @@ class Registry:
         _check_theirs(await self._store.call("deregister", model, server_id, workload))
 
     async def snapshot(self, model: str, *, with_adapters: bool = False) -> Roster:
-        """Returns the servers with valid leases. A server whose lease has just ended is removed, which is a change.
+        """Returns the servers with valid leases. It removes those whose leases have ended, which is a change.
 
         Args:
             model: The name of the model.
@@ -210,7 +214,7 @@ class Registry:
     async def snapshot_for(
         self, model: str, session_id: str, *, with_adapters: bool = False
     ) -> tuple[Roster, common_pb2.Chain | None]:
-        """Returns the servers, and in the same transaction the chain to which a session is pinned."""
+        """Returns the servers and, from the same transaction, the chain to which a session is pinned, if any."""
         version, num_blocks, last_change, records, pinned, adapters, removed = await self._store.call(
             "snapshot", model, session_id, self._lease_ms, int(with_adapters)
         )
@@ -221,7 +225,7 @@ class Registry:
         ]
         if not num_blocks.isdigit() or len(num_blocks) > 4:
             num_blocks = 0
-        # At least the number that the servers report, even if the store's number is wrong.
+        # This is at least the number that the servers report, even if the store's number is wrong.
         num_blocks = max([int(num_blocks), *(each.server.num_model_blocks for each in servers)])
         roster = Roster(
             model, int(version), num_blocks, sort_servers(servers), last_change.decode(),

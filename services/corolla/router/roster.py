@@ -19,7 +19,7 @@ from corolla.wire.span import Span
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """The servers of one model, sorted by span, then by id. `num_blocks` 0: the store does not know the model.
+    """The servers of one model, sorted by span, then by id. If `num_blocks` is 0, the store does not know the model.
 
     The adapters are empty unless the snapshot asked for them.
     """
@@ -46,7 +46,7 @@ class Roster:
         ]
 
     def speed_with(self, server: pb.ServerDescription) -> float:
-        """Returns the tokens per second through one block that count for a server that is about to join."""
+        """Returns the speed that counts for a server about to join, in tokens per second through one block."""
         joining = pb.PlacedServer(server=server)
         return counted_speed(joining, speed_bounds([*self.servers, joining])[server.server_id])
 
@@ -70,7 +70,7 @@ class Roster:
         return groups
 
     def slowest_block_tokens_per_second(self) -> float:
-        """Returns the throughput of the slowest block through ready servers, for the fastest fingerprint."""
+        """Returns the tokens per second of the slowest block on ready servers, for the fastest fingerprint."""
         groups: dict[str, list[HostedSpan]] = {}
         speeds = self._speeds()
         for each in self.servers:
@@ -113,13 +113,13 @@ class Roster:
         )
 
     def uncovered(self) -> list[Span]:
-        """Returns the blocks without a ready server, for the fingerprint that covers most."""
+        """Returns the blocks without a ready server, for the fingerprint that covers most blocks."""
         if not self.is_known:
             return []
         return least_uncovered(self._by_fingerprint(), Span(0, self.num_blocks))
 
     def num_single_copy_blocks(self) -> int:
-        """Returns the number of blocks with exactly one ready server, for the fingerprint that covers most."""
+        """Returns the number of blocks with exactly one ready server, for the fingerprint that covers most blocks."""
         copies = [
             Counter(block for each in group for block in range(each.span.start, each.span.end))
             for group in self._by_fingerprint()
@@ -162,7 +162,7 @@ def end_blocks_of(server: pb.ServerDescription) -> float:
 
 
 def memory_of(server: pb.ServerDescription) -> WeightMemory:
-    """Returns a server's memory for weights, as the server reports it."""
+    """Returns a server's memory for weights as the server reports it, or `ENOUGH` if it reports nothing."""
     if not server.weight_blocks:
         return ENOUGH
     return WeightMemory(server.weight_blocks, server.head_blocks, server.tied_edges, server.draft_blocks)

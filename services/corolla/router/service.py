@@ -125,7 +125,7 @@ class RouterProcess:
         return str(workload_of_call(call.context.auth_context()))
 
     async def _observe_placement(self) -> None:
-        """Shows the store's state in the gauges, for ever. Its snapshots also turn expired leases into changes."""
+        """Shows the store's state in the gauges, for ever. Its snapshots also remove servers with expired leases."""
         shown: set[str] = set()
         while True:
             with suppress(CorollaError):
@@ -157,7 +157,7 @@ class RouterProcess:
                 return
 
     async def stop(self) -> None:
-        """Sets NOT_SERVING, ends the watches, lets running calls finish and closes everything."""
+        """Sets health to NOT_SERVING, ends the watches, lets running calls finish and closes everything."""
         await self._rpc.not_ready()
         await self._tasks.close()
         await self._watches.close()

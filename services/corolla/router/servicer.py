@@ -22,27 +22,28 @@ from corolla.trust.credentials import workload_of_call
 from corolla.trust.workload import Role, Workload
 from corolla.v1 import router_pb2 as pb
 
-# The time from the plan until the last hop has opened the session.
+# The time from planning a chain until its last hop has opened the session.
 _BOOKING_LAG_S: Final = 0.25
-# The defaults for callers that name no time. A caller may continue a conversation within the first; a running turn
-# renews its lock within the second.
+# The defaults for callers that name no time: how long a conversation waits for its next turn, and how long a turn holds
+# its lock without renewing it.
 _SESSION_TTL_MS: Final = 3_600_000
 _TURN_LOCK_MS: Final = 30_000
 _STATES = frozenset({pb.SERVER_STATE_JOINING, pb.SERVER_STATE_READY, pb.SERVER_STATE_DRAINING})
 
 
 class RouterServicer:
-    """RouterService. Every method may raise an error of the tree; StoreUnavailable means that Redis does not answer.
+    """Answers the calls of RouterService. Methods raise StoreUnavailable when Redis does not answer.
 
     Args:
         settings: The router's settings.
         registry: The placement in the store.
         sessions: The session records in the store.
-        tenant_quotas: The counted quotas in the store.
+        tenant_quotas: The tenants' quotas in the store.
         watches: The watches of placements.
-        registrant: A function that returns the workload of a block server's call, after it has checked the described
-            address against the caller's; empty if callers are not authenticated. Raises AddressNotYours.
-        on_deregistered: A function that is called with the pod of a server that left, and the server's request.
+        registrant: A function that returns the workload that made a block server's call, or an empty string if callers
+            are not authenticated. It raises AddressNotYours if the description has an address that is not the caller's.
+        on_deregistered: A function that is called with the UID of the pod of a server that left, and the server's
+            request.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class RouterServicer:
             roster.servers, fingerprint=request.fingerprint, num_tokens=request.num_tokens, excluded=excluded,
             booked=bookings.unreported(roster.servers, now_s),
         )  # fmt: skip
-        # The planner prefers the first of equal servers. Shuffled, equal servers share the sessions.
+        # The planner prefers the first of equal servers, so shuffling spreads the sessions over them.
         random.shuffle(usable)
         planned = with_partners(plan_around_suspects(usable, roster.num_blocks), usable)
         chain = chain_of(planned.hops, planned.fingerprint)

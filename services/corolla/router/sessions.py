@@ -51,7 +51,7 @@ class SessionRecords:
     async def begin_turn(
         self, model: str, session_id: str, tenant: str, turn_id: str, lock_ms: int, max_tenant_bytes: int = 0
     ) -> pb.SessionRecord:
-        """Locks the session for `turn_id`.
+        """Locks the session for `turn_id`, and returns its record.
 
         Raises:
             SessionBusy: Another turn holds the lock.
@@ -66,7 +66,7 @@ class SessionRecords:
         _checked(await self._store.call("renew_turn", model, session_id, turn_id, lock_ms))
 
     async def end_turn(self, record: pb.SessionRecord, turn_id: str, ttl_ms: int, *, discard: bool) -> None:
-        """Writes the record, unless `discard`, and unlocks it. A session that the store has lost is written anew.
+        """Writes the record, unless `discard`, and unlocks the session. A session lost by the store is written anew.
 
         Raises:
             SessionBusy: The turn no longer holds the session, and another one may have begun.
@@ -109,7 +109,7 @@ class SessionRecords:
         _checked(await self._store.call("move_session", model, session_id, tenant, before, *_stored(record)))
 
     async def delete(self, model: str, session_id: str, tenant: str) -> pb.SessionRecord:
-        """Returns the record, so that the caller can free its hops. Raises SessionBusy while a turn runs."""
+        """Deletes a session, and returns its record, which names the hops to free. Raises SessionBusy in a turn."""
         call = secrets.token_hex(16)
         return _record(await self._store.call("delete_session", model, session_id, tenant, call))
 
@@ -118,7 +118,7 @@ class SessionRecords:
 
 
 def _stored(record: pb.SessionRecord) -> tuple[bytes, bytes]:
-    """Returns record and chain as bytes, without the fields that reading fills in. Planning reads the chain alone."""
+    """Returns record and chain as bytes, without the fields that reading fills in. Planning reads only the chain."""
     kept = pb.SessionRecord()
     kept.CopyFrom(record)
     kept.ClearField("epoch")

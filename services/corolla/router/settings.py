@@ -14,7 +14,7 @@ class ExpectedModel(NamedTuple):
 
     Attributes:
         num_blocks: The model's number of blocks; 0: the number that its first server reports.
-        fingerprint: The fingerprint of its weights; empty: any.
+        fingerprint: The fingerprint of the model's weights; empty: any.
     """
 
     num_blocks: int
@@ -26,7 +26,7 @@ _EXPECTED: Final = re.compile(r"(?P<name>[^=,]+)(=(?P<num_blocks>[1-9][0-9]{0,3}
 
 
 class RouterSettings(ServiceSettings):
-    """The router's settings. The Redis address may hold a password, so the store checks it, which never quotes it."""
+    """The router's settings. The Redis address may hold a password, so the store checks it, and never quotes it."""
 
     service_name: ClassVar[str] = "corolla-router"
 
@@ -102,7 +102,7 @@ class RouterSettings(ServiceSettings):
 
     @property
     def expected_models(self) -> Mapping[str, ExpectedModel]:
-        """The models of the setting `models` by name."""
+        """The expected models by name, from the setting `models`; empty: any model is accepted."""
         return _expected_models(self.models)
 
 

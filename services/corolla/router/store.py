@@ -1,4 +1,4 @@
-"""Access to Redis: one Lua script per decision, short time-outs, and one error for every failure of Redis."""
+"""Calls Redis, with one Lua script for each decision, short time-outs, and one error for every outage."""
 
 import asyncio
 import logging
@@ -60,7 +60,7 @@ def script_text(name: str) -> str:
 class Store:
     """A Redis server.
 
-    Every method raises StoreUnavailable when Redis does not answer for `timeout_s`, twice, or refuses. A script may
+    Every method raises StoreUnavailable when Redis refuses, or twice does not answer within `timeout_s`. A script may
     have run nevertheless, so every script may safely run again. After two such calls, a breaker refuses further ones at
     once, except one every half second, so that requests do not queue up behind a frozen Redis.
 
@@ -82,14 +82,14 @@ class Store:
         self._timeout_s = timeout_s
         self._is_up = True
         self._is_full = False
-        # The operations that a full Redis has refused. It still answers the others.
+        # The operations that a full Redis has refused. It still accepts other operations.
         self._refused: set[str] = set()
         self._breaker = Breaker(_MAX_SILENCES, _REST_S)
         self._scripts: dict[str, AsyncScript] = {}
         self._logged: set[tuple[str, ...]] = set()
         try:
             self._client = self._connect(url, timeout_s, Retry(NoBackoff(), _NUM_RETRIES, _WORTH_A_RETRY))
-            # Waiting for a change takes longer than `timeout_s`, and the caller repeats it.
+            # A wait for a change takes longer than `timeout_s`. The caller repeats it, so this client does not.
             self._waiting = self._connect(url, None, Retry(NoBackoff(), 0))
         except (ValueError, TypeError, RedisError):
             raise StartupError(
@@ -99,7 +99,7 @@ class Store:
     def _connect(self, url: str, timeout_s: float | None, retry: Retry) -> Redis:
         pool: BlockingConnectionPool = BlockingConnectionPool.from_url(
             url,
-            # A password in the address wins.
+            # A password in the address takes precedence over this one.
             password=self._password or None,
             max_connections=MOST_CONNECTIONS,
             timeout=self._timeout_s,
@@ -107,7 +107,7 @@ class Store:
             socket_connect_timeout=self._timeout_s,
             retry=retry,
         )
-        # This reads the address now, not at the first call.
+        # This finds an invalid address now, not at the first call.
         pool.make_connection()  # type: ignore[no-untyped-call]
         return Redis(connection_pool=pool)
 
@@ -150,7 +150,7 @@ class Store:
             await self._client.srem(_MODELS_KEY, model)
 
     async def models(self) -> list[str]:
-        """Returns all models that have had a block server, sorted."""
+        """Returns the names of the models that have had a block server and are not forgotten, sorted."""
         async with self._translated("models"):
             names: Any = await self._client.smembers(_MODELS_KEY)
         models = []
@@ -194,7 +194,7 @@ class Store:
             if not is_outage(caught):
                 raise
             failure = caught
-        # The client uses asyncio.wait_for, which before Python 3.12 loses a cancellation that comes with the result.
+        # redis-py uses asyncio.wait_for, which before Python 3.12 loses a cancellation that comes with the result.
         if task and task.cancelling() > num_cancels:
             raise asyncio.CancelledError
         if failure is None or isinstance(failure, ResponseError):

@@ -1,4 +1,4 @@
-"""Checks requests before the store is asked. Every failed check raises an InvalidRequest that names the field."""
+"""Checks requests before the router asks the store. A failed check raises an InvalidRequest that names the field."""
 
 import re
 from collections.abc import Mapping
@@ -44,14 +44,14 @@ def check_session_id(field: str, session_id: str) -> str:
 
 
 def check_name(field: str, name: str) -> str:
-    """Checks an id that its owner has drawn, such as that of a server or a turn."""
+    """Checks an id that its owner has made, such as that of a server or a turn."""
     if not _NAME.fullmatch(name):
         raise InvalidRequest(field, "must be 1 to 64 letters, digits, dots, dashes or underscores")
     return name
 
 
 def check_duration(field: str, milliseconds: int, most: int, default: int) -> int:
-    """Returns the duration, or the default for 0."""
+    """Returns the duration, or `default` if it is 0."""
     if milliseconds > most:
         raise InvalidRequest(field, f"is {milliseconds}; at most {most} ms are accepted")
     return milliseconds or default
@@ -115,7 +115,7 @@ def check_load(load: pb.ServerLoad) -> pb.ServerLoad:
 
 
 def check_placed(placed: pb.PlacedServer) -> pb.PlacedServer:
-    """Checks the fields of a server's stored record with which placement and planner calculate."""
+    """Checks those fields of a server's stored record that placement and planner calculate with."""
     if not check_span("span", placed.span).end <= placed.server.num_model_blocks <= MOST_MODEL_BLOCKS:
         raise InvalidRequest("span", "reaches beyond the model")
     for field in _PLANNED_WITH:

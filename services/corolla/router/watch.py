@@ -1,4 +1,4 @@
-"""Pushes placements to watchers. Each watched model has one loop for all its watchers, which get its newest state."""
+"""Pushes placements to watchers. One loop for each watched model reads its placement for all watchers of the model."""
 
 import asyncio
 import math
@@ -18,10 +18,10 @@ from corolla.wire.adapter_version import still_registered
 _LOST_MEMORY_S: Final = 5.0
 
 MOST_UNKNOWN_MODELS: Final = 16
-"""The number of unknown models that may be watched at a time. Each one occupies a connection to Redis, and any caller
-may name models."""
+"""The number of unknown models that may be watched at a time. Each one occupies a connection to Redis, and a caller may
+name any model."""
 _UNKNOWN_RELIST_FACTOR: Final = 10
-"""Unknown models are read less often by this factor. Their first server is a change, which is pushed at once."""
+"""Unknown models are read less often by this factor. The first server of one is a change, which is pushed at once."""
 
 
 class _Feed:
@@ -141,7 +141,7 @@ class PlacementWatches:
                 await asyncio.sleep(self._relist_interval_s)
 
     async def _restored(self, feed: _Feed, roster: Roster) -> Roster:
-        """Registers adapters again that the store has lost with its data, and returns the roster with them."""
+        """Registers again the adapters that the store has lost with its data, and returns the roster with them."""
         feed.adapters = still_registered(feed.adapters, roster.adapters, roster.removed_adapters)
         lost = feed.adapters[len(roster.adapters) :]
         if not lost or not roster.is_known:

@@ -1,4 +1,4 @@
-"""The answer that a stream has received so far. It has no socket, so that blocking and asyncio streams share it."""
+"""The answer that a stream has received so far. It uses no socket, so blocking and asyncio streams share the code."""
 
 from corolla.sdk import responses
 from corolla.sdk.results import Chunk, Completion, FinishReason, Message, TokenLogprob, ToolCall, Usage
@@ -16,7 +16,7 @@ class _Growing:
 
 
 class Answer:
-    """The sum of a stream's chunks. `text`, `token_ids` and `finish_reason` are those of the first completion.
+    """The chunks of a stream, put together. All properties but `completions` are those of the first completion.
 
     Attributes:
         usage: what the answer cost; None until the last chunk came.
@@ -40,7 +40,7 @@ class Answer:
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
-        """The calls so far; the last one's arguments may still be growing."""
+        """The calls of tools so far; the arguments of the last one may still be growing."""
         return self.completion(0).tool_calls
 
     @property

@@ -37,8 +37,8 @@ class Client:
 
     Args:
         address: host:port of the client service, or any gRPC target.
-        api_key: key or token, where the service wants one. A function is called at each call and returns the current
-            key or token, so that it can renew tokens that expire; it caches them itself.
+        api_key: key or token, if the service requires one; or a function that returns the current one. The client calls
+            it for each call, so the function can renew tokens that expire, and should cache them.
         timeout: seconds that a call may take, unless the call has its own timeout; None is without limit.
         credentials: the credentials for TLS, such as `grpc.ssl_channel_credentials()`; None is plain text.
     """
@@ -81,7 +81,7 @@ class Client:
     def stream_chat(
         self, messages: Sequence[AnyMessage], *, session: str = "", **options: Unpack[ChatOptions]
     ) -> Stream:
-        """`complete_chat`, chunk by chunk."""
+        """Does the same as `complete_chat`, chunk by chunk."""
         request = requests.chat_request(messages, options, session)
         return self._stream(self._stub.ChatStream, request, timeout_s=options.get("timeout"))
 
@@ -105,11 +105,11 @@ class Client:
         tools: Sequence[AnyTool] | None = None,
         template_arguments: Mapping[str, Any] | None = None,
     ) -> Tokens:
-        """A text's tokens, or a conversation's after the model's chat template.
+        """Returns the tokens of a text, or of a conversation that the model's chat template has made into text.
 
         Args:
             special_tokens: whether to include the tokens that the tokenizer itself adds to a text.
-            tools, template_arguments: as in a conversation; see `ChatOptions`.
+            tools, template_arguments: the same as in `ChatOptions`.
         """
         request = requests.tokenize_request(
             text, model, special_tokens=special_tokens, tools=tools, template_arguments=template_arguments
@@ -117,16 +117,16 @@ class Client:
         return responses.tokens(self._call(self._stub.Tokenize, request))
 
     def models(self) -> tuple[Model, ...]:
-        """The models that the service has."""
+        """Returns the models that the service has."""
         listed = self._call(self._stub.ListModels, pb.ListModelsRequest())
         return tuple(responses.model(each) for each in listed.models)
 
     def model(self, name: str) -> Model:
-        """One model by its name; see `models`."""
+        """Returns one model by its name; see `models`."""
         return responses.model(self._call(self._stub.GetModel, pb.GetModelRequest(model=name)))
 
     def chat(self, *, system: str | None = None, session: str | None = None, **options: Unpack[ChatOptions]) -> "Chat":
-        """A conversation that the service keeps.
+        """Returns a conversation whose messages the service keeps.
 
         Args:
             system: system message that goes before the first turn.
@@ -136,7 +136,7 @@ class Client:
         return Chat(self, system=system, session_id=session, options=options)
 
     def session(self, session_id: str | None = None, *, model: str = "", adapter: str = "") -> "Session":
-        """A session for `generate` and `stream`: a new one, deleted at the end, or an existing one by its id.
+        """Returns a session: a new one, which is deleted at the end, or an existing one by its id.
 
         Args:
             adapter: name of the adapter with which a new session computes all turns.
@@ -181,7 +181,7 @@ class Client:
 
 
 class Session:
-    """A sequence that the service keeps: each prompt is appended to it. The first use creates the session."""
+    """A text that the service keeps, and to which each prompt and its answer are appended. The first use creates it."""
 
     def __init__(self, client: Client, *, session_id: str | None, model: str, adapter: str = "") -> None:
         self._client = client
@@ -194,7 +194,7 @@ class Session:
 
     @property
     def session_id(self) -> str:
-        """The session's id, 128 random bits in hexadecimal. The first use makes the session."""
+        """The session's id, 128 random bits in hexadecimal. The first use creates the session."""
         with self._opening:
             if self._id is None:
                 self._id = (self._client.create_session(self._model, self._adapter)).session_id
@@ -207,14 +207,14 @@ class Session:
         return self._client.stream(prompt, **self._turn(options))
 
     def _turn(self, options: GenerateOptions) -> GenerateOptions:
-        """Adds the session's model and adapter to a turn's options: a key may be limited to them."""
+        """Adds the session's model and adapter to a turn's options, because a key may be limited to them."""
         return {"model": self._model, "adapter": self._adapter, **options, "session": self.session_id}
 
     def info(self) -> SessionInfo:
         return self._client.get_session(self.session_id)
 
     def delete(self) -> None:
-        """Deletes the session; the next use would make a new one."""
+        """Deletes the session; the next use creates a new one."""
         if self._id is not None:
             self._client.delete_session(self._id)
             self._id, self._is_own = None, True
@@ -234,7 +234,7 @@ class Session:
 
 
 class Chat:
-    """A conversation. Each turn sends only new messages; the service keeps the others.
+    """A conversation. Each turn sends only new messages; the service keeps the earlier ones.
 
     with client.chat(system="Answer in one sentence.") as chat:
         print(chat.send("What is a corolla?"))
@@ -254,16 +254,16 @@ class Chat:
 
     @property
     def usage(self) -> Usage | None:
-        """What the last completed turn cost."""
+        """The usage of the last completed turn; None before it."""
         return self._conversation.usage
 
     @property
     def session_id(self) -> str:
-        """The session's id. The first use makes the session."""
+        """The session's id. The first use creates the session."""
         return self._session.session_id
 
     def send(self, turn: Turn, **options: Unpack[ChatOptions]) -> Reply:
-        """Sends one turn, a user's text or messages, and returns the whole answer."""
+        """Sends one turn (a user's text, or messages) and returns the whole answer."""
         self._settle()
         messages = self._conversation.messages(turn)
         merged: ChatOptions = {**self._options, **options}

@@ -1,4 +1,4 @@
-"""The state of a chat between its turns. It has no socket, so that blocking and asyncio chats share it."""
+"""The state of a chat between its turns. It uses no socket, so blocking and asyncio chats share the code."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -26,7 +26,7 @@ class Conversation:
 
     @property
     def usage(self) -> Usage | None:
-        """What the last completed turn cost."""
+        """The usage of the last completed turn; None before it."""
         return (self._turn.usage if self._turn else None) or self._usage
 
     @property
@@ -35,7 +35,7 @@ class Conversation:
         return self._turn is None or self._turn.usage is not None
 
     def messages(self, turn: Turn) -> list[AnyMessage]:
-        """The messages of the next turn."""
+        """Returns the messages that the next turn sends."""
         system = [Message("system", self._system)] if self._system and not self._num_turns else []
         return [*system, *([Message("user", turn)] if isinstance(turn, str) else turn)]
 

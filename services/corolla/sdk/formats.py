@@ -1,4 +1,4 @@
-"""Reads the form of answers that a caller asks for."""
+"""Writes the form of answers that a caller asks for into a request."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from corolla.v1 import generation_pb2 as pb
 
 @runtime_checkable
 class SchemaSource(Protocol):
-    """An object that returns its JSON Schema, such as a class of pydantic's models."""
+    """An object that returns its JSON Schema, such as a pydantic model class."""
 
     def model_json_schema(self) -> Mapping[str, Any]: ...
 
@@ -18,7 +18,7 @@ class SchemaSource(Protocol):
 ResponseFormat = Mapping[str, Any] | SchemaSource
 """The form of an answer: `{"type": "json_object"}` or `{"type": "json_schema", "json_schema": {"schema": ...}}`, both
 as in the OpenAI API; or `{"type": "regex", "regex": ...}`, `{"type": "choice", "choice": [...]}`, `{"type": "lark",
-"lark": ...}`; or a class of pydantic's models. `{"type": "text"}` is any text."""
+"lark": ...}`; or a pydantic model class. `{"type": "text"}` is any text."""
 
 
 def set_format(message: pb.ResponseFormat, given: object) -> None:

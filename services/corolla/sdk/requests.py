@@ -14,7 +14,7 @@ Prompt = str | Sequence[int]
 
 
 class AnswerOptions(TypedDict, total=False):
-    """How an answer is made. An option that is left out is off, or has the service's default.
+    """The options of an answer. An option that is left out is off, or has the service's default.
 
     Attributes:
         max_tokens: the most new tokens.
@@ -23,10 +23,11 @@ class AnswerOptions(TypedDict, total=False):
         top_p: keep the smallest set of tokens with this total probability; in (0, 1].
         min_p: keep tokens at least this likely relative to the most likely one; in [0, 1].
         repetition_penalty: divides (or multiplies) the logits of tokens seen so far; in (0, 100], 1 is off.
-        presence_penalty: subtracted once from the logit of each token already in the answer; in [-2, 2].
-        frequency_penalty: subtracted for each time that a token stands in the answer; in [-2, 2].
+        presence_penalty: a number to subtract once from the logit of each token already in the answer; in [-2, 2].
+        frequency_penalty: a number to subtract from a token's logit for each time that the answer contains the token;
+            in [-2, 2].
         seed: the same seed, prompt and options give the same tokens.
-        logit_bias: added to the logits of these token ids, before all else; in [-100, 100], at most 1024.
+        logit_bias: numbers to add to the logits of token ids, before all else; in [-100, 100], at most 1024 ids.
         response_format: the form of the answer; a token that would break it is never chosen. See `ResponseFormat`.
         stop: the answer ends before the first of these texts; one or up to 16, each of 1 to 256 characters.
         ignore_eos: continue after end-of-sequence tokens.
@@ -35,9 +36,9 @@ class AnswerOptions(TypedDict, total=False):
             "draft_model"; left out, the service chooses.
         max_draft_tokens: the most tokens that are drafted in one step, 1 to 64.
         request_id: names the request, so that it can be resumed after its stream broke: send it again with the same
-            name, to any client service. Draw a new name for each request.
+            name, to any client service. Choose a new name for each request.
         resume_from: with the same `request_id`, the token ids of the answer that arrived, or only their number; with a
-            number they are generated again. The new stream has only the tokens after them.
+            number, the service generates them again. The new stream has only the tokens after them.
         cache_salt: only requests with the same salt share what the service computes for the prompt.
         logprobs: report the log-probability of each token and of this many most likely tokens (0 to 20).
         model: name of the model; empty takes the only model that the service has.
@@ -88,7 +89,7 @@ class ChatOptions(AnswerOptions, total=False):
     Attributes:
         n: independent answers, 1 to 16, outside of sessions; answer i is seeded with seed + i.
         tools: the tools that the model may call; see `AnyTool`.
-        tool_choice: "auto", the default where there are tools; "none", "required", or the tool that must be called.
+        tool_choice: "auto", the default if there are tools; "none", "required", or the tool that must be called.
         parallel_tool_calls: whether one answer may call several tools; True by default.
         continue_last_message: whether the answer continues the last message, which must be an assistant's.
         template_arguments: arguments for the model's chat template, such as `{"enable_thinking": False}`.
@@ -103,7 +104,12 @@ class ChatOptions(AnswerOptions, total=False):
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
-    """Raises InvalidRequest for values of a wrong kind and TypeError for an option that does not exist."""
+    """Returns the request of a completion.
+
+    Raises:
+        InvalidRequest: A value is of a wrong kind.
+        TypeError: An option does not exist.
+    """
     _refuse_unknown(options, GenerateOptions)
     request = pb.GenerateRequest()
     if isinstance(prompt, str):
@@ -120,7 +126,12 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
 
 
 def chat_request(messages: Sequence[AnyMessage], options: ChatOptions, session_id: str = "") -> pb.ChatRequest:
-    """Raises InvalidRequest for values of a wrong kind and TypeError for an option that does not exist."""
+    """Returns the request of a chat.
+
+    Raises:
+        InvalidRequest: A value is of a wrong kind.
+        TypeError: An option does not exist.
+    """
     _refuse_unknown(options, ChatOptions)
     request = pb.ChatRequest()
     add_messages(request.messages, messages)

@@ -1,4 +1,4 @@
-"""Streams of chunks, for threads and for asyncio. Closing a stream early cancels the call, which frees its pages."""
+"""Streams of chunks, for threads and for asyncio. Closing one early cancels its call and frees its KV cache."""
 
 import asyncio
 import inspect
@@ -61,7 +61,7 @@ class AsyncStream(Answer):
     Cancelling the wait for a chunk, for example by a time limit, closes the stream.
 
     Args:
-        call: the call, or a coroutine that starts it, which is awaited with the first chunk.
+        call: the call, or a coroutine that starts and returns it; the first read of a chunk awaits the coroutine.
     """
 
     def __init__(self, call: Any, address: str) -> None:

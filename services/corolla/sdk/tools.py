@@ -1,4 +1,4 @@
-"""Reads the tools that a caller lets the model call."""
+"""Writes the tools that the model may call into a request."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from corolla.v1 import generation_pb2 as pb
 
 AnyTool = Mapping[str, Any] | type[Any]
 """A tool as in the OpenAI API, `{"type": "function", "function": {"name": ..., "description": ..., "parameters":
-...}}`, or only the inner mapping; or a dataclass or a class of pydantic's models, whose fields are the arguments."""
+...}}`, or only the inner mapping; or a dataclass or pydantic model class, whose fields are the arguments."""
 
 AnyToolChoice = str | AnyTool
 """"none", "auto" or "required"; or the tool that must be called."""

@@ -1,4 +1,4 @@
-"""The connection to a client service: channel options, credentials, and failed calls as errors of `corolla.errors`."""
+"""The connection to a client service: channel options, keys, and errors of `corolla.errors` for failed calls."""
 
 import inspect
 from collections.abc import Awaitable, Callable
@@ -23,7 +23,7 @@ CHANNEL_OPTIONS: Final[list[tuple[str, Any]]] = [
     # A connection to a frozen or unreachable service fails after about fifteen seconds, even within a stream.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    # The time that connecting may take: a service may be far away, and its machine busy.
+    # This is the time that connecting may take: a service may be far away, and its machine busy.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5_000),
@@ -32,12 +32,12 @@ CHANNEL_OPTIONS: Final[list[tuple[str, Any]]] = [
     ("grpc.enable_http_proxy", 0),
 ]
 
-# A service that stops cancels the calls that still run when its grace period ends.
+# CANCELLED is one of them, since a stopping service cancels the calls that outlast its grace period.
 _UNREACHED = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED})
 
 
 def call_metadata(api_key: ApiKey) -> Metadata:
-    """The metadata of a call that begins now: the current key or token."""
+    """Returns the metadata of a call that begins now, with the current key or token."""
     return _metadata(api_key() if callable(api_key) else api_key)
 
 
@@ -48,12 +48,12 @@ async def async_call_metadata(api_key: AsyncApiKey) -> Metadata:
 
 
 def begun(method: Callable[..., Any], api_key: ApiKey) -> Any:
-    """Starts a call with the current key or token."""
+    """Starts a call with the current key or token, and returns it."""
     return method(metadata=call_metadata(api_key))
 
 
 def async_begun(method: Callable[..., Any], api_key: AsyncApiKey) -> Any:
-    """Starts a call. Returns a coroutine that starts it if the key must be awaited."""
+    """Starts a call and returns it; if the key must be awaited, returns a coroutine that does this."""
     given = api_key() if callable(api_key) else api_key
     if not inspect.isawaitable(given):
         return method(metadata=_metadata(given))
@@ -69,7 +69,7 @@ def _metadata(api_key: str | None) -> Metadata:
 
 
 def error_of(failure: grpc.RpcError, address: str) -> errors.CorollaError:
-    """The error of `corolla.errors` for a failed call to the service at `address`."""
+    """Returns the error of `corolla.errors` for a failed call to the service at `address`."""
     if (status := status_of(failure)) is not None:
         return parse_status(status)
     code = failure.code() if isinstance(failure, grpc.Call | grpc.aio.AioRpcError) else None

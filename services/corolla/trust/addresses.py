@@ -16,8 +16,8 @@ _WILDCARD: Final = "*."
 class CallerAddress:
     """The addresses that a caller may register.
 
-    A pod gets its address when it starts, often after its certificate. So the owner of a certificate without addresses
-    may register the address that the call comes from.
+    A pod often gets its certificate before its address. So the owner of a certificate without addresses may register
+    the address that the call comes from.
 
     Attributes:
         names: The DNS names and IP addresses in the caller's certificate.
@@ -29,13 +29,13 @@ class CallerAddress:
 
     @classmethod
     def of(cls, auth_context: Mapping[str, Iterable[bytes]], peer: str) -> Self:
-        """Reads gRPC's form of an address: `peer` is like `ipv4:10.0.0.7:4711` or `ipv6:%5B::1%5D:4711`."""
+        """Reads gRPC's facts about a call, where `peer` is like `ipv4:10.0.0.7:4711` or `ipv6:%5B::1%5D:4711`."""
         kind, _, place = unquote(peer).partition(":")
         host = place.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else ""
         return cls(tuple(name for name in names_of_call(auth_context) if "://" not in name), host)
 
     def check(self, address: str) -> None:
-        """Checks that `host:port` is the caller's. Raises AddressNotYours."""
+        """Checks that the host of `host:port` is the caller's. Raises AddressNotYours if not."""
         host = address.rpartition(":")[0].strip("[]").lower()
         if not any(_is_same(host, name.lower()) for name in self.names or (self.host,)):
             raise AddressNotYours(

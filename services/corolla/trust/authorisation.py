@@ -48,7 +48,7 @@ FRAMES: Final[Mapping[type[Message], frozenset[Role]]] = MappingProxyType(
         pb.Resend: _STEPPERS,
         pb.Credit: _STEPPERS,
         pb.Holds: _STEPPERS,
-        # A server that has handed a session over forwards the frames that its client sent meanwhile.
+        # A server that has handed a session over forwards the frames that the session's client sent meanwhile.
         pb.Close: frozenset({*_STEPPERS, _BLOCK}),
         pb.Truncate: frozenset({*_STEPPERS, _BLOCK}),
         pb.Next: frozenset({_BLOCK}),
@@ -72,17 +72,17 @@ AUDITED: Final = frozenset(
         "AdminService/Drain",
     }
 )
-"""The methods whose calls are all in the audit log. Heartbeats and the calls of running answers are not."""
+"""The methods whose calls all go into the audit log. Heartbeats and the calls of running answers do not."""
 
 
 def check_method(method: str, caller: Workload | None) -> None:
-    """Checks that the caller may call `Service/Method`; None: it has no identity. Raises RoleDenied."""
+    """Checks that the caller may call `Service/Method`; a caller without identity (None) may not. Raises RoleDenied."""
     if caller is None or caller.role not in METHODS[method]:
         raise RoleDenied(f"{_named(caller)} may not call {method}")
 
 
 def check_frame(kind: type[Message], caller: Workload) -> None:
-    """Checks that the caller may send frames of this kind, which is one of `FRAMES`. Raises RoleDenied."""
+    """Checks that the caller may send frames of `kind`, a key of `FRAMES`. Raises RoleDenied."""
     if caller.role not in FRAMES[kind]:
         raise RoleDenied(f"{_named(caller)} may not send {kind.DESCRIPTOR.name}")
 

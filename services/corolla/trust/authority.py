@@ -1,4 +1,4 @@
-"""A certificate authority for the life of a process. It signs the certificates of a stack; its key is never stored."""
+"""A certificate authority that signs the certificates of a local stack. Its key lasts as long as the process."""
 
 import datetime
 import ipaddress
@@ -27,7 +27,7 @@ _KEY_USES: Final = (
 
 
 class Authority:
-    """Signs certificates with keys on P-256, for TLS servers and TLS clients."""
+    """Signs certificates for TLS servers and TLS clients. All keys are on the curve P-256."""
 
     def __init__(self) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
@@ -42,7 +42,7 @@ class Authority:
 
     @property
     def certificate_pem(self) -> bytes:
-        """The authority's own certificate, which others must trust."""
+        """The authority's own certificate, which the workloads must trust."""
         return self._certificate.public_bytes(serialization.Encoding.PEM)
 
     def issue(
@@ -54,7 +54,7 @@ class Authority:
             folder: The folder of the files.
             workload: The workload that the certificate names.
             addresses: The DNS names and IP addresses of the workload.
-            until: The end of the certificate; None: that of the authority.
+            until: When the certificate expires; None: when the authority's own certificate does.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         names = [x509.UniformResourceIdentifier(str(workload)), *map(_address, addresses)]
@@ -75,7 +75,7 @@ class Authority:
         write_private(folder / AUTHORITY_FILE, self.certificate_pem)
 
     def revocations(self, certificates: Iterable[bytes]) -> bytes:
-        """Returns the revocation list of these certificates, which are in PEM, as `Credentials` reads it."""
+        """Returns a list, in PEM, that revokes these certificates, also in PEM."""
         now = datetime.datetime.now(datetime.UTC)
         builder = x509.CertificateRevocationListBuilder(self._name, now, self._until)
         for certificate in map(x509.load_pem_x509_certificate, certificates):

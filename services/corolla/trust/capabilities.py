@@ -1,7 +1,7 @@
-"""Capabilities: signed permissions to hold a session for a tenant. Each hop that gets the session verifies one.
+"""Signs and verifies capabilities: permissions to hold a session for a tenant. Each hop of a session verifies one.
 
-The process that opens a session signs its capability. So a hop need not trust the open or another hop about the tenant:
-it trusts the key in the certificate of a client service or library.
+The process that opens a session signs its capability. So a hop need not believe another hop about the tenant: it trusts
+the key in the certificate of a client service or library.
 """
 
 import time
@@ -16,7 +16,7 @@ from corolla.trust.workload import Role, Workload
 from corolla.v1 import blocks_pb2 as pb
 
 _PURPOSE: Final = b"corolla capability 1\0"
-"""A prefix of the signed bytes, because the same key also signs TLS handshakes."""
+"""The prefix of the signed bytes. It sets them apart from TLS handshakes, which the same key signs."""
 _SIGNERS: Final = frozenset({Role.CLIENT, Role.LIBRARY})
 GRACE_MS: Final = 3_600_000
 """The time for which a capability outlasts the session's first lease. Steps renew the lease, but not the capability. A
@@ -29,7 +29,7 @@ class Capabilities:
     Args:
         credentials: The credentials of this process.
         fingerprint: The fingerprint of the model.
-        clock: The Unix time in seconds.
+        clock: A function that returns the Unix time in seconds.
     """
 
     def __init__(self, credentials: Credentials, fingerprint: str, clock: Callable[[], float] = time.time) -> None:
@@ -38,7 +38,7 @@ class Capabilities:
         self._clock = clock
 
     def sign(self, opening: pb.Open) -> None:
-        """Adds the capability for exactly this open. Raises RoleDenied in a process that may not open sessions."""
+        """Adds the capability that `opening` needs. Raises RoleDenied in a process that may not open sessions."""
         signer = self._credentials.signer
         if signer is None:
             raise RoleDenied("this process opens no sessions")
@@ -57,11 +57,11 @@ class Capabilities:
         opening.capability.CopyFrom(signed)
 
     def verify(self, asked: pb.Open | pb.Handover) -> Workload:
-        """Returns the workload that opened the session.
+        """Verifies the capability of an open or handover, and returns the workload that opened the session.
 
         Raises:
-            CapabilityDenied: The capability is not valid for this session, tenant and epoch, or for so many blocks or
-                tokens; or its signer may not open sessions, or it has expired.
+            CapabilityDenied: The capability is invalid or expired, its signer may not open sessions, or it does not
+                cover this session, tenant, epoch, blocks and tokens.
             RoleDenied: A library signed it for a tenant that is not its own.
         """
         signed = asked.capability

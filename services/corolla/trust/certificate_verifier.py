@@ -20,11 +20,11 @@ _NEVER: Final = datetime.datetime.min.replace(tzinfo=datetime.UTC)
 
 @dataclass(frozen=True, slots=True)
 class PresentedCertificate:
-    """The certificate of the other end of a connection, which passed the handshake.
+    """The certificate of another process, which it showed in a handshake or with a signature.
 
     Attributes:
-        certificate: The other end's own certificate, in PEM or DER. The intermediate ones are not known.
-        trusted: The authorities that were trusted at the handshake; None: unknown.
+        certificate: The other process' own certificate, in PEM or DER, without intermediate ones.
+        trusted: The authorities, in DER, that were trusted at the handshake; None: unknown.
     """
 
     certificate: bytes
@@ -32,19 +32,19 @@ class PresentedCertificate:
 
 
 class CertificateVerifier:
-    """The trusted authorities and revocations in one state of the files.
+    """Checks certificates against the authorities and revocation lists in one state of the files.
 
     Args:
         authorities: The certificates of the authorities in PEM; empty: no certificate is valid.
         revocations: Certificate revocation lists in PEM, one after the other; empty: none. A list counts if one of the
             authorities signed it, even after the date of its next update.
-        before: The previous state.
+        before: The verifier of the previous state, if any.
 
     Attributes:
         authorities: The trusted authorities, in DER.
 
     Raises:
-        ValueError: The files have another format.
+        ValueError: A file is not in PEM, or holds something else.
     """
 
     def __init__(self, authorities: bytes, revocations: bytes, before: "CertificateVerifier | None" = None) -> None:
@@ -56,15 +56,15 @@ class CertificateVerifier:
         }
         self.authorities: Final = frozenset(each.public_bytes(Encoding.DER) for each in self._authorities)
         known: Mapping[bytes, x509.Certificate] = before.known if before is not None else {}
-        # All authorities that have been trusted until now.
+        # All authorities that this process has trusted until now.
         self.known: Mapping[bytes, x509.Certificate] = {**known} | {
             each.public_bytes(Encoding.DER): each for each in self._authorities
         }
-        # The end of each known certificate; `_NEVER` for one that is not valid.
+        # When each checked certificate expires; `_NEVER` for one that is not valid.
         self._ends: dict[PresentedCertificate, datetime.datetime] = {}
 
     def is_valid(self, presented: PresentedCertificate) -> bool:
-        """Whether a certificate is valid now. The result is cached, since it is asked often."""
+        """Whether a certificate is valid now. The result is cached, since callers ask often."""
         end = self._ends.get(presented)
         if end is None:
             if len(self._ends) >= _MOST_REMEMBERED:

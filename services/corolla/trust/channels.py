@@ -28,8 +28,8 @@ def renewed_channels(credentials: Credentials) -> Channels:
 class _RenewedChannel:
     """A channel that replaces its gRPC channel when the certificates change, which gRPC channels cannot do themselves.
 
-    The new gRPC channel takes over as soon as it is connected. Calls on the old one have `_GRACE_S` to end; watches end
-    at once, and their owners begin them anew. This class has the methods of a channel that stubs use.
+    The new gRPC channel takes over as soon as it is connected. Calls on the old one have `_GRACE_S` to end, but
+    streaming calls end soon, and their callers begin them anew. This class has the methods of a channel that stubs use.
     """
 
     def __init__(self, address: str, credentials: Credentials) -> None:
@@ -68,7 +68,7 @@ class _RenewedChannel:
         await self._current.channel.close(grace_s)
 
     def _newest(self) -> grpc.aio.Channel:
-        """Returns the connected channel with the newest certificates."""
+        """Returns the current channel, after replacing it if one with newer certificates has connected."""
         if self._current.version != self._credentials.version:
             if self._following.version != self._credentials.version:
                 if self._following is not self._current:
@@ -85,6 +85,6 @@ class _RenewedChannel:
         task.add_done_callback(self._closing.discard)
 
     def _open(self) -> _Opened:
-        # The version is read first: if the files change in between, the channel only counts as older than it is.
+        # The version is read first: if the files change meanwhile, the channel only counts as older than it is.
         version = self._credentials.version
         return _Opened(version, open_channel(self._address, self._credentials.for_channels()))

@@ -27,17 +27,17 @@ _CERTIFICATE: Final = "x509_pem_cert"
 
 
 class Credentials:
-    """The certificate of a process, and its checks of other certificates: TLS 1.3 with certificates of both ends.
+    """The certificate of a process, and its checks of other certificates, for mutual TLS.
 
     Args:
         folder: The folder with `tls.crt`, `tls.key` and `ca.crt`, in PEM. `tls.crt` may also hold intermediate
-            certificates, `ca.crt` several authorities, and a `crl.pem` revocation lists of those authorities.
+            certificates, `ca.crt` several authorities, and an optional `crl.pem` revocation lists of those authorities.
 
     Attributes:
         files: The files, which the service must watch.
         version: The number of times that the files were read successfully.
-        signer: Signs with the key of the certificate, in processes that open sessions; None in others.
-        certificate_holders: Verifies signatures of other workloads of the authority.
+        signer: Signs with the key of the certificate, in processes that open sessions; None in other processes.
+        certificate_holders: Finds the workloads whose certificates the authority signed, to verify their signatures.
 
     Raises:
         SettingsError: A file is missing or not valid, or the certificate names no workload; or the process opens
@@ -91,7 +91,7 @@ class Credentials:
         return lambda: self._verifier.is_valid(presented)
 
     def is_valid(self, certificate: bytes) -> bool:
-        """Whether a certificate (in DER) is of a trusted authority, and has neither ended nor been revoked."""
+        """Whether a trusted authority signed a certificate (in DER) that has neither expired nor been revoked."""
         return self._verifier.is_valid(PresentedCertificate(certificate))
 
     def knows(self, other: Workload | None) -> bool:
@@ -181,7 +181,7 @@ def workload_of_transport(transport: asyncio.BaseTransport) -> Workload | None:
 
 
 def workload_of_call(auth_context: Mapping[str, Iterable[bytes]]) -> Workload | None:
-    """Returns the workload that made a call, from gRPC's facts about the connection; None: as above."""
+    """Returns the workload that made a call, from gRPC's facts; None as in `workload_of_transport`."""
     return Workload.only_one(name for name in names_of_call(auth_context) if "://" in name)
 
 

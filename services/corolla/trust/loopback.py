@@ -1,4 +1,4 @@
-"""The folder where a stack on this machine keeps its certificates, so that other programs of its user find theirs."""
+"""The folder where a stack on this machine keeps certificates, so that the user's other programs find theirs."""
 
 import os
 import shutil
@@ -16,10 +16,10 @@ _LOOPBACK: Final = ("127.0.0.1", "localhost", "[::1]")
 
 
 def make_folder(router: str) -> Path:
-    """Creates an empty private folder for the certificates of a stack, named after the address of its router.
+    """Creates an empty private folder for the certificates of a stack, named after its router's port.
 
     Raises:
-        StartupError: The folder belongs to another user, or cannot be made.
+        StartupError: Other users can read or write the folder around it, or it cannot be made.
     """
     own, folder = _own_folder(), _folder_of(router)
     try:
@@ -65,7 +65,7 @@ def _folder_of(router: str) -> Path:
 def _has_living_owner(folder: Path) -> bool:
     """Whether the stack of this folder is running.
 
-    A killed stack leaves its folder, and another stack without certificates may use its port now.
+    A killed stack leaves its folder, and a stack without certificates may use the same port now.
     """
     try:
         os.kill(int((folder / _OWNER_FILE).read_text()), 0)
@@ -75,7 +75,7 @@ def _has_living_owner(folder: Path) -> bool:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether the folder is private to this user: in a shared folder, another user may have created it first."""
+    """Whether the folder is private to this user: if it lies in a shared one, another user may have created it."""
     try:
         found = os.lstat(folder)
     except OSError:

@@ -17,10 +17,10 @@ def end_when_invalid(call: Call[Any], is_valid: Callable[[], bool]) -> None:
 
     Args:
         call: The call.
-        is_valid: Whether the caller's certificate is valid now.
+        is_valid: A function that says whether the caller's certificate is valid now.
 
     Raises:
-        Unauthenticated: The certificate is not valid at the beginning.
+        Unauthenticated: The certificate is not valid when this function is called.
     """
     error = Unauthenticated("the certificate was revoked, has ended, or is not of a trusted authority")
     if not is_valid():

@@ -1,4 +1,4 @@
-"""Signs data with the key of a certificate, and verifies such signatures of other workloads."""
+"""Signs data with the key of a certificate, and verifies the signatures of other workloads."""
 
 import datetime
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class Signer:
     """Signs with the key of a process' certificate.
 
     Args:
-        certificates: The certificates in PEM; the process' own one first, then intermediate ones.
+        certificates: The certificates in PEM: the process' own one, then intermediate ones.
         key: The key in PEM.
 
     Attributes:
@@ -50,7 +50,7 @@ class Signer:
 
 @dataclass(frozen=True, slots=True)
 class CertificateHolder:
-    """The workload that a certificate of the authority names, the key that verifies its signatures, and its end."""
+    """A workload with a trusted certificate, the key that verifies its signatures, and the time when its trust ends."""
 
     workload: Workload
     key: ec.EllipticCurvePublicKey
@@ -65,9 +65,9 @@ class CertificateHolder:
 
 
 class CertificateHolders:
-    """The workloads with certificates of these authorities.
+    """Finds the workloads that hold certificates of these authorities.
 
-    Each chain of certificates is verified once, and remembered until one of its certificates ends.
+    It verifies each chain of certificates once, and remembers it until one of its certificates expires.
 
     Args:
         authorities: The authorities in PEM.

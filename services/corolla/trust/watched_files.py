@@ -19,16 +19,16 @@ Contents = tuple[bytes, ...]
 class WatchedFiles:
     """Reads the files, and reads them again when they have changed.
 
-    An invalid change, such as a key of another certificate, is logged once, and the old contents stay. It happens when
-    another program writes the files one by one.
+    An invalid change, such as a key of another certificate, is logged once, and the old contents stay. Such a change is
+    seen while another program writes the files one by one.
 
     Args:
-        variable: The setting that names the folder.
+        variable: The name of the setting that names the folder, for errors.
         folder: The folder.
         names: The names of the files.
-        take: A function that is called with their contents, in any thread. It raises ValueError or OSError for invalid
+        take: A function that gets the contents of the files, in any thread. It raises ValueError or OSError for invalid
             contents.
-        named: The value of the setting, if it is not the folder.
+        named: The value of the setting, if it differs from `folder`.
         optional: The names of further files, whose contents are empty while they are missing.
 
     Raises:
@@ -55,7 +55,7 @@ class WatchedFiles:
             raise SettingsError(f"{variable}={named or folder}: {_sentence(failure)}") from None
 
     async def run(self) -> None:
-        """Reads changes, for ever."""
+        """Looks for changes of the files again and again, for ever."""
         while True:
             await asyncio.sleep(LOOK_INTERVAL_S)
             await asyncio.to_thread(self.refresh)
@@ -77,7 +77,7 @@ class WatchedFiles:
     def _take_all(self) -> Contents:
         contents = self._read()
         self._take(contents)
-        # `take` may read the files itself, so they must still be the same.
+        # `take` may have read the files itself, so their contents must still be the same.
         if self._read() != contents:
             raise ValueError("the files changed while they were read")
         return contents

@@ -1,4 +1,4 @@
-"""The identity of a process: the SPIFFE id in its certificate (https://spiffe.io, "SPIFFE-ID" 2)."""
+"""The identity of a process: the SPIFFE id in its certificate (https://spiffe.io, "SPIFFE-ID", section 2)."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ _URI: Final = re.compile(r"spiffe://([a-z0-9._-]{1,255})/([a-z]+)/([A-Za-z0-9._-
 
 
 class Role(Enum):
-    """The role of a process."""
+    """The role of a process, which decides the calls that it may make."""
 
     CLIENT = "client"
     BLOCK = "block"

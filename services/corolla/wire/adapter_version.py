@@ -1,4 +1,4 @@
-"""The name and version of an adapter, with which a session is computed."""
+"""The name of an adapter and the digest of its files, which a session keeps for its whole life."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -16,8 +16,7 @@ class AdapterVersion:
     """An adapter as it was registered.
 
     Attributes:
-        digest: SHA-256 of the adapter's files, in hexadecimal, so that other files under the same name are another
-            version.
+        digest: SHA-256 of the adapter's files, in hexadecimal, so other files with the same name are another version.
     """
 
     name: str
@@ -35,7 +34,7 @@ class AdapterVersion:
         return cls(message.name, message.digest)
 
     def to_message(self) -> common_pb2.AdapterVersion:
-        """The message that describes this version."""
+        """Returns the message that describes this version."""
         return common_pb2.AdapterVersion(name=self.name, digest=self.digest)
 
 
@@ -46,7 +45,7 @@ def still_registered(
 ) -> list[router_pb2.RegisteredAdapter]:
     """Returns the adapters registered `now`, then those from `before` that are missing but were not removed.
 
-    A store that loses its memory also loses registrations; they stay valid here.
+    So registrations stay valid when the store loses its data.
     """
     names = {each.version.name for each in now}
     gone = {AdapterVersion.of(each) for each in removed}

@@ -15,7 +15,7 @@ from corolla.v1 import blocks_pb2 as pb
 Buffer = bytes | bytearray | memoryview
 
 MAX_PROMPT_BYTES: Final = 32 << 20
-"""The most bytes of trained prompts that one session brings to one hop."""
+"""The most bytes of trained prompts that one session may bring to one hop."""
 MAX_TENANT_CHARS: Final = 256
 """The most characters of a tenant's name; routers have the same limit."""
 
@@ -42,7 +42,8 @@ def encode(control: Message, payload: Buffer = b"") -> tuple[Buffer, ...]:
     """Returns the parts of one frame, in the order in which to write them, without empty parts or copied payload."""
     control_bytes = control.SerializeToString()
     header = _HEADER.pack(_MAGIC, _KINDS[control.DESCRIPTOR.full_name], len(control_bytes), len(payload))
-    # In Python 3.12 and later, asyncio's `writelines` never drops an empty last part, and the event loop spins.
+    # Empty parts are left out: in Python 3.12 and later, asyncio's `writelines` never drops an empty last part, and the
+    # event loop spins.
     return tuple(part for part in (header, control_bytes, payload) if len(part))
 
 
@@ -79,13 +80,13 @@ class FrameParser:
                 break
             yield frame
             offset = end
-        # The small rest is copied, so that it does not keep the large buffer alive.
+        # The bytes of the incomplete frame are copied, so that they do not keep the whole buffer alive.
         self._pieces = [bytes(view[offset:])]
         self._num_bytes, self._num_needed = len(view) - offset, end - offset
 
 
 def _read_frame(view: memoryview, offset: int) -> tuple[Frame | None, int]:
-    """Returns the frame at `offset`, or None if it is incomplete, and the end of the frame or of its missing header.
+    """Returns the frame at `offset`, None if it is incomplete, and where it ends, or its header if that is incomplete.
 
     Raises:
         MalformedMessage: the frame is of an unknown kind, or does not belong to this protocol.

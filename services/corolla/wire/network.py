@@ -1,4 +1,4 @@
-"""Connects a process to the others in both directions: in the clear, or with mutual TLS."""
+"""Makes and accepts the connections of a process to other processes, in plain text or with mutual TLS."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ _SERVERS: Final = frozenset({Role.BLOCK})
 
 @dataclass(frozen=True)
 class Network:
-    """The connections that a process can make and accept; its composition root passes this to its parts.
+    """The connections that a process can make and accept. The process passes one object of this class to its parts.
 
     Attributes:
         channels: opens gRPC channels to routers.
@@ -44,7 +44,7 @@ class Network:
 
     @classmethod
     def of(cls, tls_dir: Path | None) -> Self:
-        """Makes a network from a folder of certificates; None: without TLS. Raises SettingsError if files are wrong."""
+        """Makes a network from a folder of certificates; None: without TLS. Raises SettingsError for wrong files."""
         if tls_dir is None:
             return cls()
         credentials = Credentials(tls_dir)
@@ -56,7 +56,7 @@ class Network:
         return open_channel(address, self.credentials.for_channels() if self.credentials is not None else None)
 
     def rpc_credentials(self) -> grpc.ServerCredentials | None:
-        """The credentials for the gRPC servers of this process; None without mutual TLS."""
+        """Returns the credentials for the gRPC servers of this process; None without mutual TLS."""
         return self.credentials.for_rpc_servers() if self.credentials is not None else None
 
     def service_handler(
@@ -79,7 +79,7 @@ class Network:
         )
 
     def capabilities(self, fingerprint: str) -> Capabilities | None:
-        """Signs and verifies the opens of a model's sessions; None without mutual TLS."""
+        """Returns what signs and verifies the capabilities of a model's sessions; None without mutual TLS."""
         return Capabilities(self.credentials, fingerprint) if self.credentials is not None else None
 
     def start_renewal(self, tasks: TaskGroup) -> None:
@@ -89,16 +89,19 @@ class Network:
 
     @property
     def servers(self) -> StreamTrust | None:
-        """The trust for streams from this process, which may lead to block servers only; None without mutual TLS."""
+        """The trust for streams from this process: it admits block servers only. None without mutual TLS."""
         return StreamTrust(self.credentials, _SERVERS) if self.credentials is not None else None
 
     @property
     def callers(self) -> StreamTrust | None:
-        """The trust for streams to this block server, from the roles that may send Hello; None without mutual TLS."""
+        """The trust for streams to this process: it admits the roles that may send Hello. None without mutual TLS."""
         return StreamTrust(self.credentials, FRAMES[pb.Hello]) if self.credentials is not None else None
 
     async def _check_role(self, call: Call[Any]) -> None:
-        """Reads the caller's identity. Raises RoleDenied if its role may not call the method."""
+        """Reads the caller's identity, and watches its certificate during the call.
+
+        Raises RoleDenied if the caller's role may not call the method, and Unauthenticated for an invalid certificate.
+        """
         if self.credentials is not None:
             end_when_invalid(call, self.credentials.caller_validity(call.context.auth_context()))
             caller = workload_of_call(call.context.auth_context())

@@ -14,7 +14,7 @@ HASH_BYTES: Final = 16
 
 
 def page_hashes(token_ids: Sequence[int], page_tokens: int, salt: bytes = b"") -> bytes:
-    """Returns the digests of a text's whole pages, concatenated. Each covers its page's ids and the digest before.
+    """Returns the digests of a text's whole pages, concatenated. Each covers its page's ids and the digest before it.
 
     So equal digests mean that the texts are equal from their beginning. With 128 bits of BLAKE2b, collisions by chance
     are not to be expected, and only callers of the same tenant could search for one; with a salt, only those that know
@@ -30,11 +30,11 @@ def page_hashes(token_ids: Sequence[int], page_tokens: int, salt: bytes = b"") -
 
 
 class TextDigests:
-    """The digests of one text for hops with pages of several sizes, of which most have the same size.
+    """The digests of one text, for hops whose pages differ in size. It computes them once for each size.
 
     Args:
         token_ids: the ids of the text.
-        salt: a text with another salt has other digests.
+        salt: the same text has other digests with another salt.
     """
 
     def __init__(self, token_ids: Sequence[int], salt: bytes = b"") -> None:
@@ -43,7 +43,7 @@ class TextDigests:
         self._by_page_tokens: dict[int, pb.ExpectedText] = {}
 
     def of(self, page_tokens: int) -> pb.ExpectedText:
-        """The text's digests for pages of `page_tokens` tokens, at least 1; computed at the first call for a size."""
+        """Returns the text's digests for pages of `page_tokens` tokens, at least 1."""
         text = self._by_page_tokens.get(page_tokens)
         if text is None:
             hashes = page_hashes(self._token_ids, page_tokens, self._salt)

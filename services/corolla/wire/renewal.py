@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 _ATTEMPT_INTERVAL_S: Final = 2.0
 """The shortest time between two attempts to open another connection, however often a server asks."""
 _FRAME_BYTES: Final = 256
-"""Bytes that a waiting frame counts in addition to its control part and payload."""
+"""The bytes that a waiting frame counts in addition to its control part and payload."""
 
 
 class RenewedStream:
-    """A `Stream` that moves to another connection when certificates change. It must begin with Hello to do so."""
+    """A `Stream` that moves to another connection when certificates change, if its first frame is Hello."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class RenewedStream:
         self._hello, self._welcome = pb.Hello(), pb.Welcome()
         self._next: FrameStream | None = None
         self._next_attempt_s = 0.0
-        # The caller has sent its last frame on the old connection, and the server's last frame has not come.
+        # Whether the caller has sent its last frame on the old connection, and the server's last one has not come.
         self._is_leaving = False
         self._unsent: list[Frame] = []
         self._untaken: list[Frame] = []
@@ -100,7 +100,7 @@ class RenewedStream:
         return connection
 
     def _renew(self) -> None:
-        """Begins another connection since a certificate has changed, unless one exists or was tried a moment ago."""
+        """Begins another connection after a change of certificates, unless one exists or was tried a moment ago."""
         now_s = asyncio.get_running_loop().time()
         if not self._welcome.takes_stream_ids or self._next is not None or now_s < self._next_attempt_s:
             return
@@ -162,7 +162,7 @@ class RenewedStream:
         return [self._current] if self._next is None else [self._current, self._next]
 
     def _on_ended(self, connection: FrameStream, end: StreamEnd) -> None:
-        """Ends the stream with its connection, or with either of the two while it moves."""
+        """Ends the stream with its connection; the next connection ends it only once the stream has left this one."""
         if connection is self._next and not self._is_leaving:
             self._next = None
             if end.cause is not StreamCause.CLOSED:

@@ -1,9 +1,9 @@
-"""One connection of the data plane: frames in both directions over TCP, or over TLS if a trust is passed in.
+"""One connection of the data plane: frames in both directions over TCP, or over TLS if a `StreamTrust` is given.
 
 Each end first sends a greeting of eight bytes: `CRLL`, the version of this layout, and zero, as little-endian numbers
-of 16 bits. Frames follow back to back (`wire/frames`). Three kinds belong to the connection itself: Ping and Pong show
-that a quiet end still lives, and End says why an end stops. `ended` says how the stream ended, whichever end stopped
-it. The end that was called sends GoAway while its certificate differs from the one that it showed.
+of 16 bits. Frames follow back to back (`wire/frames`). Three kinds of frames belong to the connection itself: Ping and
+Pong show that a quiet end still lives, and End says why an end stops. `ended` says how the stream ended, whichever end
+stopped it. The listening end sends GoAway while its certificate differs from the one that it showed.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ _MAGIC: Final = b"CRLL"
 _COUNT: Final = struct.Struct("i")
 _BACKLOG: Final = 128
 _NUM_LOOKS: Final = 8
-"""How often a stream looks within the time for which the other end may be silent."""
+"""How often a stream checks its other end within the time for which that may be silent."""
 
 
 class StreamState(Enum):
@@ -89,10 +89,10 @@ class StreamLimits:
     """The limits of one stream, in seconds and bytes.
 
     Attributes:
-        connect_s: how long the calling end waits until both ends have greeted each other; then the stream is lost.
+        connect_s: how long the calling end waits for the exchange of greetings; after that, the stream is lost.
         greeting_s: how long the called end waits for the other end's greeting.
-        ping_after_s: after so much silence, a Ping asks the other end whether it lives.
-        silence_s: after so much silence, the stream ends; more than `ping_after_s`.
+        ping_after_s: the silence after which a Ping asks the other end whether it lives.
+        silence_s: the silence after which the stream ends; more than `ping_after_s`.
         flush_s: how long a closed stream may still write the frames that wait.
         max_frame_bytes: the most bytes of a frame that comes in.
         max_waiting_bytes: the most bytes that wait to be written because the other end does not read.
@@ -114,13 +114,15 @@ _between_servers = StreamLimits()
 
 
 def between_servers() -> StreamLimits:
-    """The default limits of a stream."""
+    """Returns the default limits of a stream."""
     return _between_servers
 
 
 def from_callers() -> StreamLimits:
-    """The limits of streams that others begin, with more patience: a dead caller's system closes its streams, and a
-    caller that is only held up should be able to continue."""
+    """Returns the limits of streams that other processes begin. They allow more silence.
+
+    The system of a dead caller closes its streams, and a caller that is only held up should be able to continue.
+    """
     return replace(
         _between_servers, ping_after_s=_CALLER_PING_S, silence_s=max(_CALLER_SILENCE_S, _between_servers.silence_s)
     )
@@ -129,7 +131,7 @@ def from_callers() -> StreamLimits:
 def tolerate_silence(silence_s: float) -> None:
     """Sets how long the other end may be silent, as a default for all streams of this process.
 
-    It is for machines that stop processes for seconds, where it does less harm to notice a frozen peer late.
+    This is for machines that stop processes for seconds. There it does less harm to notice a frozen process late.
     """
     global _between_servers
     _between_servers = replace(_between_servers, silence_s=silence_s, connect_s=silence_s)
@@ -146,8 +148,8 @@ Accept = Callable[["Stream"], Receiver]
 class StreamTrust:
     """TLS credentials, and the roles that the other end may have.
 
-    If the other end's certificate is no longer valid, the stream ends, either before any data is read or within seconds
-    of the change.
+    If the other end's certificate is not valid, the stream ends before any data is read; if it becomes invalid later,
+    the stream ends within seconds.
 
     Attributes:
         credentials: the credentials of this end.
@@ -166,7 +168,7 @@ class Stream(Protocol):
     """Either end of a connection, as its users see it.
 
     Attributes:
-        ended: a future that is done when no more frames are sent or received.
+        ended: how the stream ended; a future that is done when no more frames are sent or received.
     """
 
     ended: asyncio.Future[StreamEnd]
@@ -203,7 +205,8 @@ class FrameStream(asyncio.Protocol):
     """A `Stream` over TCP or TLS; `connect` and `StreamListener` make it.
 
     Args:
-        on_outdated: is called repeatedly while this end has a newer certificate than it showed; None: sends GoAway.
+        on_outdated: a function that is called repeatedly while this end has a newer certificate than it showed; None:
+            the stream sends GoAway instead.
 
     Attributes:
         peer_address: `host:port` of the other end, for logs.
@@ -220,7 +223,7 @@ class FrameStream(asyncio.Protocol):
         self.ended: asyncio.Future[StreamEnd] = self._loop.create_future()
         self.peer: Workload | None = None
         self.peer_address = ""
-        # The certificate that this end shows, or the one before if it is just changing.
+        # The certificate that this end shows, or the one before it if the files change just now.
         self._certificate = trust.credentials.certificate if trust is not None else b""
         self._on_outdated = on_outdated or (lambda: self.send(pb.GoAway()))
         self._trust = trust
@@ -236,7 +239,7 @@ class FrameStream(asyncio.Protocol):
         self._unsent: list[Buffer] = []
         self._num_unsent_bytes = 0
         self._end: StreamEnd | None = None
-        # Bytes that were ever written, and those of them that had left this process, or waited, at the last look.
+        # All bytes ever written; then, at the last look, how many were delivered and how many waited in this process.
         self._num_written_bytes = 0
         self._num_drained_bytes = 0
         self._num_backlog_bytes = 0
@@ -368,7 +371,7 @@ class FrameStream(asyncio.Protocol):
         if self._transport is not None and self._unsent:
             self._write(self._transport, self._unsent)
         self._unsent, self._num_unsent_bytes = [], 0
-        if self._end is not None:  # it was closed meanwhile
+        if self._end is not None:  # `close` was called meanwhile
             end, self._end = self._end, None
             self._stop(end)
             return b""
@@ -441,10 +444,10 @@ class FrameStream(asyncio.Protocol):
         self._timer = self._loop.call_at(self._next_look_s, self._look)
 
     def _look(self) -> None:
-        """Asks a silent end whether it lives, and ends the stream if it does not answer.
+        """Asks a silent other end whether it lives, and ends the stream without an answer or a valid certificate.
 
-        If this process itself was held up, the other end's answer may still be unread, so the question is repeated. An
-        end that reads the bytes that wait for it counts as living, since the question comes after these bytes.
+        If this process itself was held up, the other end's answer may still be unread, so the stream asks again. An end
+        that reads the bytes that wait for it counts as living, since the Ping comes after these bytes.
         """
         if not self._is_peer_valid():
             self._end_as_invalid()
@@ -464,7 +467,7 @@ class FrameStream(asyncio.Protocol):
             with contextlib.suppress(QueueFull):  # an end that reads nothing does not answer either
                 self.send(pb.Ping())
         if self._trust is not None and self._certificate != self._trust.credentials.certificate:
-            with contextlib.suppress(QueueFull):  # it is tried again at the next look
+            with contextlib.suppress(QueueFull):  # the next look tries again
                 self._on_outdated()
         self._look_again()
 
@@ -477,9 +480,9 @@ class FrameStream(asyncio.Protocol):
     def _is_draining(self) -> bool:
         """Whether bytes waited here at the last look, and the other end's machine has received some since.
 
-        The system accepts more bytes only once a third of its own buffer is free: seconds on a slow network.
-        So the bytes in that buffer count, too, while others wait here. If bytes wait only in that buffer, they do not
-        count: the machine of a frozen process still receives them.
+        The system accepts more bytes only once a third of its own buffer is free, which takes seconds on a slow
+        network. So the bytes that leave that buffer count, too, while others wait in this process. If bytes wait only
+        in that buffer, they do not count, since the machine of a frozen process still receives them.
         """
         backlog_bytes = self._transport.get_write_buffer_size() if self._transport is not None else 0
         drained_bytes = self._num_written_bytes - backlog_bytes
@@ -502,19 +505,19 @@ class FrameStream(asyncio.Protocol):
 
 
 def _unavailable(place: str, failure: OSError) -> str:
-    """The error message for an address on which a process cannot listen."""
+    """Returns the error message for an address on which a process cannot listen."""
     return f"cannot listen on {place} ({failure.strerror or failure}); choose another port, or stop what listens there"
 
 
 def _tls_options(trust: StreamTrust | None, limits: StreamLimits) -> dict[str, Any]:
-    """The TLS options of a listener. The TLS handshake has the same time limit as the greeting."""
+    """Returns the TLS options of a listener. The TLS handshake has the same time limit as the greeting."""
     if trust is None:
         return {}
     return {"ssl": trust.credentials.for_listeners(), "ssl_handshake_timeout": limits.greeting_s}
 
 
 def _num_unacknowledged_bytes(transport: asyncio.Transport) -> int:
-    """The number of bytes that the system has not yet delivered to the other end's machine."""
+    """Returns the number of bytes that the system has not yet delivered to the other end's machine."""
     try:
         (num_bytes,) = _COUNT.unpack(
             fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(_COUNT.size))
@@ -554,7 +557,7 @@ class StreamListener:
     def __init__(self, host: str, port: int) -> None:
         try:
             found = socket.getaddrinfo(host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            # If a name has IPv4 and IPv6 addresses, other processes use the IPv4 address.
+            # If a name has IPv4 and IPv6 addresses, the IPv4 one is bound, since other processes call that.
             family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
             self._socket = socket.socket(family, kind, protocol)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -580,12 +583,12 @@ class StreamListener:
             return stream
 
         try:
-            # This listens itself, because uvloop reports no error for a socket on which it cannot listen.
+            # `listen` is called here, because uvloop reports no error for a socket on which it cannot listen.
             self._socket.listen(_BACKLOG)
             self._server = await asyncio.get_running_loop().create_server(
                 make, sock=self._socket, backlog=_BACKLOG, **_tls_options(trust, limits)
             )
-        except OSError as failure:  # another process that had also bound the port now listens
+        except OSError as failure:  # another process that had also bound the port now listens on it
             raise StartupError(_unavailable(f"port {self.port}", failure)) from None
 
     def release(self) -> None:

@@ -23,17 +23,17 @@ DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 
 
 def tensor_type(dtype: torch.dtype) -> pb.TensorType.ValueType:
-    """The wire's number for `dtype`."""
+    """Returns the number of `dtype` in the protocol."""
     return _TYPES[dtype]
 
 
 def describe_prompts(values: torch.Tensor) -> pb.BlockPrompts:
-    """Describes the payload of trained prompts `[blocks, P, H]`, of any dtype that the wire knows, on any device."""
+    """Describes the payload of trained prompts `[blocks, P, H]`, of any dtype in the protocol, on any device."""
     return pb.BlockPrompts(num_tokens=values.shape[1], dtype=tensor_type(values.dtype), hidden_size=values.shape[2])
 
 
 def to_payload(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor of any shape, device and dtype, in row-major order on the CPU."""
+    """Returns the bytes of a tensor of any shape, device and dtype, in row-major order on the CPU."""
     flat = tensor.detach().contiguous().cpu().flatten()
     return flat.view(torch.uint8).numpy().data
 
@@ -53,7 +53,7 @@ def check_payload(payload: Buffer, dtype: int, num_rows: int, hidden_size: int) 
 
 
 def from_payload(payload: Buffer, dtype: int, num_rows: int, hidden_size: int) -> torch.Tensor:
-    """A read-only CPU tensor `[num_rows, hidden_size]` of `dtype` over the received bytes, without a copy.
+    """Returns a read-only CPU tensor `[num_rows, hidden_size]` of `dtype` over the received bytes, without a copy.
 
     Raises as `check_payload` does.
     """
