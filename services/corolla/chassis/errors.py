@@ -21,8 +21,8 @@ class CorollaError(Exception):
     Args:
         message: One sentence for the caller.
         metadata: Facts for programs (`ErrorInfo.metadata`), for example `uncovered_blocks`.
-        retry_after_s: The seconds after which the same call may succeed. None: the default of the class; if that is
-            None too, a retry cannot help.
+        retry_after_s: The seconds after which the same call may succeed. None: the default of the class. A retry
+            cannot help if the class has none either.
     """
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL

@@ -27,7 +27,7 @@ _Limit = Annotated[int, Field(ge=1, le=10**12)]
 
 
 class TenantLimits(BaseModel):
-    """The limits of one tenant. If a limit is None, only the service's own limits apply."""
+    """The limits of one tenant. None as a limit leaves the service's own limits alone in force."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -92,7 +92,8 @@ class SampledToken:
     """One chosen token.
 
     `logprob` and `top_logprobs` (id and log probability, most probable first) are those of the model's own
-    distribution, before penalties, temperature and filters. They are None and empty if the caller asked for none.
+    distribution, before penalties, temperature and filters. If the caller asked for none, `logprob` has the value
+    None, and `top_logprobs` is empty.
     """
 
     token_id: int

@@ -21,7 +21,7 @@ _LEAST_BYTES_IN_HUGE_PAGES: Final = 8 * heap.HUGE_PAGE_BYTES
 class Numbers:
     """The weights of some rows of a file, in one form for all types: `R` rows of `K` columns and `B` blocks.
 
-    Attributes that the type of the weights lacks are None.
+    Attributes that the type of the weights lacks have the value None.
 
     Attributes:
         codes: uint8 `[R, K]`: the packed numbers; codes of eight bits are the bits of int8.

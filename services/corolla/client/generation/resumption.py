@@ -96,7 +96,7 @@ def replay_answer(answer: Answer, tokens: Sequence[SampledToken], finish_reason:
     *earlier, last = tokens
     for token in earlier:
         answer.accept(token, 0.0)
-    # With stop sequences, a token is decoded when it is accepted: the reason must be known then.
+    # An answer with stop sequences decodes a token when it is accepted, and must know the reason then.
     answer.accept(last, 0.0, finish_reason)
     return answer.deltas()
 

@@ -23,7 +23,7 @@ class PodRef:
 
 @dataclass(frozen=True, slots=True)
 class ClusterEvent:
-    """An Event to write. It is about the pod `about`, or about the router's own pod if `about` is None."""
+    """An Event to write. It is about the pod `about`, or, without one, about the router's own pod."""
 
     reason: str
     message: str
