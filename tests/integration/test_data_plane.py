@@ -469,7 +469,7 @@ async def test_a_page_that_leaks_is_found_by_the_server_and_fails_the_test(tmp_p
             runner.store.pool.allocate(1)
             await until(is_found)
 
-    with pytest.raises(AssertionError, match="1 pages have other holders"):
+    with pytest.raises(AssertionError, match="for 1 pages, the pool counts another number of holders"):
         await leak()
 
 
