@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-_SHORTER_COUNTS: Final = 0.2
-_LONGER_COUNTS: Final = 0.02
+_SHORTER_WEIGHT: Final = 0.2
+_LONGER_WEIGHT: Final = 0.02
 """The weight of the newest round in the average of its size, if it was shorter or longer than this average. A longer
 round has less weight, since other work of the machine, such as prompts, only makes rounds longer."""
 
@@ -19,7 +19,7 @@ class _Size:
     seconds: float
 
     def observe(self, num_rows: int, seconds: float) -> None:
-        counts = _SHORTER_COUNTS if seconds < self.seconds else _LONGER_COUNTS
+        counts = _SHORTER_WEIGHT if seconds < self.seconds else _LONGER_WEIGHT
         self.num_rows += counts * (num_rows - self.num_rows)
         self.seconds += counts * (seconds - self.seconds)
 
