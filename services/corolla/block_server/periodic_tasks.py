@@ -76,7 +76,7 @@ class PeriodicTasks:
         self._note([*chain.from_iterable(self._begin())])
 
     def _tidy(self) -> None:
-        self._compare_slice(self._begin(), [])
+        self._check_slice(self._begin(), [])
 
     def _begin(self) -> Iterator[list[Violation]]:
         """Frees the sessions whose lease has run out. Returns a check of the invariants, which has yet to begin."""
@@ -84,7 +84,7 @@ class PeriodicTasks:
         self._metrics.expired.inc(self._sessions.expire(now_s))
         return check(self._sessions, self._outputs, self._peers.numbers, now_s)
 
-    def _compare_slice(self, parts: Iterator[list[Violation]], found: list[Violation]) -> None:
+    def _check_slice(self, parts: Iterator[list[Violation]], found: list[Violation]) -> None:
         """Checks invariants for one slice of time, and schedules the next slice. It gives up if other work waits."""
         if self._engine.has_more_to_do:
             return
@@ -92,7 +92,7 @@ class PeriodicTasks:
         for part in parts:
             found += part
             if self._engine.clock() >= end_s:
-                next_slice = partial(self._compare_slice, parts, found)
+                next_slice = partial(self._check_slice, parts, found)
                 asyncio.get_running_loop().call_soon(
                     partial(self._engine.between_iterations, next_slice, max_released_pages=0)
                 )
