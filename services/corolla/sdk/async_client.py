@@ -32,7 +32,8 @@ class AsyncClient:
             async for chunk in client.stream("The capital of France is", max_tokens=8):
                 print(chunk.text, end="")
 
-    Failed calls raise a class of `corolla.errors`, with `reason`, `message` and, where waiting helps, `retry_after_s`.
+    Failed calls raise a class of `corolla.chassis.errors`, with `reason` and `message`. Where waiting helps, it has
+    `retry_after_s`, too.
 
     Args:
         address: host:port of the client service, or any gRPC target.

@@ -16,7 +16,8 @@ from corolla.sdk.transport import error_of
 class Stream(Answer):
     """Iterates over `Chunk`s. `text`, `token_ids`, `completions`, `finish_reason` and `usage` hold the answer so far.
 
-    Leaving a `with` block, or `close()`, cancels an unfinished answer. Iterating raises errors of `corolla.errors`.
+    Leaving a `with` block, or `close()`, cancels an unfinished answer. Iterating raises the
+    errors of `corolla.chassis.errors`.
     """
 
     def __init__(self, call: Any, address: str) -> None:

@@ -1,4 +1,4 @@
-"""The connection to a client service: channel options, keys, and errors of `corolla.errors` for failed calls."""
+"""The connection to a client service: channel options, keys, and the classes of `corolla.chassis.errors`."""
 
 import inspect
 from collections.abc import Awaitable, Callable
@@ -69,7 +69,7 @@ def _metadata(api_key: str | None) -> Metadata:
 
 
 def error_of(failure: grpc.RpcError, address: str) -> errors.CorollaError:
-    """Returns the error of `corolla.errors` for a failed call to the service at `address`."""
+    """Returns the error of `corolla.chassis.errors` for a failed call to the service at `address`."""
     if (status := status_of(failure)) is not None:
         return parse_status(status)
     code = failure.code() if isinstance(failure, grpc.Call | grpc.aio.AioRpcError) else None
