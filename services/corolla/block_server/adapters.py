@@ -25,7 +25,7 @@ from corolla.chassis.errors import (
     NoAdapterRoom,
     QueueFull,
 )
-from corolla.chassis.handlers import where
+from corolla.chassis.handlers import call_path
 from corolla.chassis.tasks import TaskGroup
 from corolla.models.adapters.hub import adapter_folder
 from corolla.models.adapters.loading import adapter_bytes, load_adapter
@@ -229,7 +229,7 @@ class Adapters:
         except CorollaError as error:
             outcome = error
         except Exception as failure:
-            log.error("could not load an adapter", extra={"adapter": version.name, "where": where(failure)})
+            log.error("could not load an adapter", extra={"adapter": version.name, "where": call_path(failure)})
             outcome = AdapterNotLoaded("a block server could not load the adapter")
         finally:
             del self._loading[version]
@@ -262,7 +262,7 @@ class Adapters:
                 raise QueueFull("a block server cannot fetch the adapter from the hub now") from None
             raise AdapterNotLoaded("a block server cannot fetch the adapter from the hub") from None
         except OSError as failure:
-            log.error("could not load an adapter", extra={"adapter": version.name, "where": where(failure)})
+            log.error("could not load an adapter", extra={"adapter": version.name, "where": call_path(failure)})
             raise AdapterNotLoaded("a block server cannot read the adapter's files") from None
         if version not in self._registered:
             raise AdapterNotFound("the adapter was removed", version.name)

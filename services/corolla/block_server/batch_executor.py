@@ -18,7 +18,7 @@ from corolla.block_server.peers import Peer
 from corolla.block_server.row_sampling import ChosenTokens, SamplingRow, in_parts, sample_rows
 from corolla.cache.store import SessionCache
 from corolla.chassis.errors import CorollaError, InternalError, NonFiniteOutput, OutOfMemory, StepFailed
-from corolla.chassis.handlers import where
+from corolla.chassis.handlers import call_path
 from corolla.compute.device import is_out_of_memory
 from corolla.compute.span_runner import BatchOutput, RowWork
 from corolla.compute.threads import single_threaded_pool
@@ -160,7 +160,7 @@ class BatchExecutor:
             work, hidden, embed_seconds = self._packed(admitted)
             return BatchResult(tuple(self._outputs(work, hidden, blocks)), edge_seconds=embed_seconds)
         except Exception as failure:
-            error, place = error_of(failure), where(failure)
+            error, place = error_of(failure), call_path(failure)
         # The exception has been released, so its frames no longer hold tensors in a device's memory that may be full.
         rows = [AdmittedStep(batch.work, [row]) for batch in admitted for row in batch.rows]
         log.error("iteration failed", extra={"rows": len(rows), "where": place})
@@ -174,7 +174,7 @@ class BatchExecutor:
             (output,) = self._outputs(work, hidden, blocks)
             return output
         except Exception as failure:
-            error, place = error_of(failure), where(failure)
+            error, place = error_of(failure), call_path(failure)
         log.error("row failed", extra={"reason": error.reason, "where": place})
         return error
 
@@ -269,7 +269,7 @@ class BatchExecutor:
                     sample_rows(self._edges, part, error_of, self._sampling_threads, is_batched=self._samples_batched)
                 )
             except Exception as failure:
-                log.error("head failed", extra={"rows": len(part), "where": where(failure)})
+                log.error("head failed", extra={"rows": len(part), "where": call_path(failure)})
                 sampled.extend([error_of(failure)] * len(part))
         return sampled
 

@@ -14,7 +14,7 @@ from corolla.block_server.ring.last_hop import LastHop, RowChoice
 from corolla.block_server.row_sampling import ChosenTokens
 from corolla.chassis import failpoints
 from corolla.chassis.errors import CorollaError, HopSessionLost, NonFiniteOutput
-from corolla.chassis.handlers import where
+from corolla.chassis.handlers import call_path
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Buffer
 from corolla.wire.tensors import tensor_type, to_payload
@@ -79,7 +79,7 @@ class Delivery:
                     self._send_on(batch.work, rows, parts, kept)
             except Exception as failure:
                 # The output is copied from its device only now, and that may fail.
-                log.error("could not send the output of a step", extra={"where": where(failure)})
+                log.error("could not send the output of a step", extra={"where": call_path(failure)})
                 self.fault(batch.work.step, error_of(failure), rows, batch.work.sender)
                 self._last_hop.give_up(batch.work.step)
                 num_undelivered += len(rows)

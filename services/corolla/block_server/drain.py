@@ -18,7 +18,7 @@ from corolla.block_server.registration import Registration
 from corolla.block_server.sessions import SessionTable
 from corolla.cache.store import SessionCache
 from corolla.chassis.errors import CorollaError, HopSessionLost, SessionBusy, SessionNotFound
-from corolla.chassis.handlers import where
+from corolla.chassis.handlers import call_path
 from corolla.chassis.tracing import spans
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2, router_pb2
@@ -175,7 +175,7 @@ class Drain:
                 continue
             except Exception as failure:
                 # The device may fail to read these pages, and still be able to read those of other sessions.
-                log.error("could not hand over a session", extra={"where": where(failure)})
+                log.error("could not hand over a session", extra={"where": call_path(failure)})
                 outcome = "failed"
                 break
             self._metrics.handover_bytes.labels("out").inc(num_bytes)

@@ -31,7 +31,7 @@ from corolla.block_server.step_times import StepTimes, moved
 from corolla.cache.store import SessionCache
 from corolla.chassis import failpoints
 from corolla.chassis.errors import CorollaError, OutOfPages
-from corolla.chassis.handlers import where
+from corolla.chassis.handlers import call_path
 from corolla.compute.compute_thread import ComputeThread
 from corolla.compute.speed import DecodeSpeed
 from corolla.models.edges import Edges
@@ -334,7 +334,7 @@ class Engine:
                     await self._compute_thread.run(sampler.read_chunk)
                     return True
                 except Exception as failure:
-                    log.error("a draft model could not read a text", extra={"where": where(failure)})
+                    log.error("a draft model could not read a text", extra={"where": call_path(failure)})
             self._behind.popleft()
         return False
 
@@ -351,7 +351,7 @@ class Engine:
             command()
         except Exception as failure:
             # One bad command must not end the loop on which every session depends.
-            log.error("command failed", extra={"where": where(failure)})
+            log.error("command failed", extra={"where": call_path(failure)})
 
     async def _iterate(self, steps: list[QueuedStep[StepWork]], admitted: list[AdmittedStep]) -> None:
         started_s = self.clock()
@@ -395,7 +395,7 @@ class Engine:
         except OutOfPages:
             pass  # the sessions that hold all pages will show whether the server can compute
         except Exception as failure:
-            log.error("computing a test token failed, too", extra={"where": where(failure)})
+            log.error("computing a test token failed, too", extra={"where": call_path(failure)})
             self.failures.failed()
         else:
             self.failures.succeeded()

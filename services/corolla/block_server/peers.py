@@ -141,10 +141,10 @@ def rows_by_client(step: pb.Step | pb.Next, rows: Iterable[pb.StepRow]) -> dict[
 def step_fault(step: pb.Step | pb.Next, error: CorollaError, rows: Iterable[pb.StepRow], client_id: bytes) -> pb.Fault:
     """The fault frame that tells a client why rows of a step failed."""
     step_id = step.step_id if isinstance(step, pb.Step) else 0
-    return describe(pb.Fault(step_id=step_id, client_id=client_id, rows=rows), error)
+    return fill_fault(pb.Fault(step_id=step_id, client_id=client_id, rows=rows), error)
 
 
-def describe(fault: pb.Fault, error: CorollaError) -> pb.Fault:
+def fill_fault(fault: pb.Fault, error: CorollaError) -> pb.Fault:
     """Writes the reason, message and metadata of an error into a fault, and returns the fault."""
     fault.reason = error.reason
     fault.message = error.message

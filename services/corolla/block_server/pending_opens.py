@@ -14,7 +14,7 @@ from corolla.block_server.grammars import Grammars
 from corolla.block_server.peers import Peer
 from corolla.block_server.row_sampling import SessionSampler
 from corolla.chassis.errors import CorollaError, InternalError, QueueFull
-from corolla.chassis.handlers import where
+from corolla.chassis.handlers import call_path
 from corolla.chassis.tasks import TaskGroup
 from corolla.v1 import blocks_pb2 as pb
 
@@ -94,7 +94,7 @@ class PendingOpens:
             except CorollaError as error:
                 refuse(error)
             except Exception as failure:
-                log.error("could not make a sampler", extra={"where": where(failure)})
+                log.error("could not make a sampler", extra={"where": call_path(failure)})
                 refuse(InternalError("a sampler could not be made"))
             else:
                 then(sampler)

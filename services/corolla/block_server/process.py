@@ -9,7 +9,7 @@ from corolla.block_server.service import BlockServer
 from corolla.block_server.settings import BlockServerSettings
 from corolla.chassis import heap
 from corolla.chassis.errors import StartupError
-from corolla.chassis.handlers import where
+from corolla.chassis.handlers import call_path
 from corolla.chassis.lifecycle import fail
 from corolla.chassis.tasks import TaskGroup
 from corolla.compute.compute_thread import let_others_compute_alone
@@ -63,7 +63,7 @@ class BlockServerProcess:
                 is_wanted = False
             except Exception as failure:
                 # The disk may be full, for example. The span that is served is not affected.
-                log.error("cannot move", extra={"blocks": str(span), "where": where(failure)})
+                log.error("cannot move", extra={"blocks": str(span), "where": call_path(failure)})
                 is_wanted = False
             if not is_wanted:
                 await asyncio.sleep(RETRY_INTERVAL_S)
@@ -97,7 +97,7 @@ class BlockServerProcess:
                 heap.settle()
                 return server
             except Exception as failure:
-                log.error("could not start again with another span; trying again", extra={"where": where(failure)})
+                log.error("could not start again with another span; trying again", extra={"where": call_path(failure)})
             await self._stop_server()
             span = None  # the router may want another span by now
             await asyncio.sleep(RETRY_INTERVAL_S)

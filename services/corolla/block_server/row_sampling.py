@@ -13,7 +13,7 @@ from torch import Tensor
 
 from corolla.block_server.grammars import Grammars
 from corolla.chassis.errors import CorollaError, InternalError, InvalidRequest, MalformedMessage, NonFiniteOutput
-from corolla.chassis.handlers import where
+from corolla.chassis.handlers import call_path
 from corolla.decoding.batched_sampling import sample_together
 from corolla.decoding.draft_model import DraftModel
 from corolla.decoding.parameters import SampledToken, SamplingParams
@@ -202,7 +202,7 @@ class SessionSampler:
             return self._speculator.draft(token_ids, self.sampler, self._num_tokens_left)
         except Exception as failure:
             # The chosen tokens are right. The draft model may lack memory; the answer continues without drafts.
-            log.error("drafting failed; an answer continues without draft tokens", extra={"where": where(failure)})
+            log.error("drafting failed; an answer continues without draft tokens", extra={"where": call_path(failure)})
             self._speculator = None
             return ()
 

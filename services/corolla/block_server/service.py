@@ -35,7 +35,7 @@ from corolla.block_server.step_spans import StepSpans
 from corolla.cache.states import NUM_KEPT_STATES
 from corolla.cache.store import LayerGroups, SessionCache
 from corolla.chassis.errors import StartupError
-from corolla.chassis.handlers import where
+from corolla.chassis.handlers import call_path
 from corolla.chassis.lifecycle import fail
 from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, TaskMetrics, new_registry
 from corolla.chassis.processors import available_cores
@@ -343,7 +343,7 @@ class BlockServer:
                 await self._drain.drain(self.settings.grace_s)
             except Exception as failure:
                 # The server must leave the placement whatever failed here.
-                log.error("sessions could not be handed over", extra={"where": where(failure)})
+                log.error("sessions could not be handed over", extra={"where": call_path(failure)})
         num_moved, num_left = (self._drain.num_moved, self._drain.num_left) if self._drain is not None else (0, 0)
         await self._admin.stop(num_left)
         if self._heartbeats is not None:

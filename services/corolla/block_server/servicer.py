@@ -17,7 +17,7 @@ from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import ID_BYTES, FrameChecks, Identity, is_decode
 from corolla.block_server.handover.receiver import HandoverReceiver
 from corolla.block_server.hop_session import OpenRequest, SessionState
-from corolla.block_server.peers import Peer, PeerTable, describe, step_fault
+from corolla.block_server.peers import Peer, PeerTable, fill_fault, step_fault
 from corolla.block_server.pending_opens import PendingOpens
 from corolla.block_server.row_sampling import NOTHING_SHARED, SessionSampler, SharedBySamplers
 from corolla.block_server.scheduler import QueuedStep
@@ -203,7 +203,7 @@ class BlockServicer:
 
         def refuse(error: CorollaError) -> None:
             _audit("open", error, peer)
-            peer.send(describe(pb.Fault(request_id=control.request_id, client_id=peer.client_id), error))
+            peer.send(fill_fault(pb.Fault(request_id=control.request_id, client_id=peer.client_id), error))
 
         try:
             request = self._checks.open_request(control, frame.payload, peer)

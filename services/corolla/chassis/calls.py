@@ -154,7 +154,7 @@ class Guard:
         if isinstance(failure, errors.CorollaError):
             error = failure
         elif isinstance(failure, Exception):
-            log.error("unexpected failure", extra={"method": self._method, "where": where(failure)})
+            log.error("unexpected failure", extra={"method": self._method, "where": call_path(failure)})
             error = errors.InternalError("internal error")
         else:
             return None
@@ -167,7 +167,7 @@ class Guard:
         return error
 
 
-def where(failure: BaseException) -> str:
+def call_path(failure: BaseException) -> str:
     """Returns the type and call path of an exception without its text, which might quote a prompt."""
     frames = traceback.extract_tb(failure.__traceback__)
     path = " < ".join(f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in reversed(frames))

@@ -17,13 +17,13 @@ from google.protobuf.message import DecodeError
 from grpc import aio
 
 from corolla.chassis import errors
-from corolla.chassis.calls import Authenticate, Call, Guard, where
+from corolla.chassis.calls import Authenticate, Call, Guard, call_path
 from corolla.chassis.metrics import RpcMetrics
 from corolla.chassis.status import trailing_metadata
 from corolla.chassis.tracing import spans
 from corolla.chassis.tracing.carriers import trace_parent
 
-__all__ = ["MAX_CONTROL_REQUEST_BYTES", "Authenticate", "Call", "service_handler", "where"]
+__all__ = ["MAX_CONTROL_REQUEST_BYTES", "Authenticate", "Call", "call_path", "service_handler"]
 
 Context = aio.ServicerContext[Any, Any]
 

@@ -15,7 +15,7 @@ from typing import Any
 from corolla.chassis import failpoints
 from corolla.chassis.backoff import Backoff
 from corolla.chassis.failpoints import EssentialTask, InjectedFailure, RestartableTask
-from corolla.chassis.handlers import where
+from corolla.chassis.handlers import call_path
 from corolla.chassis.metrics import TaskMetrics
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class TaskGroup:
             )
             self._on_fatal()
         elif failure is not None:
-            log.error("a background task failed", extra={"task": task.get_name(), "where": where(failure)})
+            log.error("a background task failed", extra={"task": task.get_name(), "where": call_path(failure)})
 
     async def _restart(
         self, run: Callable[[], Work], name: EssentialTask | RestartableTask, *, is_endless: bool
@@ -124,4 +124,4 @@ class TaskGroup:
 
 
 def _how(failure: BaseException | None) -> str:
-    return "returned" if failure is None else where(failure)
+    return "returned" if failure is None else call_path(failure)

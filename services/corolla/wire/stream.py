@@ -32,7 +32,7 @@ from corolla.chassis.errors import (
     StartupError,
     Unauthenticated,
 )
-from corolla.chassis.handlers import where
+from corolla.chassis.handlers import call_path
 from corolla.chassis.status import from_reason
 from corolla.trust.credentials import Credentials, workload_of_transport
 from corolla.trust.workload import Role, Workload
@@ -399,7 +399,7 @@ class FrameStream(asyncio.Protocol):
     def _on_refused(self, failure: Exception) -> None:
         """Ends the stream with an error for the other end, because a frame was malformed or refused."""
         if not isinstance(failure, CorollaError):
-            log.error("a frame could not be handled", extra={"address": self.peer_address, "where": where(failure)})
+            log.error("a frame could not be handled", extra={"address": self.peer_address, "where": call_path(failure)})
             failure = InternalError("an internal error ended the stream")
         elif isinstance(failure, RoleDenied):
             who = self.peer.audited() if self.peer is not None else {}

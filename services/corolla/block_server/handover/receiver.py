@@ -12,7 +12,7 @@ from corolla.block_server.sessions import SessionTable
 from corolla.cache.store import SessionCache
 from corolla.cache.transfer import TokenCopy, give_back, write_tokens
 from corolla.chassis.errors import ChecksumMismatch, CorollaError, InternalError, MalformedMessage, PositionGap
-from corolla.chassis.handlers import where
+from corolla.chassis.handlers import call_path
 from corolla.chassis.tasks import TaskGroup
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Buffer
@@ -81,7 +81,7 @@ class HandoverReceiver:
             )
         except Exception as failure:
             # The sender waits for an answer in any case.
-            log.error("could not write a part of a handover", extra={"where": where(failure)})
+            log.error("could not write a part of a handover", extra={"where": call_path(failure)})
             answer.reason, answer.message = InternalError.reason, "the part cannot be written"
         finally:
             self._num_waiting -= 1
