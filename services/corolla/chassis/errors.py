@@ -2,8 +2,8 @@
 
 Every failure that leaves a room (a package of `corolla`) is one of these classes. A class has one gRPC code and one
 reason. The reason is the label in the status detail (`google.rpc.ErrorInfo.reason`), in the metric
-`corolla_errors_total{reason}` and in the log line. Messages are written for the caller: they never hold prompt text,
-exception text or a session id.
+`corolla_errors_total{reason}` and in the log line; `client/http/errors` chooses the status over HTTP. Messages are
+written for the caller: they never hold prompt text, exception text or a session id.
 """
 
 import math
@@ -273,8 +273,9 @@ class NoAdapterRoom(OutOfPages):
 class QueueFull(CorollaError):
     """Too many callers wait for the same thing.
 
-    `client/generation/waiting_line` raises it when too many requests wait until their answers may run. Other bounded
-    queues, such as those of grammars, templates and openings, raise it themselves.
+    `client/generation/waiting_line` raises it when too many requests wait until their answers may run. In the client
+    service, `client/http/exchange` (bodies), `http/placement_stream` and the processes in `client/text` raise it, too;
+    on hops `scheduler`, `pending_opens`, `adapters` and `chassis/fair_lock` (grammars); on routers `router/watch`.
     """
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
