@@ -6,8 +6,8 @@ These are the iterations of Orca (Yu et al. 2022) with the chunked prefills of S
 iteration computes one run of blocks; where steps of several runs wait, the runs take turns.
 
 A decode step waits for the prompts of its own iteration, and of the one that runs when it arrives. So while sessions
-decode, prefill chunks have a smaller budget. Microbatches take turns on a hop, so one iteration without a decode step
-does not show that no session decodes; the last few iterations do.
+decode, prefill chunks have a smaller budget. Microbatches take turns on a hop. So sessions may still decode although
+one iteration had no decode step; only after several such iterations does the scheduler assume that none does.
 
 Decode steps and prefill chunks have separate fair queueing (start-time), which shares the server's tokens among
 tenants. While two tenants both have steps of one kind that could run, the tokens of this kind that they get differ by
@@ -68,8 +68,8 @@ class Scheduler(Generic[Item]):
     """Orders steps. Steps of one session never overtake each other, and never run together.
 
     No step starves. Once no earlier step of its sessions waits, a step waits only for steps with lower stamps, of the
-    same kind and the same run of blocks. Among those, each other tenant has at most as many tokens as the step's own
-    tenant has, plus two steps of the largest size. In each turn of a run of blocks, the step with the lowest stamp of
+    same kind and the same run of blocks. Among these steps, no other tenant has more tokens than the step's own tenant
+    has there, plus two steps of the largest size. In each turn of a run of blocks, the step with the lowest stamp of
     each kind leaves. Between two turns of a run, each other run has at most one turn.
 
     Args:

@@ -229,7 +229,7 @@ class DataPlane:
         return self._pending.has_token_stream(frozenset(hop.address for hop in hops))
 
     def _lost(self, hops: Iterable[common_pb2.Hop]) -> HopUnavailable | None:
-        """The error for the first hop without a stream, on which its answers would come back; None if all have one."""
+        """A HopUnavailable for the first hop that has no stream for its answers; None if all hops have one."""
         for hop in hops:
             if hop.address not in self._servers:
                 return HopUnavailable("a hop of the chain was lost", hop.address)

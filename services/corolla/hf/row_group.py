@@ -70,7 +70,8 @@ class RowGroup(OpenSequences):
         self._histories: list[StateHistory] = [*known, *(StateHistory() for _ in binding.identities[len(known) :])]
 
     def raise_epoch(self) -> tuple[SessionIdentity, ...]:
-        """Raises the epoch. Returns the identities to open again, which `close` frees even if that fails."""
+        """Raises the epoch. Returns the identities that the caller must open again. `close` frees them even if this
+        opening fails."""
         self._binding.raise_epoch()
         return self._binding.identities
 

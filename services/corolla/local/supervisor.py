@@ -42,7 +42,7 @@ class Supervisor:
         processes: all processes of the stack.
         take_exits: returns the ends of the processes that have ended since the last call.
         launch: starts a process; None: the supervisor does not start dead processes again.
-        is_serving: returns whether the process with a name answers that it is ready.
+        is_serving: takes the name of a process; returns whether that process says that it is ready.
         report: is called with each problem and restart.
     """
 

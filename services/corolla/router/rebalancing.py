@@ -114,7 +114,7 @@ class _Pool:
         return per_block, num_holders
 
     def steps(self, layout: _Layout, num_holders: Sequence[int]) -> Iterator[_Step]:
-        """Yields all moves that leave no block without a server."""
+        """Yields all moves that take away no block's only server."""
         for index, (start, (length, *_, memory)) in enumerate(zip(layout, self._facts, strict=True)):
             if min(num_holders[start : start + length]) > 1:
                 for other in range(self.num_blocks - length + 1):

@@ -38,7 +38,7 @@ class AsyncClient:
     Args:
         address: host:port of the client service, or any gRPC target.
         api_key: key or token, if the service requires one; or a function that returns the current one. The client calls
-            it for each call, so the function can renew tokens that expire, and should cache them.
+            this function before each call, so it can renew a token that expires, and should cache it.
         timeout: seconds that a call may take, unless the call has its own timeout; None is without limit.
         credentials: the credentials for TLS, such as `grpc.ssl_channel_credentials()`; None is plain text.
     """
@@ -266,7 +266,7 @@ class AsyncChat:
         messages = self._conversation.messages(turn)
         merged: ChatOptions = {**self._options, **options}
         session_id = await self._session.open()
-        # If no answer comes, the service may have kept the turn all the same.
+        # Even if no answer arrives, the service may have stored the turn.
         self._conversation.begin()
         reply = await self._client.complete_chat(messages, session=session_id, **merged)
         self._conversation.end(reply.usage)

@@ -39,7 +39,7 @@ class Client:
     Args:
         address: host:port of the client service, or any gRPC target.
         api_key: key or token, if the service requires one; or a function that returns the current one. The client calls
-            it for each call, so the function can renew tokens that expire, and should cache them.
+            this function before each call, so it can renew a token that expires, and should cache it.
         timeout: seconds that a call may take, unless the call has its own timeout; None is without limit.
         credentials: the credentials for TLS, such as `grpc.ssl_channel_credentials()`; None is plain text.
     """
@@ -269,7 +269,7 @@ class Chat:
         messages = self._conversation.messages(turn)
         merged: ChatOptions = {**self._options, **options}
         session_id = self._session.session_id
-        # If no answer comes, the service may have kept the turn all the same.
+        # Even if no answer arrives, the service may have stored the turn.
         self._conversation.begin()
         reply = self._client.complete_chat(messages, session=session_id, **merged)
         self._conversation.end(reply.usage)

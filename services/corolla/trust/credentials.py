@@ -31,7 +31,7 @@ class Credentials:
 
     Args:
         folder: The folder with `tls.crt`, `tls.key` and `ca.crt`, in PEM. `tls.crt` may also hold intermediate
-            certificates, `ca.crt` several authorities, and an optional `crl.pem` revocation lists of those authorities.
+            certificates, and `ca.crt` may hold several authorities. An optional `crl.pem` holds their revocation lists.
 
     Attributes:
         files: The files, which the service must watch.

@@ -77,9 +77,9 @@ async def generate(
     Tokens that arrive while the caller handles the last ones are yielded together: a slow caller gets fewer messages.
 
     A step may carry draft tokens. Every token is the choice of the session's sampler from the chain's logits, in order
-    and with the same random stream; a draft token only decides whether the logits after it are there already. So the
-    tokens are those of plain decoding, seeded sampling included. (That is speculative sampling, Leviathan et al. 2023,
-    with target and draft drawn by the same random numbers.)
+    and with the same random stream; a draft token never changes a choice. If it proves right, the logits for the next
+    choice are already computed. So the tokens are those of plain decoding, seeded sampling included. (That is
+    speculative sampling, Leviathan et al. 2023, with target and draft drawn by the same random numbers.)
     """
     await prefill(reader)
     while reader.wants_more:

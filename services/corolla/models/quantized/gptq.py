@@ -1,7 +1,7 @@
 """GPTQ (Frantar et al. 2022), as AutoGPTQ and GPTQModel write it, with and without activation order.
 
-Numbers are packed along the inputs, zero points along the outputs. With activation order, the inputs of a group are not
-adjacent, and `g_idx` is the group of each input.
+`qweight` packs several inputs into one int32; `qzeros` packs several outputs. With activation order, the inputs of a
+group are not adjacent, and `g_idx` is the group of each input.
 """
 
 from collections.abc import Collection, Mapping
