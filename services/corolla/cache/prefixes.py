@@ -78,9 +78,11 @@ class PrefixPages:
     def add(self, key: PrefixKey, page: int) -> int | None:
         """Remembers the key of a page in use, unless the page has a key or another page in use has this key.
 
+        If an unused page has the key, the new page takes it over. The unused page could be evicted at any time, and
+        then nothing would find the cached pages that follow it in the text.
+
         Returns:
-            The unused page that had this key and has lost it to the new page; None if no page had it. The old page
-            could be evicted at any time, and then the cached pages that follow it in the text would be useless.
+            The unused page that has lost the key; None if there was none, or if nothing was remembered.
         """
         if page in self._keys:
             return None

@@ -2,8 +2,8 @@
 
 The algorithm is a breadth-first search (Cormen et al., "Introduction to Algorithms") over layouts, which begins at the
 present layout; an edge is the move of one server. Spans keep their lengths; a server at the model's end also computes
-the head. The search excludes moves that would leave a block without a server until the moved server is back. It returns
-the best layout that the other moves can reach, and a shortest way there.
+the head. The search excludes moves that would take away a block's only server until the moved server is back. It
+returns how good the best layout is that the other moves can reach, and the first move on a shortest way there.
 """
 
 import math
@@ -24,8 +24,8 @@ _SPEED_STEP: Final = 1.05
 _Layout = tuple[int, ...]
 # The index of a movable server, and the new start of its span.
 _Step = tuple[int, int]
-# The length of a server's span, the throughput that the server gives each block of a span within the model and of one
-# at the model's end, and the server's memory for weights.
+# Facts of a server: the length of its span; its throughput for each block if the span does not reach the model's end;
+# the same if it does; its memory for weights.
 _Facts = tuple[int, int, int, WeightMemory]
 # The number of blocks with a server, and the throughput of the slowest block in micro-tokens per second.
 _Worth = tuple[int, int]
