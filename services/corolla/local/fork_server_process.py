@@ -13,7 +13,6 @@ It reads commands from standard input and writes events to standard output, one 
 
 import contextlib
 import ctypes
-import gc
 import importlib
 import json
 import multiprocessing
@@ -26,6 +25,8 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final
+
+from corolla.chassis.heap import uncollected_imports
 
 END_GRACE_S: Final = 3.0
 _POLL_S: Final = 0.05
@@ -91,12 +92,11 @@ class ForkServerProcess:
         if not _IS_LINUX:
             return
         started = time.perf_counter()
-        for module in modules:
-            # If the import fails, the child that needs the module reports the error better.
-            with contextlib.suppress(Exception):
-                importlib.import_module(module)
-        gc.collect()
-        gc.freeze()
+        with uncollected_imports():
+            for module in modules:
+                # If the import fails, the child that needs the module reports the error better.
+                with contextlib.suppress(Exception):
+                    importlib.import_module(module)
         _tell("warm", seconds=time.perf_counter() - started)
 
     def _start(self, request: ForkRequest) -> None:
