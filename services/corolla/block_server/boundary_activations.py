@@ -130,7 +130,7 @@ class BoundaryActivations:
         return list(kept.pieces) if kept is not None else []
 
     def replace(self, session_id: bytes, pieces: list[_Piece]) -> None:
-        """Replaces the session's outputs with those of the session from which it is forked."""
+        """Replaces the session's outputs with the outputs of the session from which it is forked."""
         self.forget(session_id)
         kept = self._sessions[session_id] = _Kept(pieces)
         self.nbytes += kept.nbytes

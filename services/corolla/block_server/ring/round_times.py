@@ -60,7 +60,7 @@ class RoundTimes:
 
 
 def _interpolated(sizes: list[_Size], num_rows: int) -> float:
-    """The seconds of a round with `num_rows` rows. Outside of the sizes that were seen, those of the nearest size."""
+    """The seconds of a round with `num_rows` rows; the nearest size that was seen stands for sizes beyond it."""
     for smaller, larger in pairwise(sizes):
         if smaller.num_rows <= num_rows <= larger.num_rows:
             part = (num_rows - smaller.num_rows) / (larger.num_rows - smaller.num_rows)
