@@ -61,7 +61,7 @@ def _scores(samplers: Sequence[Sampler], logits: Tensor) -> tuple[Tensor, dict[i
 
 
 def _filtered(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """The scores, with minus Inf for tokens that the filters exclude: those of `transformers`, in its order."""
+    """The scores, with minus Inf for tokens that the filters of `transformers`, in its order, exclude."""
     vocabulary_size = scores.shape[-1]
 
     def column(values: Sequence[float]) -> Tensor:

@@ -379,7 +379,7 @@ class Checkpoint:
 
 
 def _find(name_or_path: str) -> Path | str:
-    """The path of a local folder or GGUF file; if there is none, the hub id as it was given."""
+    """The path of a local folder or GGUF file, or the hub id as it was given if neither exists."""
     if name_or_path == DEMO_MODEL:
         return demo_checkpoint()
     if not name_or_path:
