@@ -49,6 +49,7 @@ class Chain:
                 is_secure=False,
                 model=str(model), num_servers=num_servers, blocks=blocks, dtype=dtype, quantization=quantization,
                 num_threads=num_threads, log_folder=logs, environment=environment or {},
+                device=(environment or {}).get("COROLLA_DEVICE", "cpu"),
             )
         )  # fmt: skip
         self._thread: LoopThread

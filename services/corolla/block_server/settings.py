@@ -3,18 +3,23 @@
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from pydantic import Field, field_validator
 
 from corolla.chassis.settings import Dtype, ServiceSettings
-from corolla.chassis.weight_formats import KVCacheDtypeName, QuantizationName
+from corolla.chassis.weight_formats import DtypeName, KVCacheDtypeName, QuantizationName, default_dtype
 from corolla.wire.span import Span
 
 MAX_PART_TOKENS: Final = 512
 """The greatest number of tokens in one part of a handover. Every server accepts it, whatever its batch size is."""
 _PAGE_TOKENS_OF_CPUS: Final = 32
 _PAGE_TOKENS_OF_GPUS: Final = 256
+
+
+def _dtype_of_device(earlier: dict[str, Any]) -> DtypeName:
+    # A bad value of COROLLA_DEVICE is missing here.
+    return default_dtype(earlier.get("device", "cpu"))
 
 
 class BlockServerSettings(ServiceSettings):
@@ -54,7 +59,12 @@ class BlockServerSettings(ServiceSettings):
         description="Memory for weights in MiB, embedding and head included. It bounds the number of blocks when "
         "COROLLA_BLOCKS is `auto`; 0: only COROLLA_CAPACITY_BLOCKS bounds it.",
     )
-    dtype: Dtype = Field("float32", description="Type of weights, cache and wire; fp32, bf16, fp16 for short.")
+    device: str = Field("cpu", description="Torch device: `cpu`, `cuda`, `cuda:1`.")
+    dtype: Dtype = Field(
+        default_factory=_dtype_of_device,
+        description="Type of weights, cache and wire; fp32, bf16, fp16 for short. Without it, float32 on a CPU, and "
+        "bfloat16 on other devices. Client services must have the same type.",
+    )
     quantization: QuantizationName = Field(
         "none",
         description="How linear layers store their weights: `none` (as `dtype`), `int8`, `int4`, or `packed`: as they "
@@ -66,7 +76,6 @@ class BlockServerSettings(ServiceSettings):
         description="How keys and values are stored: `auto` (as `dtype`), or in fewer bytes as `fp8` "
         "(E4M3) or `int8`; client services must have the same setting.",
     )
-    device: str = Field("cpu", description="Torch device: `cpu`, `cuda`, `cuda:1`.")
     attention: Literal["auto", "compiled", "flash", "paged", "sdpa"] = Field(
         "auto", description="Attention kernel; `auto` takes the fastest one that is correct on this device."
     )

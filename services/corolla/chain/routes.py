@@ -184,6 +184,12 @@ class Routes:
             # This client has the model; the router does not know it because no server has registered for it yet.
             listed = f"0:{self._num_blocks}"
             return NoChain(f"no server holds blocks {listed}", metadata={"uncovered_blocks": listed})
+        servers = self._placement.servers
+        if servers and all(each.server.fingerprint != self._fingerprint for each in servers):
+            return NoChain(
+                f"the block servers have other weights ({servers[0].server.dtype}) than this client service is set "
+                "for; both need the same COROLLA_DTYPE, COROLLA_QUANTIZATION and COROLLA_KV_CACHE_DTYPE"
+            )
         if are_some_full:
             # The gap may exist only because full servers were left out, so the caller learns that they are full.
             return OutOfPages("block servers have too few free KV pages for this request")

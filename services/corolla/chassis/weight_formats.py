@@ -11,6 +11,14 @@ KVCacheDtypeName = Literal["auto", "fp8", "int8"]
 DTYPE_ABBREVIATIONS: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
+def default_dtype(device: str) -> DtypeName:
+    """Returns the dtype with which a device of this torch name computes unless a setting says otherwise.
+
+    GPUs compute float32 row by row and without recorded steps, since their fast kernels need half precision.
+    """
+    return "float32" if device.startswith("cpu") else "bfloat16"
+
+
 def full_dtype_name(name: str) -> str:
     """Returns the full name of an abbreviation, such as `float32` for `fp32`; returns any other name unchanged."""
     return DTYPE_ABBREVIATIONS.get(name, name)

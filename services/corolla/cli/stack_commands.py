@@ -30,7 +30,8 @@ def add_to(app: typer.Typer) -> None:
 def up(
     model: Model = "demo",
     servers: Annotated[
-        int | None, typer.Option(min=1, help="Block servers, with even parts of the model.  [default: 2]")
+        int | None,
+        typer.Option(min=1, help="Block servers, with even parts of the model.  [default: 2; one for each GPU]"),
     ] = None,
     blocks: Annotated[
         str,
@@ -53,8 +54,13 @@ def up(
         typer.Option(envvar="COROLLA_REDIS_URL", help="A running Redis.  [default: start one]", show_default=False),
     ] = None,
     dtype: Annotated[
-        Literal["float32", "fp32", "bfloat16", "bf16", "float16", "fp16"], typer.Option(help="Of weights and cache.")
-    ] = "float32",
+        Literal["float32", "fp32", "bfloat16", "bf16", "float16", "fp16"] | None,
+        typer.Option(help="Of weights and cache.  [default: float32; bfloat16 on GPUs]", show_default=False),
+    ] = None,
+    device: Annotated[
+        str,
+        typer.Option(envvar="COROLLA_DEVICE", help="cpu; cuda, for one server on each GPU; cuda:1.", show_envvar=False),
+    ] = "cpu",
     quantization: Annotated[QuantizationName, typer.Option(help="Quantisation of the weights.")] = "none",
     threads: Threads = None,
     log_folder: LogFolder = None,
@@ -69,8 +75,8 @@ def up(
     if blocks not in ("", "auto") and servers is not None and servers != blocks.count(",") + 1:
         raise typer.BadParameter(f"--servers {servers} contradicts the number of spans in --blocks")
     options = StackOptions(
-        model=model, num_servers=2 if servers is None else servers, blocks=blocks, port=port, http_port=http_port,
-        router_port=router_port, host=host, redis_url=redis_url, dtype=full_dtype_name(dtype),
+        model=model, num_servers=servers, blocks=blocks, port=port, http_port=http_port, router_port=router_port,
+        host=host, redis_url=redis_url, dtype=None if dtype is None else full_dtype_name(dtype), device=device,
         quantization=quantization, num_threads=_num_threads(threads), log_folder=log_folder or new_log_folder(),
     )  # fmt: skip
     return run_up(options, verbose=verbose, as_json=json)

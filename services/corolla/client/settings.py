@@ -48,7 +48,9 @@ class ClientSettings(ServiceSettings):
         description="Seconds for which requests are repeated while the hub cannot be reached or breaks transfers off.",
     )
     dtype: Dtype = Field(
-        "float32", description="Type of numbers with which the block servers compute; fp32, bf16, fp16 for short."
+        "float32",
+        description="Type of numbers with which the block servers compute; fp32, bf16, fp16 for short. Servers on a "
+        "GPU take bfloat16 unless they are set otherwise.",
     )
     quantization: QuantizationName = Field(
         "none", description="How the block servers store their weights: `none`, `int8`, `int4` or `packed`."

@@ -48,6 +48,16 @@ def open_device(name: str) -> torch.device:
     return device
 
 
+def num_devices(kind: str) -> int:
+    """How many devices of a kind, such as `cuda`, this machine has, at least 1.
+
+    Raises:
+        StartupError: there is none, or it does not compute.
+    """
+    open_device(kind)
+    return max(1, torch.get_device_module(kind).device_count())
+
+
 def _reason(device: torch.device, failure: BaseException) -> str:
     first_line = str(failure).strip().partition("\n")[0].rstrip(".")
     if device.type != "cuda" or is_out_of_memory(failure):

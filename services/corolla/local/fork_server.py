@@ -69,13 +69,17 @@ class ForkServer:
         log: Path,
         *,
         title: str = "",
+        is_forked: bool = True,
     ) -> None:
         """Starts the child `name`, which runs `main(arguments)` of a module, once all earlier commands are done.
 
         Args:
             title: the command line that `ps` shows; empty: `corolla NAME`.
+            is_forked: whether the child continues the fork server's imports; else it starts a new interpreter.
         """
-        request = ForkRequest(name, module, list(arguments), dict(environment), str(log), title or f"corolla {name}")
+        request = ForkRequest(
+            name, module, list(arguments), dict(environment), str(log), title or f"corolla {name}", is_forked
+        )
         with self._changed:
             self._pids[name] = None
             self._exits = [each for each in self._exits if each.name != name]

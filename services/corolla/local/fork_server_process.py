@@ -41,6 +41,7 @@ class ForkRequest:
 
     Attributes:
         title: the command line that `ps` shows.
+        is_forked: whether the child continues this process's imports; else it starts a new interpreter.
     """
 
     name: str
@@ -49,6 +50,7 @@ class ForkRequest:
     environment: dict[str, str]
     log: str
     title: str
+    is_forked: bool = True
 
 
 class ForkServerProcess:
@@ -56,7 +58,8 @@ class ForkServerProcess:
 
     def __init__(self) -> None:
         # Forking after imports is safe only on systems whose own libraries start no threads, unlike those of macOS.
-        self._context: Any = multiprocessing.get_context("fork" if _IS_LINUX else "spawn")
+        self._forking: Any = multiprocessing.get_context("fork" if _IS_LINUX else "spawn")
+        self._starting_anew: Any = multiprocessing.get_context("spawn")
         self._parent = os.getppid()
         self._children: dict[str, BaseProcess] = {}
         self._buffer = b""
@@ -100,7 +103,8 @@ class ForkServerProcess:
         _tell("warm", seconds=time.perf_counter() - started)
 
     def _start(self, request: ForkRequest) -> None:
-        child = self._context.Process(target=run_child, args=(request, os.getpid()))
+        context = self._forking if request.is_forked else self._starting_anew
+        child = context.Process(target=run_child, args=(request, os.getpid()))
         child.start()
         self._children[request.name] = child
         _tell("started", name=request.name, pid=child.pid)

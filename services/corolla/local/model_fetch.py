@@ -1,6 +1,6 @@
 """Finds or fetches the model before other processes need it, so that not all of them fetch it at once.
 
-This module runs in a child of its own, since fetching starts threads, which the fork server must not do. It writes the
+It also counts the devices that the block servers may take. This module runs in a child of its own, since fetching starts threads, which the fork server must not do. It writes the
 result to standard output as a line of JSON.
 """
 
@@ -13,8 +13,12 @@ from corolla.chassis.errors import StartupError
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Finds the model whose name or folder is in `arguments`, and writes the event `prepared` or `failed`."""
-    (model,) = arguments
+    """Finds the model, and writes the event `prepared` or `failed`.
+
+    Args:
+        arguments: the model's name or folder and, if devices are to be counted, their kind.
+    """
+    model, *kinds = arguments
     from corolla.models.checkpoint import Checkpoint
 
     try:
@@ -22,6 +26,7 @@ def main(arguments: Sequence[str]) -> int:
         # All blocks are fetched, since the servers together hold all of them.
         checkpoint.fetch()
         head_blocks = checkpoint.head_blocks()
+        num_devices = sum(map(_num_devices, kinds))
     except StartupError as failure:
         _tell("failed", message=failure.message)
         return 1
@@ -29,10 +34,17 @@ def main(arguments: Sequence[str]) -> int:
         "prepared",
         num_blocks=checkpoint.num_blocks,
         head_blocks=head_blocks,
+        num_devices=num_devices,
         model_type=checkpoint.config.model_type,
         name=checkpoint.name,
     )
     return 0
+
+
+def _num_devices(kind: str) -> int:
+    from corolla.compute.device import num_devices
+
+    return num_devices(kind)
 
 
 def _tell(event: str, **facts: Any) -> None:

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from corolla.chassis.errors import SettingsError
+from corolla.chassis.weight_formats import default_dtype
 
 DEFAULT_ROUTER_PORT = 50050
 DEFAULT_CLIENT_PORT = 50051
 DEFAULT_HTTP_PORT = 8080
+_DEFAULT_SERVERS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +20,8 @@ class StackOptions:
 
     Attributes:
         model: a checkpoint folder, GGUF file, hub id or "demo".
-        num_servers: the number of block servers; unused where `blocks` lists spans.
+        num_servers: the number of block servers; unused where `blocks` lists spans. None: two on a CPU, else one for
+            each device.
         blocks: spans such as "0:10,10:30", one server for each; "auto": the router chooses; empty: even parts.
         port: the port of the client service; None: the usual port if it is free, otherwise any free port; 0: any free
             port.
@@ -26,7 +29,9 @@ class StackOptions:
         router_port: the port of the router, likewise.
         redis_url: the address of a running Redis; None: the stack starts a Redis of its own.
         host: the address on which the client service listens; all other processes use the loopback address.
-        dtype: the dtype of weights, cache and wire.
+        dtype: the dtype of weights, cache and wire; None: float32 on a CPU, and bfloat16 on other devices.
+        device: the torch device of the block servers; `cuda` without a number stands for all devices of the machine,
+            which the servers share evenly.
         quantization: the quantization of the block servers' weights: "none", "int8", "int4" or "packed".
         num_threads: the number of torch threads of each process.
         log_folder: the folder in which each process gets its log file.
@@ -38,14 +43,15 @@ class StackOptions:
     """
 
     model: str = "demo"
-    num_servers: int = 2
+    num_servers: int | None = None
     blocks: str = ""
     port: int | None = 0
     http_port: int | None = 0
     router_port: int | None = 0
     redis_url: str | None = None
     host: str = "127.0.0.1"
-    dtype: str = "float32"
+    dtype: str | None = None
+    device: str = "cpu"
     quantization: str = "none"
     num_threads: int = 1
     log_folder: Path
@@ -55,29 +61,58 @@ class StackOptions:
     start_timeout_s: float = 180.0
     grace_s: float = 5.0
 
+    @property
+    def is_on_cpu(self) -> bool:
+        return self.device.startswith("cpu")
 
-def server_blocks(options: StackOptions, num_blocks: int, head_blocks: float = 0.0) -> list[str]:
+    @property
+    def dtype_name(self) -> str:
+        """The full name of the dtype."""
+        return self.dtype or default_dtype(self.device)
+
+    @property
+    def devices_are_counted(self) -> bool:
+        """Whether the stack has to know how many devices of the kind there are."""
+        return not self.is_on_cpu and ":" not in self.device
+
+
+def server_devices(options: StackOptions, num_servers: int, num_devices: int) -> list[str]:
+    """Returns the torch device of each block server: they take the devices in turn.
+
+    Args:
+        num_devices: how many devices of the kind `options.device` the machine has.
+    """
+    if not options.devices_are_counted:
+        return [options.device] * num_servers
+    return [f"{options.device}:{index % num_devices}" for index in range(num_servers)]
+
+
+def server_blocks(options: StackOptions, num_blocks: int, head_blocks: float = 0.0, num_devices: int = 1) -> list[str]:
     """Returns the `blocks` setting of each block server: `start:end`, or `auto`.
 
     Even parts are equal in work; the last server's work includes the head.
 
     Args:
         head_blocks: how many blocks cost as much work as the head.
+        num_devices: how many devices of the kind `options.device` the machine has.
 
     Raises:
         SettingsError: the spans are not valid or leave blocks out, or there are more servers than blocks.
     """
+    num_servers = options.num_servers
+    if num_servers is None:
+        num_servers = _DEFAULT_SERVERS if options.is_on_cpu else min(num_devices, num_blocks)
     if options.blocks == "auto":
-        return ["auto"] * options.num_servers
+        return ["auto"] * num_servers
     if options.blocks:
         return _given_spans(options.blocks, num_blocks)
-    if not 1 <= options.num_servers <= num_blocks:
+    if not 1 <= num_servers <= num_blocks:
         raise SettingsError(
-            f"{options.num_servers} servers cannot share {num_blocks} blocks; choose from 1 to {num_blocks} servers"
+            f"{num_servers} servers cannot share {num_blocks} blocks; choose from 1 to {num_blocks} servers"
         )
-    part = (num_blocks + head_blocks) / options.num_servers
+    part = (num_blocks + head_blocks) / num_servers
     bounds = [0]
-    for num_following in reversed(range(1, options.num_servers)):
+    for num_following in reversed(range(1, num_servers)):
         # Each server gets at least one block.
         bounds.append(min(max(round(part * len(bounds)), bounds[-1] + 1), num_blocks - num_following))
     return [f"{start}:{end}" for start, end in itertools.pairwise([*bounds, num_blocks])]

@@ -14,6 +14,7 @@ from corolla.trust.workload import Role
 LOOPBACK = "127.0.0.1"
 _OF_ONE_PROCESS = frozenset({"COROLLA_PORT", "COROLLA_HTTP_PORT", "COROLLA_HOST", "COROLLA_TLS_DIR"})
 SERVICE_MODULE = "corolla.cli.app"
+_SHARED_KV_CACHE_MIB = 1024
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class ManagedProcess:
         address: the `host:port` at which the process serves.
         control_address: a block server's `host:port` for gRPC; empty for other processes, whose gRPC is at `address`.
         blocks: a block server's `blocks` setting; empty for other processes.
+        device: a block server's torch device; empty for other processes.
         metrics_port: the port of the metrics, on the loopback address; 0 for Redis, which has no such port.
     """
 
@@ -37,6 +39,16 @@ class ManagedProcess:
     blocks: str = ""
     metrics_port: int = 0
     control_address: str = ""
+    device: str = ""
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether the process may continue the fork server's imports.
+
+        A process that computes on a GPU must not: its driver works only in the process that has initialised it, and
+        some libraries initialise it when they are imported.
+        """
+        return not self.is_block_server or self.device.startswith("cpu")
 
     @property
     def title(self) -> str:
@@ -74,29 +86,45 @@ def router_process(folder: Path, port: int, metrics_port: int) -> ManagedProcess
 
 
 def block_server_process(
-    options: StackOptions, number: int, blocks: str, capacity_blocks: int, ports: Ports, router: str
+    options: StackOptions,
+    number: int,
+    blocks: str,
+    capacity_blocks: int,
+    ports: Ports,
+    router: str,
+    *,
+    device: str = "cpu",
+    shares_device: bool = False,
 ) -> ManagedProcess:
+    """A block server.
+
+    Args:
+        device: its torch device.
+        shares_device: whether other block servers compute on the same GPU. Then it must not take all of the memory.
+    """
     port, control_port, metrics_port = ports.free(), ports.free(), ports.free()
     name = f"server-{number}"
     arguments = ["block-server", "--model", options.model, "--router", router, "--blocks", blocks]
     arguments += ["--port", str(port), "--control-port", str(control_port)]
     arguments += ["--host", LOOPBACK, "--advertised-host", LOOPBACK]
     arguments += ["--metrics-port", str(metrics_port)]
-    arguments += ["--dtype", options.dtype, "--quantization", options.quantization]
+    arguments += ["--dtype", options.dtype_name, "--quantization", options.quantization, "--device", device]
     arguments += ["--threads", str(options.num_threads)]
+    if shares_device and not {"COROLLA_KV_CACHE_MIB"} & {*os.environ, *options.environment}:
+        arguments += ["--kv-cache-mib", str(_SHARED_KV_CACHE_MIB)]
     if blocks == "auto":
         arguments += ["--capacity-blocks", str(capacity_blocks)]
     log = LogFile(options.log_folder / f"{name}.log")
     return ManagedProcess(
         name, SERVICE_MODULE, tuple(arguments), f"{LOOPBACK}:{port}", log, blocks, metrics_port,
-        f"{LOOPBACK}:{control_port}",
+        f"{LOOPBACK}:{control_port}", device,
     )  # fmt: skip
 
 
 def client_process(options: StackOptions, port: int, http_port: int, metrics_port: int, router: str) -> ManagedProcess:
     arguments = ["client", "--model", options.model, "--router", router, "--port", str(port), "--host", options.host]
     arguments += ["--http-port", str(http_port), "--metrics-port", str(metrics_port)]
-    arguments += ["--dtype", options.dtype, "--quantization", options.quantization]
+    arguments += ["--dtype", options.dtype_name, "--quantization", options.quantization]
     # The stack reaches a service that listens on every interface at the loopback address.
     host = LOOPBACK if options.host in ("0.0.0.0", "") else options.host  # noqa: S104
     log = LogFile(options.log_folder / "client.log")

@@ -21,6 +21,7 @@ from corolla.local.options import (
     DEFAULT_ROUTER_PORT,
     StackOptions,
     server_blocks,
+    server_devices,
 )
 from corolla.local.ports import Ports
 from corolla.local.processes import LOOPBACK, ManagedProcess
@@ -107,9 +108,9 @@ class Stack:
         try:
             self._choose_addresses()
             self._start_control_plane()
-            num_blocks, head_blocks = self._prepare_model()
+            num_blocks, head_blocks, num_devices = self._prepare_model()
             prepared = time.perf_counter()
-            self._start_data_plane(num_blocks, head_blocks)
+            self._start_data_plane(num_blocks, head_blocks, num_devices)
             self._wait_until(self._covered, "every block has a server")
             self._wait_until(lambda: readiness.knows_a_chain(self.client_address), "the client service knows a chain")
         except BaseException:
@@ -151,7 +152,9 @@ class Stack:
         variables = {**self._environment, **self._identity(process), **(environment or {})}
         if self._fork_server is not None and not self._stopping.is_set():
             what = (process.name, process.module, process.arguments)
-            self._fork_server.start(*what, variables, process.log.path, title=process.title)
+            self._fork_server.start(
+                *what, variables, process.log.path, title=process.title, is_forked=process.is_forked
+            )
 
     def is_serving(self, name: str) -> bool:
         """Whether the process answers that it is ready."""
@@ -239,18 +242,19 @@ class Stack:
         if not answers:
             raise StartupError("Redis does not answer at the given address; start it, or leave --redis-url out")
 
-    def _prepare_model(self) -> tuple[int, float]:
+    def _prepare_model(self) -> tuple[int, float, int]:
         """Finds or fetches the model, and starts the router, which takes only block servers of this model.
 
         Returns:
-            The model's number of blocks, and how many blocks cost as much work as the head.
+            The model's number of blocks, how many blocks cost as much work as the head, and the number of devices.
         """
         if self._fork_server is None:
             raise StartupError("the stack was stopped")
         log = LogFile(self.options.log_folder / "model.log")
         log.path.unlink(missing_ok=True)
         self._report(StackEvent("step", "model", f"opening the model {self.options.model}"))
-        self._fork_server.start("model", "corolla.local.model_fetch", [self.options.model], self._environment, log.path)
+        arguments = [self.options.model, *([self.options.device] if self.options.devices_are_counted else [])]
+        self._fork_server.start("model", "corolla.local.model_fetch", arguments, self._environment, log.path)
         self._fork_server.warm(_MODULES_OF_ROUTER_AND_CLIENT)
         while True:
             is_last = self._fork_server.is_gone("model")
@@ -264,8 +268,10 @@ class Stack:
                 self._expect(self.model_name, int(facts["num_blocks"]))
                 self.launch(self._router)
                 family = facts["model_type"]
-                self._fork_server.warm([f"transformers.models.{family}.modeling_{family}", *_MODULES_OF_BLOCK_SERVERS])
-                return int(facts["num_blocks"]), float(facts["head_blocks"])
+                if self.options.is_on_cpu:
+                    modeling = f"transformers.models.{family}.modeling_{family}"
+                    self._fork_server.warm([modeling, *_MODULES_OF_BLOCK_SERVERS])
+                return int(facts["num_blocks"]), float(facts["head_blocks"]), int(facts["num_devices"])
             if is_last:
                 raise StartupError(_with_log("the model could not be opened", log))
             self._check_alive()
@@ -279,13 +285,23 @@ class Stack:
         if not {",", "="} & set(model):
             self._environment.setdefault("COROLLA_MODELS", f"{model}={num_blocks}")
 
-    def _start_data_plane(self, num_blocks: int, head_blocks: float) -> None:
+    def _start_data_plane(self, num_blocks: int, head_blocks: float, num_devices: int) -> None:
         options = self.options
-        spans = server_blocks(options, num_blocks, head_blocks)
+        spans = server_blocks(options, num_blocks, head_blocks, num_devices)
+        devices = server_devices(options, len(spans), num_devices)
         capacity_blocks = min(num_blocks, math.ceil((num_blocks + head_blocks) / len(spans)))
         servers = [
-            processes.block_server_process(options, number, blocks, capacity_blocks, self._ports, self.router_address)
-            for number, blocks in enumerate(spans, start=1)
+            processes.block_server_process(
+                options,
+                number,
+                blocks,
+                capacity_blocks,
+                self._ports,
+                self.router_address,
+                device=device,
+                shares_device=not options.is_on_cpu and devices.count(device) > 1,
+            )
+            for number, (blocks, device) in enumerate(zip(spans, devices, strict=True), start=1)
         ]
         self._plan([*servers, self._client])
         # The block servers register with the router as soon as they run, so it has to serve first.

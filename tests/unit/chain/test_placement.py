@@ -5,10 +5,12 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import wraps
 from typing import Any, cast
 
+import pytest
+
 from corolla.chain.control import ControlPlane
 from corolla.chain.placement import PlacementWatch
 from corolla.chain.routes import Routes
-from corolla.chassis.errors import AdapterNotFound
+from corolla.chassis.errors import AdapterNotFound, NoChain
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from tests.simulation.loop import VirtualLoop
@@ -176,3 +178,14 @@ async def test_an_adapter_that_was_just_registered_is_found_whoever_asked_before
     assert router.num_looks == 2
     await asyncio.wait([unknown])
     assert isinstance(unknown.exception(), AdapterNotFound)
+
+
+@watched
+async def test_servers_of_other_weights_are_named_as_the_reason(router: Router, watch: PlacementWatch) -> None:
+    routes = Routes(cast(ControlPlane, router), watch, "f", 5)
+    other = placement("a1", complete=True)
+    other.servers[0].server.fingerprint = "g"
+    other.servers[0].server.dtype = "bfloat16"
+    await router.push(other)
+    with pytest.raises(NoChain, match=r"\(bfloat16\).*COROLLA_DTYPE"):
+        await routes.plan(num_tokens=1, record_id="", blocks=None, asks_router=False)

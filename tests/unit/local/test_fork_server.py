@@ -76,6 +76,16 @@ def test_children_inherit_preloaded_modules(fork_server: ForkServer, tmp_path: P
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="children are only forked on Linux")
+def test_a_child_that_is_not_forked_has_an_interpreter_of_its_own(fork_server: ForkServer, tmp_path: Path) -> None:
+    fork_server.warm(["calendar"])
+    log = tmp_path / "a.log"
+    fork_server.start("a", CHILDREN, ["modules", "calendar"], ENVIRONMENT, log, title="corolla a", is_forked=False)
+    assert fork_server.wait_gone(["a"], 20) == []
+    assert log.read_text() == "False\n"
+    assert [each.status for each in fork_server.take_exits()] == [0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="children are only forked on Linux")
 @pytest.mark.parametrize("title", ["corolla block-server 0:15 :50052", "corolla " + "x" * 60])
 def test_processes_show_their_title(fork_server: ForkServer, tmp_path: Path, title: str) -> None:
     log = tmp_path / "a.log"

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corolla.chassis.errors import SettingsError
-from corolla.local.options import StackOptions, server_blocks
+from corolla.local.options import StackOptions, server_blocks, server_devices
+from corolla.local.ports import Ports
+from corolla.local.processes import block_server_process
 
 
 def options(**given: object) -> StackOptions:
@@ -67,3 +69,47 @@ def test_other_spans_are_refused(blocks: str, complaint: str) -> None:
 def test_more_servers_than_blocks_are_refused() -> None:
     with pytest.raises(SettingsError, match="31 servers"):
         server_blocks(options(num_servers=31), 30)
+
+
+@pytest.mark.parametrize(
+    "device, num_devices, num_servers", [("cpu", 0, 2), ("cuda", 1, 1), ("cuda", 3, 3), ("cuda", 64, 30)]
+)
+def test_each_device_gets_a_server(device: str, num_devices: int, num_servers: int) -> None:
+    assert len(server_blocks(options(device=device), 30, num_devices=num_devices)) == num_servers
+
+
+@pytest.mark.parametrize(
+    "device, num_devices, expected",
+    [
+        ("cpu", 0, ["cpu", "cpu", "cpu"]),
+        ("cuda", 1, ["cuda:0", "cuda:0", "cuda:0"]),
+        ("cuda", 2, ["cuda:0", "cuda:1", "cuda:0"]),
+        ("cuda:1", 0, ["cuda:1", "cuda:1", "cuda:1"]),
+    ],
+)
+def test_servers_take_the_devices_in_turn(device: str, num_devices: int, expected: list[str]) -> None:
+    assert server_devices(options(device=device), 3, num_devices) == expected
+
+
+@pytest.mark.parametrize(
+    "device, dtype, expected", [("cpu", None, "float32"), ("cuda", None, "bfloat16"), ("cuda", "float16", "float16")]
+)
+def test_gpus_compute_with_bfloat16_unless_another_dtype_is_given(
+    device: str, dtype: str | None, expected: str
+) -> None:
+    assert options(device=device, dtype=dtype).dtype_name == expected
+
+
+@pytest.mark.parametrize("device, is_forked", [("cpu", True), ("cuda:0", False)])
+def test_servers_on_a_gpu_start_an_interpreter_of_their_own(device: str, is_forked: bool) -> None:
+    with_device = options(device=device)
+    server = block_server_process(with_device, 1, "0:30", 30, Ports(), "127.0.0.1:1", device=device)
+    assert server.is_forked is is_forked
+    assert "--kv-cache-mib" not in server.arguments
+
+
+def test_servers_that_share_a_gpu_do_not_take_all_of_its_memory() -> None:
+    shared = block_server_process(
+        options(device="cuda"), 1, "0:15", 15, Ports(), "127.0.0.1:1", device="cuda:0", shares_device=True
+    )
+    assert shared.arguments[-2:] == ("--kv-cache-mib", "1024")
