@@ -19,9 +19,11 @@ from corolla.compute.attention.batch import RAGGED, AttentionBackend, AttentionB
 from corolla.compute.attention.latents import LATENT, PackedLatents, leave_latents
 from corolla.compute.compiled_blocks import choose_compiled_blocks
 from corolla.compute.decode_graphs import DecodeGraphs
+from corolla.compute.kernel_choices import KernelChoices
 from corolla.compute.prompts import BlockPrompts
 from corolla.models.adapters.products import AdapterBatch, AdapterStacks, SpanAdapter
 from corolla.models.families import attention_windows, pageless_layers, recurrent_layers
+from corolla.models.linear import ways_by_shape
 from corolla.models.span_model import SpanModel
 from corolla.wire.span import Span
 
@@ -130,6 +132,12 @@ class SpanRunner:
     @property
     def span(self) -> Span:
         return self.model.span
+
+    @property
+    def kernel_choices(self) -> KernelChoices:
+        """The kernels that this runner's blocks run with."""
+        blocks = "family" if self.model.fused is None else "fused" if self.compiled is None else "compiled"
+        return KernelChoices(self.backend.name, blocks, ways_by_shape(self.model.linears))
 
     def new_cache(self) -> SessionCache:
         return self.store.new_cache()

@@ -32,7 +32,7 @@ from corolla.models.cut_model import (
     without_weights,
 )
 from corolla.models.families import Family
-from corolla.models.linear import replace_linears, tune
+from corolla.models.linear import TunedLinear, replace_linears, tune, ways_by_shape
 from corolla.models.quantized.tensors import likely_layouts
 
 # The head's name in all families that are served from GGUF files.
@@ -117,6 +117,13 @@ class Edges:
         """
         embedding = () if self._embedding_model is None else tuple(self._embedding_model.parameters())
         tune(replace_linears(_present(self._head_model)), shared=embedding, budget_s=budget_s)
+
+    @property
+    def product_ways(self) -> dict[str, str]:
+        """How this machine multiplies by the weights of the tuned head, by their shape; see `ways_by_shape`."""
+        if self._head_model is None:
+            return {}
+        return ways_by_shape(each for each in self._head_model.modules() if isinstance(each, TunedLinear))
 
     @torch.no_grad()
     def embed(self, token_ids: Tensor, position_ids: Tensor) -> Tensor:

@@ -89,6 +89,13 @@ class TunedLinear(nn.Module):
         """The layout of `panels`; None where these weights cannot be laid out as panels."""
         return _layout_of(self.weight)
 
+    @property
+    def way(self) -> str:
+        """How the layer multiplies: `library` (torch's function for `nn.Linear`), `onednn` or `panels`."""
+        if self.panels is not None:
+            return "panels"
+        return "onednn" if self.relaid else "library"
+
     def forward(self, rows: Tensor) -> Tensor:
         """Multiplies `rows`, `[..., in]` on the weight's device; returns `[..., out]` in the same dtype."""
         if self.panels is not None and self.layout is not None:
@@ -174,6 +181,18 @@ def relay(weight: Tensor) -> Tensor:
 def is_plain(module: nn.Module) -> bool:
     """Whether a module is torch's own linear layer with ordinary weights; quantised layers must not be changed."""
     return type(module) is nn.Linear and type(module.weight.data) is Tensor
+
+
+def ways_by_shape(layers: Iterable[TunedLinear]) -> dict[str, str]:
+    """How layers multiply, by the shape of their weights, such as `4096x14336` (outputs, inputs).
+
+    Where layers of one shape multiply in different ways, the names of these ways are joined by `+`.
+    """
+    ways: defaultdict[str, set[str]] = defaultdict(set)
+    for layer in layers:
+        num_outputs, num_inputs = layer.weight.shape
+        ways[f"{num_outputs}x{num_inputs}"].add(layer.way)
+    return {shape: "+".join(sorted(names)) for shape, names in ways.items()}
 
 
 def replace_linears(root: nn.Module, kept: Collection[str] = ()) -> list[TunedLinear]:

@@ -97,6 +97,13 @@ class SpanModel:
         tensors = (*self._base.parameters(), *self._base.buffers())
         return sum(stored_bytes(tensor) for tensor in tensors)
 
+    @property
+    def linears(self) -> list[TunedLinear]:
+        """The linear layers whose products `make_fused` has chosen; others are packed or quantised."""
+        if self.fused is not None:
+            return self.fused.linears
+        return [each for each in self.modules() if isinstance(each, TunedLinear)]
+
     def modules(self) -> Iterator[nn.Module]:
         """All modules of the blocks, as `nn.Module.modules` returns them."""
         return self._base.modules()

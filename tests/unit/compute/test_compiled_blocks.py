@@ -62,6 +62,23 @@ def runner_of(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, *, is_
     return runner
 
 
+def test_the_choices_of_kernels_are_data(tmp_path: Path) -> None:
+    checkpoint = checkpoint_of("llama", tmp_path)
+    compiled = runner_of(checkpoint).kernel_choices
+    plain = SpanRunner(
+        load_span(checkpoint, WHOLE, dtype=torch.float32), num_pages=4, attention="sdpa", is_fused=False
+    ).kernel_choices
+    assert (compiled.attention, compiled.blocks, plain.attention, plain.blocks) == (
+        "compiled", "compiled", "sdpa", "family",
+    )  # fmt: skip
+    assert set(compiled.products.values()) == {"panels"}
+    shapes = {f"{layer.weight.shape[0]}x{layer.weight.shape[1]}" for layer in runner_of(checkpoint).model.linears}
+    assert compiled.products.keys() == shapes
+    shape = min(shapes)
+    assert compiled.choices()[f"product {shape}"] == "panels"
+    assert len(compiled.choices()) == 2 + len(shapes)
+
+
 def caches_of(runner: SpanRunner, count: int) -> list[SessionCache]:
     caches = [runner.new_cache() for _ in range(count)]
     for cache in caches:

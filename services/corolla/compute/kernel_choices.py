@@ -1,0 +1,26 @@
+"""Which kernels a server chose at start, as data; with dtype and device they decide how results round. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class KernelChoices:
+    """The kernels of a span.
+
+    Attributes:
+        attention: the name of the attention backend.
+        blocks: what runs the blocks: `compiled` (whole blocks on a CPU), `triton` (whole blocks on a GPU), `fused`
+            (torch's operators, with fused projections) or `family` (the family's own code in transformers).
+        products: how the server multiplies by weights of a shape, such as `4096x14336` (outputs, inputs): `library`,
+            `onednn`, `panels` or `triton`.
+    """
+
+    attention: str
+    blocks: str
+    products: Mapping[str, str] = field(default_factory=dict)
+
+    def choices(self) -> Mapping[str, str]:
+        """All choices by name, as one mapping of strings."""
+        products = {f"product {shape}": way for shape, way in sorted(self.products.items())}
+        return {"attention": self.attention, "blocks": self.blocks, **products}
