@@ -57,6 +57,11 @@ _TEXTS: Final[Schema] = {"type": "object", "additionalProperties": {"type": "str
 _QUANTITIES: Final[Schema] = {"type": "object", "additionalProperties": {"type": ["string", "number"]}}
 _DIGEST: Final[Schema] = {"type": "string", "pattern": r"^(sha256:[0-9a-f]{64})?$"}
 _OBJECTS: Final[Schema] = {"type": "array", "items": {"type": "object"}}
+_NAMED: Final[Schema] = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
+_CONTAINERS: Final[Schema] = {"type": "array", "items": {**_NAMED, "required": ["name", "image"]}}
+# Helm takes out what is null of the defaults, and not of pools.
+_SECURITY_CONTEXT: Final[Schema] = {"type": ["object", "null"]}
+_SECRET_NAMES: Final[Schema] = {"type": "array", "items": {"anyOf": [{"type": "string", "minLength": 1}, _NAMED]}}
 _BY_NAME: Final[dict[str, Schema]] = {
     "affinity": {
         "type": "object",
@@ -66,16 +71,60 @@ _BY_NAME: Final[dict[str, Schema]] = {
     "annotations": _TEXTS,
     "blocks": {"type": "string", "pattern": r"^(auto|\d+:\d+)$"},
     "commonLabels": _TEXTS,
+    "envFrom": {
+        "type": "array",
+        "items": {
+            "type": "object",
+            "properties": {
+                "prefix": {"type": "string"},
+                **{
+                    source: {**_NAMED, "properties": {**_NAMED["properties"], "optional": {"type": "boolean"}}}
+                    for source in ("configMapRef", "secretRef")
+                },
+            },
+            "additionalProperties": False,
+        },
+    },
+    "extraContainers": _CONTAINERS,
+    "extraEnv": {"type": "array", "items": _NAMED},
+    "extraInitContainers": _CONTAINERS,
+    "extraVolumeMounts": {"type": "array", "items": {**_NAMED, "required": ["name", "mountPath"]}},
+    "extraVolumes": {"type": "array", "items": _NAMED},
+    "hostAliases": {
+        "type": "array",
+        "items": {
+            "type": "object",
+            "required": ["ip", "hostnames"],
+            "properties": {"ip": {"type": "string"}, "hostnames": {"type": "array", "items": {"type": "string"}}},
+            "additionalProperties": False,
+        },
+    },
+    "imagePullSecrets": _SECRET_NAMES,
     "labels": _TEXTS,
     "maxUnavailable": {"type": ["integer", "string"]},
     "nodeSelector": _TEXTS,
     "podAnnotations": _TEXTS,
     "podLabels": _TEXTS,
     "port": _PORT,
-    "pullSecrets": {"type": "array", "items": {"type": "string"}},
+    "podSecurityContext": _SECURITY_CONTEXT,
+    "pullSecrets": _SECRET_NAMES,
     "resources": {
         "type": "object",
         "properties": {"requests": _QUANTITIES, "limits": _QUANTITIES},
+        "additionalProperties": False,
+    },
+    "securityContext": _SECURITY_CONTEXT,
+    "strategy": {
+        "type": "object",
+        "required": ["type"],
+        "properties": {
+            "type": {"enum": ["RollingUpdate", "Recreate"]},
+            "rollingUpdate": {
+                "type": "object",
+                "properties": {name: {"type": ["integer", "string"]} for name in ("maxSurge", "maxUnavailable")},
+                "additionalProperties": False,
+            },
+        },
         "additionalProperties": False,
     },
 }
@@ -148,8 +197,8 @@ def read_values(text: str) -> Value:
 
 def schema(root: Value) -> Schema:
     whole = {"$schema": "http://json-schema.org/draft-07/schema#", **_schema_of(root)}
-    # Helm adds it for charts that depend on this one.
-    whole["properties"]["global"] = {"type": "object"}
+    # A chart that depends on this one has further values there.
+    whole["properties"]["global"]["additionalProperties"] = True
     whole["properties"]["blockServer"]["properties"]["pools"] = {
         "type": "object",
         "description": "Pools of block servers by name.",
@@ -207,9 +256,10 @@ def readme(root: Value) -> Iterator[str]:
     yield "helm test corolla"
     yield "```"
     yield ""
-    yield "[ci](ci) holds values for CPUs, for GPUs of two kinds, for a pool for each span, and for a Redis from"
-    yield "elsewhere. Whatever [docs/configuration.md](../../docs/configuration.md) lists is a setting by its name in"
-    yield "`settings`, or has a value of its own."
+    yield "[ci](ci) holds values for CPUs, for GPUs of two kinds, for a pool for each span, for a Redis from elsewhere,"
+    yield "for OpenShift, and for containers and volumes of your own. Whatever"
+    yield "[docs/configuration.md](../../docs/configuration.md) lists is a setting by its name in `settings`, or has a"
+    yield "value of its own."
     yield ""
     yield "| value | default | meaning |"
     yield "| --- | --- | --- |"

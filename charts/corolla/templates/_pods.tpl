@@ -1,29 +1,64 @@
-{{/* Settings of a pod that the restricted Pod Security level asks for. */}}
-{{- define "corolla.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: {{ .user }}
-runAsGroup: {{ .user }}
-fsGroup: {{ .user }}
-seccompProfile: {type: RuntimeDefault}
+{{/* A security context, of a pod or a container, without what is null: that of pools is not taken out by Helm. */}}
+{{- define "corolla.securityContext" -}}
+{{- $set := dict }}
+{{- range $field, $value := . }}
+{{- if not (kindIs "invalid" $value) }}
+{{- $_ := set $set $field $value }}
+{{- end }}
+{{- end }}
+{{- with $set }}
+securityContext: {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end }}
 
-{{- define "corolla.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities: {drop: [ALL]}
+{{/* What every pod has before its containers: dict "root" "values". */}}
+{{- define "corolla.pod" -}}
+{{- $secrets := concat (default list (default dict .root.Values.global).imagePullSecrets) .root.Values.image.pullSecrets .values.pullSecrets }}
+{{- with uniq $secrets }}
+imagePullSecrets:
+{{- range . }}
+  - name: {{ get (ternary . (dict "name" .) (kindIs "map" .)) "name" }}
+{{- end }}
+{{- end }}
+enableServiceLinks: false
+{{- include "corolla.securityContext" .values.podSecurityContext }}
+{{- with .values.hostAliases }}
+hostAliases: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- include "corolla.scheduling" .values }}
+{{- with .values.extraInitContainers }}
+initContainers: {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end }}
 
-{{/* Where a pod may run: dict "values" "selector". */}}
+{{/* The items of a list that values give: of env, envFrom, volumes, mounts or containers. */}}
+{{- define "corolla.items" -}}
+{{- with . }}
+{{- toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Which nodes a pod may run on. */}}
 {{- define "corolla.scheduling" -}}
-{{- with .values.nodeSelector }}
+{{- with .nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .values.tolerations }}
+{{- with .tolerations }}
 tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .values.affinity }}
+{{- with .affinity }}
 affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- with .priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- end }}
+
+{{/* How the pods of one object keep apart: dict "values" "selector". */}}
+{{- define "corolla.spread" -}}
 topologySpreadConstraints:
 {{- if .values.topologySpreadConstraints }}
   {{- toYaml .values.topologySpreadConstraints | nindent 2 }}
@@ -35,12 +70,6 @@ topologySpreadConstraints:
     labelSelector:
       matchLabels: {{- $.selector | nindent 8 }}
 {{- end }}
-{{- end }}
-{{- with .values.priorityClassName }}
-priorityClassName: {{ . }}
-{{- end }}
-{{- with .values.runtimeClassName }}
-runtimeClassName: {{ . }}
 {{- end }}
 {{- end }}
 
@@ -109,13 +138,9 @@ livenessProbe:
 {{- end }}
 {{- end }}
 
-{{- define "corolla.pullSecrets" -}}
-{{- with .Values.image.pullSecrets }}
-imagePullSecrets:
-{{- range . }}
-  - name: {{ . }}
-{{- end }}
-{{- end }}
+{{/* How an upgrade replaces pods; what another type leaves of the defaults the API would refuse. */}}
+{{- define "corolla.strategy" -}}
+strategy: {{- ternary . (omit . "rollingUpdate") (eq .type "RollingUpdate") | toYaml | nindent 2 }}
 {{- end }}
 
 {{/* How many pods may be away at a time by somebody's wish: dict "maxUnavailable" "replicas". */}}
