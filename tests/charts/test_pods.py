@@ -104,14 +104,15 @@ def test_every_service_and_every_workload_takes_annotations_and_labels() -> None
     workloads = of_kind(objects, "Deployment", "StatefulSet")
     assert set(WORKLOADS.values()) == {each["metadata"]["name"] for each in workloads}
     given = {"annotations": {"an": "annotation"}, "labels": {"a": "label", "corolla.dev/scrape": "x"}}
-    for kinds, paths in ((("Service",), SERVICES), (("Deployment", "StatefulSet"), WORKLOADS)):
-        for path, name in paths.items():
-            changed = render(merged(BASE, nested(path, given)))
-            (metadata,) = [each["metadata"] for each in of_kind(changed, *kinds) if each["metadata"]["name"] == name]
-            (before,) = [each["metadata"] for each in of_kind(objects, *kinds) if each["metadata"]["name"] == name]
-            assert metadata["annotations"] == {"an": "annotation"}, path
-            # Prometheus finds a Service by this label, and each pod once.
-            assert metadata["labels"] == {**given["labels"], **before["labels"]}, path
+    values = BASE
+    for path in (*SERVICES, *WORKLOADS):
+        values = merged(values, nested(path, given))
+    changed = {(each["kind"], each["metadata"]["name"]): each["metadata"] for each in render(values)}
+    for each in (*of_kind(objects, "Service"), *workloads):
+        metadata, before = changed[each["kind"], each["metadata"]["name"]], each["metadata"]
+        assert metadata["annotations"] == {"an": "annotation"}, before["name"]
+        # Prometheus finds a Service by this label, and each pod once.
+        assert metadata["labels"] == {**given["labels"], **before["labels"]}, before["name"]
 
 
 @every_kind
@@ -149,16 +150,16 @@ def test_openshifts_pods_name_no_user_and_run_as_any_with_group_0() -> None:
         assert "chown" not in text
 
 
-@pytest.mark.parametrize(
-    "image, at_registry",
-    {
-        "team/corolla-server": "mirror:5000/all/team/corolla-server",
-        "registry.example.org/team/corolla-server": "mirror:5000/all/team/corolla-server",
-        "localhost/corolla-server": "mirror:5000/all/corolla-server",
-        "registry:5000/corolla-server": "mirror:5000/all/corolla-server",
-    }.items(),
-)
-def test_one_registry_takes_the_place_of_that_of_every_image(image: str, at_registry: str) -> None:
+AT_THE_REGISTRY: Final = {
+    "team/corolla-server": "mirror:5000/all/team/corolla-server",
+    "registry.example.org/team/corolla-server": "mirror:5000/all/team/corolla-server",
+    "localhost/corolla-server": "mirror:5000/all/corolla-server",
+    "registry:5000/corolla-server": "mirror:5000/all/corolla-server",
+}
+
+
+@pytest.mark.parametrize("image", quick(AT_THE_REGISTRY, "registry.example.org/team/corolla-server"))
+def test_one_registry_takes_the_place_of_that_of_every_image(image: str) -> None:
     values = {
         "global": {"imageRegistry": "mirror:5000/all/", "imagePullSecrets": ["mirror"], "others": {"own": 1}},
         "image": {"server": image, "pullSecrets": ["images", "mirror"]},
@@ -166,7 +167,7 @@ def test_one_registry_takes_the_place_of_that_of_every_image(image: str, at_regi
     }
     specs = pod_specs(render(values))
     images = {name: spec["containers"][0]["image"] for name, spec in specs.items()}
-    assert images["rel-corolla-router"] == images["rel-corolla-block-server-main"] == f"{at_registry}:0.2.0"
+    assert images["rel-corolla-router"] == images["rel-corolla-block-server-main"] == f"{AT_THE_REGISTRY[image]}:0.2.0"
     assert (
         images["rel-corolla-client"] == images["rel-corolla-test-generation"] == "mirror:5000/all/corolla-client:0.2.0"
     )
