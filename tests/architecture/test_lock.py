@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.architecture.sources import ROOT
+from tools.locked_install import locked, uv_variables
 
 LOCK = ROOT / "requirements" / "lock.txt"
 TOOLS = ROOT / "tools"
@@ -178,6 +179,32 @@ def test_the_file_that_pip_finds_says_which_lock_holds_it(file_name: str, varian
     report = json.dumps({"install": [{"download_info": {"url": f"https://example.org/{file_name}"}}]})
     script = [sys.executable, str(TOOLS / "torch_variant.py")]
     assert subprocess.run(script, input=report, capture_output=True, text=True, check=True).stdout.strip() == variant
+
+
+def test_uv_looks_where_pips_settings_say() -> None:
+    listing = """:env:.cert='/etc/ca.crt'
+:env:.find-links='/env/wheels /more/wheels'
+global.extra-index-url='https://one.example/simple https://two.example/simple'
+global.find-links='/global/wheels'
+global.index-url='https://index.example/simple'
+global.quiet='1'
+install.trusted-host='index.example'
+"""
+    assert uv_variables(listing) == {
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+        "UV_DEFAULT_INDEX": "https://index.example/simple",
+        "UV_INDEX": "https://one.example/simple https://two.example/simple",
+        "UV_FIND_LINKS": "/env/wheels,/more/wheels",
+        "UV_INSECURE_HOST": "index.example",
+        "SSL_CERT_FILE": "/etc/ca.crt",
+    }
+
+
+def test_uv_itself_is_installed_by_its_hashes() -> None:
+    entry = locked("uv", LOCK.read_text(encoding="utf-8"))
+    assert entry.startswith(f"uv=={metadata.version('uv')} ")
+    assert entry.count("==") == 1
+    assert entry.count("--hash=sha256:") == entry.count("\n") - 1 > 5
 
 
 @pytest.mark.parametrize(
