@@ -15,6 +15,7 @@ from torch import Tensor
 
 from corolla.block_server.hop_session import HopSession
 from corolla.block_server.peers import Peer
+from corolla.block_server.readouts import read_out
 from corolla.block_server.row_sampling import ChosenTokens, SamplingRow, in_parts, sample_rows
 from corolla.cache.store import SessionCache
 from corolla.chassis.errors import CorollaError, InternalError, NonFiniteOutput, OutOfMemory, StepFailed
@@ -239,6 +240,7 @@ class BatchExecutor:
         """Returns the outputs, with tokens in place of the outputs of steps that sample."""
         replaced = list(outputs)
         waiting: list[tuple[int, SamplingRow]] = []
+        read: dict[int, pb.SampledRow | CorollaError] = {}
         index = 0
         for batch in admitted:
             if not batch.samples:
@@ -248,6 +250,8 @@ class BatchExecutor:
                 output = replaced[index]
                 if isinstance(output, Tensor):
                     num_results, sampler = row.num_result_tokens, session.request.sampler
+                    if row.HasField("readout"):
+                        read[index] = self._read_out(row.readout, output)
                     if num_results == 0 or sampler is None:
                         replaced[index] = ChosenTokens()
                     else:
@@ -257,7 +261,19 @@ class BatchExecutor:
         if waiting:
             for (index, _), sampled in zip(waiting, self._sampled([row for _, row in waiting]), strict=True):
                 replaced[index] = sampled
+        for index, found in read.items():
+            replaced[index] = _with_readout(replaced[index], found)
         return tuple(replaced)
+
+    def _read_out(self, readout: pb.Readout, hidden: Tensor) -> pb.SampledRow | CorollaError:
+        """What a readout asks for; `hidden` is `[num_tokens, H]` in the model's dtype on its device."""
+        if self._edges is None:
+            return InternalError("a server without head admitted a step that samples")
+        try:
+            return read_out(self._edges, readout, hidden)
+        except Exception as failure:
+            log.error("reading out failed", extra={"where": call_path(failure)})
+            return error_of(failure)
 
     def _sampled(self, rows: Sequence[SamplingRow]) -> Sequence[ChosenTokens | CorollaError]:
         if self._edges is None:
@@ -272,6 +288,15 @@ class BatchExecutor:
                 log.error("head failed", extra={"rows": len(part), "where": call_path(failure)})
                 sampled.extend([error_of(failure)] * len(part))
         return sampled
+
+
+def _with_readout(output: RowOutput, found: pb.SampledRow | CorollaError) -> RowOutput:
+    """Adds what was read out to the chosen tokens of a row. An error of either is the row's error."""
+    if isinstance(found, CorollaError):
+        return found
+    if isinstance(output, ChosenTokens):
+        output.sampled.MergeFrom(found)
+    return output
 
 
 def _products(session: HopSession[SessionCache]) -> SpanAdapter | None:

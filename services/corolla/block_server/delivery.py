@@ -137,6 +137,7 @@ class Delivery:
         for row in result.rows:
             row.ClearField("token_ids")
             row.ClearField("client_id")
+            row.ClearField("readout")
         peer = self._peers.get(client_id)
         if peer is not None:
             peer.send(result, payload)

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
+from corolla.block_server import readouts
 from corolla.block_server.grammars import GrammarNotRead
 from corolla.block_server.hop_session import OpenRequest
 from corolla.block_server.peers import Peer
@@ -214,6 +215,8 @@ class FrameChecks:
         for row in message.rows:
             if len(row.client_id) != ID_BYTES or row.source_session_id or row.scratch_session_id:
                 raise MalformedMessage("client_id", "must be set in each row, and no other session's id")
+            if row.HasField("readout"):
+                raise MalformedMessage("readout", "must be in a prompt's steps only, which the client sends")
             if not 1 <= row.num_tokens == row.num_result_tokens == len(row.token_ids) <= MAX_VERIFIED_TOKENS:
                 raise MalformedMessage("rows", "must have one id for each token, and a result for each token")
         self._token_ids(message.rows)
@@ -223,6 +226,8 @@ class FrameChecks:
         identity = self._identity
         if step.samples:
             self._samples(step)
+        elif any(row.HasField("readout") for row in step.rows):
+            raise MalformedMessage("readout", "must be in a step whose last hop chooses tokens")
         if step.dtype != pb.TENSOR_TYPE_UNSPECIFIED:
             if step.dtype != identity.dtype or step.hidden_size != identity.hidden_size:
                 raise MalformedMessage("dtype", "dtype and hidden size must be those of the model")
@@ -247,6 +252,8 @@ class FrameChecks:
         if not step.route and step.blocks.end != self._identity.num_model_blocks:
             raise MalformedMessage("samples", "must be sent to the last hop only, which chooses the tokens")
         for row in step.rows:
+            if row.HasField("readout"):
+                readouts.check(row.readout, row.num_tokens, self._identity.vocab_size)
             if row.num_result_tokens > MAX_VERIFIED_TOKENS:
                 raise MalformedMessage("rows", f"at most {MAX_VERIFIED_TOKENS} tokens of a row are checked in one step")
             if row.num_result_tokens > 1 and len(row.token_ids) != row.num_tokens:

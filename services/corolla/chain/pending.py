@@ -15,12 +15,16 @@ from corolla.wire.frames import Buffer
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
-    """Hidden states `[num_tokens, hidden_size]` as raw bytes in row-major order; `dtype` is the wire's enum value."""
+    """Hidden states `[num_tokens, hidden_size]` as raw bytes in row-major order; `dtype` is the wire's enum value.
+
+    `sampled` is the rest of the row's result, in a step of a session whose tokens the last hop chooses.
+    """
 
     payload: Buffer
     num_tokens: int
     dtype: pb.TensorType.ValueType
     hidden_size: int
+    sampled: pb.SampledRow | None = None
 
 
 RowFuture = asyncio.Future[HiddenStates]
@@ -105,12 +109,13 @@ class PendingReplies:
         num_tokens = sum(row.num_result_tokens for row in result.rows)
         token_bytes = len(view) // num_tokens if num_tokens else 0
         start = 0
-        for row in result.rows:
+        for index, row in enumerate(result.rows):
+            rest = result.sampled[index] if index < len(result.sampled) else None
             end = start + row.num_result_tokens * token_bytes
             asked, future = step.rows.get(row.session_id, (None, None))
             # The epoch fence: an answer counts only if its session, epoch and position are those of the request.
             if asked is not None and _agree(asked, row) and future is not None and not future.done():
-                states = HiddenStates(view[start:end], row.num_result_tokens, result.dtype, result.hidden_size)
+                states = HiddenStates(view[start:end], row.num_result_tokens, result.dtype, result.hidden_size, rest)
                 future.set_result(states)
             start = end
 

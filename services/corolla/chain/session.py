@@ -12,6 +12,7 @@ from corolla.chain.history import TokenHistory
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.open_sequences import OpenSequences
 from corolla.chain.pending import HiddenStates
+from corolla.chain.prompt_readout import PromptReadout, token_of
 from corolla.chain.recovery import Recovery
 from corolla.chain.recovery_budget import RecoveryBudget, RecoveryReport
 from corolla.chain.replay import Replayer
@@ -140,23 +141,40 @@ class ChainSession(OpenSequences):
         self._history.append(token_ids[:position], is_prompt=True)
         await self._recovery.fill(self._binding, self._history, states, self._budget)
 
-    async def prefill(self, token_ids: Sequence[int], reader: TokenReader, *, waits: bool = False) -> None:
+    async def prefill(
+        self,
+        token_ids: Sequence[int],
+        reader: TokenReader,
+        *,
+        waits: bool = False,
+        readout: PromptReadout | None = None,
+    ) -> None:
         """Processes a prompt of at least one token in chunks, several at a time so that all hops work.
 
         The reader gets the token that follows the prompt.
 
         Args:
             waits: whether the hops choose further tokens only once `decode` is called.
+            readout: what the last hop reports about the prompt.
         """
         if not token_ids:
             raise InternalError("a prompt must have at least one token")
         start = self.position
         with spans.span("prefill", position=start, tokens=len(token_ids)):
             rounds = await self._with_recovery(
-                lambda: self._send_prompt(token_ids[self.position - start :], waits=waits), self._recover
+                lambda: self._send_prompt(token_ids[self.position - start :], waits=waits, readout=readout),
+                self._recover,
             )
         self._first_token = None if waits else (_now_s(), self.position)
         self._read(rounds.sampled, reader)
+
+    async def read_out(self, token_ids: Sequence[int], readout: PromptReadout) -> None:
+        """Processes a prompt as `prefill` does, and chooses no token."""
+        start = self.position
+        with spans.span("prefill", position=start, tokens=len(token_ids)):
+            await self._with_recovery(
+                lambda: self._send_chunks(token_ids[self.position - start :], readout, is_all=True), self._recover
+            )
 
     async def fork_from(self, source: "ChainSession", token_ids: Sequence[int], reader: TokenReader) -> None:
         """Forks the prompt that `source` processed; on the same chain the hops compute only its last token.
@@ -260,7 +278,7 @@ class ChainSession(OpenSequences):
         taken: list[int] = []
         for token in sampled.tokens:
             taken.append(token.token_id)
-            if not reader.read(_token_of(token)):
+            if not reader.read(token_of(token)):
                 break
         # The random stream's state is that after the last chosen token, so it counts only if the reader took all.
         is_all = len(taken) == len(sampled.tokens)
@@ -315,12 +333,34 @@ class ChainSession(OpenSequences):
         self._first_token = None
         await self._recovery.recover(self._binding, [self._history], failure, self._budget)
 
-    async def _send_prompt(self, token_ids: Sequence[int], *, waits: bool) -> RoundTokens:
+    async def _send_prompt(
+        self, token_ids: Sequence[int], *, waits: bool, readout: PromptReadout | None
+    ) -> RoundTokens:
         """Sends all chunks of a prompt. The last one starts the ring; returns the tokens of its first round."""
+        last = await self._send_chunks(token_ids, readout, waits=waits)
+        rounds = await self._next_round()
+        if readout is not None:
+            readout.take(self.position, len(last), rounds.sampled)
+        self._history.append(last, is_prompt=True)
+        return rounds
+
+    async def _send_chunks(
+        self, token_ids: Sequence[int], readout: PromptReadout | None, *, waits: bool = False, is_all: bool = False
+    ) -> Sequence[int]:
+        """Sends the chunks of a prompt, and waits for all but the last one, which starts the ring.
+
+        Args:
+            is_all: whether to wait for the last chunk as for the others, and to start no ring.
+
+        Returns:
+            The last chunk.
+        """
         num_hops, first, max_steps = len(self.chain.hops), self.position, self._limits.max_microbatches
         num_busy_hops = min(num_hops, max_steps or num_hops)
 
-        def append(chunk: Sequence[int], _: Sequence[HiddenStates]) -> None:
+        def append(chunk: Sequence[int], results: Sequence[HiddenStates]) -> None:
+            if readout is not None:
+                readout.take(self.position, len(chunk), results[0].sampled)
             self._history.append(chunk, is_prompt=True)
 
         with StepWindow(num_hops, self._limits.step_timeout_s, append, max_steps) as window:
@@ -334,15 +374,18 @@ class ChainSession(OpenSequences):
                 chunk = token_ids[start : start + size]
                 position = first + start
                 start += len(chunk)
-                if start == len(token_ids):
-                    self._begin(self._row(chunk, 1, position), waits=waits)
+                is_last = start == len(token_ids)
+                row = self._row(chunk, int(is_last and not is_all), position)
+                if readout is not None and (asked := readout.of(position, len(chunk))) is not None:
+                    row.readout.CopyFrom(asked)
+                if row.num_result_tokens:
+                    self._begin(row, waits=waits)
+                else:
+                    window.add(chunk, self._plane.step(self.chain.hops, [row], samples=True))
+                if is_last:
                     break
-                row = self._row(chunk, 0, position)
-                window.add(chunk, self._plane.step(self.chain.hops, [row], samples=True))
             await window.drain()
-            rounds = await self._next_round()
-        append(chunk, ())
-        return rounds
+        return chunk
 
     def _row(self, token_ids: Sequence[int], num_result_tokens: int, position: int | None = None) -> pb.StepRow:
         return pb.StepRow(
@@ -353,12 +396,6 @@ class ChainSession(OpenSequences):
             num_result_tokens=num_result_tokens,
             token_ids=token_ids,
         )
-
-
-def _token_of(token: pb.SampledToken) -> SampledToken:
-    if not token.HasField("logprob"):
-        return SampledToken(token.token_id)
-    return SampledToken(token.token_id, token.logprob, tuple(zip(token.top_token_ids, token.top_logprobs, strict=True)))
 
 
 def _now_s() -> float:

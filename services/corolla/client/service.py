@@ -230,7 +230,7 @@ class ClientService:
         )  # fmt: skip
         servicer = GenerationServicer(
             model, self._quotas, answering, tokenizations, transcripts, sessions, placement, tokenizer,
-            chat, self._cache_salts, farewell_s=bounds.farewell_s,
+            chat, self._cache_salts, hidden_size=checkpoint.hidden_size, farewell_s=bounds.farewell_s,
         )  # fmt: skip
         service = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
         handler = service_handler(

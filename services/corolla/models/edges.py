@@ -151,6 +151,16 @@ class Edges:
         output = _present(self._head_model)(inputs_embeds=rows, use_cache=False)
         return cast(Tensor, output.logits)[0].float().contiguous()
 
+    @torch.no_grad()
+    def norm(self, hidden: Tensor) -> Tensor:
+        """The hidden states after the final norm, `[R, H]` in the model's dtype, for rows of any sessions.
+
+        `hidden` is `[R, H]` in any floating-point dtype: the last block's output.
+        """
+        rows = hidden.to(device=self.device, dtype=self.dtype).unsqueeze(0)
+        norm = next(each for each in _present(self._head_model).modules() if isinstance(each, _NormOnly))
+        return cast(Tensor, norm(inputs_embeds=rows).last_hidden_state)[0]
+
     def _first_input(self, position_ids: Tensor, **tokens: Tensor) -> Tensor:
         positions = position_ids.to(self.device).unsqueeze(0)
         output = _present(self._embedding_model)(**tokens, position_ids=positions, use_cache=False)

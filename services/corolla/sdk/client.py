@@ -15,8 +15,8 @@ from corolla.chassis.errors import CorollaError, SessionBusy
 from corolla.sdk import requests, responses
 from corolla.sdk.conversation import SETTLE_INTERVAL_S, SETTLE_S, Conversation, Turn
 from corolla.sdk.messages import AnyMessage
-from corolla.sdk.requests import ChatOptions, GenerateOptions, Prompt
-from corolla.sdk.results import Generation, Model, Reply, SessionInfo, Tokens, Usage
+from corolla.sdk.requests import ChatOptions, GenerateOptions, Prompt, ReadOptions
+from corolla.sdk.results import Embedding, Generation, Model, Reply, Score, SessionInfo, Tokens, Usage
 from corolla.sdk.streams import Stream
 from corolla.sdk.tools import AnyTool
 from corolla.sdk.transport import CHANNEL_OPTIONS, ApiKey, begun, call_metadata, error_of
@@ -116,6 +116,36 @@ class Client:
             text, model, special_tokens=special_tokens, tools=tools, template_arguments=template_arguments
         )
         return responses.tokens(self._call(self._stub.Tokenize, request))
+
+    def score(
+        self, prompt: Prompt, continuation: Prompt, *, logprobs: int | None = None, **options: Unpack[ReadOptions]
+    ) -> Score:
+        """Tells how probable a continuation is after a prompt, which may be empty; both are text, or both token ids.
+
+        Args:
+            logprobs: how many of the most likely tokens to report for each token of the continuation, 0 to 20.
+        """
+        request = requests.score_request(prompt, continuation, options, logprobs)
+        return responses.score(self._call(self._stub.Score, request, timeout_s=options.get("timeout")))
+
+    def embed(
+        self,
+        text: Prompt,
+        *,
+        pooling: str = "mean",
+        dimensions: int | None = None,
+        normalise: bool = True,
+        **options: Unpack[ReadOptions],
+    ) -> Embedding:
+        """Makes a vector of a text, or of token ids, from the model's last hidden states.
+
+        Args:
+            pooling: "mean" over all tokens, or the "last" token.
+            dimensions: how many of the first numbers are kept; None: all.
+            normalise: whether the vector has the length 1.
+        """
+        request = requests.embed_request(text, options, pooling, dimensions, is_normalised=normalise)
+        return responses.embedding(self._call(self._stub.Embed, request, timeout_s=options.get("timeout")))
 
     def models(self) -> tuple[Model, ...]:
         """Returns the models that the service has."""

@@ -72,15 +72,27 @@ class AnswerOptions(TypedDict, total=False):
 
 
 class GenerateOptions(AnswerOptions, total=False):
-    """The options of a completion: those of all answers, and two more.
+    """The options of a completion: those of all answers, and three more.
 
     Attributes:
         n: independent completions of the prompt, 1 to 16; completion i is seeded with seed + i.
         session: id of a session that the prompt continues.
+        echo: whether the prompt comes back, with the log-probabilities of its tokens if `logprobs` is set; then
+            `max_tokens` may be 0.
     """
 
     n: int | None
     session: str
+    echo: bool
+
+
+class ReadOptions(TypedDict, total=False):
+    """The options of calls that read a text and answer nothing. `AnswerOptions` describes them."""
+
+    model: str
+    adapter: str
+    cache_salt: str | None
+    timeout: float | None
 
 
 class ChatOptions(AnswerOptions, total=False):
@@ -112,17 +124,56 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
     """
     _refuse_unknown(options, GenerateOptions)
     request = pb.GenerateRequest()
-    if isinstance(prompt, str):
-        set_field(request, "text", prompt, "prompt")
-    elif isinstance(prompt, bytes | bytearray):
-        raise InvalidRequest("prompt", "must be text or a sequence of token ids, not bytes")
-    else:
-        request.tokens.SetInParent()
-        extend_field(request.tokens, "ids", prompt, "prompt")
+    _set_prompt(request, prompt, "text", "tokens", "prompt")
     set_field(request, "session_id", options.get("session"), "session")
     set_field(request, "num_completions", options.get("n"), "n")
+    set_field(request, "echo", options.get("echo"), "echo")
     _set_shared(request, options)
     return request
+
+
+def score_request(prompt: Prompt, continuation: Prompt, options: ReadOptions, logprobs: int | None) -> pb.ScoreRequest:
+    """Returns the request of a score. Raises InvalidRequest if a value is of a wrong kind."""
+    request = pb.ScoreRequest()
+    if prompt:
+        _set_prompt(request, prompt, "text", "tokens", "prompt")
+    _set_prompt(request, continuation, "continuation_text", "continuation_tokens", "continuation")
+    set_field(request, "logprobs", logprobs, "logprobs")
+    _set_read(request, options)
+    return request
+
+
+def embed_request(
+    text: Prompt, options: ReadOptions, pooling: str, dimensions: int | None, *, is_normalised: bool
+) -> pb.EmbedRequest:
+    """Returns the request of an embedding. Raises InvalidRequest if a value is of a wrong kind."""
+    poolings = {"mean": pb.EmbedRequest.POOLING_MEAN, "last": pb.EmbedRequest.POOLING_LAST}
+    if pooling not in poolings:
+        raise InvalidRequest("pooling", "must be mean or last")
+    request = pb.EmbedRequest(pooling=poolings[pooling], without_normalisation=not is_normalised)
+    _set_prompt(request, text, "text", "tokens", "text")
+    set_field(request, "dimensions", dimensions, "dimensions")
+    _set_read(request, options)
+    return request
+
+
+def _set_prompt(
+    request: pb.GenerateRequest | pb.ScoreRequest | pb.EmbedRequest, prompt: Prompt, text: str, tokens: str, name: str
+) -> None:
+    """Sets one of two fields: `text`, or the ids of `tokens`."""
+    if isinstance(prompt, str):
+        set_field(request, text, prompt, name)
+    elif isinstance(prompt, bytes | bytearray):
+        raise InvalidRequest(name, "must be text or a sequence of token ids, not bytes")
+    else:
+        getattr(request, tokens).SetInParent()
+        extend_field(getattr(request, tokens), "ids", prompt, name)
+
+
+def _set_read(request: pb.ScoreRequest | pb.EmbedRequest, options: ReadOptions) -> None:
+    _refuse_unknown(options, ReadOptions)
+    for name in ("model", "adapter", "cache_salt"):
+        set_field(request, name, options.get(name), name)
 
 
 def chat_request(messages: Sequence[AnyMessage], options: ChatOptions, session_id: str = "") -> pb.ChatRequest:

@@ -27,7 +27,21 @@ def usage(message: pb.Usage) -> results.Usage:
 
 def generation(message: pb.GenerateResponse) -> results.Generation:
     completions = tuple(_completion(each, each.text) for each in message.completions)
-    return results.Generation(message.model, completions, usage(message.usage))
+    prompt = None
+    if message.HasField("prompt"):
+        echoed = message.prompt
+        prompt = results.EchoedPrompt(echoed.text, tuple(echoed.token_ids), _logprobs(echoed.logprobs))
+    return results.Generation(message.model, completions, usage(message.usage), prompt)
+
+
+def score(message: pb.ScoreResponse) -> results.Score:
+    return results.Score(
+        message.model, message.logprob, message.is_greedy, _logprobs(message.logprobs), usage(message.usage)
+    )
+
+
+def embedding(message: pb.EmbedResponse) -> results.Embedding:
+    return results.Embedding(message.model, tuple(message.embedding), usage(message.usage))
 
 
 def reply(message: pb.ChatResponse) -> results.Reply:
@@ -110,4 +124,7 @@ def session(message: pb.Session) -> results.SessionInfo:
 
 
 def _logprobs(messages: Iterable[pb.TokenLogprob]) -> tuple[results.TokenLogprob, ...]:
-    return tuple(results.TokenLogprob(each.token_id, each.text, each.logprob, _logprobs(each.top)) for each in messages)
+    return tuple(
+        results.TokenLogprob(each.token_id, each.text, each.logprob, _logprobs(each.top), each.bytes)
+        for each in messages
+    )

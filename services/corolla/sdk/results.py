@@ -50,12 +50,14 @@ class TokenLogprob:
         text: the token's own text; U+FFFD stands for bytes that do not form a whole character.
         logprob: the natural logarithm of the probability.
         top: as many of the most likely tokens at this place as were asked for, most likely first.
+        bytes: the token's own bytes, which may be a part of a character.
     """
 
     token_id: int
     text: str
     logprob: float
     top: tuple["TokenLogprob", ...] = ()
+    bytes: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +122,51 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class EchoedPrompt:
+    """A prompt as the model has read it. `logprobs` has no entry for the first token, which nothing precedes."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How probable a continuation is after a prompt.
+
+    Attributes:
+        logprob: the log-probability of the whole continuation.
+        is_greedy: whether each token is the most probable one, as a greedy answer would choose.
+        logprobs: one for each token of the continuation.
+    """
+
+    model: str
+    logprob: float
+    is_greedy: bool
+    logprobs: tuple[TokenLogprob, ...]
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """A vector of a text, from the model's last hidden states."""
+
+    model: str
+    vector: tuple[float, ...]
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
-    """All completions of a prompt. `text`, `token_ids`, `finish_reason` and `logprobs` are those of the first one."""
+    """All completions of a prompt. `text`, `token_ids`, `finish_reason` and `logprobs` are those of the first one.
+
+    `prompt` is set if it was to be echoed.
+    """
 
     model: str
     completions: tuple[Completion, ...]
     usage: Usage
+    prompt: EchoedPrompt | None = None
 
     @property
     def text(self) -> str:

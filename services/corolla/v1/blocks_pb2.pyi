@@ -829,6 +829,7 @@ class StepRow(_message.Message):
     SCRATCH_SESSION_ID_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CLIENT_ID_FIELD_NUMBER: _builtins.int
+    READOUT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     epoch: _builtins.int
     position: _builtins.int
@@ -850,6 +851,10 @@ class StepRow(_message.Message):
         with several results have them: the last hop compares its choices with them.
         """
 
+    @_builtins.property
+    def readout(self) -> Global___Readout:
+        """What the last hop reports about these tokens, in a step that samples; see SampledRow."""
+
     def __init__(
         self,
         *,
@@ -862,14 +867,71 @@ class StepRow(_message.Message):
         scratch_session_id: _builtins.bytes = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         client_id: _builtins.bytes = ...,
+        readout: Global___Readout | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["readout", b"readout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "epoch", b"epoch", "num_result_tokens", b"num_result_tokens", "num_tokens", b"num_tokens", "position", b"position", "scratch_session_id", b"scratch_session_id", "session_id", b"session_id", "source_session_id", b"source_session_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "epoch", b"epoch", "num_result_tokens", b"num_result_tokens", "num_tokens", b"num_tokens", "position", b"position", "readout", b"readout", "scratch_session_id", b"scratch_session_id", "session_id", b"session_id", "source_session_id", b"source_session_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepRow: _TypeAlias = StepRow  # noqa: Y015
+
+@_typing.final
+class Readout(_message.Message):
+    """What a client learns about the tokens of a prompt's chunk, apart from the tokens that follow the prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Pooling:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Readout._Pooling.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        POOLING_NONE: Readout._Pooling.ValueType  # 0
+        POOLING_SUM: Readout._Pooling.ValueType  # 1
+        """The sum over the chunk's tokens."""
+        POOLING_LAST: Readout._Pooling.ValueType  # 2
+        """The chunk's last token."""
+
+    class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper): ...
+    POOLING_NONE: Readout.Pooling.ValueType  # 0
+    POOLING_SUM: Readout.Pooling.ValueType  # 1
+    """The sum over the chunk's tokens."""
+    POOLING_LAST: Readout.Pooling.ValueType  # 2
+    """The chunk's last token."""
+
+    SCORED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    NUM_TOP_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
+    first_token: _builtins.int
+    num_top: _builtins.int
+    """The number of most probable tokens that are reported in place of each of them."""
+    pooling: Global___Readout.Pooling.ValueType
+    """The hidden states after the final norm that are reported."""
+    @_builtins.property
+    def scored_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens of the text whose log probabilities are reported: those that follow the row's tokens from
+        `first_token` on, one for each. The hop cannot know the last one, which may be the first of the next chunk.
+        """
+
+    def __init__(
+        self,
+        *,
+        scored_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        first_token: _builtins.int = ...,
+        num_top: _builtins.int = ...,
+        pooling: Global___Readout.Pooling.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "num_top", b"num_top", "pooling", b"pooling", "scored_token_ids", b"scored_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Readout: _TypeAlias = Readout  # noqa: Y015
 
 @_typing.final
 class Step(_message.Message):
@@ -1108,22 +1170,32 @@ class SampledRow(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     IS_LAST_FIELD_NUMBER: _builtins.int
+    SCORED_FIELD_NUMBER: _builtins.int
+    POOLED_FIELD_NUMBER: _builtins.int
     state: _builtins.bytes
     """The random stream's state after the last token, which only some rows have."""
     is_last: _builtins.bool
     """Whether the ring of the session ends with these tokens."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledToken]: ...
+    @_builtins.property
+    def scored(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledToken]:
+        """The log probabilities that the row's readout asked for, and the hidden state: [hidden_size]."""
+
+    @_builtins.property
+    def pooled(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     def __init__(
         self,
         *,
         tokens: _abc.Iterable[Global___SampledToken] | None = ...,
         state: _builtins.bytes = ...,
         is_last: _builtins.bool = ...,
+        scored: _abc.Iterable[Global___SampledToken] | None = ...,
+        pooled: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_last", b"is_last", "state", b"state", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_last", b"is_last", "pooled", b"pooled", "scored", b"scored", "state", b"state", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -200,7 +200,7 @@ class StoppingParameters(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     TIME_LIMIT_MS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """The most new tokens; unset: the service's default, or the rest of the context if that is less."""
+    """The most new tokens; unset: the service's default, or the rest of the context if that is less. 0 only with `echo`."""
     ignore_eos: _builtins.bool
     """Whether to continue after end-of-sequence tokens."""
     time_limit_ms: _builtins.int
@@ -385,6 +385,7 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     RESPONSE_FORMAT_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    ECHO_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The name of the model; empty: the service's only model."""
     text: _builtins.str
@@ -415,6 +416,11 @@ class GenerateRequest(_message.Message):
     adapter: _builtins.str
     """Name of an adapter of the model; empty: the model as it is, or what the session was created with. NOT_FOUND where
     there is none, PERMISSION_DENIED where it is for other tenants. The same as `model` "<model>:<adapter>".
+    """
+    echo: _builtins.bool
+    """Whether the answer begins with the prompt: see GenerateResponse.prompt. With `logprobs`, the log probabilities of
+    the prompt's tokens come, too, so the hops process the whole prompt. Then `stopping.max_tokens` may be 0. Not in a
+    session or in a request with a name.
     """
     @_builtins.property
     def tokens(self) -> Global___TokenIds: ...
@@ -450,10 +456,11 @@ class GenerateRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         response_format: Global___ResponseFormat | None = ...,
         adapter: _builtins.str = ...,
+        echo: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "logprobs", b"logprobs", "num_completions", b"num_completions", "prompt", b"prompt", "received", b"received", "response_format", b"response_format", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "adapter", b"adapter", "cache_salt", b"cache_salt", "logprobs", b"logprobs", "model", b"model", "num_completions", b"num_completions", "prompt", b"prompt", "received", b"received", "request_id", b"request_id", "response_format", b"response_format", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "adapter", b"adapter", "cache_salt", b"cache_salt", "echo", b"echo", "logprobs", b"logprobs", "model", b"model", "num_completions", b"num_completions", "prompt", b"prompt", "received", b"received", "request_id", b"request_id", "response_format", b"response_format", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -478,11 +485,14 @@ class TokenLogprob(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROB_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     text: _builtins.str
     """The token's own text; U+FFFD stands for bytes that are only a part of a character."""
     logprob: _builtins.float
     """The natural logarithm of the probability."""
+    bytes: _builtins.bytes
+    """The token's own bytes, which may be a part of a character."""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]: ...
     def __init__(
@@ -492,14 +502,46 @@ class TokenLogprob(_message.Message):
         text: _builtins.str = ...,
         logprob: _builtins.float = ...,
         top: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        bytes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "text", b"text", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "logprob", b"logprob", "text", b"text", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
+
+@_typing.final
+class EchoedPrompt(_message.Message):
+    """A prompt as the model has read it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
+        """One for each token but the first, which nothing precedes."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EchoedPrompt: _TypeAlias = EchoedPrompt  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
@@ -587,21 +629,27 @@ class GenerateResponse(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     COMPLETIONS_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     @_builtins.property
     def completions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Completion]: ...
     @_builtins.property
     def usage(self) -> Global___Usage: ...
+    @_builtins.property
+    def prompt(self) -> Global___EchoedPrompt:
+        """Only with GenerateRequest.echo."""
+
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         completions: _abc.Iterable[Global___Completion] | None = ...,
         usage: Global___Usage | None = ...,
+        prompt: Global___EchoedPrompt | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completions", b"completions", "model", b"model", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completions", b"completions", "model", b"model", "prompt", b"prompt", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -617,6 +665,7 @@ class GenerateChunk(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """The index of the completion."""
     text_delta: _builtins.str
@@ -634,6 +683,10 @@ class GenerateChunk(_message.Message):
     def usage(self) -> Global___Usage:
         """Set on the last chunk of the stream."""
 
+    @_builtins.property
+    def prompt(self) -> Global___EchoedPrompt:
+        """On the first chunk, only with GenerateRequest.echo."""
+
     def __init__(
         self,
         *,
@@ -643,10 +696,11 @@ class GenerateChunk(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
         usage: Global___Usage | None = ...,
+        prompt: Global___EchoedPrompt | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "text_delta", b"text_delta", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt", b"prompt", "text_delta", b"text_delta", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1331,6 +1385,191 @@ class DetokenizeResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DetokenizeResponse: _TypeAlias = DetokenizeResponse  # noqa: Y015
+
+@_typing.final
+class ScoreRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    CONTINUATION_TEXT_FIELD_NUMBER: _builtins.int
+    CONTINUATION_TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    text: _builtins.str
+    continuation_text: _builtins.str
+    logprobs: _builtins.int
+    """The number of most probable tokens to report for each token, 0 to 20."""
+    adapter: _builtins.str
+    cache_salt: _builtins.str
+    @_builtins.property
+    def tokens(self) -> Global___TokenIds: ...
+    @_builtins.property
+    def continuation_tokens(self) -> Global___TokenIds: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        text: _builtins.str = ...,
+        tokens: Global___TokenIds | None = ...,
+        continuation_text: _builtins.str = ...,
+        continuation_tokens: Global___TokenIds | None = ...,
+        logprobs: _builtins.int | None = ...,
+        adapter: _builtins.str = ...,
+        cache_salt: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "continuation", b"continuation", "continuation_text", b"continuation_text", "continuation_tokens", b"continuation_tokens", "logprobs", b"logprobs", "prompt", b"prompt", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "adapter", b"adapter", "cache_salt", b"cache_salt", "continuation", b"continuation", "continuation_text", b"continuation_text", "continuation_tokens", b"continuation_tokens", "logprobs", b"logprobs", "model", b"model", "prompt", b"prompt", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType_continuation: _TypeAlias = _typing.Literal["continuation_text", "continuation_tokens"]  # noqa: Y015
+    _WhichOneofArgType_continuation: _TypeAlias = _typing.Literal["continuation", b"continuation"]  # noqa: Y015
+    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens"]  # noqa: Y015
+    _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_continuation) -> _WhichOneofReturnType_continuation | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
+
+Global___ScoreRequest: _TypeAlias = ScoreRequest  # noqa: Y015
+
+@_typing.final
+class ScoreResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    IS_GREEDY_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    logprob: _builtins.float
+    """Their sum."""
+    is_greedy: _builtins.bool
+    """Whether each of them is the most probable one, as a greedy answer would choose."""
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
+        """One for each token of the continuation, except a first token that nothing precedes."""
+
+    @_builtins.property
+    def usage(self) -> Global___Usage: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        logprob: _builtins.float = ...,
+        is_greedy: _builtins.bool = ...,
+        usage: Global___Usage | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_greedy", b"is_greedy", "logprob", b"logprob", "logprobs", b"logprobs", "model", b"model", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
+
+@_typing.final
+class EmbedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Pooling:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[EmbedRequest._Pooling.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        POOLING_MEAN: EmbedRequest._Pooling.ValueType  # 0
+        """The mean over all tokens."""
+        POOLING_LAST: EmbedRequest._Pooling.ValueType  # 1
+        """The last token."""
+
+    class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper): ...
+    POOLING_MEAN: EmbedRequest.Pooling.ValueType  # 0
+    """The mean over all tokens."""
+    POOLING_LAST: EmbedRequest.Pooling.ValueType  # 1
+    """The last token."""
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    WITHOUT_NORMALISATION_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    text: _builtins.str
+    pooling: Global___EmbedRequest.Pooling.ValueType
+    dimensions: _builtins.int
+    """The first numbers of the vector that are kept, before it is normalised; unset: all."""
+    without_normalisation: _builtins.bool
+    """Whether the vector keeps its length; else it has the length 1."""
+    adapter: _builtins.str
+    cache_salt: _builtins.str
+    @_builtins.property
+    def tokens(self) -> Global___TokenIds: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        text: _builtins.str = ...,
+        tokens: Global___TokenIds | None = ...,
+        pooling: Global___EmbedRequest.Pooling.ValueType = ...,
+        dimensions: _builtins.int | None = ...,
+        without_normalisation: _builtins.bool = ...,
+        adapter: _builtins.str = ...,
+        cache_salt: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "dimensions", b"dimensions", "input", b"input", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "adapter", b"adapter", "cache_salt", b"cache_salt", "dimensions", b"dimensions", "input", b"input", "model", b"model", "pooling", b"pooling", "text", b"text", "tokens", b"tokens", "without_normalisation", b"without_normalisation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__dimensions: _TypeAlias = _typing.Literal["dimensions"]  # noqa: Y015
+    _WhichOneofArgType__dimensions: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions"]  # noqa: Y015
+    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "tokens"]  # noqa: Y015
+    _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dimensions) -> _WhichOneofReturnType__dimensions | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
+
+Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
+
+@_typing.final
+class EmbedResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    @_builtins.property
+    def embedding(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def usage(self) -> Global___Usage: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        embedding: _abc.Iterable[_builtins.float] | None = ...,
+        usage: Global___Usage | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "model", b"model", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedResponse: _TypeAlias = EmbedResponse  # noqa: Y015
 
 @_typing.final
 class ListModelsRequest(_message.Message):

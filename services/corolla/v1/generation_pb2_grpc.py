@@ -79,6 +79,16 @@ class GenerationServiceStub:
                 request_serializer=corolla_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=corolla_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/corolla.v1.GenerationService/Score',
+                request_serializer=corolla_dot_v1_dot_generation__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=corolla_dot_v1_dot_generation__pb2.ScoreResponse.FromString,
+                _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/corolla.v1.GenerationService/Embed',
+                request_serializer=corolla_dot_v1_dot_generation__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=corolla_dot_v1_dot_generation__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/corolla.v1.GenerationService/ListModels',
                 request_serializer=corolla_dot_v1_dot_generation__pb2.ListModelsRequest.SerializeToString,
@@ -150,6 +160,20 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Score(self, request, context):
+        """Tells how probable a continuation of a text is, without choosing a token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Makes a vector of a text from the model's last hidden states.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -209,6 +233,16 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=corolla_dot_v1_dot_generation__pb2.DetokenizeRequest.FromString,
                     response_serializer=corolla_dot_v1_dot_generation__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=corolla_dot_v1_dot_generation__pb2.ScoreRequest.FromString,
+                    response_serializer=corolla_dot_v1_dot_generation__pb2.ScoreResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=corolla_dot_v1_dot_generation__pb2.EmbedRequest.FromString,
+                    response_serializer=corolla_dot_v1_dot_generation__pb2.EmbedResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -464,6 +498,60 @@ class GenerationService:
             '/corolla.v1.GenerationService/Detokenize',
             corolla_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
             corolla_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/corolla.v1.GenerationService/Score',
+            corolla_dot_v1_dot_generation__pb2.ScoreRequest.SerializeToString,
+            corolla_dot_v1_dot_generation__pb2.ScoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/corolla.v1.GenerationService/Embed',
+            corolla_dot_v1_dot_generation__pb2.EmbedRequest.SerializeToString,
+            corolla_dot_v1_dot_generation__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,6 +48,10 @@ class GenerationServiceStub:
     DeleteSession: _grpc.UnaryUnaryMultiCallable[_generation_pb2.DeleteSessionRequest, _generation_pb2.DeleteSessionResponse]
     Tokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]
     Detokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]
+    Score: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ScoreRequest, _generation_pb2.ScoreResponse]
+    """Tells how probable a continuation of a text is, without choosing a token."""
+    Embed: _grpc.UnaryUnaryMultiCallable[_generation_pb2.EmbedRequest, _generation_pb2.EmbedResponse]
+    """Makes a vector of a text from the model's last hidden states."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ListModelsRequest, _generation_pb2.ListModelsResponse]
     GetModel: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetModelRequest, _generation_pb2.Model]
 
@@ -65,6 +69,10 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     DeleteSession: _aio.UnaryUnaryMultiCallable[_generation_pb2.DeleteSessionRequest, _generation_pb2.DeleteSessionResponse]  # type: ignore[assignment]
     Tokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]  # type: ignore[assignment]
     Detokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    Score: _aio.UnaryUnaryMultiCallable[_generation_pb2.ScoreRequest, _generation_pb2.ScoreResponse]  # type: ignore[assignment]
+    """Tells how probable a continuation of a text is, without choosing a token."""
+    Embed: _aio.UnaryUnaryMultiCallable[_generation_pb2.EmbedRequest, _generation_pb2.EmbedResponse]  # type: ignore[assignment]
+    """Makes a vector of a text from the model's last hidden states."""
     ListModels: _aio.UnaryUnaryMultiCallable[_generation_pb2.ListModelsRequest, _generation_pb2.ListModelsResponse]  # type: ignore[assignment]
     GetModel: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetModelRequest, _generation_pb2.Model]  # type: ignore[assignment]
 
@@ -133,6 +141,22 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.DetokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.DetokenizeResponse, _abc.Awaitable[_generation_pb2.DetokenizeResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Score(
+        self,
+        request: _generation_pb2.ScoreRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.ScoreResponse, _abc.Awaitable[_generation_pb2.ScoreResponse]]:
+        """Tells how probable a continuation of a text is, without choosing a token."""
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _generation_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.EmbedResponse, _abc.Awaitable[_generation_pb2.EmbedResponse]]:
+        """Makes a vector of a text from the model's last hidden states."""
 
     @_abc_1.abstractmethod
     def ListModels(

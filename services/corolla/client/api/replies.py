@@ -1,8 +1,11 @@
 """Converts answers, usage and sessions to messages of the public API."""
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
+from corolla.chain.prompt_readout import PromptReadout
 from corolla.client.generation.admission import RequestCounts
 from corolla.client.generation.answer import Delta
 from corolla.client.text.tokenizer import TextTokenizer
@@ -38,7 +41,8 @@ def logprobs(tokenizer: TextTokenizer, tokens: Sequence[SampledToken]) -> list[p
     """One entry for each token; empty if no log-probabilities were asked for."""
 
     def entry(token_id: int, logprob: float) -> pb.TokenLogprob:
-        return pb.TokenLogprob(token_id=token_id, text=tokenizer.token_text(token_id), logprob=logprob)
+        own = tokenizer.token_bytes(token_id)
+        return pb.TokenLogprob(token_id=token_id, text=own.decode(errors="replace"), logprob=logprob, bytes=own)
 
     entries = []
     for token in tokens:
@@ -48,6 +52,38 @@ def logprobs(tokenizer: TextTokenizer, tokens: Sequence[SampledToken]) -> list[p
         described.top.extend(entry(token_id, logprob) for token_id, logprob in token.top_logprobs)
         entries.append(described)
     return entries
+
+
+def echoed_prompt(tokenizer: TextTokenizer, prompt: str | Sequence[int], readout: PromptReadout) -> pb.EchoedPrompt:
+    """A prompt as a caller gave it, with its tokens and their log probabilities."""
+    text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=False)
+    return pb.EchoedPrompt(text=text, token_ids=readout.prompt_ids, logprobs=logprobs(tokenizer, readout.scored))
+
+
+def score(
+    tokenizer: TextTokenizer, model: str, readout: PromptReadout, num_logprobs: int, counted: RequestCounts
+) -> pb.ScoreResponse:
+    """The score of a continuation; `num_logprobs` is how many probable tokens the caller wants to see."""
+    scored = [replace(token, top_logprobs=token.top_logprobs[:num_logprobs]) for token in readout.scored]
+    return pb.ScoreResponse(
+        model=model,
+        logprobs=logprobs(tokenizer, scored),
+        logprob=math.fsum(token.logprob or 0.0 for token in scored),
+        is_greedy=all(token.token_id == token.top_logprobs[0][0] for token in readout.scored),
+        usage=usage(counted),
+    )
+
+
+def embedding(readout: PromptReadout, message: pb.EmbedRequest) -> list[float]:
+    """The vector that an EmbedRequest asks for, from the pooled hidden states."""
+    num_pooled = 1 if message.pooling == pb.EmbedRequest.POOLING_LAST else len(readout.prompt_ids)
+    vector = [value / num_pooled for value in readout.pooled]
+    if message.HasField("dimensions"):
+        vector = vector[: message.dimensions]
+    if message.without_normalisation:
+        return vector
+    length = math.hypot(*vector)
+    return [value / length for value in vector] if length else vector
 
 
 def session(record: router_pb2.SessionRecord) -> pb.Session:

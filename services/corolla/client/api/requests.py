@@ -1,21 +1,22 @@
 """Converts messages of the public API to requests, or refuses them with an error that names the fields."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from corolla.chain.cache_salts import CacheSalts
-from corolla.chassis.errors import ContextLengthExceeded, InvalidRequest
+from corolla.chain.prompt_readout import Pooling, PromptReadout
+from corolla.chassis.errors import InvalidRequest, context_exceeded
 from corolla.client.api import conversations
 from corolla.client.generation.admission import Caller
-from corolla.client.generation.request import AnswerRequest
+from corolla.client.generation.request import AnswerRequest, MakeReadout
 from corolla.client.generation.resumption import Resumption
 from corolla.client.output_parsing.parser_choice import OutputFormat, OutputParsing
 from corolla.client.text import formats
 from corolla.client.text.conversation import ChatSetting, Message, check_conversation
 from corolla.client.text.formats import AnswerFormat
-from corolla.decoding.parameters import SamplingParams, SpeculationMode, SpeculationOptions
+from corolla.decoding.parameters import MAX_LOGPROBS, SamplingParams, SpeculationMode, SpeculationOptions
 from corolla.decoding.speculation import MAX_DRAFT_TOKENS
 from corolla.v1 import generation_pb2 as pb
 
@@ -50,8 +51,30 @@ class ChatPrompt:
             raise InvalidRequest("expected_turns", f"the conversation has gone on: it has had {num_turns} turns")
 
 
+@dataclass(slots=True)
+class ContinuationPrompt:
+    """A text or token ids, and the continuation that is scored, in the same form.
+
+    Attributes:
+        first_scored: the number of tokens before the continuation, once `encoded` has counted them.
+    """
+
+    prompt: str | Sequence[int]
+    continuation: str | Sequence[int]
+    first_scored: int = 0
+
+    def encoded(self, encode: Callable[[str], Sequence[int]]) -> Sequence[int]:
+        """All token ids. A text is divided where the tokens of its prompt alone end."""
+        if isinstance(self.prompt, str) and isinstance(self.continuation, str):
+            self.first_scored = len(encode(self.prompt))
+            return encode(self.prompt + self.continuation)
+        self.first_scored = len(self.prompt)
+        return [*self.prompt, *self.continuation]
+
+
 AnyMessage = pb.GenerateRequest | pb.ChatRequest
 TextRequest = AnswerRequest[str | Sequence[int]]
+ScoreRequest = AnswerRequest[ContinuationPrompt]
 ChatRequest = AnswerRequest[ChatPrompt]
 _Prompt = TypeVar("_Prompt")
 
@@ -66,6 +89,7 @@ class RequestParser:
 
     vocab_size: int
     context_length: int
+    hidden_size: int
     reserved_names: frozenset[str]
     output_format: OutputFormat
     cache_salts: CacheSalts
@@ -73,6 +97,77 @@ class RequestParser:
     def text(self, message: pb.GenerateRequest, caller: Caller, adapter: str) -> TextRequest:
         """Parses a prompt and the options of its answer. Raises InvalidRequest, ContextLengthExceeded."""
         return self._request(message, caller, adapter, self._text_prompt(message), None)
+
+    def score(self, message: pb.ScoreRequest, caller: Caller, adapter: str) -> ScoreRequest:
+        """Parses a continuation and the text before it. Raises InvalidRequest, ContextLengthExceeded."""
+        num_logprobs = _given(message, "logprobs") or 0
+        if not 0 <= num_logprobs <= MAX_LOGPROBS:
+            raise InvalidRequest("logprobs", f"must be between 0 and {MAX_LOGPROBS}")
+        continuation = self._input(
+            message.WhichOneof("continuation"), message.continuation_text, message.continuation_tokens.ids
+        )
+        prompt: str | Sequence[int] = "" if isinstance(continuation, str) else ()
+        if message.text or message.tokens.ids:
+            prompt = self._input(message.WhichOneof("prompt"), message.text, message.tokens.ids)
+        if isinstance(prompt, str) != isinstance(continuation, str):
+            raise InvalidRequest(
+                "continuation", "must be a text where the prompt is one, and token ids where it is ids"
+            )
+        pair = ContinuationPrompt(prompt, continuation)
+        # The most probable token says whether a greedy answer would choose the same.
+        return self._reading(
+            message, caller, adapter, pair, lambda ids: PromptReadout.scores(ids, pair.first_scored, num_logprobs or 1)
+        )
+
+    def embedding(self, message: pb.EmbedRequest, caller: Caller, adapter: str) -> TextRequest:
+        """Parses a text to embed. Raises InvalidRequest, ContextLengthExceeded."""
+        poolings = {
+            pb.EmbedRequest.POOLING_MEAN: Pooling.POOLING_SUM,
+            pb.EmbedRequest.POOLING_LAST: Pooling.POOLING_LAST,
+        }
+        if message.pooling not in poolings:
+            raise InvalidRequest("pooling", "is unknown to this service")
+        if message.HasField("dimensions") and not 1 <= message.dimensions <= self.hidden_size:
+            raise InvalidRequest("dimensions", f"must be between 1 and {self.hidden_size}")
+        text = self._input(message.WhichOneof("input"), message.text, message.tokens.ids)
+        pooling = poolings[message.pooling]
+        return self._reading(message, caller, adapter, text, lambda ids: PromptReadout(ids, pooling=pooling))
+
+    def _input(self, kind: str | None, text: str, ids: Sequence[int]) -> str | Sequence[int]:
+        """A text or token ids, whichever is set, by the name of the field."""
+        if kind is None:
+            raise InvalidRequest("input", "a text or token ids must be set")
+        if not (text or ids):
+            raise InvalidRequest(kind, "must not be empty")
+        if text:
+            return text
+        if len(ids) > self.context_length:
+            raise context_exceeded(self.context_length, len(ids))
+        return token_ids(f"{kind}.ids", ids, self.vocab_size)
+
+    def _reading(
+        self,
+        message: pb.ScoreRequest | pb.EmbedRequest,
+        caller: Caller,
+        adapter: str,
+        prompt: _Prompt,
+        readout: MakeReadout,
+    ) -> AnswerRequest[_Prompt]:
+        """A request without an answer."""
+        if len(message.cache_salt) > MAX_SALT_CHARS:
+            raise InvalidRequest("cache_salt", f"must have at most {MAX_SALT_CHARS} characters")
+        return AnswerRequest(
+            caller=caller,
+            prompt=prompt,
+            num_bytes=message.ByteSize(),
+            operation="embeddings" if isinstance(message, pb.EmbedRequest) else "text_completion",
+            adapter=adapter,
+            sampling=SamplingParams(),
+            max_tokens=0,
+            ignore_eos=True,
+            cache_salt=self.cache_salts.of(caller.tenant, message.cache_salt),
+            readout=readout,
+        )
 
     def chat(self, message: pb.ChatRequest, caller: Caller, adapter: str) -> ChatRequest:
         """Parses messages and the options of their answer. Raises InvalidRequest."""
@@ -95,7 +190,7 @@ class RequestParser:
         if kind == "text":
             return message.text
         if len(message.tokens.ids) > self.context_length:
-            raise ContextLengthExceeded("prompt", f"exceeds the model's context of {self.context_length} tokens")
+            raise context_exceeded(self.context_length, len(message.tokens.ids))
         return token_ids("tokens.ids", message.tokens.ids, self.vocab_size)
 
     def _request(
@@ -103,13 +198,18 @@ class RequestParser:
     ) -> AnswerRequest[_Prompt]:
         """Parses the common fields. Raises InvalidRequest with one violation per field that is out of range."""
         num_completions = _num_completions(message)
+        echoes = isinstance(message, pb.GenerateRequest) and message.echo
         calls_grammar = None if output_parsing is None else output_parsing.format.grammar(output_parsing.rules)
         stopping, speculation = message.stopping, message.speculation
         max_tokens = _given(stopping, "max_tokens")
         time_limit_ms = _given(stopping, "time_limit_ms")
         max_draft_tokens = _given(speculation, "max_draft_tokens")
         in_range = {
-            "stopping.max_tokens": (max_tokens is None or max_tokens >= 1, "must be at least 1"),
+            "stopping.max_tokens": (max_tokens is None or max_tokens >= (not echoes), f"must be at least {1 - echoes}"),
+            "echo": (
+                not (echoes and (message.session_id or message.request_id)),
+                "must be false in a session, or in a request with a name",
+            ),
             "stopping.time_limit_ms": _up_to(MAX_TIME_LIMIT_MS, time_limit_ms),
             "stopping.stop": (len(stopping.stop) <= MAX_STOP_SEQUENCES, f"at most {MAX_STOP_SEQUENCES} are accepted"),
             **{
@@ -153,7 +253,15 @@ class RequestParser:
             cache_salt=self.cache_salts.of(caller.tenant, message.cache_salt),
             output_parsing=output_parsing,
             form=form,
+            readout=_echo(sampling.num_logprobs) if echoes else None,
         )
+
+
+def _echo(num_logprobs: int | None) -> MakeReadout:
+    """The readout of a prompt that is echoed: with the log probabilities of its tokens if the caller wants some."""
+    if num_logprobs is None:
+        return PromptReadout
+    return lambda ids: PromptReadout.scores(ids, 1, num_logprobs)
 
 
 def token_ids(field: str, given: Sequence[int], vocab_size: int) -> tuple[int, ...]:

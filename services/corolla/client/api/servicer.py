@@ -6,12 +6,14 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
+from typing import Final
 
 from corolla.chain.cache_salts import CacheSalts
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.placement import PlacementWatch
+from corolla.chain.prompt_readout import PromptReadout
 from corolla.chain.session import ChainSessions
-from corolla.chassis.errors import InvalidRequest, ModelNotFound, ScopeDenied, SessionNotFound
+from corolla.chassis.errors import InternalError, InvalidRequest, ModelNotFound, ScopeDenied, SessionNotFound
 from corolla.chassis.handlers import Call
 from corolla.chassis.tracing import spans
 from corolla.chassis.tracing.carriers import trace_parent
@@ -23,6 +25,7 @@ from corolla.client.api.tenants import KeyHolder
 from corolla.client.generation.admission import Admission, Caller, RequestCounts
 from corolla.client.generation.answer import Delta, joined
 from corolla.client.generation.answering import Answering
+from corolla.client.generation.request import AnyRequest
 from corolla.client.output_parsing.parser_choice import OutputFormat
 from corolla.client.quotas.enforcer import QuotaEnforcer
 from corolla.client.text.chat import ChatTemplate
@@ -34,6 +37,9 @@ from corolla.v1 import router_pb2
 
 Answers = AsyncGenerator[tuple[int, Delta], None]
 
+_WITHOUT_NAME: Final = (pb.ScoreRequest, pb.EmbedRequest)
+"""Requests that have no answer, and so no name by which one could continue."""
+
 
 class GenerationServicer:
     """Serves `GenerationService` to callers of gRPC and HTTP.
@@ -41,6 +47,7 @@ class GenerationServicer:
     Args:
         model: the reply of GetModel, without `ready`.
         tokenizations: admits calls of Tokenize and Detokenize.
+        hidden_size: the most numbers of an embedding.
         farewell_s: how many seconds before a call's deadline the service stops waiting for a chain, so that the error
             still reaches the caller.
     """
@@ -58,6 +65,7 @@ class GenerationServicer:
         chat: ChatTemplate,
         cache_salts: CacheSalts,
         *,
+        hidden_size: int,
         farewell_s: float,
     ) -> None:
         self._model = model
@@ -72,7 +80,7 @@ class GenerationServicer:
         self._names = ModelNames(model.name, placement)
         self._output_format = OutputFormat.of(tokenizer)
         self._requests = RequestParser(
-            model.vocab_size, model.context_length, chat.reserved_names, self._output_format, cache_salts
+            model.vocab_size, model.context_length, hidden_size, chat.reserved_names, self._output_format, cache_salts
         )
         self._farewell_s = farewell_s
 
@@ -85,6 +93,7 @@ class GenerationServicer:
             model=self._names.with_adapter(request.adapter),
             completions=[replies.completion(self._tokenizer, *each) for each in answers],
             usage=replies.usage(request.caller.usage),
+            prompt=next((self._echoed(request, delta) for _, delta in answers if delta.readout is not None), None),
         )
 
     async def GenerateStream(
@@ -102,19 +111,57 @@ class GenerationServicer:
                     logprobs=replies.logprobs(self._tokenizer, delta.tokens),
                     finish_reason=replies.finish_reason(delta.finish_reason),
                     usage=None if num_open else replies.usage(request.caller.usage),
+                    prompt=self._echoed(request, delta),
                 )
+
+    def _echoed(self, request: TextRequest, delta: Delta) -> pb.EchoedPrompt | None:
+        readout = delta.readout
+        return None if readout is None else replies.echoed_prompt(self._tokenizer, request.prompt, readout)
+
+    async def Score(self, message: pb.ScoreRequest, call: Call[KeyHolder]) -> pb.ScoreResponse:
+        request = self._requests.score(message, *self._caller(Scope.GENERATE, message, call))
+        encode = partial(self._tokenizer.encode, max_tokens=self._model.context_length)
+        readout = await self._read_out(request, call, lambda: request.prompt.encoded(encode))
+        model, usage = self._names.with_adapter(request.adapter), request.caller.usage
+        return replies.score(self._tokenizer, model, readout, message.logprobs, usage)
+
+    async def Embed(self, message: pb.EmbedRequest, call: Call[KeyHolder]) -> pb.EmbedResponse:
+        request = self._requests.embedding(message, *self._caller(Scope.GENERATE, message, call))
+        readout = await self._read_out(request, call, lambda: self._encoded(request.prompt))
+        return pb.EmbedResponse(
+            model=self._names.with_adapter(request.adapter),
+            embedding=replies.embedding(readout, message),
+            usage=replies.usage(request.caller.usage),
+        )
+
+    async def _read_out(
+        self, request: AnyRequest, call: Call[KeyHolder], encode: Callable[[], Sequence[int]]
+    ) -> PromptReadout:
+        """Processes a request without an answer."""
+
+        def next_prompt(record: router_pb2.SessionRecord) -> tuple[int, Sequence[int]]:
+            return 0, encode()
+
+        answers = _with_good_key(call, self._answering.answer(request, next_prompt, lambda record, answer: None))
+        ((_, delta),) = await _collected(answers)
+        if delta.readout is None:
+            raise InternalError("a request without an answer came back without a readout")
+        return delta.readout
+
+    def _encoded(self, prompt: str | Sequence[int], *, is_first: bool = True) -> Sequence[int]:
+        """The token ids of a prompt. `is_first`: whether nothing precedes it."""
+        if not isinstance(prompt, str):
+            return prompt
+        token_ids = self._tokenizer.encode(prompt, add_special_tokens=is_first, max_tokens=self._model.context_length)
+        if not token_ids:
+            raise InvalidRequest("text", "must give at least one token")
+        return token_ids
 
     def _text_answers(self, request: TextRequest, call: Call[KeyHolder]) -> Answers:
         def next_prompt(record: router_pb2.SessionRecord) -> tuple[int, Sequence[int]]:
             if record.transcript:
                 raise InvalidRequest("session_id", "this session holds a conversation; continue it with Chat")
-            new_ids = request.prompt
-            if isinstance(new_ids, str):
-                new_ids = self._tokenizer.encode(
-                    new_ids, add_special_tokens=not record.token_log, max_tokens=self._model.context_length
-                )
-                if not new_ids:
-                    raise InvalidRequest("text", "must give at least one token")
+            new_ids = self._encoded(request.prompt, is_first=not record.token_log)
             return len(record.token_log), [*record.token_log, *new_ids]
 
         return _with_good_key(call, self._answering.answer(request, next_prompt, lambda record, answer: None))
@@ -269,7 +316,12 @@ class GenerationServicer:
             return self._tenant(call, Scope.SESSIONS, record.adapter.name)
 
     def _caller(
-        self, scope: Scope, message: AnyMessage, call: Call[KeyHolder], *, is_streamed: bool = False
+        self,
+        scope: Scope,
+        message: AnyMessage | pb.ScoreRequest | pb.EmbedRequest,
+        call: Call[KeyHolder],
+        *,
+        is_streamed: bool = False,
     ) -> tuple[Caller, str]:
         """The caller of a request, and the name of the requested adapter.
 
@@ -286,8 +338,8 @@ class GenerationServicer:
                 "recoveries": usage.recoveries,
             }
         )
-        if REQUEST_ID.fullmatch(message.request_id):
-            name = message.request_id
+        name = "" if isinstance(message, _WITHOUT_NAME) else message.request_id
+        if REQUEST_ID.fullmatch(name):
             call.describe(lambda: {"request_id": name})
         adapter = self._names.adapter_of(message.model, message.adapter)
         tenant = self._tenant(call, scope, adapter)

@@ -3,6 +3,7 @@
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
+from corolla.chain.prompt_readout import PromptReadout
 from corolla.client.output_parsing.deltas import AnswerDelta, CallDelta, MessageBuilder, joined_deltas
 from corolla.client.output_parsing.parser_choice import AnswerParser
 from corolla.client.text.conversation import Message
@@ -21,6 +22,7 @@ class Delta:
         text: whole characters that can no longer become part of a stop sequence.
         finish_reason: set on the last delta.
         reasoning, calls: in a chat, new reasoning, which is not in `text`, and calls of tools.
+        readout: what hops reported about the prompt, if the request asks for that; on one of the first deltas.
     """
 
     tokens: tuple[SampledToken, ...]
@@ -28,6 +30,7 @@ class Delta:
     finish_reason: FinishReason | None
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
+    readout: PromptReadout | None = None
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:
@@ -36,7 +39,8 @@ def joined(deltas: Sequence[Delta]) -> Delta:
         return deltas[0]
     tokens = tuple(token for delta in deltas for token in delta.tokens)
     joined = joined_deltas(AnswerDelta(delta.text, delta.reasoning, delta.calls) for delta in deltas)
-    return Delta(tokens, joined.text, deltas[-1].finish_reason, joined.reasoning, joined.calls)
+    readout = next((delta.readout for delta in deltas if delta.readout is not None), None)
+    return Delta(tokens, joined.text, deltas[-1].finish_reason, joined.reasoning, joined.calls, readout)
 
 
 class Answer:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from corolla.chain.identity import SessionIdentity
+from corolla.chain.prompt_readout import PromptReadout
 from corolla.chain.reservations import OpenOptions
 from corolla.chain.session import ChainSession, ChainSessions
 from corolla.chassis.errors import (
@@ -21,6 +22,7 @@ from corolla.chassis.errors import (
     InvalidRequest,
     RouterUnavailable,
     StoreUnavailable,
+    context_exceeded,
 )
 from corolla.chassis.merge import merge
 from corolla.client.adapters import ModelNames
@@ -95,6 +97,17 @@ class _Completion:
     until_s: float
     adapter: AdapterVersion | None
     shared: SharedPrompt
+    readout: PromptReadout | None
+
+    def shared_ids(self, text_ids: Sequence[int]) -> Sequence[int]:
+        """The beginning of a text that hops may have cached: a readout needs the rest to be computed."""
+        return text_ids if self.readout is None else self.readout.shared_ids
+
+    def with_readout(self, delta: Delta, is_sent: bool) -> Delta:
+        """The delta, with the readout of the prompt if that is complete and not sent yet."""
+        if is_sent or self.readout is None or not self.readout.is_complete:
+            return delta
+        return replace(delta, readout=self.readout)
 
 
 class Answering:
@@ -155,7 +168,16 @@ class Answering:
             _, prompt_ids = await self._in_thread(next_prompt, router_pb2.SessionRecord())
             max_tokens = self._max_tokens(len(prompt_ids), request)
             shared = SharedPrompt(num_completions - 1)
-            job = _Completion(request, prompt_ids, max_tokens, meter, until_s, adapter, shared)
+            readout = None if request.readout is None else request.readout(prompt_ids)
+            job = _Completion(request, prompt_ids, max_tokens, meter, until_s, adapter, shared, readout)
+            if readout is not None and max_tokens == 0:
+                await allowance.take_prompt(len(prompt_ids), len(prompt_ids))
+                await ticket.admitted()
+                await self._read_out(job, readout)
+                meter.count_finish(FinishReason.LENGTH)
+                for index in range(num_completions):
+                    yield index, Delta((), "", FinishReason.LENGTH, readout=readout)
+                return
             if (end := (await self._begun_answer(prompt_ids, job.max_tokens, request)).finish_reason) is not None:
                 # The caller has all tokens already, but not the finish reason.
                 meter.count_prompt(len(prompt_ids), len(prompt_ids), 0)
@@ -167,18 +189,30 @@ class Answering:
             if num_completions == 1:
                 unsent = UnsentDeltas(request.resumption)
                 only = self._stream_completion(job, 0)
+                is_read = False
                 async for deltas in await stack.enter_async_context(aclosing(only)):
                     meter.count_tokens(0, len(deltas))
                     if (left := unsent.select(deltas)) is not None:
                         meter.count_finish(left.finish_reason)
-                        yield 0, left
+                        yield 0, job.with_readout(left, is_read)
+                        is_read = True
                 return
             streams = [self._stream_completion(job, index) for index in range(num_completions)]
+            is_read = False
             async for index, deltas in await stack.enter_async_context(aclosing(merge(streams))):
                 meter.count_tokens(index, len(deltas))
-                delta = joined(deltas)
+                delta = job.with_readout(joined(deltas), is_read)
+                is_read = is_read or delta.readout is not None
                 meter.count_finish(delta.finish_reason)
                 yield index, delta
+
+    async def _read_out(self, job: _Completion, readout: PromptReadout) -> None:
+        """Processes a prompt without an answer."""
+        sampler = self._sampler(job.request, job.prompt_ids, 1, router_pb2.SessionRecord())
+        async with self._open(job, readout.shared_ids, sampler, None) as session:
+            await session.restore(job.prompt_ids)
+            job.meter.count_prompt(len(job.prompt_ids), session.position, 0)
+            await session.read_out(job.prompt_ids[session.position :], readout)
 
     async def _continue_session(
         self, request: AnyRequest, next_prompt: NextPrompt, record_turn: RecordTurn
@@ -302,12 +336,12 @@ class Answering:
         async with AsyncExitStack() as stack:
             prefill: Prefill
             if index == 0:
-                session = await stack.enter_async_context(self._open(job, text_ids, sampler, None))
+                session = await stack.enter_async_context(self._open(job, job.shared_ids(text_ids), sampler, None))
                 _check_drafts(session, job.request)
                 await session.restore(text_ids)
                 job.meter.count_prompt(len(job.prompt_ids), min(session.position, len(job.prompt_ids)), 0)
                 job.shared.source.set_result(session)
-                prefill = partial(job.shared.prefill, session, text_ids[session.position :])
+                prefill = partial(job.shared.prefill, session, text_ids[session.position :], job.readout)
             else:
                 source = await job.shared.source
                 try:
@@ -325,15 +359,18 @@ class Answering:
 
     @asynccontextmanager
     async def _open(
-        self, job: _Completion, text_ids: Sequence[int], sampler: SamplerRecord, chain: common_pb2.Chain | None
+        self, job: _Completion, shared_ids: Sequence[int], sampler: SamplerRecord, chain: common_pb2.Chain | None
     ) -> AsyncIterator[ChainSession]:
-        """Opens a session until the context ends: on `chain` only or, without one, on the best chain."""
+        """Opens a session until the context ends: on `chain` only or, without one, on the best chain.
+
+        Hops may have cached a beginning of `shared_ids`, without the last of these tokens.
+        """
         identity = SessionIdentity(secrets.token_bytes(16), 1, job.request.caller.tenant)
         max_tokens = len(job.prompt_ids) + job.max_tokens
         open_options = OpenOptions(
             max_tokens=max_tokens,
             transient=True,
-            texts=[text_ids],
+            texts=[shared_ids],
             cache_salt=job.request.cache_salt,
             adapter=job.adapter,
             only_chain=chain,
@@ -356,11 +393,7 @@ class Answering:
         room = self._limits.context_length - num_prompt_tokens
         wanted = 1 if request.max_tokens is None else request.max_tokens
         if wanted > room:
-            raise ContextLengthExceeded(
-                "stopping.max_tokens" if room > 0 else "prompt",
-                f"{num_prompt_tokens} prompt tokens and {wanted} new ones exceed the model's context of "
-                f"{self._limits.context_length} tokens",
-            )
+            raise context_exceeded(self._limits.context_length, num_prompt_tokens, wanted)
         return min(self._limits.default_max_tokens, room) if request.max_tokens is None else wanted
 
     def _sampler(

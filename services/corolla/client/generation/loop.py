@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
+from corolla.chain.prompt_readout import PromptReadout
 from corolla.chain.session import ChainSession
 from corolla.client.generation.answer import Answer, Delta
 from corolla.decoding.parameters import SampledToken
@@ -47,9 +48,11 @@ class SharedPrompt:
         self._num_forks_left = num_forks
         self._forked = asyncio.Event()
 
-    async def prefill(self, session: ChainSession, new_ids: Sequence[int], reader: AnswerReader) -> None:
+    async def prefill(
+        self, session: ChainSession, new_ids: Sequence[int], readout: PromptReadout | None, reader: AnswerReader
+    ) -> None:
         """Processes the prompt in the first session, which then waits until the other sessions have forked it."""
-        await session.prefill(new_ids, reader, waits=self._num_forks_left > 0)
+        await session.prefill(new_ids, reader, waits=self._num_forks_left > 0, readout=readout)
         self._processed.set()
         if self._num_forks_left > 0:
             await self._forked.wait()

@@ -1,8 +1,10 @@
 """A caller's request for answers to one prompt, in the form that all parts of the client service use."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
+from corolla.chain.prompt_readout import PromptReadout
 from corolla.client.generation.admission import Caller
 from corolla.client.generation.resumption import Resumption
 from corolla.client.output_parsing.parser_choice import OutputParsing
@@ -10,6 +12,9 @@ from corolla.client.text.formats import AnswerFormat
 from corolla.decoding.parameters import SamplingParams, SpeculationOptions
 
 Prompt = TypeVar("Prompt")
+
+MakeReadout = Callable[[Sequence[int]], PromptReadout]
+"""Takes all tokens of a prompt, and returns what hops report about them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +30,13 @@ class AnswerRequest(Generic[Prompt]):
         cache_salt: only requests with the same salt share computed prefixes.
         output_parsing: how chats separate reasoning and calls from text; None if an answer is only text.
         form: the form that an answer must have; None allows any text.
+        readout: makes the readout of the prompt from its tokens; None: nothing is asked about the prompt.
     """
 
     caller: Caller
     prompt: Prompt
     num_bytes: int
-    operation: Literal["chat", "text_completion"] = "text_completion"
+    operation: Literal["chat", "text_completion", "embeddings"] = "text_completion"
     session_id: str = ""
     adapter: str = ""
     num_completions: int = 1
@@ -44,6 +50,7 @@ class AnswerRequest(Generic[Prompt]):
     cache_salt: bytes = b""
     output_parsing: OutputParsing | None = None
     form: AnswerFormat | None = None
+    readout: MakeReadout | None = None
 
     @property
     def turn_name(self) -> str:

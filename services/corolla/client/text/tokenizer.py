@@ -1,5 +1,6 @@
 """Converts text to token ids and back with the checkpoint's own tokenizer."""
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -7,7 +8,8 @@ from typing import Any, Final
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from corolla.chassis.errors import CheckpointError, ContextLengthExceeded, InvalidRequest
+from corolla.chassis.errors import CheckpointError, InvalidRequest, context_exceeded
+from corolla.client.text import token_bytes
 
 # Most texts have fewer characters per token, so checking the beginning of a long text once is enough.
 _FIRST_CHARS_PER_TOKEN: Final = 6
@@ -31,6 +33,12 @@ class TextTokenizer:
         if any(token.special and token.normalized for _, token in added_tokens):
             self._special_beginnings = {""}  # texts may spell such a token in several ways
         self._plain: Any = None
+        self._added_texts = {token_id: str(token) for token_id, token in added_tokens}
+        decoder = None
+        if isinstance(hf_tokenizer, PreTrainedTokenizerFast):
+            decoder = json.loads(hf_tokenizer.backend_tokenizer.to_str())["decoder"]
+        self._is_byte_level = token_bytes.is_byte_level(decoder)
+        self._spells_spaces = token_bytes.spells_spaces(decoder)
 
     @classmethod
     def load(cls, folder: Path) -> "TextTokenizer":
@@ -128,7 +136,7 @@ class TextTokenizer:
         num_chars = _FIRST_CHARS_PER_TOKEN * max_tokens
         while num_chars < len(text):
             if len(self._encode(text[:num_chars], add_special_tokens=False)) > max_tokens + _MAX_TOKENS_AT_CUT:
-                raise ContextLengthExceeded("prompt", f"exceeds the model's context of {max_tokens} tokens")
+                raise context_exceeded(max_tokens, None)
             num_chars *= 2
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -138,6 +146,17 @@ class TextTokenizer:
     def token_text(self, token_id: int) -> str:
         """The text of one token, special or not; U+FFFD if the token is only a part of a character."""
         return self.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token, special or not, adds to a text; they may be a part of a character."""
+        if (text := self._added_texts.get(token_id)) is not None:
+            return text.encode()
+        if self._is_byte_level or self._spells_spaces:
+            token = self.hf_tokenizer.convert_ids_to_tokens(token_id)
+            if isinstance(token, str):
+                found = token_bytes.from_byte_level(token) if self._is_byte_level else None
+                return token_bytes.from_sentence_piece(token) if found is None else found
+        return self.token_text(token_id).encode()
 
 
 def _decoder(hf_tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int], bool], str]:

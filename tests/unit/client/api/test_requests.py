@@ -70,7 +70,7 @@ async def replies_to(method: str, message: WatchedMessage, scope: Scope) -> list
     servicer = GenerationServicer(
         pb.Model(name="m", vocab_size=10, context_length=100),
         tokenizations=unused, transcripts=unused, sessions=unused, placement=unused,
-        tokenizer=TOKENIZER, cache_salts=SALTS, farewell_s=0.2, **parts,
+        tokenizer=TOKENIZER, cache_salts=SALTS, hidden_size=16, farewell_s=0.2, **parts,
     )  # fmt: skip
     call: Any = SimpleNamespace(
         caller=KeyHolder("acme", NewKey("acme", scopes=[scope]).record),
@@ -121,7 +121,7 @@ async def test_the_message_is_not_read_behind_its_request(
 
 
 def parsed(message: Any, answer_seconds: float | None = None) -> AnyRequest:
-    parser = RequestParser(10, 100, frozenset(), OutputFormat.of(TOKENIZER), SALTS)
+    parser = RequestParser(10, 100, 16, frozenset(), OutputFormat.of(TOKENIZER), SALTS)
     parse: Any = parser.chat if isinstance(message, pb.ChatRequest) else parser.text
     request: AnyRequest = parse(message, Caller("acme", RequestCounts(), answer_seconds=answer_seconds), "fine")
     return request
