@@ -128,3 +128,33 @@ def _describe(writer: gguf.GGUFWriter, config: Any) -> None:
 
 def _merges(backend: Any) -> list[tuple[str, str]]:
     return [tuple(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
+
+
+def rewrite_gguf(
+    path: Path,
+    target: Path,
+    settings: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, np.ndarray[Any, Any] | None] | None = None,
+) -> Path:
+    """Writes a file once more with other settings and tensors of floats; None leaves one out. Returns `target`."""
+    settings, tensors = settings or {}, tensors or {}
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(target, str(reader.fields["general.architecture"].contents()))
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture" and key not in settings:
+            inner = field.types[1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(key, field.contents(), field.types[0], sub_type=inner)
+    for key, value in settings.items():
+        if value is not None:
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    for tensor in reader.tensors:
+        if tensor.name not in tensors:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    for name, values in tensors.items():
+        if values is not None:
+            writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target

@@ -1,10 +1,13 @@
 """Converts a GGUF file's metadata to a configuration of transformers. Pure.
 
-transformers has a table of the metadata's keys. This module adds settings that the table lacks, or refuses the file,
-since a model with a wrong rotary embedding would run and give wrong answers.
+transformers has a table of the metadata's keys. This module adds settings that the table lacks, with the defaults of
+llama.cpp. It refuses a file with any other setting of its architecture, since a model that lacks one would run and give
+wrong answers.
 """
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
@@ -21,68 +24,183 @@ _ARCHITECTURES: Final = {
     "gemma2": ("gemma2", "gemma2"),
     "gemma3": ("gemma3_text", "gemma3"),
 }
-# Keys that transformers' table lacks.
-_MORE_KEYS: Final = {
-    "attention.key_length": "head_dim",
-    "attention.sliding_window": "sliding_window",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
+# Keys that transformers' table lacks, by model type; those of "" belong to all of them.
+_MORE_KEYS: Final[Mapping[str, Mapping[str, str]]] = {
+    "": {"attention.key_length": "head_dim"},
+    "llama": {"attention.sliding_window": "sliding_window"},
+    "qwen3_moe": {"expert_feed_forward_length": "moe_intermediate_size"},
+    "gemma2": {
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+    "gemma3_text": {
+        "final_logit_softcapping": "final_logit_softcapping",
+        "rope.freq_base_swa": "rope_local_base_freq",
+    },
 }
-_SIZES: Final = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
+# Keys that this module itself reads.
+_OWN_KEYS: Final = frozenset({"rope.dimension_count", "attention.value_length", "attention.sliding_window_pattern"})
+# Keys that llama.cpp does not read for these architectures, and that describe how a file came about.
+_NOTES: Final = frozenset({"tensor_data_layout", "rope.scaling.finetuned", "attention.layer_norm_epsilon"})
+# Settings with which llama.cpp computes as if they were absent, such as no experts.
+_WITHOUT_EFFECT: Final[Mapping[str, Any]] = {
+    "attention.causal": True,
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_beta_fast": 32.0,
+    "rope.scaling.yarn_beta_slow": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+}
+_SIZES: Final = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings",
+    "intermediate_size",
+)  # fmt: skip
 _WHOLE_HEADS_OF_27B: Final = {"gemma2": 46, "gemma3_text": 62}
-_SCALINGS: Final = frozenset({"linear", "yarn"})
+# Every so many blocks, one block attends to all tokens, and the others have a window.
+_WINDOW_PATTERNS: Final = {"gemma2": 2, "gemma3_text": 6}
+_SCALINGS: Final = frozenset({"none", "linear", "yarn"})
 _FREQUENCY_FACTORS: Final = "rope_freqs.weight"
-# The texts of tokens that end a turn or a document; llama.cpp stops at each of them, too.
-_END_TEXTS: Final = frozenset(
-    {"<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end|>", "<|end_of_text|>", "<end_of_turn>", "<|eom_id|>", "<EOT>"}
-)
-_CONTROL_TOKEN: Final = 3
+# The settings of transformers that add biases: the model types that have the setting, and the names of the biases.
+_BIASES: Final = {
+    "attention_bias": (
+        frozenset({"llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text"}),
+        re.compile(r"blk\.\d+\.attn_(q|k|v|output)\.bias"),
+    ),
+    "mlp_bias": (frozenset({"llama"}), re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.bias")),
+}
+# The texts of tokens that end a turn or a document; llama.cpp stops at each of them, whatever kind the file gives it.
+END_TEXTS: Final = frozenset(
+    {
+        "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end|>", "<|end_of_text|>", "<end_of_turn>", "<|eom_id|>",
+        "<EOT>", "</s>", "<eos>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    }
+)  # fmt: skip
+_TO_SAFETENSORS: Final = "give the model as safetensors"
 
 
 def configuration(header: GgufHeader) -> dict[str, Any]:
     """The content of a `config.json` for the file.
 
     Raises:
-        CheckpointError: this architecture or its rotary embedding is not served, or the file does not say how large the
-            model is.
+        CheckpointError: this architecture, or a setting of the file, is not served, or the file does not say how large
+            the model is.
     """
     architecture = header.architecture
     if architecture not in _ARCHITECTURES:
         raise CheckpointError(
-            f"GGUF files of the architecture {architecture!r} are not served; give the model as safetensors, or one of "
-            f"these: {', '.join(_ARCHITECTURES)}."
+            f"GGUF files of the architecture {architecture!r} are not served; {_TO_SAFETENSORS}, or one of these: "
+            f"{', '.join(_ARCHITECTURES)}."
         )
     model_type, row = _ARCHITECTURES[architecture]
+    settings = {
+        key.removeprefix(f"{architecture}."): value
+        for key, value in header.metadata.items()
+        if key.startswith(f"{architecture}.")
+    }
+    rows: Mapping[str, Any] = GGUF_CONFIG_MAPPING
+    names = {
+        **{key: name for key, name in rows[row].items() if name},
+        **_MORE_KEYS[""],
+        **_MORE_KEYS.get(model_type, {}),
+    }
+    names.pop("rope.dimension_count", None)
     found: dict[str, Any] = {
         **GGUF_CONFIG_DEFAULTS_MAPPING.get(row, {}),
         "model_type": model_type,
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "vocab_size": len(header.metadata.get("tokenizer.ggml.tokens", ())),
     }
-    rows: Mapping[str, Any] = GGUF_CONFIG_MAPPING
-    for key, name in rows[row].items():
-        value = header.metadata.get(f"{architecture}.{key}")
-        if name is not None and value is not None:
-            found[name] = value
+    for key, name in names.items():
+        if key in settings:
+            found[name] = _of_all_blocks(f"{architecture}.{key}", settings[key])
     for key, name in rows["tokenizer"].items():
         if (value := header.metadata.get(f"tokenizer.{key}")) is not None:
             found[name] = value
-    for key, name in _MORE_KEYS.items():
-        if (value := header.metadata.get(f"{architecture}.{key}")) is not None:
-            found[name] = value
     if model_type == "llama" and "sliding_window" in found:
         found["model_type"] = "mistral"  # GGUF files of Mistral models have the architecture llama
-    _check_sizes(found)
+    _check_sizes(found, header)
+    _add_defaults(found)
+    _check_heads(found, settings, architecture)
     _add_score_scale(found)
-    _add_rotary_scaling(found, header, architecture)
+    _add_windows(found, settings)
+    scaling = _rotary_scaling(header, settings, architecture)
+    if scaling:
+        found["rope_scaling"] = scaling
+    _add_biases(found, header)
+    _refuse_others(settings, names.keys() | _OWN_KEYS | _NOTES, architecture)
     return found
 
 
-def _check_sizes(found: Mapping[str, Any]) -> None:
+def _of_all_blocks(key: str, value: Any) -> Any:
+    """The value of a setting that a file may give for each block; all blocks must have the same one."""
+    if not isinstance(value, list):
+        return value
+    if not value or any(each != value[0] for each in value):
+        raise CheckpointError(
+            f"The file gives blocks different values of {key}, which is not served; {_TO_SAFETENSORS}."
+        )
+    return value[0]
+
+
+def _refuse_others(settings: Mapping[str, Any], known: Iterable[str], architecture: str) -> None:
+    others = sorted(
+        key
+        for key, value in settings.items()
+        if key not in set(known) and not key.startswith(("rope.scaling.", "rope.scale_")) and not _is_idle(key, value)
+    )
+    if "expert_count" in others:
+        raise CheckpointError(
+            f"The file is a mixture of experts of the architecture {architecture!r}, such as Mixtral, which is not "
+            f"served from GGUF; {_TO_SAFETENSORS}."
+        )
+    if others:
+        raise CheckpointError(
+            f"The file sets {architecture}.{others[0]}, which would change answers and is not served; "
+            f"{_TO_SAFETENSORS}."
+        )
+
+
+def _is_idle(key: str, value: Any) -> bool:
+    return key in _WITHOUT_EFFECT and value == _WITHOUT_EFFECT[key]
+
+
+def _check_sizes(found: Mapping[str, Any], header: GgufHeader) -> None:
     absent = [name for name in _SIZES if not isinstance(found.get(name), int) or found[name] < 1]
     if absent:
         raise CheckpointError(f"The file does not say the model's {absent[0]}; fetch it again.")
+    if not isinstance(found.get("rms_norm_eps"), float):
+        raise CheckpointError("The file does not say the model's rms_norm_eps; fetch it again.")
+    num_tokens = len(header.metadata.get("tokenizer.ggml.tokens", ()))
+    embedding = header.tensors.get("token_embd.weight")
+    num_rows = num_tokens if embedding is None else embedding.shape[0]
+    if not num_tokens == num_rows == found["vocab_size"]:
+        raise CheckpointError(
+            f"The file lists {num_tokens} tokens, has {num_rows} rows of embeddings and a vocabulary of "
+            f"{found['vocab_size']}, which is not served; convert the model again, with a token for each row."
+        )
+
+
+def _add_defaults(found: dict[str, Any]) -> None:
+    """Adds what llama.cpp takes where a file says nothing; transformers' defaults are those of one model each."""
+    found.setdefault("num_key_value_heads", found["num_attention_heads"])
+    found.setdefault("rope_theta", 10000.0)
+    found.setdefault("head_dim", found["hidden_size"] // found["num_attention_heads"])
+
+
+def _check_heads(found: Mapping[str, Any], settings: Mapping[str, Any], architecture: str) -> None:
+    for key in ("rope.dimension_count", "attention.value_length"):
+        if settings.get(key, found["head_dim"]) != found["head_dim"]:
+            raise CheckpointError(
+                f"The file sets {architecture}.{key} to {settings[key]} where keys have {found['head_dim']} numbers, "
+                f"which is not served; {_TO_SAFETENSORS}."
+            )
+    whole = found["num_attention_heads"] * found["head_dim"]
+    if found["model_type"] == "qwen2" and whole != found["hidden_size"]:
+        raise CheckpointError(
+            f"The file has {found['num_attention_heads']} heads of {found['head_dim']} numbers in a qwen2 of the size "
+            f"{found['hidden_size']}, which is not served; {_TO_SAFETENSORS}."
+        )
 
 
 def _add_score_scale(found: dict[str, Any]) -> None:
@@ -90,37 +208,79 @@ def _add_score_scale(found: dict[str, Any]) -> None:
         # The file lacks the divisor of attention scores; llama.cpp derives it from the number of blocks.
         is_27b = found["num_hidden_layers"] == _WHOLE_HEADS_OF_27B[found["model_type"]]
         per_head = found["hidden_size"] // found["num_attention_heads"]
-        found["query_pre_attn_scalar"] = per_head if is_27b else found.get("head_dim", per_head)
+        found["query_pre_attn_scalar"] = per_head if is_27b else found["head_dim"]
 
 
-def _add_rotary_scaling(found: dict[str, Any], header: GgufHeader, architecture: str) -> None:
+def _add_windows(found: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Says which blocks of a model have a window, if the file says more than the family's own pattern."""
+    num_blocks, pattern = found["num_hidden_layers"], settings.get("attention.sliding_window_pattern")
+    if found["model_type"] not in _WINDOW_PATTERNS:
+        if pattern is not None:
+            raise CheckpointError(
+                f"The file sets attention.sliding_window_pattern, which is not served for a {found['model_type']}; "
+                f"{_TO_SAFETENSORS}."
+            )
+        return
+    if found["model_type"] == "gemma3_text" and not found.get("sliding_window"):
+        found.pop("sliding_window", None)
+        windows = [False] * num_blocks
+    elif isinstance(pattern, list) and len(pattern) == num_blocks:
+        windows = [bool(each) for each in pattern]
+    elif isinstance(pattern, int) and pattern > 0:
+        windows = [index % pattern < pattern - 1 for index in range(num_blocks)]
+    elif pattern is None:
+        return
+    else:
+        raise CheckpointError("The file has an attention.sliding_window_pattern that makes no sense; fetch it again.")
+    found["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
+
+
+def _rotary_scaling(header: GgufHeader, settings: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """The `rope_scaling` of transformers, empty where positions are not scaled."""
     if _FREQUENCY_FACTORS in header.tensors or any(".rope_factors_" in name for name in header.tensors):
         raise CheckpointError(
-            "The file keeps a rotary embedding's factors as a tensor, which is not served; give the model as "
-            "safetensors."
+            f"The file keeps a rotary embedding's factors as a tensor, which is not served; {_TO_SAFETENSORS}."
         )
-    prefix = f"{architecture}.rope.scaling."
-    scaling = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
-    kind = scaling.get("type", "none")
-    if kind == "none":
-        return
-    if kind not in _SCALINGS or "factor" not in scaling:
+    prefix = "rope.scaling."
+    # A file of an older converter has only a factor, and means the type `linear`.
+    scaling = {"type": "linear", "factor": settings.get("rope.scale_linear", 0.0)}
+    scaling |= {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
+    kind, factor, attention_factor = scaling["type"], scaling["factor"] or 1.0, scaling.get("attn_factor", 1.0)
+    if not all(isinstance(each, int | float) and each > 0 for each in (factor, attention_factor)):
+        raise CheckpointError(f"The file has a {architecture}.{prefix}factor that makes no sense; fetch it again.")
+    if kind not in _SCALINGS:
         raise CheckpointError(
-            f"The file has a rotary embedding of the type {kind!r}, which is not served; give the model as safetensors."
+            f"The file has a rotary embedding of the type {kind!r}, which is not served; {_TO_SAFETENSORS}."
         )
-    found["rope_scaling"] = {"rope_type": kind, "factor": scaling["factor"]}
-    if "original_context_length" in scaling:
-        found["rope_scaling"]["original_max_position_embeddings"] = scaling["original_context_length"]
+    known = {"type", "factor", "attn_factor", "original_context_length", "finetuned"}
+    others = sorted(key for key, value in scaling.items() if key not in known and not _is_idle(f"{prefix}{key}", value))
+    if attention_factor != 1.0 and kind != "yarn":
+        others.append("attn_factor")
+    if others:
+        raise CheckpointError(
+            f"The file sets {architecture}.{prefix}{others[0]}, which would change answers and is not served; "
+            f"{_TO_SAFETENSORS}."
+        )
+    if kind == "none" or (factor == 1.0 and attention_factor == 1.0):
+        return {}
+    found = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        if "original_context_length" in scaling:
+            found["original_max_position_embeddings"] = scaling["original_context_length"]
+        if attention_factor != 1.0:
+            found["attention_factor"] = attention_factor * (0.1 * math.log(factor) + 1.0)
+    return found
+
+
+def _add_biases(found: dict[str, Any], header: GgufHeader) -> None:
+    for setting, (model_types, bias) in _BIASES.items():
+        if found["model_type"] in model_types:
+            found[setting] = any(map(bias.fullmatch, header.tensors))
 
 
 def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """The tokens that end an answer: first those that the file names, then control tokens with one of `_END_TEXTS`."""
+    """The tokens that end an answer: first those that the file names, then those with one of `END_TEXTS`."""
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     tokens = metadata.get("tokenizer.ggml.tokens", ())
-    kinds = metadata.get("tokenizer.ggml.token_type", ())
-    known = [
-        token_id
-        for token_id, (text, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if kind == _CONTROL_TOKEN and text in _END_TEXTS
-    ]
+    known = [token_id for token_id, text in enumerate(tokens) if text in END_TEXTS]
     return list(dict.fromkeys(token_id for token_id in (*named, *known) if token_id is not None))

@@ -1,7 +1,6 @@
 """Writes the configuration and tokenizer of a GGUF file to a folder in the form of other checkpoints."""
 
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -16,8 +15,9 @@ from corolla.models.gguf.header import GgufHeader
 from corolla.models.gguf.vocabulary import write_tokenizer
 
 # Raise this whenever a release would write other contents for the same file.
-_VERSION: Final = 1
+_VERSION: Final = 2
 _FILE_MODE: Final = 0o644
+_FOLDER_MODE: Final = 0o755
 
 
 def settings_folder(header: GgufHeader, cache_folder: Path) -> Path:
@@ -61,6 +61,5 @@ def _write(header: GgufHeader, config: dict[str, object], folder: Path) -> None:
     for name, content in (("config.json", config), ("generation_config.json", generation)):
         (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     write_tokenizer(header, folder)
-    for path in folder.iterdir():
-        path.chmod(_FILE_MODE)
-    os.chmod(folder, 0o755)
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(_FOLDER_MODE if path.is_dir() else _FILE_MODE)

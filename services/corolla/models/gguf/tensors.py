@@ -27,8 +27,10 @@ _PLAIN: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloa
 _ENDING: Final = re.compile(r"\.(weight|bias)$")
 
 
-class GgufTensors(Mapping[str, "LazyTensor"]):
+class GgufTensors(Mapping[str, "LazyTensor | Tensor"]):
     """All weights of a model, by transformers' names; a LazyTensor reads its weight from the file when it is indexed.
+
+    A bias that the file lacks is zero, as in llama.cpp.
 
     Args:
         header: the header of the model's files.
@@ -36,33 +38,40 @@ class GgufTensors(Mapping[str, "LazyTensor"]):
 
     Raises:
         StartupError: the package `gguf` is not installed.
-        CheckpointError: the package does not know the architecture.
+        CheckpointError: the package does not know the architecture, or the model does not use a tensor of the file.
     """
 
     def __init__(self, header: GgufHeader, config: PretrainedConfig) -> None:
         self.header = header
         processor_class: Any = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)
         self._processor = processor_class(config=config.to_dict())
-        self._names, self._packable = _names(header.architecture, config, self._processor)
+        self._names, self._packable, self._zeros = _names(header.architecture, config, self._processor)
         self._stored: dict[str, list[str]] = defaultdict(list)
         for stored in header.tensors:
             # All experts of a layer are one stored tensor. `_names` has its name without the ending `.weight`.
             name = self._names.get(stored) or self._names.get(stored.removesuffix(".weight"))
-            if name is not None:
-                self._stored[name].append(stored)
+            if name is None:
+                raise CheckpointError(
+                    f"The file holds the tensor {stored!r}, which its {config.model_type} model does not use here, so "
+                    "answers would change without it; give the model as safetensors."
+                )
+            self._stored[name].append(stored)
+            self._zeros.pop(name, None)
 
-    def __getitem__(self, name: str) -> "LazyTensor":
-        return LazyTensor(self, self._stored[name])
+    def __getitem__(self, name: str) -> "LazyTensor | Tensor":
+        zeros = self._zeros.get(name)
+        return LazyTensor(self, self._stored[name]) if zeros is None else torch.zeros(zeros)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
+        yield from self._stored
+        yield from self._zeros
 
     def __len__(self) -> int:
-        return len(self._stored)
+        return len(self._stored) + len(self._zeros)
 
     def stored(self, name: str) -> Sequence[GgufTensor]:
-        """The stored tensors that make up the weight `name`, one or several."""
-        return [self.header.tensors[each] for each in self._stored[name]]
+        """The stored tensors that make up the weight `name`: one or several, or none for a bias that is zero."""
+        return [self.header.tensors[each] for each in self._stored.get(name, ())]
 
     def layout(self, name: str) -> Layout | None:
         """The layout in memory of a weight that stays packed.
@@ -195,8 +204,13 @@ def _raw(tensor: GgufTensor, start: int, num_bytes: int) -> Tensor:
     return torch.frombuffer(bytearray(raw_bytes(tensor, start, num_bytes)), dtype=torch.uint8)
 
 
-def _names(architecture: str, config: PretrainedConfig, processor: Any) -> tuple[dict[str, str], frozenset[str]]:
-    """A map from GGUF's names to transformers' names, and transformers' names of the weights that can stay packed."""
+def _names(
+    architecture: str, config: PretrainedConfig, processor: Any
+) -> tuple[dict[str, str], frozenset[str], dict[str, tuple[int, ...]]]:
+    """A map from GGUF's names to transformers' names, the names of weights that can stay packed, and biases' shapes.
+
+    The second and third results have transformers' names.
+    """
     try:
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
     except ImportError as error:
@@ -210,7 +224,8 @@ def _names(architecture: str, config: PretrainedConfig, processor: Any) -> tuple
     # `get_gguf_hf_weights_map` of transformers has the same result, but makes this table again for every module.
     table = get_tensor_name_map(known[architecture], config.num_hidden_layers)
     names: dict[str, str] = {}
-    for own in map(processor.preprocess_name, empty.state_dict()):
+    state = empty.state_dict()
+    for own in map(processor.preprocess_name, state):
         match = _ENDING.search(own)
         ending = match[0] if match else ""
         stored = table.get_name(own.removesuffix(ending))
@@ -218,4 +233,5 @@ def _names(architecture: str, config: PretrainedConfig, processor: Any) -> tuple
             processor.perform_fallback_tensor_mapping(names, ending, "", own)
         else:
             names[stored + ending] = own
-    return names, frozenset(f"{path}.weight" for path, module in empty.named_modules() if can_be_packed(module))
+    packable = frozenset(f"{path}.weight" for path, module in empty.named_modules() if can_be_packed(module))
+    return names, packable, {name: tuple(state[name].shape) for name in names.values() if name.endswith(".bias")}

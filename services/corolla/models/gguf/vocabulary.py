@@ -1,10 +1,15 @@
-"""Converts a GGUF file's tokenizer to the files of transformers."""
+"""Converts a GGUF file's tokenizer to the files of transformers.
 
+Where a file says nothing, the defaults are those of llama.cpp. A file with a setting that is not known here is refused,
+since its texts would become other tokens.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
-from tokenizers import Tokenizer
-from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import (
     GGUF_PRE_TOKENIZER_SPLITS,
@@ -13,46 +18,68 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
 )
 
 from corolla.chassis.errors import CheckpointError
+from corolla.models.gguf.description import END_TEXTS
 from corolla.models.gguf.header import GgufHeader
 
 _SPECIAL_TOKENS: Final = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+# The special tokens of a file with scores that does not name them.
+_SPECIAL_IDS_WITH_SCORES: Final = {"bos": 1, "eos": 2, "unknown": 0}
 # The names of the ways in which byte-level tokenizers split a text before they merge bytes: as GPT-2 does, with each
 # digit alone, and the ways that transformers' converter knows.
 _AS_GPT2: Final = frozenset({"gpt-2", "phi-2", "mpt", "olmo", "jais"})
 _SINGLE_DIGITS: Final = frozenset({"smollm", "starcoder", "refact", "command-r"})
 _CUTS: Final = _AS_GPT2 | _SINGLE_DIGITS | GGUF_PRE_TOKENIZER_SPLITS.keys()
+# The ways to split with which llama.cpp begins texts with a token, unless the file says otherwise; and those with which
+# a piece that is a token as a whole is not merged.
+_LIKE_LLAMA3: Final = frozenset(
+    {
+        "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano",
+        "tekken",
+    }
+)  # fmt: skip
+# Keys that change no token of these tokenizers: names of tokens, and settings that only other tokenizers have.
+_WITHOUT_EFFECT: Final = re.compile(
+    r"ggml\.\w+_token_id|ggml\.token_type_count|ggml\.remove_extra_whitespaces|chat_templates|chat_template\.\w+"
+    r"|huggingface\.json|rwkv\.world"
+)
+_NORMAL_TOKEN, _CONTROL_TOKEN, _TEXT_TOKEN = 1, 3, 4
+_SPACE: Final = "▁"
 
 
 def write_tokenizer(header: GgufHeader, folder: Path) -> None:
-    """Writes `tokenizer.json`, `tokenizer_config.json` and the chat template to `folder`.
+    """Writes `tokenizer.json`, `tokenizer_config.json` and the chat templates to `folder`.
 
     Raises:
-        CheckpointError: the file has no tokenizer, or one that transformers does not know.
+        CheckpointError: the file has no tokenizer, or one that is not known here.
         OSError: the folder cannot be written to.
     """
-    described = {
-        group: {
-            name: header.metadata[f"tokenizer.{key}"]
-            for key, name in keys.items()
-            if f"tokenizer.{key}" in header.metadata
-        }
+    settings = {
+        key.removeprefix("tokenizer."): value for key, value in header.metadata.items() if key.startswith("tokenizer.")
+    }
+    _refuse_others(settings)
+    described: dict[str, dict[str, Any]] = {
+        group: {name: settings[key] for key, name in keys.items() if key in settings}
         for group, keys in GGUF_TOKENIZER_MAPPING.items()
     }
     vocabulary, options = described["tokenizer"], described["tokenizer_config"]
-    if vocabulary.get("tokenizer_type") == "llama":
-        options.setdefault("add_bos_token", True)  # as llama.cpp does where a file does not say
-    cut = vocabulary.get("pre_tokenizer_type")
+    has_scores, cut = vocabulary.get("tokenizer_type") == "llama", vocabulary.get("pre_tokenizer_type")
+    options.setdefault("add_bos_token", has_scores or cut in _LIKE_LLAMA3)
+    vocabulary["token_type"] = _kinds(vocabulary)
     if vocabulary.get("tokenizer_type") == "gpt2" and cut not in _CUTS:
         raise CheckpointError(
             f"The file's tokenizer cuts texts in a way ({cut!r}) that is not known here, so its tokens would be others;"
             " give the model as safetensors with its tokenizer."
         )
+    if templates := dict(_named_templates(settings)):
+        options["chat_template"] = {"default": options["chat_template"], **templates}
     try:
+        special_ids = _SPECIAL_IDS_WITH_SCORES if has_scores else {}
         for name, key in _SPECIAL_TOKENS.items():
-            token_id = header.metadata.get(f"tokenizer.ggml.{key}_token_id")
+            token_id = settings.get(f"ggml.{key}_token_id", special_ids.get(key))
             options[name] = None if token_id is None else vocabulary["tokens"][token_id]
+        options["add_bos_token"] = options["add_bos_token"] and options["bos_token"] is not None
         backend = _backend(header.architecture, vocabulary)
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **options)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **options, clean_up_tokenization_spaces=False)
         tokenizer.save_pretrained(folder)
     except OSError:
         raise
@@ -62,9 +89,66 @@ def write_tokenizer(header: GgufHeader, folder: Path) -> None:
         ) from error
 
 
-def _backend(architecture: str, vocabulary: dict[str, Any]) -> Tokenizer:
+def _refuse_others(settings: Mapping[str, Any]) -> None:
+    known = {key for keys in GGUF_TOKENIZER_MAPPING.values() for key in keys}
+    # A setting that is false or empty has no effect.
+    others = [
+        key for key, value in settings.items() if value and key not in known and not _WITHOUT_EFFECT.fullmatch(key)
+    ]
+    if others:
+        raise CheckpointError(
+            f"The file sets tokenizer.{min(others)}, which would change tokens and is not served; give the model as "
+            "safetensors with its tokenizer."
+        )
+
+
+def _named_templates(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields the name and text of each chat template other than the default one."""
+    for key, value in settings.items():
+        if key.startswith("chat_template."):
+            yield key.removeprefix("chat_template."), value
+
+
+def _kinds(vocabulary: Mapping[str, Any]) -> list[int]:
+    """The kind of each token; those that end an answer are special tokens, also where the file says otherwise."""
+    tokens: Sequence[str] = vocabulary.get("tokens", ())
+    given = [*vocabulary.get("token_type", ()), *[_NORMAL_TOKEN] * len(tokens)]
+    return [_CONTROL_TOKEN if text in END_TEXTS else kind for text, kind in zip(tokens, given, strict=False)]
+
+
+def _backend(architecture: str, vocabulary: Mapping[str, Any]) -> Tokenizer:
+    if vocabulary.get("tokenizer_type") == "gpt2":
+        return _byte_level(vocabulary)
     convert: Any = convert_gguf_tokenizer  # untyped in transformers
     backend, _ = convert(architecture, vocabulary)
-    if vocabulary.get("pre_tokenizer_type") in _SINGLE_DIGITS:
-        backend.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    if vocabulary.get("tokenizer_type") == "llama":
+        # As sentencepiece and llama.cpp do, each stretch of text between special tokens gets a space in front.
+        has_prefix = bool(vocabulary.get("add_prefix_space", True))
+        spelling = [normalizers.Replace(" ", _SPACE)]
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), *spelling] if has_prefix else spelling)
+        backend.pre_tokenizer = None
+        pieces = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        backend.decoder = decoders.Sequence([*pieces, decoders.Strip(" ", 1, 0)] if has_prefix else pieces)
     return cast(Tokenizer, backend)
+
+
+def _byte_level(vocabulary: Mapping[str, Any]) -> Tokenizer:
+    """A tokenizer that merges bytes, as GPT-2's; the file spells special tokens and added tokens as they are in texts.
+
+    transformers' converter spells those as bytes that lie outside of its alphabet, so that no text would match them.
+    """
+    tokens: Sequence[str] = vocabulary["tokens"]
+    cut = vocabulary["pre_tokenizer_type"]
+    merges = [tuple(merge.split(" ")) for merge in vocabulary["merges"]]
+    numbers = {text: index for index, text in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocab=numbers, merges=merges, ignore_merges=cut in _LIKE_LLAMA3))
+    spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut in _AS_GPT2 | _SINGLE_DIGITS)
+    first: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if cut in _SINGLE_DIGITS else []
+    if cut in GGUF_PRE_TOKENIZER_SPLITS:
+        first = [pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[cut]), behavior="isolated")]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*first, spelled])
+    backend.decoder = decoders.ByteLevel()
+    for kind, add in ((_CONTROL_TOKEN, backend.add_special_tokens), (_TEXT_TOKEN, backend.add_tokens)):
+        added = [text for text, its_kind in zip(tokens, vocabulary["token_type"], strict=True) if its_kind == kind]
+        add([AddedToken(text, normalized=False, special=kind == _CONTROL_TOKEN) for text in added])
+    return backend

@@ -45,8 +45,9 @@ class GgufWeights:
 
     @functools.cached_property
     def index(self) -> Mapping[str, Path]:
-        """Maps transformers' name of each tensor to the file that holds it."""
-        return {name: self.tensors.stored(name)[0].path for name in self.tensors}
+        """Maps transformers' name of each tensor to the file that holds it; for a bias that is zero, to `path`."""
+        stored = {name: self.tensors.stored(name) for name in self.tensors}
+        return {name: held[0].path if held else self.path for name, held in stored.items()}
 
     @functools.cached_property
     def tensors(self) -> "GgufTensors":

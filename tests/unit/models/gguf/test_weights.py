@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
+from corolla.chassis.errors import CheckpointError
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import load_edges
 from corolla.models.gguf.header import TYPES, GgufTensor
@@ -17,7 +18,7 @@ from corolla.models.gguf.tensors import expanded
 from corolla.models.loading import LOADING
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
-from tests.gguf_files import ARCHITECTURES, make_tiny_gguf
+from tests.gguf_files import ARCHITECTURES, make_tiny_gguf, rewrite_gguf
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,59 @@ def test_a_chain_of_a_file_equals_the_model_that_it_was_made_of(tmp_path: Path, 
     for spans in ([Span(0, 4)], [Span(0, 1), Span(1, 4)], [Span(0, 1), Span(1, 3), Span(3, 4)]):
         assert torch.equal(logits(checkpoint, token_ids, spans), expected)
     assert checkpoint.config.model_type == family
+
+
+def assert_equal_to_model(path: Path, source: Path, cleared: tuple[str, ...] = ()) -> None:
+    """A chain of a file equals the model of `source`, whose parameters with the endings `cleared` are set to zero."""
+    library: Any = AutoModelForCausalLM
+    with LOADING:
+        model = library.from_pretrained(source, dtype=torch.float32)
+    token_ids = list(range(5, 45))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(cleared):
+                parameter.zero_()
+        expected = model(torch.tensor([token_ids])).logits[0]
+    checkpoint = Checkpoint.from_pretrained(str(path))
+    assert torch.equal(logits(checkpoint, token_ids, [Span(0, 1), Span(1, checkpoint.num_blocks)]), expected)
+
+
+@pytest.mark.parametrize(
+    "family, biases",
+    [
+        ("llama", ("attention_bias", "mlp_bias")),
+        *(
+            pytest.param(family, ("attention_bias",), marks=pytest.mark.kind)
+            for family in ("qwen3", "qwen3_moe", "gemma2", "gemma3_text")
+        ),
+    ],
+)
+def test_biases_are_served(tmp_path: Path, family: str, biases: tuple[str, ...]) -> None:
+    source, path = make_tiny_gguf(family, tmp_path, num_blocks=2, changes=dict.fromkeys(biases, True))
+    assert any(tensor.name.endswith(".bias") for tensor in gguf.GGUFReader(path).tensors)
+    assert_equal_to_model(path, source)
+
+
+def test_a_bias_that_only_some_layers_have_is_zero_in_the_others(tmp_path: Path) -> None:
+    source, path = make_tiny_gguf("llama", tmp_path, num_blocks=2, changes={"attention_bias": True})
+    absent = [f"blk.{block}.attn_output.bias" for block in range(2)]
+    rewrite_gguf(path, tmp_path / "some.gguf", tensors=dict.fromkeys(absent))
+    assert_equal_to_model(tmp_path / "some.gguf", source, cleared=("o_proj.bias",))
+
+
+@pytest.mark.parametrize(
+    "name", ["blk.0.attn_norm.bias", "blk.1.ffn_gate_inp.weight", "blk.2.attn_norm.weight", "output.bias", "mystery"]
+)
+def test_a_file_with_a_tensor_that_its_model_does_not_use_is_refused(tmp_path: Path, name: str) -> None:
+    _, path = make_tiny_gguf("llama", tmp_path, num_blocks=2)
+    rewrite_gguf(path, tmp_path / "more.gguf", tensors={name: np.ones(64, dtype=np.float32)})
+    checkpoint = Checkpoint.from_pretrained(str(tmp_path / "more.gguf"))
+    for load in (
+        lambda: load_span(checkpoint, Span(1, 2), dtype=torch.float32),
+        lambda: load_edges(checkpoint, dtype=torch.float32),
+    ):
+        with pytest.raises(CheckpointError, match=f"holds the tensor '{name}', which its llama model does not use"):
+            load()
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)

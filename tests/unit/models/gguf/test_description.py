@@ -1,0 +1,161 @@
+"""Every setting of a GGUF file that could change a number is used as llama.cpp uses it, or refused by name."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from corolla.chassis.errors import CheckpointError
+from corolla.models.gguf.description import configuration, end_token_ids
+from corolla.models.gguf.header import GgufHeader, GgufTensor
+
+NUM_TOKENS = 12
+ROWS = GgufTensor(Path("tiny.gguf"), (NUM_TOKENS, 64), 0, 0, NUM_TOKENS * 64 * 4)
+BASIC = {
+    "context_length": 64,
+    "embedding_length": 64,
+    "block_count": 4,
+    "feed_forward_length": 96,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "rope.freq_base": 20000.0,
+}
+
+
+def described(
+    architecture: str = "llama", tensors: Mapping[str, GgufTensor] | None = None, **settings: Any
+) -> dict[str, Any]:
+    """The configuration of a file with these settings besides the basic ones; dots of a key are written as `__`."""
+    changed = {key.replace("__", "."): value for key, value in settings.items()}
+    facts = {key: value for key, value in {**BASIC, **changed}.items() if value is not None}
+    metadata = {
+        "general.architecture": architecture,
+        "tokenizer.ggml.tokens": [str(number) for number in range(NUM_TOKENS)],
+        **{f"{architecture}.{key}": value for key, value in facts.items()},
+    }
+    return configuration(GgufHeader(metadata, {"token_embd.weight": ROWS, **(tensors or {})}, b""))
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        ({}, None),
+        ({"rope__scaling__type": "none", "rope__scaling__factor": 4.0}, None),
+        ({"rope__scaling__factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope__scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope__scale_linear": 2.0, "rope__scaling__factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope__scale_linear": 1.0}, None),
+        ({"rope__scaling__type": "linear"}, None),
+        ({"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}, {"rope_type": "yarn", "factor": 4.0}),
+        (
+            {
+                "rope__scaling__type": "yarn",
+                "rope__scaling__factor": 4.0,
+                "rope__scaling__original_context_length": 16,
+                "rope__scaling__finetuned": True,
+                "rope__scaling__yarn_beta_fast": 32.0,
+            },
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        ),
+        (
+            {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__attn_factor": 0.5},
+            {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.5 * (1 + 0.1 * math.log(4.0))},
+        ),
+    ],
+)
+def test_positions_are_scaled_as_llama_cpp_scales_them(
+    settings: Mapping[str, Any], expected: Mapping[str, Any] | None
+) -> None:
+    assert described(**settings).get("rope_scaling") == expected
+
+
+def test_what_a_file_leaves_out_is_what_llama_cpp_takes() -> None:
+    left_out = {"attention__head_count_kv": None, "rope__freq_base": None}
+    for architecture in ("llama", "qwen2", "qwen3", "gemma2"):
+        found = described(architecture, **left_out)
+        config = AutoConfig.for_model(**found)
+        assert config.num_key_value_heads == 4
+        parameters = config.rope_parameters
+        assert parameters.get("full_attention", parameters)["rope_theta"] == 10000.0
+        assert config.head_dim == 16 if hasattr(config, "head_dim") else True
+
+
+@pytest.mark.parametrize(
+    "architecture, settings, kinds",
+    [
+        ("gemma2", {"attention__sliding_window": 8}, None),
+        ("gemma3", {"attention__sliding_window": 8, "attention__sliding_window_pattern": 2}, "sfsf"),
+        ("gemma3", {"attention__sliding_window": 8, "attention__sliding_window_pattern": [0, 0, 1, 1]}, "ffss"),
+        ("gemma3", {}, "ffff"),
+    ],
+)
+def test_blocks_have_the_windows_that_the_file_says(
+    architecture: str, settings: Mapping[str, Any], kinds: str | None
+) -> None:
+    names = {"s": "sliding_attention", "f": "full_attention"}
+    assert described(architecture, **settings).get("layer_types") == (kinds and [names[kind] for kind in kinds])
+
+
+def test_a_setting_that_is_the_same_for_all_blocks_may_be_a_list() -> None:
+    found = described(attention__head_count=[4] * 4, attention__head_count_kv=[2] * 4, feed_forward_length=[96] * 4)
+    assert (found["num_attention_heads"], found["num_key_value_heads"], found["intermediate_size"]) == (4, 2, 96)
+
+
+@pytest.mark.parametrize(
+    "architecture, settings, sentence",
+    [
+        ("llama", {"rope__scaling__attn_factor": 0.5}, r"sets llama\.rope\.scaling\.attn_factor"),
+        ("llama", {"rope__scaling__alpha": 2.0}, r"sets llama\.rope\.scaling\.alpha"),
+        ("llama", {"rope__scaling__type": "longrope"}, r"type 'longrope', which is not served"),
+        (
+            "llama",
+            {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__yarn_beta_fast": 8.0},
+            r"sets llama\.rope\.scaling\.yarn_beta_fast",
+        ),
+        ("llama", {"rope__scaling__factor": -1.0}, r"makes no sense"),
+        ("llama", {"rope__dimension_count": 8}, r"sets llama\.rope\.dimension_count to 8 where keys have 16"),
+        ("llama", {"attention__value_length": 32}, r"sets llama\.attention\.value_length to 32"),
+        ("llama", {"attention__scale": 0.1}, r"sets llama\.attention\.scale, which would change answers"),
+        ("llama", {"final_logit_softcapping": 30.0}, r"sets llama\.final_logit_softcapping"),
+        ("llama", {"logit_scale": 2.0}, r"sets llama\.logit_scale"),
+        ("llama", {"expert_count": 8, "expert_used_count": 2}, r"mixture of experts .*Mixtral, which is not served"),
+        ("llama", {"attention__head_count": [4, 4, 2, 4]}, r"different values of llama\.attention\.head_count"),
+        ("llama", {"attention__sliding_window_pattern": 4}, r"sliding_window_pattern, which is not served for a llama"),
+        ("qwen2", {"attention__sliding_window": 8}, r"sets qwen2\.attention\.sliding_window"),
+        ("qwen2", {"attention__key_length": 32}, r"4 heads of 32 numbers"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, r"sets gemma3\.attn_logit_softcapping"),
+        ("gemma2", {"rope__freq_base_swa": 5000.0}, r"sets gemma2\.rope\.freq_base_swa"),
+        ("llama", {"vocab_size": 32}, r"lists 12 tokens, has 12 rows of embeddings and a vocabulary of 32"),
+        ("llama", {"attention__layer_norm_rms_epsilon": None}, r"does not say the model's rms_norm_eps"),
+        ("llama", {"a_key_of_tomorrow": 1}, r"sets llama\.a_key_of_tomorrow"),
+        ("phi3", {}, r"architecture 'phi3' are not served"),
+    ],
+)
+def test_a_setting_that_is_not_served_is_named(architecture: str, settings: Mapping[str, Any], sentence: str) -> None:
+    with pytest.raises(CheckpointError, match=sentence) as refusal:
+        described(architecture, **settings)
+    if "sense" not in sentence and "say" not in sentence:
+        assert "fetch" not in str(refusal.value), "no file that is fetched again would be served"
+
+
+def test_settings_without_effect_are_no_reason_to_refuse() -> None:
+    described(tensor_data_layout="Meta AI original pth", expert_count=0, expert_used_count=0, attention__causal=True)
+
+
+def test_fewer_tokens_than_rows_of_embeddings_are_refused() -> None:
+    rows = GgufTensor(Path("tiny.gguf"), (NUM_TOKENS + 4, 64), 0, 0, 1)
+    with pytest.raises(CheckpointError, match="lists 12 tokens, has 16 rows of embeddings"):
+        described(tensors={"token_embd.weight": rows})
+
+
+def test_an_answer_ends_where_llama_cpp_ends_it() -> None:
+    metadata = {
+        "tokenizer.ggml.tokens": ["a", "</s>", "<|im_end|>", "<|eot_id|>", "b"],
+        "tokenizer.ggml.token_type": [1, 3, 4, 1, 1],
+        "tokenizer.ggml.eos_token_id": 4,
+    }
+    assert end_token_ids(metadata) == [4, 1, 2, 3]
