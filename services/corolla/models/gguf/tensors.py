@@ -59,6 +59,7 @@ class GgufTensors(Mapping[str, "LazyTensor | Tensor"]):
             self._zeros.pop(name, None)
 
     def __getitem__(self, name: str) -> "LazyTensor | Tensor":
+        """The weight `name`; a bias that the file lacks is a float32 tensor `[out]` on the CPU."""
         zeros = self._zeros.get(name)
         return LazyTensor(self, self._stored[name]) if zeros is None else torch.zeros(zeros)
 

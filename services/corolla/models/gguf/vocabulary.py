@@ -122,7 +122,7 @@ def _backend(architecture: str, vocabulary: Mapping[str, Any]) -> Tokenizer:
     convert: Any = convert_gguf_tokenizer  # untyped in transformers
     backend, _ = convert(architecture, vocabulary)
     if vocabulary.get("tokenizer_type") == "llama":
-        # As sentencepiece and llama.cpp do, each stretch of text between special tokens gets a space in front.
+        # Each stretch of text between special tokens gets a space in front, in sentencepiece and llama.cpp, too.
         has_prefix = bool(vocabulary.get("add_prefix_space", True))
         spelling = [normalizers.Replace(" ", _SPACE)]
         backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), *spelling] if has_prefix else spelling)
