@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Final
 
+import torch
+
 from corolla.block_server.adapters import Adapters
 from corolla.block_server.batch_executor import StepWork
 from corolla.block_server.boundary_activations import BoundaryActivations
@@ -36,6 +38,7 @@ from corolla.cache.states import NUM_KEPT_STATES
 from corolla.cache.store import LayerGroups, SessionCache
 from corolla.chassis.errors import StartupError
 from corolla.chassis.handlers import call_path
+from corolla.chassis.host_memory import available_bytes
 from corolla.chassis.lifecycle import fail
 from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, TaskMetrics, new_registry
 from corolla.chassis.processors import available_cores
@@ -46,7 +49,8 @@ from corolla.chassis.tracing import spans
 from corolla.chassis.weight_formats import weight_format
 from corolla.compute.compute_thread import ComputeThread
 from corolla.compute.decode_graphs import CudaCapture
-from corolla.compute.device import memory_for, open_device
+from corolla.compute.device import memory_for, memory_of, open_device
+from corolla.compute.device_memory import DeviceMemory
 from corolla.compute.graph_choice import choose_graphs
 from corolla.compute.span_runner import SpanRunner
 from corolla.compute.speed import Speed, measure_decode_step, measure_speed, state_bytes
@@ -70,6 +74,10 @@ tokens more than the window needs. A ring runs 32 tokens ahead of its reader; it
 
 MAX_INLINE_S: Final = 0.01
 """The longest decode step that runs on the event loop. Control frames may have to wait that long."""
+_CACHE_BYTES_ON_CPUS: Final = 1 << 30
+_ACTIVATION_BYTES_ON_CPUS: Final = 256 << 20
+_SHARE_OF_ACTIVATIONS: Final = 8
+"""Boundary activations of a server on a GPU take at most this part of the machine's memory."""
 _MAX_QUEUED_STEPS: Final = 1024
 """The most steps that wait; the server refuses more. The sessions for which there are pages queue far fewer steps."""
 
@@ -223,7 +231,8 @@ class BlockServer:
                 measure_speed, checkpoint, dtype, settings.device, settings.quantization, settings.threads,
                 self._new_runner,
             )  # fmt: skip
-        description = await asyncio.to_thread(self._description, checkpoint, fingerprint, speed)
+        memory = await self._compute_thread.run(memory_of, device)
+        description = await asyncio.to_thread(self._description, checkpoint, fingerprint, speed, memory)
         self._registration = Registration(
             settings.router, description, self._load, network.channels, on_placement=self._on_placement
         )
@@ -238,7 +247,7 @@ class BlockServer:
         # Weights come first: a lack of memory is then reported as what it is.
         with memory_for("the keys and values of sessions", device, _FEWER_PAGES):
             runner = await self._compute_thread.run(self._make_runner, model, speed.cache_bytes_per_token)
-        outputs = BoundaryActivations(settings.boundary_activations_mib << 20)
+        outputs = BoundaryActivations(self._boundary_activation_bytes(runner))
         self._sessions = self._make_sessions(runner, outputs)
         engine = self._engine = Engine(
             runner, self._scheduler, self._sessions, outputs, self._peers,
@@ -282,9 +291,19 @@ class BlockServer:
         self._registration.request_heartbeat()
         log.info("ready", extra={"address": self.address, "blocks": str(span), "pages": runner.store.pool.num_pages})
 
-    def _description(self, checkpoint: Checkpoint, fingerprint: str, speed: Speed) -> router_pb2.ServerDescription:
-        """The description of this server for the router."""
+    def _description(
+        self, checkpoint: Checkpoint, fingerprint: str, speed: Speed, memory: DeviceMemory | None
+    ) -> router_pb2.ServerDescription:
+        """The description of this server for the router. `memory` is that of its device before it has weights."""
         settings = self.settings
+        weight_bytes = settings.weights_mib << 20
+        if not weight_bytes and memory is not None and settings.span is None:
+            weight_bytes = memory.for_weights((settings.kv_cache_mib << 20) or None, settings.adapters_mib << 20)
+            if not weight_bytes:
+                raise StartupError(
+                    f"COROLLA_DEVICE={settings.device} has {memory.num_free >> 20} MiB free, which leaves nothing for "
+                    "weights; end other processes there, or set COROLLA_KV_CACHE_MIB or COROLLA_ADAPTERS_MIB to less"
+                )
         capacity = min(settings.capacity_blocks or checkpoint.num_blocks, checkpoint.num_blocks)
         if settings.span is not None:
             capacity = len(settings.span)
@@ -299,7 +318,7 @@ class BlockServer:
             decode_tokens_per_second=speed.decode_tokens_per_second,
             prefill_tokens_per_second=speed.prefill_tokens_per_second,
             head_blocks=speed.head_blocks,
-            weight_blocks=(settings.weights_mib << 20) / speed.block_bytes,
+            weight_blocks=weight_bytes / speed.block_bytes,
             tied_edges=checkpoint.has_tied_edges,
             draft_blocks=self._draft_blocks(speed.block_bytes),
             zone=settings.zone,
@@ -432,8 +451,9 @@ class BlockServer:
         layers_per_group = LayerGroups.of(
             attention_windows(model.config), pageless_layers(model.config)
         ).layers_per_group
+        session_state_bytes = state_bytes(model, self._new_runner)
         num_pages, num_state_pages = self._num_pages(
-            cache_bytes_per_token * layers_per_group, state_bytes(model, self._new_runner)
+            self._cache_bytes(model.device), cache_bytes_per_token * layers_per_group, session_state_bytes
         )
         may_replay = settings.cuda_graphs == "auto" and model.device.type == "cuda"
         runner = self._new_runner(
@@ -511,19 +531,40 @@ class BlockServer:
             log.info("formats of the weights", extra=extra)
         return weight_format(settings.dtype, settings.quantization, packed, expanded)
 
-    def _num_pages(self, cache_bytes_per_token: int, session_state_bytes: int) -> tuple[int, int]:
+    def _cache_bytes(self, device: torch.device) -> int:
+        """The bytes for keys and values, once all weights are loaded."""
+        settings = self.settings
+        if settings.kv_cache_mib:
+            return settings.kv_cache_mib << 20
+        memory = memory_of(device)
+        return _CACHE_BYTES_ON_CPUS if memory is None else memory.for_pages(settings.adapters_mib << 20)
+
+    def _boundary_activation_bytes(self, runner: SpanRunner) -> int:
+        given = self.settings.boundary_activations_mib
+        if given is not None:
+            return given << 20
+        if runner.model.device.type == "cpu":
+            return _ACTIVATION_BYTES_ON_CPUS
+        pool, model = runner.store.pool, runner.model
+        of_all_pages = pool.num_pages * pool.page_tokens * model.hidden_size * model.dtype.itemsize
+        return max(_ACTIVATION_BYTES_ON_CPUS, min(of_all_pages, (available_bytes() or 0) // _SHARE_OF_ACTIVATIONS))
+
+    def _num_pages(self, cache_bytes: int, cache_bytes_per_token: int, session_state_bytes: int) -> tuple[int, int]:
         """Returns the number of pages, and how many of them stand for the recurrent states of one session."""
         bytes_per_page = cache_bytes_per_token * self.settings.num_page_tokens
-        num_pages = (self.settings.kv_cache_mib << 20) // bytes_per_page
+        num_pages = cache_bytes // bytes_per_page
         num_state_pages = -(-session_state_bytes * NUM_KEPT_STATES // bytes_per_page)
         # Recurrent states take memory in addition to the pages that stand for them. They take the most if each session
         # has only one other page: for every 1 + num_state_pages pages, the states then need num_state_pages pages more.
         num_pages = num_pages * (1 + num_state_pages) // (1 + 2 * num_state_pages)
         if num_pages < 1 + num_state_pages:
             states = f" and {NUM_KEPT_STATES} times {session_state_bytes} bytes of recurrent states"
+            given = f"COROLLA_KV_CACHE_MIB={self.settings.kv_cache_mib} is"
+            if not self.settings.kv_cache_mib:
+                given = f"weights leave {cache_bytes} bytes for keys and values, which is"
             raise StartupError(
-                f"COROLLA_KV_CACHE_MIB={self.settings.kv_cache_mib} is less than one page of {bytes_per_page} bytes"
-                f"{states if num_state_pages else ''}"
+                f"{given} less than one page of {bytes_per_page} bytes{states if num_state_pages else ''}; hold fewer "
+                "blocks, or raise COROLLA_KV_CACHE_MIB"
             )
         return num_pages, num_state_pages
 

@@ -57,7 +57,8 @@ class BlockServerSettings(ServiceSettings):
         0,
         ge=0,
         description="Memory for weights in MiB, embedding and head included. It bounds the number of blocks when "
-        "COROLLA_BLOCKS is `auto`; 0: only COROLLA_CAPACITY_BLOCKS bounds it.",
+        "COROLLA_BLOCKS is `auto`; 0: on a CPU only COROLLA_CAPACITY_BLOCKS bounds it, on a GPU also the memory that "
+        "is free at start, of which keys and values get a fifth.",
     )
     device: str = Field("cpu", description="Torch device: `cpu`, `cuda`, `cuda:1`.")
     dtype: Dtype = Field(
@@ -104,12 +105,18 @@ class BlockServerSettings(ServiceSettings):
     threads: int = Field(
         0, ge=0, le=1024, description="Torch threads of this process; 0: as many as a measurement finds fastest."
     )
-    kv_cache_mib: int = Field(1024, ge=1, description="Memory for keys and values in MiB.")
-    boundary_activations_mib: int = Field(
-        256,
+    kv_cache_mib: int = Field(
+        0,
         ge=0,
-        description="Memory in MiB for boundary activations: outputs that the server keeps, to send them to the server "
-        "that replaces a lost next hop; 0: they are recomputed.",
+        description="Memory for keys and values in MiB; 0: 1024 on a CPU, and on a GPU what weights and steps leave. "
+        "Servers that share a GPU must set it.",
+    )
+    boundary_activations_mib: int | None = Field(
+        None,
+        ge=0,
+        description="Memory of the machine in MiB for boundary activations: outputs that the server keeps, to send "
+        "them to the server that replaces a lost next hop; 0: they are recomputed. Without it, 256 on a CPU, and on a "
+        "GPU enough for the tokens of all pages, but at most an eighth of the memory that is available.",
     )
     prompt_mib: int = Field(
         256,

@@ -6,7 +6,9 @@ from typing import Final
 
 import torch
 
+from corolla.chassis import heap
 from corolla.chassis.errors import StartupError
+from corolla.compute.device_memory import DeviceMemory
 
 # torch raises OutOfMemoryError only for the memory of GPUs. On the CPU, and in libraries below torch, only the text of
 # the error tells.
@@ -55,7 +57,7 @@ def num_devices(kind: str) -> int:
         StartupError: there is none, or it does not compute.
     """
     open_device(kind)
-    return max(1, torch.get_device_module(kind).device_count())
+    return max(1, int(torch.get_device_module(kind).device_count()))
 
 
 def _reason(device: torch.device, failure: BaseException) -> str:
@@ -91,6 +93,15 @@ def memory_for(what: str, device: torch.device, advice: str) -> Iterator[None]:
             raise
         where = "this machine" if device.type == "cpu" else str(device)
         raise StartupError(f"{what} do not fit into the memory of {where}{_free(device)}: {advice}") from None
+
+
+def memory_of(device: torch.device) -> DeviceMemory | None:
+    """The memory of a device, after all that this process no longer uses was given back; None unless it is a GPU."""
+    if device.type != "cuda":
+        return None
+    heap.release()
+    torch.cuda.empty_cache()
+    return DeviceMemory(*torch.cuda.mem_get_info(device))
 
 
 def _free(device: torch.device) -> str:

@@ -1,6 +1,7 @@
 """Decides at start whether a server replays recorded decode steps, by comparing them with its ordinary steps."""
 
 import logging
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -39,15 +40,16 @@ def _failure(runner: SpanRunner, record: Record) -> str | None:
         return "the blocks run with the family's own code"
     if not isinstance(runner.backend, PagedFlash):
         return f"attention is {runner.backend.name}, which does not read pages through tables"
-    sizes = [size for size in SIZES if _num_pages(runner, size) <= runner.store.pool.num_available]
-    if not sizes:
+    checked = _checked_rows(runner)
+    if not checked:
         return "there are too few pages for a check"
+    sizes = list(checked)
     try:
         like = torch.empty(0, runner.model.hidden_size, dtype=runner.model.dtype, device=runner.model.device)
         buffers = DecodeBuffers(runner.store, sizes[-1], _max_tokens(runner), like)
         graphs = DecodeGraphs(fused, len(runner.span), buffers, runner.backend, record, sizes)
-        for smaller, size in zip((0, *sizes), sizes, strict=False):
-            for num_rows in sorted({smaller + 1, size}):
+        for num_rows_of_size in checked.values():
+            for num_rows in num_rows_of_size:
                 error = _largest_error(runner, graphs, num_rows)
                 if not error <= TOLERANCES[runner.model.dtype]:
                     return f"with {num_rows} rows its results differ by {error:.1e} of their size"
@@ -57,6 +59,20 @@ def _failure(runner: SpanRunner, record: Record) -> str | None:
     runner.decode_graphs = graphs
     log.info("using CUDA graphs for decode steps", extra={"sizes": " ".join(map(str, sizes))})
     return None
+
+
+def _checked_rows(runner: SpanRunner) -> dict[int, Sequence[int]]:
+    """The sizes to record, each with the numbers of rows to check: the fewest and the most that have pages."""
+    checked: dict[int, Sequence[int]] = {}
+    for smaller, size in zip((0, *SIZES), SIZES, strict=False):
+        fitting = [
+            num_rows
+            for num_rows in range(smaller + 1, size + 1)
+            if _num_pages(runner, num_rows) <= runner.store.pool.num_available
+        ]
+        if fitting:
+            checked[size] = sorted({fitting[0], fitting[-1]})
+    return checked
 
 
 def _max_tokens(runner: SpanRunner) -> int:

@@ -1,6 +1,8 @@
 """Finds or fetches the model before other processes need it, so that not all of them fetch it at once.
 
-It also counts the devices that the block servers may take. This module runs in a child of its own, since fetching starts threads, which the fork server must not do. It writes the
+It also counts the devices that the block servers may take.
+
+This module runs in a child of its own, since fetching starts threads, which the fork server must not do. It writes the
 result to standard output as a line of JSON.
 """
 

@@ -58,7 +58,7 @@ def test_the_choice_of_graphs_is_logged_and_leaves_no_page_behind(
 
 
 def test_a_small_pool_records_no_more_rows_than_it_has_pages_for(folder: Path) -> None:
-    runner = make_runner(folder, num_pages=6)
+    runner = make_runner(folder, num_pages=5)
     graphs = choose(runner)
     assert graphs is not None
     caches = [runner.new_cache() for _ in range(5)]
@@ -68,6 +68,16 @@ def test_a_small_pool_records_no_more_rows_than_it_has_pages_for(folder: Path) -
     assert graphs.num_replays == num_replays + 1
     runner.forward([RowWork(cache, cache.num_tokens, 1) for cache in caches], ones, SPAN)
     assert graphs.num_replays == num_replays + 1
+
+
+def test_a_size_is_recorded_if_the_fewest_of_its_rows_have_pages(folder: Path) -> None:
+    runner = make_runner(folder, num_pages=7)
+    graphs = choose(runner)
+    assert graphs is not None
+    caches = [runner.new_cache() for _ in range(7)]
+    num_replays = graphs.num_replays
+    runner.forward([RowWork(cache, 0, 1) for cache in caches], torch.ones(7, runner.model.hidden_size), SPAN)
+    assert graphs.num_replays == num_replays + 1, "seven rows run as a step of eight"
 
 
 @pytest.mark.parametrize("page_tokens", [1, 2, 64])

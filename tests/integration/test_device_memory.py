@@ -1,0 +1,54 @@
+"""A server takes as many blocks and pages as its device has memory for."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from corolla.block_server import service
+from corolla.chassis.errors import StartupError
+from corolla.compute.device_memory import DeviceMemory
+from corolla.compute.span_runner import SpanRunner
+from corolla.v1 import router_pb2
+from tests.checkpoints import make_tiny_checkpoint
+from tests.integration.swarm import Swarm
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint("llama", tmp_path_factory.mktemp("memory") / "tiny")
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, num_free: int) -> None:
+    """The device of this machine, a CPU, is a GPU with so much memory for what this process allocates."""
+
+    def memory_of(device: torch.device) -> DeviceMemory:
+        assert device == torch.device("cpu")
+        return DeviceMemory(num_free, num_free)
+
+    monkeypatch.setattr(service, "memory_of", memory_of)
+
+
+async def test_pages_fill_the_device_and_a_full_device_ends_the_start_with_what_to_change(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, 3 * GIB)
+    expected = DeviceMemory(3 * GIB, 3 * GIB)
+    async with Swarm(tmp_path, model, ["auto"]) as swarm:
+        (status,) = await swarm.statuses()
+        runner = swarm.servers[0].engine.runner
+        assert isinstance(runner, SpanRunner)
+        page_bytes = runner.store.page_bytes
+        assert status.num_pages == expected.for_pages(512 << 20) // page_bytes
+        (placed,) = (await swarm.placement()).servers
+        assert placed.server.weight_blocks * 1000 < expected.for_weights(None, 512 << 20)
+        assert placed.server.weight_blocks > placed.server.num_model_blocks
+        assert placed.state == router_pb2.SERVER_STATE_READY
+
+        pretend(monkeypatch, GIB)
+        with pytest.raises(StartupError, match="1024 MiB free, .*end other processes"):
+            await swarm.add_server("auto")
+        with pytest.raises(StartupError, match="weights leave 0 bytes for keys and values.*COROLLA_KV_CACHE_MIB"):
+            await swarm.add_server("0:5")
