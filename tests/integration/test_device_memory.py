@@ -48,7 +48,7 @@ async def test_pages_fill_the_device_and_a_full_device_ends_the_start_with_what_
         assert placed.state == router_pb2.SERVER_STATE_READY
 
         pretend(monkeypatch, GIB)
-        with pytest.raises(StartupError, match="1024 MiB free, .*end other processes"):
+        with pytest.raises(StartupError, match=r"1024 MiB free, .*end other processes"):
             await swarm.add_server("auto")
-        with pytest.raises(StartupError, match="weights leave 0 bytes for keys and values.*COROLLA_KV_CACHE_MIB"):
+        with pytest.raises(StartupError, match=r"weights leave 0 bytes for keys and values.*COROLLA_KV_CACHE_MIB"):
             await swarm.add_server("0:5")

@@ -36,6 +36,7 @@ _STATE_MAGIC = b"CRNG"
 _STATE_VERSION = 1
 
 _OUTPUTS_PER_LOGIT = 2
+_NUM_BITS = 53
 _MOST_DRAWN = 1 << 21
 """Up to this many outputs are skipped by drawing them, which takes about 4 ms; a jump would take longer."""
 
@@ -86,13 +87,40 @@ class TokenPenalties:
 
     def apply(self, logits: Tensor) -> Tensor:
         """The penalised scores of `logits`, both float32 `[V]` on one device; `logits` are not changed."""
-        self._move_to(logits.device)
+        return self.apply_together([self], logits.unsqueeze(0))[0]
+
+    @staticmethod
+    def apply_together(penalties: "Sequence[TokenPenalties]", logits: Tensor) -> Tensor:
+        """The penalised scores of several sequences.
+
+        Args:
+            penalties: the penalties of each row of `logits`.
+            logits: float32 `[R, V]`, not changed.
+
+        Returns:
+            float32 `[R, V]`, on the device of `logits`; each row is that of `TokenPenalties.apply` alone.
+        """
+        for each in penalties:
+            each._move_to(logits.device)
         scores = logits
-        if self._is_seen is not None:
-            penalised = torch.where(scores < 0, scores * self._repetition, scores / self._repetition)
-            scores = torch.where(self._is_seen, penalised, scores)
-        if self._counts is not None:
-            scores = scores - (self._counts * self._frequency + (self._counts > 0) * self._presence)
+
+        def column(values: Iterable[float]) -> Tensor:
+            return torch.tensor(list(values), dtype=torch.float32, device=logits.device).unsqueeze(1)
+
+        seen = [each._is_seen for each in penalties]
+        if any(each is not None for each in seen):
+            nothing = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
+            is_seen = torch.stack([nothing if each is None else each for each in seen])
+            factors = column(each._repetition for each in penalties)
+            penalised = torch.where(scores < 0, scores * factors, scores / factors)
+            scores = torch.where(is_seen, penalised, scores)
+        counts = [each._counts for each in penalties]
+        if any(each is not None for each in counts):
+            none = torch.zeros(logits.shape[1], device=logits.device)
+            counted = torch.stack([none if each is None else each for each in counts])
+            frequencies = column(each._frequency for each in penalties)
+            presences = column(each._presence for each in penalties)
+            scores = scores - (counted * frequencies + (counted > 0) * presences)
         return scores
 
     def _move_to(self, device: torch.device) -> None:
@@ -173,7 +201,8 @@ class Sampler:
         self._penalties: TokenPenalties | None = None
         self._warpers = _warpers(params)
         self._generator: torch.Generator | None = None
-        self._numbers_ahead: Tensor | None = None
+        # Random numbers, or on a device other than a CPU the outputs of the generator that become these.
+        self._drawn_ahead: Tensor | None = None
         self.num_skipped = 0 if params.is_greedy else num_skipped
         if state is not None:
             self._generator = _decode_state(state)
@@ -216,15 +245,23 @@ class Sampler:
         """
         scores = logits
         if self.params.logit_bias:
-            scores = scores + self._biases(logits)
+            scores = scores + self.biases(logits)
         if self.params.has_penalties:
-            scores = self._its_penalties(logits.shape[0]).apply(scores)
-        if self._grammar is not None:
-            # The grammar's scores are added, not filled in, so that a NaN stays NaN.
-            scores = scores + _barred(self._grammar.allowed(), logits.shape[0], logits.device)
+            scores = self.penalties(logits.shape[0]).apply(scores)
+        if (allowed := self.allowed()) is not None:
+            scores = scores + barred([allowed], logits.shape[0], logits.device)[0]
         return scores
 
-    def _biases(self, logits: Tensor) -> Tensor:
+    def allowed(self) -> bytes | None:
+        """The tokens that the grammar allows next, one bit for each; None: there is no grammar.
+
+        Raises:
+            InvalidRequest: the grammar has become too complex.
+        """
+        return None if self._grammar is None else self._grammar.allowed()
+
+    def biases(self, logits: Tensor) -> Tensor:
+        """The bias of each token, float32 `[V]` on the device of `logits`, float32 `[V]`."""
         # A fork may read logits of another device, such as those of a draft model.
         if self._bias is None or self._bias.device != logits.device:
             self._bias = torch.zeros_like(logits)
@@ -232,7 +269,8 @@ class Sampler:
             self._bias[list(token_ids)] = torch.tensor(biases, device=logits.device)
         return self._bias
 
-    def _its_penalties(self, vocabulary_size: int) -> TokenPenalties:
+    def penalties(self, vocabulary_size: int) -> TokenPenalties:
+        """The penalties of the sequence, up to the last token that was added."""
         if self._penalties is None:
             prompt_ids, generated_ids = self._past
             self._penalties = TokenPenalties(
@@ -267,18 +305,29 @@ class Sampler:
 
         Any thread may call this, but no other thread may use the sampler meanwhile.
         """
-        if self._numbers_ahead is None and not self.params.is_greedy:
-            # The numbers are stored before they are moved: if they were drawn and lost, every later token would change.
-            self._numbers_ahead = self._draw(num_logits)
-            self._numbers_ahead = self._numbers_ahead.to(device)
+        if self._drawn_ahead is None and not self.params.is_greedy:
+            # What is drawn is stored before it is moved: if it were lost, every later token would change.
+            self._drawn_ahead = self._draw(num_logits) if device.type == "cpu" else self._draw_outputs(num_logits)
+            self._drawn_ahead = self._drawn_ahead.to(device)
 
     def random_numbers(self, num_logits: int, device: torch.device) -> Tensor:
         """The random numbers of the next choice, float32 `[V]` on `device`; each call returns new ones.
 
         The token with the largest quotient of probability and number is the one that `torch.multinomial` chooses.
         """
-        numbers, self._numbers_ahead = self._numbers_ahead, None
-        return (self._draw(num_logits) if numbers is None else numbers).to(device)
+        drawn, self._drawn_ahead = self._drawn_ahead, None
+        if drawn is None:
+            drawn = self._draw(num_logits)
+        return (drawn if drawn.is_floating_point() else exponential_numbers(drawn)).to(device)
+
+    def random_outputs(self, num_logits: int, device: torch.device) -> Tensor:
+        """The outputs of the generator for the next choice, int64 `[V]` on `device`; each call returns new ones.
+
+        `exponential_numbers` of them are the numbers that `random_numbers` would return. On a CPU, torch takes six
+        times as long to compute these numbers as to draw the outputs.
+        """
+        drawn, self._drawn_ahead = self._drawn_ahead, None
+        return (self._draw_outputs(num_logits) if drawn is None else drawn).to(device)
 
     def skip(self, num_logits: int) -> None:
         """Skips the random numbers that other samplers drew; if nothing calls this before, the first choice does.
@@ -333,6 +382,12 @@ class Sampler:
             self.skip(num_logits)
         return numbers.exponential_(generator=self._generator)
 
+    def _draw_outputs(self, num_logits: int) -> Tensor:
+        outputs = torch.empty(num_logits, dtype=torch.int64)
+        if self.num_skipped:
+            self.skip(num_logits)
+        return outputs.random_(generator=self._generator)
+
     def with_logprobs(self, token_id: int, logits: Tensor) -> SampledToken:
         """The token with the log probabilities that `params` ask for, from the model's logits.
 
@@ -346,10 +401,31 @@ class Sampler:
         return SampledToken(token_id, float(logprobs[token_id]), tuple(pairs))
 
 
-def _barred(allowed: bytes, num_logits: int, device: torch.device) -> Tensor:
-    """Minus Inf for barred tokens and 0 for others, float32 `[V]` on `device`, from one bit for each token."""
-    groups = torch.frombuffer(bytearray(allowed), dtype=torch.uint8).to(device).int()
-    return _barred_of_byte(device)[groups].flatten()[:num_logits]
+def exponential_numbers(outputs: Tensor) -> Tensor:
+    """The exponentially distributed numbers that torch makes on a CPU of a generator's outputs.
+
+    Args:
+        outputs: int64 of any shape, on any device, as `Tensor.random_` draws them.
+
+    Returns:
+        float32 of the same shape and device. The logarithm is computed in float64, so that devices whose last bit
+        differs there give the same float32, except for about one number in 2 to the power of 28.
+    """
+    uniform = (outputs & ((1 << _NUM_BITS) - 1)).double() / (1 << _NUM_BITS)
+    return torch.log1p(-uniform).neg().float()
+
+
+def barred(allowed: Sequence[bytes], num_logits: int, device: torch.device) -> Tensor:
+    """Numbers to be added to scores, so that a NaN stays NaN: minus Inf for barred tokens, and 0 for others.
+
+    Args:
+        allowed: for each row, one bit for each token, as `Sampler.allowed` returns them; all of one length.
+
+    Returns:
+        float32 `[R, V]` on `device`.
+    """
+    groups = torch.frombuffer(bytearray(b"".join(allowed)), dtype=torch.uint8).to(device).int()
+    return _barred_of_byte(device)[groups].view(len(allowed), -1)[:, :num_logits]
 
 
 @functools.cache

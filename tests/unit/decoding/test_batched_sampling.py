@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -9,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corolla.chassis.errors import NonFiniteOutput
-from corolla.decoding.batched_sampling import sample_together
+from corolla.decoding.batched_sampling import sample_together, within_shares
 from corolla.decoding.parameters import SampledToken, SamplingParams
-from corolla.decoding.sampling import Sampler
+from corolla.decoding.sampling import Sampler, exponential_numbers
 
 VOCABULARY_SIZE = 97
 PROMPT = (3, 1, 4, 1, 5, 96)
@@ -27,6 +28,7 @@ PARAMS = st.builds(
     presence_penalty=st.sampled_from([0.0, 0.8]),
     frequency_penalty=st.sampled_from([0.0, -0.5]),
     num_logprobs=st.sampled_from([None, 0, 4]),
+    logit_bias=st.sampled_from([(), ((3, 7.5), (96, -100.0))]),
 )
 
 
@@ -113,3 +115,48 @@ def test_the_quotient_of_probability_and_number_is_the_choice_of_torch() -> None
         logits = logits_of(1, seed, has_ties=seed % 2 == 0)
         expected = torch.multinomial(logits.softmax(-1), 1, generator=torch.Generator().manual_seed(seed))
         assert Sampler(SamplingParams(1.0, seed=seed), ()).sample(logits[0]).token_id == int(expected)
+
+
+@pytest.mark.parametrize("num_logits", [1, 97, 151_936])
+def test_outputs_of_the_generator_become_the_numbers_that_torch_draws(num_logits: int) -> None:
+    """A device computes them from the outputs, so a session has one random stream on every kind of server."""
+    drawing, ahead, outputs = (Sampler(SamplingParams(1.0, seed=5), (), num_skipped=2) for _ in range(3))
+    for _ in range(3):
+        expected = drawing.random_numbers(num_logits, CPU)
+        ahead.draw_ahead(num_logits, CPU)
+        assert torch.equal(ahead.random_numbers(num_logits, CPU), expected)
+        assert torch.equal(exponential_numbers(outputs.random_outputs(num_logits, CPU)), expected)
+    assert drawing.state() == ahead.state() == outputs.state()
+
+
+def test_a_draft_model_on_a_cpu_reads_the_numbers_that_were_drawn_for_a_device() -> None:
+    plain, ahead = (Sampler(SamplingParams(1.0, seed=5), ()) for _ in range(2))
+    # The meta device stands for one that is not a CPU: it keeps dtypes and shapes, and no numbers.
+    ahead.draw_ahead(9, torch.device("meta"))
+    outputs = ahead.random_outputs(9, torch.device("meta"))
+    assert (outputs.dtype, outputs.shape, outputs.device.type) == (torch.int64, (9,), "meta")
+    plain.random_numbers(9, CPU)
+    assert ahead.state() == plain.state()
+    assert torch.equal(ahead.random_numbers(9, CPU), plain.random_numbers(9, CPU))
+
+
+@given(
+    num_rows=st.integers(1, 4),
+    seed=st.integers(0, 2**32),
+    shares=st.lists(st.floats(0, 1, width=32), min_size=4, max_size=4),
+    peak=st.sampled_from([0.1, 1.0, 30.0]),
+)
+def test_a_nucleus_on_a_device_is_the_exact_one_whatever_the_company(
+    num_rows: int, seed: int, shares: list[float], peak: float
+) -> None:
+    logits = peak * torch.randn(num_rows, 300, generator=torch.Generator().manual_seed(seed))
+    probabilities = logits.sort().values.softmax(dim=-1)
+    columns = torch.tensor(shares[:num_rows]).unsqueeze(1)
+    found = within_shares(probabilities, columns)
+    for row, (share, own) in enumerate(zip(columns[:, 0].tolist(), probabilities.tolist(), strict=True)):
+        alone = within_shares(probabilities[row : row + 1], columns[row : row + 1])[0]
+        assert torch.equal(alone, found[row])
+        # Each probability is cut after 52 bits, so the exact sum is larger by less than this.
+        tolerance = Fraction(len(own) + 1, 1 << 52)
+        for is_within, total in zip(found[row].tolist(), itertools.accumulate(map(Fraction, own)), strict=True):
+            assert is_within == (total <= Fraction(share)) or abs(total - Fraction(share)) <= tolerance
