@@ -205,7 +205,7 @@ async def test_texts_become_tokens_and_texts_again(http: httpx2.AsyncClient) -> 
 @pytest.mark.parametrize(
     "path, body, param",
     [
-        ("/v1/chat/completions", {"messages": CHAT, "temprature": 1}, "temprature"),
+        ("/v1/chat/completions", {"messages": CHAT, "min_tokens": 1}, "min_tokens"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ("/v1/completions", {"prompt": "a", "n": 99}, "n"),
         ("/v1/chat/completions", {"messages": CHAT, "top_logprobs": 2}, "top_logprobs"),
@@ -220,7 +220,7 @@ async def test_texts_become_tokens_and_texts_again(http: httpx2.AsyncClient) -> 
         ("/v1/completions", {"prompt": [1 << 20]}, "prompt"),
         ("/tokenize", {}, "prompt"),
         ("/detokenize", {"tokens": [1 << 20]}, "tokens"),
-        ("/v1/responses", {"input": "a", "tools": [{"type": "web_search"}]}, "tools"),
+        ("/v1/responses", {"input": "a", "tool_choice": {"type": "web_search"}}, "tool_choice"),
     ],
 )
 async def test_a_refusal_names_the_field(http: httpx2.AsyncClient, path: str, body: Any, param: str) -> None:
@@ -228,6 +228,46 @@ async def test_a_refusal_names_the_field(http: httpx2.AsyncClient, path: str, bo
     error = refused.json()["error"]
     assert (refused.status_code, error["type"]) == (400, "invalid_request_error")
     assert error["param"].startswith(param), error
+
+
+async def test_what_is_ignored_is_named(http: httpx2.AsyncClient) -> None:
+    asked: dict[str, Any] = {"messages": CHAT, "max_tokens": 2, "temprature": 1, "tools": [{"type": "web_search"}]}
+    for body in (asked, {**asked, "stream": True}, {**asked, "n": 99}):
+        reply = await http.post("/v1/chat/completions", json=body)
+        assert reply.headers["x-corolla-ignored"] == "temprature, tools[]"
+    reply = await http.post("/v1/chat/completions", json={"messages": CHAT, "max_tokens": 2})
+    assert "x-corolla-ignored" not in reply.headers
+
+
+async def test_empty_texts_are_texts(http: httpx2.AsyncClient) -> None:
+    empty = [{"role": "system", "content": ""}, {"role": "user", "content": ""}]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": empty}),
+        ("/v1/completions", {"prompt": ""}),
+        ("/v1/completions", {"prompt": None, "stop": ""}),
+        ("/v1/completions", {"prompt": ["", "a"], "top_p": 0, "top_k": -1}),
+        ("/v1/responses", {"input": "", "instructions": "", "store": False}),
+    ):
+        limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+        reply = await http.post(path, json={**body, limit: 2})
+        assert reply.status_code == 200, reply.text
+
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": ""}}
+
+
+@pytest.mark.parametrize("arguments", ['{"city":', '{"city": "Ro', "", " ", "null", "{}", "Rome", None])
+async def test_any_call_of_an_answer_may_come_back(http: httpx2.AsyncClient, arguments: str | None) -> None:
+    call = {**CALL, "index": 0, "function": {"name": "weather", "arguments": arguments, "parsed_arguments": None}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call], "parsed": None, "audio": None}
+    messages = [*CHAT, answer, {"role": "tool", "tool_call_id": "call_1", "content": ""}]
+    reply = await http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2})
+    assert reply.status_code == 200, reply.text
+    item = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": arguments or ""}
+    heard = {"type": "function_call_output", "call_id": "call_1", "output": ""}
+    body = {"input": [{"role": "user", "content": "Where?"}, {**item, "status": "incomplete"}, heard]}
+    reply = await http.post("/v1/responses", json={**body, "max_output_tokens": 2, "store": False})
+    assert reply.status_code == 200, reply.text
 
 
 async def test_every_failure_has_the_same_form(http: httpx2.AsyncClient) -> None:

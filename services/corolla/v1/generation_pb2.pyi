@@ -763,13 +763,18 @@ class Tool(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
     STRICT_FIELD_NUMBER: _builtins.int
+    LENIENT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """1 to 64 letters, digits, dashes and underscores."""
     description: _builtins.str
     parameters: _builtins.str
     """A JSON Schema of an object, as text; empty: no parameters."""
     strict: _builtins.bool
-    """Whether the arguments of each call must match the schema, even if calls are not required."""
+    """Whether the arguments of each call must match the schema, even if calls are not required. A schema that grammars
+    cannot follow is refused. Without `strict`, the arguments of required calls match it as far as grammars can.
+    """
+    lenient: _builtins.bool
+    """With `strict`: arguments match the schema as far as grammars can follow it, and no schema is refused."""
     def __init__(
         self,
         *,
@@ -777,10 +782,11 @@ class Tool(_message.Message):
         description: _builtins.str = ...,
         parameters: _builtins.str = ...,
         strict: _builtins.bool = ...,
+        lenient: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters", "strict", b"strict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "lenient", b"lenient", "name", b"name", "parameters", b"parameters", "strict", b"strict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -796,7 +802,7 @@ class ToolCall(_message.Message):
     id: _builtins.str
     name: _builtins.str
     arguments: _builtins.str
-    """A JSON object."""
+    """A JSON object, or the beginning of one if the answer was cut off within it."""
     def __init__(
         self,
         *,
@@ -883,6 +889,7 @@ class ChatRequest(_message.Message):
     NUM_COMPLETIONS_FIELD_NUMBER: _builtins.int
     EXPECTED_TURNS_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    INSTRUCTIONS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     session_id: _builtins.str
     logprobs: _builtins.int
@@ -902,6 +909,8 @@ class ChatRequest(_message.Message):
     """
     adapter: _builtins.str
     """The same as in GenerateRequest."""
+    instructions: _builtins.str
+    """The text of a system message in front of the whole conversation, for this answer only: a session does not keep it."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The whole conversation, or with a session, the messages since its last turn."""
@@ -951,10 +960,11 @@ class ChatRequest(_message.Message):
         num_completions: _builtins.int | None = ...,
         expected_turns: _builtins.int | None = ...,
         adapter: _builtins.str = ...,
+        instructions: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_turns", b"_expected_turns", "_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "_parallel_tool_calls", b"_parallel_tool_calls", "expected_turns", b"expected_turns", "logprobs", b"logprobs", "num_completions", b"num_completions", "parallel_tool_calls", b"parallel_tool_calls", "received", b"received", "response_format", b"response_format", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "template_arguments", b"template_arguments", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_turns", b"_expected_turns", "_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "_parallel_tool_calls", b"_parallel_tool_calls", "adapter", b"adapter", "cache_salt", b"cache_salt", "continue_last_message", b"continue_last_message", "expected_turns", b"expected_turns", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "num_completions", b"num_completions", "parallel_tool_calls", b"parallel_tool_calls", "received", b"received", "request_id", b"request_id", "response_format", b"response_format", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stopping", b"stopping", "template_arguments", b"template_arguments", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_turns", b"_expected_turns", "_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "_parallel_tool_calls", b"_parallel_tool_calls", "adapter", b"adapter", "cache_salt", b"cache_salt", "continue_last_message", b"continue_last_message", "expected_turns", b"expected_turns", "instructions", b"instructions", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "num_completions", b"num_completions", "parallel_tool_calls", b"parallel_tool_calls", "received", b"received", "request_id", b"request_id", "response_format", b"response_format", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stopping", b"stopping", "template_arguments", b"template_arguments", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_turns: _TypeAlias = _typing.Literal["expected_turns"]  # noqa: Y015
     _WhichOneofArgType__expected_turns: _TypeAlias = _typing.Literal["_expected_turns", b"_expected_turns"]  # noqa: Y015

@@ -12,7 +12,7 @@ from google.protobuf import struct_pb2
 from corolla.chassis.errors import InvalidRequest
 from corolla.client.output_parsing.call_rules import CallRules
 from corolla.client.output_parsing.formats import ReasoningFormat
-from corolla.client.text.conversation import ChatSetting, Message, Tool, ToolCall, check_messages
+from corolla.client.text.conversation import ChatSetting, Message, Tool, ToolCall, arguments_of, check_messages
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2
 
@@ -69,7 +69,10 @@ def _check_call(given: pb.ToolCall, field: str) -> None:
         raise InvalidRequest(f"{field}.name", "must be 1 to 64 letters, digits, dashes or underscores")
     if len(given.id) > MAX_ID_CHARS:
         raise InvalidRequest(f"{field}.id", f"must have at most {MAX_ID_CHARS} characters")
-    _json_object(given.arguments, f"{field}.arguments")
+    if len(given.arguments) > MAX_SCHEMA_CHARS:
+        raise InvalidRequest(f"{field}.arguments", f"must have at most {MAX_SCHEMA_CHARS} characters")
+    if given.arguments.count("{") + given.arguments.count("[") > MAX_JSON_DEPTH:
+        _check_depth(arguments_of(given.arguments), f"{field}.arguments")
 
 
 def setting(given: pb.ChatRequest | pb.Conversation, reserved_names: frozenset[str]) -> ChatSetting:
@@ -135,9 +138,14 @@ def _json_object(text: str, field: str) -> dict[str, Any]:
         value = None
     if not isinstance(value, dict):
         raise InvalidRequest(field, "must be an object in JSON")
-    if text.count("{") + text.count("[") > MAX_JSON_DEPTH and depth_of(value) > MAX_JSON_DEPTH:
-        raise InvalidRequest(field, f"must be at most {MAX_JSON_DEPTH} deep")
+    if text.count("{") + text.count("[") > MAX_JSON_DEPTH:
+        _check_depth(value, field)
     return value
+
+
+def _check_depth(value: Any, field: str) -> None:
+    if depth_of(value) > MAX_JSON_DEPTH:
+        raise InvalidRequest(field, f"must be at most {MAX_JSON_DEPTH} deep")
 
 
 def depth_of(value: Any) -> int:

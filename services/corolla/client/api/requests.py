@@ -38,11 +38,13 @@ class ChatPrompt:
     """A conversation to answer, or a session's new messages.
 
     Attributes:
+        instructions: a system message for this answer only; empty: none.
         expected_turns: the number of turns that the session must have had; None: any number.
     """
 
     messages: tuple[Message, ...]
     setting: ChatSetting
+    instructions: str = ""
     expected_turns: int | None = None
 
     def check_turns(self, num_turns: int) -> None:
@@ -175,7 +177,8 @@ class RequestParser:
         setting = conversations.setting(message, self.reserved_names)
         rules = conversations.call_rules(message, setting.tools)
         begun = "".join(messages[-1].content if messages else ()) if setting.continues_last else None
-        prompt = ChatPrompt(messages, setting, _given(message, "expected_turns") if message.session_id else None)
+        expected_turns = _given(message, "expected_turns") if message.session_id else None
+        prompt = ChatPrompt(messages, setting, message.instructions, expected_turns)
         request = self._request(message, caller, adapter, prompt, OutputParsing(self.output_format, rules, begun))
         if not request.session_id:
             check_conversation(messages, setting)
@@ -185,10 +188,10 @@ class RequestParser:
         kind = message.WhichOneof("prompt")
         if kind is None:
             raise InvalidRequest("prompt", "one of text and tokens must be set")
-        if not (message.text or message.tokens.ids):
-            raise InvalidRequest("text" if kind == "text" else "tokens.ids", "must not be empty")
         if kind == "text":
             return message.text
+        if not message.tokens.ids:
+            raise InvalidRequest("tokens.ids", "must not be empty")
         if len(message.tokens.ids) > self.context_length:
             raise context_exceeded(self.context_length, len(message.tokens.ids))
         return token_ids("tokens.ids", message.tokens.ids, self.vocab_size)

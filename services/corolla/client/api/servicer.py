@@ -29,7 +29,7 @@ from corolla.client.generation.request import AnyRequest
 from corolla.client.output_parsing.parser_choice import OutputFormat
 from corolla.client.quotas.enforcer import QuotaEnforcer
 from corolla.client.text.chat import ChatTemplate
-from corolla.client.text.conversation import Message, check_conversation
+from corolla.client.text.conversation import Message, check_conversation, with_instructions
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
 from corolla.v1 import generation_pb2 as pb
@@ -153,6 +153,8 @@ class GenerationServicer:
         if not isinstance(prompt, str):
             return prompt
         token_ids = self._tokenizer.encode(prompt, add_special_tokens=is_first, max_tokens=self._model.context_length)
+        if not token_ids and is_first:
+            token_ids = self._tokenizer.first_ids
         if not token_ids:
             raise InvalidRequest("text", "must give at least one token")
         return token_ids
@@ -192,6 +194,7 @@ class GenerationServicer:
 
     def _chat_answers(self, request: ChatRequest, call: Call[KeyHolder]) -> Answers:
         messages, setting = request.prompt.messages, request.prompt.setting
+        instructions = request.prompt.instructions
 
         def next_prompt(record: router_pb2.SessionRecord) -> tuple[int, Sequence[int]]:
             if record.token_log and not record.transcript:
@@ -199,8 +202,9 @@ class GenerationServicer:
             request.prompt.check_turns(record.num_turns)
             earlier = conversations.recorded(record)
             check_conversation([*earlier, *messages] if setting.continues_last else messages, setting)
+            earlier, new = with_instructions(instructions, earlier, messages)
             return self._chat.next_turn_ids(
-                record.token_log, earlier, messages, setting, max_tokens=self._model.context_length
+                record.token_log, earlier, new, setting, max_tokens=self._model.context_length
             )
 
         def record_turn(record: router_pb2.SessionRecord, answer: Message) -> None:

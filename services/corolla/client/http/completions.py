@@ -18,7 +18,8 @@ from corolla.client.http.answers import (
     now_s,
     usage_of,
 )
-from corolla.client.http.fields import AnswerFields, Int32, ListOf, ResponseFormat, TokenId, response_format
+from corolla.client.http.fields import AnswerFields, Int32, ListOf, TokenId
+from corolla.client.http.foreign_fields import OF_COMPLETIONS
 from corolla.v1 import generation_pb2 as pb
 
 MAX_PROMPTS: Final = 64
@@ -27,11 +28,14 @@ MAX_PROMPTS: Final = 64
 class CompletionRequest(AnswerFields):
     """Prompts to be completed."""
 
-    prompt: str | ListOf[str] | ListOf[TokenId] | ListOf[ListOf[TokenId]] = Field(
-        description=f"A text or token ids, or up to {MAX_PROMPTS} of them; with a session_id just one."
+    refused_fields = OF_COMPLETIONS
+
+    prompt: str | ListOf[str] | ListOf[TokenId] | ListOf[ListOf[TokenId]] | None = Field(
+        None,
+        description=f"A text or token ids, or up to {MAX_PROMPTS} of them; with a session_id just one. Without a text, "
+        "the answer begins a new one.",
     )
     logprobs: Int32 | None = Field(None, description="0 to 20.")
-    response_format: ResponseFormat | None = None
     echo: Literal[False] | None = Field(None, description="Prompts are not repeated.")
     suffix: Literal[""] | None = Field(None, description="Texts are not inserted.")
     best_of: Literal[1] | None = Field(None, description="Answers are not chosen from.")
@@ -47,15 +51,14 @@ class CompletionRequest(AnswerFields):
             pb.GenerateRequest(
                 **self.shared(self.max_tokens),
                 logprobs=self.logprobs,
-                response_format=response_format(self.response_format),
                 **({"text": each} if isinstance(each, str) else {"tokens": pb.TokenIds(ids=each)}),
             )
             for each in prompts
         ]
 
     def _prompts(self) -> Iterator[str | list[int]]:
-        if isinstance(self.prompt, str):
-            yield self.prompt
+        if self.prompt is None or isinstance(self.prompt, str):
+            yield self.prompt or ""
             return
         ids: list[int] = []
         for each in self.prompt:

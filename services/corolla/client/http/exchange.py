@@ -24,12 +24,13 @@ from corolla.chassis.errors import (
 )
 from corolla.client.http.connections import connection_of
 from corolla.client.http.errors import body_of, headers_of, status_of
+from corolla.client.http.foreign_fields import ignored_fields
 from corolla.client.http.metrics import HttpMetrics
 
 JSON: Final = "application/json"
 _EVENTS: Final = "text/event-stream; charset=utf-8"
 _MAX_VIOLATIONS: Final = 8
-_MAX_FAULTS: Final = 64
+_MAX_FAULTS: Final = 32
 _LINGER_S: Final = 1.0
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -88,6 +89,7 @@ class Exchange:
         self.is_left = False
         self.has_begun = False
         self._is_read = False
+        self._ignored = ""
         self._watching: asyncio.Task[None] | None = None
 
     # --- what a `Call` asks of its connection --------------------------------------------------------------------
@@ -120,9 +122,13 @@ class Exchange:
         if media != JSON:
             raise MalformedMessage("content-type", f"must be {JSON}")
         try:
-            return kind.model_validate_json(data)
+            body = kind.model_validate_json(data)
         except ValidationError as failure:
             raise _refusal(failure) from None
+        if ignored := ignored_fields(body):
+            self._ignored = ", ".join(ignored)
+            self._metrics.ignored_fields.inc()
+        return body
 
     async def without_body(self) -> None:
         """Drops a body that the route does not need. Afterwards, the current task is cancelled if the caller leaves."""
@@ -226,6 +232,8 @@ class Exchange:
 
     def _start(self, status: int, headers: Mapping[str, str]) -> Message:
         lines = {**headers, "x-request-id": self.request_id}
+        if self._ignored:
+            lines["x-corolla-ignored"] = self._ignored
         encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in lines.items()]
         return {"type": "http.response.start", "status": status, "headers": encoded}
 
@@ -276,8 +284,6 @@ def _place(location: tuple[int | str, ...]) -> str:
 
 
 def _sentence(kind: str, text: str) -> str:
-    if kind == "extra_forbidden":
-        return "is a field that this service does not know"
     if kind == "missing":
         return "must be set"
     return text.removeprefix("Value error, ")

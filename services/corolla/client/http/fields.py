@@ -2,15 +2,19 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from corolla.chassis.errors import InvalidRequest
+from corolla.client.http.foreign_fields import OF_ANSWERS, OF_FORMS, Refused
 from corolla.v1 import generation_pb2 as pb
 
 DEFAULT_TEMPERATURE: Final = 1.0
 """OpenAI's default. The default in gRPC's protocol is greedy decoding."""
+
+UNLIMITED: Final = -1
+"""The number of tokens by which callers of other servers ask for as many as possible."""
 
 
 Element = TypeVar("Element")
@@ -26,40 +30,80 @@ Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenId = Annotated[int, Field(ge=0, le=(1 << 32) - 1)]
 Tolerated = Field(None, description="Taken, and without effect here.")
 
+Text = Annotated[str, BeforeValidator(lambda given: "" if given is None else given, json_schema_input_type=str | None)]
+Flag = Annotated[
+    bool, BeforeValidator(lambda given: False if given is None else given, json_schema_input_type=bool | None)
+]
+"""A text or a flag that callers may leave out or set to null, which is the empty text, or false."""
+
 
 class Fields(BaseModel):
-    """A body, or a part of one. Unknown fields are refused by name."""
+    """A body, or a part of one. Unknown fields are kept apart for `ignored_fields`.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    Attributes:
+        refused_fields: the unknown fields of a body that are refused by name, because they would change the answer.
+        is_skipped: whether the service ignores the whole part.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+    refused_fields: ClassVar[Mapping[str, Refused]] = {}
+    is_skipped: ClassVar[bool] = False
+
+
+class Skipped(Fields):
+    """A part of a kind that this service does not know, such as a tool that runs at OpenAI."""
+
+    is_skipped = True
+
+    type: str
 
 
 class StreamOptions(Fields):
     """What a stream sends in addition to the answer."""
 
-    include_usage: bool = Field(False, description="A last event with the usage, and no choice.")
-    include_obfuscation: bool | None = Tolerated
+    include_usage: Flag = Field(False, description="A last event with the usage, and no choice.")
+    include_obfuscation: Any = Tolerated
 
 
 class SamplingFields(Fields):
     """How tokens are chosen, in all requests."""
 
-    model: str = Field("", max_length=512, description="Empty: the only model that the service has.")
+    refused_fields = OF_ANSWERS
+
+    model: Text = Field("", max_length=512, description="Empty: the only model that the service has.")
     temperature: float | None = Field(None, description="0 is greedy; unset is 1, as OpenAI has it.")
-    top_p: float | None = None
-    user: str | None = Tolerated
-    metadata: MappingOf[str, str] | None = Tolerated
-    service_tier: str | None = Tolerated
-    safety_identifier: str | None = Tolerated
-    prompt_cache_key: str | None = Tolerated
-    prompt_cache_retention: str | None = Tolerated
-    cache_salt: str = Field("", description="What is computed is shared only with requests of the same salt.")
+    top_p: float | None = Field(None, description="0 keeps only the most likely token.")
+    top_k: Int32 | None = Field(None, description="0 and -1 are off.")
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: Int64 | None = None
+    logit_bias: MappingOf[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float] | None = Field(
+        None, description="Added to the logits of these tokens, which are named by their ids."
+    )
+    user: Any = Tolerated
+    metadata: dict[str, Any] | None = Tolerated
+    service_tier: Any = Tolerated
+    safety_identifier: Any = Tolerated
+    prompt_cache_key: Any = Tolerated
+    prompt_cache_retention: Any = Tolerated
+    cache_salt: Text = Field("", description="What is computed is shared only with requests of the same salt.")
 
     def sampling(self) -> pb.SamplingParameters:
         """The sampling parameters in the protocol of gRPC."""
         sampling = pb.SamplingParameters(
             temperature=DEFAULT_TEMPERATURE if self.temperature is None else self.temperature
         )
-        _set(sampling, self, ("top_p",))
+        _set(sampling, self, ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed"))
+        if self.top_p == 0:
+            sampling.temperature = 0.0
+        elif self.top_p is not None:
+            sampling.top_p = self.top_p
+        if self.top_k not in (None, -1):
+            sampling.top_k = self.top_k or 0
+        for token_id, bias in (self.logit_bias or {}).items():
+            sampling.logit_bias[int(token_id)] = bias
         return sampling
 
 
@@ -70,28 +114,24 @@ class AnswerFields(SamplingFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: str | ListOf[str] | None = Field(None, description="The answer ends before the first of these texts.")
-    seed: Int64 | None = None
-    max_tokens: Int32 | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: MappingOf[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float] | None = Field(
-        None, description="Added to the logits of these tokens, which are named by their ids."
-    )
-    top_k: Int32 | None = Field(None, description="0 is off.")
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    ignore_eos: bool = False
+    max_tokens: Int32 | None = Field(None, description="Unset or -1: as many as context and quota allow.")
+    response_format: "ResponseFormat | None" = None
+    guided_json: str | dict[str, Any] | None = Field(None, description="As vLLM has it: a schema for the answer.")
+    guided_regex: str | None = None
+    guided_choice: ListOf[str] | None = None
+    structured_outputs: "StructuredOutputs | None" = Field(None, description="The same in vLLM's newer form.")
+    ignore_eos: Flag = False
     time_limit_ms: Int64 | None = Field(None, description="The answer ends then with what there is.")
     speculation: Literal["off", "prompt_lookup", "draft_model"] | None = None
     max_draft_tokens: Int32 | None = None
-    session_id: str = Field("", description="Continue this session: only what is new is sent.")
-    request_id: str = Field("", description="Names the request, so that it can go on after its stream broke.")
-    resume_from: Count = Field(0, description="With a request_id: so many tokens of the answer have come.")
-    received: ListOf[TokenId] = Field([], description="Just these tokens, from a caller that still has them.")
+    session_id: Text = Field("", description="Continue this session: only what is new is sent.")
+    request_id: Text = Field("", description="Names the request, so that it can go on after its stream broke.")
+    resume_from: Count | None = Field(None, description="With a request_id: so many tokens of the answer have come.")
+    received: ListOf[TokenId] | None = Field(None, description="Just these tokens, from a caller that still has them.")
     return_token_ids: bool | None = Field(
         None, description="Whether to return the ids of tokens. Unset: only with a request_id."
     )
-    store: bool | None = Tolerated
+    store: Any = Tolerated
 
     @property
     def has_usage(self) -> bool:
@@ -102,20 +142,12 @@ class AnswerFields(SamplingFields):
     def has_token_ids(self) -> bool:
         return bool(self.request_id) if self.return_token_ids is None else self.return_token_ids
 
-    def sampling(self) -> pb.SamplingParameters:
-        sampling = super().sampling()
-        names = ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
-        _set(sampling, self, names)
-        for token_id, bias in (self.logit_bias or {}).items():
-            sampling.logit_bias[int(token_id)] = bias
-        return sampling
-
     def stopping(self, max_tokens: int | None) -> pb.StoppingParameters:
         """The stopping parameters in the protocol of gRPC."""
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        stopping = pb.StoppingParameters(stop=stop, ignore_eos=self.ignore_eos)
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        stopping = pb.StoppingParameters(stop=[each for each in stop if each], ignore_eos=self.ignore_eos)
         _set(stopping, self, ("time_limit_ms",))
-        if max_tokens is not None:
+        if max_tokens not in (None, UNLIMITED):
             stopping.max_tokens = max_tokens
         return stopping
 
@@ -131,18 +163,41 @@ class AnswerFields(SamplingFields):
             "speculation": speculation,
             "session_id": self.session_id,
             "request_id": self.request_id,
-            "resume_from_index": self.resume_from,
-            "received": pb.TokenIds(ids=self.received),
+            "resume_from_index": self.resume_from or 0,
+            "received": pb.TokenIds(ids=self.received or ()),
             "cache_salt": self.cache_salt,
             "num_completions": self.n,
+            "response_format": self._format(),
         }
+
+    def _format(self) -> pb.ResponseFormat | None:
+        """The form of the answer, by whichever of its names it was given. Raises InvalidRequest for several."""
+        outputs = self.structured_outputs or StructuredOutputs()
+        schema = self.guided_json if outputs.json_schema is None else outputs.json_schema
+        schema = json.loads(schema) if isinstance(schema, str) and _is_object(schema) else schema
+        pattern = self.guided_regex if outputs.regex is None else outputs.regex
+        texts = self.guided_choice if outputs.choice is None else outputs.choice
+        if isinstance(schema, str):
+            raise InvalidRequest("guided_json", "must be an object in JSON")
+        if outputs.json_object and schema is None:
+            schema = {"type": "object"}
+        given = {
+            "response_format": response_format(self.response_format),
+            "guided_json": None if schema is None else pb.ResponseFormat(json_schema=as_json(schema)),
+            "guided_regex": None if pattern is None else pb.ResponseFormat(regex=pattern),
+            "guided_choice": None if texts is None else pb.ResponseFormat(choice=pb.Choice(texts=texts)),
+        }
+        wanted = [(name, form) for name, form in given.items() if form is not None]
+        if len(wanted) > 1:
+            raise InvalidRequest(wanted[1][0], f"must not be set together with {wanted[0][0]}")
+        return wanted[0][1] if wanted else None
 
 
 class JsonSchema(Fields):
     """A schema with its name."""
 
     name: str | None = None
-    description: str | None = Tolerated
+    description: Any = Tolerated
     json_schema: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = Field(None, description="Answers fit the schema in any case.")
 
@@ -153,6 +208,7 @@ class TextFormat(Fields):
 
 class JsonObjectFormat(Fields):
     type: Literal["json_object"]
+    json_schema: dict[str, Any] | None = Field(None, alias="schema", description="As llama.cpp has it.")
 
 
 class JsonSchemaFormat(Fields):
@@ -181,13 +237,29 @@ ResponseFormat = Annotated[
 ]
 
 
+class StructuredOutputs(Fields):
+    """The form of an answer, as vLLM has it."""
+
+    refused_fields = OF_FORMS
+
+    json_schema: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: ListOf[str] | None = None
+    json_object: Flag = False
+
+
+AnswerFields.model_rebuild()
+
+
 def response_format(given: ResponseFormat | None) -> pb.ResponseFormat | None:
     """The form of an answer in the protocol of gRPC. Raises InvalidRequest."""
     match given:
         case None | TextFormat():
             return None
-        case JsonObjectFormat():
+        case JsonObjectFormat(json_schema=None):
             return pb.ResponseFormat(json_object=pb.JsonObject())
+        case JsonObjectFormat(json_schema=schema):
+            return json_schema_format(schema, "response_format.schema")
         case JsonSchemaFormat(json_schema=schema):
             return json_schema_format(schema.json_schema, "response_format.json_schema.schema")
         case RegexFormat(regex=regex):
@@ -208,6 +280,13 @@ def json_schema_format(schema: Mapping[str, Any] | None, field: str) -> pb.Respo
 def as_json(value: Any) -> str:
     """The value as JSON in one line, with its members in the given order."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _set(target: Any, source: BaseModel, names: Sequence[str]) -> None:

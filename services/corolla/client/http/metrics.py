@@ -34,6 +34,10 @@ class HttpMetrics:
             buckets=REQUEST_BUCKETS,
             registry=registry,
         )
+        self.ignored_fields = counter(
+            "corolla_http_ignored_fields",
+            "HTTP requests with fields that the service does not know and ignores; X-Corolla-Ignored names them.",
+        )
         self.open_streams = gauge("corolla_http_open_streams", "Answers that are being streamed over HTTP.")
         self.watchers = gauge("corolla_http_watchers", "Callers that watch the placement, such as open pages.")
         self.connections = gauge("corolla_http_connections", "Open HTTP connections.")

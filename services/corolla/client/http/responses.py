@@ -9,44 +9,50 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Discriminator, Field, Tag
 
 from corolla.chassis.errors import InvalidRequest, ResourceNotFound
-from corolla.client.http.chat import Function, FunctionName, ToolMode, struct_of, tool_choice_of, tool_of
+from corolla.client.http.chat import (
+    AllowedTools,
+    ContentPart,
+    Function,
+    FunctionName,
+    ToolMode,
+    chosen_tools,
+    kind_of_tool,
+    set_text,
+    struct_of,
+    tool_of,
+)
 from corolla.client.http.fields import (
+    UNLIMITED,
     Fields,
     Int32,
     JsonObjectFormat,
     JsonSchema,
     ListOf,
     SamplingFields,
+    Skipped,
+    Text,
     TextFormat,
     Tolerated,
     json_schema_format,
 )
+from corolla.client.http.foreign_fields import OF_RESPONSES
 from corolla.v1 import generation_pb2 as pb
 
 _ID: Final = re.compile(r"resp_([0-9a-f]{32})([0-9a-f]{8})")
 
 
-class ContentPart(Fields):
-    """A part of a message's text."""
-
-    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
-    text: str
-    annotations: list[Any] | None = Tolerated
-    logprobs: list[Any] | None = Tolerated
-
-
 class Item(Fields):
     """A part of a conversation."""
 
-    id: str | None = Tolerated
-    status: str | None = Tolerated
+    id: Any = Tolerated
+    status: Any = Tolerated
 
 
 class MessageItem(Item):
-    type: Literal["message"] = "message"
+    type: Literal["message"] | None = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | ListOf[ContentPart]
-    phase: str | None = Tolerated
+    content: str | ListOf[ContentPart] | None = None
+    phase: Any = Tolerated
 
 
 class FunctionCallItem(Item):
@@ -55,7 +61,7 @@ class FunctionCallItem(Item):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
+    arguments: Text = ""
 
 
 class FunctionOutputItem(Item):
@@ -63,28 +69,35 @@ class FunctionOutputItem(Item):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | ListOf[ContentPart]
+    output: str | ListOf[ContentPart] | None = None
 
 
 class ReasoningItem(Item):
     type: Literal["reasoning"]
     summary: ListOf[ContentPart] | None = None
     content: ListOf[ContentPart] | None = None
-    encrypted_content: str | None = Tolerated
+    encrypted_content: Any = Tolerated
+
+
+_KINDS: Final = ("message", "function_call", "function_call_output", "reasoning")
 
 
 def _kind(item: Any) -> str:
-    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
-    return kind if isinstance(kind, str) else ""
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    if kind is None or not isinstance(kind, str):
+        return "message"
+    return kind if kind in _KINDS else "other"
 
 
 InputItem = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[Skipped, Tag("other")],
     Discriminator(_kind),
 ]
+"""Items of other kinds, such as calls of tools that run at OpenAI, are skipped."""
 
 
 class FunctionTool(Function):
@@ -92,14 +105,28 @@ class FunctionTool(Function):
 
     type: Literal["function"]
 
-    @property
-    def is_strict(self) -> bool:
-        """Whether the arguments must fit the schema. OpenAI's default is true here, unlike in chats."""
-        return self.strict is not False and self.parameters is not None
+    def as_protocol(self) -> pb.Tool:
+        """The tool in the protocol of gRPC.
+
+        Unless `strict` is set, arguments fit the schema as far as grammars can follow it, as at OpenAI.
+        """
+        tool = tool_of(self)
+        if self.strict is None and self.parameters is not None:
+            tool.strict = tool.lenient = True
+        return tool
+
+
+AnyResponseTool = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[Skipped, Tag("other")], Discriminator(kind_of_tool)
+]
 
 
 class NamedFunction(FunctionName):
     type: Literal["function"]
+
+
+class ResponseAllowedTools(AllowedTools):
+    type: Literal["allowed_tools"]
 
 
 class JsonSchemaText(JsonSchema):
@@ -109,39 +136,39 @@ class JsonSchemaText(JsonSchema):
 
 class TextOptions(Fields):
     format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaText, Field(discriminator="type")] | None = None
-    verbosity: str | None = Tolerated
+    verbosity: Any = Tolerated
 
 
 class ReasoningOptions(Fields):
     effort: str | None = Field(None, description="Handed to the chat template as `reasoning_effort`.")
-    summary: str | None = Tolerated
-    generate_summary: str | None = Tolerated
-
-
-class ResponseStreamOptions(Fields):
-    include_obfuscation: bool | None = Tolerated
+    summary: Any = Tolerated
+    generate_summary: Any = Tolerated
 
 
 class ResponseRequest(SamplingFields):
     """A conversation to be answered, or its new items since an earlier response."""
 
-    input: str | ListOf[InputItem]
-    instructions: str | None = Field(None, description="A system message in front of the input.")
-    previous_response_id: str | None = Field(None, description="The newest response of the conversation.")
+    refused_fields = OF_RESPONSES
+
+    input: str | ListOf[InputItem] | None = None
+    instructions: str | None = Field(
+        None, description="A system message in front of the whole conversation, for this response only."
+    )
+    previous_response_id: str | None = Field(None, description="Any stored response, which this one continues.")
     store: bool | None = Field(None, description="Unset: true. Only a stored response can be continued.")
     stream: bool | None = None
-    stream_options: ResponseStreamOptions | None = None
-    max_output_tokens: Int32 | None = None
-    tools: ListOf[FunctionTool] | None = None
-    tool_choice: ToolMode | NamedFunction | None = None
+    stream_options: Any = Tolerated
+    max_output_tokens: Int32 | None = Field(None, description="Unset or -1: as many as context and quota allow.")
+    tools: ListOf[AnyResponseTool] | None = None
+    tool_choice: ToolMode | NamedFunction | ResponseAllowedTools | Skipped | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: ListOf[str] | None = Field(None, description="`message.output_text.logprobs`; others have no effect.")
     top_logprobs: Int32 | None = Field(None, description="0 to 20.")
-    truncation: Literal["disabled"] | None = Field(None, description="Conversations are never cut.")
+    truncation: Any = Field(None, description="Without effect: conversations are never cut.")
     background: Literal[False] | None = Field(None, description="Responses are made while their callers wait.")
-    max_tool_calls: int | None = Tolerated
+    max_tool_calls: Any = Tolerated
 
     @property
     def is_stored(self) -> bool:
@@ -156,11 +183,14 @@ class ResponseRequest(SamplingFields):
         """The request in the protocol of gRPC. Raises InvalidRequest."""
         effort = self.reasoning.effort if self.reasoning is not None else None
         stopping = pb.StoppingParameters()
-        if self.max_output_tokens is not None:
-            stopping.max_tokens = self.max_output_tokens
+        if self.max_output_tokens not in (None, UNLIMITED):
+            stopping.max_tokens = self.max_output_tokens or 0
+        functions = [each for each in self.tools or () if isinstance(each, FunctionTool)]
+        tools, choice = chosen_tools([each.as_protocol() for each in functions], self.tool_choice)
         return pb.ChatRequest(
             model=self.model,
             messages=list(self._messages()),
+            instructions=self.instructions or "",
             session_id=turn.session_id if turn is not None else "",
             expected_turns=turn.number - 1 if turn is not None else None,
             sampling=self.sampling(),
@@ -168,19 +198,17 @@ class ResponseRequest(SamplingFields):
             logprobs=(self.top_logprobs or 0) if self.has_logprobs else None,
             cache_salt=self.cache_salt,
             response_format=_format_of(self.text),
-            tools=[tool_of(each, is_strict=each.is_strict) for each in self.tools or ()],
-            tool_choice=tool_choice_of(self.tool_choice),
+            tools=tools,
+            tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls,
             template_arguments=struct_of({"reasoning_effort": effort} if effort is not None else {}),
         )
 
     def _messages(self) -> Iterator[pb.ChatMessage]:
-        if self.instructions is not None:
-            yield pb.ChatMessage(role="system", content=self.instructions)
         if isinstance(self.input, str):
             yield pb.ChatMessage(role="user", content=self.input)
             return
-        yield from _joined(self.input)
+        yield from _joined([each for each in self.input or () if not isinstance(each, Skipped)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +236,9 @@ def new_response_id() -> str:
     return f"resp_{secrets.token_hex(20)}"
 
 
-def _joined(items: Sequence[InputItem]) -> Iterator[pb.ChatMessage]:
+def _joined(
+    items: Sequence[MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem],
+) -> Iterator[pb.ChatMessage]:
     """Converts items to messages. Consecutive reasoning, text and calls of an assistant become one message."""
     assistant: pb.ChatMessage | None = None
     for item in items:
@@ -218,7 +248,7 @@ def _joined(items: Sequence[InputItem]) -> Iterator[pb.ChatMessage]:
                     yield assistant
                     assistant = None
                 assistant = assistant or pb.ChatMessage(role="assistant")
-                _set_text(assistant, item.content)
+                set_text(assistant, item.content or "")
                 continue
             case FunctionCallItem():
                 assistant = assistant or pb.ChatMessage(role="assistant")
@@ -227,7 +257,7 @@ def _joined(items: Sequence[InputItem]) -> Iterator[pb.ChatMessage]:
             case ReasoningItem():
                 if assistant is not None:
                     yield assistant
-                thoughts = "".join(part.text for part in item.content or item.summary or ())
+                thoughts = "".join(part.spoken for part in item.content or item.summary or ())
                 assistant = pb.ChatMessage(role="assistant", reasoning=thoughts)
                 continue
         if assistant is not None:
@@ -235,28 +265,20 @@ def _joined(items: Sequence[InputItem]) -> Iterator[pb.ChatMessage]:
             assistant = None
         if isinstance(item, FunctionOutputItem):
             message = pb.ChatMessage(role="tool", tool_call_id=item.call_id)
-            _set_text(message, item.output)
+            set_text(message, item.output or "")
         else:
             message = pb.ChatMessage(role=item.role)
-            _set_text(message, item.content)
+            set_text(message, item.content or "")
         yield message
     if assistant is not None:
         yield assistant
 
 
-def _set_text(message: pb.ChatMessage, content: str | list[ContentPart]) -> None:
-    parts = [content] if isinstance(content, str) else [part.text for part in content]
-    if len(parts) == 1:
-        message.content = parts[0]
-    else:
-        message.content_parts.extend(parts)
-
-
 def _format_of(options: TextOptions | None) -> pb.ResponseFormat | None:
     match options.format if options is not None else None:
-        case JsonObjectFormat():
+        case JsonObjectFormat(json_schema=None):
             return pb.ResponseFormat(json_object=pb.JsonObject())
-        case JsonSchemaText(json_schema=schema):
+        case JsonObjectFormat(json_schema=schema) | JsonSchemaText(json_schema=schema):
             return json_schema_format(schema, "text.format.schema")
     return None
 

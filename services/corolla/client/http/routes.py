@@ -17,7 +17,7 @@ from corolla.client.http.answers import now_s
 from corolla.client.http.chat import ChatCompletionRequest
 from corolla.client.http.completions import CompletionRequest
 from corolla.client.http.exchange import Exchange
-from corolla.client.http.fields import Fields
+from corolla.client.http.fields import Fields, Text
 from corolla.client.http.placement_stream import PlacementStream
 from corolla.client.http.response_replies import Reply
 from corolla.client.http.responses import ResponseRequest, StoredTurn, check_stored, new_response_id
@@ -44,7 +44,7 @@ class ModelList(BaseModel):
 class SessionRequest(Fields):
     """A request for a new session."""
 
-    model: str = Field("", max_length=512, description="Empty: the only model that the service has.")
+    model: Text = Field("", max_length=512, description="Empty: the only model that the service has.")
 
 
 class SessionFacts(BaseModel):

@@ -5,22 +5,24 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from corolla.chassis.errors import InvalidRequest
-from corolla.client.http.chat import ChatMessage, Tool, message_of, struct_of, tools_of
-from corolla.client.http.fields import Fields, ListOf, TokenId
+from corolla.client.http.chat import AnyTool, ChatMessage, message_of, struct_of, tools_of
+from corolla.client.http.fields import Fields, Flag, ListOf, Text, TokenId
 from corolla.v1 import generation_pb2 as pb
 
 
 class TokenizeRequest(Fields):
     """A text or a conversation to split into tokens."""
 
-    model: str = Field("", max_length=512, description="Empty: the only model that the service has.")
+    model: Text = Field("", max_length=512, description="Empty: the only model that the service has.")
     prompt: str | None = Field(None, description="One of prompt and messages must be set.")
     messages: ListOf[ChatMessage] | None = Field(None, description="They go through the model's chat template.")
-    tools: ListOf[Tool] | None = None
+    tools: ListOf[AnyTool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    continue_final_message: bool = False
-    add_special_tokens: bool = Field(True, description="Of a prompt: those that the tokenizer adds of itself.")
-    return_token_strs: bool = False
+    continue_final_message: Flag = False
+    add_special_tokens: bool | None = Field(
+        None, description="Unset: true. Of a prompt: those that the tokenizer adds of itself."
+    )
+    return_token_strs: Flag = False
 
     def as_protocol(self) -> pb.TokenizeRequest:
         """The request in the protocol of gRPC. Raises InvalidRequest."""
@@ -28,10 +30,10 @@ class TokenizeRequest(Fields):
             raise InvalidRequest("prompt", "one of prompt and messages must be set")
         if self.messages is None:
             return pb.TokenizeRequest(
-                model=self.model, text=self.prompt or "", without_special_tokens=not self.add_special_tokens
+                model=self.model, text=self.prompt or "", without_special_tokens=self.add_special_tokens is False
             )
         conversation = pb.Conversation(
-            messages=[message_of(each) for each in self.messages],
+            messages=[message_of(each, f"messages[{index}]") for index, each in enumerate(self.messages)],
             tools=tools_of(self.tools),
             continue_last_message=self.continue_final_message,
             template_arguments=struct_of(self.chat_template_kwargs or {}),
@@ -49,9 +51,9 @@ class Tokenized(BaseModel):
 class DetokenizeRequest(Fields):
     """Tokens to join to a text."""
 
-    model: str = Field("", max_length=512, description="Empty: the only model that the service has.")
+    model: Text = Field("", max_length=512, description="Empty: the only model that the service has.")
     tokens: ListOf[TokenId]
-    skip_special_tokens: bool = False
+    skip_special_tokens: Flag = False
 
     def as_protocol(self) -> pb.DetokenizeRequest:
         return pb.DetokenizeRequest(

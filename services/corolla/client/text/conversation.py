@@ -1,15 +1,16 @@
 """The messages and tools of a conversation, and the values that chat templates get for them. Pure."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from pydantic_core import from_json
+
 from corolla.chassis.errors import InvalidRequest
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
-_MAY_BE_EMPTY: Final = frozenset({"assistant", "tool"})
-"""A model may end its answer at once, and a tool may have no result."""
+_MOST_QUOTATIONS: Final = 2
+"""How often arguments may have been written as JSON: some clients send the text of an object as a text in JSON."""
 _NO_PARAMETERS: Final[Mapping[str, Any]] = {"type": "object", "properties": {}}
 
 
@@ -72,6 +73,25 @@ def check_messages(messages: Sequence[Message]) -> None:
             raise InvalidRequest(f"messages[{index}].{name}", problem)
 
 
+def with_instructions(
+    instructions: str, earlier: Sequence[Message], new: Sequence[Message]
+) -> tuple[Sequence[Message], Sequence[Message]]:
+    """The messages of a conversation with instructions in front of the first one, in a system message's text.
+
+    Many templates accept only one system message, so that of the conversation is joined to the instructions.
+    """
+    if not instructions:
+        return earlier, new
+    first, *rest = earlier or new or (None,)
+    text = [instructions]
+    if first is not None and first.role in ("system", "developer"):
+        text += [first.content] if isinstance(first.content, str) else first.content
+    elif first is not None:
+        rest = [first, *rest]
+    begun = [Message("system", "\n\n".join(text)), *rest]
+    return (begun, new) if earlier else ([], begun)
+
+
 def check_conversation(messages: Sequence[Message], setting: ChatSetting) -> None:
     """Refuses a conversation without a message to answer, or to continue if `setting` says so.
 
@@ -87,7 +107,6 @@ def _problems(message: Message) -> list[tuple[str, str]]:
     if message.role not in ROLES:
         return [("role", "must be system, developer, user, assistant or tool")]
     rules = (
-        (message.role not in _MAY_BE_EMPTY and not any(message.content), "content", "must not be empty"),
         (
             message.role != "assistant" and message.tool_calls,
             "tool_calls",
@@ -107,7 +126,11 @@ def message_values(message: Message) -> dict[str, Any]:
         values["reasoning_content"] = message.reasoning
     if message.tool_calls:
         values["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _arguments(call)}}
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": arguments_of(call.arguments)},
+            }
             for call in message.tool_calls
         ]
     for name in ("tool_call_id", "name"):
@@ -125,10 +148,31 @@ def tool_values(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _arguments(call: ToolCall) -> Any:
-    """The call's arguments as an object, or as text if the model was cut off within them."""
+def arguments_of(text: str) -> Any:
+    """A call's arguments as an object: templates expect one, whatever a model or a caller wrote.
+
+    Arguments that were cut off keep what they have. Text that is no beginning of an object stays text.
+    """
+    arguments: Any = text
+    for _ in range(_MOST_QUOTATIONS):
+        if not isinstance(arguments, str):
+            break
+        if not arguments.strip():
+            return {}
+        try:
+            arguments = _from_json(arguments)
+        except ValueError:
+            break
+    if arguments is None:
+        return {}
+    return arguments if isinstance(arguments, dict) else text
+
+
+def _from_json(text: str) -> Any:
+    """The value of a text in JSON, or of its beginning. Raises ValueError if it is neither."""
     try:
-        arguments = json.loads(call.arguments)
-    except (ValueError, RecursionError):
-        return call.arguments
-    return arguments if isinstance(arguments, dict) else call.arguments
+        return from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        if not str(error).startswith("EOF"):
+            raise
+    return from_json(text, allow_inf_nan=False, allow_partial="trailing-strings")

@@ -64,6 +64,12 @@ class TextTokenizer:
         """The number of ids, including added tokens; the model's embedding may be larger."""
         return len(self.hf_tokenizer)
 
+    @property
+    def first_ids(self) -> list[int]:
+        """The tokens with which a text begins, for a prompt without any: BOS, or the end of an earlier text."""
+        ids = (self.hf_tokenizer.bos_token_id, self.hf_tokenizer.eos_token_id)
+        return [token_id for token_id in ids if token_id is not None][:1]
+
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """The text's token ids, by default with the tokens that the tokenizer adds itself, such as a first BOS token.
 

@@ -21,6 +21,7 @@ from corolla.client.text.conversation import (
     check_messages,
     message_values,
     tool_values,
+    with_instructions,
 )
 from corolla.client.text.template import Template
 from corolla.client.text.template_facts import facts_of
@@ -229,9 +230,6 @@ def test_only_the_template_writes_special_tokens_wherever_a_caller_writes(
     [
         (Message("robot", "x"), "role"),
         (Message("", "x"), "role"),
-        (Message("user", ""), "content"),
-        (Message("system", ("", "")), "content"),
-        (Message("developer", ""), "content"),
         (Message("user", "x", tool_calls=(CALL,)), "tool_calls"),
         (Message("tool", "x", reasoning="x"), "reasoning"),
         (Message("assistant", "x", tool_call_id="x"), "tool_call_id"),
@@ -250,3 +248,36 @@ def test_conversations_in_any_order_are_the_templates_to_judge() -> None:
         with pytest.raises(InvalidRequest) as caught:
             check_conversation(messages, ChatSetting(continues_last=True))
         assert caught.value.violations[0][0] == field
+
+
+@pytest.mark.parametrize(
+    "written, expected",
+    [
+        ("", {}),
+        (" \n", {}),
+        ("null", {}),
+        ('{"city": "Rome"}', {"city": "Rome"}),
+        ('{"city":', {}),
+        ('{"city": "Ro', {"city": "Ro"}),
+        ('{"cities": ["Rome", "Os', {"cities": ["Rome", "Os"]}),
+        (json.dumps('{"city": "Rome"}'), {"city": "Rome"}),
+        ('""', {}),
+        ("Rome", "Rome"),
+        ("[1]", "[1]"),
+        ('{"a": 1} {"b": 2}', '{"a": 1} {"b": 2}'),
+        ('{"a": NaN}', '{"a": NaN}'),
+    ],
+)
+def test_templates_get_an_object_whatever_the_arguments_of_a_call_were(written: str, expected: Any) -> None:
+    (call,) = message_values(Message("assistant", tool_calls=(ToolCall("1", "weather", written),)))["tool_calls"]
+    assert call["function"]["arguments"] == expected
+
+
+def test_instructions_are_the_only_system_message_and_are_not_kept() -> None:
+    asked = Message("user", "Where?")
+    assert with_instructions("", [], [asked]) == ([], [asked])
+    assert with_instructions("Be brief.", [], [asked]) == ([], [Message("system", "Be brief."), asked])
+    begun = [Message("developer", ("Be kind.", "Rhyme.")), asked]
+    joined = Message("system", "Be brief.\n\nBe kind.\n\nRhyme.")
+    assert with_instructions("Be brief.", [], begun) == ([], [joined, asked])
+    assert with_instructions("Be brief.", begun, [asked]) == ([joined, asked], [asked])
