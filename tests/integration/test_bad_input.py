@@ -167,7 +167,7 @@ ROWS: list[Row] = [
         "token_ids[1]",
     ),
     # The prompt.
-    invalid("empty text", GENERATE, prompt(text=""), "text"),
+    invalid("empty text in a session", GENERATE, lambda held: prompt(text="", session_id=held.of_text), "text"),
     invalid("no ids", GENERATE, pb.GenerateRequest(tokens=pb.TokenIds()), "tokens.ids"),
     invalid("neither text nor ids", GENERATE, pb.GenerateRequest(), "prompt"),
     invalid("nothing to tokenize", ("Tokenize",), pb.TokenizeRequest(), "input"),
@@ -288,8 +288,6 @@ ROWS: list[Row] = [
     invalid("no messages in a session", CHAT, lambda held: chat(session_id=held.of_chat), "messages"),
     invalid("unknown role", CHAT, chat(("robot", "hi")), "messages[0].role"),
     invalid("no role", CHAT, chat(("", "hi")), "messages[0].role"),
-    invalid("empty message", CHAT, chat(("user", "")), "messages[0].content"),
-    invalid("empty system message", CHAT, chat(("system", ""), ("user", "a")), "messages[0].content"),
     invalid(
         "unknown role in a session",
         CHAT,
@@ -303,7 +301,6 @@ ROWS: list[Row] = [
         "messages[0].role",
     ),
     invalid("text and parts", CHAT, chat_of(content="a", content_parts=["b"]), "messages[0].content_parts"),
-    invalid("empty parts", CHAT, chat_of(content_parts=["", ""]), "messages[0].content"),
     invalid("a user who calls", CHAT, chat_of(content="a", tool_calls=[A_CALL]), "messages[0].tool_calls"),
     invalid("a user who reasons", CHAT, chat_of(content="a", reasoning="b"), "messages[0].reasoning"),
     invalid("a user who answers a call", CHAT, chat_of(content="a", tool_call_id="b"), "messages[0].tool_call_id"),
@@ -315,7 +312,7 @@ ROWS: list[Row] = [
             chat_of(role="assistant", tool_calls=[pb.ToolCall(name="f", arguments=arguments)]),
             "messages[0].tool_calls[0].arguments",
         )
-        for arguments in ("", "{", "[]", "1", '{"a": NaN}', "[" * 9999, '{"a":' * 40 + "1" + "}" * 40)
+        for arguments in ('{"a":' * 40 + "1" + "}" * 40, '{"a":' * 40 + "1")
     ),
     invalid("2,049 parts", CHAT, chat_of(content_parts=["a"] * 2048), "messages"),
     invalid("continuing a user's message", CHAT, chat(("user", "a"), continue_last_message=True), CONTINUED),

@@ -200,7 +200,7 @@ class GenerationServicer:
             if record.token_log and not record.transcript:
                 raise InvalidRequest("session_id", "this session holds plain text; continue it with Generate")
             request.prompt.check_turns(record.num_turns)
-            earlier = conversations.recorded(record)
+            earlier: Sequence[Message] = conversations.recorded(record)
             check_conversation([*earlier, *messages] if setting.continues_last else messages, setting)
             earlier, new = with_instructions(instructions, earlier, messages)
             return self._chat.next_turn_ids(

@@ -172,7 +172,7 @@ class AnswerFields(SamplingFields):
 
     def _format(self) -> pb.ResponseFormat | None:
         """The form of the answer, by whichever of its names it was given. Raises InvalidRequest for several."""
-        outputs = self.structured_outputs or StructuredOutputs()
+        outputs = self.structured_outputs or StructuredOutputs.model_validate({})
         schema = self.guided_json if outputs.json_schema is None else outputs.json_schema
         schema = json.loads(schema) if isinstance(schema, str) and _is_object(schema) else schema
         pattern = self.guided_regex if outputs.regex is None else outputs.regex
