@@ -151,7 +151,7 @@ def tool_values(tool: Tool) -> dict[str, Any]:
 def arguments_of(text: str) -> Any:
     """A call's arguments as an object: templates expect one, whatever a model or a caller wrote.
 
-    Arguments that were cut off keep what they have. Text that is no beginning of an object stays text.
+    Arguments that were cut off keep what they have. Text that does not begin an object stays text.
     """
     arguments: Any = text
     for _ in range(_MOST_QUOTATIONS):
