@@ -127,7 +127,7 @@ ToolMode = Literal["none", "auto", "required"]
 
 
 class AllowedName(Fields):
-    """A tool that may be called: in chats its name is within `function`, in responses beside `type`."""
+    """A tool that may be called: in chats its name is within `function`, in responses next to `type`."""
 
     type: str
     name: str | None = None
