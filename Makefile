@@ -82,6 +82,9 @@ lock: setup ## Resolves pyproject.toml into the locks, keeping pins that still f
 	@echo 'atheris>=3,<3.1' | uv pip compile - --quiet $(UPGRADE) --universal \
 	  --python-version 3.11 --generate-hashes --no-annotate --default-index https://pypi.org/simple \
 	  --custom-compile-command 'make lock' --output-file requirements/fuzzing.txt
+	@printf '%s\nnumpy<2.3\n' "$$(sed -n 's/^\(triton==[0-9.]*\).*/\1/p' requirements/torch-cuda.txt)" | \
+	  uv pip compile - --quiet $(UPGRADE) --universal --python-version 3.11 --generate-hashes --no-annotate \
+	  --default-index https://pypi.org/simple --custom-compile-command 'make lock' --output-file requirements/triton.txt
 	@git --no-pager diff --stat -- requirements
 
 define resolve
@@ -99,7 +102,7 @@ demo: setup ## Starts the whole stack with a real model, streams an answer and a
 HELM := $(if $(shell command -v helm),,$(VENV)/bin/helm)
 
 .PHONY: test
-test: setup $(HELM) ## Runs one test or more of every feature, in 10 minutes of two cores.
+test: setup $(HELM) triton ## Runs one test or more of every feature, in 10 minutes of two cores.
 	@echo "==> Testing"
 	@$(PY) -m pytest -q -n $(JOBS) --dist worksteal --durations=10 --durations-min=1 $(ARGS)
 
@@ -162,9 +165,20 @@ $(VENV)/.fuzzing-done: requirements/fuzzing.txt | $(STAMP)
 	  -r requirements/fuzzing.txt || echo "    !!! NOTHING IS FUZZED: atheris has no wheel for this Python or machine !!!"
 	@touch $@
 
+# In a folder of its own: torch's build for CPUs lacks triton, and the interpreter needs an older numpy. CUDA's assembler
+# compiles kernels here; profilers and the compiler for AMD's devices are left out.
+.PHONY: triton
+triton: $(VENV)/.triton-done ## Installs triton (270 MB), whose interpreter runs the kernels for GPUs in `make test`.
+
+$(VENV)/.triton-done: requirements/triton.txt | $(STAMP)
+	@echo "==> Installing triton, for tests"
+	@rm -rf $(VENV)/triton
+	@$(INSTALL) --quiet --only-binary :all: --target $(VENV)/triton -r requirements/triton.txt
+	@touch $@
+
 # What the larger tiers need besides.
 .PHONY: test-tools
-test-tools: setup $(HELM) gemma http-clients browser fuzzing
+test-tools: setup $(HELM) gemma http-clients browser fuzzing triton
 	@for tool in chromium promtool; do command -v $$tool >/dev/null || { \
 	  echo "$$tool is missing: on Debian or Ubuntu, apt-get install chromium prometheus" >&2; exit 1; }; done
 
@@ -311,7 +325,7 @@ $(VENV)/.tools-done: requirements/tools.txt | $(STAMP)
 	@touch $@
 
 AUDITED := $(LOCK) requirements/torch-cuda.txt requirements/tools.txt requirements/fuzzing.txt \
-  requirements/http-clients.txt requirements/browser.txt
+  requirements/http-clients.txt requirements/browser.txt requirements/triton.txt
 PIP_AUDIT = $(TOOL) pip_audit --require-hashes --no-deps --disable-pip --progress-spinner off --format json
 
 .PHONY: audit

@@ -213,6 +213,7 @@ def test_uv_itself_is_installed_by_its_hashes() -> None:
         ("tools.txt", {"cyclonedx-bom", "pip-audit"}),
         ("fuzzing.txt", {"atheris"}),
         ("browser.txt", {"axe-playwright-python", "playwright"}),
+        ("triton.txt", {"numpy", "triton"}),
         ("http-clients.txt", {"langchain-openai", "litellm", "openai", "pydantic-ai-slim", "schemathesis"}),
     ],
 )
@@ -220,6 +221,14 @@ def test_what_has_a_folder_of_its_own_is_pinned_by_hash(lock: str, packages: set
     pins, unhashed = read_lock(LOCK.parent / lock)
     assert packages <= pins.keys()
     assert unhashed == set()
+
+
+def test_the_interpreter_runs_kernels_of_the_triton_that_comes_with_torch() -> None:
+    interpreted, _ = read_lock(LOCK.parent / "triton.txt")
+    (with_torch,) = re.findall(r"^triton==([0-9.]+)", (LOCK.parent / "torch-cuda.txt").read_text("utf-8"), re.MULTILINE)
+    assert interpreted["triton"].specifier.contains(with_torch)
+    assert not interpreted["numpy"].specifier.contains("2.3"), "the interpreter fails with later versions"
+    assert "triton" not in read_lock()[0]
 
 
 SOUND = {"name": "sound", "version": "1.0", "vulns": []}

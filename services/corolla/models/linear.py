@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -26,6 +26,7 @@ from corolla.kernels.llvm_text import LANES
 from corolla.kernels.products import multiplied, plain_layout
 from corolla.kernels.repacking import empty_matrices
 from corolla.kernels.repacking import lay_out as lay_out_panels
+from corolla.models.invariant_products import InvariantProduct, Product, choose_invariant_product
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
 """A function from rows `[R, in]` and laid-out weights to their product `[R, out]`."""
@@ -64,7 +65,9 @@ _ROWS_OF_PIECE: Final = 1024
 
 
 class TunedLinear(nn.Module):
-    """Computes `x W^T + b` as `nn.Linear` does, in the fastest of three ways.
+    """Computes `x W^T + b` as `nn.Linear` does: on a CPU in the fastest of three ways, on a GPU by the rule.
+
+    The rule is that no row of a product depends on the other rows of the call; see `kernels/product_choice`.
 
     Attributes:
         weight: `[out, in]`, the parameter of the replaced layer; once `panels` or `relaid` holds its numbers, a
@@ -73,6 +76,7 @@ class TunedLinear(nn.Module):
         panels: uint8 `[panels, blocks, bytes of a block]` in `layout`, for compiled functions; None: they are not used.
         relaid: the weights for oneDNN's kernels, by runs of outputs: in oneDNN's layout, or the plain ones if they are
             large and other code reads them, too. Empty: oneDNN's kernels are not used.
+        invariant: the product that keeps the rule, on a GPU; None: there is none, or the weights are on a CPU.
         parts: layers whose weights are views of this layer's weights, and are freed together with these.
     """
 
@@ -82,6 +86,7 @@ class TunedLinear(nn.Module):
         self.bias = bias
         self.panels: Tensor | None = None
         self.relaid: tuple[Tensor, ...] = ()
+        self.invariant: InvariantProduct | None = None
         self.parts = tuple(parts)
 
     @property
@@ -91,7 +96,9 @@ class TunedLinear(nn.Module):
 
     @property
     def way(self) -> str:
-        """How the layer multiplies: `library` (torch's function for `nn.Linear`), `onednn` or `panels`."""
+        """How the layer multiplies: `library` (torch's function), `onednn`, `panels`, or a key of PRODUCTS."""
+        if self.invariant is not None:
+            return self.invariant.name
         if self.panels is not None:
             return "panels"
         return "onednn" if self.relaid else "library"
@@ -100,10 +107,12 @@ class TunedLinear(nn.Module):
         """Multiplies `rows`, `[..., in]` on the weight's device; returns `[..., out]` in the same dtype."""
         if self.panels is not None and self.layout is not None:
             return multiplied(self.layout, rows, self.panels, self.weight.shape[0], self.bias)
-        if not self.relaid:
+        if not self.relaid and self.invariant is None:
             return functional.linear(rows, self.weight, self.bias)
         if rows.dim() != 2:
             return self.forward(rows.flatten(0, -2)).reshape(*rows.shape[:-1], self.weight.shape[0])
+        if self.invariant is not None:
+            return self.invariant(rows, self.weight, self.bias)
         num_rows = rows.shape[0]
         num_padded = padded(num_rows)
         if num_padded == num_rows:
@@ -221,8 +230,10 @@ def tune(
 ) -> None:
     """Times the ways to multiply, for all layers of a shape together, and lays their weights out for the fastest way.
 
+    On a GPU it chooses products by the rule instead, see `make_invariant`; that takes no part of the budget.
+
     Args:
-        layers: layers that are not on a CPU are not changed.
+        layers: layers on one device.
         shared: weights `[out, in]` that other code reads, too. They are not changed, and large ones are not copied
             either. All other weights belong to the layers alone.
         budget_s: how long to measure. Layers for which no time was left multiply as `nn.Linear` does, or by panels if
@@ -231,6 +242,7 @@ def tune(
     deadline_s = time.perf_counter() + budget_s
     held = {id(weight) for weight in shared}
     layers = list(layers)
+    make_invariant(layer for layer in layers if layer.weight.device.type == "cuda")
     share = int(_MAX_TIMED_SHARE * sum(layer.weight.nbytes for layer in layers))
     max_bytes = min(_MAX_TIMED_BYTES, max(MIN_TIMED_BYTES, share))
     alike: defaultdict[tuple[Any, ...], list[TunedLinear]] = defaultdict(list)
@@ -252,6 +264,23 @@ def tune(
         if group.layers[0].panels is None and (group.relaid_gain(deadline_s) or 0.0) > _MIN_GAIN:
             for layer in group.layers:
                 group.relay(layer)
+
+
+def make_invariant(layers: Iterable[TunedLinear], products: Mapping[str, Product] | None = None) -> None:
+    """Chooses products by which no row of a layer's output depends on the other rows of a call.
+
+    Args:
+        layers: layers with plain weights. Layers of one shape, with a bias or without one, get the same product.
+        products: see `choose_invariant_product`.
+    """
+    chosen: dict[tuple[Any, ...], InvariantProduct | None] = {}
+    for layer in layers:
+        if layer.weight.dtype not in _TYPES:
+            continue
+        key = (tuple(layer.weight.shape), layer.weight.dtype, layer.weight.device, layer.bias is None)
+        if key not in chosen:
+            chosen[key] = choose_invariant_product(layer.weight, layer.bias, products)
+        layer.invariant = chosen[key]
 
 
 class _Group:

@@ -1,0 +1,50 @@
+"""Decides by which product a server multiplies by weights of one shape, so that no row depends on the others. Pure.
+
+On a GPU a library may split a product's inner dimension at some numbers of rows, and not at others, so that a row's
+bits depend on how many other rows a call has. A server therefore pads its calls to a ladder of sizes, and measures at
+start whether a product gives each row the same bits on all of them. It has to compare all rows of a large input: where
+the inner dimension is short, two orders of summing differ in so few numbers that one row may miss it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+LADDER: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+"""The numbers of rows of calls."""
+
+# A trial's output has at most this many numbers: 256 MiB in half precision.
+_MOST_NUMBERS: Final = 1 << 27
+
+
+def rungs(num_outputs: int) -> tuple[int, ...]:
+    """The part of the ladder that is used for weights with so many outputs; it begins with 1."""
+    return tuple(rung for rung in LADDER if rung == 1 or rung * num_outputs <= _MOST_NUMBERS)
+
+
+def rung_of(num_rows: int, ladder: tuple[int, ...]) -> int:
+    """The number of rows to which a call of at most `ladder[-1]` rows is padded."""
+    return next(rung for rung in ladder if rung >= num_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTrial:
+    """What a product did with a large input.
+
+    Attributes:
+        differing_rows: for each number of rows of a call, how many rows of the input had other bits than in a call of
+            all rows.
+        error: the largest difference from the product in float64, as a part of the largest number.
+    """
+
+    differing_rows: Mapping[int, int]
+    error: float
+
+    def holds(self, tolerance: float) -> bool:
+        """Whether each row had the same bits in all calls, and the error is at most `tolerance`. NaN never is."""
+        return not any(self.differing_rows.values()) and self.error <= tolerance
+
+
+def chosen_product(trials: Iterable[tuple[str, ProductTrial]], tolerance: float) -> str | None:
+    """The name of the first product whose trial holds; None if no trial does. Later trials are not read."""
+    return next((name for name, trial in trials if trial.holds(tolerance)), None)

@@ -1,0 +1,18 @@
+"""Says whether the kernels can run here."""
+
+import functools
+import importlib.util
+import os
+
+
+@functools.cache
+def missing() -> str | None:
+    """What this process lacks to run the kernels on a GPU, as a sentence's end; None: nothing."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; it comes with torch's build for CUDA"
+    return None
+
+
+def is_interpreted() -> bool:
+    """Whether Triton interprets the kernels on the CPU instead of compiling them for a GPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"

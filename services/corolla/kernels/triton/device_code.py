@@ -1,0 +1,314 @@
+"""The kernels themselves, in Triton's language.
+
+The rule that they keep: a row's output has the same bits whatever other rows the call has, and whether the tokens of a
+text come in one call, in several, or one by one. Every large sum is therefore a `tl.dot`: on Hopper, the bits of a
+product's row are the same for every tile height and number of rows, as long as the inner dimension is walked in one
+order and never split. The compiler must contract nothing else (`enable_fp_fusion=False`). Attention walks a text's keys
+page after page in the same order for single tokens and for chunks, with one arithmetic for a page (`_page`).
+
+That arithmetic was proven on a device. Windows, softcaps, float32, and masks for sizes other than powers of two
+add operations that leave it alone: masks add zeros to sums, and a page without a visible key changes nothing.
+
+Sizes that change from call to call are not specialised, so that no new number of rows makes Triton compile again.
+"""
+
+import triton
+import triton.language as tl
+
+# The base of the exponentials is 2, so scores are multiplied by this number.
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def add_rms_norm(
+    x, delta, weight, out, total, eps, multiplier, width,
+    HAS_DELTA: tl.constexpr, HAS_MULTIPLIER: tl.constexpr, UNIT_OFFSET: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program for each row: the sum of `x` and `delta`, and its root mean square norm."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    value = tl.load(x + row * width + at, mask=inside, other=0.0)
+    if HAS_DELTA:
+        change = tl.load(delta + row * width + at, mask=inside, other=0.0)
+        if HAS_MULTIPLIER:
+            change = (change.to(tl.float32) * multiplier).to(value.dtype)
+        value = (value.to(tl.float32) + change.to(tl.float32)).to(value.dtype)
+        tl.store(total + row * width + at, value, mask=inside)
+    wide = value.to(tl.float32)
+    mean = tl.sum(wide * wide, 0) / width
+    scale = tl.load(weight + at, mask=inside, other=0.0)
+    if UNIT_OFFSET:
+        # Gemma's norm: the weight is stored less one, and the product is rounded once.
+        normed = (wide * tl.rsqrt(mean + eps)) * (1.0 + scale.to(tl.float32))
+    else:
+        normed = (wide * tl.rsqrt(mean + eps)).to(value.dtype).to(tl.float32) * scale.to(tl.float32)
+    tl.store(out + row * width + at, normed.to(value.dtype), mask=inside)
+
+
+@triton.jit
+def _tanh(x):
+    return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))
+
+
+@triton.jit
+def gate(gate_up, out, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """A program for a part of a row: the activation of its first half times its second half."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    gated = tl.load(gate_up + row * 2 * width + at, mask=inside, other=0.0)
+    up = tl.load(gate_up + row * 2 * width + width + at, mask=inside, other=0.0)
+    wide = gated.to(tl.float32)
+    if ACTIVATION == "silu":
+        active = (wide / (1.0 + tl.exp(-wide))).to(gated.dtype)
+    elif ACTIVATION == "gelu_tanh":
+        inner = 0.7978845608028654 * (wide + 0.044715 * wide * wide * wide)
+        active = (0.5 * wide * (1.0 + _tanh(inner))).to(gated.dtype)
+    else:
+        tl.static_assert(ACTIVATION == "gelu", "an activation without a kernel")
+        active = (0.5 * wide * (1.0 + tl.erf(wide * 0.7071067811865476))).to(gated.dtype)
+    tl.store(out + row * width + at, (active.to(tl.float32) * up.to(tl.float32)).to(gated.dtype), mask=inside)
+
+
+@triton.jit
+def _normed_head(value, squares, weight, eps, HEAD: tl.constexpr):
+    """A head's numbers `value`, normalised like the head `squares`, of which `value` may be another order."""
+    wide = squares.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide, 0) / HEAD + eps)
+    return ((value.to(tl.float32) * inverse).to(value.dtype).to(tl.float32) * weight.to(tl.float32)).to(value.dtype)
+
+
+@triton.jit
+def rotate_and_store(
+    qkv, table, positions, slots, query, keys, values, query_weight, key_weight, query_eps, key_eps,
+    NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
+    ROTATES: tl.constexpr, NORMALISES: tl.constexpr,
+):  # fmt: skip
+    """A program for a token's head: norm, rotation, and the place in `query`, or in the pages."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, BLOCK)
+    inside = at < HEAD
+    source = qkv + token * (NUM_HEADS + 2 * NUM_KEY_HEADS) * HEAD + head * HEAD
+    value = tl.load(source + at, mask=inside, other=0.0)
+    if head < NUM_HEADS + NUM_KEY_HEADS:
+        other = (at + HEAD // 2) % HEAD
+        rolled = tl.load(source + other, mask=inside, other=0.0)
+        if NORMALISES:
+            plain = value
+            if head < NUM_HEADS:
+                weight = tl.load(query_weight + at, mask=inside, other=0.0)
+                rolled_weight = tl.load(query_weight + other, mask=inside, other=0.0)
+                eps = query_eps
+            else:
+                weight = tl.load(key_weight + at, mask=inside, other=0.0)
+                rolled_weight = tl.load(key_weight + other, mask=inside, other=0.0)
+                eps = key_eps
+            value = _normed_head(value, plain, weight, eps, HEAD)
+            rolled = _normed_head(rolled, plain, rolled_weight, eps, HEAD)
+        if ROTATES:
+            position = tl.load(positions + token)
+            cos = tl.load(table + position * 2 * HEAD + at, mask=inside, other=0.0).to(tl.float32)
+            sin = tl.load(table + position * 2 * HEAD + HEAD + at, mask=inside, other=0.0).to(tl.float32)
+            straight = (value.to(tl.float32) * cos).to(value.dtype).to(tl.float32)
+            value = (straight + rolled.to(tl.float32) * sin).to(value.dtype)
+    if head < NUM_HEADS:
+        tl.store(query + (token * NUM_HEADS + head) * HEAD + at, value, mask=inside)
+    else:
+        slot = tl.load(slots + token)
+        if head < NUM_HEADS + NUM_KEY_HEADS:
+            tl.store(keys + (slot * NUM_KEY_HEADS + head - NUM_HEADS) * HEAD + at, value, mask=inside)
+        else:
+            place = (slot * NUM_KEY_HEADS + head - NUM_HEADS - NUM_KEY_HEADS) * HEAD
+            tl.store(values + place + at, value, mask=inside)
+
+
+@triton.jit
+def _page(
+    q, keys, values, positions, start, end, scale, window, softcap,
+    STRIDE: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One page's part: the greatest score, the sum of weights (as a column of a product), the weighted values."""
+    greatest = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS, 16], tl.float32)
+    acc = tl.zeros([ROWS, HEAD_BLOCK], tl.float32)
+    at, one = tl.arange(0, HEAD_BLOCK), tl.full([BLOCK, 16], 1.0, keys.dtype.element_ty)
+    for block in range(0, PAGE, BLOCK):
+        if start + block < end:
+            inner = block + tl.arange(0, BLOCK)
+            inside = (start + inner) < end
+            if PAGE % BLOCK != 0:
+                inside = inside & (inner < PAGE)
+            there = inside[:, None]
+            if HEAD != HEAD_BLOCK:
+                there = there & (at < HEAD)[None, :]
+            key = tl.load(keys + inner[:, None] * STRIDE + at[None, :], mask=there, other=0.0)
+            scores = tl.dot(q, tl.trans(key), input_precision=PRECISION) * scale
+            if HAS_SOFTCAP:
+                scores = softcap * _tanh(scores / softcap) * _LOG2E
+            seen = inside[None, :] & ((start + inner)[None, :] <= positions[:, None])
+            if HAS_WINDOW:
+                seen = seen & ((start + inner)[None, :] > positions[:, None] - window)
+            scores = tl.where(seen, scores, -float("inf"))
+            new = tl.maximum(greatest, tl.max(scores, 1))
+            safe = tl.where(new == -float("inf"), 0.0, new)
+            weights = tl.exp2(scores - safe[:, None]).to(q.dtype)
+            fade = tl.exp2(greatest - safe)
+            value = tl.load(values + inner[:, None] * STRIDE + at[None, :], mask=there, other=0.0)
+            total = tl.dot(weights, one, total * fade[:, None], input_precision=PRECISION)
+            acc = tl.dot(weights, value, acc * fade[:, None], input_precision=PRECISION)
+            greatest = new
+    return greatest, total, acc
+
+
+@triton.jit(do_not_specialize=["table_width", "window"])
+def attend_chunks(
+    query, keys, values, out, pages, first_queries, num_keys, scale, window, softcap, table_width,
+    NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Chunks: a tile of TOKENS tokens of one row times the GROUP heads that share a key head, page after page."""
+    tile, key_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    begin, stop = tl.load(first_queries + row), tl.load(first_queries + row + 1)
+    if begin + tile * TOKENS >= stop:
+        return
+    ROWS: tl.constexpr = TOKENS * GROUP_BLOCK
+    STRIDE: tl.constexpr = NUM_KEY_HEADS * HEAD
+    lane = tl.arange(0, ROWS)
+    token = begin + tile * TOKENS + lane // GROUP_BLOCK
+    head = key_head * GROUP + lane % GROUP_BLOCK
+    inside = token < stop
+    if GROUP != GROUP_BLOCK:
+        inside = inside & (lane % GROUP_BLOCK < GROUP)
+    at = tl.arange(0, HEAD_BLOCK)
+    where = (token * NUM_HEADS + head).to(tl.int64)[:, None] * HEAD + at[None, :]
+    there = inside[:, None]
+    if HEAD != HEAD_BLOCK:
+        there = there & (at < HEAD)[None, :]
+    q = tl.load(query + where, mask=there, other=0.0)
+    held = tl.load(num_keys + row)
+    positions = held - (stop - token)
+    end = tl.minimum(held - (stop - (begin + (tile + 1) * TOKENS)), held)
+    first = 0
+    if HAS_WINDOW:
+        # No token of the tile sees earlier pages; leaving them out changes no bit.
+        first = tl.maximum(held - (stop - (begin + tile * TOKENS)) - window + 1, 0) // PAGE
+    greatest = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS, 16], tl.float32)
+    acc = tl.zeros([ROWS, HEAD_BLOCK], tl.float32)
+    for number in range(first, tl.cdiv(end, PAGE)):
+        base = tl.load(pages + row * table_width + number).to(tl.int64) * PAGE * STRIDE + key_head * HEAD
+        m, l, a = _page(
+            q, keys + base, values + base, positions, number * PAGE, end, scale, window, softcap,
+            STRIDE, ROWS, HEAD, HEAD_BLOCK, BLOCK, PAGE, HAS_WINDOW, HAS_SOFTCAP, PRECISION,
+        )  # fmt: skip
+        new = tl.maximum(greatest, m)
+        safe = tl.where(new == -float("inf"), 0.0, new)
+        old, fresh = tl.exp2(greatest - safe), tl.exp2(m - safe)
+        total = total * old[:, None] + l * fresh[:, None]
+        acc = acc * old[:, None] + a * fresh[:, None]
+        greatest = new
+    weight = tl.max(total, 1)
+    tl.store(out + where, (acc / weight[:, None]).to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["table_width", "window", "splits"])
+def attend_pages(
+    query, keys, values, parts, sums, maxima, pages, num_keys, first_parts, scale, window, softcap, table_width, splits,
+    NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Single tokens: each page of one row by itself, for the GROUP heads that share a key head.
+
+    A program takes every `splits`th page. That decides who computes a page's part, and changes none.
+    """
+    split, key_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    held = tl.load(num_keys + row)
+    if split * PAGE >= held:
+        return
+    STRIDE: tl.constexpr = NUM_KEY_HEADS * HEAD
+    lane, at = tl.arange(0, ROWS), tl.arange(0, HEAD_BLOCK)
+    inside = lane < GROUP
+    where = (row * NUM_HEADS + key_head * GROUP + lane)[:, None] * HEAD + at[None, :]
+    there = inside[:, None]
+    if HEAD != HEAD_BLOCK:
+        there = there & (at < HEAD)[None, :]
+    q = tl.load(query + where, mask=there, other=0.0)
+    positions = tl.full([ROWS], 0, tl.int32) + held - 1
+    first_part = tl.load(first_parts + row).to(tl.int64)
+    for number in range(split, tl.cdiv(held, PAGE), splits):
+        base = tl.load(pages + row * table_width + number).to(tl.int64) * PAGE * STRIDE + key_head * HEAD
+        m, l, a = _page(
+            q, keys + base, values + base, positions, number * PAGE, held, scale, window, softcap,
+            STRIDE, ROWS, HEAD, HEAD_BLOCK, BLOCK, PAGE, HAS_WINDOW, HAS_SOFTCAP, PRECISION,
+        )  # fmt: skip
+        place = (first_part + number) * NUM_HEADS + key_head * GROUP + lane
+        tl.store(maxima + place, m, mask=inside)
+        tl.store(sums + place, tl.max(l, 1), mask=inside)
+        tl.store(parts + place[:, None] * HEAD + at[None, :], a, mask=there)
+
+
+@triton.jit
+def merge_pages(
+    parts, sums, maxima, out, num_keys, first_parts,
+    NUM_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Single tokens: merges the parts of a row's pages in their order, for one head."""
+    head, row = tl.program_id(0), tl.program_id(1)
+    held = tl.load(num_keys + row)
+    at = tl.arange(0, HEAD_BLOCK)
+    inside = at < HEAD
+    place = tl.load(first_parts + row).to(tl.int64) * NUM_HEADS + head
+    greatest = tl.load(maxima + place)
+    total = tl.load(sums + place)
+    acc = tl.load(parts + place * HEAD + at, mask=inside, other=0.0)
+    for number in tl.range(1, tl.cdiv(held, PAGE), num_stages=4):
+        there = place + number * NUM_HEADS
+        m, l = tl.load(maxima + there), tl.load(sums + there)
+        a = tl.load(parts + there * HEAD + at, mask=inside, other=0.0)
+        new = tl.maximum(greatest, m)
+        safe = new
+        if HAS_WINDOW:
+            # No key of the first pages may be within the window.
+            safe = tl.where(new == -float("inf"), 0.0, new)
+        old, fresh = tl.exp2(greatest - safe), tl.exp2(m - safe)
+        total = total * old + l * fresh
+        acc = acc * old + a * fresh
+        greatest = new
+    tl.store(out + (row * NUM_HEADS + head) * HEAD + at, (acc / total).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def multiply(
+    a, b, c, bias, M, N, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GM: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`a [M, K] b^T [N, K]`: the inner dimension in steps of BK, never split, so the bits are those of every tile."""
+    pid = tl.program_id(0)
+    num_m, num_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    first = (pid // (GM * num_n)) * GM
+    height = tl.minimum(num_m - first, GM)
+    pm = first + (pid % (GM * num_n)) % height
+    pn = (pid % (GM * num_n)) // height
+    rm, rn, rk = pm * BM + tl.arange(0, BM), pn * BN + tl.arange(0, BN), tl.arange(0, BK)
+    pa = a + (rm % M).to(tl.int64)[:, None] * K + rk[None, :]
+    pb = b + (rn % N).to(tl.int64)[None, :] * K + rk[:, None]
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    for start in range(0, K, BK):
+        if EVEN_K:
+            acc = tl.dot(tl.load(pa), tl.load(pb), acc, input_precision=PRECISION)
+        else:
+            left = tl.load(pa, mask=(start + rk < K)[None, :], other=0.0)
+            right = tl.load(pb, mask=(start + rk < K)[:, None], other=0.0)
+            acc = tl.dot(left, right, acc, input_precision=PRECISION)
+        pa += BK
+        pb += BK
+    if HAS_BIAS:
+        acc += tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
+    where = rm.to(tl.int64)[:, None] * N + rn[None, :]
+    tl.store(c + where, acc.to(c.dtype.element_ty), mask=(rm[:, None] < M) & (rn[None, :] < N))

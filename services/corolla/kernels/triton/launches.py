@@ -1,0 +1,267 @@
+"""Runs the kernels on tensors. All tensors of a call are on one device, and contiguous unless something else is said.
+
+Each function returns new tensors on that device. Integer tables (pages, rows, keys) are int32, slots and positions are
+int64; other tensors have the model's dtype: bfloat16, float16 or float32.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from corolla.kernels.triton import device_code
+
+Grid = tuple[int, ...]
+
+ACTIVATIONS: Final = ("silu", "gelu_tanh", "gelu")
+"""The activations of `gate`: x times its logistic function; GELU by the hyperbolic tangent or the error function."""
+
+_EXACT: Final[dict[str, Any]] = {"enable_fp_fusion": False}
+_LOG2E: Final = 1.4426950408889634
+_KEYS_OF_BLOCK: Final = 64
+_LANES_OF_TILE: Final = 64
+# A product's sides have 16 numbers or more.
+_LEAST_SIDE: Final = 16
+# About as many programs as a large GPU runs at a time. More of them only wait.
+_PROGRAMS: Final = 2048
+_TILES: Final = ((16, (16, 64, 128, 4, 4)), (32, (32, 64, 128, 4, 4)), (64, (64, 64, 128, 4, 3)))
+_LARGEST_TILE: Final = (128, 128, 64, 8, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """The root mean square norms of query heads and key heads.
+
+    Attributes:
+        query_weight: `[head_dim]` in the model's dtype.
+        key_weight: `[head_dim]` likewise.
+        query_epsilon: added to the mean of the squares of a query head.
+        key_epsilon: likewise of a key head.
+    """
+
+    query_weight: Tensor
+    key_weight: Tensor
+    query_epsilon: float
+    key_epsilon: float
+
+
+@dataclass(frozen=True, slots=True)
+class PageTables:
+    """The rows of a call, with the places of their keys.
+
+    Attributes:
+        pages: int32 `[rows, width]`: the ids of each row's pages.
+        first_queries: int32 `[rows + 1]`: where each row's queries begin, and where the last row's queries end.
+        num_keys: int32 `[rows]`: the keys of each row, counted from its first page on.
+        first_parts: int32 `[rows]`: how many pages the rows before a row have together.
+        max_queries: the most queries of a row.
+        num_parts: no fewer than all rows' pages together.
+        page_tokens: tokens of a page.
+    """
+
+    pages: Tensor
+    first_queries: Tensor
+    num_keys: Tensor
+    first_parts: Tensor
+    max_queries: int
+    num_parts: int
+    page_tokens: int
+
+
+def launch(kernel: Any, grid: Grid, *arguments: Any, **options: Any) -> None:
+    """Launches a kernel; all launches come through here, so that a recorder or a compiler can take its place."""
+    kernel[grid](*arguments, **options)
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not below `number`, which is positive."""
+    return 1 << (number - 1).bit_length()
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """How products take float32: in full, not cut to TF32. Half precision has one way only."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def add_rms_norm(
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    epsilon: float,
+    *,
+    multiplier: float = 1.0,
+    has_unit_offset: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Adds to the hidden states, and normalises the sum.
+
+    Args:
+        x: `[N, H]`, the hidden states.
+        delta: `[N, H]`, what is added to them; None: nothing.
+        weight: `[H]`, the norm's weight.
+        epsilon: added to the mean of the squares.
+        multiplier: the factor of `delta`.
+        has_unit_offset: whether the weight is stored less one, as Gemma has it.
+
+    Returns:
+        The normalised sum, and the sum, `[N, H]` each.
+    """
+    out, total = torch.empty_like(x), (x if delta is None else torch.empty_like(x))
+    width = x.shape[-1]
+    block = power_of_two(width)
+    launch(
+        device_code.add_rms_norm, (x.shape[0],), x, x if delta is None else delta, weight, out, total, epsilon,
+        multiplier, width, HAS_DELTA=delta is not None, HAS_MULTIPLIER=multiplier != 1.0, UNIT_OFFSET=has_unit_offset,
+        BLOCK=block, num_warps=min(16, max(4, block // 512)), **_EXACT,
+    )  # fmt: skip
+    return out, total
+
+
+def gate(gate_up: Tensor, activation: str) -> Tensor:
+    """The activation of the first half of each row times the second half; `gate_up` is `[N, 2 G]`, the result `[N, G]`.
+
+    `activation` is one of ACTIVATIONS.
+    """
+    width = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(gate_up.shape[0], width)
+    block = min(1024, power_of_two(width))
+    launch(
+        device_code.gate, (gate_up.shape[0], -(-width // block)), gate_up, out, width, ACTIVATION=activation,
+        BLOCK=block, num_warps=4, **_EXACT,
+    )  # fmt: skip
+    return out
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    rotates: bool = True,
+    norms: HeadNorms | None = None,
+) -> Tensor:
+    """Normalises and rotates queries and keys, and stores keys and values in their pages.
+
+    Args:
+        qkv: `[N, (heads + 2 * key heads) * head_dim]`, the projections of the new tokens.
+        table: `[rows, 2, head_dim]`, cosines and signed sines.
+        positions: int64 `[N]`, each token's row of the table.
+        slots: int64 `[N]`, where each token's key and value go.
+        keys: `[slots, key heads, head_dim]`, written in place.
+        values: `[slots, key heads, head_dim]`, written in place.
+        rotates: whether there is a rotary embedding.
+        norms: the norms of query and key heads; None: there are none.
+
+    Returns:
+        The queries, `[N, heads, head_dim]`.
+    """
+    _, num_key_heads, head = keys.shape
+    num_heads = qkv.shape[1] // head - 2 * num_key_heads
+    query = qkv.new_empty(qkv.shape[0], num_heads, head)
+    weights = (qkv, qkv) if norms is None else (norms.query_weight, norms.key_weight)
+    epsilons = (0.0, 0.0) if norms is None else (norms.query_epsilon, norms.key_epsilon)
+    launch(
+        device_code.rotate_and_store, (qkv.shape[0], num_heads + 2 * num_key_heads),
+        qkv, table, positions, slots, query, keys, values, *weights, *epsilons,
+        NUM_HEADS=num_heads, NUM_KEY_HEADS=num_key_heads, HEAD=head, BLOCK=power_of_two(head), ROTATES=rotates,
+        NORMALISES=norms is not None, num_warps=1, **_EXACT,
+    )  # fmt: skip
+    return query
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: PageTables,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention of all rows over their pages.
+
+    Args:
+        query: `[N, heads, head_dim]` of the new tokens of all rows, whose keys and values are stored.
+        keys: `[slots, key heads, head_dim]`.
+        values: `[slots, key heads, head_dim]`.
+        tables: the rows.
+        scaling: the factor of the scores.
+        window: how many tokens a token sees, itself included; None: it sees all tokens before it.
+        softcap: the bound of the scores; None: they are not bounded.
+
+    Returns:
+        `[N, heads, head_dim]`.
+    """
+    num_heads, head = query.shape[1:]
+    num_rows, width = tables.pages.shape
+    num_key_heads = keys.shape[1]
+    group = num_heads // num_key_heads
+    out = torch.empty_like(query)
+    scale = scaling * (1.0 if softcap is not None else _LOG2E)
+    numbers = (scale, window or 0, softcap or 0.0, tables.pages.stride(0))
+    page = tables.page_tokens
+    block = min(_KEYS_OF_BLOCK, max(_LEAST_SIDE, power_of_two(page)))
+    shape: dict[str, Any] = {
+        "NUM_HEADS": num_heads, "NUM_KEY_HEADS": num_key_heads, "HEAD": head,
+        "HEAD_BLOCK": max(_LEAST_SIDE, power_of_two(head)), "GROUP": group, "BLOCK": block, "PAGE": page,
+        "HAS_WINDOW": window is not None, "HAS_SOFTCAP": softcap is not None, "PRECISION": _precision(query.dtype),
+    }  # fmt: skip
+    if tables.max_queries == 1:
+        splits = max(1, min(width, _PROGRAMS // (num_rows * num_key_heads)))
+        parts = torch.empty(tables.num_parts, num_heads, head, dtype=torch.float32, device=query.device)
+        sums, maxima = (torch.empty(tables.num_parts, num_heads, device=query.device) for _ in range(2))
+        launch(
+            device_code.attend_pages, (splits, num_key_heads, num_rows),
+            query, keys, values, parts, sums, maxima, tables.pages, tables.num_keys, tables.first_parts, *numbers,
+            splits, ROWS=max(_LEAST_SIDE, power_of_two(group)), **shape, num_warps=4, num_stages=3, **_EXACT,
+        )  # fmt: skip
+        launch(
+            device_code.merge_pages, (num_heads, num_rows), parts, sums, maxima, out, tables.num_keys,
+            tables.first_parts, NUM_HEADS=num_heads, HEAD=head, HEAD_BLOCK=shape["HEAD_BLOCK"], PAGE=page,
+            HAS_WINDOW=window is not None, num_warps=1, **_EXACT,
+        )  # fmt: skip
+        return out
+    group_block = power_of_two(group)
+    tokens = max(1, _LANES_OF_TILE // group_block)
+    launch(
+        device_code.attend_chunks, (-(-tables.max_queries // tokens), num_key_heads, num_rows),
+        query, keys, values, out, tables.pages, tables.first_queries, tables.num_keys, *numbers,
+        TOKENS=tokens, GROUP_BLOCK=group_block, **shape, num_warps=4, num_stages=2, **_EXACT,
+    )  # fmt: skip
+    return out
+
+
+def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Computes `rows W^T + b` with the inner dimension in one order, so that no row depends on the others.
+
+    Args:
+        rows: `[R, in]`.
+        weight: `[out, in]`.
+        bias: `[out]`; None: there is none.
+
+    Returns:
+        `[R, out]`.
+    """
+    num_rows, num_inputs = rows.shape
+    num_outputs = weight.shape[0]
+    out = rows.new_empty(num_rows, num_outputs)
+    height, width, depth, warps, stages = next((tile for most, tile in _TILES if num_rows <= most), _LARGEST_TILE)
+    if num_inputs % depth:
+        depth = 64
+    launch(
+        device_code.multiply, (-(-num_rows // height) * -(-num_outputs // width),),
+        rows, weight, out, out if bias is None else bias, num_rows, num_outputs, num_inputs,
+        BM=height, BN=width, BK=depth, GM=8, HAS_BIAS=bias is not None, EVEN_K=num_inputs % depth == 0,
+        PRECISION=_precision(rows.dtype), num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out
+
+
+def row_counts() -> Sequence[int]:
+    """Numbers of rows for which `multiply` takes each of its tiles once."""
+    return (*(most for most, _ in _TILES), 2 * _TILES[-1][0])

@@ -1,0 +1,151 @@
+"""Products by whose choice no row depends on the other rows of a call; see `kernels/product_choice`.
+
+Tensors are on the device of the weights and have their dtype.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from corolla.kernels.product_choice import ProductTrial, chosen_product, rung_of, rungs
+from corolla.kernels.triton.availability import missing
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Computes `rows W^T + b` from rows `[R, in]`, weights `[out, in]` and a bias `[out]` or None; returns `[R, out]`."""
+
+log = logging.getLogger(__name__)
+
+TOLERANCES: Final[Mapping[torch.dtype, float]] = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+"""The largest error of a product, as a part of its largest number."""
+
+# The product in float64 is computed for so many outputs only, since all weights in float64 may not fit into memory.
+_CHECKED_OUTPUTS: Final = 512
+_INTEGERS: Final = {2: torch.int16, 4: torch.int32}
+
+
+def triton_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiplies with the Triton kernel.
+
+    Args:
+        rows: `[R, in]`.
+        weight: `[out, in]`.
+        bias: `[out]` or None.
+
+    Returns:
+        `[R, out]` in the weights' dtype, on their device.
+    """
+    from corolla.kernels.triton.launches import multiply
+
+    return multiply(rows.contiguous(), weight, bias)
+
+
+PRODUCTS: Final[Mapping[str, Product]] = {"ladder": functional.linear, "triton": triton_product}
+"""The products that keep the rule, the fastest first. `ladder` is torch's own function, in calls padded to a ladder."""
+
+
+@dataclass(frozen=True, slots=True)
+class InvariantProduct:
+    """The product that was chosen for weights of one shape.
+
+    Attributes:
+        name: a key of PRODUCTS.
+        multiply: the product.
+        ladder: the numbers of rows to which calls are padded.
+    """
+
+    name: str
+    multiply: Product
+    ladder: tuple[int, ...]
+
+    def __call__(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiplies so that a row's bits do not depend on the other rows.
+
+        Args:
+            rows: `[R, in]`.
+            weight: `[out, in]`.
+            bias: `[out]` or None.
+
+        Returns:
+            `[R, out]` in the weights' dtype, on their device.
+        """
+        if self.name != "ladder":
+            return self.multiply(rows, weight, bias)
+        num_rows, most = rows.shape[0], self.ladder[-1]
+        if num_rows > most:
+            return torch.cat([self(part, weight, bias) for part in torch.split(rows, most)])
+        rung = rung_of(num_rows, self.ladder)
+        if rung == num_rows:
+            return self.multiply(rows, weight, bias)
+        return self.multiply(functional.pad(rows, (0, 0, 0, rung - num_rows)), weight, bias)[:num_rows]
+
+
+@torch.inference_mode()
+def choose_invariant_product(
+    weight: Tensor, bias: Tensor | None = None, products: Mapping[str, Product] | None = None
+) -> InvariantProduct | None:
+    """Measures with these weights which product keeps the rule; None: none does, or triton is missing.
+
+    Args:
+        weight: `[out, in]`, in bfloat16, float16 or float32.
+        bias: `[out]` or None.
+        products: the products to try, in this order; None: PRODUCTS.
+    """
+    candidates = PRODUCTS if products is None else products
+    ladder = rungs(weight.shape[0])
+    trials: dict[str, ProductTrial] = {}
+
+    def measured() -> Iterator[tuple[str, ProductTrial]]:
+        for name, product in candidates.items():
+            if name == "triton" and (lack := missing()) is not None:
+                log.warning("no product of its own for these weights", extra={"failure": lack})
+                continue
+            trials[name] = try_product(product, weight, bias, ladder)
+            yield name, trials[name]
+
+    chosen = chosen_product(measured(), TOLERANCES[weight.dtype])
+    shape = "x".join(map(str, weight.shape))
+    if chosen is None:
+        log.warning("rows of products with these weights depend on the batch", extra={"shape": shape})
+        return None
+    log.info("product chosen", extra={"shape": shape, "product": chosen})
+    return InvariantProduct(chosen, candidates[chosen], ladder)
+
+
+def try_product(product: Product, weight: Tensor, bias: Tensor | None, ladder: tuple[int, ...]) -> ProductTrial:
+    """Multiplies as many random rows as the ladder's last rung has, in calls of every rung's number of rows.
+
+    Args:
+        product: the product.
+        weight: `[out, in]`.
+        bias: `[out]` or None.
+        ladder: the numbers of rows of a call, in rising order.
+    """
+    num_rows = ladder[-1]
+    generator = torch.Generator(device=weight.device).manual_seed(0)
+    rows = torch.randn(num_rows, weight.shape[1], device=weight.device, generator=generator).to(weight.dtype)
+    whole = product(rows, weight, bias)
+    differing: dict[int, int] = {}
+    for rung in ladder[:-1]:
+        count = torch.zeros((), dtype=torch.int64, device=weight.device)
+        for start in range(0, num_rows, rung):
+            part = product(rows[start : start + rung], weight, bias)
+            count += (_bits(part) != _bits(whole[start : start + rung])).any(dim=-1).sum()
+        differing[rung] = int(count)
+    return ProductTrial(differing, _error(whole, rows, weight, bias))
+
+
+def _bits(numbers: Tensor) -> Tensor:
+    return numbers.view(_INTEGERS[numbers.element_size()])
+
+
+def _error(found: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> float:
+    step = -(-weight.shape[0] // _CHECKED_OUTPUTS)
+    expected = functional.linear(
+        rows.double(), weight[::step].double(), None if bias is None else bias[::step].double()
+    )
+    return float((found[:, ::step].double() - expected).abs().max() / expected.abs().max())

@@ -1,0 +1,175 @@
+"""Every kernel against its definition, and against itself for the same rows in other calls, bit by bit."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from corolla.kernels.triton.launches import (
+    HeadNorms,
+    add_rms_norm,
+    gate,
+    multiply,
+    rotate_and_store,
+)
+from tests.interpreted.ordered_products import install
+from tests.interpreted.paged_texts import PagedTexts
+from tests.tiers import quick
+
+# The interpreter cuts bfloat16 where a GPU rounds it.
+TOLERANCES = {torch.float32: 3e-6, torch.float16: 6e-3, torch.bfloat16: 6e-2}
+DTYPES = list(TOLERANCES)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_order() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch)
+        yield
+
+
+def draw(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    assert found.isfinite().all()
+    error = (found.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1)
+    assert error <= TOLERANCES[found.dtype]
+
+
+@pytest.mark.parametrize("dtype", quick(DTYPES, torch.float32))
+@pytest.mark.parametrize("has_unit_offset, multiplier", [(False, 1.0), (True, 1.0), (False, 0.22)])
+def test_sums_are_normalised(dtype: torch.dtype, has_unit_offset: bool, multiplier: float) -> None:
+    x, delta, weight = draw(5, 200, dtype=dtype), draw(6, 200, dtype=dtype)[:5], draw(200, dtype=dtype)
+    normed, total = add_rms_norm(x, delta, weight, 1e-6, multiplier=multiplier, has_unit_offset=has_unit_offset)
+    sums = x.double() + delta.double() * multiplier
+    factor = weight.double() + float(has_unit_offset)
+    assert_near(total, sums)
+    assert_near(normed, sums * torch.rsqrt(sums.pow(2).mean(-1, keepdim=True) + 1e-6) * factor)
+    alone = add_rms_norm(x[3:4], delta[3:4], weight, 1e-6, multiplier=multiplier, has_unit_offset=has_unit_offset)
+    assert torch.equal(torch.cat(alone), torch.stack((normed[3], total[3])))
+    # The first block of a span has nothing to add: what it normalises is what another server has added.
+    first, same = add_rms_norm(total, None, weight, 1e-6, has_unit_offset=has_unit_offset)
+    assert torch.equal(first, normed)
+    assert torch.equal(same, total)
+
+
+@pytest.mark.parametrize("dtype", quick(DTYPES, torch.float32))
+@pytest.mark.parametrize(
+    "name, activation",
+    [
+        ("silu", functional.silu),
+        ("gelu", functional.gelu),
+        ("gelu_tanh", lambda x: functional.gelu(x, approximate="tanh")),
+    ],
+)
+def test_gates_activate_their_first_half(dtype: torch.dtype, name: str, activation: Callable[[Tensor], Tensor]) -> None:
+    gate_up = draw(3, 2 * 1100, dtype=dtype) * 3
+    found = gate(gate_up, name)
+    assert_near(found, activation(gate_up[:, :1100].double()) * gate_up[:, 1100:].double())
+    assert torch.equal(gate(gate_up[1:2], name), found[1:2])
+
+
+@pytest.mark.parametrize("dtype", quick(DTYPES, torch.float32))
+@pytest.mark.parametrize("head", [64, 48])
+@pytest.mark.parametrize("rotates, normalises", [(True, False), (True, True), (False, False)])
+def test_keys_are_rotated_and_stored(dtype: torch.dtype, head: int, rotates: bool, normalises: bool) -> None:
+    heads, key_heads, tokens = 6, 2, 9
+    qkv = draw(tokens, (heads + 2 * key_heads) * head, dtype=dtype)
+    angles = draw(100, head // 2, dtype=torch.float32)
+    table = torch.stack((angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), 1)), dim=1).to(dtype)
+    positions, slots = torch.randperm(100)[:tokens], torch.randperm(40)[:tokens]
+    keys, values = (torch.zeros(40, key_heads, head, dtype=dtype) for _ in range(2))
+    weights = draw(2, head, dtype=dtype)
+    norms = HeadNorms(weights[0], weights[1], 1e-6, 1e-5) if normalises else None
+    query = rotate_and_store(qkv, table, positions, slots, keys, values, rotates=rotates, norms=norms)
+
+    split = qkv.double().view(tokens, -1, head)
+    rotated = split[:, : heads + key_heads]
+    if normalises:
+        factors = torch.cat((weights[:1].repeat(heads, 1), weights[1:].repeat(key_heads, 1))).double()
+        epsilons = torch.tensor([1e-6] * heads + [1e-5] * key_heads, dtype=torch.float64)[:, None]
+        rotated = rotated * torch.rsqrt(rotated.pow(2).mean(-1, keepdim=True) + epsilons) * factors
+    if rotates:
+        cos, sin = table[positions].double().unbind(1)
+        rotated = rotated * cos[:, None] + rotated.roll(head // 2, -1) * sin[:, None]
+    assert_near(query, rotated[:, :heads])
+    assert_near(keys[slots], rotated[:, heads:])
+    assert torch.equal(values[slots], qkv.view(tokens, -1, head)[:, heads + key_heads :])
+    others = torch.ones(40, dtype=torch.bool).index_fill_(0, slots, False)
+    assert not keys[others].any()
+    assert not values[others].any()
+    alone = rotate_and_store(qkv[4:5], table, positions[4:5], slots[4:5], keys, values, rotates=rotates, norms=norms)
+    assert torch.equal(alone, query[4:5])
+
+
+@pytest.mark.parametrize("dtype", quick(DTYPES, torch.float32))
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("sizes", [(96, 256), (130, 200), (40, 24)])
+def test_a_row_of_a_product_has_the_same_bits_whatever_the_others(
+    dtype: torch.dtype, has_bias: bool, sizes: tuple[int, int]
+) -> None:
+    outputs, inputs = sizes
+    rows, weight = draw(150, inputs, dtype=dtype), draw(outputs, inputs, dtype=dtype) * inputs**-0.5
+    bias = draw(outputs, dtype=dtype) if has_bias else None
+    whole = multiply(rows, weight, bias)
+    assert_near(whole, rows.double() @ weight.double().T + (0 if bias is None else bias.double()))
+    for start, end in ((0, 1), (7, 23), (3, 33), (100, 150), (20, 90), (140, 141)):
+        assert torch.equal(multiply(rows[start:end], weight, bias), whole[start:end])
+
+
+Case = tuple[int, tuple[int, int], int, int | None, float | None]
+"""Page tokens, (heads, key heads), head size, window, softcap."""
+CASES: list[Case] = [
+    (32, (4, 2), 16, 40, None),
+    (64, (8, 2), 64, None, None),
+    (48, (7, 1), 80, None, 20.0),
+    (4, (4, 2), 16, 9, 30.0),
+]
+
+
+# The interpreter cannot fill a tensor of bfloat16.
+@pytest.mark.parametrize("case", quick(CASES, CASES[0]))
+@pytest.mark.parametrize("dtype", quick((torch.float32, torch.float16), torch.float32))
+def test_attention_has_the_same_bits_in_every_cut(case: Case, dtype: torch.dtype) -> None:
+    page_tokens, heads, head, window, softcap = case
+    lengths = (2 * page_tokens + 9, page_tokens + 2, 5)
+
+    def texts() -> PagedTexts:
+        return PagedTexts(lengths, page_tokens, heads, head, dtype)
+
+    whole = [texts().step([(text, 0, length)], window, softcap)[0] for text, length in enumerate(lengths)]
+    for text in range(len(lengths)):
+        assert_near(whole[text], texts().definition(text, window, softcap))
+    own = texts()
+    together = own.step([(text, 0, length) for text, length in enumerate(lengths)], window, softcap)
+    assert all(map(torch.equal, together, whole))
+
+    # Chunks of several sizes, one of a single token, among chunks of the others.
+    mixed, found = texts(), [torch.empty_like(each) for each in whole]
+    at = [0, 0, 0]
+    sizes = (page_tokens - 3, 1, 17, 2)
+    for turn in range(200):
+        chunks = [
+            (text, at[text], min(length, at[text] + sizes[(turn + text) % 4]))
+            for text, length in enumerate(lengths)
+            if at[text] < length
+        ]
+        if not chunks:
+            break
+        for (text, start, end), output in zip(chunks, mixed.step(chunks, window, softcap), strict=True):
+            found[text][start:end], at[text] = output, end
+    assert all(map(torch.equal, found, whole))
+
+    # Single tokens: alone, and with single tokens of the others, at the start and around the ends of pages.
+    single = texts()
+    single.step([(text, 0, length) for text, length in enumerate(lengths)], window, softcap)
+    ends = sorted({1, 2, page_tokens, page_tokens + 1, 2 * page_tokens, 2 * page_tokens + 1, lengths[0]})
+    for end in ends:
+        rows = [(text, min(end, length) - 1, min(end, length)) for text, length in enumerate(lengths)]
+        for part in (rows[:1], rows, rows[::-1]):
+            for (text, start, stop), output in zip(part, single.step(part, window, softcap), strict=True):
+                assert torch.equal(output, whole[text][start:stop])

@@ -1,0 +1,83 @@
+"""Texts on pages, whose attention the kernels compute in any cut."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from corolla.kernels.triton.launches import PageTables, attend
+
+
+class PagedTexts:
+    """Random queries, keys and values of several texts; keys and values lie on pages in a drawn order.
+
+    Slots that hold no token are NaN, and so are keys that a text has not reached yet.
+
+    Args:
+        lengths: the tokens of each text.
+        page_tokens: tokens of a page.
+        heads: the numbers of query heads and key heads.
+        head: the size of a head.
+        dtype: the dtype of all numbers.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], page_tokens: int, heads: tuple[int, int], head: int, dtype: torch.dtype
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        num_heads, self.num_key_heads = heads
+
+        def draw(length: int, count: int) -> Tensor:
+            return torch.randn(length, count, head, generator=generator).to(dtype)
+
+        self.page_tokens, self.head = page_tokens, head
+        self.texts = [(draw(n, num_heads), draw(n, heads[1]), draw(n, heads[1])) for n in lengths]
+        counts = [-(-n // page_tokens) for n in lengths]
+        order = torch.randperm(sum(counts) + 1, generator=generator)[1:].tolist()
+        self._pages: list[list[int]] = [[order.pop() for _ in range(count)] for count in counts]
+        self.keys, self.values = (
+            torch.full(((sum(counts) + 1) * page_tokens, heads[1], head), torch.nan, dtype=dtype) for _ in range(2)
+        )
+
+    def step(self, rows: Sequence[tuple[int, int, int]], window: int | None, softcap: float | None) -> list[Tensor]:
+        """Stores the tokens `[start, end)` of texts, given as (text, start, end), and attends for all in one call."""
+        for text, start, end in rows:
+            slots = [self._slot(text, position) for position in range(start, end)]
+            _, keys, values = self.texts[text]
+            self.keys[slots], self.values[slots] = keys[start:end], values[start:end]
+        ends = torch.tensor([end - start for _, start, end in rows]).cumsum(0).tolist()
+        width = max(map(len, self._pages))
+        counts = [-(-end // self.page_tokens) for _, _, end in rows]
+
+        def integers(numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+            return torch.tensor(numbers, dtype=torch.int32)
+
+        tables = PageTables(
+            pages=integers([[*self._pages[text], *[0] * (width - len(self._pages[text]))] for text, _, _ in rows]),
+            first_queries=integers([0, *ends]),
+            num_keys=integers([end for _, _, end in rows]),
+            first_parts=integers([sum(counts[:row]) for row in range(len(rows))]),
+            max_queries=max(end - start for _, start, end in rows),
+            num_parts=sum(counts),
+            page_tokens=self.page_tokens,
+        )
+        query = torch.cat([self.texts[text][0][start:end] for text, start, end in rows])
+        output = attend(query, self.keys, self.values, tables, scaling=self.head**-0.5, window=window, softcap=softcap)
+        return list(torch.split(output, [end - start for _, start, end in rows]))
+
+    def definition(self, text: int, window: int | None, softcap: float | None) -> Tensor:
+        """A text's attention by its definition, float64 `[T, heads, head_dim]`."""
+        query, keys, values = (part.double() for part in self.texts[text])
+        groups = query.shape[1] // self.num_key_heads
+        keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", query, keys) * self.head**-0.5
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
+        positions = torch.arange(len(keys))
+        distance = positions[:, None] - positions[None, :]
+        unseen = distance < 0 if window is None else (distance < 0) | (distance >= window)
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -torch.inf).softmax(dim=-1), values)
+
+    def _slot(self, text: int, position: int) -> int:
+        page = self._pages[text][position // self.page_tokens]
+        return page * self.page_tokens + position % self.page_tokens

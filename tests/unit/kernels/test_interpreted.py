@@ -1,0 +1,38 @@
+"""Kernels for GPUs without a GPU: a process with Triton's interpreter runs `tests/interpreted`."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.interpreted import PACKAGES, ROOT, environment
+
+# A case in the interpreter takes seconds, and several may run at a time.
+TIMEOUT_S = 900
+
+pytestmark = [
+    pytest.mark.skipif(not PACKAGES.is_dir(), reason="triton is not there: make triton"),
+    pytest.mark.timeout(TIMEOUT_S),
+]
+
+
+def interpret(module: str, marks: str) -> None:
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks,
+            f"--timeout={TIMEOUT_S}", f"tests/interpreted/{module}.py",
+        ],
+        env=environment(), cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+def test_kernels_compute_what_they_are_for_and_no_row_depends_on_the_others() -> None:
+    interpret("kernels", "not full")
+
+
+@pytest.mark.full
+def test_attention_over_pages_of_every_kind() -> None:
+    interpret("kernels", "full")

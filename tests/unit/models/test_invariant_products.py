@@ -1,0 +1,121 @@
+"""Servers take a product that keeps the rule, and no other: no row depends on the other rows of a call."""
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from corolla.kernels.product_choice import LADDER, ProductTrial, chosen_product, rung_of, rungs
+from corolla.models.invariant_products import Product, choose_invariant_product, try_product
+from corolla.models.linear import TunedLinear, make_invariant
+
+WEIGHT = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
+BIAS = torch.randn(7, generator=torch.Generator().manual_seed(2))
+
+
+def by_rows(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Sums in one order, whatever the number of rows."""
+    total = torch.zeros(len(rows), len(weight)) if bias is None else bias.repeat(len(rows), 1)
+    for inner in range(weight.shape[1]):
+        total = total + rows[:, inner, None] * weight[None, :, inner]
+    return total
+
+
+class Splitting:
+    """A product that sums in another order for some numbers of rows, which shows in one number of one row only.
+
+    Args:
+        rows_of_call: the numbers of rows.
+        row: a row's index within the large input.
+    """
+
+    def __init__(self, rows_of_call: set[int], row: int) -> None:
+        self._rows_of_call, self._row = rows_of_call, row
+        self.calls: list[int] = []
+
+    def __call__(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        self.calls.append(len(rows))
+        output = by_rows(rows, weight, bias)
+        if len(rows) in self._rows_of_call:
+            generator = torch.Generator().manual_seed(0)
+            marked = torch.randn(LADDER[-1], weight.shape[1], generator=generator)[self._row]
+            there = (rows == marked).all(dim=-1)
+            output[there, 3] = torch.nextafter(output[there, 3], torch.tensor(torch.inf))
+        return output
+
+
+def trial(differing: Mapping[int, int], error: float = 0.0) -> ProductTrial:
+    return ProductTrial(differing, error)
+
+
+@pytest.mark.parametrize(
+    "trials, expected",
+    [
+        ([("a", trial({1: 0, 2: 0})), ("b", trial({1: 0}))], "a"),
+        ([("a", trial({1: 0, 2: 1})), ("b", trial({1: 0}))], "b"),
+        ([("a", trial({1: 0}, 2e-5)), ("b", trial({1: 0}, 1e-5))], "b"),
+        ([("a", trial({1: 0}, float("nan"))), ("b", trial({1: 2047}))], None),
+        ([], None),
+    ],
+)
+def test_the_first_product_that_keeps_the_rule_and_is_right_is_chosen(
+    trials: list[tuple[str, ProductTrial]], expected: str | None
+) -> None:
+    assert chosen_product(trials, 1e-5) == expected
+
+
+def test_the_ladder_is_shorter_where_outputs_are_many() -> None:
+    assert rungs(4096) == LADDER
+    assert rungs(128_256)[-1] == 1024
+    assert rungs(1 << 40) == (1,)
+    assert [rung_of(count, LADDER) for count in (1, 3, 64, 65, 2048)] == [1, 4, 64, 128, 2048]
+
+
+@pytest.mark.parametrize("rung, row", [(1, 2047), (16, 1337), (1024, 0)])
+def test_one_number_of_one_row_of_many_breaks_the_rule(rung: int, row: int) -> None:
+    splitting = Splitting({rung}, row)
+    found = try_product(splitting, WEIGHT, BIAS, LADDER)
+    assert {rows: count for rows, count in found.differing_rows.items() if count} == {rung: 1}
+    assert found.error < 1e-5
+    assert set(splitting.calls) == set(LADDER)
+    assert splitting.calls.count(1) == LADDER[-1], "each row is multiplied alone"
+    chosen = choose_invariant_product(WEIGHT, BIAS, {"ladder": splitting, "own": by_rows})
+    assert chosen is not None
+    assert chosen.name == "own"
+    assert choose_invariant_product(WEIGHT, BIAS, {"ladder": splitting}) is None
+
+
+def test_a_product_that_is_wrong_in_every_call_is_not_taken() -> None:
+    def doubled(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return 2 * by_rows(rows, weight, bias)
+
+    assert choose_invariant_product(WEIGHT, None, {"ladder": doubled}) is None
+
+
+def test_calls_are_padded_to_the_sizes_that_were_tried() -> None:
+    # A size between two rungs breaks the rule; no call has it.
+    splitting = Splitting({3, 5, 6, 7, 100}, 0)
+    layer = TunedLinear(nn.Parameter(WEIGHT, requires_grad=False), nn.Parameter(BIAS, requires_grad=False))
+    assert layer.way == "library"
+    make_invariant([layer], {"ladder": splitting})
+    assert layer.way == "ladder"
+    splitting.calls.clear()
+    rows = torch.randn(2500, 5)
+    whole = layer.forward(rows)
+    torch.testing.assert_close(whole, functional.linear(rows, WEIGHT, BIAS))
+    for start, end in ((0, 3), (4, 9), (2040, 2140), (2499, 2500)):
+        assert torch.equal(layer.forward(rows[start:end]), whole[start:end])
+    assert torch.equal(layer.forward(rows[:6].view(2, 3, 5)), whole[:6].view(2, 3, 7))
+    assert splitting.calls == [2048, 512, 4, 8, 128, 1, 8]
+
+
+def test_layers_of_one_shape_are_tried_once() -> None:
+    products: dict[str, Product] = {"ladder": Splitting(set(), 0)}
+    layers = [TunedLinear(nn.Parameter(torch.randn(7, 5), requires_grad=False)) for _ in range(3)]
+    make_invariant(layers, products)
+    assert [layer.way for layer in layers] == ["ladder"] * 3
+    splitting = products["ladder"]
+    assert isinstance(splitting, Splitting)
+    assert splitting.calls.count(1) == LADDER[-1]
