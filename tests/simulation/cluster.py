@@ -231,7 +231,7 @@ class Client:
             SpeculationDefaults(max_draft_tokens=3, is_adaptive=False),
             metrics,
             GrammarProcess(ToyTokenizer(), scenario.model.vocab_size, (), metrics.grammars),
-            ModelNames(MODEL, placement),
+            ModelNames([MODEL], placement),
         )
 
 

@@ -21,6 +21,9 @@ Host = Annotated[str | None, _option("Address to listen on.")]
 MetricsPort = Annotated[int | None, _option("Port of the metrics; 0 takes a free one.", **_PORT)]
 LogLevel = Annotated[str | None, _option("debug, info, warning or error.")]
 Model = Annotated[str | None, _option("Checkpoint folder, GGUF file, hub id, or demo.")]
+ServedModelName = Annotated[
+    str | None, _option("Names by which callers call the model, separated by commas.", metavar="NAME,...")
+]
 Router = Annotated[str | None, _option("The router.", metavar="HOST:PORT")]
 Dtype = Annotated[str | None, _option("float32 (fp32), bfloat16 (bf16) or float16 (fp16).")]
 Quantization = Annotated[str | None, _option("Quantisation of the block servers' weights: none, int8, int4 or packed.")]
@@ -93,6 +96,7 @@ def client(
     port: Port = None,
     http_port: Annotated[int | None, _option("Port of HTTP, in OpenAI's dialect; 0 takes a free one.", **_PORT)] = None,
     host: Host = None,
+    served_model_name: ServedModelName = None,
     dtype: Dtype = None,
     quantization: Quantization = None,
     api_keys_file: Annotated[
@@ -110,8 +114,9 @@ def client(
     from corolla.client.__main__ import run
 
     return run(
-        model=model, router=router, port=port, http_port=http_port, host=host, dtype=dtype, quantization=quantization,
-        api_keys_file=api_keys_file, metrics_port=metrics_port, log_level=log_level,
+        model=model, router=router, port=port, http_port=http_port, host=host, served_model_name=served_model_name,
+        dtype=dtype, quantization=quantization, api_keys_file=api_keys_file, metrics_port=metrics_port,
+        log_level=log_level,
     )  # fmt: skip
 
 

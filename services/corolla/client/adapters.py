@@ -1,6 +1,7 @@
 """Finds the adapter that a request names, and checks that its tenant may use it."""
 
 from collections.abc import Sequence
+from typing import Final
 
 from corolla.chain.placement import PlacementWatch
 from corolla.chassis.errors import AdapterNotFound, InvalidRequest, ModelNotFound
@@ -8,17 +9,28 @@ from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2
 from corolla.wire.adapter_version import AdapterVersion
 
+_NUM_SAID: Final = 8
+"""The most names that an error says."""
+
 
 class ModelNames:
-    """The names by which requests may call the model: its own, or `<model>:<adapter>`.
+    """The names by which requests may call the model: its own ones, or `<model>:<adapter>`.
 
     Args:
-        model: the name of the model that is served.
+        names: the names that are listed, of which the first one stands in answers.
         placement: the placement, which has the registered adapters.
+        others: further names that requests may use.
+
+    Attributes:
+        model: the name of the model in answers.
+        listed_names: the names that are listed.
+        all_names: all names of the model.
     """
 
-    def __init__(self, model: str, placement: PlacementWatch) -> None:
-        self._model = model
+    def __init__(self, names: Sequence[str], placement: PlacementWatch, others: Sequence[str] = ()) -> None:
+        self.model = names[0]
+        self.listed_names = tuple(names)
+        self.all_names = tuple(dict.fromkeys((*names, *others)))
         self._placement = placement
 
     def adapter_of(self, given: str, adapter: str = "") -> str:
@@ -32,16 +44,21 @@ class ModelNames:
             ModelNotFound: this service does not serve the request's model.
             InvalidRequest: `given` and `adapter` name different adapters.
         """
-        named = given.removeprefix(f"{self._model}:") if given.startswith(f"{self._model}:") else ""
-        if not named and given not in ("", self._model):
-            raise ModelNotFound("this service does not have that model; see ListModels", given[:256])
+        named = next((given[len(name) + 1 :] for name in self.all_names if given.startswith(f"{name}:")), "")
+        if not named and given not in ("", *self.all_names):
+            known = ", ".join(self.listed_names[:_NUM_SAID])
+            raise ModelNotFound(f"this service does not have that model; it has {known}", given[:256])
         if named and adapter and named != adapter:
             raise InvalidRequest("adapter", "contradicts the adapter in the model's name")
         return adapter or named
 
     def with_adapter(self, adapter: str) -> str:
         """The name `<model>:<adapter>`; the model's own name if `adapter` is empty."""
-        return f"{self._model}:{adapter}" if adapter else self._model
+        return f"{self.model}:{adapter}" if adapter else self.model
+
+    def with_adapter_each(self, adapter: str) -> Sequence[str]:
+        """The names `<model>:<adapter>` by all names of the model; those alone if `adapter` is empty."""
+        return tuple(f"{name}:{adapter}" if adapter else name for name in self.all_names)
 
     async def resolve(self, name: str, tenant: str) -> AdapterVersion | None:
         """The version that is registered under an adapter's name; None for the empty name.

@@ -40,7 +40,7 @@ from corolla.client.http.endpoints import EndpointFactory
 from corolla.client.http.exchange import HeldBytes, Limits
 from corolla.client.http.metrics import HttpMetrics
 from corolla.client.http.openapi import router
-from corolla.client.http.origins import OwnPages
+from corolla.client.http.origins import AllowedOrigins, OwnPages
 from corolla.client.http.placement_facts import PlacementFacts, placement_facts
 from corolla.client.http.placement_stream import PlacementStream
 from corolla.client.http.recovery_log import RecoveryLog
@@ -56,6 +56,7 @@ from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
 from corolla.decoding.parameters import SpeculationMode
 from corolla.models.checkpoint import Checkpoint, end_token_ids_of
+from corolla.models.demo import DEMO_MODEL
 from corolla.models.families import recurrent_layers
 from corolla.models.hub import Hub
 from corolla.trust.credentials import PublicCertificate
@@ -203,6 +204,7 @@ class ClientService:
         grammars = self._grammars = GrammarProcess(
             tokenizer, checkpoint.vocab_size, end_token_ids, self._metrics.grammars
         )
+        names = _names(settings, checkpoint, placement)
         answering = Answering(
             sessions,
             transcripts,
@@ -220,29 +222,19 @@ class ClientService:
             ),
             self._metrics,
             grammars,
-            ModelNames(checkpoint.name, placement),
+            names,
             RequestTraces(checkpoint.name, settings.trace_callers),
         )
         model = generation_pb2.Model(
-            name=checkpoint.name, family=checkpoint.family.model_type, num_blocks=checkpoint.num_blocks,
+            name=names.model, family=checkpoint.family.model_type, num_blocks=checkpoint.num_blocks,
             context_length=checkpoint.context_length, vocab_size=checkpoint.vocab_size, dtype=settings.dtype,
-            fingerprint=fingerprint, has_chat_template=chat.exists,
+            fingerprint=fingerprint, has_chat_template=chat.exists, hidden_size=checkpoint.hidden_size,
         )  # fmt: skip
         servicer = GenerationServicer(
             model, self._quotas, answering, tokenizations, transcripts, sessions, placement, tokenizer,
-            chat, self._cache_salts, hidden_size=checkpoint.hidden_size, farewell_s=bounds.farewell_s,
+            chat, self._cache_salts, names, farewell_s=bounds.farewell_s,
         )  # fmt: skip
-        service = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
-        handler = service_handler(
-            service,
-            servicer,
-            self._rpc_metrics,
-            max_request_bytes=settings.max_request_bytes,
-            reader_timeout_s=bounds.reader_timeout_s,
-            authenticate=self._tenants.authenticate,
-            audited={f"{service.name}/{method.name}" for method in service.methods},
-        )
-        self._rpc.add(service, handler)
+        self._add_to_rpc(servicer)
         if self._tokens is not None:
             await self._tokens.keys.ready()
         await self._rpc.start()
@@ -276,6 +268,19 @@ class ClientService:
                 await asyncio.to_thread(process.close)
         self._metrics_endpoint.close()
 
+    def _add_to_rpc(self, servicer: GenerationServicer) -> None:
+        service = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
+        handler = service_handler(
+            service,
+            servicer,
+            self._rpc_metrics,
+            max_request_bytes=self.settings.max_request_bytes,
+            reader_timeout_s=self._bounds.reader_timeout_s,
+            authenticate=self._tenants.authenticate,
+            audited={f"{service.name}/{method.name}" for method in service.methods},
+        )
+        self._rpc.add(service, handler)
+
     def _http_server(self) -> HttpServer | None:
         settings = self.settings
         if settings.http_port is None:
@@ -308,8 +313,9 @@ class ClientService:
         held = HeldBytes(settings.max_held_request_bytes)
         limits = Limits(settings.max_request_bytes, held, bounds.http_read_timeout_s, bounds.reader_timeout_s)
         asks_for_keys = settings.api_keys_file is not None or bool(settings.oidc_issuer)
-        pages = None if asks_for_keys else OwnPages(settings.host)
-        endpoints = EndpointFactory(self._tenants.authenticate, self._http_metrics, limits, pages)
+        origins = AllowedOrigins.parse(settings.http_origins)
+        pages = None if asks_for_keys else OwnPages(settings.host, origins)
+        endpoints = EndpointFactory(self._tenants.authenticate, self._http_metrics, limits, pages, origins)
         return router(endpoints, routes, has_page=settings.http_page)
 
     def _min_shares(self) -> int:
@@ -325,6 +331,12 @@ class ClientService:
     ) -> PlacementFacts:
         servers = [each for each in placement.servers if each.server.fingerprint == model.fingerprint]
         return placement_facts(model.name, model.num_blocks, servers, sessions.count_by_server(), self._recoveries)
+
+
+def _names(settings: ClientSettings, checkpoint: Checkpoint, placement: PlacementWatch) -> ModelNames:
+    """The names of the model: those that the settings choose, and its own one."""
+    own = (checkpoint.name, *([DEMO_MODEL] if settings.model == DEMO_MODEL else []))
+    return ModelNames(settings.model_names or own[:1], placement, own)
 
 
 def _tokens(settings: ClientSettings, bounds: ClientBounds) -> Tokens | None:
@@ -350,7 +362,6 @@ def _limits(settings: ClientSettings, checkpoint: Checkpoint) -> ChainLimits:
         step_timeout_s=settings.step_timeout_s,
         lease_ms=_LEASE_MS,
         recovery_patience_s=settings.recovery_patience_s,
-        merges_replayed_steps=settings.merge_replayed_steps,
         max_microbatches=settings.max_microbatches,
         short_factor_length=checkpoint.short_factor_length,
     )

@@ -1,13 +1,17 @@
 """The settings of a client service, from `COROLLA_*` variables."""
 
+import re
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Final, Literal
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 
 from corolla.chassis.settings import Dtype, ServiceSettings
 from corolla.chassis.weight_formats import KVCacheDtypeName, QuantizationName
 from corolla.client.api.tokens import ALGORITHMS
+from corolla.client.http.origins import AllowedOrigins
+
+MODEL_NAME: Final = re.compile(r"[A-Za-z0-9._/@-]{1,256}")
 
 
 class ClientSettings(ServiceSettings):
@@ -34,8 +38,19 @@ class ClientSettings(ServiceSettings):
         description="Whether the HTTP port serves a page at `/` with a chat and the model's blocks, and the page's "
         "data at `/v1/placement`.",
     )
+    http_origins: str = Field(
+        "",
+        description="Origins of web pages, such as `https://chat.example.org`, separated by commas: browsers let these "
+        "pages send requests, and read the replies. `*`: all pages, with the callers' keys as the only guard. Pages of "
+        "the service's own host need no entry.",
+    )
     router: str = Field("127.0.0.1:50050", description="host:port of the router.")
     model: str = Field("demo", description="Checkpoint folder, GGUF file, hub id, or `demo`.")
+    served_model_name: str = Field(
+        "",
+        description="Names by which callers call the model, separated by commas; the first one is what answers say. "
+        "Empty: the name of the checkpoint. `demo` always names the demo model.",
+    )
     revision: str | None = Field(None, description="Revision of a hub id.")
     offline: bool = Field(
         False,
@@ -159,11 +174,6 @@ class ClientSettings(ServiceSettings):
         description="Seconds that a recovery waits for a server that can replace a lost one, if the caller does not "
         "give up earlier. In this time a lease must end, a server must move or start, and it must load weights.",
     )
-    merge_replayed_steps: bool = Field(
-        True,
-        description="Whether a recovery processes decoded tokens in chunks when it replays them; otherwise it "
-        "processes them one by one, as before.",
-    )
     session_ttl_s: float = Field(1800.0, gt=0, description="Seconds that an idle conversation is kept.")
     speculation: Literal["off", "prompt_lookup", "draft_model"] = Field(
         "off",
@@ -176,6 +186,25 @@ class ClientSettings(ServiceSettings):
         description="Whether the number of draft tokens adapts to their success and cost; otherwise each step has as "
         "many as it may.",
     )
+
+    @field_validator("http_origins")
+    @classmethod
+    def _origins_are_origins(cls, origins: str) -> str:
+        AllowedOrigins.parse(origins)
+        return origins
+
+    @field_validator("served_model_name")
+    @classmethod
+    def _names_are_names(cls, names: str) -> str:
+        for name in filter(None, map(str.strip, names.split(","))):
+            if not MODEL_NAME.fullmatch(name):
+                raise ValueError(f"{name!r} must have 1 to 256 letters, digits and any of ._-/@")
+        return names
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names that callers may use, the first of which answers have; empty: the checkpoint's own name."""
+        return tuple(filter(None, map(str.strip, self.served_model_name.split(","))))
 
     @field_validator("oidc_issuer")
     @classmethod

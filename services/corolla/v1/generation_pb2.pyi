@@ -1649,6 +1649,7 @@ class Model(_message.Message):
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     family: _builtins.str
     num_blocks: _builtins.int
@@ -1661,6 +1662,8 @@ class Model(_message.Message):
     """Whether every block has a live server now."""
     adapter: _builtins.str
     """The name of the adapter, for a model with an adapter, whose name is "<model>:<adapter>"."""
+    hidden_size: _builtins.int
+    """The most numbers of an embedding."""
     def __init__(
         self,
         *,
@@ -1674,10 +1677,11 @@ class Model(_message.Message):
         has_chat_template: _builtins.bool = ...,
         ready: _builtins.bool = ...,
         adapter: _builtins.str = ...,
+        hidden_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "context_length", b"context_length", "dtype", b"dtype", "family", b"family", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "name", b"name", "num_blocks", b"num_blocks", "ready", b"ready", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "context_length", b"context_length", "dtype", b"dtype", "family", b"family", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "hidden_size", b"hidden_size", "name", b"name", "num_blocks", b"num_blocks", "ready", b"ready", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

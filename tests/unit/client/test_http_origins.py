@@ -3,7 +3,7 @@
 import pytest
 
 from corolla.chassis.errors import InvalidRequest
-from corolla.client.http.origins import OwnPages
+from corolla.client.http.origins import AllowedOrigins, OwnPages
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,26 @@ def test_a_page_reads_by_a_name_of_this_machine_only(listens: str, host: str, is
     with pytest.raises(InvalidRequest) as refusal:
         OwnPages(listens).check_reader({"host": host})
     assert refusal.value.violations[0][0] == "host"
+
+
+@pytest.mark.parametrize("origin", ["https://chat.example.org", "HTTPS://chat.example.org", "http://localhost:3000"])
+def test_pages_of_allowed_origins_are_let_in_and_read(origin: str) -> None:
+    origins = AllowedOrigins.parse("https://chat.example.org/, http://localhost:3000")
+    OwnPages("127.0.0.1", origins).check({"host": "127.0.0.1:8080", "origin": origin})
+    assert origins.headers({"origin": origin})["access-control-allow-origin"] == origin
+    with pytest.raises(InvalidRequest):
+        OwnPages("127.0.0.1", origins).check_reader({"host": "127.0.0.1:8080", "origin": origin})
+
+
+@pytest.mark.parametrize("origin", ["https://example.org", "https://chat.example.org:8443", "null", "http://localhost"])
+def test_pages_of_other_origins_read_nothing(origin: str) -> None:
+    origins = AllowedOrigins.parse("https://chat.example.org, http://localhost:3000")
+    assert origins.headers({"origin": origin}) == {"vary": "origin"}
+    assert AllowedOrigins.parse("*").headers({"origin": origin})["access-control-allow-origin"] == origin
+    assert AllowedOrigins.parse("").headers({"origin": origin}) == {}
+
+
+@pytest.mark.parametrize("text", ["chat.example.org", "https://", "https://*.example.org", "https://a.example/path"])
+def test_what_is_no_origin_is_refused_at_the_start(text: str) -> None:
+    with pytest.raises(ValueError, match="origin"):
+        AllowedOrigins.parse(text)

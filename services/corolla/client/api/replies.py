@@ -86,10 +86,11 @@ def embedding(readout: PromptReadout, message: pb.EmbedRequest) -> list[float]:
     return [value / length for value in vector] if length else vector
 
 
-def session(record: router_pb2.SessionRecord) -> pb.Session:
+def session(record: router_pb2.SessionRecord, model: str) -> pb.Session:
+    """A session as its owner sees it; `model` is the name by which callers know the model."""
     return pb.Session(
         session_id=record.session_id,
-        model=record.model,
+        model=model,
         adapter=record.adapter.name,
         num_tokens=len(record.token_log),
         num_turns=record.num_turns,

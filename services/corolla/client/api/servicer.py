@@ -47,7 +47,7 @@ class GenerationServicer:
     Args:
         model: the reply of GetModel, without `ready`.
         tokenizations: admits calls of Tokenize and Detokenize.
-        hidden_size: the most numbers of an embedding.
+        names: the names of the model.
         farewell_s: how many seconds before a call's deadline the service stops waiting for a chain, so that the error
             still reaches the caller.
     """
@@ -64,8 +64,8 @@ class GenerationServicer:
         tokenizer: TextTokenizer,
         chat: ChatTemplate,
         cache_salts: CacheSalts,
+        names: ModelNames,
         *,
-        hidden_size: int,
         farewell_s: float,
     ) -> None:
         self._model = model
@@ -77,12 +77,22 @@ class GenerationServicer:
         self._placement = placement
         self._tokenizer = tokenizer
         self._chat = chat
-        self._names = ModelNames(model.name, placement)
+        self._names = names
         self._output_format = OutputFormat.of(tokenizer)
         self._requests = RequestParser(
-            model.vocab_size, model.context_length, hidden_size, chat.reserved_names, self._output_format, cache_salts
+            model.vocab_size,
+            model.context_length,
+            model.hidden_size,
+            chat.reserved_names,
+            self._output_format,
+            cache_salts,
         )
         self._farewell_s = farewell_s
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """All names by which callers may call the model."""
+        return self._names.all_names
 
     # --- text ---------------------------------------------------------------------------------------------------
 
@@ -162,7 +172,7 @@ class GenerationServicer:
     def _text_answers(self, request: TextRequest, call: Call[KeyHolder]) -> Answers:
         def next_prompt(record: router_pb2.SessionRecord) -> tuple[int, Sequence[int]]:
             if record.transcript:
-                raise InvalidRequest("session_id", "this session holds a conversation; continue it with Chat")
+                raise InvalidRequest("session_id", "this session holds a conversation; a prompt cannot continue it")
             new_ids = self._encoded(request.prompt, is_first=not record.token_log)
             return len(record.token_log), [*record.token_log, *new_ids]
 
@@ -198,7 +208,7 @@ class GenerationServicer:
 
         def next_prompt(record: router_pb2.SessionRecord) -> tuple[int, Sequence[int]]:
             if record.token_log and not record.transcript:
-                raise InvalidRequest("session_id", "this session holds plain text; continue it with Generate")
+                raise InvalidRequest("session_id", "this session holds plain text; messages cannot continue it")
             request.prompt.check_turns(record.num_turns)
             earlier: Sequence[Message] = conversations.recorded(record)
             check_conversation([*earlier, *messages] if setting.continues_last else messages, setting)
@@ -232,11 +242,11 @@ class GenerationServicer:
             record = await self._transcripts.create(
                 tenant, limits.stored_sessions, limits.stored_session_bytes, version
             )
-        return replies.session(record)
+        return replies.session(record, self._names.model)
 
     async def GetSession(self, request: pb.GetSessionRequest, call: Call[KeyHolder]) -> pb.Session:
         tenant = await self._tenant_of_session(call, request.session_id)
-        return replies.session(await self._transcripts.get(request.session_id, tenant))
+        return replies.session(await self._transcripts.get(request.session_id, tenant), self._names.model)
 
     async def DeleteSession(self, request: pb.DeleteSessionRequest, call: Call[KeyHolder]) -> pb.DeleteSessionResponse:
         tenant = await self._tenant_of_session(call, request.session_id)
@@ -290,11 +300,16 @@ class GenerationServicer:
     async def ListModels(self, request: pb.ListModelsRequest, call: Call[KeyHolder]) -> pb.ListModelsResponse:
         model = self._described_model()
         adapters = self._names.listed(call.caller.tenant)
-        return pb.ListModelsResponse(models=[model, *(self._names.described(model, each) for each in adapters)])
+        aliases = [pb.Model() for _ in self._names.listed_names[1:]]
+        for alias, name in zip(aliases, self._names.listed_names[1:], strict=True):
+            alias.MergeFrom(model)
+            alias.name = name
+        described = (self._names.described(model, each) for each in adapters)
+        return pb.ListModelsResponse(models=[model, *aliases, *described])
 
     async def GetModel(self, request: pb.GetModelRequest, call: Call[KeyHolder]) -> pb.Model:
         if not request.model:
-            raise ModelNotFound("name a model; see ListModels")
+            raise ModelNotFound("name a model")
         adapter = self._names.adapter_of(request.model)
         await self._names.resolve(adapter, call.caller.tenant)
         return self._names.described(self._described_model(), adapter)
@@ -305,7 +320,7 @@ class GenerationServicer:
         return described
 
     def _tenant(self, call: Call[KeyHolder], scope: Scope, adapter: str = "") -> str:
-        call.caller.check(scope, self._model.name, self._names.with_adapter(adapter))
+        call.caller.check(scope, *self._names.all_names, *self._names.with_adapter_each(adapter))
         return call.caller.tenant
 
     async def _tenant_of_session(self, call: Call[KeyHolder], session_id: str) -> str:

@@ -13,7 +13,7 @@ from corolla.client.api.tenants import KeyHolder
 from corolla.client.http.errors import ErrorFacts, ErrorReply
 from corolla.client.http.exchange import Exchange, Limits
 from corolla.client.http.metrics import HttpMetrics
-from corolla.client.http.origins import OwnPages
+from corolla.client.http.origins import NO_ORIGINS, AllowedOrigins, OwnPages
 
 Behaviour = Callable[[Exchange, Call[KeyHolder]], Awaitable[None]]
 """Reads the request and replies. Raises errors of `corolla.chassis.errors`."""
@@ -29,13 +29,20 @@ class EndpointFactory:
     Args:
         authenticate: finds the caller, as for gRPC.
         pages: checks which web pages may send requests; None: all, since callers need a key.
+        origins: the origins whose pages may read replies.
     """
 
     def __init__(
-        self, authenticate: Authenticate, metrics: HttpMetrics, limits: Limits, pages: OwnPages | None = None
+        self,
+        authenticate: Authenticate,
+        metrics: HttpMetrics,
+        limits: Limits,
+        pages: OwnPages | None = None,
+        origins: AllowedOrigins = NO_ORIGINS,
     ) -> None:
         self._authenticate = authenticate
         self._pages = pages
+        self._origins = origins
         self._metrics = metrics
         self._limits = limits
 
@@ -49,6 +56,9 @@ class EndpointFactory:
             is_open: whether callers need no key; such calls are not in the audit log.
             is_of_page: whether the route serves only the service's own page; pages of other hosts must not read it.
         """
+        if "GET" in behaviours and not is_of_page:
+            # The server sends no body in reply to HEAD.
+            behaviours = {**behaviours, "HEAD": behaviours["GET"]}
         guards = {
             method: Guard(
                 f"{method} {route}", self._metrics, None if is_open else self._authenticate, is_audited=not is_open
@@ -58,11 +68,13 @@ class EndpointFactory:
         check: HeaderCheck | None = None
         if self._pages is not None and not is_open:
             check = self._pages.check_reader if is_of_page else self._pages.check
-        return Endpoint(behaviours, guards, self._metrics, self._limits, check)
+        origins = NO_ORIGINS if is_of_page else self._origins
+        return Endpoint(behaviours, guards, self._metrics, self._limits, check, origins)
 
     async def not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers requests for unknown paths."""
         exchange = Exchange(scope, receive, send, self._limits, self._metrics)
+        exchange.more_headers = self._origins.headers(exchange.headers)
         await _refuse(exchange, 404, "not_found", "this path does not exist")
 
 
@@ -75,12 +87,19 @@ class Endpoint:
     metrics: HttpMetrics
     limits: Limits
     check: HeaderCheck | None
+    origins: AllowedOrigins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, self.limits, self.metrics)
+        exchange.more_headers = self.origins.headers(exchange.headers)
         behaviour = self.behaviours.get(scope["method"])
         if behaviour is None:
             allowed = ", ".join(sorted(self.behaviours))
+            if scope["method"] == "OPTIONS" and "access-control-allow-origin" in exchange.more_headers:
+                # A browser asks without a key whether a page may send a request with one.
+                preflight = self.origins.preflight_headers(exchange.headers, allowed)
+                await exchange.reply(b"", status=204, **preflight)
+                return
             await _refuse(exchange, 405, "method_not_allowed", f"this path accepts only {allowed}", allow=allowed)
             return
         guard = self.guards[scope["method"]]

@@ -1,11 +1,13 @@
 """One HTTP request and its reply. An exchange reads the body within limits, and sends the reply whole or as events."""
 
 import asyncio
+import json
 import re
 import secrets
-from collections.abc import AsyncGenerator, Iterable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -28,7 +30,10 @@ from corolla.client.http.foreign_fields import ignored_fields
 from corolla.client.http.metrics import HttpMetrics
 
 JSON: Final = "application/json"
-_EVENTS: Final = "text/event-stream; charset=utf-8"
+_OF_STREAMS: Final = MappingProxyType(
+    {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+)
+_COMMENT: Final = b": the answer is being prepared\n\n"
 _MAX_VIOLATIONS: Final = 8
 _MAX_FAULTS: Final = 32
 _LINGER_S: Final = 1.0
@@ -61,12 +66,16 @@ class Limits:
         held: counts the bytes of the bodies of all exchanges.
         read_timeout_s: seconds within which a body must arrive.
         reader_timeout_s: seconds after which a reply ends because its caller reads nothing of it.
+        headers_after_s: seconds after which a stream begins although no event has come.
+        comment_interval_s: seconds without an event after which a stream sends a comment.
     """
 
     max_bytes: int
     held: HeldBytes
     read_timeout_s: float
     reader_timeout_s: float
+    headers_after_s: float = 1.0
+    comment_interval_s: float = 10.0
 
 
 class Exchange:
@@ -76,6 +85,7 @@ class Exchange:
         request_id: the caller's id of the request, or a new one.
         is_left: whether the caller has left.
         has_begun: whether a stream of events has begun, after which the status cannot change.
+        more_headers: headers that every reply has.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits, metrics: HttpMetrics) -> None:
@@ -88,8 +98,11 @@ class Exchange:
         self.request_id = x_request_id(self.headers.items()) or f"req_{secrets.token_hex(16)}"
         self.is_left = False
         self.has_begun = False
+        self.more_headers: Mapping[str, str] = {}
         self._is_read = False
         self._ignored = ""
+        self._is_silent = False
+        self._sent_fields: Collection[str] = ()
         self._watching: asyncio.Task[None] | None = None
 
     # --- what a `Call` asks of its connection --------------------------------------------------------------------
@@ -124,7 +137,8 @@ class Exchange:
         try:
             body = kind.model_validate_json(data)
         except ValidationError as failure:
-            raise _refusal(failure) from None
+            raise _refusal(failure, data) from None
+        self._sent_fields = body.model_fields_set
         if ignored := ignored_fields(body):
             self._ignored = ", ".join(ignored)
             self._metrics.ignored_fields.inc()
@@ -195,13 +209,16 @@ class Exchange:
         """Sends an error as the reply, or as the last event of a stream that has begun."""
         if not self.has_begun:
             headers |= headers_of(error)
-            await self.reply(body_of(error), status=status_of(error), **headers)
+            await self.reply(body_of(error, self._sent_fields), status=status_of(error), **headers)
             return
         self.end_watch()
-        await self._send_out({"type": "http.response.body", "body": b"event: error\ndata: " + body_of(error) + b"\n\n"})
+        event = b"event: error\ndata: " + body_of(error, self._sent_fields) + b"\n\n"
+        await self._send_out({"type": "http.response.body", "body": event})
 
     async def stream(self, events: AsyncGenerator[bytes, None], *, is_watch: bool = False) -> None:
-        """Sends events as they come. The reply begins with the first event, so an earlier failure sets the status.
+        """Sends events as they come. The reply begins with the first event, or after a second without one.
+
+        A failure in this second sets the status, as that of a bad request does. Comments bridge later silences.
 
         Args:
             is_watch: whether the stream has no end of its own and counts as a watcher, not as an answer.
@@ -212,12 +229,34 @@ class Exchange:
         await self._send_out({"type": "http.response.body", "body": b""})
 
     async def _stream(self, events: AsyncGenerator[bytes, None]) -> None:
-        async with aclosing(events):
-            async for data in events:
-                if not self.has_begun:
-                    await self._send_out(self._start(200, {"content-type": _EVENTS, "cache-control": "no-cache"}))
-                    self.has_begun = True
-                await self._send_out({"type": "http.response.body", "body": data, "more_body": True})
+        keeping = asyncio.create_task(self._keep_alive())
+        try:
+            async with aclosing(events):
+                async for data in events:
+                    await self._begin_stream()
+                    self._is_silent = False
+                    await self._send_out({"type": "http.response.body", "body": data, "more_body": True})
+        finally:
+            keeping.cancel()
+
+    async def _begin_stream(self) -> None:
+        if not self.has_begun:
+            self.has_begun = True
+            await self._send_out(self._start(200, _OF_STREAMS))
+
+    async def _keep_alive(self) -> None:
+        """Begins the reply if no event comes soon, and sends comments while none comes.
+
+        Proxies and clients give up on a reply of which they see nothing, as while a long prompt is computed.
+        """
+        await asyncio.sleep(self._limits.headers_after_s)
+        with suppress(CallerStalled):  # the next event meets the same fate
+            await self._begin_stream()
+            while True:
+                self._is_silent = True
+                await asyncio.sleep(self._limits.comment_interval_s)
+                if self._is_silent:
+                    await self._send_out({"type": "http.response.body", "body": _COMMENT, "more_body": True})
 
     def end_watch(self) -> None:
         """Stops watching whether the caller leaves, because the reply is ready or has failed."""
@@ -231,7 +270,7 @@ class Exchange:
             connection.abort()
 
     def _start(self, status: int, headers: Mapping[str, str]) -> Message:
-        lines = {**headers, "x-request-id": self.request_id}
+        lines = {**headers, **self.more_headers, "x-request-id": self.request_id}
         if self._ignored:
             lines["x-corolla-ignored"] = self._ignored
         encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in lines.items()]
@@ -259,27 +298,39 @@ class Exchange:
             pass
 
 
-def _refusal(failure: ValidationError) -> InvalidRequest:
-    """The error that names the faults of a body by field, without the body's values."""
+def _refusal(failure: ValidationError, data: bytes) -> InvalidRequest:
+    """The error that names the faults of a body, which is `data`, by field and without the body's values."""
     # The description of a fault takes far more memory than the bytes that caused it.
     if failure.error_count() > _MAX_FAULTS:
         return InvalidRequest("body", f"has more than {_MAX_FAULTS} faults")
     problems = failure.errors(include_url=False, include_context=False, include_input=False)
-    found = dict.fromkeys((_place(each["loc"]), _sentence(each["type"], each["msg"])) for each in problems)
-    first, *more = list(found)[:_MAX_VIOLATIONS]
     if problems[0]["type"] == "json_invalid":
-        return MalformedMessage("body", "is not JSON")
+        # The sentence has the position, and no part of the body.
+        return MalformedMessage("body", f"is not JSON: {problems[0]['msg'].removeprefix('Invalid JSON: ')}")
+    body = json.loads(data)
+    found = dict.fromkeys((_place(each["loc"], body), _sentence(each["type"], each["msg"])) for each in problems)
+    # Of the members of a union, the one that fits best fails deepest within the value.
+    deeper = [place for place, _ in found]
+    kept = [each for each in found if not any(place.startswith((f"{each[0]}.", f"{each[0]}[")) for place in deeper)]
+    first, *more = kept[:_MAX_VIOLATIONS]
     return InvalidRequest(*first, *more)
 
 
-def _place(location: tuple[int | str, ...]) -> str:
-    """The path of a field, such as `messages[0].content`, without pydantic's names for the members of a union."""
-    text = ""
-    for part in location:
+def _place(location: tuple[int | str, ...], body: Any) -> str:
+    """The path of a field, such as `messages[0].content`, without pydantic's names for the members of a union.
+
+    Those are no keys of the body, and only the last part may name a key that is missing there.
+    """
+    text, value = "", body
+    for index, part in enumerate(location):
         if isinstance(part, int):
             text += f"[{part}]"
-        elif re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", part) and not part[0].isupper():
+            value = value[part] if isinstance(value, list) and part < len(value) else None
+            continue
+        is_key = isinstance(value, dict) and (part in value or index == len(location) - 1)
+        if is_key and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", part):
             text += f".{part}" if text else part
+            value = value.get(part)
     return text or "body"
 
 

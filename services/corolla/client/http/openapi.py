@@ -10,6 +10,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from corolla.chassis.calls import Call
 from corolla.client.api.tenants import KeyHolder
@@ -30,6 +31,7 @@ from corolla.client.http.page import pages
 from corolla.client.http.responses import ResponseRequest
 from corolla.client.http.routes import HttpRoutes
 
+_VERSION: Final = "/v1"
 _REFERENCES: Final = "#/components/schemas/{model}"
 _TOO_MUCH: Final = {"400": "The request is refused.", "413": "The request is too large."}
 _ERRORS: Final = {
@@ -153,8 +155,8 @@ def _contents(operation: Operation, named: Mapping[Any, Any]) -> Iterator[tuple[
         yield "text/event-stream", {"schema": {"type": "string"}}
 
 
-def router(endpoints: EndpointFactory, handlers: HttpRoutes, *, has_page: bool) -> Router:
-    """The application that serves all operations."""
+def router(endpoints: EndpointFactory, handlers: HttpRoutes, *, has_page: bool) -> ASGIApp:
+    """The application that serves all operations, also at paths without `/v1` or with a slash at the end."""
     operations = (*OPERATIONS, *(OF_THE_PAGE if has_page else ()))
     described = json.dumps(document(operations)).encode()
 
@@ -168,7 +170,15 @@ def router(endpoints: EndpointFactory, handlers: HttpRoutes, *, has_page: bool) 
         behaviours = {each.method: partial(each.does, handlers) for each in found}
         endpoint = endpoints.endpoint(path, behaviours, is_open=found[0].is_open, is_of_page=found[0].is_watch)
         # A model's name may be an id of the Hugging Face Hub, which has a slash.
-        served.append(Route(path.replace("{model}", "{model:path}"), endpoint))
+        pattern = path.replace("{model}", "{model:path}")
+        # Many clients leave /v1 out of their base address.
+        served += [Route(each, endpoint) for each in dict.fromkeys((pattern, pattern.removeprefix(_VERSION)))]
     for path, show in pages() if has_page else ():
         served.append(Route(path, endpoints.endpoint("/page", {"GET": show}, is_open=True)))
-    return Router(served, redirect_slashes=False, default=endpoints.not_found)
+    routed = Router(served, redirect_slashes=False, default=endpoints.not_found)
+
+    async def without_trailing_slash(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        await routed({**scope, "path": path.rstrip("/") or "/"} if path.endswith("/") else scope, receive, send)
+
+    return without_trailing_slash

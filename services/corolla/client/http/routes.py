@@ -214,7 +214,7 @@ class HttpRoutes:
     async def watch_placement(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Streams which servers hold which blocks, at first and after each change, until the caller leaves."""
         await exchange.without_body()
-        call.caller.check(None, self._model)
+        call.caller.check(None, *self._servicer.model_names)
         await exchange.stream(self._placement.watch(call.caller), is_watch=True)
 
     async def _generated(

@@ -9,6 +9,7 @@ import pytest
 from corolla.chain.cache_salts import CacheSalts
 from corolla.chassis.errors import InvalidRequest, ScopeDenied
 from corolla.chassis.tenant_limits import TenantLimits
+from corolla.client.adapters import ModelNames
 from corolla.client.api.keys import NewKey, Scope
 from corolla.client.api.requests import RequestParser
 from corolla.client.api.servicer import GenerationServicer
@@ -70,7 +71,7 @@ async def replies_to(method: str, message: WatchedMessage, scope: Scope) -> list
     servicer = GenerationServicer(
         pb.Model(name="m", vocab_size=10, context_length=100),
         tokenizations=unused, transcripts=unused, sessions=unused, placement=unused,
-        tokenizer=TOKENIZER, cache_salts=SALTS, hidden_size=16, farewell_s=0.2, **parts,
+        tokenizer=TOKENIZER, cache_salts=SALTS, names=ModelNames(["m"], unused), farewell_s=0.2, **parts,
     )  # fmt: skip
     call: Any = SimpleNamespace(
         caller=KeyHolder("acme", NewKey("acme", scopes=[scope]).record),
