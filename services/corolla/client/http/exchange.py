@@ -309,7 +309,7 @@ def _refusal(failure: ValidationError, data: bytes) -> InvalidRequest:
         return MalformedMessage("body", f"is not JSON: {problems[0]['msg'].removeprefix('Invalid JSON: ')}")
     body = json.loads(data)
     found = dict.fromkeys((_place(each["loc"], body), _sentence(each["type"], each["msg"])) for each in problems)
-    # Of the members of a union, the one that fits best fails deepest within the value.
+    # The member of a union that fits best fails deepest within the value.
     deeper = [place for place, _ in found]
     kept = [each for each in found if not any(place.startswith((f"{each[0]}.", f"{each[0]}[")) for place in deeper)]
     first, *more = kept[:_MAX_VIOLATIONS]
@@ -319,7 +319,7 @@ def _refusal(failure: ValidationError, data: bytes) -> InvalidRequest:
 def _place(location: tuple[int | str, ...], body: Any) -> str:
     """The path of a field, such as `messages[0].content`, without pydantic's names for the members of a union.
 
-    Those are no keys of the body, and only the last part may name a key that is missing there.
+    The body does not have them as keys. Only the last part may name a key that is missing there.
     """
     text, value = "", body
     for index, part in enumerate(location):

@@ -30,7 +30,7 @@ class AllowedOrigins:
 
     @classmethod
     def parse(cls, text: str) -> "AllowedOrigins":
-        """Reads a list with commas. Raises ValueError if an entry is no origin."""
+        """Reads a list with commas. Raises ValueError if an entry does not look like an origin."""
         given = [each.strip().rstrip("/").lower() for each in text.split(",") if each.strip()]
         for each in given:
             scheme, _, rest = each.partition("://")
