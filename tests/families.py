@@ -20,8 +20,16 @@ def kind_of(family: Family) -> tuple[bool, ...]:
     return tuple(bool(getattr(family, field.name)) for field in fields(Family) if field.name not in _PLACES)
 
 
-def family_cases(families: Iterable[str] = FAMILIES, kept: Collection[str] = SHAPES) -> list[Any]:
-    """Families as parameters: `make test` runs those in `kept`, the gate one of each other kind as well."""
+def family_cases(
+    families: Iterable[str] = FAMILIES, kept: Collection[str] = SHAPES, *, every: bool = True
+) -> list[Any]:
+    """Families as parameters: `make test` runs those in `kept`, the gate one of each other kind as well.
+
+    Args:
+        families: the model types.
+        kept: those that `make test` runs.
+        every: whether `make test-all` runs all others; where only the table's flags decide what runs, kinds suffice.
+    """
     names = sorted(families)
     own = [name for name in names if name in kept]
     covered = {kind_of(FAMILIES[name]) for name in own}
@@ -30,4 +38,9 @@ def family_cases(families: Iterable[str] = FAMILIES, kept: Collection[str] = SHA
         if (kind := kind_of(FAMILIES[name])) not in covered:
             covered.add(kind)
             kinds.append(name)
-    return quick(names, *own, kinds=kinds)
+    return quick(names if every else [*own, *kinds], *own, kinds=kinds)
+
+
+def stands_for_its_kind(family: str) -> bool:
+    """Whether each run of the gate has the family in a test of all families."""
+    return family in [each if isinstance(each, str) else each.values[0] for each in family_cases(every=False)]

@@ -9,9 +9,10 @@
 The gate's quarter is chosen by the number of the commit, so four commits in a row run everything.
 """
 
+import itertools
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final
 
 import pytest
@@ -40,6 +41,27 @@ def quick(values: Iterable[Any], *kept: Any, kinds: Collection[Any] = ()) -> lis
         return pytest.param(case, marks=pytest.mark.kind if case in kinds else pytest.mark.full)
 
     return [parameter(each) for each in cases]
+
+
+def covering(*factors: Sequence[Any], strength: int = 2) -> list[tuple[Any, ...]]:
+    """Cases in which each pair of values of two factors occurs: what finds the mistakes of a product in fewer cases.
+
+    Args:
+        factors: the values of each.
+        strength: of how many factors each combination of values occurs.
+    """
+
+    def combinations(case: tuple[Any, ...]) -> set[tuple[tuple[int, int], ...]]:
+        return set(itertools.combinations(enumerate(case), strength))
+
+    products = list(itertools.product(*(range(len(values)) for values in factors)))
+    left = set[tuple[tuple[int, int], ...]]().union(*map(combinations, products))
+    chosen = []
+    while left:
+        best = max(products, key=lambda case: len(combinations(case) & left))
+        left -= combinations(best)
+        chosen.append(tuple(values[index] for values, index in zip(factors, best, strict=True)))
+    return chosen
 
 
 def outside_of_quarter(node_ids: Iterable[str], quarter: int) -> set[str]:

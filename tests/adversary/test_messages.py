@@ -26,7 +26,7 @@ from tests.integration.router.conftest import BlockServer, running_router
 from tests.integration.swarm import Swarm
 
 CALL_TIMEOUT_S: Final = 5.0
-FEW, MANY = 10, 200
+FEW, MANY = 10, 100
 GENERATION = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
 ROUTER = router_pb2.DESCRIPTOR.services_by_name["RouterService"]
 

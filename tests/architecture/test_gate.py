@@ -1,13 +1,14 @@
 """What the gate leaves out today it runs on one of the next three commits, and its stages keep to their budgets."""
 
+import itertools
 import json
 from pathlib import Path
 
 import pytest
 
 from tests import durations
-from tests.families import family_cases, kind_of
-from tests.tiers import NUM_QUARTERS, outside_of_quarter, quick
+from tests.families import family_cases, kind_of, stands_for_its_kind
+from tests.tiers import NUM_QUARTERS, covering, outside_of_quarter, quick
 
 
 def test_each_case_belongs_to_one_quarter_and_each_quarter_has_its_share_of_a_test() -> None:
@@ -24,6 +25,18 @@ def test_cases_that_do_not_exist_are_refused() -> None:
         quick(["a", "b"], "a", kinds=["c"])
 
 
+def test_covering_cases_have_each_pair_of_values_and_are_few() -> None:
+    factors = ([1, 2, 3], "abcd", [True, False], [None, 0])
+    cases = covering(*factors)
+    assert cases == covering(*factors)
+    for one, other in itertools.combinations(range(len(factors)), 2):
+        pairs = set(itertools.product(factors[one], factors[other]))
+        assert {(case[one], case[other]) for case in cases} == pairs
+    assert 12 <= len(cases) <= 14
+    assert sorted(covering([1, 2], "ab")) == [(1, "a"), (1, "b"), (2, "a"), (2, "b")]
+    assert len(covering([1, 2], "ab", [3, 4], strength=3)) == 8
+
+
 def test_each_kind_of_family_has_one_that_the_gate_always_runs() -> None:
     from corolla.models.families import FAMILIES
 
@@ -31,6 +44,9 @@ def test_each_kind_of_family_has_one_that_the_gate_always_runs() -> None:
     assert parameters.keys() == FAMILIES.keys()
     always = [name for name, each in parameters.items() if isinstance(each, str) or each.marks[0].name == "kind"]
     assert {kind_of(FAMILIES[name]) for name in always} == {kind_of(family) for family in FAMILIES.values()}
+    kinds = [each if isinstance(each, str) else each.values[0] for each in family_cases(every=False)]
+    assert sorted(kinds) == sorted(always)
+    assert sorted(name for name in FAMILIES if stands_for_its_kind(name)) == sorted(always)
 
 
 def test_a_stage_that_takes_too_long_and_a_file_that_nobody_measured_are_found() -> None:

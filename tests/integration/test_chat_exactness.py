@@ -139,7 +139,7 @@ def local_run(unsplit: Unsplit, plan: Plan) -> Iterator[Expected]:
         rest = text[len(unsplit.decode(token_ids[:num_kept])) :] + ("" if ended else END)
 
 
-@pytest.mark.parametrize("name", quick(PLANS, "cut after one token"))
+@pytest.mark.parametrize("name", quick(PLANS, kinds=["stops within a token, then is cut"]))
 async def test_a_chat_equals_the_local_run(
     clients: tuple[AsyncClient, AsyncClient], local_runs: LocalRuns, name: str
 ) -> None:

@@ -30,13 +30,13 @@ def refused(service: str, **variables: str | Path) -> str:
     return sentence
 
 
-@pytest.mark.parametrize("service", quick(["router", "block-server", "client"], "client"))
+@pytest.mark.parametrize("service", quick(["router", "block-server", "client"], "router"))
 def test_a_service_that_nothing_guards_ends_with_a_sentence(service: str) -> None:
     sentence = refused(service)
     assert sentence.startswith("corolla: other machines can reach COROLLA_HOST=0.0.0.0 without authentication; set ")
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+@pytest.mark.parametrize("host", quick(["0.0.0.0", "::"], "::"))
 def test_a_stack_that_would_be_exposed_ends_with_the_sentence_before_it_starts(tmp_path: Path, host: str) -> None:
     logs = tmp_path / "logs"
     process = start("up", "--host", host, "--log-folder", str(logs))
@@ -68,7 +68,6 @@ def test_an_exposed_service_says_so_in_its_log(redis_url: str) -> None:
     quick(
         itertools.product(("api_keys_file", "quotas_file", "oidc_jwks"), (b"nonsense", b"\xff", b"", None)),
         ("api_keys_file", b"nonsense"),
-        ("quotas_file", b"nonsense"),
     ),
 )
 def test_a_broken_file_ends_a_client_service_with_a_sentence(tmp_path: Path, case: tuple[str, bytes | None]) -> None:

@@ -11,7 +11,7 @@ import torch
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import FinishReason
 from tests.checkpoints import RECURRENT_FAMILIES, make_tiny_checkpoint
-from tests.families import family_cases
+from tests.families import family_cases, stands_for_its_kind
 from tests.integration.swarm import Swarm
 from tests.reference import Reference, Sampling, Unsplit
 
@@ -55,7 +55,8 @@ async def assert_streams_equal(
         assert answer.usage.cached_tokens == (num_whole if is_known else 0), where
 
 
-@pytest.mark.parametrize("family", family_cases())
+# Experts, recurrent states and the like are those of `tests.families.SHAPES`; these differ in how a chain carries them.
+@pytest.mark.parametrize("family", family_cases(kept=("bloom", "deepseek_v3", "gemma2", "qwen3_next")))
 async def test_chains_answer_as_the_unsplit_model(tmp_path: Path, family: str) -> None:
     folder = make_tiny_checkpoint(family, tmp_path / family)
     unsplit = Unsplit(folder)
@@ -64,6 +65,8 @@ async def test_chains_answer_as_the_unsplit_model(tmp_path: Path, family: str) -
         for num_tokens, sampling in STREAMS
     ]
     assert len({tuple(reference.token_ids) for reference in references}) == len(STREAMS)
+    # A chain of one hop goes the same way with all families of a kind.
+    chains = CHAINS if stands_for_its_kind(family) else CHAINS[-1:]
     async with AsyncExitStack() as stack:
         swarms = [
             Swarm(
@@ -73,12 +76,12 @@ async def test_chains_answer_as_the_unsplit_model(tmp_path: Path, family: str) -
                 client={"prefill_chunk_tokens": CHUNK_TOKENS},
                 server={"kv_cache_mib": 16, "page_tokens": PAGE_TOKENS},
             )
-            for chain in CHAINS
+            for chain in chains
         ]
         await asyncio.gather(*(stack.enter_async_context(swarm) for swarm in swarms))
-        for swarm, chain in zip(swarms, CHAINS, strict=True):
+        for swarm, chain in zip(swarms, chains, strict=True):
             async with swarm.connect() as client:
-                for is_known in (False, True):
+                for is_known in (False, True) if chain is CHAINS[-1] else (False,):
                     await assert_streams_equal(
                         client, references, chain, is_known=is_known and family not in RECURRENT_FAMILIES
                     )

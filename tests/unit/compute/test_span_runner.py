@@ -142,6 +142,8 @@ def assert_close(logits: Tensor, expected: Tensor) -> None:
 
 # All tests of a family come together.
 every_family = pytest.mark.parametrize("family", family_cases(), scope="module")
+# Where the table's flags decide what runs, and not the family's own code.
+every_kind = pytest.mark.parametrize("family", family_cases(every=False), scope="module")
 recurrent_family = pytest.mark.parametrize("family", family_cases(RECURRENT_FAMILIES), scope="module")
 
 
@@ -300,7 +302,7 @@ def test_rows_of_different_lengths_share_a_batch(make_chain: MakeChain, family: 
         assert_close(logits, chain.truth(log)[before:])
 
 
-@every_family
+@every_kind
 def test_laid_out_weights_give_the_same_products(
     make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
@@ -336,7 +338,7 @@ def test_a_run_of_some_blocks_equals_a_span_of_them(tmp_path: Path, family: str)
         assert outputs[0][1] == outputs[1][1], "blocks that a session does not run take no memory"
 
 
-@every_family
+@every_kind
 def test_prompts_reach_their_row_at_their_positions_and_no_other(make_chain: MakeChain, family: str) -> None:
     runner = make_chain(family).runners[1]
     generator = torch.Generator().manual_seed(0)

@@ -1,6 +1,5 @@
 """The sampler against `transformers`' own `generate` on a small random model, token for token."""
 
-import itertools
 import struct
 import time
 from typing import Any
@@ -13,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsP
 from corolla.chassis.errors import InternalError, InvalidRequest, NonFiniteOutput
 from corolla.decoding.parameters import MAX_LOGPROBS, SamplingParams
 from corolla.decoding.sampling import Sampler
-from tests.tiers import quick
+from tests.tiers import covering, quick
 
 VOCABULARY_SIZE = 131
 NUM_NEW_TOKENS = 44
@@ -77,11 +76,12 @@ def generated_by_sampler(model: Any, params: SamplingParams) -> list[int]:
     return ids
 
 
-GRID = list(itertools.product([0.7, 1.0, 1.6], [0, 7, 50, 1000], [1.0, 0.85], [0.0, 0.1], [1.0, 1.3, 0.8]))
-SOME = GRID[::7]  # with each value of each parameter
+FACTORS = ([0.7, 1.0, 1.6], [0, 7, 50, 1000], [1.0, 0.85], [0.0, 0.1], [1.0, 1.3, 0.8])
+# Each combination of values of three parameters, and of two.
+GRID, SOME = covering(*FACTORS, strength=3), covering(*FACTORS)
 
 
-@pytest.mark.parametrize("parameters", quick(GRID, *SOME), ids=str)
+@pytest.mark.parametrize("parameters", quick(dict.fromkeys([*SOME, *GRID]), *SOME), ids=str)
 def test_sampling_equals_generate(model: Any, parameters: tuple[float, int, float, float, float]) -> None:
     temperature, top_k, top_p, min_p, repetition_penalty = parameters
     seed = hash((temperature, top_k, top_p, min_p, repetition_penalty)) % 2**63

@@ -5,13 +5,15 @@ import torch
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from corolla.decoding.sampling import QuickTopP
+from tests.tiers import covering
 
 NO_IDS = torch.empty((1, 0), dtype=torch.int64)
 
 
-@pytest.mark.parametrize("top_p", [1e-6, 0.1, 0.5, 0.9, 0.95, 0.999, 1 - 1e-7])
-@pytest.mark.parametrize("spread", [0.0, 1e-3, 1.0, 4.0, 50.0])
-@pytest.mark.parametrize("vocabulary_size", [1, 2, 131, 49152])
+@pytest.mark.parametrize(
+    "top_p, spread, vocabulary_size",
+    covering([1e-6, 0.1, 0.5, 0.9, 0.95, 0.999, 1 - 1e-7], [0.0, 1e-3, 1.0, 4.0, 50.0], [131, 49152, 2, 1]),
+)
 def test_the_same_tokens_stay_untouched(top_p: float, spread: float, vocabulary_size: int) -> None:
     quick, exact = QuickTopP(top_p), TopPLogitsWarper(top_p)
     for seed in range(3):

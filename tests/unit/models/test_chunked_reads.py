@@ -24,6 +24,7 @@ from corolla.models.weights import find_weights
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
 from tests.gguf_files import ARCHITECTURES, make_tiny_gguf
+from tests.tiers import covering
 from tests.unpacked import unpacked_demo
 
 
@@ -119,11 +120,12 @@ def test_what_a_family_keeps_in_float32_is_read_so(
 @pytest.mark.model
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 @pytest.mark.full
-@pytest.mark.parametrize("part", ["blocks 0:15", "embedding", "head"])
-@pytest.mark.parametrize("source", ["safetensors", "GGUF"])
-def test_loading_takes_little_more_than_what_is_loaded(part: str, source: str) -> None:
+@pytest.mark.parametrize(
+    "part, source, dtype",
+    covering(["blocks 0:15", "embedding", "head"], ["safetensors", "GGUF"], ["float32", "bfloat16"]),
+)
+def test_loading_takes_little_more_than_what_is_loaded(part: str, source: str, dtype: str) -> None:
     model = DEMO_MODEL if source == "GGUF" else str(unpacked_demo())
-    for dtype in ("float32", "bfloat16"):
-        facts = loaded(model, part, dtype)
-        assert facts["peak"] < MOST_PEAK * facts["held"]
-        assert facts["resident"] < MOST_RESIDENT * facts["held"]
+    facts = loaded(model, part, dtype)
+    assert facts["peak"] < MOST_PEAK * facts["held"]
+    assert facts["resident"] < MOST_RESIDENT * facts["held"]

@@ -1,5 +1,6 @@
 """Compiled attention: right for every shape of heads, and the same in every bit in whatever company."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -11,6 +12,7 @@ from corolla.compute.attention import compiled_attention
 from corolla.compute.attention.batch import AttentionBatch, PackedRow
 from corolla.compute.attention.compiled_attention import CompiledAttention
 from corolla.kernels.chunk_source import TILE_KEYS
+from tests.tiers import covering, quick
 
 PAGE_TOKENS = 16
 
@@ -93,19 +95,19 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(
-    "heads, key_heads, sizes",
-    [
-        (1, 1, (16, 16)), (4, 4, (64, 64)), (9, 3, (64, 64)), (8, 1, (128, 128)), (14, 2, (64, 64)), (16, 2, (96, 96)),
-        (4, 1, (256, 256)), (8, 8, (192, 128)), (71, 1, (64, 64)),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize(
-    "dtype, tolerance", [(torch.float32, 3e-6), (torch.bfloat16, 8e-3), (torch.float16, 1e-3)], ids=str
-)
-def test_every_shape_of_heads_is_right(
-    heads: int, key_heads: int, sizes: tuple[int, int], dtype: torch.dtype, tolerance: float
-) -> None:
+TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+HEADS = [
+    (1, 1, (16, 16)), (4, 4, (64, 64)), (9, 3, (64, 64)), (8, 1, (128, 128)), (14, 2, (64, 64)), (16, 2, (96, 96)),
+    (4, 1, (256, 256)), (8, 8, (192, 128)), (71, 1, (64, 64)),
+]  # fmt: skip
+SHAPES = list(itertools.product(HEADS, TOLERANCES))
+SOME = [(heads, list(TOLERANCES)[number % 3]) for number, heads in enumerate(HEADS)]
+
+
+@pytest.mark.parametrize("shape", quick(SHAPES, *SOME), ids=str)
+def test_every_shape_of_heads_is_right(shape: tuple[tuple[int, int, tuple[int, int]], torch.dtype]) -> None:
+    (heads, key_heads, sizes), dtype = shape
+    tolerance = TOLERANCES[dtype]
     rows = Rows([1, 16, 17, 100], heads=heads, key_heads=key_heads, sizes=sizes, dtype=dtype)
     for number, output in enumerate(rows.attended(range(4))):
         assert (output - rows.expected(number)).abs().max() < tolerance
@@ -126,8 +128,11 @@ def test_results_do_not_depend_on_how_many_sums_fit_registers(
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("window", [None, 1, 5, 16, 100, 1500])
-@pytest.mark.parametrize("num_new", [1, 5, 9, 300])
+@pytest.mark.parametrize(
+    "window, num_new, num_threads",
+    covering([None, 1, 5, 16, 100, 1500], [1, 5, 9, 300], [1, 2]),
+    indirect=["num_threads"],
+)
 def test_windows_and_pieces_of_long_rows_are_right(window: int | None, num_new: int, num_threads: int) -> None:
     rows = Rows([1023, 1024, 1025, 3000, max(8, num_new)], window=window)
     for number, output in enumerate(rows.attended(range(5), num_new)):
