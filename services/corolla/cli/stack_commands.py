@@ -1,15 +1,16 @@
-"""Commands that run a whole stack on this machine: up, demo."""
+"""Commands for a whole stack: up and demo run one on this machine, plan says what one on GPUs needs."""
 
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from corolla.chassis.weight_formats import QuantizationName, full_dtype_name
+from corolla.chassis.weight_formats import KVCacheDtypeName, QuantizationName, full_dtype_name
 
 _PANEL = "Run a whole stack"
 _MAX_DEFAULT_THREADS = 8
 
+DtypeOption = Literal["float32", "fp32", "bfloat16", "bf16", "float16", "fp16"]
 Model = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, GGUF file, hub id, or demo.")]
 Threads = Annotated[
     int | None,
@@ -25,6 +26,7 @@ LogFolder = Annotated[
 def add_to(app: typer.Typer) -> None:
     app.command(rich_help_panel=_PANEL)(up)
     app.command(rich_help_panel=_PANEL)(demo)
+    app.command(rich_help_panel=_PANEL)(plan)
 
 
 def up(
@@ -64,7 +66,7 @@ def up(
         typer.Option(envvar="COROLLA_REDIS_URL", help="A running Redis.  [default: start one]", show_default=False),
     ] = None,
     dtype: Annotated[
-        Literal["float32", "fp32", "bfloat16", "bf16", "float16", "fp16"] | None,
+        DtypeOption | None,
         typer.Option(help="Of weights and cache.  [default: float32; bfloat16 on GPUs]", show_default=False),
     ] = None,
     device: Annotated[
@@ -107,6 +109,58 @@ def demo(
         num_servers=servers, num_threads=_num_threads(threads), log_folder=log_folder or new_log_folder()
     )
     return run_demo(options)
+
+
+def plan(
+    model: Model = "demo",
+    memory: Annotated[
+        list[str] | None,
+        typer.Option(help="Memory of a device, such as 24GiB; again for another kind.", show_default=False),
+    ] = None,
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option(help="A GPU by name, such as l4 or h100; again for another kind.", show_default=False),
+    ] = None,
+    bandwidth: Annotated[
+        float | None, typer.Option(min=0.001, help="GB/s that devices of --memory read.", show_default=False)
+    ] = None,
+    dtype: Annotated[
+        DtypeOption | None, typer.Option(help="Of weights and cache.  [default: bfloat16]", show_default=False)
+    ] = None,
+    quantization: Annotated[QuantizationName, typer.Option(help="Quantisation of the weights.")] = "none",
+    kv_cache_dtype: Annotated[KVCacheDtypeName, typer.Option(help="How keys and values are stored.")] = "auto",
+    sessions: Annotated[int, typer.Option(min=1, help="Sessions at the same time.")] = 8,
+    session_tokens: Annotated[
+        int, typer.Option(min=1, help="Length of each session, prompt and answer, in tokens.")
+    ] = 8192,
+    replicas: Annotated[int, typer.Option(min=1, help="Servers that hold each block.")] = 2,
+    revision: Annotated[str | None, typer.Option(help="Revision of a hub id.", show_default=False)] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> int:
+    """Says how many GPU servers a model needs, what speed they allow, and which values to set; reads no weights."""
+    from corolla.block_server.settings import BlockServerSettings
+    from corolla.cli.plan import PlanOptions, run_plan
+    from corolla.models.gpus import GPUS, DeviceKind
+    from corolla.models.sizing import MIB, Demand, parse_bytes
+
+    if unknown := sorted(set(gpu or ()) - set(GPUS)):
+        raise typer.BadParameter(
+            f"--gpu {unknown[0]} is not known: give --memory and --bandwidth, or {', '.join(GPUS)}"
+        )
+    reads = None if bandwidth is None else bandwidth * 1e9
+    kinds = [GPUS[name] for name in gpu or ()]
+    kinds += [DeviceKind(size, parse_bytes(size), reads) for size in memory or ()]
+    if not kinds:
+        raise typer.BadParameter("give --memory SIZE or --gpu NAME")
+    usual = BlockServerSettings.model_validate({"device": "cuda"})
+    demand = Demand(
+        sessions, session_tokens, usual.num_page_tokens, usual.max_tokens_per_frame, usual.adapters_mib * MIB
+    )
+    options = PlanOptions(
+        model=model, revision=revision, dtype=None if dtype is None else full_dtype_name(dtype),
+        quantization=quantization, kv_cache_dtype=kv_cache_dtype, kinds=kinds, replicas=replicas, demand=demand,
+    )  # fmt: skip
+    return run_plan(options, as_json=json)
 
 
 def _num_threads(asked_for: int | None) -> int:

@@ -316,7 +316,7 @@ def make_span(
     """
     device = torch.device(device)
     names = span_tensors(checkpoint, span)
-    layouts = layouts_of(checkpoint, names, quantization, device, functools.partial(_empty_span, checkpoint, span))
+    layouts = layouts_of(checkpoint, names, quantization, device, functools.partial(empty_span, checkpoint, span))
     config, cut = _cut_class_of(checkpoint, span, layouts, dtype)
     base = make_up(cut, config, dtype=dtype, attention="sdpa")
     make_up_packed(base)
@@ -337,10 +337,10 @@ def weight_types(checkpoint: Checkpoint, quantization: str) -> tuple[list[str], 
     """The formats of quantised weights: those of weights that stay packed, and of expanded ones. Reads no weights."""
     largest = Span(checkpoint.largest_block, checkpoint.largest_block + 1)
     names = span_tensors(checkpoint, largest)
-    return types_of(checkpoint, quantization, names, functools.partial(_empty_span, checkpoint, largest))
+    return types_of(checkpoint, quantization, names, functools.partial(empty_span, checkpoint, largest))
 
 
-def _empty_span(checkpoint: Checkpoint, span: Span) -> PreTrainedModel:
+def empty_span(checkpoint: Checkpoint, span: Span) -> PreTrainedModel:
     """The span's model without weights, on the meta device."""
     config, cut = _cut_class_of(checkpoint, span, {}, torch.float32)
     return without_weights(cut, config)

@@ -1,0 +1,141 @@
+"""Shows how many servers a model needs on devices of a kind, and the values that start them."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from corolla.chassis.weight_formats import default_dtype
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.gpus import DeviceKind
+from corolla.models.hub import Hub
+from corolla.models.sizes import model_size
+from corolla.models.sizing import GIB, Demand, ModelPlan, ModelSize, ServerSize, plan_servers
+from corolla.wire.tensors import DTYPES
+
+_STREAMS: Final = (1, 8, 32, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What `corolla plan` was asked.
+
+    Attributes:
+        model: checkpoint folder, GGUF file, hub id, or demo.
+        revision: revision of a hub id.
+        dtype: the dtype of weights and cache; None: that of GPUs.
+        quantization: how servers hold the weights.
+        kv_cache_dtype: how they store keys and values.
+        kinds: the kinds of devices, each planned by itself.
+        replicas: how many servers hold each block.
+        demand: what the servers hold at the same time.
+    """
+
+    model: str
+    revision: str | None
+    dtype: str | None
+    quantization: str
+    kv_cache_dtype: str
+    kinds: Sequence[DeviceKind]
+    replicas: int
+    demand: Demand
+
+
+def run_plan(options: PlanOptions, *, as_json: bool) -> int:
+    """Prints a plan for each kind of device. Returns the exit status.
+
+    Raises:
+        StartupError: the checkpoint cannot be read, or a block does not fit into a device.
+    """
+    dtype = options.dtype or default_dtype("cuda")
+    checkpoint = Checkpoint.from_pretrained(options.model, revision=options.revision, hub=Hub())
+    model = model_size(checkpoint, DTYPES[dtype], options.quantization, options.kv_cache_dtype)
+    plans = [(kind, plan_servers(model, kind.memory_bytes, options.demand)) for kind in options.kinds]
+    if as_json:
+        sys.stdout.write(json.dumps([_facts(model, kind, plan, options) for kind, plan in plans]) + "\n")
+        return 0
+    console = Console(highlight=False)
+    console.print(
+        f"{model.name}: {len(model.blocks)} blocks; one token reads {model.read_bytes / 1e9:.2f} GB of weights, "
+        f"and keeps {sum(block.token_bytes for block in model.blocks) / 1024:.0f} KiB of keys and values"
+    )
+    for kind, plan in plans:
+        _show(console, model, kind, plan, options)
+    return 0
+
+
+def values_of(model: str, plan: ModelPlan, options: PlanOptions) -> dict[str, Any]:
+    """Values of the chart that start the servers of a plan, `options.replicas` of them for each block."""
+    settings = {
+        "capacityBlocks": plan.capacity_blocks,
+        "weightsMib": plan.weights_mib,
+        "kvCacheMib": plan.kv_cache_mib,
+    }
+    dtype = options.dtype or default_dtype("cuda")
+    revision = {} if options.revision is None else {"revision": options.revision}
+    return {
+        "model": {
+            "name": model, **revision, "dtype": dtype, "quantization": options.quantization,
+            "kvCacheDtype": options.kv_cache_dtype,
+        },
+        "blockServer": {
+            "defaults": {"gpu": {"count": 1}, "replicas": options.replicas * len(plan.servers), "settings": settings}
+        },
+    }  # fmt: skip
+
+
+def _show(console: Console, model: ModelSize, kind: DeviceKind, plan: ModelPlan, options: PlanOptions) -> None:
+    num_servers = len(plan.servers)
+    console.print()
+    console.print(f"[bold]{kind.name}[/]: {num_servers} server{'' if num_servers == 1 else 's'} for one copy")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    for heading in ("blocks", "weights", "ends", "steps", "left for keys, values", "one session"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for server in plan.servers:
+        sizes = (server.weight_bytes, server.edge_bytes, server.work_bytes, server.cache_bytes, server.session_bytes)
+        table.add_row(str(server.span), *(f"{size / GIB:.2f} GiB" for size in sizes))
+    console.print(table)
+    demand = options.demand
+    if plan.max_sessions is not None:
+        console.print(f"room for {plan.max_sessions} sessions of {demand.session_tokens} tokens on each copy")
+    if kind.bandwidth is None:
+        console.print("--bandwidth GB/S, or --gpu NAME, shows how fast tokens can come")
+    else:
+        speeds = (f"{count}: {plan.tokens_per_second(count, kind.bandwidth):.0f}" for count in _STREAMS)
+        console.print(f"at most, by {kind.bandwidth / 1e9:.0f} GB/s, tokens/s of streams: {', '.join(speeds)}")
+    console.print(f"values of the chart, {options.replicas} for each block:\n")
+    # Every JSON text is YAML.
+    for name, values in values_of(options.model, plan, options).items():
+        console.print(f"{name}: {json.dumps(values)}", soft_wrap=True, markup=False)
+
+
+def _facts(model: ModelSize, kind: DeviceKind, plan: ModelPlan, options: PlanOptions) -> dict[str, Any]:
+    bandwidth = kind.bandwidth
+    return {
+        "model": model.name,
+        "device": kind.name,
+        "memory_bytes": kind.memory_bytes,
+        "read_bytes": model.read_bytes,
+        "servers": [_server_facts(server) for server in plan.servers],
+        "max_sessions": plan.max_sessions,
+        "tokens_per_second": {str(count): plan.tokens_per_second(count, bandwidth) for count in _STREAMS}
+        if bandwidth
+        else None,
+        "values": values_of(options.model, plan, options),
+    }
+
+
+def _server_facts(server: ServerSize) -> dict[str, Any]:
+    return {
+        "blocks": [server.span.start, server.span.end],
+        "weight_bytes": server.weight_bytes,
+        "edge_bytes": server.edge_bytes,
+        "work_bytes": server.work_bytes,
+        "cache_bytes": server.cache_bytes,
+        "session_bytes": server.session_bytes,
+    }

@@ -1,0 +1,136 @@
+"""Finds what a checkpoint takes in memory from its configuration and tensor index; it reads no weights."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from corolla.chassis.weight_formats import PACKED
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.edges import head_bytes
+from corolla.models.families import attention_windows, pageless_layers
+from corolla.models.packed.choice import layouts_of
+from corolla.models.quantization import INT4_GROUP_SIZE
+from corolla.models.sizing import BlockSize, ModelSize
+from corolla.models.span_model import empty_span, span_tensors
+from corolla.wire.span import Span
+
+_STEP_TENSORS: Final = 8
+"""So many tensors of a row are alive at a time within a block, each as wide as the hidden state."""
+
+
+def model_size(checkpoint: Checkpoint, dtype: torch.dtype, quantization: str, kv_cache_dtype: str) -> ModelSize:
+    """What a model takes on servers with these settings.
+
+    Args:
+        checkpoint: the model.
+        dtype: the dtype of weights that are not quantised, and of keys and values.
+        quantization: `none`, `int8`, `int4` or `packed`.
+        kv_cache_dtype: `auto`, `fp8` or `int8`.
+
+    Raises:
+        SettingsError: the checkpoint has no weights that can stay packed.
+    """
+    config, whole = checkpoint.config, Span(0, checkpoint.num_blocks)
+    pageless, windows = pageless_layers(config), attention_windows(config)
+    token_bytes = cache_numbers(checkpoint) * dtype.itemsize
+    if kv_cache_dtype != "auto":
+        token_bytes = cache_numbers(checkpoint, more_of_a_head=int(kv_cache_dtype == "int8"))
+    weights, loading = _block_bytes(checkpoint, whole, dtype, quantization)
+    blocks = tuple(
+        BlockSize(weights[index], loading[index], 0 if index in pageless else token_bytes, windows[index])
+        for index in range(checkpoint.num_blocks)
+    )
+    inner = max(_integers(config, "intermediate_size", "ffn_dim", "n_inner"), default=4 * checkpoint.hidden_size)
+    return ModelSize(
+        name=checkpoint.name,
+        blocks=blocks,
+        embedding_bytes=checkpoint.vocab_size * checkpoint.hidden_size * dtype.itemsize,
+        head_bytes=head_bytes(checkpoint, dtype, quantization),
+        has_tied_edges=checkpoint.has_tied_edges,
+        row_bytes=(_STEP_TENSORS * checkpoint.hidden_size + 3 * inner) * dtype.itemsize,
+        vocab_size=checkpoint.vocab_size,
+        context_length=checkpoint.context_length,
+    )
+
+
+def cache_numbers(checkpoint: Checkpoint, more_of_a_head: int = 0) -> int:
+    """How many numbers a block keeps of one token.
+
+    Args:
+        more_of_a_head: further numbers of each head, such as a scale.
+    """
+    config = checkpoint.config
+    if checkpoint.family.caches_latents:
+        return int(config.kv_lora_rank + config.qk_rope_head_dim) + 2 * more_of_a_head
+    heads = _first(config, "num_attention_heads", "n_head", "num_heads")
+    key_heads = _key_heads(config, heads)
+    size = _first(config, "head_dim", "attention_head_dim", "kv_channels", default=checkpoint.hidden_size // heads)
+    value_size = _first(config, "v_head_dim", default=size)
+    return key_heads * (size + value_size + 2 * more_of_a_head)
+
+
+def _key_heads(config: Any, heads: int) -> int:
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return 1
+    # Dbrx has a configuration of its own for attention.
+    default = _first(getattr(config, "attn_config", config), "kv_n_heads", default=heads)
+    found = _first(config, "num_key_value_heads", "num_kv_heads", "multi_query_group_num", default=default)
+    # Each of a token's experts has a query head for every key head, and gets a copy of the key.
+    return found * int(config.num_experts_per_tok) if config.model_type == "jetmoe" else found
+
+
+def _first(config: Any, *names: str, default: int = 1) -> int:
+    return next(iter(_integers(config, *names)), default)
+
+
+def _integers(config: Any, *names: str) -> list[int]:
+    """The positive ones among these fields; a field that the family's configuration does not know has no effect."""
+    known = type(config)
+    found = [getattr(config, name, None) for name in names if hasattr(known, name) or name in known.attribute_map]
+    return [value for value in found if isinstance(value, int) and value > 0]
+
+
+def _block_bytes(
+    checkpoint: Checkpoint, span: Span, dtype: torch.dtype, quantization: str
+) -> tuple[list[int], list[int]]:
+    """The bytes of each block's weights once they are loaded, and while they are read."""
+    model = empty_span(checkpoint, span)
+    names = span_tensors(checkpoint, span)
+    # The device does not change what a packed weight takes.
+    layouts = layouts_of(checkpoint, names, quantization, torch.device("cpu"), lambda: model)
+    linears = _linear_weights(model, checkpoint.family.read_weights)
+    layer = re.compile(rf"{re.escape(checkpoint.family.layers)}\.(\d+)\.")
+    loaded, read = [0] * len(span), [0] * len(span)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if (match := layer.match(name)) is None:
+            continue
+        block, plain = (
+            int(match[1]),
+            tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.itemsize),
+        )
+        held = plain
+        if quantization == PACKED and name in layouts:
+            held = plain = layouts[name].num_bytes(*tensor.shape)
+        elif name in linears:
+            held = _quantised_bytes(tensor.shape, dtype, quantization)
+        loaded[block] += held
+        read[block] += plain
+    return loaded, read
+
+
+def _linear_weights(model: nn.Module, kept: tuple[str, ...]) -> Mapping[str, nn.Linear]:
+    layers = {path: module for path, module in model.named_modules() if type(module) is nn.Linear}
+    return {f"{path}.weight": module for path, module in layers.items() if path.rpartition(".")[2] not in kept}
+
+
+def _quantised_bytes(shape: torch.Size, dtype: torch.dtype, quantization: str) -> int:
+    outputs, inputs = shape
+    if quantization == "int8":
+        return outputs * inputs + outputs * dtype.itemsize
+    if quantization == "int4" and inputs % INT4_GROUP_SIZE == 0:
+        # A scale and a zero point for each group.
+        return outputs * inputs // 2 + 2 * outputs * (inputs // INT4_GROUP_SIZE) * dtype.itemsize
+    return outputs * inputs * dtype.itemsize

@@ -1,0 +1,98 @@
+"""What a plan expects of a checkpoint is what servers hold of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from corolla.compute.span_runner import SpanRunner
+from corolla.compute.speed import measure_speed
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.demo import demo_checkpoint
+from corolla.models.edges import load_edges
+from corolla.models.families import FAMILIES, pageless_layers
+from corolla.models.sizes import model_size
+from corolla.models.span_model import load_span
+from corolla.wire.span import Span
+from tests.checkpoints import make_tiny_checkpoint
+from tests.tiers import quick
+
+# A mask of this family's base model stands in every span of it, and in no block.
+_WITH_MASKS = {"gpt_bigcode"}
+
+
+def checkpoint_of(folder: Path, family: str) -> Checkpoint:
+    return Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, folder / family)))
+
+
+def held(checkpoint: Checkpoint, **options: Any) -> list[int]:
+    """The bytes of each block, as a server loads it."""
+    spans = (Span(block, block + 1) for block in range(checkpoint.num_blocks))
+    return [load_span(checkpoint, span, **{"dtype": torch.float32, **options}).nbytes for span in spans]
+
+
+@pytest.mark.parametrize("family", quick(sorted(FAMILIES), "deepseek_v3", "llama"))
+def test_blocks_and_their_caches_have_the_planned_size(tmp_path: Path, family: str) -> None:
+    checkpoint = checkpoint_of(tmp_path, family)
+    model = model_size(checkpoint, torch.float32, "none", "auto")
+    if family not in _WITH_MASKS:
+        # Rotary tables of the base model are in each span, and in no block.
+        assert [block.weight_bytes for block in model.blocks] == pytest.approx(held(checkpoint), rel=0.01)
+    kept = [
+        block.token_bytes for index, block in enumerate(model.blocks) if index not in pageless_layers(checkpoint.config)
+    ]
+    if kept:
+        assert set(kept) == {measure_speed(checkpoint, torch.float32, "cpu").cache_bytes_per_token}
+    assert sum(block.token_bytes for block in model.blocks) == sum(kept)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", pytest.param("int8", marks=pytest.mark.full)])
+def test_keys_and_values_in_eight_bits_have_the_planned_size(tmp_path: Path, kv_cache_dtype: str) -> None:
+    def new_runner(*arguments: Any, **options: Any) -> SpanRunner:
+        return SpanRunner(*arguments, kv_cache_dtype=kv_cache_dtype, **options)
+
+    checkpoint = checkpoint_of(tmp_path, "llama")
+    model = model_size(checkpoint, torch.float32, "none", kv_cache_dtype)
+    speed = measure_speed(checkpoint, torch.float32, "cpu", new_runner=new_runner)
+    assert {block.token_bytes for block in model.blocks} == {speed.cache_bytes_per_token}
+
+
+@pytest.mark.parametrize(
+    "quantization, dtype",
+    [("packed", torch.float32), pytest.param("none", torch.bfloat16, marks=pytest.mark.full)],
+)
+def test_a_gguf_files_blocks_and_ends_have_the_planned_size(quantization: str, dtype: torch.dtype) -> None:
+    checkpoint = Checkpoint.from_pretrained(str(demo_checkpoint()))
+    model = model_size(checkpoint, dtype, quantization, "auto")
+    options: dict[str, Any] = {"dtype": dtype, "quantization": quantization}
+    assert [each.weight_bytes for each in model.blocks[:2]] == pytest.approx(
+        [load_span(checkpoint, Span(block, block + 1), **options).nbytes for block in range(2)], rel=0.01
+    )
+    head = load_edges(checkpoint, has_embedding=False, **options).nbytes
+    assert model.head_bytes == pytest.approx(head, rel=0.01)
+
+
+def test_quantised_blocks_have_the_planned_size_and_are_larger_while_they_are_read(
+    tmp_path: Path,
+) -> None:
+    checkpoint = checkpoint_of(tmp_path, "llama")
+    model = model_size(checkpoint, torch.float32, "int8", "auto")
+    assert [each.weight_bytes for each in model.blocks] == pytest.approx(
+        held(checkpoint, quantization="int8"), rel=0.02
+    )
+    assert [each.loading_bytes for each in model.blocks] == pytest.approx(held(checkpoint), rel=0.01)
+
+
+def test_no_weight_is_read(tmp_path: Path) -> None:
+    folder = make_tiny_checkpoint("llama", tmp_path / "llama")
+    expected = model_size(Checkpoint.from_pretrained(str(folder)), torch.bfloat16, "none", "auto")
+    for shard in folder.glob("*.safetensors"):
+        # The table of contents stays, and holes take the place of all numbers.
+        size, header = shard.stat().st_size, shard.read_bytes()
+        length = int.from_bytes(header[:8], "little") + 8
+        shard.unlink()
+        with shard.open("wb") as file:
+            file.write(header[:length])
+            file.truncate(size)
+    assert model_size(Checkpoint.from_pretrained(str(folder)), torch.bfloat16, "none", "auto") == expected
