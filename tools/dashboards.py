@@ -175,6 +175,12 @@ RECOVERY: Final = (
         (gauge("corolla_quarantined_servers", "instance"), "{{instance}} avoids"),
         (rate("corolla_quarantines_total", "cause"), "new by {{cause}}, per second"),
     )),
+    Panel("Numerics", "Block servers by the digest of how they compute, and requests whose tokens may differ, since "
+          "only a server of another digest was left for a lost hop. If that repeats, add servers of each kind.",
+          "short", (
+        (gauge("corolla_numerics_info", "digest"), "{{digest}}"),
+        (rate("corolla_numerics_changes_total"), "requests that may differ, per second"),
+    )),
     Panel("Boundary activations", "Memory for outputs that rebuild a lost next hop.", "bytes", (
         (gauge("corolla_boundary_activation_bytes", "instance"), "{{instance}}"),
     )),

@@ -22,6 +22,7 @@ from corolla.chassis.handlers import call_path
 from corolla.chassis.tracing import spans
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2, router_pb2
+from corolla.wire.numerics import UNKNOWN, Numerics
 from corolla.wire.stream import Connect, connect
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Drain:
 
     Args:
         connect: opens streams to the servers that take sessions over.
+        numerics: those of this server.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Drain:
         sender: HandoverSender,
         metrics: BlockServerMetrics,
         connect: Connect = connect,
+        numerics: Numerics = UNKNOWN,
     ) -> None:
         self._server = server
         self._sessions = sessions
@@ -64,6 +67,7 @@ class Drain:
         self._sender = sender
         self._metrics = metrics
         self._connect = connect
+        self._numerics = numerics
         # Maps each session that was handed over to its version here and the server that has it now.
         self._moved: dict[bytes, tuple[int, common_pb2.Hop]] = {}
 
@@ -155,7 +159,7 @@ class Drain:
         num_tokens = session.cache.num_tokens if session.is_idle else request.max_tokens
         usable = peers_for(
             servers, self._server.fingerprint, request.blocks, num_tokens, {self._server.server_id},
-            is_guaranteed=request.tenant in self._sessions.guarantees,
+            is_guaranteed=request.tenant in self._sessions.guarantees, numerics=self._numerics,
         )  # fmt: skip
         outcome = "refused" if usable else "no_peer"
         for each in usable:

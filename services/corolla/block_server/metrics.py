@@ -48,6 +48,12 @@ class BlockServerMetrics:
             "corolla_prefix_cache_hits", "Tokens that sessions looked for in this server's prefix cache and found.",
             registry=registry,
         )  # fmt: skip
+        self.numerics = Gauge(
+            "corolla_numerics_info",
+            "1, with the digest of how this server computes: device kind, dtype, versions and kernels.",
+            ["digest"],
+            registry=registry,
+        )
         self.waiting = Gauge("corolla_num_steps_waiting", "Steps queued for the next iterations.", registry=registry)
         self.ring_waiting = Gauge(
             "corolla_num_ring_rows_waiting",

@@ -52,6 +52,7 @@ from corolla.compute.decode_graphs import CudaCapture
 from corolla.compute.device import memory_for, memory_of, open_device
 from corolla.compute.device_memory import DeviceMemory
 from corolla.compute.graph_choice import choose_graphs
+from corolla.compute.numerics import numerics_of
 from corolla.compute.span_runner import SpanRunner
 from corolla.compute.speed import Speed, measure_decode_step, measure_speed, state_bytes
 from corolla.decoding.draft_model import DraftModel, num_weights
@@ -63,6 +64,7 @@ from corolla.models.span_model import SpanModel, fetch_span, load_span, weight_t
 from corolla.trust.watched_files import Contents, WatchedFiles
 from corolla.v1 import blocks_pb2, router_pb2
 from corolla.wire.network import Network
+from corolla.wire.numerics import UNKNOWN
 from corolla.wire.span import Span
 from corolla.wire.tensors import DTYPES, tensor_type
 
@@ -159,6 +161,7 @@ class BlockServer:
             kv_cache_dtype=settings.kv_cache_dtype,
         )
         self._compute_thread = ComputeThread()
+        self._numerics = UNKNOWN
         self._engine: Engine | None = None
         self._adapters: Adapters | None = None
         self._periodic_tasks: PeriodicTasks | None = None
@@ -259,6 +262,7 @@ class BlockServer:
         with memory_for("the tensors of a step", device, _FEWER_PAGES):
             await self._compute_thread.run(engine.warm_up)
         engine.decode_speed.observe(await self._compute_thread.run(measure_decode_step, runner), len(span))
+        await self._name_numerics(runner, edges)
         identity = Identity(
             server_id=self.server_id, span=span, model=checkpoint.name, fingerprint=fingerprint,
             dtype_name=settings.dtype, dtype=tensor_type(dtype), hidden_size=checkpoint.hidden_size,
@@ -274,10 +278,11 @@ class BlockServer:
             identity, engine, self._sessions, outputs, self._peers, runner.store, receiver,
             self._tasks, shared, self._rpc_metrics.error, network.capabilities(fingerprint), self._adapters,
         )  # fmt: skip
-        sender = HandoverSender(span, self._sessions, engine, max_part_tokens=most)
         self._drain = Drain(
-            description, self._sessions, engine, self._peers, self._registration, sender, self._metrics, network.connect
-        )
+            description, self._sessions, engine, self._peers, self._registration,
+            HandoverSender(span, self._sessions, engine, max_part_tokens=most), self._metrics, network.connect,
+            self._numerics,
+        )  # fmt: skip
         self._rpc.add(_SERVICE, network.service_handler(_SERVICE, servicer, self._rpc_metrics))
         self._tasks.start_essential(engine.run, "engine")
         self._periodic_tasks = PeriodicTasks(
@@ -289,7 +294,20 @@ class BlockServer:
         await self._rpc.ready()
         self._registration.state = router_pb2.SERVER_STATE_READY
         self._registration.request_heartbeat()
-        log.info("ready", extra={"address": self.address, "blocks": str(span), "pages": runner.store.pool.num_pages})
+        log.info(
+            "ready",
+            extra={
+                "address": self.address,
+                "blocks": str(span),
+                "pages": runner.store.pool.num_pages,
+                "numerics": str(self._numerics),
+            },
+        )
+
+    async def _name_numerics(self, runner: SpanRunner, edges: Edges | None) -> None:
+        """Announces the numerics with the next heartbeats."""
+        self._numerics = await self._compute_thread.run(numerics_of, runner, edges)
+        self._metrics.numerics.labels(str(self._numerics)).set(1)
 
     def _description(
         self, checkpoint: Checkpoint, fingerprint: str, speed: Speed, memory: DeviceMemory | None
@@ -581,6 +599,7 @@ class BlockServer:
             decode_step_seconds=self._engine.decode_step_seconds,
             decode_tokens_per_second=self._engine.decode_speed.tokens_per_second,
             decode_batch_rows=self._engine.decode_batch_rows,
+            numerics=str(self._numerics),
         )
 
 

@@ -4,13 +4,27 @@ Hops find cached pages by these digests alone. A salt that is made from a secret
 text from computing the digests of its pages.
 """
 
+import hashlib
 import hmac
+from collections.abc import Sequence
 from typing import Final
 
 from corolla.chassis.errors import SettingsError
 
 MIN_SECRET_CHARS: Final = 32
 _PURPOSE: Final = b"corolla pages of "
+
+
+def salt_behind(salt: bytes, numerics: Sequence[str]) -> bytes:
+    """Returns the salt for a hop behind others, so that sessions share pages only if equal servers computed the input.
+
+    Args:
+        salt: The salt of the text.
+        numerics: Those of the hops before this one, in order, and then its own. If all are equal, the salt stays.
+    """
+    if len(set(numerics)) == 1:
+        return salt
+    return hashlib.sha256(b"\0".join([salt, *(each.encode() for each in numerics)])).digest()
 
 
 class CacheSalts:

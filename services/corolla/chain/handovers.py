@@ -87,7 +87,11 @@ class Handovers:
             found = next((found for each in identities if (found := self._hop(hop, each))), hop)
             hops.append(hop if found.server_id in taken else found)
             taken.add(found.server_id)
-        return common_pb2.Chain(hops=hops, fingerprint=chain.fingerprint)
+        redirected = common_pb2.Chain()
+        redirected.CopyFrom(chain)
+        redirected.ClearField("hops")
+        redirected.hops.extend(hops)
+        return redirected
 
     def hops_holding(self, chain: common_pb2.Chain, identity: SessionIdentity) -> list[common_pb2.Hop]:
         """All hops that may hold a session: those of its chain, and those that took it over from them."""

@@ -94,6 +94,7 @@ class Recovery:
         self._replayer = replayer
         self._handovers = handovers
         self._patience_s = limits.recovery_patience_s
+        self._follows_numerics = limits.follows_numerics
         self._on_recovery = on_recovery
 
     async def recover(
@@ -186,7 +187,8 @@ class Recovery:
     def _report(self, job: _Job, cause: str) -> RecoveryReport:
         methods = "+".join(sorted(job.methods)) or "reopen"
         moved = moved_blocks(job.lost_chain, job.binding.chain)
-        report = RecoveryReport(cause, methods, _now_s() - job.began_s, job.num_recomputed_tokens, moved)
+        mixes = self._follows_numerics and job.binding.chain.mixes_numerics
+        report = RecoveryReport(cause, methods, _now_s() - job.began_s, job.num_recomputed_tokens, moved, mixes)
         job.budget.on_recovery(report)
         self._on_recovery(report)
         return report
@@ -276,10 +278,15 @@ class Recovery:
 
     def _apply_handovers(self, binding: ChainBinding) -> None:
         """Puts the hops that took sessions over into the chain, in place of those that handed them over."""
-        chain = self._handovers.redirect(binding.chain, binding.open_identities)
+        chain = self.redirected(binding)
         self._reservations.give_back(binding.identities, [hop for hop in binding.chain.hops if hop not in chain.hops])
         self._handovers.forget(binding.identities)
         binding.chain = chain
+
+    def redirected(self, binding: ChainBinding) -> common_pb2.Chain:
+        """The chain of open sessions, with the hops that took sessions over in place of those that had them."""
+        chain = self._handovers.redirect(binding.chain, binding.open_identities)
+        return self._routes.continued(binding.chain, chain)
 
     def _on_refusal(self, job: _Job, refused: NotOpened) -> CorollaError:
         message = "a hop of the chain is not reachable"

@@ -68,7 +68,8 @@ class RecoveryReport:
     """One recovery: one of CAUSES and of METHODS, and the seconds from the failure until the session could continue.
 
     `num_recomputed_tokens` counts a token once for each hop that processed it again; `moved` is empty where the same
-    servers continued.
+    servers continued. `mixes_numerics`: tokens that follow may differ from those of an undisturbed answer, since a hop
+    was replaced by a server of other numerics.
     """
 
     cause: str
@@ -76,6 +77,7 @@ class RecoveryReport:
     seconds: float
     num_recomputed_tokens: int
     moved: tuple[MovedBlocks, ...] = ()
+    mixes_numerics: bool = False
 
 
 @dataclass(slots=True)

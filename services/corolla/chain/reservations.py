@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
+from corolla.chain.cache_salts import salt_behind
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.quarantine import LostServers
 from corolla.chain.recovery_plan import HopState
@@ -31,6 +32,7 @@ from corolla.chassis.errors import (
 from corolla.chassis.tracing import spans
 from corolla.chassis.tracing.carriers import PARENT_HEADER, STATE_HEADER, trace_headers
 from corolla.decoding.sampler_record import SamplerRecord
+from corolla.planning.numerics import numerics_of
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.adapter_version import AdapterVersion
@@ -80,6 +82,7 @@ class ChainLimits:
             model does not switch factors.
         max_microbatches: how many steps of one sequence's prompt may be under way at a time; each keeps one hop busy;
             0: enough for all hops.
+        follows_numerics: whether tokens may depend on the servers' numerics; see `tokens_follow_numerics`.
     """
 
     prefill_chunk_tokens: int
@@ -93,6 +96,7 @@ class ChainLimits:
     max_tokens_ahead: int = 32
     short_factor_length: int | None = None
     max_microbatches: int = 0
+    follows_numerics: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +191,24 @@ class ChainBinding:
         """Binds the sessions to the chain of `opened`, whose hops have all opened them."""
         self.chain, self.max_step_tokens = opened.chain, opened.max_step_tokens
         self.open_replies, self.open_identities = opened.open_replies, opened.identities
+
+
+def hop_texts(
+    chain: common_pb2.Chain, token_ids: Sequence[int], salt: bytes, limits: ChainLimits
+) -> dict[str, TextDigests]:
+    """The digests by which each hop of a chain shares the pages of a text with other sessions, by server id.
+
+    They are empty for sessions whose pages no other session may get, since servers of several numerics made them.
+    """
+    if not limits.follows_numerics:
+        text = TextDigests(token_ids, salt)
+        return {hop.server_id: text for hop in chain.hops}
+    if chain.mixes_numerics:
+        return {}
+    numerics = [numerics_of(chain, hop).blocks for hop in chain.hops]
+    salts = [salt_behind(salt, numerics[: number + 1]) for number in range(len(numerics))]
+    texts = {each: TextDigests(token_ids, each) for each in salts}
+    return {hop.server_id: texts[each] for hop, each in zip(chain.hops, salts, strict=True)}
 
 
 class Attempts:
@@ -310,17 +332,17 @@ class Reservations:
     ) -> ChainBinding:
         last = len(chain.hops) - 1
         # Trained prompts change the keys and values of a text, so other sessions cannot share them.
-        texts = (
-            None
+        texts: Sequence[Mapping[str, TextDigests]] = (
+            ()
             if open_options.prompts is not None or open_options.texts is None
-            else [TextDigests(text, open_options.cache_salt) for text in open_options.texts]
+            else [hop_texts(chain, text, open_options.cache_salt, self._limits) for text in open_options.texts]
         )
         opens = [
             self._open_on(
                 hop,
                 identities,
                 open_options,
-                texts,
+                [on_hops[hop.server_id] for on_hops in texts if on_hops],
                 keep_activations=open_options.keeps_outputs and number < last,
                 samples=number == last,
             )
@@ -369,7 +391,7 @@ class Reservations:
                 )
                 if chain is not None:
                     return chain
-            return await self._routes.plan(
+            chain = await self._routes.plan(
                 num_tokens=num_tokens,
                 record_id=open_options.record_id,
                 blocks=open_options.blocks,
@@ -378,6 +400,8 @@ class Reservations:
                 # Later plans use the pushed placement: otherwise all waiting requests would poll the router.
                 asks_router=first_failure is None,
             )
+            recorded = open_options.recorded_chain
+            return chain if recorded is None else self._routes.continued(recorded, chain)
 
         while True:
             now_s = asyncio.get_running_loop().time()
@@ -397,7 +421,7 @@ class Reservations:
         hop: common_pb2.Hop,
         identities: Sequence[SessionIdentity],
         open_options: OpenOptions,
-        texts: Sequence[TextDigests] | None,
+        texts: Sequence[TextDigests],
         *,
         keep_activations: bool,
         samples: bool,
@@ -427,7 +451,7 @@ class Reservations:
                 if open_options.trace:
                     trace = open_options.trace
                     request.trace.parent, request.trace.state = trace[PARENT_HEADER], trace.get(STATE_HEADER, "")
-                if texts is not None and welcome.page_tokens:
+                if texts and welcome.page_tokens:
                     request.text.CopyFrom(texts[number].of(welcome.page_tokens))
                 if samples and open_options.samplers is not None:
                     request.sampler.CopyFrom(open_options.samplers[number].message())

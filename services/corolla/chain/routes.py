@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Final
@@ -24,9 +24,11 @@ from corolla.chassis.errors import (
 from corolla.chassis.tasks import TaskGroup
 from corolla.planning.bookings import Bookings
 from corolla.planning.candidates import candidates, chain_of, is_slow
+from corolla.planning.numerics import continued, numerics_of, with_numerics
 from corolla.planning.pairing import with_partners
-from corolla.planning.planner import Candidate, plan_around_suspects, plan_blocks
+from corolla.planning.planner import Candidate, plan_around_suspects, plan_replacements
 from corolla.v1 import common_pb2, router_pb2
+from corolla.wire.numerics import Numerics
 from corolla.wire.span import Span
 
 _RETRY_INTERVAL_S: Final = 0.5
@@ -139,7 +141,7 @@ class Routes:
             if here is None:
                 raise self._no_chain(failure, are_some_full=are_some_full) from None
             chain = here
-        chain = _cut(chain, blocks)
+        chain = with_numerics(_cut(chain, blocks), self._placement.servers)
         self._bookings.book(chain.hops, num_tokens, asyncio.get_running_loop().time())
         return chain
 
@@ -259,11 +261,14 @@ class Routes:
             hops = self._fill_gaps(chain, lost, num_tokens)
         except (NoChain, OutOfPages):
             # If spans overlap, a server that stays may have to take more blocks; it then gets all tokens again.
-            blocks = Span(chain.hops[0].span.start, chain.hops[-1].span.end)
-            hops = self._replacements(blocks, lost, num_tokens)
+            hops = self._replacements(self._numerics_of(chain, chain.hops), lost, num_tokens)
         fresh = [hop for hop in hops if hop not in chain.hops]
         self._bookings.book(fresh, num_tokens, asyncio.get_running_loop().time())
-        return common_pb2.Chain(hops=hops, fingerprint=chain.fingerprint)
+        return self.continued(chain, common_pb2.Chain(hops=hops, fingerprint=chain.fingerprint))
+
+    def continued(self, before: common_pb2.Chain, after: common_pb2.Chain) -> common_pb2.Chain:
+        """The chain `after`, to which sessions go from the chain `before`, with the numerics of its hops."""
+        return continued(before, after, self._placement.servers)
 
     def _fill_gaps(self, chain: common_pb2.Chain, lost: Collection[str], num_tokens: int) -> Sequence[common_pb2.Hop]:
         """The chain's remaining hops, unchanged, with other servers in the gaps."""
@@ -273,23 +278,35 @@ class Routes:
         for is_lost, run in groupby(chain.hops, lambda hop: hop.server_id in lost):
             neighbours = list(run)
             if is_lost:
-                blocks = Span(neighbours[0].span.start, neighbours[-1].span.end)
-                hops.extend(self._replacements(blocks, staying | set(lost), num_tokens))
+                gap = self._numerics_of(chain, neighbours)
+                hops.extend(self._replacements(gap, staying | set(lost), num_tokens))
                 staying.update(hop.server_id for hop in hops)
             else:
                 hops.extend(neighbours)
         return hops
 
-    def _replacements(self, blocks: Span, excluded: Collection[str], num_tokens: int) -> Sequence[common_pb2.Hop]:
-        """Hops for `blocks`: servers with room that have not failed lately; failing that, any that are not excluded."""
+    def _numerics_of(self, chain: common_pb2.Chain, hops: Iterable[common_pb2.Hop]) -> Sequence[tuple[Span, Numerics]]:
+        """The blocks and the numerics of some hops of a chain."""
+        named = with_numerics(chain, self._placement.servers)
+        return [(Span.of(hop.span), numerics_of(named, hop)) for hop in hops]
+
+    def _replacements(
+        self, gap: Sequence[tuple[Span, Numerics]], excluded: Collection[str], num_tokens: int
+    ) -> Sequence[common_pb2.Hop]:
+        """Hops for a gap: servers with room that have not failed lately; failing that, any that are not excluded.
+
+        Args:
+            gap: the blocks and the numerics of each lost hop. Of the servers that may be used, those of the same
+                numerics come first.
+        """
         for wanted_tokens in (num_tokens, 0):
             usable = self._candidates(wanted_tokens, self._avoided().union(excluded))
             with contextlib.suppress(NoChain, OutOfPages):
-                return self._plan([each for each in usable if not each.is_suspected], blocks)
-        return self._plan(self._candidates(0, excluded), blocks)
+                return self._plan([each for each in usable if not each.is_suspected], gap)
+        return self._plan(self._candidates(0, excluded), gap)
 
-    def _plan(self, usable: Sequence[Candidate], blocks: Span) -> Sequence[common_pb2.Hop]:
-        planned = with_partners(plan_blocks(usable, blocks), usable)
+    def _plan(self, usable: Sequence[Candidate], gap: Sequence[tuple[Span, Numerics]]) -> Sequence[common_pb2.Hop]:
+        planned = with_partners(plan_replacements(usable, gap), usable, keeps_numerics=True)
         return chain_of(planned.hops, self._fingerprint).hops
 
     def _candidates(self, num_tokens: int, excluded: Collection[str]) -> list[Candidate]:
@@ -325,7 +342,7 @@ def _cut(chain: common_pb2.Chain, blocks: Span | None) -> common_pb2.Chain:
     """The part of a chain that covers just `blocks`."""
     if blocks is None:
         return chain
-    part = common_pb2.Chain(fingerprint=chain.fingerprint)
+    part = common_pb2.Chain(fingerprint=chain.fingerprint, numerics=chain.numerics)
     for hop in chain.hops:
         start, end = max(hop.span.start, blocks.start), min(hop.span.end, blocks.end)
         if start < end:

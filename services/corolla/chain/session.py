@@ -16,7 +16,7 @@ from corolla.chain.prompt_readout import PromptReadout, token_of
 from corolla.chain.recovery import Recovery
 from corolla.chain.recovery_budget import RecoveryBudget, RecoveryReport
 from corolla.chain.replay import Replayer
-from corolla.chain.reservations import ChainBinding, ChainLimits, OpenOptions, Reservations
+from corolla.chain.reservations import ChainBinding, ChainLimits, OpenOptions, Reservations, hop_texts
 from corolla.chain.routes import Routes
 from corolla.chain.step_window import StepWindow
 from corolla.chain.streams import DataPlane
@@ -27,7 +27,6 @@ from corolla.decoding.parameters import SampledToken
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
-from corolla.wire.page_hashes import TextDigests
 
 MIN_CHUNK_TOKENS: Final = 64
 """A product of a matrix with fewer rows than this costs clearly more per row."""
@@ -109,7 +108,12 @@ class ChainSession(OpenSequences):
     @property
     def chain_to_record(self) -> common_pb2.Chain:
         """The chain on which the next turn finds the session, with the hops that have just taken it over."""
-        return self._plane.handovers.redirect(self.chain, self._binding.open_identities)
+        return self._recovery.redirected(self._binding)
+
+    @property
+    def mixes_numerics(self) -> bool:
+        """Whether its next tokens may differ from those of an undisturbed session, by servers of other numerics."""
+        return self._limits.follows_numerics and self.chain.mixes_numerics
 
     @property
     def position(self) -> int:
@@ -317,8 +321,12 @@ class ChainSession(OpenSequences):
     def _send_digests(self, num_tokens: int) -> None:
         """Sends every hop the page hashes of the tokens that it holds."""
         identity = self.identity
-        text = TextDigests(self._history.token_ids[:num_tokens], self._binding.open_options.cache_salt)
+        token_ids = self._history.token_ids[:num_tokens]
+        texts = hop_texts(self.chain_to_record, token_ids, self._binding.open_options.cache_salt, self._limits)
         for hop in self._holders():
+            text = texts.get(hop.server_id)
+            if text is None:
+                continue
             page_tokens = self._plane.page_tokens(hop.address)
             if 0 < page_tokens <= num_tokens:
                 holds = pb.Holds(session_id=identity.session_id, epoch=identity.epoch, text=text.of(page_tokens))

@@ -24,6 +24,18 @@ def full_dtype_name(name: str) -> str:
     return DTYPE_ABBREVIATIONS.get(name, name)
 
 
+def tokens_follow_numerics(dtype: str, kv_cache_dtype: str) -> bool:
+    """Whether servers that compute in different ways may choose different tokens.
+
+    In float32 they choose the same ones, unless keys and values are rounded to eight bits.
+
+    Args:
+        dtype: The full name of the dtype.
+        kv_cache_dtype: The name of the format of keys and values.
+    """
+    return dtype != "float32" or kv_cache_dtype != "auto"
+
+
 def weight_format(dtype: str, quantization: str, packed: Sequence[str] = (), expanded: Sequence[str] = ()) -> str:
     """Returns a format's name for people, such as `float32`, `int4/bf16`, or `packed/fp32: Q4_K, Q3_K expanded`.
 

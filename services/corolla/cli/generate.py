@@ -98,6 +98,8 @@ def usage_text(usage: Usage, finish_reason: FinishReason | None = None) -> str:
         parts.append(f"{usage.accepted_tokens} of {usage.drafted_tokens} draft tokens accepted")
     if usage.recoveries:
         parts.append(f"{usage.recoveries} recoveries took {usage.stall_s:.2f} s")
+    if usage.may_differ_from_token is not None:
+        parts.append(f"may differ from token {usage.may_differ_from_token} on")
     if finish_reason in _NOTES:
         parts.append(_NOTES[finish_reason])
     return ", ".join(parts)

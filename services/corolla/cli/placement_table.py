@@ -1,5 +1,6 @@
 """Shows a placement as a table, or as facts for programs."""
 
+from collections.abc import Callable
 from typing import Any
 
 from rich import box
@@ -15,6 +16,8 @@ _STATES = {
     router_pb2.SERVER_STATE_DRAINING: ("draining", "magenta"),
 }
 _BAR_WIDTH = 50
+_NUMERICS_CHARS = 8
+"""So much of the digest for the blocks is enough to tell servers apart; the digest for the head is not shown."""
 
 
 def placement_table(placement: router_pb2.Placement, num_sessions: int | None = None) -> RenderableType:
@@ -46,7 +49,10 @@ def placement_table(placement: router_pb2.Placement, num_sessions: int | None = 
             f"{load.num_free_pages}/{load.num_pages}" if load.num_pages else "",
             f"{load.decode_step_seconds * 1000:.1f} ms" if load.decode_step_seconds else "",
         )
-    return Group(table, _coverage(placement), *_dtypes(placement))
+    lines = _grouped(placement, "dtype", lambda placed: placed.server.dtype)
+    if any(placed.load.numerics for placed in placement.servers):
+        lines += _grouped(placement, "numerics", lambda placed: placed.load.numerics[:_NUMERICS_CHARS] or "not known")
+    return Group(table, _coverage(placement), *lines)
 
 
 def placement_facts(placement: router_pb2.Placement, num_sessions: int) -> dict[str, Any]:
@@ -64,6 +70,7 @@ def placement_facts(placement: router_pb2.Placement, num_sessions: int) -> dict[
                 "span": [placed.span.start, placed.span.end],
                 "state": _STATES.get(placed.state, ("unknown", ""))[0],
                 "dtype": placed.server.dtype,
+                "numerics": placed.load.numerics,
                 "fingerprint": placed.server.fingerprint,
                 "num_sessions": placed.load.num_sessions,
                 "num_pages": placed.load.num_pages,
@@ -94,16 +101,18 @@ def _in_order(placement: router_pb2.Placement) -> list[router_pb2.PlacedServer]:
     return sorted(placement.servers, key=lambda placed: (placed.span.start, placed.span.end, placed.server.address))
 
 
-def _dtypes(placement: router_pb2.Placement) -> list[Text]:
-    """The lines about dtypes: one line if all servers have the same dtype, else one for each dtype with its servers."""
+def _grouped(
+    placement: router_pb2.Placement, heading: str, fact_of: Callable[[router_pb2.PlacedServer], str]
+) -> list[Text]:
+    """The lines about a fact: one line if it is the same of all servers, else one for each value with its servers."""
     addresses: dict[str, list[str]] = {}
     for placed in _in_order(placement):
-        addresses.setdefault(placed.server.dtype, []).append(placed.server.address)
+        addresses.setdefault(fact_of(placed), []).append(placed.server.address)
     if len(addresses) == 1:
-        return [Text.assemble(("dtype    ", "dim"), dtype) for dtype in addresses]
+        return [Text.assemble((f"{heading:9}", "dim"), fact) for fact in addresses]
     return [
-        Text.assemble(("dtype    ", "dim"), dtype, (f" on {', '.join(servers)}", "dim"))
-        for dtype, servers in addresses.items()
+        Text.assemble((f"{heading:9}", "dim"), fact, (f" on {', '.join(servers)}", "dim"))
+        for fact, servers in addresses.items()
     ]
 
 

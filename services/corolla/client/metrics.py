@@ -88,6 +88,11 @@ class ClientMetrics:
             "Time from a lost hop until its session could continue, in seconds.",
             buckets=RECOVERY_BUCKETS,
         )
+        self.numerics_changes = counter(
+            "corolla_numerics_changes",
+            "Requests whose tokens may differ from those of an undisturbed answer, since a hop was replaced by a block "
+            "server of other numerics; always 0 in float32.",
+        )
         self.quarantines = counter(
             "corolla_quarantines",
             "Times that this client service began to avoid a block server, by what had failed: opening a session, or "

@@ -26,6 +26,7 @@ from corolla.chassis.lifecycle import fail
 from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, TaskMetrics, new_registry
 from corolla.chassis.rpc_server import RpcServer
 from corolla.chassis.tasks import TaskGroup
+from corolla.chassis.weight_formats import tokens_follow_numerics
 from corolla.client.adapters import ModelNames
 from corolla.client.api.issuer import issuer_keys
 from corolla.client.api.servicer import GenerationServicer
@@ -364,4 +365,5 @@ def _limits(settings: ClientSettings, checkpoint: Checkpoint) -> ChainLimits:
         recovery_patience_s=settings.recovery_patience_s,
         max_microbatches=settings.max_microbatches,
         short_factor_length=checkpoint.short_factor_length,
+        follows_numerics=tokens_follow_numerics(settings.dtype, settings.kv_cache_dtype),
     )

@@ -1,6 +1,7 @@
 """Connects blocking code to the data plane, in one thread with an event loop for each model that a process uses."""
 
 import asyncio
+import logging
 import os
 import secrets
 import threading
@@ -17,7 +18,7 @@ from corolla.chain.cache_salts import CacheSalts
 from corolla.chain.control import ControlPlane
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.placement import PlacementWatch
-from corolla.chain.recovery_budget import RecoveryBudget
+from corolla.chain.recovery_budget import RecoveryBudget, RecoveryReport
 from corolla.chain.reservations import ChainLimits, OpenOptions
 from corolla.chain.routes import Routes
 from corolla.chain.session import ChainSession, ChainSessions
@@ -25,7 +26,12 @@ from corolla.chain.streams import DataPlane
 from corolla.chassis.errors import CorollaError, HopUnavailable, StartupError
 from corolla.chassis.loop_thread import LoopStopped, LoopThread
 from corolla.chassis.tasks import TaskGroup
-from corolla.chassis.weight_formats import KVCacheDtypeName, QuantizationName, full_dtype_name
+from corolla.chassis.weight_formats import (
+    KVCacheDtypeName,
+    QuantizationName,
+    full_dtype_name,
+    tokens_follow_numerics,
+)
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.hf.row_group import RowGroup
 from corolla.models.checkpoint import Checkpoint
@@ -35,6 +41,8 @@ from corolla.wire.adapter_version import AdapterVersion
 from corolla.wire.network import Network
 from corolla.wire.stream import between_servers
 from corolla.wire.tensors import DTYPES
+
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -73,6 +81,7 @@ class ServedModel:
         fingerprint: the fingerprint of the weights that every block server must have.
         tls_dir: folder of the library's certificate; None for connections without TLS.
         short_factor_length: see `ChainLimits`.
+        follows_numerics: see `ChainLimits`.
     """
 
     router: str
@@ -81,6 +90,7 @@ class ServedModel:
     num_blocks: int
     tls_dir: Path | None = None
     short_factor_length: int | None = None
+    follows_numerics: bool = True
 
 
 class Connection:
@@ -129,7 +139,13 @@ class Connection:
         folder = loopback.tls_dir(router, Role.LIBRARY, tls_dir)
         return cls.shared(
             ServedModel(
-                router, checkpoint.name, fingerprint, checkpoint.num_blocks, folder, checkpoint.short_factor_length
+                router,
+                checkpoint.name,
+                fingerprint,
+                checkpoint.num_blocks,
+                folder,
+                checkpoint.short_factor_length,
+                tokens_follow_numerics(dtype_name, kv_cache_dtype),
             )
         )
 
@@ -249,7 +265,9 @@ class _Planes:
 
     def __init__(self, model: ServedModel) -> None:
         network = Network.of(model.tls_dir)
-        chain_limits = replace(LIMITS, short_factor_length=model.short_factor_length)
+        chain_limits = replace(
+            LIMITS, short_factor_length=model.short_factor_length, follows_numerics=model.follows_numerics
+        )
         self.control = ControlPlane(model.router, model.name, network.channels)
         # The process belongs to the caller: a background task that fails is restarted and does not end the process.
         self.tasks = TaskGroup()
@@ -266,14 +284,22 @@ class _Planes:
         )
         self.tasks.start_essential(placement.run, "placement_watch")
         self.routes = Routes(self.control, placement, model.fingerprint, model.num_blocks)
-        # Recoveries are not reported: the caller gets the same tokens.
-        self.sessions = ChainSessions(self.routes, self.data, chain_limits)
+        self.sessions = ChainSessions(self.routes, self.data, chain_limits, _on_recovery)
 
     async def close(self) -> None:
         await self.tasks.close()
         await self.routes.close()
         await self.data.close()
         await self.control.close()
+
+
+def _on_recovery(report: RecoveryReport) -> None:
+    """Says that tokens may differ from now on. Other recoveries are not reported: the caller gets the same tokens."""
+    if report.mixes_numerics:
+        log.warning(
+            "a lost block server was replaced by one that computes in another way (see `corolla status`): in this "
+            "dtype, the tokens that follow may differ from those of an undisturbed run"
+        )
 
 
 async def _connect(model: ServedModel) -> _Planes:

@@ -8,6 +8,7 @@ from corolla.planning.bookings import Booked
 from corolla.planning.planner import Candidate, PlannedHop
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
+from corolla.wire.numerics import Numerics
 from corolla.wire.span import Span
 
 UNMEASURED_TOKENS_PER_SECOND: Final = 1.0
@@ -144,4 +145,5 @@ def _candidate(placed: pb.PlacedServer, bound: float, num_tokens: int, booked: B
         zone=server.zone,
         has_pages=num_tokens == 0 or has_room(load, num_tokens + booked.num_tokens),
         is_suspected=placed.suspected,
+        numerics=Numerics.parse(load.numerics),
     )

@@ -19,7 +19,9 @@ MAX_DETOUR: Final = 0.25
 more than a larger batch saves."""
 
 
-def with_partners(chain: PlannedChain, candidates: Sequence[Candidate]) -> PlannedChain:
+def with_partners(
+    chain: PlannedChain, candidates: Sequence[Candidate], *, keeps_numerics: bool = False
+) -> PlannedChain:
     """Returns the chain with each later hop replaced by a partner of the hop before it, if one is about as good.
 
     The first hop stays, so that sessions spread over its replicas according to their loads.
@@ -27,6 +29,7 @@ def with_partners(chain: PlannedChain, candidates: Sequence[Candidate]) -> Plann
     Args:
         chain: The cheapest chain.
         candidates: The servers from which it was planned.
+        keeps_numerics: Whether a partner must have the numerics of the hop that it replaces.
     """
     replicas: dict[_Role, list[Candidate]] = {}
     for each in sorted(candidates, key=lambda each: each.server_id):
@@ -40,7 +43,9 @@ def with_partners(chain: PlannedChain, candidates: Sequence[Candidate]) -> Plann
             partners = [
                 each
                 for each in alike[ranked.index(before) % len(alike) :: len(ranked)]
-                if _is_as_good(each, hop) and each.server_id not in others
+                if _is_as_good(each, hop)
+                and each.server_id not in others
+                and (not keeps_numerics or each.numerics == hop.server.numerics)
             ]
             if partners and hop.server not in partners:
                 hop = PlannedHop(min(partners, key=lambda each: _seconds(each, hop.span)), hop.span)

@@ -24,10 +24,11 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from corolla.chassis.errors import NoChain, OutOfPages
+from corolla.wire.numerics import UNKNOWN, Numerics
 from corolla.wire.span import Span, gaps
 
 
@@ -44,6 +45,7 @@ class Candidate:
     zone: str = ""
     has_pages: bool = True
     is_suspected: bool = False
+    numerics: Numerics = UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,33 @@ def plan_blocks(candidates: Iterable[Candidate], blocks: Span, costs: LinkCosts 
         listed = ",".join(map(str, missing))
         raise NoChain(f"no server holds blocks {listed}", metadata={"uncovered_blocks": listed})
     raise OutOfPages("no chain has enough free pages for the session")
+
+
+def plan_replacements(
+    candidates: Sequence[Candidate], lost: Sequence[tuple[Span, Numerics]], costs: LinkCosts | None = None
+) -> PlannedChain:
+    """Plans hops for the blocks of neighbouring lost hops; servers that compute as the lost ones did come before cost.
+
+    Args:
+        candidates: The ready servers, as for `plan`.
+        lost: The blocks and the numerics of each lost hop, in order. Only if some blocks have no candidate of the same
+            numerics, any candidate may hold the blocks.
+        costs: The costs of the links between servers.
+
+    Raises:
+        NoChain, OutOfPages: See `plan`.
+    """
+    costs = costs or LinkCosts()
+    hops: list[PlannedHop] = []
+    try:
+        for numerics, run in groupby(lost, key=lambda each: each[1]):
+            spans = [span for span, _ in run]
+            taken = {hop.server.server_id for hop in hops}
+            alike = [each for each in candidates if each.numerics.agrees_with(numerics) and each.server_id not in taken]
+            hops.extend(plan_blocks(alike, Span(spans[0].start, spans[-1].end), costs).hops)
+    except (NoChain, OutOfPages):
+        return plan_blocks(candidates, Span(lost[0][0].start, lost[-1][0].end), costs)
+    return PlannedChain(tuple(hops), hops[0].server.fingerprint, _seconds(hops, costs))
 
 
 def least_uncovered(groups: Iterable[Sequence[Candidate]], blocks: Span) -> list[Span]:

@@ -195,9 +195,10 @@ class RouterServicer:
         server_id = validation.check_name("server_id", request.server_id)
         hop = validation.check_hop(request.hop)
         # Client services connect to the addresses in a record, so the hop must be a registered server.
-        if not (await self._registry.snapshot(model)).places(hop):
+        roster = await self._registry.snapshot(model)
+        if not roster.places(hop):
             raise RouteUnknown("the session would go to a block server that the placement does not name")
-        await self._sessions.move(model, session_id, request.tenant, server_id, hop)
+        await self._sessions.move(model, session_id, request.tenant, server_id, hop, roster.servers)
         return pb.MoveSessionResponse()
 
     async def DeleteSessionRecord(self, request: pb.DeleteSessionRecordRequest, call: Call[Caller]) -> pb.SessionRecord:

@@ -1,11 +1,13 @@
 """Session records in the store: owner, chain, token log, and the lock of the running turn."""
 
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
 from corolla.chassis.errors import InternalError, InvalidRequest, QuotaExceeded, SessionBusy, SessionNotFound
+from corolla.planning.numerics import continued
 from corolla.router.store import Store
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
@@ -86,8 +88,24 @@ class SessionRecords:
             )
         )
 
-    async def move(self, model: str, session_id: str, tenant: str, server_id: str, hop: common_pb2.Hop) -> None:
+    async def move(
+        self,
+        model: str,
+        session_id: str,
+        tenant: str,
+        server_id: str,
+        hop: common_pb2.Hop,
+        servers: Sequence[pb.PlacedServer] = (),
+    ) -> None:
         """Puts `hop` into the recorded chain, in place of the hop on `server_id` with the same blocks.
+
+        Args:
+            model: The session's model.
+            session_id: The session.
+            tenant: Its owner.
+            server_id: The server that leaves.
+            hop: The hop that has the session now.
+            servers: All servers of the placement, whose numerics the chain is to name.
 
         Raises:
             SessionBusy: A turn is running, or has ended just now.
@@ -100,12 +118,15 @@ class SessionRecords:
             return
         if any(each.server_id == hop.server_id for each in record.chain.hops):
             raise SessionNotFound("the session has other blocks on that server")
+        left = common_pb2.Chain()
+        left.CopyFrom(record.chain)
         for each in record.chain.hops:
             if each.server_id == server_id and each.span == hop.span:
                 each.CopyFrom(hop)
                 break
         else:
             raise SessionNotFound("the session has no such hop")
+        record.chain.CopyFrom(continued(left, record.chain, servers))
         _checked(await self._store.call("move_session", model, session_id, tenant, before, *_stored(record)))
 
     async def delete(self, model: str, session_id: str, tenant: str) -> pb.SessionRecord:

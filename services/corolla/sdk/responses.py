@@ -22,6 +22,7 @@ def usage(message: pb.Usage) -> results.Usage:
         total_s=message.total_seconds,
         drafted_tokens=message.drafted_tokens,
         accepted_tokens=message.accepted_tokens,
+        may_differ_from_token=(message.may_differ_from_token if message.HasField("may_differ_from_token") else None),
     )
 
 

@@ -19,6 +19,8 @@ class Usage:
         total_s: seconds from the request's arrival to the last token.
         drafted_tokens: tokens drafted by speculation.
         accepted_tokens: drafted tokens that were right; each saved a pass through the chain.
+        may_differ_from_token: how many first tokens of an answer are surely those of an undisturbed one, if a hop was
+            replaced after them by a server that computes in another way; None: all tokens are.
     """
 
     prompt_tokens: int
@@ -30,6 +32,7 @@ class Usage:
     total_s: float
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    may_differ_from_token: int | None = None
 
     @property
     def tokens_per_s(self) -> float:

@@ -24,19 +24,23 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63orolla/v1/common.proto\x12\ncorolla.v1\"\'\n\tBlockSpan\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\"N\n\x03Hop\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12#\n\x04span\x18\x03 \x01(\x0b\x32\x15.corolla.v1.BlockSpan\".\n\x0e\x41\x64\x61pterVersion\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\";\n\x05\x43hain\x12\x1d\n\x04hops\x18\x01 \x03(\x0b\x32\x0f.corolla.v1.Hop\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63orolla/v1/common.proto\x12\ncorolla.v1\"\'\n\tBlockSpan\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\"N\n\x03Hop\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12#\n\x04span\x18\x03 \x01(\x0b\x32\x15.corolla.v1.BlockSpan\".\n\x0e\x41\x64\x61pterVersion\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"\xb7\x01\n\x05\x43hain\x12\x1d\n\x04hops\x18\x01 \x03(\x0b\x32\x0f.corolla.v1.Hop\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x31\n\x08numerics\x18\x03 \x03(\x0b\x32\x1f.corolla.v1.Chain.NumericsEntry\x12\x16\n\x0emixes_numerics\x18\x04 \x01(\x08\x1a/\n\rNumericsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'corolla.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_CHAIN_NUMERICSENTRY']._loaded_options = None
+  _globals['_CHAIN_NUMERICSENTRY']._serialized_options = b'8\001'
   _globals['_BLOCKSPAN']._serialized_start=39
   _globals['_BLOCKSPAN']._serialized_end=78
   _globals['_HOP']._serialized_start=80
   _globals['_HOP']._serialized_end=158
   _globals['_ADAPTERVERSION']._serialized_start=160
   _globals['_ADAPTERVERSION']._serialized_end=206
-  _globals['_CHAIN']._serialized_start=208
-  _globals['_CHAIN']._serialized_end=267
+  _globals['_CHAIN']._serialized_start=209
+  _globals['_CHAIN']._serialized_end=392
+  _globals['_CHAIN_NUMERICSENTRY']._serialized_start=345
+  _globals['_CHAIN_NUMERICSENTRY']._serialized_end=392
 # @@protoc_insertion_point(module_scope)

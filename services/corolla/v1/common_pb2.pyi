@@ -105,21 +105,51 @@ class Chain(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class NumericsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     HOPS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    NUMERICS_FIELD_NUMBER: _builtins.int
+    MIXES_NUMERICS_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """The fingerprint of the weights of all hops; a chain never mixes two."""
+    mixes_numerics: _builtins.bool
+    """Whether a hop of the chain's sessions was replaced, since their first token, by a server of other numerics."""
     @_builtins.property
     def hops(self) -> _containers.RepeatedCompositeFieldContainer[Global___Hop]: ...
+    @_builtins.property
+    def numerics(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """The numerics of the hops' servers, by server id: see ServerLoad.numerics. Servers that announce none are missing."""
+
     def __init__(
         self,
         *,
         hops: _abc.Iterable[Global___Hop] | None = ...,
         fingerprint: _builtins.str = ...,
+        numerics: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        mixes_numerics: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "hops", b"hops"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "hops", b"hops", "mixes_numerics", b"mixes_numerics", "numerics", b"numerics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -556,6 +556,7 @@ class Usage(_message.Message):
     TOTAL_SECONDS_FIELD_NUMBER: _builtins.int
     DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    MAY_DIFFER_FROM_TOKEN_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     cached_tokens: _builtins.int
@@ -568,6 +569,11 @@ class Usage(_message.Message):
     drafted_tokens: _builtins.int
     """Tokens drafted by speculation, and those of them that were right; each of these saved a pass through the chain."""
     accepted_tokens: _builtins.int
+    may_differ_from_token: _builtins.int
+    """The number of an answer's first tokens that are surely those of an undisturbed answer, since a hop was replaced
+    after them by a server that computes in another way and not in float32; the least of several answers. Unset: all
+    tokens are.
+    """
     def __init__(
         self,
         *,
@@ -580,12 +586,15 @@ class Usage(_message.Message):
         total_seconds: _builtins.float = ...,
         drafted_tokens: _builtins.int = ...,
         accepted_tokens: _builtins.int = ...,
+        may_differ_from_token: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_may_differ_from_token", b"_may_differ_from_token", "may_differ_from_token", b"may_differ_from_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "drafted_tokens", b"drafted_tokens", "prompt_tokens", b"prompt_tokens", "recoveries", b"recoveries", "stall_seconds", b"stall_seconds", "time_to_first_token_seconds", b"time_to_first_token_seconds", "total_seconds", b"total_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_may_differ_from_token", b"_may_differ_from_token", "accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "drafted_tokens", b"drafted_tokens", "may_differ_from_token", b"may_differ_from_token", "prompt_tokens", b"prompt_tokens", "recoveries", b"recoveries", "stall_seconds", b"stall_seconds", "time_to_first_token_seconds", b"time_to_first_token_seconds", "total_seconds", b"total_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__may_differ_from_token: _TypeAlias = _typing.Literal["may_differ_from_token"]  # noqa: Y015
+    _WhichOneofArgType__may_differ_from_token: _TypeAlias = _typing.Literal["_may_differ_from_token", b"_may_differ_from_token"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__may_differ_from_token) -> _WhichOneofReturnType__may_differ_from_token | None: ...
 
 Global___Usage: _TypeAlias = Usage  # noqa: Y015
 

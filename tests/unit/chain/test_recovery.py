@@ -47,6 +47,9 @@ class SameRoutes:
         self.lost = frozenset(lost)
         return chain
 
+    def continued(self, before: common_pb2.Chain, after: common_pb2.Chain) -> common_pb2.Chain:
+        return after
+
     def avoid(self, server_id: str) -> None:
         pass
 

@@ -73,6 +73,16 @@ def test_servers_of_several_dtypes_are_named_by_their_dtype() -> None:
     ]
 
 
+def test_servers_of_several_numerics_are_named_by_the_beginning_of_their_digests() -> None:
+    shown = placement(("10.0.0.1:50052", "bfloat16"), ("10.0.0.2:50052", "bfloat16"), ("10.0.0.3:50052", "bfloat16"))
+    for placed, numerics in zip(shown.servers, ("0123456789ab", "0123456789ab+ba9876543210", ""), strict=True):
+        placed.load.numerics = numerics
+    assert drawn(placement_table(shown))[-2:] == [
+        "numerics 01234567 on 10.0.0.1:50052, 10.0.0.2:50052",
+        "numerics not known on 10.0.0.3:50052",
+    ]
+
+
 def test_a_long_name_of_a_server_goes_on_in_the_next_line() -> None:
     name = "block-server-0.block-server.models.svc.cluster.local:50052"
     lines = drawn(placement_table(placement((name, Q4))))

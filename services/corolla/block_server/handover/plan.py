@@ -6,6 +6,7 @@ from typing import Final
 
 from corolla.planning.candidates import has_room
 from corolla.v1 import router_pb2
+from corolla.wire.numerics import UNKNOWN, Numerics
 from corolla.wire.span import Span
 
 MAX_REPEATS: Final = 8
@@ -20,14 +21,18 @@ def peers_for(
     excluded: Collection[str],
     *,
     is_guaranteed: bool = False,
+    numerics: Numerics = UNKNOWN,
 ) -> list[router_pb2.PlacedServer]:
-    """Returns the servers that could take over a session of `blocks`, those with the most free pages first.
+    """Returns the servers that could take over a session of `blocks`, the best one first.
+
+    Servers with room come before others, then those of the same numerics, then those with the most free pages.
 
     Args:
         num_tokens: how many tokens the server needs pages for.
         excluded: ids of servers that are left out.
         is_guaranteed: whether the tenant has guaranteed pages, which servers do not count as free. Servers without
             enough free pages then come last instead of being left out.
+        numerics: those of the server that hands the session over.
     """
     usable = [
         each
@@ -41,8 +46,9 @@ def peers_for(
         and (is_guaranteed or has_room(each.load, num_tokens))
     ]
 
-    def rank(each: router_pb2.PlacedServer) -> tuple[bool, int, str]:
-        return not has_room(each.load, num_tokens), -each.load.num_free_pages, each.server.server_id
+    def rank(each: router_pb2.PlacedServer) -> tuple[bool, bool, int, str]:
+        is_alike = numerics.agrees_with(Numerics.parse(each.load.numerics))
+        return not has_room(each.load, num_tokens), not is_alike, -each.load.num_free_pages, each.server.server_id
 
     return sorted(usable, key=rank)
 

@@ -34,6 +34,7 @@ def usage(counted: RequestCounts) -> pb.Usage:
         total_seconds=counted.elapsed_s,
         drafted_tokens=counted.drafted_tokens,
         accepted_tokens=counted.accepted_tokens,
+        may_differ_from_token=counted.may_differ_from_token,
     )
 
 

@@ -22,6 +22,9 @@ class RequestCounts:
 
     Attributes:
         withholds_cached_tokens: whether the caller does not see the number of cached tokens.
+        may_differ_from_token: the number of an answer's tokens before a hop was replaced by a server of other numerics,
+            so that later tokens may differ from those of an undisturbed answer; the least of all answers; None: none
+            may.
         time_to_first_token_s: seconds from `started_s`, which is a time of `time.monotonic()`.
     """
 
@@ -33,6 +36,7 @@ class RequestCounts:
     accepted_tokens: int = 0
     recoveries: int = 0
     stall_s: float = 0.0
+    may_differ_from_token: int | None = None
     time_to_first_token_s: float = 0.0
     finish_reasons: list[FinishReason] = field(default_factory=list)
     started_s: float = field(default_factory=time.monotonic)
@@ -187,6 +191,16 @@ class RequestMeter:
         """Counts a recovery of the chain from lost hops."""
         self._usage.recoveries += 1
         self._usage.stall_s += report.seconds
+
+    def count_doubt(self, num_tokens: int) -> None:
+        """Counts that the tokens of an answer after its first `num_tokens` may differ from those of an undisturbed one.
+
+        A hop was then replaced by a server of other numerics.
+        """
+        known = self._usage.may_differ_from_token
+        if known is None:
+            self._metrics.numerics_changes.inc()
+        self._usage.may_differ_from_token = num_tokens if known is None else min(known, num_tokens)
 
     def count_finish(self, reason: FinishReason | None) -> None:
         """Counts the end of an answer; a `reason` of None means that it continues, and counts nothing."""

@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.prompt_readout import PromptReadout
+from corolla.chain.recovery_budget import RecoveryReport
 from corolla.chain.reservations import OpenOptions
 from corolla.chain.session import ChainSession, ChainSessions
 from corolla.chassis.errors import (
@@ -209,7 +210,7 @@ class Answering:
     async def _read_out(self, job: _Completion, readout: PromptReadout) -> None:
         """Processes a prompt without an answer."""
         sampler = self._sampler(job.request, job.prompt_ids, 1, router_pb2.SessionRecord())
-        async with self._open(job, readout.shared_ids, sampler, None) as session:
+        async with self._open(job, None, readout.shared_ids, sampler, None) as session:
             await session.restore(job.prompt_ids)
             job.meter.count_prompt(len(job.prompt_ids), session.position, 0)
             await session.read_out(job.prompt_ids[session.position :], readout)
@@ -256,7 +257,9 @@ class Answering:
                 adapter=await self._names.of_session(record, request.adapter, tenant),
                 max_position=num_past_tokens if earlier.hops else None,
             )
-            async with self._sessions.open(identity, open_options, sampler, meter.count_recovery, until_s) as session:
+            async with self._sessions.open(
+                identity, open_options, sampler, partial(_count_recovery, meter, answer), until_s
+            ) as session:
                 try:
                     _check_drafts(session, request)
                     await session.restore(text_ids, num_past_tokens if earlier.hops else 0)
@@ -336,7 +339,9 @@ class Answering:
         async with AsyncExitStack() as stack:
             prefill: Prefill
             if index == 0:
-                session = await stack.enter_async_context(self._open(job, job.shared_ids(text_ids), sampler, None))
+                session = await stack.enter_async_context(
+                    self._open(job, answer, job.shared_ids(text_ids), sampler, None)
+                )
                 _check_drafts(session, job.request)
                 await session.restore(text_ids)
                 job.meter.count_prompt(len(job.prompt_ids), min(session.position, len(job.prompt_ids)), 0)
@@ -345,12 +350,12 @@ class Answering:
             else:
                 source = await job.shared.source
                 try:
-                    session = await stack.enter_async_context(self._open(job, text_ids, sampler, source.chain))
+                    session = await stack.enter_async_context(self._open(job, answer, text_ids, sampler, source.chain))
                     prefill = partial(job.shared.fork, session, text_ids)
                 except CorollaError:
                     # The first answer's chain has no room; another chain may have some.
                     job.shared.release()
-                    session = await stack.enter_async_context(self._open(job, text_ids, sampler, None))
+                    session = await stack.enter_async_context(self._open(job, answer, text_ids, sampler, None))
                     await session.restore(text_ids)
                     prefill = partial(session.prefill, text_ids[session.position :])
             all_deltas = self._deltas(session, answer, prefill, job.meter)
@@ -359,7 +364,12 @@ class Answering:
 
     @asynccontextmanager
     async def _open(
-        self, job: _Completion, shared_ids: Sequence[int], sampler: SamplerRecord, chain: common_pb2.Chain | None
+        self,
+        job: _Completion,
+        answer: Answer | None,
+        shared_ids: Sequence[int],
+        sampler: SamplerRecord,
+        chain: common_pb2.Chain | None,
     ) -> AsyncIterator[ChainSession]:
         """Opens a session until the context ends: on `chain` only or, without one, on the best chain.
 
@@ -375,9 +385,8 @@ class Answering:
             adapter=job.adapter,
             only_chain=chain,
         )
-        async with self._sessions.open(
-            identity, open_options, sampler, job.meter.count_recovery, job.until_s
-        ) as session:
+        count_recovery = partial(_count_recovery, job.meter, answer)
+        async with self._sessions.open(identity, open_options, sampler, count_recovery, job.until_s) as session:
             try:
                 yield session
             finally:
@@ -387,6 +396,8 @@ class Answering:
         self, session: ChainSession, answer: Answer, prefill: Prefill, meter: RequestMeter
     ) -> AsyncGenerator[Sequence[Delta], None]:
         """Generates an answer's deltas, including those that its caller has already."""
+        if session.mixes_numerics:
+            meter.count_doubt(0)
         return generate(session, answer, AnswerReader(answer, meter.started_s), prefill, meter.count_drafts)
 
     def _max_tokens(self, num_prompt_tokens: int, request: AnyRequest) -> int:
@@ -489,6 +500,13 @@ class Answering:
         unbounded = StopDecider(max_new_tokens=len(record.token_log), ignore_eos=True)
         answer = self._new_answer(prompt_ids, unbounded, request)
         return await self._in_thread(replay_answer, answer, tokens, FinishReason(record.last_finish_reason))
+
+
+def _count_recovery(meter: RequestMeter, answer: Answer | None, report: RecoveryReport) -> None:
+    """Counts a recovery in mid-answer; without an answer, the prompt is read for its log probabilities only."""
+    meter.count_recovery(report)
+    if report.mixes_numerics:
+        meter.count_doubt(len(answer.tokens) if answer is not None else 0)
 
 
 def _check_drafts(session: ChainSession, request: AnyRequest) -> None:

@@ -59,6 +59,8 @@ def _used(usage: RequestCounts) -> dict[str, spans.Fact]:
         "corolla.recoveries": usage.recoveries,
         "corolla.stall_seconds": usage.stall_s,
     }
+    if usage.may_differ_from_token is not None:
+        used["corolla.may_differ_from_token"] = usage.may_differ_from_token
     if usage.drafted_tokens:
         used |= {"corolla.drafted_tokens": usage.drafted_tokens, "corolla.accepted_tokens": usage.accepted_tokens}
     return used

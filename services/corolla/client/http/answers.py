@@ -47,6 +47,11 @@ class CompletionUsage(BaseModel):
     total_seconds: float
     drafted_tokens: int
     accepted_tokens: int
+    may_differ_from_token: int | None = Field(
+        default=None,
+        description="Set if a hop was replaced by a server of other numerics: how many first tokens of an answer are "
+        "surely those of an undisturbed one.",
+    )
 
 
 def usage_of(*counted: pb.Usage) -> CompletionUsage:
@@ -63,6 +68,9 @@ def usage_of(*counted: pb.Usage) -> CompletionUsage:
         total_seconds=max(each.total_seconds for each in counted),
         drafted_tokens=sum(each.drafted_tokens for each in counted),
         accepted_tokens=sum(each.accepted_tokens for each in counted),
+        may_differ_from_token=min(
+            (each.may_differ_from_token for each in counted if each.HasField("may_differ_from_token")), default=None
+        ),
     )
 
 

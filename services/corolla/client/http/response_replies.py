@@ -29,6 +29,7 @@ class ResponseUsage(BaseModel):
     total_tokens: int
     recoveries: int
     stall_seconds: float
+    may_differ_from_token: int | None = None
 
 
 class Incomplete(BaseModel):
@@ -141,6 +142,9 @@ class Reply:
                     total_tokens=usage.prompt_tokens + usage.completion_tokens,
                     recoveries=usage.recoveries,
                     stall_seconds=usage.stall_seconds,
+                    may_differ_from_token=(
+                        usage.may_differ_from_token if usage.HasField("may_differ_from_token") else None
+                    ),
                 ),
             }
         )

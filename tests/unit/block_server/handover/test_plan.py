@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from corolla.block_server.handover.plan import MAX_REPEATS, HandoverProgress, peers_for
 from corolla.v1 import common_pb2, router_pb2
+from corolla.wire.numerics import Numerics
 from corolla.wire.span import Span
 
 
@@ -43,6 +44,14 @@ def test_a_tenant_with_a_guarantee_may_have_room_where_others_have_none() -> Non
     servers = a_server("full", free=3), a_server("b", free=4), a_server("empty", free=0)
     usable = peers_for(servers, "f", Span(1, 4), 64, {"self"}, is_guaranteed=True)
     assert [each.server.server_id for each in usable] == ["b", "full", "empty"]
+
+
+def test_a_peer_that_computes_alike_comes_before_more_free_pages() -> None:
+    servers = a_server("many", free=9), a_server("alike", free=5), a_server("full", free=3)
+    for each in servers[1:]:
+        each.load.numerics = "a+head"
+    usable = peers_for(servers, "f", Span(1, 4), 64, {"self"}, is_guaranteed=True, numerics=Numerics("a"))
+    assert [each.server.server_id for each in usable] == ["alike", "many", "full"]
 
 
 @given(

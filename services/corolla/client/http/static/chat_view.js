@@ -221,6 +221,7 @@ function noteOf(usage, reason, ms) {
       const times = usage.recoveries === 1 ? "1 recovery" : `${usage.recoveries} recoveries`;
       facts.push(`${times}, which took ${usage.stall_seconds.toFixed(2)} s`);
     }
+    if (usage.may_differ_from_token != null) facts.push(`may differ from token ${usage.may_differ_from_token} on`);
   }
   if (reason === "length") facts.push("cut off by the number of tokens");
   return facts.join(" · ");

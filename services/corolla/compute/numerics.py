@@ -1,0 +1,59 @@
+"""Names what decides the bits that a server computes: its device, its versions, and the kernels that it chose."""
+
+import importlib.metadata
+import platform
+
+import torch
+import transformers
+
+from corolla.compute.span_runner import SpanRunner
+from corolla.models.edges import Edges
+from corolla.wire.numerics import Numerics, digest_of
+
+
+def numerics_of(runner: SpanRunner, edges: Edges | None) -> Numerics:
+    """The numerics of a server that has loaded its span and chosen its kernels.
+
+    Args:
+        edges: the ends of the model that the server has; None: none.
+    """
+    machine = machine_facts(runner.model.device, runner.model.dtype)
+    head = ""
+    if edges is not None and edges.has_head:
+        products = {f"product {shape}": way for shape, way in edges.product_ways.items()}
+        head = digest_of(_with_threads({**machine, **products}))
+    return Numerics(digest_of(_with_threads({**machine, **_choices(runner)})), head)
+
+
+def machine_facts(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """The device's kind, the dtype and the versions, since kernels of another release may round in another way."""
+    if device.type == "cuda":
+        kind = f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"
+    else:
+        kind = f"{device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return {
+        "corolla": importlib.metadata.version("corolla"),
+        "device": kind,
+        "dtype": str(dtype),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _choices(runner: SpanRunner) -> dict[str, str]:
+    """What was chosen for the blocks at start, by measurement or by settings; see `KernelChoices`."""
+    codec = runner.store.codec
+    return {
+        **runner.kernel_choices.choices(),
+        "caches": "auto" if codec is None else type(codec).__name__,
+        "page": str(runner.store.pool.page_tokens),
+        "steps": "recorded" if runner.decode_graphs is not None else "",
+    }
+
+
+def _with_threads(facts: dict[str, str]) -> dict[str, str]:
+    """The facts, with the number of threads if products run in libraries, which may divide a sum among threads."""
+    ways = {way for name, each in facts.items() if name.startswith("product") for way in each.split("+")}
+    if ways & {"library", "onednn"} and facts["device"].startswith("cpu"):
+        return {**facts, "threads": str(torch.get_num_threads())}
+    return facts

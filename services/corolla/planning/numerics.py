@@ -1,0 +1,54 @@
+"""Follows the numerics of a chain's hops from one chain to the next one. Pure.
+
+Servers of other numerics round in other ways. Where hops are replaced by such servers, tokens that follow may differ
+from those of an undisturbed answer, unless all servers compute in float32.
+"""
+
+from collections.abc import Iterable
+
+from corolla.v1 import common_pb2
+from corolla.v1 import router_pb2 as pb
+from corolla.wire.numerics import Numerics
+
+
+def with_numerics(chain: common_pb2.Chain, servers: Iterable[pb.PlacedServer]) -> common_pb2.Chain:
+    """Returns the chain with the numerics of its hops, as their servers announce them now, or else as it knows them."""
+    announced = {each.server.server_id: each.load.numerics for each in servers}
+    named = common_pb2.Chain()
+    named.CopyFrom(chain)
+    named.ClearField("numerics")
+    for hop in chain.hops:
+        if numerics := announced.get(hop.server_id) or chain.numerics.get(hop.server_id):
+            named.numerics[hop.server_id] = numerics
+    return named
+
+
+def continued(
+    before: common_pb2.Chain, after: common_pb2.Chain, servers: Iterable[pb.PlacedServer]
+) -> common_pb2.Chain:
+    """Returns the chain `after` of sessions that were on the chain `before`, with numerics and what became of them.
+
+    Args:
+        servers: all servers of the placement.
+    """
+    servers = tuple(servers)
+    known, chain = with_numerics(before, servers), with_numerics(after, servers)
+    chain.mixes_numerics = before.mixes_numerics or after.mixes_numerics or _have_changed(known, chain)
+    return chain
+
+
+def numerics_of(chain: common_pb2.Chain, hop: common_pb2.Hop) -> Numerics:
+    """Returns the numerics of a hop's server; empty ones if they are not known."""
+    return Numerics.parse(chain.numerics.get(hop.server_id, ""))
+
+
+def _have_changed(before: common_pb2.Chain, after: common_pb2.Chain) -> bool:
+    """Whether some blocks went to another server, and that server is not known to compute alike."""
+    for lost in before.hops:
+        for found in after.hops:
+            overlap = max(lost.span.start, found.span.start) < min(lost.span.end, found.span.end)
+            if overlap and lost.server_id != found.server_id:
+                numerics = numerics_of(before, lost)
+                if not numerics.blocks or not numerics.agrees_with(numerics_of(after, found)):
+                    return True
+    return False

@@ -1,0 +1,54 @@
+"""The digest of what a server computes with: equal for equal choices, another one for each other choice."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from corolla.compute.numerics import numerics_of
+from corolla.compute.span_runner import SpanRunner
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.edges import load_edges
+from corolla.models.span_model import load_span
+from corolla.wire.span import Span
+from tests.checkpoints import make_tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return Checkpoint.from_pretrained(str(make_tiny_checkpoint("llama", tmp_path_factory.mktemp("numerics") / "tiny")))
+
+
+def runner(checkpoint: Checkpoint, span: str = "0:2", dtype: torch.dtype = torch.float32, **options: Any) -> SpanRunner:
+    options = {"attention": "sdpa", "tuning_budget_s": 0.0, **options}
+    return SpanRunner(load_span(checkpoint, Span.parse(span), dtype=dtype), num_pages=4, **options)
+
+
+def test_every_choice_counts_and_the_span_does_not(checkpoint: Checkpoint) -> None:
+    usual = numerics_of(runner(checkpoint), None)
+    assert numerics_of(runner(checkpoint, "2:5"), None) == usual
+    others: list[dict[str, Any]] = [
+        {"dtype": torch.bfloat16}, {"attention": "flash"}, {"is_fused": False}, {"page_tokens": 16},
+        {"kv_cache_dtype": "int8"},
+    ]  # fmt: skip
+    found = {numerics_of(runner(checkpoint, **options), None).blocks for options in others}
+    assert len(found | {usual.blocks}) == len(others) + 1
+
+
+def test_ways_to_multiply_count(checkpoint: Checkpoint) -> None:
+    plain = runner(checkpoint)
+    usual = numerics_of(plain, None)
+    relaid = plain.model.linears[0]
+    relaid.use(relaid.weight)
+    assert numerics_of(plain, None) != usual
+
+
+def test_only_a_server_with_the_head_names_how_it_computes_the_head(checkpoint: Checkpoint) -> None:
+    last = runner(checkpoint, "2:5")
+    with_head = load_edges(checkpoint, dtype=torch.float32, has_embedding=False)
+    without = load_edges(checkpoint, dtype=torch.float32, has_head=False)
+    assert not numerics_of(last, without).head
+    with_head.tune_head(0.0)
+    named = numerics_of(last, with_head)
+    assert named.head
+    assert named.blocks == numerics_of(last, without).blocks
