@@ -135,11 +135,16 @@ def rewrite_gguf(
     target: Path,
     settings: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray[Any, Any] | None] | None = None,
+    max_tensors: int = 0,
 ) -> Path:
-    """Writes a file once more with other settings and tensors of floats; None leaves one out. Returns `target`."""
+    """Writes a file once more with other settings and tensors of floats; None leaves one out. Returns `target`.
+
+    With `max_tensors`, the file is split into parts of so many tensors, whose names follow from `target`.
+    """
     settings, tensors = settings or {}, tensors or {}
     reader = gguf.GGUFReader(path)
-    writer = gguf.GGUFWriter(target, str(reader.fields["general.architecture"].contents()))
+    architecture = str(reader.fields["general.architecture"].contents())
+    writer = gguf.GGUFWriter(target, architecture, split_max_tensors=max_tensors)
     for key, field in reader.fields.items():
         if not key.startswith("GGUF.") and key != "general.architecture" and key not in settings:
             inner = field.types[1] if field.types[0] == gguf.GGUFValueType.ARRAY else None

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,15 +26,21 @@ from corolla.models.families import (
     pageless_layers,
     rope_types,
     short_factor_length,
+    yarn_lengths,
 )
 from corolla.models.gguf.folder import settings_folder
-from corolla.models.gguf.header import part_names
+from corolla.models.gguf.header import is_gguf, part_names
 from corolla.models.gguf.header import read_header as read_header_of_gguf
 from corolla.models.gguf.weights import GgufWeights
 from corolla.models.hub import Hub
 from corolla.models.hub_snapshot import HubSnapshot
-from corolla.models.quantized.description import QUANTIZATION_KEYS, Quantization, quantization_of
-from corolla.models.weights import find_weights, read_header, sample_bytes
+from corolla.models.quantized.description import (
+    DESCRIPTION_FILES,
+    QUANTIZATION_KEYS,
+    Quantization,
+    quantization_of,
+)
+from corolla.models.weights import INDEX_FILE, SINGLE_FILE, find_weights, no_weights, read_header, sample_bytes
 
 # Raise this whenever two releases would not compute the same hidden states or read the same frames.
 PROTOCOL_VERSION = 7
@@ -42,7 +49,10 @@ PROTOCOL_VERSION = 7
 GGUF_FILE = "gguf_file"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_HUB_FILE = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)/(?P<file>[\w.-]+\.gguf)")
+_HUB_FILE = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)/(?P<file>[\w.-]+\.(?i:gguf))")
+# The end of the path of a revision in the cache of huggingface_hub.
+_REVISION_FOLDER = re.compile(r".*/models--(?P<owner>[^/]+?)(?:--(?P<model>[^/]+))?/snapshots/[^/]+")
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 _SETTINGS_FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
 _VOCABULARY_FILES = (
@@ -68,17 +78,19 @@ _NOTES = frozenset(
     }
 )
 _SAMPLE_BYTES = 256
+_MAX_REASON = 300
 
 
 def context_length_of(config: PretrainedConfig) -> int:
     """The longest sequence, prompt and answer together, in tokens.
 
+    YaRN makes the context longer by its factor; many checkpoints' configurations still have the length before that.
     A longrope embedding limits sequences to the length of its short factors, unless the family begins anew: a longer
     sequence would mix keys of short factors and of long ones.
     """
     names = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
     lengths = [length for name in names if isinstance(length := getattr(config, name, None), int) and length > 0]
-    length = lengths[0] if lengths else 2048
+    length = max([lengths[0] if lengths else 2048, *yarn_lengths(config)])
     short, family = short_factor_length(config), FAMILIES.get(str(config.model_type))
     return length if short is None or (family is not None and family.begins_anew) else min(length, short)
 
@@ -137,11 +149,13 @@ class Checkpoint:
         if isinstance(found, Path) and found.is_file():
             return cls._of_gguf(found)
         snapshot = HubSnapshot.pin(hub or Hub(), found, revision) if isinstance(found, str) else None
+        if snapshot is not None and "config.json" not in snapshot.manifest.files:
+            raise CheckpointError(no_weights(snapshot.repository, snapshot.manifest.files))
         folder = snapshot.folder if snapshot is not None else Path(found)
         config, quantization = _read_config(folder)
         family = family_of(config)
         index = snapshot.weight_index() if snapshot is not None else find_weights(folder)
-        name = snapshot.repository if snapshot is not None else folder.name
+        name = snapshot.repository if snapshot is not None else _name_of(folder)
         checkpoint = cls(name, folder, config, family, index, snapshot, quantization=quantization)
         checkpoint._check_blocks()
         checkpoint._check_packed()
@@ -301,6 +315,10 @@ class Checkpoint:
                 from corolla.models.quantized.tensors import packed_weights
 
                 tensors = packed_weights(self.quantization, tensors, dtype)
+            else:
+                from corolla.models.quantized.tensors import refuse_packed
+
+                refuse_packed(tensors)
             yield tensors
 
     def fingerprint(self, dtype: str, quantization: str = "none", kv_cache_dtype: str = "auto") -> str:
@@ -357,8 +375,8 @@ class Checkpoint:
         packed = next((name for name in self.weight_index if name.endswith((".qweight", ".weight_packed"))), None)
         if self.quantization is None and packed is not None:
             raise CheckpointError(
-                f"{self.folder} holds packed weights ({packed}), and its config.json has no quantization_config that "
-                "says how to read them; take a revision that has one."
+                f"{self.folder} holds packed weights ({packed}), and neither a quantization_config of its config.json "
+                f"nor {', '.join(DESCRIPTION_FILES)} says how to read them; take a revision that has one."
             )
         if self.quantization is not None and self.has_tied_edges:
             # A quantised head and the embedding have different numbers, and nothing says which of them are right.
@@ -385,10 +403,9 @@ def _find(name_or_path: str) -> Path | str:
     if not name_or_path:
         raise CheckpointError(f"No model is named; give {DEMO_MODEL!r}, a local folder or a hub id.")
     path = Path(name_or_path).expanduser()
-    if path.is_dir():
-        return path.resolve()
-    if path.is_file() and path.suffix == ".gguf":
-        return path.resolve()
+    # Links are kept: the cache of the hub has links to files whose names are digests, without the part's number.
+    if path.is_dir() or (path.is_file() and is_gguf(path)):
+        return Path(os.path.abspath(path))
     if path.exists():
         raise CheckpointError(
             f"{name_or_path} is not a GGUF file; point to one, or to the folder that holds config.json and the weights."
@@ -396,6 +413,12 @@ def _find(name_or_path: str) -> Path | str:
     if not _HUB_ID.fullmatch(name_or_path) and not _HUB_FILE.fullmatch(name_or_path):
         raise CheckpointError(f"There is no folder {name_or_path}; check the path, or give {DEMO_MODEL!r} or a hub id.")
     return name_or_path
+
+
+def _name_of(folder: Path) -> str:
+    """The name of a folder, or the hub id if it is a revision in the cache of huggingface_hub."""
+    match = _REVISION_FOLDER.fullmatch(folder.as_posix())
+    return folder.name if match is None else "/".join(part for part in (match["owner"], match["model"]) if part)
 
 
 def _fetched_gguf(hub: Hub, repository: str, file: str, revision: str | None) -> Path:
@@ -416,9 +439,11 @@ def _read_config(folder: Path) -> tuple[PretrainedConfig, Quantization | None]:
     """
     path = folder / "config.json"
     if not path.is_file():
-        raise CheckpointError(f"{folder} has no config.json; point to a complete checkpoint folder.")
+        raise _no_config(folder)
     stored = _read_json(path)
-    quantization = quantization_of(stored)
+    _check_files(folder, stored)
+    described = {name: _read_json(folder / name) for name in DESCRIPTION_FILES if (folder / name).is_file()}
+    quantization = quantization_of(stored, described)
     if stored.get("auto_map") and "model_type" not in stored:
         raise CheckpointError(
             f"{folder} needs code of its own, which is never run; choose a model that transformers knows."
@@ -428,13 +453,40 @@ def _read_config(folder: Path) -> tuple[PretrainedConfig, Quantization | None]:
     except Exception as error:  # a foreign model_type, or a field that the family's own checks refuse
         model_type = stored.get("model_type")
         family_of(PretrainedConfig(**({"model_type": model_type} if model_type else {})))
-        raise CheckpointError(f"{path} does not describe a model that transformers knows; fetch it again.") from error
+        reason = " ".join(str(error).split())[:_MAX_REASON]
+        raise CheckpointError(
+            f"{path} does not describe a model that transformers knows; correct it or fetch it again: {reason}"
+        ) from error
     if not isinstance(config, PretrainedConfig):
         raise CheckpointError(f"{path} does not describe a model.")
     for name in QUANTIZATION_KEYS:
         if hasattr(config, name):
             delattr(config, name)
     return config, quantization
+
+
+def _no_config(folder: Path) -> CheckpointError:
+    if (folder / _ADAPTER_FILES[0]).is_file():
+        return CheckpointError(
+            f"{folder} holds an adapter and no model; give its base model, and add it by `corolla adapters add`."
+        )
+    if gguf := next((each.name for each in sorted(folder.iterdir()) if is_gguf(each)), None):
+        return CheckpointError(no_weights(str(folder), [gguf]))
+    return CheckpointError(f"{folder} has no config.json; point to a complete checkpoint folder.")
+
+
+def _check_files(folder: Path, stored: Mapping[str, Any]) -> None:
+    """Refuses files that transformers would read in addition to, or in place of, those that are read here."""
+    if all((folder / name).is_file() for name in _ADAPTER_FILES):
+        raise CheckpointError(
+            f"{folder} holds an adapter ({_ADAPTER_FILES[0]}) next to a model, to which transformers would apply it; "
+            "move it elsewhere, and add it by `corolla adapters add`."
+        )
+    if (weights_file := stored.get("transformers_weights")) not in (None, SINGLE_FILE, INDEX_FILE):
+        raise CheckpointError(
+            f"config.json names the weights' file in transformers_weights ({str(weights_file)[:40]!r}), which is not "
+            f"served; rename the file to {SINGLE_FILE}, and remove that field."
+        )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from corolla.chassis.errors import CheckpointError
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.chunked_reads import ChunkedTensor
 from corolla.models.families import Family, recurrent_layers
+from corolla.models.leftovers import refuse_leftovers
 from corolla.models.loading import LOADING
 from corolla.models.packed.choice import fill, layouts_of
 from corolla.models.packed.modules import replace_packed
@@ -75,7 +76,7 @@ def build(
     """Builds a model on the meta device and fills it with `tensors`.
 
     Raises:
-        CheckpointError: the tensors do not fill the model exactly.
+        CheckpointError: the tensors do not fill the model exactly, or some are left over.
     """
     try:
         with _quietly():
@@ -91,7 +92,13 @@ def build(
         raise CheckpointError(
             f"{checkpoint.name} lacks {len(missing)} tensors, {missing[0]} among them; fetch the checkpoint again."
         )
+    refuse_leftovers(checkpoint.name, str(config.model_type), report["unexpected_keys"], ignored_names(model_class))
     return cast(PreTrainedModel, model.eval().requires_grad_(False))
+
+
+def ignored_names(model_class: type[PreTrainedModel]) -> frozenset[str]:
+    """The regular expressions of a family of transformers for stored tensors that its models do not need."""
+    return frozenset(model_class._keys_to_ignore_on_load_unexpected or ())
 
 
 def build_cut(

@@ -25,6 +25,7 @@ from corolla.kernels.layouts import Layout
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.cut_model import (
     build_cut,
+    ignored_names,
     keep_layers,
     keep_layers_of_config,
     model_class_of,
@@ -32,6 +33,7 @@ from corolla.models.cut_model import (
     without_weights,
 )
 from corolla.models.families import Family
+from corolla.models.leftovers import refuse_leftovers
 from corolla.models.linear import TunedLinear, replace_linears, tune, ways_by_shape
 from corolla.models.quantized.tensors import likely_layouts
 
@@ -189,11 +191,13 @@ def load_edges(
         quantization: `packed`: weights stay packed as in the files; otherwise they are expanded to `dtype`.
 
     Raises:
-        CheckpointError: a tensor is missing, has another shape than the configuration says, or cannot be read.
+        CheckpointError: a tensor is missing, has another shape than the configuration says, or cannot be read; or the
+            checkpoint holds a tensor that neither the edges nor the blocks use.
         StartupError: this machine cannot multiply by packed weights.
     """
     family, device = checkpoint.family, torch.device(device)
     config = copy.deepcopy(checkpoint.config)
+    _refuse_other_tensors(checkpoint)
     if not has_head:
         names = edge_tensors(checkpoint, has_head=False)
         model_class, cut_to = model_class_of(AutoModel, config), functools.partial(_cut_to_embedding, family=family)
@@ -268,7 +272,7 @@ def edge_tensors(checkpoint: Checkpoint, *, has_embedding: bool = True, has_head
     """
     family = checkpoint.family
     prefix = rf"(?:{re.escape(model_class_of(AutoModel, checkpoint.config).base_model_prefix)}\.)?"
-    layer = re.compile(rf"{prefix}{re.escape(family.layers)}\.\d+\.")
+    layer = _layer_name(checkpoint)
     parts = "|".join(re.escape(name) for name in _embedding_parts(family))
     embedding = re.compile(rf"{prefix}((?:{parts})\..+)")
     names: dict[str, str] = {}
@@ -282,6 +286,20 @@ def edge_tensors(checkpoint: Checkpoint, *, has_embedding: bool = True, has_head
         elif not match and has_head:
             names[stored] = stored
     return names
+
+
+def _refuse_other_tensors(checkpoint: Checkpoint) -> None:
+    model_class = model_class_of(AutoModelForCausalLM, checkpoint.config)
+    ends = set(edge_tensors(checkpoint).values())
+    layer = _layer_name(checkpoint)
+    others = (name for name in checkpoint.weight_index if name not in ends and not layer.match(name))
+    refuse_leftovers(checkpoint.name, checkpoint.family.model_type, others, ignored_names(model_class))
+
+
+def _layer_name(checkpoint: Checkpoint) -> re.Pattern[str]:
+    """The beginning of the names of all tensors of blocks."""
+    prefix = model_class_of(AutoModel, checkpoint.config).base_model_prefix
+    return re.compile(rf"(?:{re.escape(prefix)}\.)?{re.escape(checkpoint.family.layers)}\.\d+\.")
 
 
 def _ends_of(checkpoint: Checkpoint) -> Callable[[str], bool]:

@@ -270,6 +270,17 @@ def short_factor_length(config: PretrainedConfig) -> int | None:
     return min(lengths)
 
 
+def yarn_lengths(config: PretrainedConfig) -> list[int]:
+    """How many tokens each rotary embedding of the type `yarn` is made for."""
+    parameters: Any = getattr(config, "rope_parameters", None) or {}
+    return [
+        int(each["original_max_position_embeddings"] * each["factor"])
+        for each in (parameters, *parameters.values())
+        if isinstance(each, Mapping) and each.get("rope_type") == "yarn"
+        if all(isinstance(each.get(name), int | float) for name in ("original_max_position_embeddings", "factor"))
+    ]
+
+
 def recurrent_layers(config: PretrainedConfig) -> frozenset[int]:
     """Indices of a configuration's layers that keep a recurrent state; most of these layers have no keys and values.
 

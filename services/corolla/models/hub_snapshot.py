@@ -13,7 +13,7 @@ from corolla.chassis.errors import CheckpointError, HubUnavailable
 from corolla.models.hub import Hub, Stamp
 from corolla.models.hub_failures import hub_failure
 from corolla.models.manifest import Manifest, StoredFile
-from corolla.models.weights import INDEX_FILE, SINGLE_FILE, no_weights, read_header, read_index
+from corolla.models.weights import INDEX_FILE, SINGLE_FILE, no_weights, read_header, read_index, warn_of_index
 
 log = logging.getLogger(__name__)
 
@@ -60,17 +60,19 @@ class HubSnapshot:
     def weight_index(self) -> dict[str, Path]:
         """Maps each tensor's name to the shard that holds it, whether the shard is in the cache or not.
 
-        Weights without an index are in one file, which is fetched to read its table of contents.
+        A single file takes precedence over an index; it is fetched to read its table of contents.
 
         Raises:
             CheckpointError: the repository has no safetensors, or its index names a file that it lacks.
         """
-        index = read_index(self.folder) if INDEX_FILE in self.manifest.files else None
-        if index is None and SINGLE_FILE in self.manifest.files:
+        has_single, has_index = (name in self.manifest.files for name in (SINGLE_FILE, INDEX_FILE))
+        warn_of_index(self.repository, has_single=has_single, has_index=has_index)
+        if has_single:
             self.fetch({SINGLE_FILE})
-            index = dict.fromkeys(read_header(self.folder / SINGLE_FILE), self.folder / SINGLE_FILE)
-        if index is None:
+            return dict.fromkeys(read_header(self.folder / SINGLE_FILE), self.folder / SINGLE_FILE)
+        if not has_index:
             raise CheckpointError(no_weights(self.repository, self.manifest.files))
+        index = read_index(self.folder)
         absent = sorted({shard.name for shard in index.values()} - set(self.manifest.files))
         if absent:
             raise self._missing(absent[0])

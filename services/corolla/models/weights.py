@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +15,10 @@ from corolla.chassis.errors import CheckpointError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+GGUF_SUFFIX = ".gguf"
 PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+
+log = logging.getLogger(__name__)
 
 _HEADER_LENGTH = struct.Struct("<Q")
 
@@ -39,14 +43,18 @@ class StoredTensor:
 def find_weights(folder: Path) -> dict[str, Path]:
     """Maps each tensor's name to the shard that holds it.
 
+    A single file takes precedence over an index, which an earlier `save_pretrained` may have left behind; transformers
+    has the same order.
+
     Raises:
         CheckpointError: the folder has no safetensors, or a shard or tensor of the index is missing or damaged.
     """
-    if (folder / INDEX_FILE).is_file():
-        named = read_index(folder)
-        _check_shards(named)
-        return named
     single = folder / SINGLE_FILE
+    has_index = (folder / INDEX_FILE).is_file()
+    warn_of_index(str(folder), has_single=single.is_file(), has_index=has_index)
+    if has_index and not single.is_file():
+        named = read_index(folder)
+        return {**_check_shards(named), **named}
     shards = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not shards:
         raise CheckpointError(no_weights(str(folder), [path.name for path in folder.iterdir()]))
@@ -55,6 +63,15 @@ def find_weights(folder: Path) -> dict[str, Path]:
             f"{folder} holds {len(shards)} safetensors files but no {INDEX_FILE}; fetch the missing index file."
         )
     return dict.fromkeys(read_header(shards[0]), shards[0])
+
+
+def warn_of_index(place: str, *, has_single: bool, has_index: bool) -> None:
+    """Logs a warning where an index is not used, since there is a single file, too."""
+    if has_single and has_index:
+        log.warning(
+            "the folder holds a single file and an index; the single file is read, as transformers does",
+            extra={"place": place, "read": SINGLE_FILE, "ignored": INDEX_FILE},
+        )
 
 
 def read_header(shard: Path) -> dict[str, StoredTensor]:
@@ -124,6 +141,9 @@ def read_index(folder: Path) -> dict[str, Path]:
 
 def no_weights(place: str, files: Iterable[str]) -> str:
     """The error message for a place whose `files` do not include safetensors weights."""
+    files = list(files)
+    if gguf := sorted(name for name in files if Path(name).suffix.lower() == GGUF_SUFFIX):
+        return f"{place} holds GGUF files, and a GGUF file is given by its own name; give {place}/{gguf[0]}."
     pickled = sorted(name for name in files if Path(name).suffix in PICKLED_SUFFIXES)
     if pickled:
         return (
@@ -133,7 +153,12 @@ def no_weights(place: str, files: Iterable[str]) -> str:
     return f"{place} holds no safetensors weights; point to a complete checkpoint folder."
 
 
-def _check_shards(named: Mapping[str, Path]) -> None:
+def _check_shards(named: Mapping[str, Path]) -> dict[str, Path]:
+    """Checks that shards hold the tensors that an index names. Returns all tensors of the shards.
+
+    transformers also reads a tensor that only a shard names.
+    """
+    found: dict[str, Path] = {}
     for shard in sorted(set(named.values())):
         if not shard.is_file():
             raise CheckpointError(f"{shard} is missing although {INDEX_FILE} names it; fetch the checkpoint again.")
@@ -143,3 +168,5 @@ def _check_shards(named: Mapping[str, Path]) -> None:
             raise CheckpointError(
                 f"{shard} lacks the tensor {absent} that {INDEX_FILE} names; fetch the checkpoint again."
             )
+        found |= dict.fromkeys(held, shard)
+    return found

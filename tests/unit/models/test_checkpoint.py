@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from corolla.chassis.errors import CheckpointError, UnsupportedFamily
 from corolla.models import weights
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.edges import load_edges
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.checkpoints import (
@@ -83,6 +86,99 @@ def test_opening_reads_no_weights(folder: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(weights, "safe_open", checked_only)
     checkpoint = Checkpoint.from_pretrained(str(folder))
     assert set(checkpoint.weight_index.values()) == set(shards(folder))
+
+
+def one_file(folder: Path, change: float = 0.0) -> Path:
+    """Writes all tensors of a sharded checkpoint to a single file, too; to each number, `change` is added."""
+    tensors = {name: tensor + change for shard in shards(folder) for name, tensor in load_file(shard).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder / "model.safetensors"
+
+
+def test_a_single_file_takes_precedence_over_an_index(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The index is what an earlier `save_pretrained` left behind; transformers reads the single file, too."""
+    newer = one_file(folder, change=1.0)
+    library: Any = AutoModelForCausalLM
+    expected = library.from_pretrained(folder, dtype=torch.float32).model.layers[1].mlp.up_proj.weight
+    checkpoint = Checkpoint.from_pretrained(str(folder))
+    assert set(checkpoint.weight_index.values()) == {newer}
+    held: Any = next(
+        each for each in load_span(checkpoint, Span(1, 2), dtype=torch.float32).modules() if hasattr(each, "up_proj")
+    )
+    assert torch.equal(held.up_proj.weight, expected)
+    assert [record.ignored for record in caplog.records if hasattr(record, "ignored")] == [INDEX]
+
+
+def test_a_tensor_that_only_its_shard_names_is_read(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    del index["weight_map"]["model.layers.1.mlp.up_proj.weight"]
+    (folder / INDEX).write_text(json.dumps(index))
+    load_span(Checkpoint.from_pretrained(str(folder)), Span(1, 2), dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.2.self_attn.q_proj.bias",
+        "model.layers.2.self_attn.q_norm.weight",
+        "model.layers.2.mlp.up_proj.weight_scale",
+        "lm_head.bias",
+        "model.extra_norm.weight",
+        "score.weight",
+    ],
+)
+def test_a_tensor_that_its_model_does_not_use_is_refused(folder: Path, name: str) -> None:
+    shard = shards(folder)[0]
+    save_file({**load_file(shard), name: torch.ones(64)}, shard, metadata={"format": "pt"})
+    checkpoint = Checkpoint.from_pretrained(str(folder))
+    load: Callable[[], object] = partial(load_edges, checkpoint, dtype=torch.float32)
+    if ".layers." in name:
+        load = partial(load_span, checkpoint, Span(0, 5), dtype=torch.float32)
+    with pytest.raises(
+        CheckpointError, match=r"1 tensors that a llama model .* does not use, .*; correct config\.json"
+    ):
+        load()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.2.self_attn.rotary_emb.inv_freq",
+        "model.layers.2.self_attn.masked_bias",
+        "model.vision_tower.norm.weight",
+        "mtp.layers.0.mlp.up_proj.weight",
+    ],
+)
+def test_a_tensor_that_changes_no_answer_may_be_left_over(folder: Path, name: str) -> None:
+    shard = shards(folder)[0]
+    save_file({**load_file(shard), name: torch.ones(64)}, shard, metadata={"format": "pt"})
+    checkpoint = Checkpoint.from_pretrained(str(folder))
+    load_span(checkpoint, Span(0, 5), dtype=torch.float32)
+    load_edges(checkpoint, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_packed_numbers_without_a_description_are_refused(folder: Path, dtype: torch.dtype) -> None:
+    edit_tensor(folder, "model.layers.2.mlp.up_proj.weight", lambda tensor: tensor.to(dtype))
+    with pytest.raises(
+        CheckpointError, match=r"up_proj\.weight is stored as .*, and neither config\.json nor hf_quant"
+    ):
+        load_span(Checkpoint.from_pretrained(str(folder)), Span(2, 3), dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "place, name",
+    [
+        ("models--org--tiny-llama/snapshots/" + "0a" * 20, "org/tiny-llama"),
+        ("models--tiny-llama/snapshots/main", "tiny-llama"),
+        ("my-model", "my-model"),
+    ],
+)
+def test_a_model_has_the_name_that_people_gave_it(folder: Path, tmp_path: Path, place: str, name: str) -> None:
+    """A link has its own name, and a revision in the cache of the hub has the repository's."""
+    (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / place).symlink_to(folder)
+    assert Checkpoint.from_pretrained(str(tmp_path / place)).name == name
 
 
 def test_a_checkpoint_in_one_file_needs_no_index(folder: Path) -> None:
@@ -159,6 +255,47 @@ def list_config(folder: Path) -> None:
     (folder / "config.json").write_text("[]")
 
 
+def adapter_only(folder: Path) -> None:
+    lose_config(folder)
+    (folder / "adapter_config.json").write_text("{}")
+
+
+def adapter_with_model(folder: Path) -> None:
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / name).write_text("{}")
+
+
+def gguf_only(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+    (folder / "tiny.Q8_0.GGUF").write_bytes(b"GGUF")
+
+
+def gguf_with_config(folder: Path) -> None:
+    lose_weights(folder)
+    (folder / "tiny.Q8_0.gguf").write_bytes(b"GGUF")
+
+
+def other_weights(folder: Path) -> None:
+    edit_json(folder / "config.json", transformers_weights="other.safetensors")
+
+
+def describe_nothing(folder: Path) -> None:
+    edit_json(folder / "config.json", quantization_config={})
+
+
+def describe_by_file(folder: Path) -> None:
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+
+
+def describe_by_a_file_that_says_nothing(folder: Path) -> None:
+    (folder / "quantize_config.json").write_text(json.dumps({"group": 128}))
+
+
+def odd_heads(folder: Path) -> None:
+    edit_json(folder / "config.json", num_attention_heads="four")
+
+
 def quantise(folder: Path) -> None:
     edit_json(folder / "config.json", quantization_config={"quant_method": "aqlm", "bits": 2})
 
@@ -180,6 +317,15 @@ def quantise(folder: Path) -> None:
         (lose_config, r"has no config\.json; point to"),
         (damage_config, r"config\.json is damaged; fetch"),
         (list_config, r"config\.json is damaged; fetch"),
+        (adapter_only, r"holds an adapter and no model; give its base model"),
+        (adapter_with_model, r"holds an adapter \(adapter_config\.json\) next to a model"),
+        (gguf_only, r"holds GGUF files, .*; give .*/tiny\.Q8_0\.GGUF"),
+        (gguf_with_config, r"holds GGUF files, .*; give .*/tiny\.Q8_0\.gguf"),
+        (other_weights, r"transformers_weights \('other\.safetensors'\), which is not served"),
+        (describe_nothing, r"has a quantization_config without a quant_method"),
+        (describe_by_file, r"ModelOpt's weights of the type 'NVFP4' are not served"),
+        (describe_by_a_file_that_says_nothing, r"has a quantize_config\.json without a quant_method"),
+        (odd_heads, r"does not describe a model that transformers knows; .*num_attention_heads"),
         (quantise, r"quantised by 'aqlm' are not served; give the original"),
     ],
 )
@@ -229,6 +375,20 @@ def test_long_texts_are_for_families_that_begin_them_anew(
 ) -> None:
     checkpoint = Checkpoint.from_pretrained(str(make_long_rope_checkpoint(family, tmp_path / family)))
     assert (checkpoint.context_length, checkpoint.short_factor_length) == lengths
+
+
+@pytest.mark.parametrize(
+    "scaling, length",
+    [
+        ({"rope_type": "yarn", "factor": 4.0}, 4 * CONTEXT_LENGTH),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, CONTEXT_LENGTH),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": CONTEXT_LENGTH}, 4 * CONTEXT_LENGTH),
+        ({"rope_type": "linear", "factor": 4.0}, CONTEXT_LENGTH),
+    ],
+)
+def test_yarn_makes_the_context_longer(folder: Path, scaling: dict[str, Any], length: int) -> None:
+    edit_json(folder / "config.json", rope_parameters={**scaling, "rope_theta": 10000.0})
+    assert Checkpoint.from_pretrained(str(folder)).context_length == length
 
 
 def test_where_no_text_is_long_there_are_no_long_factors(tmp_path: Path) -> None:

@@ -126,6 +126,23 @@ def test_what_no_server_needs_is_not_fetched(hub: Hub, server: HubServer, has_em
     assert server.sent_shards() == sorted({checkpoint.weight_index[name].name for name in needed})
 
 
+def test_a_repository_of_gguf_files_says_how_to_give_one(hub: Hub, server: HubServer) -> None:
+    for path in server.folder.iterdir():
+        path.unlink()
+    (server.folder / "tiny.Q4_K_M.gguf").write_bytes(b"GGUF")
+    with pytest.raises(
+        CheckpointError, match=rf"{REPOSITORY} holds GGUF files, .*; give {REPOSITORY}/tiny.Q4_K_M.gguf"
+    ):
+        opened(hub)
+
+
+def test_a_single_file_takes_precedence_over_an_index(hub: Hub, server: HubServer) -> None:
+    tensors = {name: tensor for path in server.folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    save_file(tensors, server.folder / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = opened(hub)
+    assert {shard.name for shard in checkpoint.weight_index.values()} == {"model.safetensors"}
+
+
 def test_a_client_fetches_its_ends_only(hub: Hub, server: HubServer) -> None:
     checkpoint = opened(hub)
     load_edges(checkpoint, dtype=torch.float32)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from corolla.chassis.errors import CheckpointError
+from corolla.models.weights import GGUF_SUFFIX
 
 _MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
@@ -35,7 +36,7 @@ _PLACE: Final = struct.Struct("<IQ")
 _DEFAULT_ALIGNMENT: Final = 32
 _MAX_DIMENSIONS: Final = 4
 _MAX_NAME_BYTES: Final = 256
-_PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<total>\d{5})\.gguf")
+_PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<total>\d{5})(?P<ending>\.(?i:gguf))")
 
 # Maps the number of a tensor type to its name, the weights of a block, and the bytes of a block.
 TYPES: Final[Mapping[int, tuple[str, int, int]]] = {
@@ -126,7 +127,19 @@ def part_names(path: Path) -> list[Path]:
     if match is None:
         return [path]
     total = int(match["total"])
-    return [path.with_name(f"{match['stem']}-{number:05}-of-{total:05}.gguf") for number in range(1, total + 1)]
+    ending = match["ending"]
+    return [path.with_name(f"{match['stem']}-{number:05}-of-{total:05}{ending}") for number in range(1, total + 1)]
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is that of a GGUF file, by its first bytes or, if it is damaged, by its ending."""
+    if not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC or path.suffix.lower() == GGUF_SUFFIX
+    except OSError:
+        return path.suffix.lower() == GGUF_SUFFIX
 
 
 def raw_bytes(tensor: GgufTensor, start: int, num_bytes: int) -> bytes:

@@ -18,6 +18,7 @@ from corolla.models.gguf.header import GgufHeader, part_names, raw_bytes
 if TYPE_CHECKING:
     from corolla.models.gguf.tensors import GgufTensors
 
+_DIGEST = re.compile(r"(sha256[-:])?[0-9a-f]{40,}")
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
@@ -41,8 +42,13 @@ class GgufWeights:
 
     @property
     def name(self) -> str:
-        """The model's name: the file's name without its ending and the number of a part."""
-        return re.sub(r"-\d{5}-of-\d{5}$", "", part_names(self.path)[0].stem)
+        """The model's name: the file's name without its ending and the number of a part.
+
+        Some programs name files by their digests; then it is the name that the file gives itself, if it does.
+        """
+        stem = re.sub(r"-\d{5}-of-\d{5}$", "", part_names(self.path)[0].stem)
+        given = re.sub(r"[^\w.-]+", "-", str(self.header.metadata.get("general.name", ""))).strip("-")
+        return given if given and _DIGEST.fullmatch(stem) else stem
 
     @functools.cached_property
     def index(self) -> Mapping[str, Path]:

@@ -14,6 +14,9 @@ from corolla.chassis.errors import CheckpointError
 QUANTIZATION_KEYS: Final = ("quantization_config", "compression_config")
 """The keys of `config.json` for the quantisation; the second is an older name."""
 
+DESCRIPTION_FILES: Final = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Files of ModelOpt, AutoGPTQ and AutoAWQ that describe a quantisation of which `config.json` says nothing."""
+
 _MAX_SCHEMES: Final = 256
 _LARGEST: Final = 1 << 20
 _GPTQ_BITS: Final = frozenset({2, 3, 4, 8})
@@ -24,6 +27,16 @@ _COMPRESSED_FORMATS: Final = (
     "dense", "float-quantized", "int-quantized", "mixed-precision", "mxfp4-pack-quantized", "mxfp8-quantized",
     "naive-quantized", "nvfp4-pack-quantized", "pack-quantized",
 )  # fmt: skip
+# A float of eight bits, and a scale for the whole weight or for each output.
+_MODELOPT_ALGORITHMS: Final = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+# Keys by which a description without `quant_method` says whose it is. AutoGPTQ's first files have no key of their own.
+_TELLING_KEYS: Final = {
+    "bitsandbytes": ("load_in_4bit", "load_in_8bit"),
+    "compressed-tensors": ("config_groups",),
+    "modelopt": ("quant_algo", "quantization"),
+    "awq": ("w_bit", "q_group_size"),
+    "gptq": ("bits",),
+}
 _WHAT_TO_DO: Final = "give the original checkpoint, or one in another format of docs/models.md"
 
 
@@ -57,22 +70,36 @@ class Quantization:
     zero_offset: int = 0
 
 
-def quantization_of(configuration: Mapping[str, Any]) -> Quantization | None:
-    """Reads the quantisation from the content of a checkpoint's `config.json`; None: the weights are not packed.
+def quantization_of(
+    configuration: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]] | None = None
+) -> Quantization | None:
+    """Reads the quantisation from a checkpoint's files; None: the weights are not packed.
+
+    Args:
+        configuration: the content of `config.json`.
+        others: the contents of those `DESCRIPTION_FILES` that the checkpoint has; they count if `config.json` says
+            nothing.
 
     Raises:
         CheckpointError: this quantisation is not served, or its description is not valid.
     """
+    place = "config.json has a quantization_config"
     stored = next((configuration[key] for key in QUANTIZATION_KEYS if configuration.get(key) is not None), None)
+    if stored is None and others:
+        name = next(each for each in DESCRIPTION_FILES if each in others)
+        place, stored = f"the checkpoint has a {name}", others[name]
     if stored is None:
         return None
     if not isinstance(stored, Mapping):
         raise CheckpointError("config.json has a quantization_config that is not a table; fetch the checkpoint again.")
     method = stored.get("quant_method")
-    if method is None and (stored.get("load_in_4bit") or stored.get("load_in_8bit")):
-        method = "bitsandbytes"
-    if method is None and "config_groups" in stored:
-        method = "compressed-tensors"
+    if method is None:
+        method = next((named for named, keys in _TELLING_KEYS.items() if any(stored.get(key) for key in keys)), None)
+    if method is None:
+        raise CheckpointError(
+            f"{place} without a quant_method, so nothing says how weights are packed; remove it if they are not, or "
+            f"{_WHAT_TO_DO}: {', '.join(sorted(METHODS))}."
+        )
     read = METHODS.get(method) if isinstance(method, str) else None
     if read is None:
         name = str(method)[:40]
@@ -84,6 +111,18 @@ def quantization_of(configuration: Mapping[str, Any]) -> Quantization | None:
             f"The layers of gpt2 keep their weights transposed, which is not served from {method}; {_WHAT_TO_DO}."
         )
     return read(stored)
+
+
+def _modelopt(stored: Mapping[str, Any]) -> Quantization | None:
+    """ModelOpt's own file has the settings one level deeper than `config.json`."""
+    inner = stored.get("quantization", stored)
+    algorithm = inner.get("quant_algo") if isinstance(inner, Mapping) else None
+    if not isinstance(inner, Mapping) or not isinstance(algorithm, str | None):
+        raise _senseless("quantization")
+    if algorithm is None:
+        return None  # only keys and values are quantised, which is not done here
+    _one_of(algorithm, _MODELOPT_ALGORITHMS, "ModelOpt's weights of the type")
+    return Quantization("fp8", (Scheme(8),))
 
 
 def _awq(stored: Mapping[str, Any]) -> Quantization:
@@ -144,13 +183,14 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> Quantization:
     return Quantization("compressed-tensors", tuple(dict.fromkeys(schemes)))
 
 
-METHODS: Final[Mapping[str, Callable[[Mapping[str, Any]], Quantization]]] = {
+METHODS: Final[Mapping[str, Callable[[Mapping[str, Any]], Quantization | None]]] = {
     "awq": _awq,
     "bitsandbytes": lambda _: Quantization("bitsandbytes"),
     "compressed-tensors": _compressed_tensors,
     "fbgemm_fp8": lambda _: Quantization("fp8", (Scheme(8),)),
     "fp8": lambda stored: Quantization("fp8", (Scheme(8, block=_block(stored, "weight_block_size")),)),
     "gptq": _gptq,
+    "modelopt": _modelopt,
     "mxfp4": lambda _: Quantization("mxfp4"),
 }
 """Maps a value of `quant_method` to the function that reads such a `quantization_config`."""

@@ -19,7 +19,7 @@ from corolla.kernels.repacking import Numbers, Panels, repack_numbers
 from corolla.models.quantized.awq import Awq
 from corolla.models.quantized.bitsandbytes import BitsAndBytes
 from corolla.models.quantized.compressed_tensors import CompressedTensors
-from corolla.models.quantized.description import Quantization
+from corolla.models.quantized.description import DESCRIPTION_FILES, Quantization
 from corolla.models.quantized.floats import FLOATS
 from corolla.models.quantized.format import Format
 from corolla.models.quantized.fp8 import Fp8
@@ -148,6 +148,21 @@ def likely_layouts(
         with contextlib.suppress(Unfit):
             found[name] = unpack.likely_layout(packed[name], shapes[name][1])
     return found
+
+
+def refuse_packed(stored: Mapping[str, Stored]) -> None:
+    """Refuses packed numbers in a checkpoint that does not say how they are packed.
+
+    Raises:
+        CheckpointError: a tensor is not of a type of which the numbers are the weights themselves.
+    """
+    for name, tensor in stored.items():
+        dtype = tensor.get_dtype()
+        if dtype != "F64" and _is_lacking(name, dtype):
+            raise CheckpointError(
+                f"The weight {name} is stored as {dtype}, and neither config.json nor {', '.join(DESCRIPTION_FILES)} "
+                "says how to read it; give the original checkpoint, or one that describes its quantisation."
+            )
 
 
 def _is_lacking(name: str, dtype: str) -> bool:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from corolla.chassis.errors import CheckpointError
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.gguf.header import read_header
-from tests.gguf_files import make_tiny_gguf
+from tests.gguf_files import make_tiny_gguf, rewrite_gguf
 
 MAX_BYTES = 8 << 20
 
@@ -117,6 +117,48 @@ def test_a_split_model_needs_all_its_parts(good: Path, tmp_path: Path) -> None:
     shutil.copy(good, tmp_path / "model-00002-of-00002.gguf")
     with pytest.raises(CheckpointError, match="once more"):
         Checkpoint.from_pretrained(str(first))
+
+
+def test_a_split_model_may_lie_in_the_cache_of_the_hub(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There each part is a link to a file whose name is its digest."""
+    monkeypatch.setenv("COROLLA_CACHE", str(tmp_path / "cache"))
+    rewrite_gguf(good, tmp_path / "tiny.gguf", max_tensors=6)
+    revision, blobs = (
+        tmp_path / "models--org--tiny" / "snapshots" / ("a" * 40),
+        tmp_path / "models--org--tiny" / "blobs",
+    )
+    revision.mkdir(parents=True)
+    blobs.mkdir()
+    for number, part in enumerate(sorted(tmp_path.glob("tiny-*.gguf"))):
+        blob = blobs / f"{number:064x}"
+        part.rename(blob)
+        (revision / part.name).symlink_to(f"../../blobs/{blob.name}")
+    parts = sorted(revision.iterdir())
+    assert len(parts) > 1
+    for part in parts:
+        checkpoint = Checkpoint.from_pretrained(str(part))
+        assert checkpoint.gguf is not None
+        assert checkpoint.gguf.header.tensors.keys() == read_header(good).tensors.keys()
+        assert checkpoint.name == "tiny"
+
+
+@pytest.mark.parametrize(
+    "file, given, name",
+    [
+        ("x.GGUF", "My Model 7B", "x"),
+        ("sha256-" + "0a" * 32, "My Model 7B", "My-Model-7B"),
+        ("0a" * 32, "org/My Model", "org-My-Model"),
+        ("0a" * 32, None, "0a" * 32),
+    ],
+)
+def test_a_file_is_known_by_its_first_bytes_and_named_by_what_people_read(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, given: str | None, name: str
+) -> None:
+    monkeypatch.setenv("COROLLA_CACHE", str(tmp_path / "cache"))
+    path = rewrite_gguf(good, tmp_path / file, {"general.name": given})
+    assert Checkpoint.from_pretrained(str(path)).name == name
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:

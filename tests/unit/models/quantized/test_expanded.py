@@ -62,6 +62,33 @@ def assert_equal(packed: Path, expanded: Path) -> None:
         assert torch.equal(logits(packed, spans), expected)
 
 
+@pytest.mark.parametrize(
+    "name, file, description",
+    [
+        ("fp8-outputs", "hf_quant_config.json", {"quantization": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}}),
+        pytest.param("gptq", "quantize_config.json", {"bits": 4, "group_size": 32}, marks=pytest.mark.kind),
+        pytest.param("awq", "quant_config.json", {"w_bit": 4, "q_group_size": 32}, marks=pytest.mark.kind),
+        pytest.param("w8a8", "quantize_config.json", None, marks=pytest.mark.kind),
+        pytest.param(
+            "fp8-outputs", "config.json", {"quant_method": "modelopt", "quant_algo": "FP8"}, marks=pytest.mark.kind
+        ),
+    ],
+)
+def test_a_description_may_lie_in_a_file_of_its_own(
+    tmp_path: Path, name: str, file: str, description: dict[str, Any] | None
+) -> None:
+    """None: what `config.json` said."""
+    packed, expanded = make_packed_checkpoint("llama", tmp_path, FORMATS[name]())
+    config = json.loads((packed / "config.json").read_text())
+    own = config.pop("quantization_config")
+    if file == "config.json":
+        config["quantization_config"] = description
+    else:
+        (packed / file).write_text(json.dumps(description or own))
+    (packed / "config.json").write_text(json.dumps(config))
+    assert_equal(packed, expanded)
+
+
 # One of each way in which numbers and scales are stored.
 KINDS = ("gptq", "w4a16-asymmetric", "w8a16", "w8a8", "ct-fp8-blocks", "ct-nvfp4", "ct-mxfp4", "ct-mxfp8", "bnb-int8")
 
