@@ -214,8 +214,6 @@ async def test_texts_become_tokens_and_texts_again(http: httpx2.AsyncClient) -> 
         ("/v1/chat/completions", {"messages": []}, "messages"),
         ("/v1/completions", {"prompt": "a", "temperature": -1}, "temperature"),
         ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix"),
-        ("/v1/completions", {"prompt": "a", "echo": True}, "echo"),
-        ("/v1/completions", {"prompt": "a", "best_of": 3}, "best_of"),
         ("/v1/completions", {"prompt": []}, "prompt"),
         ("/v1/completions", {"prompt": [1 << 20]}, "prompt"),
         ("/tokenize", {}, "prompt"),

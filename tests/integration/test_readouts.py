@@ -1,7 +1,10 @@
 """What hops report about prompts: log probabilities and embeddings are those of the unsplit model."""
 
 import asyncio
+import base64
+import json
 import math
+import struct
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -134,7 +137,7 @@ async def test_a_hop_that_dies_in_a_prompt_changes_no_score(model: Path, tmp_pat
         assert again.vector == pytest.approx(pooled.vector, abs=1e-5)
 
 
-@pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.parametrize("pooling", ["mean", pytest.param("last", marks=pytest.mark.kind)])
 async def test_an_embedding_is_that_of_the_unsplit_model(swarm: Swarm, unsplit: Unsplit, pooling: str) -> None:
     async with swarm.connect() as client:
         token_ids = (await client.tokenize(TEXT)).token_ids
@@ -169,3 +172,110 @@ async def test_the_whole_context_can_be_scored(swarm: Swarm, unsplit: Unsplit) -
         assert found.logprob == pytest.approx(math.fsum(true_logprobs(unsplit, token_ids)), rel=1e-5)
         with pytest.raises(InvalidRequest, match="maximum context length is 1024 tokens"):
             await client.score(token_ids, [1])
+
+
+async def test_completions_echo_prompts_whole_and_streamed(http: httpx2.AsyncClient, unsplit: Unsplit) -> None:
+    """The evaluation harness asks so: ids in lists, one new token, which it ignores."""
+    prompts = [[1, 2, 3, 4, 5], [6, 7, 8]]
+    body = {"prompt": prompts, "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0, "ignore_eos": True}
+    whole = (await http.post("/v1/completions", json=body)).json()["choices"]
+    for choice, prompt in zip(whole, prompts, strict=True):
+        facts = choice["logprobs"]
+        assert facts["token_logprobs"][0] is None
+        assert facts["token_logprobs"][1:-1] == pytest.approx(true_logprobs(unsplit, prompt), abs=1e-4)
+        assert len(facts["tokens"]) == len(facts["top_logprobs"]) == len(facts["text_offset"]) == len(prompt) + 1
+        assert choice["text"].startswith("".join(facts["tokens"][:-1]))
+        chosen = zip(facts["tokens"][1:], facts["token_logprobs"][1:], facts["top_logprobs"][1:], strict=True)
+        assert all(top[token] == logprob for token, logprob, top in chosen)
+    parts: dict[int, list[Any]] = {0: [], 1: []}
+    for line in (await http.post("/v1/completions", json={**body, "stream": True})).text.split("\n\n"):
+        if line.startswith("data: {"):
+            (choice,) = json.loads(line[6:])["choices"]
+            parts[choice["index"]].append(choice)
+    for index, choice in enumerate(whole):
+        found = [each["logprobs"] for each in parts[index] if each["logprobs"]]
+        assert "".join(each["text"] for each in parts[index]) == choice["text"]
+        for name in ("tokens", "text_offset"):
+            assert [value for each in found for value in each[name]] == choice["logprobs"][name]
+    alone = {"prompt": "the thin man", "max_tokens": 0, "echo": True, "logprobs": 0, "n": 2}
+    two = (await http.post("/v1/completions", json=alone)).json()
+    assert [each["text"] for each in two["choices"]] == ["the thin man"] * 2
+    assert two["usage"]["completion_tokens"] == 0
+    assert (await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 0})).status_code == 400
+
+
+async def test_the_best_answers_are_chosen_from_many(http: httpx2.AsyncClient) -> None:
+    body = {"prompt": [1, 2, 3], "max_tokens": 6, "logprobs": 0, "seed": 5, "temperature": 1.5, "ignore_eos": True}
+    every = (await http.post("/v1/completions", json={**body, "n": 4})).json()["choices"]
+    means = sorted((sum(each["logprobs"]["token_logprobs"]) / 6 for each in every), reverse=True)
+    best = (await http.post("/v1/completions", json={**body, "n": 2, "best_of": 4})).json()
+    assert [each["index"] for each in best["choices"]] == [0, 1]
+    found = [sum(each["logprobs"]["token_logprobs"]) / 6 for each in best["choices"]]
+    assert found == pytest.approx(means[:2], abs=1e-4)
+    assert best["usage"]["completion_tokens"] == 24
+    for wrong in ({"best_of": 1, "n": 2}, {"best_of": 3, "stream": True}, {"best_of": 17}):
+        refused = await http.post("/v1/completions", json={**body, **wrong})
+        assert refused.status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", pytest.param("/v1/chat/completions", marks=pytest.mark.kind)])
+async def test_each_event_of_a_stream_has_the_usage_if_it_is_wanted(http: httpx2.AsyncClient, path: str) -> None:
+    asked = {"prompt": [1, 2, 3]} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {**asked, "max_tokens": 5, "ignore_eos": True, "stream": True, "stream_options": options}
+    lines = (await http.post(path, json=body)).text.split("\n\n")
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    counts = [each["usage"]["completion_tokens"] for each in events]
+    assert counts == sorted(counts)
+    assert counts[-1] == 5
+    assert events[-1]["choices"] == []
+    assert all(each["usage"]["prompt_tokens"] == events[-1]["usage"]["prompt_tokens"] for each in events)
+
+
+async def test_embeddings_come_as_numbers_and_as_bytes(http: httpx2.AsyncClient, unsplit: Unsplit) -> None:
+    prompts = [[1, 2, 3, 4], [5, 6, 7]]
+    found = (await http.post("/v1/embeddings", json={"model": "tiny", "input": prompts})).json()
+    assert [each["index"] for each in found["data"]] == [0, 1]
+    assert found["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
+    for each, prompt in zip(found["data"], prompts, strict=True):
+        expected = true_states(unsplit, prompt).mean(dim=0)
+        assert each["embedding"] == pytest.approx((expected / expected.norm()).tolist(), abs=1e-5)
+    body = {"input": prompts[0], "encoding_format": "base64", "dimensions": 8, "pooling": "last"}
+    (packed,) = (await http.post("/v1/embeddings", json=body)).json()["data"]
+    vector = struct.unpack("<8f", base64.b64decode(packed["embedding"]))
+    state = true_states(unsplit, prompts[0])[-1][:8]
+    assert list(vector) == pytest.approx((state / state.norm()).tolist(), abs=1e-5)
+    many = (await http.post("/v1/embeddings", json={"input": ["the thin man"] * 40})).json()["data"]
+    assert len(many) == 40
+    for wrong, param in (({"input": []}, "input"), ({"input": "a", "dimensions": 100_000}, "dimensions")):
+        error = (await http.post("/v1/embeddings", json=wrong)).json()["error"]
+        assert (error["type"], error["param"]) == ("invalid_request_error", param)
+
+
+async def test_documents_are_ordered_by_how_probable_the_query_is(http: httpx2.AsyncClient, unsplit: Unsplit) -> None:
+    documents = ["the man in the tent", "an inner thing", "a thin net"]
+    prompts = [f"Passage: {each}\nPlease write a question based on this passage.\nQuestion:" for each in documents]
+    scores = []
+    for prompt in prompts:
+        before = unsplit.tokenizer(prompt)["input_ids"]
+        whole = unsplit.tokenizer(f"{prompt} who is thin?")["input_ids"]
+        logprobs = true_logprobs(unsplit, whole)[len(before) - 1 :]
+        scores.append(math.exp(math.fsum(logprobs) / len(logprobs)))
+    body = {"query": "who is thin?", "documents": [documents[0], {"text": documents[1]}, documents[2]]}
+    ranked = (await http.post("/v1/rerank", json=body)).json()["results"]
+    assert [each["index"] for each in ranked] == sorted(range(3), key=lambda index: -scores[index])
+    assert [each["relevance_score"] for each in ranked] == pytest.approx(sorted(scores, reverse=True), rel=1e-3)
+    assert ranked[0]["document"] == {"text": documents[ranked[0]["index"]]}
+    first = (await http.post("/v1/rerank", json={**body, "top_n": 1})).json()["results"]
+    assert first == ranked[:1]
+    pairs = {"text_1": "who is thin?", "text_2": documents}
+    found = (await http.post("/v1/score", json=pairs)).json()["data"]
+    assert [each["score"] for each in found] == pytest.approx(scores, rel=1e-3)
+    wrong = await http.post("/v1/score", json={"text_1": ["a", "b"], "text_2": documents})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "text_2")
+
+
+async def test_the_tokenizer_is_described_as_its_files_do(http: httpx2.AsyncClient, unsplit: Unsplit) -> None:
+    facts = (await http.get("/tokenizer_info")).json()
+    assert facts["eos_token"] == unsplit.tokenizer.eos_token
+    assert facts["chat_template"] == unsplit.tokenizer.chat_template

@@ -386,6 +386,7 @@ class GenerateRequest(_message.Message):
     RESPONSE_FORMAT_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
+    CONTINUOUS_USAGE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The name of the model; empty: the service's only model."""
     text: _builtins.str
@@ -422,6 +423,8 @@ class GenerateRequest(_message.Message):
     the prompt's tokens come, too, so the hops process the whole prompt. Then `stopping.max_tokens` may be 0. Not in a
     session or in a request with a name.
     """
+    continuous_usage: _builtins.bool
+    """Whether each chunk of a stream has the usage so far."""
     @_builtins.property
     def tokens(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -457,10 +460,11 @@ class GenerateRequest(_message.Message):
         response_format: Global___ResponseFormat | None = ...,
         adapter: _builtins.str = ...,
         echo: _builtins.bool = ...,
+        continuous_usage: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "logprobs", b"logprobs", "num_completions", b"num_completions", "prompt", b"prompt", "received", b"received", "response_format", b"response_format", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "adapter", b"adapter", "cache_salt", b"cache_salt", "echo", b"echo", "logprobs", b"logprobs", "model", b"model", "num_completions", b"num_completions", "prompt", b"prompt", "received", b"received", "request_id", b"request_id", "response_format", b"response_format", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "adapter", b"adapter", "cache_salt", b"cache_salt", "continuous_usage", b"continuous_usage", "echo", b"echo", "logprobs", b"logprobs", "model", b"model", "num_completions", b"num_completions", "prompt", b"prompt", "received", b"received", "request_id", b"request_id", "response_format", b"response_format", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -521,6 +525,7 @@ class EchoedPrompt(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -528,16 +533,21 @@ class EchoedPrompt(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
         """One for each token but the first, which nothing precedes."""
 
+    @_builtins.property
+    def first(self) -> Global___TokenLogprob:
+        """The first token, without a log probability."""
+
     def __init__(
         self,
         *,
         text: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        first: Global___TokenLogprob | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["first", b"first"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -899,6 +909,7 @@ class ChatRequest(_message.Message):
     EXPECTED_TURNS_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     INSTRUCTIONS_FIELD_NUMBER: _builtins.int
+    CONTINUOUS_USAGE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     session_id: _builtins.str
     logprobs: _builtins.int
@@ -920,6 +931,8 @@ class ChatRequest(_message.Message):
     """The same as in GenerateRequest."""
     instructions: _builtins.str
     """The text of a system message in front of the whole conversation, for this answer only: a session does not keep it."""
+    continuous_usage: _builtins.bool
+    """The same as in GenerateRequest."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The whole conversation, or with a session, the messages since its last turn."""
@@ -970,10 +983,11 @@ class ChatRequest(_message.Message):
         expected_turns: _builtins.int | None = ...,
         adapter: _builtins.str = ...,
         instructions: _builtins.str = ...,
+        continuous_usage: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_turns", b"_expected_turns", "_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "_parallel_tool_calls", b"_parallel_tool_calls", "expected_turns", b"expected_turns", "logprobs", b"logprobs", "num_completions", b"num_completions", "parallel_tool_calls", b"parallel_tool_calls", "received", b"received", "response_format", b"response_format", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "template_arguments", b"template_arguments", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_turns", b"_expected_turns", "_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "_parallel_tool_calls", b"_parallel_tool_calls", "adapter", b"adapter", "cache_salt", b"cache_salt", "continue_last_message", b"continue_last_message", "expected_turns", b"expected_turns", "instructions", b"instructions", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "num_completions", b"num_completions", "parallel_tool_calls", b"parallel_tool_calls", "received", b"received", "request_id", b"request_id", "response_format", b"response_format", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stopping", b"stopping", "template_arguments", b"template_arguments", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_turns", b"_expected_turns", "_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "_parallel_tool_calls", b"_parallel_tool_calls", "adapter", b"adapter", "cache_salt", b"cache_salt", "continue_last_message", b"continue_last_message", "continuous_usage", b"continuous_usage", "expected_turns", b"expected_turns", "instructions", b"instructions", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "num_completions", b"num_completions", "parallel_tool_calls", b"parallel_tool_calls", "received", b"received", "request_id", b"request_id", "response_format", b"response_format", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stopping", b"stopping", "template_arguments", b"template_arguments", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_turns: _TypeAlias = _typing.Literal["expected_turns"]  # noqa: Y015
     _WhichOneofArgType__expected_turns: _TypeAlias = _typing.Literal["_expected_turns", b"_expected_turns"]  # noqa: Y015

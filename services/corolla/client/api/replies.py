@@ -58,7 +58,11 @@ def logprobs(tokenizer: TextTokenizer, tokens: Sequence[SampledToken]) -> list[p
 def echoed_prompt(tokenizer: TextTokenizer, prompt: str | Sequence[int], readout: PromptReadout) -> pb.EchoedPrompt:
     """A prompt as a caller gave it, with its tokens and their log probabilities."""
     text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=False)
-    return pb.EchoedPrompt(text=text, token_ids=readout.prompt_ids, logprobs=logprobs(tokenizer, readout.scored))
+    own = tokenizer.token_bytes(readout.prompt_ids[0])
+    first = pb.TokenLogprob(token_id=readout.prompt_ids[0], text=own.decode(errors="replace"), bytes=own)
+    return pb.EchoedPrompt(
+        text=text, token_ids=readout.prompt_ids, logprobs=logprobs(tokenizer, readout.scored), first=first
+    )
 
 
 def score(

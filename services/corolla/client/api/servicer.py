@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from corolla.chain.cache_salts import CacheSalts
 from corolla.chain.identity import SessionIdentity
@@ -120,7 +120,7 @@ class GenerationServicer:
                     text_delta=delta.text,
                     logprobs=replies.logprobs(self._tokenizer, delta.tokens),
                     finish_reason=replies.finish_reason(delta.finish_reason),
-                    usage=None if num_open else replies.usage(request.caller.usage),
+                    usage=None if num_open and not message.continuous_usage else replies.usage(request.caller.usage),
                     prompt=self._echoed(request, delta),
                 )
 
@@ -200,7 +200,8 @@ class GenerationServicer:
         async with aclosing(self._chat_answers(request, call)) as deltas:
             async for index, delta in deltas:
                 num_open -= delta.finish_reason is not None
-                yield replies.chat_chunk(self._tokenizer, index, delta, None if num_open else request.caller.usage)
+                usage = None if num_open and not message.continuous_usage else request.caller.usage
+                yield replies.chat_chunk(self._tokenizer, index, delta, usage)
 
     def _chat_answers(self, request: ChatRequest, call: Call[KeyHolder]) -> Answers:
         messages, setting = request.prompt.messages, request.prompt.setting
@@ -296,6 +297,11 @@ class GenerationServicer:
                 self._tokenizer.decode, token_ids, skip_special_tokens=request.without_special_tokens
             )
         return pb.DetokenizeResponse(text=text)
+
+    def tokenizer_facts(self, call: Call[KeyHolder]) -> dict[str, Any]:
+        """The names of the tokenizer's special tokens, its class and its chat template, as transformers has them."""
+        self._tenant(call, Scope.TOKENIZE)
+        return self._tokenizer.facts()
 
     async def ListModels(self, request: pb.ListModelsRequest, call: Call[KeyHolder]) -> pb.ListModelsResponse:
         model = self._described_model()

@@ -6,7 +6,7 @@ A token's event is joined from prepared texts and one escaped string, because ea
 import json
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from json.encoder import encode_basestring
 from typing import Any, Final
 
@@ -97,12 +97,3 @@ def compact(value: Any) -> str:
 def ids_text(token_ids: Iterable[int]) -> str:
     """A list of token ids in JSON."""
     return f"[{','.join(map(str, token_ids))}]"
-
-
-def logprob_facts(entries: Sequence[pb.TokenLogprob]) -> list[dict[str, Any]]:
-    """Log probabilities in the form of chats. `bytes` encode the text, which is U+FFFD for a partial character."""
-    return [{**_token_facts(entry), "top_logprobs": [_token_facts(each) for each in entry.top]} for entry in entries]
-
-
-def _token_facts(entry: pb.TokenLogprob) -> dict[str, Any]:
-    return {"token": entry.text, "logprob": entry.logprob, "bytes": list(entry.text.encode())}

@@ -13,11 +13,11 @@ from corolla.client.http.answers import (
     compact,
     escaped,
     ids_text,
-    logprob_facts,
     new_id,
     now_s,
     usage_of,
 )
+from corolla.client.http.log_probabilities import logprob_facts
 from corolla.v1 import generation_pb2 as pb
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -120,16 +120,25 @@ def reply(response: pb.ChatResponse, *, has_logprobs: bool, has_token_ids: bool)
 
 
 async def events(
-    chunks: AsyncGenerator[pb.ChatChunk, None], model: str, *, has_usage: bool, has_logprobs: bool, has_token_ids: bool
+    chunks: AsyncGenerator[pb.ChatChunk, None],
+    model: str,
+    *,
+    has_usage: bool,
+    has_continuous_usage: bool = False,
+    has_logprobs: bool,
+    has_token_ids: bool,
 ) -> AsyncGenerator[bytes, None]:
     """The events of a stream: a role, deltas, an end for each answer, the usage if it is wanted, and `[DONE]`."""
     facts = {"id": new_id("chatcmpl-"), "object": "chat.completion.chunk", "created": now_s(), "model": model}
-    head = "data: " + compact(facts)[:-1] + (',"usage":null' if has_usage else "") + ',"choices":[{"index":'
-    tail = "}]}\n\n"
+    no_usage = ',"usage":null' if has_usage and not has_continuous_usage else ""
+    head = "data: " + compact(facts)[:-1] + no_usage + ',"choices":[{"index":'
     begun: set[int] = set()
+    counted = pb.Usage()
     async with aclosing(chunks):
         async for chunk in chunks:
-            text = ""
+            text, tail = "", "}]}\n\n"
+            if has_continuous_usage:
+                tail = f'}}],"usage":{compact(usage_of(chunk.usage).model_dump())}}}\n\n'
             if chunk.index not in begun:
                 begun.add(chunk.index)
                 delta = '{"role":"assistant","content":""}'
@@ -142,11 +151,12 @@ async def events(
                 text += f'{head}{chunk.index},"delta":{{{delta}}}{logprobs}{more},"finish_reason":null{tail}'
             if reason is not None:
                 text += f'{head}{chunk.index},"delta":{{}},"logprobs":null,"finish_reason":"{reason}"{tail}'
-            if chunk.HasField("usage") and has_usage:
-                usage = {"choices": [], "usage": usage_of(chunk.usage).model_dump()}
-                text += f"data: {compact({**facts, **usage})}\n\n"
+            if chunk.HasField("usage"):
+                counted = chunk.usage
             if text:
                 yield text.encode()
+    if has_usage:
+        yield f"data: {compact({**facts, 'choices': [], 'usage': usage_of(counted).model_dump()})}\n\n".encode()
     yield DONE
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from pydantic import BaseModel, Field
 
@@ -20,6 +20,7 @@ from corolla.client.http.answers import (
 )
 from corolla.client.http.fields import AnswerFields, Int32, ListOf, TokenId
 from corolla.client.http.foreign_fields import OF_COMPLETIONS
+from corolla.client.http.log_probabilities import CompletionLogprobsBuilder
 from corolla.v1 import generation_pb2 as pb
 
 MAX_PROMPTS: Final = 64
@@ -36,9 +37,13 @@ class CompletionRequest(AnswerFields):
         "the answer begins a new one.",
     )
     logprobs: Int32 | None = Field(None, description="0 to 20.")
-    echo: Literal[False] | None = Field(None, description="Prompts are not repeated.")
+    echo: bool | None = Field(
+        None, description="The text begins with the prompt; its log probabilities come with logprobs. 0 new tokens do."
+    )
     suffix: Literal[""] | None = Field(None, description="Texts are not inserted.")
-    best_of: Literal[1] | None = Field(None, description="Answers are not chosen from.")
+    best_of: Int32 | None = Field(
+        None, description="The n answers with the most probable tokens of so many, 1 to 16; not in streams."
+    )
 
     def as_protocol(self) -> list[pb.GenerateRequest]:
         """A request in the protocol of gRPC for each prompt. Raises InvalidRequest."""
@@ -47,14 +52,26 @@ class CompletionRequest(AnswerFields):
             raise InvalidRequest("prompt", f"must be 1 to {MAX_PROMPTS} prompts")
         if len(prompts) > 1 and (self.session_id or self.request_id):
             raise InvalidRequest("prompt", "must be one in a session, or in a request with a name")
+        best_of = self.num_completions if self.best_of is None else self.best_of
+        if best_of != self.num_completions and (best_of < self.num_completions or self.stream):
+            raise InvalidRequest("best_of", "must not be less than n, and must equal it in a stream")
+        # The best answers are those with the most probable tokens.
+        logprobs = 0 if self.logprobs is None and best_of > self.num_completions else self.logprobs
+        shared = {**self.shared(self.max_tokens), "num_completions": best_of if self.best_of else self.n}
         return [
             pb.GenerateRequest(
-                **self.shared(self.max_tokens),
-                logprobs=self.logprobs,
+                **shared,
+                logprobs=logprobs,
+                echo=bool(self.echo),
                 **({"text": each} if isinstance(each, str) else {"tokens": pb.TokenIds(ids=each)}),
             )
             for each in prompts
         ]
+
+    @property
+    def num_completions(self) -> int:
+        """The number of answers to each prompt."""
+        return 1 if self.n is None else self.n
 
     def _prompts(self) -> Iterator[str | list[int]]:
         if self.prompt is None or isinstance(self.prompt, str):
@@ -74,8 +91,8 @@ class CompletionLogprobs(BaseModel):
     """The log probabilities of each token, in the order of the text."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -98,18 +115,20 @@ class Completion(BaseModel):
     usage: CompletionUsage
 
 
-def reply(responses: Sequence[pb.GenerateResponse], *, has_logprobs: bool, has_token_ids: bool) -> bytes:
-    """The body of a reply that is not streamed."""
+def reply(
+    responses: Sequence[pb.GenerateResponse], num_completions: int, *, has_logprobs: bool, has_token_ids: bool
+) -> bytes:
+    """The body of a reply that is not streamed, with the best `num_completions` answers to each prompt."""
     choices = [
         CompletionChoice(
-            index=number * len(response.completions) + each.index,
-            text=each.text,
-            logprobs=CompletionLogprobs.model_validate(_logprob_facts(each.logprobs, 0)) if has_logprobs else None,
+            index=number * num_completions + index,
+            text=response.prompt.text + each.text,
+            logprobs=_logprobs(response.prompt, each.logprobs) if has_logprobs else None,
             finish_reason=FINISH_REASONS[each.finish_reason],  # type: ignore[arg-type]
             token_ids=list(each.token_ids) if has_token_ids else None,
         )
         for number, response in enumerate(responses)
-        for each in response.completions
+        for index, each in enumerate(_best(response.completions, num_completions))
     ]
     completion = Completion(
         id=new_id("cmpl-"),
@@ -121,12 +140,29 @@ def reply(responses: Sequence[pb.GenerateResponse], *, has_logprobs: bool, has_t
     return completion.model_dump_json().encode()
 
 
+def _best(completions: Sequence[pb.Completion], number: int) -> Sequence[pb.Completion]:
+    """The completions whose tokens are the most probable on average; all of them if no more are there."""
+    if len(completions) <= number:
+        return completions
+
+    def mean(completion: pb.Completion) -> float:
+        return sum(each.logprob for each in completion.logprobs) / max(1, len(completion.logprobs))
+
+    return sorted(completions, key=mean, reverse=True)[:number]
+
+
+def _logprobs(prompt: pb.EchoedPrompt, entries: Sequence[pb.TokenLogprob]) -> CompletionLogprobs:
+    first = prompt.first if prompt.token_ids else None
+    return CompletionLogprobs.model_validate(CompletionLogprobsBuilder().facts((*prompt.logprobs, *entries), first))
+
+
 async def events(
     chunks: AsyncGenerator[tuple[int, pb.GenerateChunk], None],
     model: str,
     num_completions: int,
     *,
     has_usage: bool,
+    has_continuous_usage: bool = False,
     has_logprobs: bool,
     has_token_ids: bool,
 ) -> AsyncGenerator[bytes, None]:
@@ -137,41 +173,37 @@ async def events(
         num_completions: the number of completions of each prompt.
     """
     facts = {"id": new_id("cmpl-"), "object": "text_completion", "created": now_s(), "model": model}
-    head = "data: " + compact(facts)[:-1] + (',"usage":null' if has_usage else "") + ',"choices":[{"index":'
-    offsets: dict[int, int] = {}
-    counted: list[pb.Usage] = []
+    no_usage = ',"usage":null' if has_usage and not has_continuous_usage else ""
+    head = "data: " + compact(facts)[:-1] + no_usage + ',"choices":[{"index":'
+    builders: dict[int, CompletionLogprobsBuilder] = {}
+    counted: dict[int, pb.Usage] = {}
+    prompts: dict[int, pb.EchoedPrompt] = {}
+    begun: set[int] = set()
     async with aclosing(chunks):
         async for number, chunk in chunks:
             index = number * num_completions + chunk.index
             reason = FINISH_REASONS[chunk.finish_reason]
             if chunk.HasField("usage"):
-                counted.append(chunk.usage)
+                counted[number] = chunk.usage
+            if chunk.HasField("prompt"):
+                prompts[number] = chunk.prompt
+            text, entries, first = chunk.text_delta, list(chunk.logprobs), None
+            if index not in begun and (prompt := prompts.get(number)) is not None:
+                text, entries, first = prompt.text + text, [*prompt.logprobs, *entries], prompt.first
+            begun.add(index)
             logprobs = "null"
-            if has_logprobs and chunk.logprobs:
-                found = _logprob_facts(chunk.logprobs, offsets.get(index, 0))
-                offsets[index] = offsets.get(index, 0) + sum(map(len, found["tokens"]))
-                logprobs = compact(found)
+            if has_logprobs and (entries or first):
+                logprobs = compact(builders.setdefault(index, CompletionLogprobsBuilder()).facts(entries, first))
             token_ids = f',"token_ids":{ids_text(chunk.token_ids)}' if has_token_ids else ""
-            if not (chunk.text_delta or reason or token_ids or logprobs != "null"):
+            if not (text or reason or token_ids or logprobs != "null"):
                 continue
             end = f'"{reason}"' if reason else "null"
+            usage = f',"usage":{compact(usage_of(chunk.usage).model_dump())}' if has_continuous_usage else ""
             yield (
-                f'{head}{index},"text":{escaped(chunk.text_delta)},"logprobs":{logprobs}{token_ids},'
-                f'"finish_reason":{end}}}]}}\n\n'
+                f'{head}{index},"text":{escaped(text)},"logprobs":{logprobs}{token_ids},'
+                f'"finish_reason":{end}}}]{usage}}}\n\n'
             ).encode()
     if has_usage:
-        yield f"data: {compact({**facts, 'choices': [], 'usage': usage_of(*counted).model_dump()})}\n\n".encode()
+        usage_facts = {**facts, "choices": [], "usage": usage_of(*counted.values()).model_dump()}
+        yield f"data: {compact(usage_facts)}\n\n".encode()
     yield DONE
-
-
-def _logprob_facts(entries: Sequence[pb.TokenLogprob], offset: int) -> dict[str, Any]:
-    offsets = []
-    for entry in entries:
-        offsets.append(offset)
-        offset += len(entry.text)
-    return {
-        "tokens": [entry.text for entry in entries],
-        "token_logprobs": [entry.logprob for entry in entries],
-        "top_logprobs": [{each.text: each.logprob for each in entry.top} for entry in entries],
-        "text_offset": offsets,
-    }

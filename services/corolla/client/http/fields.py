@@ -62,6 +62,7 @@ class StreamOptions(Fields):
     """What a stream sends in addition to the answer."""
 
     include_usage: Flag = Field(False, description="A last event with the usage, and no choice.")
+    continuous_usage_stats: Flag = Field(False, description="The usage so far in each event.")
     include_obfuscation: Any = Tolerated
 
 
@@ -139,6 +140,11 @@ class AnswerFields(SamplingFields):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
+    def has_continuous_usage(self) -> bool:
+        """Whether each event of a stream has the usage so far."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
     def has_token_ids(self) -> bool:
         return bool(self.request_id) if self.return_token_ids is None else self.return_token_ids
 
@@ -167,6 +173,7 @@ class AnswerFields(SamplingFields):
             "received": pb.TokenIds(ids=self.received or ()),
             "cache_salt": self.cache_salt,
             "num_completions": self.n,
+            "continuous_usage": self.has_continuous_usage,
             "response_format": self._format(),
         }
 

@@ -18,6 +18,7 @@ from corolla.client.http import (
     chat_replies,
     completions,
     placement_facts,
+    readings,
     response_replies,
     routes,
     tokenization,
@@ -88,6 +89,10 @@ OPERATIONS: Final = (
     Operation("/v1/sessions/{session_id}", "DELETE", HttpRoutes.delete_session, routes.DeletedSession),
     Operation("/tokenize", "POST", HttpRoutes.tokenize, tokenization.Tokenized, tokenization.TokenizeRequest),
     Operation("/detokenize", "POST", HttpRoutes.detokenize, tokenization.Detokenized, tokenization.DetokenizeRequest),
+    Operation("/tokenizer_info", "GET", HttpRoutes.describe_tokenizer, tokenization.TokenizerFacts),
+    Operation("/v1/embeddings", "POST", HttpRoutes.embed, readings.EmbeddingList, readings.EmbeddingRequest),
+    Operation("/v1/score", "POST", HttpRoutes.score, readings.ScoreList, readings.ScoreRequest),
+    Operation("/v1/rerank", "POST", HttpRoutes.rerank, readings.Ranking, readings.RerankRequest),
     Operation("/health", "GET", HttpRoutes.health, routes.Health, is_open=True),
 )
 """All operations, except the one for the document itself."""

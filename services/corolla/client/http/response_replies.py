@@ -6,7 +6,8 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel
 
-from corolla.client.http.answers import compact, escaped, logprob_facts, new_id, now_s
+from corolla.client.http.answers import compact, escaped, new_id, now_s
+from corolla.client.http.log_probabilities import logprob_facts
 from corolla.client.http.responses import ResponseRequest
 from corolla.v1 import generation_pb2 as pb
 

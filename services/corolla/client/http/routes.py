@@ -1,9 +1,10 @@
 """The routes of HTTP: each one reads a request, calls the servicer of gRPC, and writes its answer."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager, suppress
-from typing import Literal
+from functools import partial
+from typing import Final, Literal, TypeVar
 
 from pydantic import BaseModel, Field
 
@@ -19,10 +20,28 @@ from corolla.client.http.completions import CompletionRequest
 from corolla.client.http.exchange import Exchange
 from corolla.client.http.fields import Fields, Text
 from corolla.client.http.placement_stream import PlacementStream
+from corolla.client.http.readings import (
+    EmbeddingList,
+    EmbeddingRequest,
+    Ranking,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+)
 from corolla.client.http.response_replies import Reply
 from corolla.client.http.responses import ResponseRequest, StoredTurn, check_stored, new_response_id
-from corolla.client.http.tokenization import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from corolla.client.http.tokenization import (
+    Detokenized,
+    DetokenizeRequest,
+    Tokenized,
+    TokenizeRequest,
+    TokenizerFacts,
+)
 from corolla.v1 import generation_pb2 as pb
+
+Result = TypeVar("Result")
+
+_MAX_PARALLEL: Final = 16
 
 
 class ModelFacts(BaseModel):
@@ -114,7 +133,13 @@ class HttpRoutes:
         if body.stream:
             chunks = self._servicer.ChatStream(request, call)
             await exchange.stream(
-                chat_replies.events(chunks, body.model or self._model, has_usage=body.has_usage, **wishes)
+                chat_replies.events(
+                    chunks,
+                    body.model or self._model,
+                    has_usage=body.has_usage,
+                    has_continuous_usage=body.has_continuous_usage,
+                    **wishes,
+                )
             )
             return
         await exchange.reply(chat_replies.reply(await self._servicer.Chat(request, call), **wishes))
@@ -163,15 +188,44 @@ class HttpRoutes:
         wishes = {"has_logprobs": body.logprobs is not None, "has_token_ids": body.has_token_ids}
         if body.stream:
             chunks = merge([self._servicer.GenerateStream(each, call) for each in requests])
-            model, num_completions = body.model or self._model, 1 if body.n is None else body.n
             await exchange.stream(
-                completions.events(chunks, model, num_completions, has_usage=body.has_usage, **wishes)
+                completions.events(
+                    chunks,
+                    body.model or self._model,
+                    body.num_completions,
+                    has_usage=body.has_usage,
+                    has_continuous_usage=body.has_continuous_usage,
+                    **wishes,
+                )
             )
             return
         # All prompts are completed at the same time; the first failure ends the others.
         found = {index: each async for index, each in merge([self._generated(each, call) for each in requests])}
         responses = [found[index] for index in range(len(requests))]
-        await exchange.reply(completions.reply(responses, **wishes))
+        await exchange.reply(completions.reply(responses, body.num_completions, **wishes))
+
+    async def embed(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+        """Makes vectors of texts from the model's last hidden states."""
+        body = await exchange.read(EmbeddingRequest)
+        found = await _all(partial(self._servicer.Embed, each, call) for each in body.as_protocol())
+        await _reply(exchange, EmbeddingList.of(body, found))
+
+    async def score(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+        """Tells how probable queries are after documents."""
+        body = await exchange.read(ScoreRequest)
+        found = await _all(partial(self._servicer.Score, each, call) for each in body.as_protocol())
+        await _reply(exchange, ScoreList.of(found))
+
+    async def rerank(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+        """Orders documents by how probable a query is after each of them."""
+        body = await exchange.read(RerankRequest)
+        found = await _all(partial(self._servicer.Score, each, call) for each in body.as_protocol())
+        await _reply(exchange, Ranking.of(body, found))
+
+    async def describe_tokenizer(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+        """Describes the tokenizer."""
+        await exchange.without_body()
+        await _reply(exchange, TokenizerFacts.model_validate(self._servicer.tokenizer_facts(call)))
 
     async def tokenize(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Splits a text or a conversation into tokens."""
@@ -235,6 +289,23 @@ async def _until_kept(
             if chunk.finish_reason:
                 is_kept.set()
             yield chunk
+
+
+async def _all(calls: Iterable[Callable[[], Awaitable[Result]]]) -> list[Result]:
+    """The results of calls, in order, of which a few run at a time. The first failure ends the others."""
+    room = asyncio.Semaphore(_MAX_PARALLEL)
+
+    async def one(call: Callable[[], Awaitable[Result]]) -> Result:
+        async with room:
+            return await call()
+
+    tasks = [asyncio.ensure_future(one(call)) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 async def _reply(exchange: Exchange, value: BaseModel) -> None:

@@ -48,6 +48,18 @@ class Tokenized(BaseModel):
     token_strs: list[str] | None = None
 
 
+class TokenizerFacts(BaseModel):
+    """The tokenizer, by the names of transformers' tokenizer files."""
+
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+    chat_template: str | None
+    vocab_size: int
+
+
 class DetokenizeRequest(Fields):
     """Tokens to join to a text."""
 

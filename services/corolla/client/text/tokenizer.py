@@ -153,6 +153,17 @@ class TextTokenizer:
         """The text of one token, special or not; U+FFFD if the token is only a part of a character."""
         return self.decode([token_id], skip_special_tokens=False)
 
+    def facts(self) -> dict[str, Any]:
+        """The class, the special tokens and the chat template, by the names of transformers' tokenizer files."""
+        tokenizer, template = self.hf_tokenizer, self.hf_tokenizer.chat_template
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        return {
+            "tokenizer_class": type(tokenizer).__name__,
+            **{name: getattr(tokenizer, name) for name in names},
+            "chat_template": template if isinstance(template, str) else None,
+            "vocab_size": self.vocab_size,
+        }
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token, special or not, adds to a text; they may be a part of a character."""
         if (text := self._added_texts.get(token_id)) is not None:

@@ -1,0 +1,208 @@
+"""`/v1/embeddings`, `/v1/score` and `/v1/rerank`: requests that read texts and answer with numbers."""
+
+import base64
+import math
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, Field
+
+from corolla.chassis.errors import InvalidRequest
+from corolla.client.http.answers import new_id, now_s
+from corolla.client.http.fields import Count, Fields, Flag, ListOf, Text, TokenId, Tolerated
+from corolla.v1 import generation_pb2 as pb
+
+MAX_INPUTS: Final = 2048
+MAX_DOCUMENTS: Final = 1024
+_PROMPT: Final = "Passage: {document}\nPlease write a question based on this passage.\nQuestion:"
+"""The prompt of Sachan et al. 2022, "Improving Passage Retrieval with Zero-Shot Question Generation"."""
+
+
+class ReadingUsage(BaseModel):
+    """What a request cost."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+def _usage(counted: Iterable[pb.Usage]) -> ReadingUsage:
+    prompt_tokens = sum(each.prompt_tokens for each in counted)
+    return ReadingUsage(prompt_tokens=prompt_tokens, total_tokens=prompt_tokens)
+
+
+class EmbeddingRequest(Fields):
+    """Texts to embed."""
+
+    model: Text = Field("", max_length=512, description="Empty: the only model that the service has.")
+    input: str | ListOf[str] | ListOf[TokenId] | ListOf[ListOf[TokenId]] = Field(
+        description=f"A text or token ids, or up to {MAX_INPUTS} of them."
+    )
+    encoding_format: Literal["float", "base64"] | None = Field(None, description="Unset: float.")
+    dimensions: Count | None = Field(None, description="How many of the first numbers are kept.")
+    pooling: Literal["mean", "last"] | None = Field(None, description="Unset: the mean over all tokens.")
+    normalize: bool | None = Field(None, description="Unset: true. Vectors have the length 1.")
+    user: Any = Tolerated
+    cache_salt: Text = ""
+
+    def as_protocol(self) -> list[pb.EmbedRequest]:
+        """A request in the protocol of gRPC for each text. Raises InvalidRequest."""
+        inputs = list(self._inputs())
+        if not 1 <= len(inputs) <= MAX_INPUTS:
+            raise InvalidRequest("input", f"must be 1 to {MAX_INPUTS} texts")
+        pooling = pb.EmbedRequest.POOLING_LAST if self.pooling == "last" else pb.EmbedRequest.POOLING_MEAN
+        return [
+            pb.EmbedRequest(
+                model=self.model,
+                pooling=pooling,
+                dimensions=self.dimensions,
+                without_normalisation=self.normalize is False,
+                cache_salt=self.cache_salt,
+                **({"text": each} if isinstance(each, str) else {"tokens": pb.TokenIds(ids=each)}),
+            )
+            for each in inputs
+        ]
+
+    def _inputs(self) -> Iterator[str | list[int]]:
+        if isinstance(self.input, str):
+            yield self.input
+            return
+        ids = [each for each in self.input if isinstance(each, int)]
+        yield from (each for each in self.input if not isinstance(each, int))
+        if ids:
+            yield ids
+
+
+class EmbeddingFacts(BaseModel):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str = Field(description="Numbers, or their little-endian float32 bytes in base64.")
+
+
+class EmbeddingList(BaseModel):
+    """The embeddings of all texts, in their order."""
+
+    object: Literal["list"] = "list"
+    data: list[EmbeddingFacts]
+    model: str
+    usage: ReadingUsage
+
+    @classmethod
+    def of(cls, body: EmbeddingRequest, found: Sequence[pb.EmbedResponse]) -> "EmbeddingList":
+        def encoded(vector: Sequence[float]) -> list[float] | str:
+            if body.encoding_format != "base64":
+                return list(vector)
+            return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+
+        facts = [EmbeddingFacts(index=index, embedding=encoded(each.embedding)) for index, each in enumerate(found)]
+        return cls(data=facts, model=found[0].model, usage=_usage([each.usage for each in found]))
+
+
+def _pair(model: str, query: str, document: str, cache_salt: str) -> pb.ScoreRequest:
+    """The request for the probability of a query after a document."""
+    prompt = _PROMPT.format_map({"document": document})
+    return pb.ScoreRequest(model=model, text=prompt, continuation_text=f" {query}", cache_salt=cache_salt)
+
+
+def _relevance(found: pb.ScoreResponse) -> float:
+    """The geometric mean of the probabilities of a query's tokens, from 0 to 1."""
+    return math.exp(found.logprob / len(found.logprobs)) if found.logprobs else 0.0
+
+
+class ScoreRequest(Fields):
+    """Pairs of texts to compare: one text with several, or each with its counterpart."""
+
+    model: Text = Field("", max_length=512, description="Empty: the only model that the service has.")
+    text_1: str | ListOf[str] = Field(description="Queries.")
+    text_2: str | ListOf[str] = Field(description="Documents.")
+    cache_salt: Text = ""
+
+    def as_protocol(self) -> list[pb.ScoreRequest]:
+        """A request in the protocol of gRPC for each pair. Raises InvalidRequest."""
+        queries = [self.text_1] if isinstance(self.text_1, str) else self.text_1
+        documents = [self.text_2] if isinstance(self.text_2, str) else self.text_2
+        if len(queries) == 1:
+            queries = queries * len(documents)
+        if not 1 <= len(documents) <= MAX_DOCUMENTS or len(queries) != len(documents):
+            raise InvalidRequest("text_2", f"must be 1 to {MAX_DOCUMENTS} texts, as many as text_1 unless that is one")
+        return [_pair(self.model, *each, self.cache_salt) for each in zip(queries, documents, strict=True)]
+
+
+class ScoreFacts(BaseModel):
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class ScoreList(BaseModel):
+    """The scores of all pairs, in their order: how probable the model finds the query after the document, 0 to 1."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[ScoreFacts]
+    usage: ReadingUsage
+
+    @classmethod
+    def of(cls, found: Sequence[pb.ScoreResponse]) -> "ScoreList":
+        facts = [ScoreFacts(index=index, score=_relevance(each)) for index, each in enumerate(found)]
+        usage = _usage([each.usage for each in found])
+        return cls(id=new_id("score-"), created=now_s(), model=found[0].model, data=facts, usage=usage)
+
+
+class DocumentText(Fields):
+    text: str
+
+
+class RerankRequest(Fields):
+    """Documents to order by how well they fit a query."""
+
+    model: Text = Field("", max_length=512, description="Empty: the only model that the service has.")
+    query: str
+    documents: ListOf[str | DocumentText]
+    top_n: Count | None = Field(None, description="Unset or 0: all documents are returned.")
+    return_documents: Flag = True
+    cache_salt: Text = ""
+
+    @property
+    def texts(self) -> list[str]:
+        return [each if isinstance(each, str) else each.text for each in self.documents]
+
+    def as_protocol(self) -> list[pb.ScoreRequest]:
+        """A request in the protocol of gRPC for each document. Raises InvalidRequest."""
+        if not self.query:
+            raise InvalidRequest("query", "must not be empty")
+        if not 1 <= len(self.documents) <= MAX_DOCUMENTS:
+            raise InvalidRequest("documents", f"must be 1 to {MAX_DOCUMENTS} texts")
+        return [_pair(self.model, self.query, each, self.cache_salt) for each in self.texts]
+
+
+class RankedDocument(BaseModel):
+    index: int = Field(description="The place of the document in the request.")
+    relevance_score: float = Field(description="How probable the model finds the query after the document, 0 to 1.")
+    document: DocumentText | None = None
+
+
+class Ranking(BaseModel):
+    """The documents, the best one first."""
+
+    id: str
+    model: str
+    results: list[RankedDocument]
+    usage: ReadingUsage
+
+    @classmethod
+    def of(cls, body: RerankRequest, found: Sequence[pb.ScoreResponse]) -> "Ranking":
+        scores = [_relevance(each) for each in found]
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
+        results = [
+            RankedDocument(
+                index=index,
+                relevance_score=scores[index],
+                document=DocumentText(text=body.texts[index]) if body.return_documents else None,
+            )
+            for index in order
+        ]
+        usage = _usage([each.usage for each in found])
+        return cls(id=new_id("rerank-"), model=found[0].model, results=results, usage=usage)
