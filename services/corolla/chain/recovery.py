@@ -159,6 +159,41 @@ class Recovery:
             if failure is not None:
                 _note(span, await self._retry(job, failure, failure.reason.lower(), in_replay=True), job)
 
+    async def grow(
+        self, binding: ChainBinding, sequence: History, sizes: Sequence[int], budget: RecoveryBudget
+    ) -> None:
+        """Opens a session on its hops in its next epoch with room for more tokens.
+
+        It gets the first of `sizes` for which every hop has pages, or stays as it was. Hops keep what they hold, so
+        this counts as a recovery only if a hop was lost. Raises CorollaError as `recover` does.
+        """
+        job = _Job(binding, [sequence], budget, LostServers(self._patience_s), _now_s())
+        held = binding.open_options
+        failure: CorollaError | None = None
+        for size in (*sizes, held.max_tokens):
+            binding.raise_epoch()
+            self._apply_handovers(binding)
+            options = replace(held, max_tokens=size)
+            try:
+                opened = await self._reservations.open(
+                    binding.identities, replace(options, recorded_chain=binding.chain), binding.chain
+                )
+            except NotOpened as refused:
+                if all(isinstance(each, OutOfPages) for _, each in refused.failures):
+                    continue
+                failure = self._on_refusal(job, refused)
+                break
+            binding.open_options = options
+            binding.rebind(opened)
+            failure = await self._fill_all(job)
+            break
+        else:
+            failure = HopSessionLost("a hop has no more room for a session that it held")
+        if failure is not None:
+            with spans.span("recovery") as span:
+                span.note(cause="growth", position=job.position)
+                _note(span, await self._retry(job, failure, failure.reason.lower()), job)
+
     async def _retry(self, job: _Job, failure: CorollaError, cause: str, *, in_replay: bool = False) -> RecoveryReport:
         """Makes attempts until one succeeds. `in_replay` says whether `failure` happened during a replay."""
         latest: CorollaError | None = failure

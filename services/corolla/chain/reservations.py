@@ -104,7 +104,8 @@ class OpenOptions:
     """The settings with which hops open a session.
 
     Attributes:
-        max_tokens: each hop reserves pages for this many tokens.
+        max_tokens: each hop reserves pages for this many tokens, and chooses no further ones.
+        most_tokens: as many tokens as the session may have once it is opened again for more; 0: `max_tokens`.
         transient: whether hops also free the session when the client's stream ends.
         lease_ms: how long the hops keep the session without hearing of it; None: the configured lease.
         recorded_chain: the chain of the session's last turn; its hops keep what they hold of the session.
@@ -125,6 +126,7 @@ class OpenOptions:
 
     max_tokens: int
     transient: bool
+    most_tokens: int = 0
     lease_ms: int | None = None
     recorded_chain: common_pb2.Chain | None = None
     record_id: str = ""
@@ -454,7 +456,7 @@ class Reservations:
                 if texts and welcome.page_tokens:
                     request.text.CopyFrom(texts[number].of(welcome.page_tokens))
                 if samples and open_options.samplers is not None:
-                    request.sampler.CopyFrom(open_options.samplers[number].message())
+                    request.sampler.CopyFrom(open_options.samplers[number].message(open_options.max_tokens))
                 return await self._plane.open(hop.address, request, _describe_prompts(request, number, open_options))
 
         return await asyncio.gather(*map(open_one, range(len(identities))), return_exceptions=True)

@@ -130,6 +130,34 @@ class ChainSession(OpenSequences):
         """Whether the hop that chooses the tokens drafts with a small model."""
         return self._plane.has_draft_model(self.chain.hops[-1].address)
 
+    @property
+    def num_reserved_tokens(self) -> int:
+        """For how many tokens hops have room."""
+        return self._binding.open_options.max_tokens
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the hops have chosen as many tokens as they have room for, although the session may grow."""
+        options = self._binding.open_options
+        is_at_end = self._tokens is None and self._sampler.num_text_tokens >= options.max_tokens
+        return is_at_end and options.max_tokens < options.most_tokens
+
+    def growth_sizes(self, num_prompt_tokens: int, fewest: int) -> list[int]:
+        """The sizes to which the session should grow, the best first: twice as many new tokens, or `fewest` more."""
+        options = self._binding.open_options
+        doubled = options.max_tokens + max(fewest, options.max_tokens - num_prompt_tokens)
+        sizes = (min(doubled, options.most_tokens), min(options.max_tokens + fewest, options.most_tokens))
+        return list(dict.fromkeys(sizes))
+
+    async def grow(self, sizes: Sequence[int]) -> None:
+        """Gets room for as many tokens as the first of `sizes` for which every hop has pages, if there is such a size.
+
+        Raises CorollaError if a hop was lost and the session cannot recover.
+        """
+        self.end_ring()
+        self._first_token = None
+        await self._recovery.grow(self._binding, self._history, sizes, self._budget)
+
     async def restore(self, token_ids: Sequence[int], num_past_tokens: int = 0) -> None:
         """Continues from the tokens that hops hold. If only some hops hold the past, the other hops get it again.
 

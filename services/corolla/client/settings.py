@@ -154,7 +154,12 @@ class ClientSettings(ServiceSettings):
         "header says so. Otherwise each request begins a trace of its own, which is sampled at the service's own rate "
         "and has a link to the caller's trace.",
     )
-    default_max_tokens: int = Field(256, ge=1, description="The most new tokens of a request that sets no number.")
+    default_max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="The most new tokens of a request that sets no number; unset: as many as the context, the tenant's "
+        "quota and the servers' pages allow.",
+    )
     prefill_chunk_tokens: int = Field(
         256,
         ge=1,

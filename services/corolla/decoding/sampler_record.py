@@ -70,12 +70,19 @@ class SamplerRecord:
         else:
             self.num_draws += len(token_ids)
 
-    def message(self) -> pb.Sampler:
-        """The message from which a last hop builds the sampler."""
+    def message(self, max_tokens: int | None = None) -> pb.Sampler:
+        """The message from which a last hop builds the sampler.
+
+        Args:
+            max_tokens: for how many tokens of the prompt and the answer hops have room; None: for all.
+        """
         params = self.params
         num_tokens_left = self._max_new_tokens - len(self._generated_ids)
         if self.pauses_at is not None:
             num_tokens_left = min(num_tokens_left, self.pauses_at - self.num_text_tokens)
+        if max_tokens is not None:
+            # A session without room is opened again only to stay open, and then chooses no token.
+            num_tokens_left = min(num_tokens_left, max(1, max_tokens - self.num_text_tokens))
         message = pb.Sampler(
             temperature=params.temperature,
             top_k=params.top_k,

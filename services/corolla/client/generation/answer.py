@@ -100,8 +100,21 @@ class Answer:
         if self._ends_by_text:
             self._decode()
 
+    def cut_off(self) -> None:
+        """Ends an answer for which there is no more room. Its last delta has no token."""
+        self._decode()
+        self.finish_reason = FinishReason.LENGTH
+        text, matched = self._matcher.push(self._detokenizer.flush())
+        if matched:
+            self.finish_reason = FinishReason.STOP_SEQUENCE
+        else:
+            text += self._matcher.flush()
+        parsed = self._read(text, is_last=True)
+        self._message.add(parsed)
+        self._deltas.append(Delta((), parsed.text, self.finish_reason, parsed.reasoning, parsed.calls))
+
     def deltas(self) -> list[Delta]:
-        """The deltas of the tokens since the last call, one for each token."""
+        """The deltas of the tokens since the last call, one for each token; an answer that was cut off has one more."""
         self._decode()
         deltas, self._deltas = self._deltas, []
         return deltas
@@ -131,7 +144,7 @@ class Answer:
         parsed = parser.push(text)
         if not is_last:
             return parsed
-        parsed = joined_deltas((parsed, parser.finish()))
+        parsed = joined_deltas((parsed, parser.finish(is_cut=self.finish_reason is not FinishReason.EOS)))
         if self.finish_reason is FinishReason.EOS and parser.num_calls:
             self.finish_reason = FinishReason.TOOL_CALLS
         return parsed

@@ -4,6 +4,7 @@ Context managers hold all resources of an answer, so that finish, cancellation a
 """
 
 import asyncio
+import random
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from corolla.chassis.errors import (
     ContextLengthExceeded,
     CorollaError,
     InvalidRequest,
+    QuotaExceeded,
     RouterUnavailable,
     StoreUnavailable,
     context_exceeded,
@@ -56,6 +58,11 @@ RecordTurn = Callable[[router_pb2.SessionRecord, Message], None]
 Result = TypeVar("Result")
 
 _NUM_THREADS: Final = 4
+_FIRST_TOKENS: Final = 256
+"""The tokens for which an answer without a limit reserves pages at first, and the fewest that it asks for later: with
+pages for the rest of its context, it would refuse others, and most answers are short."""
+_GROWTH_PATIENCE_S: Final = 30.0
+_GROWTH_INTERVAL_S: Final = 0.5
 _DRAFT_SOURCES: Final = {
     SpeculationMode.PROMPT_LOOKUP: blocks_pb2.Drafts.SOURCE_PROMPT_LOOKUP,
     SpeculationMode.DRAFT_MODEL: blocks_pb2.Drafts.SOURCE_DRAFT_MODEL,
@@ -66,11 +73,12 @@ _DRAFT_SOURCES: Final = {
 class ModelLimits:
     """The model's limits for answers.
 
+    `default_max_tokens`: the most tokens of an answer whose request sets no number; None: the rest of the context.
     `may_speculate`: whether hops can remove wrong draft tokens.
     """
 
     context_length: int
-    default_max_tokens: int
+    default_max_tokens: int | None
     eos_token_ids: frozenset[int]
     may_speculate: bool = True
 
@@ -94,6 +102,7 @@ class _Completion:
     request: AnyRequest
     prompt_ids: Sequence[int]
     max_tokens: int
+    room: "_Room"
     meter: RequestMeter
     until_s: float
     adapter: AdapterVersion | None
@@ -109,6 +118,62 @@ class _Completion:
         if is_sent or self.readout is None or not self.readout.is_complete:
             return delta
         return replace(delta, readout=self.readout)
+
+
+class _Room:
+    """The tokens for which the answers to one request have reserved pages, and quota of their tenant.
+
+    Args:
+        first_tokens: for how many tokens each answer's session has room at first, prompt included.
+    """
+
+    def __init__(self, allowance: Allowance, num_prompt_tokens: int, first_tokens: int, num_answers: int) -> None:
+        self._allowance = allowance
+        self._num_prompt_tokens = num_prompt_tokens
+        self.first_tokens = first_tokens
+        self._sizes = [first_tokens] * num_answers
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens count for the quota: those of the prompt once, and those of all answers."""
+        return self._num_prompt_tokens + sum(size - self._num_prompt_tokens for size in self._sizes)
+
+    async def grow(self, index: int, session: ChainSession) -> bool:
+        """Doubles the room for an answer, or adds to it what quota and pages allow; waits a while for pages.
+
+        Returns False if there is no more room.
+        """
+        clock = asyncio.get_running_loop().time
+        give_up_s = clock() + _GROWTH_PATIENCE_S
+        held = session.num_reserved_tokens
+        while True:
+            sizes = await self._sizes_within_quota(index, session.growth_sizes(self._num_prompt_tokens, _FIRST_TOKENS))
+            if not sizes:
+                return False
+            try:
+                await session.grow(sizes)
+            finally:
+                self._sizes[index] = session.num_reserved_tokens
+            if session.num_reserved_tokens != sizes[0]:
+                await self._allowance.take_reserved(self.num_tokens)
+            if session.num_reserved_tokens > held:
+                return True
+            if clock() >= give_up_s:
+                return False
+            await asyncio.sleep(random.uniform(0.5, 1.5) * _GROWTH_INTERVAL_S)
+
+    async def _sizes_within_quota(self, index: int, sizes: Sequence[int]) -> Sequence[int]:
+        """The sizes that the quota allows, which come with the largest one first; takes the quota for that one."""
+        held = self._sizes[index]
+        for number, size in enumerate(sizes):
+            self._sizes[index] = size
+            try:
+                await self._allowance.take_reserved(self.num_tokens)
+            except QuotaExceeded:
+                self._sizes[index] = held
+                continue
+            return sizes[number:]
+        return ()
 
 
 class Answering:
@@ -170,7 +235,8 @@ class Answering:
             max_tokens = self._max_tokens(len(prompt_ids), request)
             shared = SharedPrompt(num_completions - 1)
             readout = None if request.readout is None else request.readout(prompt_ids)
-            job = _Completion(request, prompt_ids, max_tokens, meter, until_s, adapter, shared, readout)
+            room = self._room(allowance, len(prompt_ids), max_tokens, request)
+            job = _Completion(request, prompt_ids, max_tokens, room, meter, until_s, adapter, shared, readout)
             if readout is not None and max_tokens == 0:
                 await allowance.take_prompt(len(prompt_ids), len(prompt_ids))
                 await ticket.admitted()
@@ -185,14 +251,14 @@ class Answering:
                 meter.count_finish(end)
                 yield 0, Delta((), "", end)
                 return
-            await allowance.take_prompt(len(prompt_ids), len(prompt_ids) + num_completions * job.max_tokens)
+            await allowance.take_prompt(len(prompt_ids), job.room.num_tokens)
             await ticket.admitted()
             if num_completions == 1:
                 unsent = UnsentDeltas(request.resumption)
                 only = self._stream_completion(job, 0)
                 is_read = False
                 async for deltas in await stack.enter_async_context(aclosing(only)):
-                    meter.count_tokens(0, len(deltas))
+                    meter.count_tokens(0, sum(len(each.tokens) for each in deltas))
                     if (left := unsent.select(deltas)) is not None:
                         meter.count_finish(left.finish_reason)
                         yield 0, job.with_readout(left, is_read)
@@ -201,7 +267,7 @@ class Answering:
             streams = [self._stream_completion(job, index) for index in range(num_completions)]
             is_read = False
             async for index, deltas in await stack.enter_async_context(aclosing(merge(streams))):
-                meter.count_tokens(index, len(deltas))
+                meter.count_tokens(index, sum(len(each.tokens) for each in deltas))
                 delta = job.with_readout(joined(deltas), is_read)
                 is_read = is_read or delta.readout is not None
                 meter.count_finish(delta.finish_reason)
@@ -240,14 +306,16 @@ class Answering:
                 return
             earlier = common_pb2.Chain.FromString(record.chain.SerializeToString())
             num_kept_tokens, prompt_ids, max_tokens = await self._prompt_of_turn(record, next_prompt, request)
-            await allowance.take_prompt(len(prompt_ids), len(prompt_ids) + max_tokens)
+            room = self._room(allowance, len(prompt_ids), max_tokens, request)
+            await allowance.take_prompt(len(prompt_ids), room.num_tokens)
             answer, request = await self._answer_of_turn(prompt_ids, max_tokens, request)
             sampler = self._sampler(request, prompt_ids, max_tokens, record)
             text_ids = [*prompt_ids, *answer.token_ids]
             identity = SessionIdentity.of_turn(session_id, record.epoch, tenant)
             position = num_past_tokens = min(num_kept_tokens, record.position)
             open_options = OpenOptions(
-                max_tokens=len(prompt_ids) + max_tokens,
+                max_tokens=room.first_tokens,
+                most_tokens=len(prompt_ids) + max_tokens,
                 transient=False,
                 lease_ms=self._transcripts.ttl_ms,
                 recorded_chain=earlier,
@@ -269,9 +337,9 @@ class Answering:
                     )
                     prefill = partial(session.prefill, text_ids[session.position :])
                     unsent = UnsentDeltas(request.resumption)
-                    async with aclosing(self._deltas(session, answer, prefill, meter)) as all_deltas:
+                    async with aclosing(self._deltas(session, answer, prefill, room, meter)) as all_deltas:
                         async for deltas in all_deltas:
-                            meter.count_tokens(0, len(deltas))
+                            meter.count_tokens(0, sum(len(each.tokens) for each in deltas))
                             left = unsent.select(deltas)
                             if deltas[-1].finish_reason is not None:
                                 # The record is written before the end is sent: the next turn may follow at once.
@@ -358,7 +426,7 @@ class Answering:
                     session = await stack.enter_async_context(self._open(job, answer, text_ids, sampler, None))
                     await session.restore(text_ids)
                     prefill = partial(session.prefill, text_ids[session.position :])
-            all_deltas = self._deltas(session, answer, prefill, job.meter)
+            all_deltas = self._deltas(session, answer, prefill, job.room, job.meter, index)
             async for deltas in await stack.enter_async_context(aclosing(all_deltas)):
                 yield deltas
 
@@ -376,9 +444,9 @@ class Answering:
         Hops may have cached a beginning of `shared_ids`, without the last of these tokens.
         """
         identity = SessionIdentity(secrets.token_bytes(16), 1, job.request.caller.tenant)
-        max_tokens = len(job.prompt_ids) + job.max_tokens
         open_options = OpenOptions(
-            max_tokens=max_tokens,
+            max_tokens=job.room.first_tokens,
+            most_tokens=len(job.prompt_ids) + job.max_tokens,
             transient=True,
             texts=[shared_ids],
             cache_salt=job.request.cache_salt,
@@ -393,19 +461,34 @@ class Answering:
                 session.close()
 
     def _deltas(
-        self, session: ChainSession, answer: Answer, prefill: Prefill, meter: RequestMeter
+        self,
+        session: ChainSession,
+        answer: Answer,
+        prefill: Prefill,
+        room: "_Room",
+        meter: RequestMeter,
+        index: int = 0,
     ) -> AsyncGenerator[Sequence[Delta], None]:
         """Generates an answer's deltas, including those that its caller has already."""
         if session.mixes_numerics:
             meter.count_doubt(0)
-        return generate(session, answer, AnswerReader(answer, meter.started_s), prefill, meter.count_drafts)
+        reader = AnswerReader(answer, meter.started_s)
+        return generate(session, answer, reader, prefill, partial(room.grow, index), meter.count_drafts)
+
+    def _room(self, allowance: Allowance, num_prompt_tokens: int, max_tokens: int, request: AnyRequest) -> "_Room":
+        first = max_tokens
+        if request.max_tokens is None:
+            first = min(max_tokens, len(request.resumption.received_ids) + _FIRST_TOKENS)
+        return _Room(allowance, num_prompt_tokens, num_prompt_tokens + first, request.num_completions)
 
     def _max_tokens(self, num_prompt_tokens: int, request: AnyRequest) -> int:
         room = self._limits.context_length - num_prompt_tokens
         wanted = 1 if request.max_tokens is None else request.max_tokens
         if wanted > room:
             raise context_exceeded(self._limits.context_length, num_prompt_tokens, wanted)
-        return min(self._limits.default_max_tokens, room) if request.max_tokens is None else wanted
+        if request.max_tokens is not None:
+            return wanted
+        return room if self._limits.default_max_tokens is None else min(self._limits.default_max_tokens, room)
 
     def _sampler(
         self,

@@ -35,6 +35,9 @@ class AnswerReader:
         return self._answer.finish_reason is None
 
 
+Grow = Callable[[ChainSession], Awaitable[bool]]
+"""Gives a session that is full room for more tokens. Returns False if there is none."""
+
 Prefill = Callable[[AnswerReader], Awaitable[None]]
 """Processes the rest of the prompt on the chain; the reader gets the token that follows."""
 
@@ -73,7 +76,12 @@ class SharedPrompt:
 
 
 async def generate(
-    session: ChainSession, answer: Answer, reader: AnswerReader, prefill: Prefill, count_drafts: CountDrafts
+    session: ChainSession,
+    answer: Answer,
+    reader: AnswerReader,
+    prefill: Prefill,
+    grow: Grow,
+    count_drafts: CountDrafts,
 ) -> AsyncGenerator[Sequence[Delta], None]:
     """Generates one answer token by token. While tokens are decoded to text, the hops compute the next ones.
 
@@ -87,6 +95,9 @@ async def generate(
     await prefill(reader)
     while reader.wants_more:
         yield answer.deltas()
+        if session.is_full and not await grow(session):
+            answer.cut_off()
+            break
         await _read_on(session, reader, count_drafts)
     yield answer.deltas()
 

@@ -58,6 +58,7 @@ class MarkupParser:
         tool_names: the names that a call may have.
         call_id: returns the id for the call with this index.
         most_calls: the most calls; further ones are dropped. None: no limit.
+        has_text: whether an answer may have text; without it, all that is not a call is markup.
         state: the first state: INSIDE, BEGINNING, a state of reasoning, or TEXT if the answer continues a message.
     """
 
@@ -69,6 +70,7 @@ class MarkupParser:
         call_id: Callable[[int], str] = str,
         *,
         most_calls: int | None = None,
+        has_text: bool = True,
         state: State = State.BEGINNING,
     ) -> None:
         self._calls = calls
@@ -76,6 +78,7 @@ class MarkupParser:
         self._tool_names = tool_names
         self._call_id = call_id
         self._most_calls = most_calls
+        self._has_text = has_text
         self._state = state
         self._num_read_calls = 0
         # Invariant: `_held` is the text not returned yet. In LIST and CALL, its part before `_call_at` becomes text if
@@ -115,9 +118,16 @@ class MarkupParser:
         builder, self._builder = self._builder, MessageBuilder()
         return builder.delta
 
-    def finish(self) -> AnswerDelta:
-        """Returns the held text when the answer has ended."""
+    def finish(self, *, is_cut: bool = False) -> AnswerDelta:
+        """Returns the held text when the answer has ended.
+
+        Args:
+            is_cut: whether the answer ended before the model ended it. Then markup that the model had begun to write is
+                dropped; in an answer that the model itself ended, it is text.
+        """
         self._has_ended = True
+        if is_cut:
+            self._held = self._held[: self._num_before_markup()]
         return self.push("")
 
     # --- steps: each returns whether the next step can use the held text ------------------------------------------
@@ -271,6 +281,29 @@ class MarkupParser:
             return False
         return self._to(State.TEXT)
 
+    def _num_before_markup(self) -> int:
+        """The number of held characters that precede markup which the model had begun to write."""
+        held, calls, reasoning = self._held, self._calls, self._reasoning
+        if self._state in (State.ARGUMENTS, State.REST, State.REASONING_BEGINNING):
+            return len(held)
+        if self._state is State.REASONING:
+            return self._num_before("" if reasoning is None else reasoning.closing)
+        if calls is not None and not self._has_text:
+            return 0
+        if self._state in (State.LIST, State.CALL):
+            key = _FIRST_KEY.match(held.lstrip())
+            # Without an opening, an object that has no key yet may be text.
+            return 0 if self._call_at > len(held) - len(held.lstrip()) or key is not None else len(held)
+        marks = [calls.opening, calls.closing] if calls is not None else []
+        if self._state is State.BEGINNING and reasoning is not None:
+            marks.append(reasoning.opening)
+        return min(map(self._num_before, marks), default=len(held))
+
+    def _num_before(self, mark: str) -> int:
+        """The number of held characters before half of the mark or more, with which they end; all if they do not."""
+        num_begun = _num_begun(self._held, mark)
+        return len(self._held) - (num_begun if 2 * num_begun >= len(mark) else 0)
+
     # --- what the steps have in common ------------------------------------------------------------------------------
 
     def _may_become(self, rest: str, mark: str) -> bool:
@@ -282,9 +315,7 @@ class MarkupParser:
         held = self._held
         if self._has_ended:
             return len(held)
-        longest = min(len(mark) - 1, len(held))
-        num_begun = next((count for count in range(longest, 0, -1) if held.endswith(mark[:count])), 0)
-        return len(held[: len(held) - num_begun].rstrip())
+        return len(held[: len(held) - _num_begun(held, mark)].rstrip())
 
     def _expect_call(self, call_at: int, state: State) -> bool:
         self._call_at = call_at
@@ -311,6 +342,12 @@ class MarkupParser:
         index = self._num_read_calls - 1
         if text and self.num_calls > index:
             self._builder.add(AnswerDelta(calls=(CallDelta(index, arguments=text),)))
+
+
+def _num_begun(text: str, mark: str) -> int:
+    """With how many characters of the mark, but not all, the text ends."""
+    longest = min(len(mark) - 1, len(text))
+    return next((count for count in range(longest, 0, -1) if text.endswith(mark[:count])), 0)
 
 
 def _behind_name(calls: CallFormat) -> re.Pattern[str]:

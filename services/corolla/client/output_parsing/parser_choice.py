@@ -109,6 +109,7 @@ class OutputParsing:
             names,
             self._call_id(turn_name),
             most_calls=most_calls,
+            has_text=not self.rules.is_required,
             state=beginning(reasoning, tail, self.begun),
         )
 

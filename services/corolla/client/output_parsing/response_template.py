@@ -39,6 +39,7 @@ class ResponseTemplateParser:
         self._call_id = call_id
         self._most_calls = most_calls
         self._num_read_calls = 0
+        self._drops_body = False
         self._body = ""
         self._is_broken = False
 
@@ -50,8 +51,9 @@ class ResponseTemplateParser:
         """Takes more text; returns the part of the answer that is certain now."""
         return self._read(lambda: self._parser.feed(text), text)
 
-    def finish(self) -> AnswerDelta:
-        """Takes the end of the answer; returns the part that was held back."""
+    def finish(self, *, is_cut: bool = False) -> AnswerDelta:
+        """Takes the end of the answer; returns the part that was held back, without a call that was cut off."""
+        self._drops_body = is_cut
         return self._read(lambda: self._parser.finalize()[1], "")
 
     def _read(self, events_of: Callable[[], Sequence[Mapping[str, Any]]], text: str) -> AnswerDelta:
@@ -62,7 +64,7 @@ class ResponseTemplateParser:
         # The answer may not fit the template's fields, and the template's patterns may raise anything.
         except Exception:
             self._is_broken = True
-            return AnswerDelta(self._body + text)
+            return AnswerDelta(("" if self._drops_body else self._body) + text)
         builder = MessageBuilder()
         for event in events:
             builder.add(self._delta(event))
@@ -87,7 +89,7 @@ class ResponseTemplateParser:
         body, self._body = self._body, ""
         read = [_call(each) for each in (value if isinstance(value, list) else [value])]
         if any(name not in self._tool_names for name, _ in read):
-            return AnswerDelta(body)
+            return AnswerDelta("" if self._drops_body else body)
         builder = MessageBuilder()
         for name, arguments in read:
             index, self._num_read_calls = self._num_read_calls, self._num_read_calls + 1

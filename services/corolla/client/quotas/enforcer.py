@@ -263,7 +263,7 @@ class QuotaEnforcer:
                 self._refused_until_s[take.tenant] = self._now_s() + refusal.retry_after_s
             raise
         self._metrics.local_quota_takes.inc()
-        held = self._held_here(take.tenant)
+        held = self._held_here(take.tenant, except_of=take.request_id)
         self._share.take(take.tenant, take.uses, held, self._now_s(), self._num_takers)
 
     async def _sent(self, takes: Iterable[pb.QuotaTake]) -> bool:
@@ -288,11 +288,11 @@ class QuotaEnforcer:
         self._num_takers = max(1, answer.num_takers)
         return True
 
-    def _held_here(self, tenant: str) -> Counter[str]:
-        """The amounts by quota that a tenant's requests hold in this client service."""
+    def _held_here(self, tenant: str, except_of: str) -> Counter[str]:
+        """The amounts by quota that a tenant's requests hold in this client service, except for one of them."""
         held: Counter[str] = Counter()
-        for each in self._running.values():
-            if each.tenant == tenant:
+        for request_id, each in self._running.items():
+            if each.tenant == tenant and request_id != except_of:
                 held.update(each.held)
         return held
 
@@ -355,6 +355,11 @@ class Allowance:
     tenant: str
     request_id: str
     limits: TenantLimits
+
+    async def take_reserved(self, num_reserved_tokens: int) -> None:
+        """Reserves another number of tokens for the request than before. Raises QuotaExceeded."""
+        uses = self.limits.uses({"reserved_tokens": num_reserved_tokens}, must_fit=True)
+        await self.enforcer.take_more(self.tenant, self.request_id, uses)
 
     async def take_prompt(self, num_prompt_tokens: int, num_reserved_tokens: int) -> None:
         """Counts a prompt's tokens, and reserves the most tokens that the request may have. Raises QuotaExceeded."""

@@ -36,6 +36,7 @@ class NoChain:
         self._num_drafted = num_drafted
 
     has_unread_tokens = False
+    is_full = False
 
     async def prefill(self, token_ids: Sequence[int], reader: TokenReader) -> None:
         self._choose(reader)
@@ -51,13 +52,19 @@ class NoChain:
         return reader.read(SampledToken(self._dice.randrange(4, VOCABULARY_SIZE), -1.0, ((5, -1.0), (6, -2.0))))
 
 
+async def no_growth(session: ChainSession) -> bool:
+    raise AssertionError("no session is full here")
+
+
 async def token_seconds(stop: Sequence[str], session: NoChain, counts: list[tuple[int, int]]) -> list[float]:
     """Processor time between what each round of an answer brings and the next."""
     answer = Answer(TOKENIZER, PROMPT, StopDecider(max_new_tokens=NUM_TOKENS), stop)
     stamps: list[float] = []
     chain = cast(ChainSession, session)
     reader = AnswerReader(answer, time.monotonic())
-    deltas = generate(chain, answer, reader, partial(chain.prefill, PROMPT), lambda *each: counts.append(each))
+    deltas = generate(
+        chain, answer, reader, partial(chain.prefill, PROMPT), no_growth, lambda *each: counts.append(each)
+    )
     num_tokens = 0
     async for together in deltas:
         stamps.append(time.process_time())
@@ -90,7 +97,8 @@ async def test_tokens_that_are_at_hand_are_read_together() -> None:
     answer = Answer(TOKENIZER, PROMPT, StopDecider(max_new_tokens=13), ())
     chain = cast(ChainSession, Ahead(0))
     reader = AnswerReader(answer, time.monotonic())
-    together = [len(deltas) async for deltas in generate(chain, answer, reader, partial(chain.prefill, PROMPT), print)]
+    prefill = partial(chain.prefill, PROMPT)
+    together = [len(deltas) async for deltas in generate(chain, answer, reader, prefill, no_growth, print)]
     # The first token never waits for others.
     assert together == [1, 5, 5, 2]
 

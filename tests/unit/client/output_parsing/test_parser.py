@@ -210,3 +210,52 @@ def test_any_arguments_come_back(calls: CallFormat, arguments: list[dict[str, An
 @given(answer=st.text())
 def test_without_formats_an_answer_is_its_text(answer: str) -> None:
     assert read(None, *answer, reasoning=None) == AnswerDelta(text=answer)
+
+
+CALLED: dict[str, tuple[CallFormat, list[str]]] = {
+    "hermes": (HERMES, ["<tool_call>\n", '{"name": "now", "arguments": {"a": [1]}}', "\n</tool_call>", "\n"]),
+    "llama": (LLAMA, ["<|python_tag|>", '{"name": "now", "parameters": {"a": [1]}}', "; "]),
+    "mistral": (MISTRAL, ["[TOOL_CALLS] [", '{"name": "now", "arguments": {"a": [1]}}', ", "]),
+    "mistral-v11": (MISTRAL_V11, ["[TOOL_CALLS]", 'now[ARGS]{"a": [1]}']),
+}
+
+
+def cut(calls: CallFormat | None, text: str, step: int = 1, **options: Any) -> AnswerDelta:
+    """The result of a parser for an answer that is cut off behind this text."""
+    parser = MarkupParser(calls, options.pop("reasoning", THINK), NAMES, "id{}".format, **options)
+    deltas = [parser.push(text[start : start + step]) for start in range(0, len(text), step)]
+    return joined_deltas([*deltas, parser.finish(is_cut=True)])
+
+
+@pytest.mark.parametrize("name", CALLED)
+@pytest.mark.parametrize("step", [1, 7, 1000])
+def test_an_answer_of_calls_has_no_text_wherever_it_is_cut_off(name: str, step: int) -> None:
+    calls, parts = CALLED[name]
+    answer = "".join(parts + ([] if calls.separator == ";" or calls.is_list else parts[:2]))
+    answer += "".join(parts[1:2]) if calls.separator else ""
+    for length in range(len(answer) + 1):
+        found = cut(calls, answer[:length], step, has_text=False)
+        assert (found.text, found.reasoning) == ("", ""), answer[:length]
+        assert all('{"a": [1]}'.startswith(call.arguments) for call in found.calls)
+
+
+@pytest.mark.parametrize("name", CALLED)
+@pytest.mark.parametrize("step", [1, 1000])
+def test_text_before_a_call_that_is_cut_off_stays(name: str, step: int) -> None:
+    calls, parts = CALLED[name]
+    for length in range(len(calls.opening) // 2 + 1, len("".join(parts[:2]))):
+        found = cut(calls, "Let me see. " + "".join(parts[:2])[:length], step)
+        assert found.text.rstrip() == "Let me see.", length
+    for text in ("a <", "5 < 6 [", "{", '{"city": "Rome"'):
+        assert cut(calls, text, step).text == text
+
+
+def test_reasoning_that_is_cut_off_has_no_markup() -> None:
+    assert cut(HERMES, "<thi") == AnswerDelta()
+    found = cut(HERMES, "<think>Hm.</thi")
+    assert (found.reasoning, found.text) == ("Hm.", "")
+    assert cut(None, "<think>a <").reasoning == "a <"
+
+
+def test_what_a_model_itself_ended_stays_text() -> None:
+    assert read(HERMES, "<tool_call>\n").text == "<tool_call>\n"
