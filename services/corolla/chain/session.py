@@ -132,7 +132,7 @@ class ChainSession(OpenSequences):
 
     @property
     def num_reserved_tokens(self) -> int:
-        """For how many tokens hops have room."""
+        """The number of tokens for which hops have room."""
         return self._binding.open_options.max_tokens
 
     @property

@@ -292,7 +292,7 @@ class MarkupParser:
             return 0
         if self._state in (State.LIST, State.CALL):
             key = _FIRST_KEY.match(held.lstrip())
-            # Without an opening, an object that has no key yet may be text.
+            # An object without an opening, and without a key yet, may be text.
             return 0 if self._call_at > len(held) - len(held.lstrip()) or key is not None else len(held)
         marks = [calls.opening, calls.closing] if calls is not None else []
         if self._state is State.BEGINNING and reasoning is not None:
@@ -345,7 +345,7 @@ class MarkupParser:
 
 
 def _num_begun(text: str, mark: str) -> int:
-    """With how many characters of the mark, but not all, the text ends."""
+    """The number of the mark's first characters, but not all of them, with which the text ends."""
     longest = min(len(mark) - 1, len(text))
     return next((count for count in range(longest, 0, -1) if text.endswith(mark[:count])), 0)
 
