@@ -88,7 +88,7 @@ async def test_answers_without_a_limit_do_not_refuse_callers_that_fit(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Just as many answers begin as with a limit of 256. They all end, and none before it has as many tokens."""
-    monkeypatch.setattr(answering, "_GROWTH_PATIENCE_S", 0.5)
+    monkeypatch.setattr(answering, "GROWTH_PATIENCE_S", 0.5)
     async with swarm.connect() as client:
         num_pages = min(each.num_pages for each in await swarm.statuses())
         num_layers = 3

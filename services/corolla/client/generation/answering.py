@@ -61,7 +61,7 @@ _NUM_THREADS: Final = 4
 _FIRST_TOKENS: Final = 256
 """The tokens for which an answer without a limit reserves pages at first, and the fewest that it asks for later: with
 pages for the rest of its context, it would refuse others, and most answers are short."""
-_GROWTH_PATIENCE_S: Final = 30.0
+GROWTH_PATIENCE_S: Final = 30.0
 _GROWTH_INTERVAL_S: Final = 0.5
 _DRAFT_SOURCES: Final = {
     SpeculationMode.PROMPT_LOOKUP: blocks_pb2.Drafts.SOURCE_PROMPT_LOOKUP,
@@ -144,7 +144,7 @@ class _Room:
         Returns False if there is no more room.
         """
         clock = asyncio.get_running_loop().time
-        give_up_s = clock() + _GROWTH_PATIENCE_S
+        give_up_s = clock() + GROWTH_PATIENCE_S
         held = session.num_reserved_tokens
         while True:
             sizes = await self._sizes_within_quota(index, session.growth_sizes(self._num_prompt_tokens, _FIRST_TOKENS))
