@@ -120,7 +120,7 @@ def build_cut(
 
     def cut(model: PreTrainedModel) -> None:
         cut_to(model)
-        replace_packed(model, layouts, dtype)
+        replace_packed(model, layouts, dtype, device)
 
     empty = functools.partial(without_weights, cut_class(model_class, cut_to), config)
     with checkpoint.open_tensors(names, dtype) as tensors:

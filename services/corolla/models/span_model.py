@@ -317,7 +317,7 @@ def make_span(
     device = torch.device(device)
     names = span_tensors(checkpoint, span)
     layouts = layouts_of(checkpoint, names, quantization, device, functools.partial(empty_span, checkpoint, span))
-    config, cut = _cut_class_of(checkpoint, span, layouts, dtype)
+    config, cut = _cut_class_of(checkpoint, span, layouts, dtype, device)
     base = make_up(cut, config, dtype=dtype, attention="sdpa")
     make_up_packed(base)
     return _finished(cast(Any, base).to(device), span, checkpoint.family, quantization)
@@ -342,18 +342,18 @@ def weight_types(checkpoint: Checkpoint, quantization: str) -> tuple[list[str], 
 
 def empty_span(checkpoint: Checkpoint, span: Span) -> PreTrainedModel:
     """The span's model without weights, on the meta device."""
-    config, cut = _cut_class_of(checkpoint, span, {}, torch.float32)
+    config, cut = _cut_class_of(checkpoint, span, {}, torch.float32, torch.device("cpu"))
     return without_weights(cut, config)
 
 
 def _cut_class_of(
-    checkpoint: Checkpoint, span: Span, layouts: Mapping[str, Layout], dtype: torch.dtype
+    checkpoint: Checkpoint, span: Span, layouts: Mapping[str, Layout], dtype: torch.dtype, device: torch.device
 ) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
     config = copy.deepcopy(checkpoint.config)
 
     def cut(base: PreTrainedModel) -> None:
         _cut_to_span(base, family=checkpoint.family, span=span)
-        replace_packed(base, layouts, dtype)
+        replace_packed(base, layouts, dtype, device)
 
     return config, cut_class(model_class_of(AutoModel, config), cut)
 

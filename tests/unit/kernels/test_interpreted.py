@@ -33,6 +33,15 @@ def test_kernels_compute_what_they_are_for_and_no_row_depends_on_the_others() ->
     interpret("kernels", "not full")
 
 
+def test_packed_weights_are_the_numbers_of_a_processor() -> None:
+    interpret("packed", "not full")
+
+
+@pytest.mark.full
+def test_products_with_packed_weights_of_every_layout() -> None:
+    interpret("packed", "full")
+
+
 @pytest.mark.full
 def test_attention_over_pages_of_every_kind() -> None:
     interpret("kernels", "full")

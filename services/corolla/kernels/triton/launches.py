@@ -80,7 +80,7 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _precision(dtype: torch.dtype) -> str:
+def precision(dtype: torch.dtype) -> str:
     """How products take float32: in full, not cut to TF32. Half precision has one way only."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
@@ -209,7 +209,7 @@ def attend(
     shape: dict[str, Any] = {
         "NUM_HEADS": num_heads, "NUM_KEY_HEADS": num_key_heads, "HEAD": head,
         "HEAD_BLOCK": max(_LEAST_SIDE, power_of_two(head)), "GROUP": group, "BLOCK": block, "PAGE": page,
-        "HAS_WINDOW": window is not None, "HAS_SOFTCAP": softcap is not None, "PRECISION": _precision(query.dtype),
+        "HAS_WINDOW": window is not None, "HAS_SOFTCAP": softcap is not None, "PRECISION": precision(query.dtype),
     }  # fmt: skip
     if tables.max_queries == 1:
         splits = max(1, min(width, _PROGRAMS // (num_rows * num_key_heads)))
@@ -257,7 +257,7 @@ def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         device_code.multiply, (-(-num_rows // height) * -(-num_outputs // width),),
         rows, weight, out, out if bias is None else bias, num_rows, num_outputs, num_inputs,
         BM=height, BN=width, BK=depth, GM=8, HAS_BIAS=bias is not None, EVEN_K=num_inputs % depth == 0,
-        PRECISION=_precision(rows.dtype), num_warps=warps, num_stages=stages,
+        PRECISION=precision(rows.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 

@@ -10,6 +10,7 @@ from torch import nn
 from corolla.chassis.errors import SettingsError
 from corolla.chassis.weight_formats import PACKED
 from corolla.kernels.layouts import Layout
+from corolla.kernels.triton.availability import missing
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.gguf.header import PLAIN_TYPES
 from corolla.models.packed.modules import fill_packed
@@ -52,10 +53,10 @@ def layouts_of(
             f"COROLLA_QUANTIZATION={PACKED!r} is for GGUF files and for weights of {', '.join(_METHODS)}, and "
             f"{checkpoint.name} has none; set it to none, int8 or int4."
         )
-    if device.type != "cpu":
+    if device.type != "cpu" and (reason := missing() if device.type == "cuda" else "it has no kernels") is not None:
         raise SettingsError(
-            f"COROLLA_QUANTIZATION={PACKED!r} runs on processors only, not on {device.type}; set it to none, which "
-            "expands the weights."
+            f"COROLLA_QUANTIZATION={PACKED!r} does not work on {device.type}: {reason}. Set it to none, which expands "
+            "the weights."
         )
     found: Mapping[str, Layout | None] = {}
     if checkpoint.gguf is not None:

@@ -1,4 +1,4 @@
-"""Layers that keep their weights packed as in the file. All tensors are on the CPU."""
+"""Layers that keep their weights packed as in the file, on a CPU or a GPU."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Self, cast
@@ -19,10 +19,11 @@ _SCALE: Final = "scalar_embed_scale"
 
 
 class PackedLinear(nn.Module):
-    """Computes `x W^T + b` as `nn.Linear` does, with weights that stay packed; for CPUs.
+    """Computes `x W^T + b` as `nn.Linear` does, with weights that stay packed.
 
-    Rows are multiplied in float32, and the result is rounded to the rows' dtype. Where the processor has instructions
-    for bfloat16, rows in bfloat16 are multiplied by these, with float32 sums.
+    On a CPU, rows are multiplied in float32, and the result is rounded to the rows' dtype. Where the processor has
+    instructions for bfloat16, rows in bfloat16 are multiplied by these, with float32 sums. A GPU rounds the weights to
+    the rows' dtype, and multiplies with float32 sums.
 
     Args:
         in_features: the size of the input.
@@ -80,8 +81,15 @@ class PackedLinear(nn.Module):
         return self.out_features, self.in_features
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Multiplies `rows`, `[..., in]` on the CPU; returns `[..., out]` in the same dtype."""
-        return multiplied(self.layout, rows, cast(Tensor, self.panels), self.out_features, self.bias, self.order)
+        """Multiplies `rows`, `[..., in]` on the device of the weights; returns `[..., out]` in the same dtype."""
+        panels = cast(Tensor, self.panels)
+        if panels.device.type == "cpu":
+            return multiplied(self.layout, rows, panels, self.out_features, self.bias, self.order)
+        from corolla.kernels.triton.packed_launches import multiply_packed
+
+        flat = rows.reshape(-1, self.in_features)
+        product = multiply_packed(self.layout, flat, panels, self.out_features, self.bias, self.order)
+        return product.view(*rows.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, layout={self.layout.name}"
@@ -125,16 +133,17 @@ class PackedEmbedding(nn.Module):
         Raises:
             IndexError: an id is not within the table.
         """
-        flat = token_ids.reshape(-1)
-        if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < self.num_embeddings:
+        flat, panels = token_ids.reshape(-1), cast(Tensor, self.panels)
+        if bool(((flat < 0) | (flat >= self.num_embeddings)).any()):
             raise IndexError(f"a token id is not within 0:{self.num_embeddings}")
-        rows = (
-            kernel_of(self.layout, self.dtype)
-            .expand(flat, cast(Tensor, self.panels), self.embedding_dim)
-            .to(self.dtype)
-        )
+        if panels.device.type == "cpu":
+            rows = kernel_of(self.layout, self.dtype).expand(flat, panels, self.embedding_dim).to(self.dtype)
+        else:
+            from corolla.kernels.triton.packed_launches import expand_packed
+
+            rows = expand_packed(self.layout, flat, panels, self.dtype)
         if self.scale != 1.0:
-            rows *= torch.tensor(self.scale, dtype=self.dtype)
+            rows *= torch.tensor(self.scale, dtype=self.dtype, device=rows.device)
         return rows.reshape(*token_ids.shape, self.embedding_dim)
 
     def extra_repr(self) -> str:
@@ -153,19 +162,20 @@ def can_be_packed(module: nn.Module) -> bool:
     return type(module) in (nn.Linear, nn.Embedding) or (isinstance(module, nn.Embedding) and hasattr(module, _SCALE))
 
 
-def replace_packed(root: nn.Module, layouts: Mapping[str, Layout], dtype: torch.dtype) -> None:
-    """Replaces layers whose weights are packed by packed layers without weights, and compiles their kernels.
+def replace_packed(root: nn.Module, layouts: Mapping[str, Layout], dtype: torch.dtype, device: torch.device) -> None:
+    """Replaces layers whose weights are packed by packed layers without weights; for a CPU it compiles their kernels.
 
     Args:
         root: the model, on any device, including the meta device.
         layouts: maps names of weights in `root` to their layouts; `can_be_packed` must be true for the weights' layers.
         dtype: the dtype of hidden states.
+        device: where the model will be computed.
 
     Raises:
         CheckpointError: the number of a layer's columns is not a multiple of the columns of a block in its layout.
         StartupError: this machine cannot multiply by packed weights.
     """
-    for layout in set(layouts.values()):
+    for layout in set(layouts.values()) if device.type == "cpu" else ():
         kernel_of(layout, dtype)
     for name, layout in layouts.items():
         path = name.removesuffix(".weight")

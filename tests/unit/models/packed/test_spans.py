@@ -135,7 +135,7 @@ def test_other_checkpoints_and_devices_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="COROLLA_QUANTIZATION='packed' is for GGUF files and"):
         load_span(Checkpoint.from_pretrained(str(folder)), Span(0, 1), dtype=torch.float32, quantization="packed")
     checkpoint = file_of(tmp_path)
-    with pytest.raises(SettingsError, match="not on cuda"):
+    with pytest.raises(SettingsError, match="does not work on cuda: triton is not installed"):
         load_span(checkpoint, Span(0, 1), dtype=torch.float32, device="cuda", quantization="packed")
 
 
@@ -152,7 +152,7 @@ def test_layers_narrower_than_a_block_are_refused_before_anything_is_multiplied(
     root = nn.ModuleDict({"one": nn.Linear(64, 32), "other": nn.Embedding(8, 288)})
     for name in root:
         with pytest.raises(CheckpointError, match="whose blocks have 256 columns"):
-            replace_packed(root, {f"{name}.weight": LAYOUTS["Q4_K"]}, torch.float32)
+            replace_packed(root, {f"{name}.weight": LAYOUTS["Q4_K"]}, torch.float32, torch.device("cpu"))
 
 
 def test_packed_and_expanded_servers_share_no_chain(tmp_path: Path) -> None:

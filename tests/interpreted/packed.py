@@ -1,0 +1,100 @@
+"""Packed weights of each layout: every weight bit for bit, and no row of a product depends on the others."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from corolla.kernels.layouts import LAYOUTS, Layout, Scale, group_layout
+from corolla.kernels.products import kernel_of
+from corolla.kernels.repacking import Numbers, repack_numbers
+from corolla.kernels.triton.launches import multiply
+from corolla.kernels.triton.packed_launches import expand_packed, multiply_packed
+from tests.interpreted.ordered_products import install
+from tests.tiers import quick
+
+NUM_OUTPUTS, NUM_COLUMNS = 72, 512
+GROUPS = [
+    group_layout(size, scale, has_zeros=has_zeros)
+    for size, scale in ((128, Scale.FLOAT16), (64, Scale.BFLOAT16), (32, Scale.FLOAT32))
+    for has_zeros in (False, True)
+]
+TYPES = [*LAYOUTS.values(), *(layout for layout in GROUPS if layout is not None)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_order() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch)
+        yield
+
+
+def drawn_panels(layout: Layout, num_rows: int = NUM_OUTPUTS) -> Tensor:
+    """Panels of arbitrary numbers and scales, of which every part of a block has all its values."""
+    source = torch.Generator().manual_seed(1)
+    num_blocks = NUM_COLUMNS // layout.block_weights
+    dtype = {Scale.FLOAT16: torch.float16, Scale.BFLOAT16: torch.bfloat16, Scale.FLOAT32: torch.float32}[layout.scale]
+
+    def whole(least: int, end: int, columns: int, kind: torch.dtype = torch.int8) -> Tensor:
+        return torch.randint(least, end, (num_rows, columns), generator=source).to(kind)
+
+    def small(kind: torch.dtype) -> Tensor:
+        return torch.randn(num_rows, num_blocks, generator=source).div(64).to(kind)
+
+    has_sub, per_block = layout.has_sub_scales, layout.units * layout.scales_per_unit
+    numbers = Numbers(
+        whole(0, 1 << layout.bits, NUM_COLUMNS, torch.uint8),
+        small(dtype),
+        minima=small(torch.float16) if layout.has_minimum else None,
+        sub_scales=whole(-128 if layout.is_centred else 0, 64, num_blocks * per_block) if has_sub else None,
+        sub_minima=whole(0, 64, num_blocks * layout.units) if has_sub and layout.has_minimum else None,
+        zeros=whole(-8, 8, num_blocks) if layout.has_zeros else None,
+    )
+
+    def read(first: int, end: int) -> Numbers:
+        parts: dict[str, Any] = {name: getattr(numbers, name) for name in Numbers.__slots__}
+        return Numbers(**{name: part[first:end] for name, part in parts.items() if part is not None})
+
+    return repack_numbers(read, num_rows, NUM_COLUMNS, layout)
+
+
+def weights_of(layout: Layout, panels: Tensor) -> Tensor:
+    return kernel_of(layout).expand(torch.arange(NUM_OUTPUTS), panels, NUM_COLUMNS)
+
+
+@pytest.mark.parametrize("layout", TYPES, ids=lambda layout: layout.name)
+def test_weights_have_the_bits_that_they_have_on_a_processor(layout: Layout) -> None:
+    panels = drawn_panels(layout)
+    row_ids = torch.randperm(NUM_OUTPUTS, generator=torch.Generator().manual_seed(2))[:19]
+    expected = weights_of(layout, panels)[row_ids]
+    assert torch.equal(expand_packed(layout, row_ids, panels, torch.float32), expected)
+    assert torch.equal(expand_packed(layout, row_ids, panels, torch.float16), expected.half())
+
+
+CASES = [(layout, torch.float16) for layout in TYPES] + [(LAYOUTS["Q6_K"], torch.float32)]
+
+
+@pytest.mark.parametrize(
+    "case", quick(CASES, CASES[0], CASES[-1]), ids=lambda case: f"{case[0].name}, {str(case[1]).removeprefix('torch.')}"
+)
+def test_a_product_has_the_bits_of_the_product_of_expanded_weights(case: tuple[Layout, torch.dtype]) -> None:
+    layout, dtype = case
+    panels = drawn_panels(layout)
+    source = torch.Generator().manual_seed(3)
+    rows = torch.randn(70, NUM_COLUMNS, generator=source).to(dtype)
+    bias = torch.randn(NUM_OUTPUTS, generator=source).to(dtype)
+    expanded = weights_of(layout, panels).to(dtype)
+    whole = multiply_packed(layout, rows, panels, NUM_OUTPUTS, bias)
+    assert torch.equal(whole, multiply(rows, expanded, bias))
+    for start, end in ((0, 1), (3, 33), (20, 70)):
+        assert torch.equal(multiply_packed(layout, rows[start:end], panels, NUM_OUTPUTS, bias), whole[start:end])
+    order = torch.randperm(NUM_COLUMNS, generator=source)
+    shuffled = torch.empty_like(rows).index_copy_(1, order, rows)
+    assert torch.equal(multiply_packed(layout, shuffled[:2], panels, NUM_OUTPUTS, bias, order.int()), whole[:2])
+
+
+def test_rows_of_another_length_are_refused() -> None:
+    with pytest.raises(ValueError, match="do not fit"):
+        multiply_packed(LAYOUTS["Q4_0"], torch.ones(1, NUM_COLUMNS + 32), drawn_panels(LAYOUTS["Q4_0"]), NUM_OUTPUTS)
