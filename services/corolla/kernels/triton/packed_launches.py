@@ -10,7 +10,7 @@ from corolla.kernels.triton import packed_code
 from corolla.kernels.triton.launches import launch, precision
 
 _SCALES: Final = {Scale.FLOAT16: torch.float16, Scale.BFLOAT16: torch.bfloat16, Scale.FLOAT32: torch.float32}
-# For calls of up to so many rows: the tile's rows and outputs, the units of one round, and warps.
+# A tile of a call of up to so many rows has these rows and outputs, units of one round, and warps.
 _TILES: Final = ((16, (16, 64, 4, 4)), (32, (32, 64, 4, 4)), (64, (64, 64, 4, 4)))
 _LARGEST_TILE: Final = (128, 128, 2, 8)
 _EXPANDED_ROWS: Final = 16
