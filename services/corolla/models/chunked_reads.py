@@ -32,27 +32,48 @@ class ChunkedTensor:
 
     Attributes:
         dtype: the argument `dtype`; it may be changed before the tensor is read.
+        is_deferred: whether indexing a large matrix reads nothing, since `device_reads` reads it later. The result then
+            has the right shape and dtype, and all its elements are one number in memory.
+        address: the address of that number; None before it exists.
     """
 
     def __init__(self, stored: Any, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        self.is_deferred = False
+        self.address: int | None = None
         self._stored = stored
+        self._stand_in: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of a tensor that tells it, else an empty one."""
+        return tuple(self._stored.get_shape()) if hasattr(self._stored, "get_shape") else ()
+
+    def rows(self, start: int, end: int) -> Tensor:
+        """Reads rows `[start, end)`, in the file's dtype, on the CPU."""
+        rows: Tensor = self._stored[start:end]
+        return rows
 
     def __getitem__(self, index: Any) -> Tensor:
         """Reads the numbers at `index`, on the CPU, in the shape of a torch tensor that is indexed in the same way.
 
         A large matrix gets the dtype of the attribute `dtype`, any other tensor keeps that of the file.
         """
-        shape = tuple(self._stored.get_shape()) if hasattr(self._stored, "get_shape") else ()
+        shape = self.shape
         num_bytes = math.prod(shape) * torch.float32.itemsize
         if len(shape) < 2 or num_bytes <= CHUNK_BYTES:
             whole: Tensor = self._stored[index]
             return whole
+        if self.is_deferred:
+            if self._stand_in is None:
+                self._stand_in = torch.zeros((), dtype=self.dtype)
+                self.address = self._stand_in.untyped_storage().data_ptr()
+            return self._stand_in.expand(shape)[index]
         num_rows = max(1, shape[0] * CHUNK_BYTES // num_bytes)
         read = torch.empty(shape, dtype=self.dtype)
         for start in range(0, shape[0], num_rows):
             end = min(start + num_rows, shape[0])
-            read[start:end] = self._stored[start:end]
+            read[start:end] = self.rows(start, end)
         return read[index]
 
 

@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from corolla.chassis.errors import CheckpointError
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.chunked_reads import ChunkedTensor
+from corolla.models.device_reads import read_deferred
 from corolla.models.families import Family, recurrent_layers
 from corolla.models.leftovers import refuse_leftovers
 from corolla.models.loading import LOADING
@@ -33,6 +34,7 @@ PER_LAYER_LISTS = (
     "layer_rope_theta",
     "num_attention_heads_per_layer",
 )
+_CPU: Final = torch.device("cpu")
 LAYER_INDEX_NAMES = ("layer_idx", "layer_id")
 # The standard deviation of random weights; most families are initialised with it.
 _SPREAD: Final = 0.02
@@ -72,8 +74,14 @@ def build(
     *,
     dtype: torch.dtype,
     attention: str,
+    device: torch.device = _CPU,
+    when_read: Callable[[nn.Module], None] = lambda module: None,
 ) -> PreTrainedModel:
     """Builds a model on the meta device and fills it with `tensors`.
+
+    Args:
+        device: where the model shall lie. On another device than a CPU, large tensors are read straight to it.
+        when_read: see `read_deferred`; not called where the device is a CPU.
 
     Raises:
         CheckpointError: the tensors do not fill the model exactly, or some are left over.
@@ -81,8 +89,8 @@ def build(
     try:
         with _quietly():
             chunked = {name: ChunkedTensor(stored, dtype) for name, stored in tensors.items()}
-            widening = cut_class(model_class, functools.partial(_widen, chunked=chunked, dtype=dtype))
-            model, report = _fill(widening, config, chunked, dtype, attention)
+            prepare = functools.partial(_prepare, chunked=chunked, dtype=dtype, device=device)
+            model, report = _fill(cut_class(model_class, prepare), config, chunked, dtype, attention)
     except RuntimeError as error:
         raise CheckpointError(
             f"The weights of {checkpoint.name} do not fit its config.json; fetch the checkpoint again."
@@ -93,7 +101,10 @@ def build(
             f"{checkpoint.name} lacks {len(missing)} tensors, {missing[0]} among them; fetch the checkpoint again."
         )
     refuse_leftovers(checkpoint.name, str(config.model_type), report["unexpected_keys"], ignored_names(model_class))
-    return cast(PreTrainedModel, model.eval().requires_grad_(False))
+    model.eval().requires_grad_(False)
+    if device != _CPU:
+        read_deferred(model, chunked.values(), device, when_read)
+    return model
 
 
 def ignored_names(model_class: type[PreTrainedModel]) -> frozenset[str]:
@@ -112,10 +123,11 @@ def build_cut(
     device: torch.device,
     quantization: str,
     attention: str = "sdpa",
+    when_read: Callable[[nn.Module], None] = lambda module: None,
 ) -> PreTrainedModel:
     """Builds a cut model and fills it with the tensors `names`, some of which may stay packed.
 
-    Raises as `build` does.
+    See `build` for `when_read` and for what is raised.
     """
 
     def cut(model: PreTrainedModel) -> None:
@@ -126,9 +138,25 @@ def build_cut(
     with checkpoint.open_tensors(names, dtype) as tensors:
         layouts = layouts_of(checkpoint, names, quantization, device, empty, tensors)
         expanded = {name: tensor for name, tensor in tensors.items() if name not in layouts}
-        model = build(checkpoint, cut_class(model_class, cut), config, expanded, dtype=dtype, attention=attention)
+        model = build(
+            checkpoint, cut_class(model_class, cut), config, expanded,
+            dtype=dtype, attention=attention, device=device, when_read=when_read,
+        )  # fmt: skip
         fill(model, checkpoint, layouts, names, tensors)
     return cast(PreTrainedModel, cast(Any, model).to(device))
+
+
+def _prepare(
+    model: PreTrainedModel, chunked: Mapping[str, ChunkedTensor], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Decides in which dtype and when each tensor is read."""
+    _widen(model, chunked, dtype)
+    if device == _CPU:
+        return
+    renamed = _renamed(model)
+    for stored, tensor in chunked.items():
+        # Where several tensors become one, transformers needs their numbers.
+        tensor.is_deferred = renamed(stored)[1] is None
 
 
 def _widen(model: PreTrainedModel, chunked: Mapping[str, ChunkedTensor], dtype: torch.dtype) -> None:
@@ -149,15 +177,18 @@ def _widen(model: PreTrainedModel, chunked: Mapping[str, ChunkedTensor], dtype: 
 
 def renaming(model: PreTrainedModel) -> Callable[[str], str]:
     """Returns a function that maps a tensor's name in the files, which may be an older name, to that in the model."""
+    renamed = _renamed(model)
+    return lambda stored: renamed(stored)[0]
+
+
+def _renamed(model: PreTrainedModel) -> Callable[[str], tuple[str, str | None]]:
+    """Like `renaming`, but adds which conversion makes the model's tensor of this one and others; None: none does."""
     conversions = get_model_conversion_mapping(model)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
     state = model.state_dict()
 
-    def name_of(stored: str) -> str:
-        return rename_source_key(stored, renamings, converters, model.base_model_prefix, state)[0]
-
-    return name_of
+    return lambda stored: rename_source_key(stored, renamings, converters, model.base_model_prefix, state)
 
 
 def make_up(

@@ -4,7 +4,7 @@ Only weights are quantised; hidden states, the KV cache and the data between hop
 keeps its class and gets another kind of tensor as its weight, so the family's own code runs as before.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 import torch
@@ -34,8 +34,27 @@ def quantize(model: nn.Module, quantization: str, kept: Collection[str] = ()) ->
         SettingsError: the quantisation does not support this dtype on this device.
         CheckpointError: most of the model's weights are not in linear layers.
     """
+    quantize_layer = quantizer(model, quantization, kept)
+    if quantize_layer is not None:
+        for module in model.modules():
+            quantize_layer(module)
+
+
+def quantizer(
+    model: nn.Module, quantization: str, kept: Collection[str] = (), device: torch.device | None = None
+) -> Callable[[nn.Module], None] | None:
+    """Returns a function that quantises a module of `model`, not its submodules, in place, if `quantize` would.
+
+    So a model can be quantised layer by layer while it is read. None: nothing would be quantised.
+
+    Args:
+        model: the model in its final dtype; its weights need not be read yet.
+        device: the device on which layers are quantised; None: that of the model.
+
+    Raises as `quantize` does.
+    """
     if quantization in ("none", PACKED):
-        return
+        return None
     modules = model.named_modules()
     layers = [each for path, each in modules if type(each) is nn.Linear and path.rpartition(".")[2] not in kept]
     num_weights = sum(parameter.numel() for parameter in model.parameters())
@@ -46,9 +65,15 @@ def quantize(model: nn.Module, quantization: str, kept: Collection[str] = ()) ->
             "with COROLLA_QUANTIZATION=none."
         )
     first = quantizable[0].weight
-    config = _config_of(quantization, first.dtype, first.device)
+    config = _config_of(quantization, first.dtype, device or first.device)
     chosen = set(map(id, quantizable))
-    _torchao().quantize_(model, config, filter_fn=lambda module, _name: id(module) in chosen)
+    library = _torchao()
+
+    def quantize_layer(module: nn.Module) -> None:
+        if id(module) in chosen:
+            library.quantize_(module, config, filter_fn=lambda each, _name: each is module)
+
+    return quantize_layer
 
 
 def stored_bytes(tensor: Tensor) -> int:

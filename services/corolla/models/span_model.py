@@ -30,7 +30,7 @@ from corolla.models.linear import TunedLinear, replace_linears, tune
 from corolla.models.long_rope import LongRope
 from corolla.models.packed.choice import layouts_of, types_of
 from corolla.models.packed.modules import make_up_packed, replace_packed
-from corolla.models.quantization import quantize, stored_bytes
+from corolla.models.quantization import quantize, quantizer, stored_bytes
 from corolla.wire.span import Span
 
 # This layer reads the cached latents of all tokens at every step, so an adapter cannot change it for new tokens only.
@@ -287,6 +287,7 @@ def load_span(
             f"0:{checkpoint.num_blocks}."
         )
     config = copy.deepcopy(checkpoint.config)
+    layer_by_layer = _LayerByLayer(quantization, checkpoint.family, device)
     base = build_cut(
         checkpoint,
         model_class_of(AutoModel, config),
@@ -297,8 +298,34 @@ def load_span(
         device=device,
         quantization=quantization,
         attention=attention,
+        when_read=layer_by_layer.quantize,
     )
+    if layer_by_layer.has_begun:
+        return SpanModel(base, span, checkpoint.family)
     return _finished(base, span, checkpoint.family, quantization)
+
+
+class _LayerByLayer:
+    """Quantises a model while it is read, so that the device never holds more than one layer that is not quantised.
+
+    Attributes:
+        has_begun: whether a layer was read.
+    """
+
+    def __init__(self, quantization: str, family: Family, device: torch.device) -> None:
+        self.has_begun = False
+        self._quantization = quantization
+        self._family = family
+        self._device = device
+        self._quantize_layer: Callable[[nn.Module], None] | None = None
+
+    def quantize(self, module: nn.Module) -> None:
+        """Quantises a module that has been read. The first one that is given is the whole model."""
+        if not self.has_begun:
+            self.has_begun = True
+            self._quantize_layer = quantizer(module, self._quantization, self._family.read_weights, self._device)
+        if self._quantize_layer is not None:
+            self._quantize_layer(module)
 
 
 def make_span(
