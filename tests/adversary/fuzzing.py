@@ -20,7 +20,7 @@ with atheris.instrument_imports(include=["corolla", "jinja2"]):
 
     from corolla.block_server.row_sampling import SessionSampler
     from corolla.cache import store as kv
-    from corolla.cache.transfer import TokenCopy, give_back, write_tokens
+    from corolla.cache.transfer import TokenCopy, forget_unsent, write_tokens
     from corolla.chassis.errors import CorollaError, InternalError, MalformedMessage, OutOfPages
     from corolla.client.text.template import Template
     from corolla.router.sessions import SessionRecords
@@ -91,7 +91,7 @@ class Handovers:
         layers = range(len(WINDOWS))
         with contextlib.suppress(MalformedMessage, OutOfPages):
             write_tokens(cache, layers, TokenCopy(position, num_tokens, firsts, payload))
-            give_back(cache, layers, firsts)
+            forget_unsent(cache, layers, firsts)
             assert cache.num_tokens == position + num_tokens
             for layer in layers:
                 for tensor in self._store.layer(layer):

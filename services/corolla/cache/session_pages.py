@@ -230,7 +230,7 @@ class SessionPages:
         num_whole = min(num_whole, len(text.hashes))
         for index in range(self._num_remembered, num_whole):
             for group, table in enumerate(self.tables):
-                if (page := table.page(index)) is not None:
+                if (page := table.whole_page(index)) is not None:
                     self.pool.add_prefix(PrefixKey(text.salt, text.hashes[index], group), page)
         self._num_remembered = max(self._num_remembered, num_whole)
 

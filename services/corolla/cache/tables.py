@@ -48,6 +48,7 @@ class PageTable:
         self._pool = pool
         self._rule = rule
         self._first = 0
+        self._num_forgotten = 0
         self._pages: list[int] = []
         self._runs: list[tuple[int, int, int]] | None = None
         self.num_promised = 0
@@ -69,19 +70,28 @@ class PageTable:
 
     @property
     def first_token(self) -> int:
-        """The position of the first token that is held."""
+        """The position of the first token of the first page that is held."""
         return self._first * self._pool.page_tokens
+
+    @property
+    def first_held_token(self) -> int:
+        """The position of the first token that is held. Its page may begin with tokens that were never held here."""
+        return max(self.first_token, self._num_forgotten)
 
     @property
     def min_position(self) -> int:
         """The lowest position after 0 from which this group lets the session continue."""
-        if not self._first or self._rule.window is None:
+        if not self.first_held_token or self._rule.window is None:
             return 0
-        return self.first_token + self._rule.window - 1
+        return self.first_held_token + self._rule.window - 1
 
     def num_written_pages(self, num_tokens: int) -> int:
         """The number of held pages among those of the first `num_tokens` tokens."""
         return max(0, self._pool.pages_for(num_tokens) - self._first)
+
+    def whole_page(self, index: int) -> int | None:
+        """Like `page`, but None also for a page that lacks its first tokens."""
+        return self.page(index) if index * self._pool.page_tokens >= self._num_forgotten else None
 
     def page(self, index: int) -> int | None:
         """The id of the session's page `index`; None if it was given back or not taken yet."""
@@ -103,7 +113,7 @@ class PageTable:
         Returns:
             The copies of shared pages to make before the new tokens are written.
         """
-        if position == 0 and self._first:
+        if position == 0 and self.first_held_token:
             self.clear()
         page_tokens = self._pool.page_tokens
         start, end = position // page_tokens, self._pool.pages_for(position + num_tokens)
@@ -142,6 +152,11 @@ class PageTable:
             self._first += num_gone
             self._runs = None
 
+    def forget_before(self, token: int) -> None:
+        """Notes that the tokens before this one are not held, and gives back the whole pages before it."""
+        self._num_forgotten = max(self._num_forgotten, token)
+        self.release_before(token)
+
     def clear(self) -> None:
         """Gives all pages back; the promise remains."""
         self._pool.release(self._pages)
@@ -150,7 +165,8 @@ class PageTable:
     def share(self, num_tokens: int) -> "PageTable":
         """Returns a table with the same pages for the first `num_tokens` tokens, and without a promise."""
         twin = PageTable(self._pool, self._rule)
-        twin._set(self._first, self._pages[: max(0, self._pool.pages_for(num_tokens) - self._first)])
+        held = self._pages[: max(0, self._pool.pages_for(num_tokens) - self._first)]
+        twin._set(self._first, held, self._num_forgotten)
         self._pool.share(twin._pages)
         return twin
 
@@ -165,7 +181,7 @@ class PageTable:
         start = end - self._first
         kept = self._pages[start : start + room] if start >= 0 else []
         self._pool.release(self._pages[:start] + self._pages[start + len(kept) :] if kept else self._pages)
-        self._set(twin._first, twin._pages + kept)
+        self._set(twin._first, twin._pages + kept, twin._num_forgotten)
         twin._set(0, [])
 
     def hold_cached(self, first: int, pages: list[int]) -> None:
@@ -232,5 +248,5 @@ class PageTable:
             del self._pages[num_held:]
             self._runs = None
 
-    def _set(self, first: int, pages: list[int]) -> None:
-        self._first, self._pages, self._runs = first, pages, None
+    def _set(self, first: int, pages: list[int], num_forgotten: int = 0) -> None:
+        self._first, self._pages, self._runs, self._num_forgotten = first, pages, None, num_forgotten

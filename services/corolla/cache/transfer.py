@@ -69,7 +69,7 @@ def read_tokens(
         raise ValueError("states are those of the newest token")
     store = cache.store
     first_tokens = tuple(
-        0 if layer in store.pageless else cache.tables[store.group_of(layer)].first_token for layer in layers
+        0 if layer in store.pageless else cache.tables[store.group_of(layer)].first_held_token for layer in layers
     )
     parts: list[Tensor] = []
     for layer, first in zip(layers, first_tokens, strict=True):
@@ -117,6 +117,7 @@ def write_tokens(cache: SessionCache, layers: range, copy: TokenCopy) -> None:
     cache.truncate(copy.position)
     if copy.num_tokens:
         cache.prepare(copy.position, copy.num_tokens)
+        _clear_unheld(cache, layers, copy)
         for target, source in _pieces(cache, layers, copy, payload):
             target.copy_(source.view(target.dtype).view(target.shape))
         cache.commit(copy.end)
@@ -161,15 +162,33 @@ def _are_finite(store: KVStore, layers: range, copy: TokenCopy, payload: Tensor)
     return True
 
 
-def give_back(cache: SessionCache, layers: range, first_tokens: Sequence[int]) -> None:
-    """Gives back the pages of tokens that the session no longer held on the sending server."""
+def _clear_unheld(cache: SessionCache, layers: range, copy: TokenCopy) -> None:
+    """Writes zeros over the tokens before the first one that was sent, as far as they lie on its page.
+
+    No token sees them, but attention multiplies their values by 0, which must not give NaN.
+    """
+    for layer, first in _paged_firsts(cache.store, layers, copy):
+        group = cache.store.group_of(layer)
+        start = max(first - first % cache.pool.page_tokens, cache.tables[group].first_token)
+        if copy.position <= first <= copy.end and start < first:
+            for tensor in cache.store.layer(layer):
+                for slot, count in cache.extents(first, start, group):
+                    tensor.narrow(0, slot, count).zero_()
+
+
+def forget_unsent(cache: SessionCache, layers: range, first_tokens: Sequence[int]) -> None:
+    """Gives back the pages of tokens that the session no longer held on the sending server, and notes their lack."""
     for layer, first in zip(layers, first_tokens, strict=True):
         if layer not in cache.store.pageless:
-            cache.tables[cache.store.group_of(layer)].release_before(first)
+            cache.tables[cache.store.group_of(layer)].forget_before(first)
 
 
 def _check_first_tokens(cache: SessionCache, layers: range, copy: TokenCopy) -> None:
-    """Checks that the layers of a group lack the same first tokens: whole pages, and only if the group has a window."""
+    """Checks that the layers of a group lack the same first tokens, and only if the group has a window.
+
+    Pages of the sending server may have another size, so the first token may lie within a page of this one. A part
+    that ends before the first token has nothing for the group; only the last part, with the states, must reach it.
+    """
     firsts: dict[int, int] = {}
     for layer, first in zip(layers, copy.first_tokens, strict=True):
         if layer in cache.store.pageless:
@@ -179,9 +198,9 @@ def _check_first_tokens(cache: SessionCache, layers: range, copy: TokenCopy) -> 
         group = cache.store.group_of(layer)
         if firsts.setdefault(group, first) != first:
             raise MalformedMessage("first_tokens", "layers with the same window hold the same tokens")
-        is_whole = first % cache.pool.page_tokens == 0 and first <= copy.end
-        if first and not (is_whole and cache.tables[group].has_window):
-            raise MalformedMessage("first_tokens", "tokens are missing that blocks look at, or parts of pages")
+        is_reached = first <= copy.end or not copy.has_states
+        if first and not (is_reached and cache.tables[group].has_window):
+            raise MalformedMessage("first_tokens", "tokens are missing that blocks look at")
 
 
 def _pieces(cache: SessionCache, layers: range, copy: TokenCopy, payload: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -10,7 +10,7 @@ from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import Peer
 from corolla.block_server.sessions import SessionTable
 from corolla.cache.store import SessionCache
-from corolla.cache.transfer import TokenCopy, give_back, write_tokens
+from corolla.cache.transfer import TokenCopy, forget_unsent, write_tokens
 from corolla.chassis.errors import ChecksumMismatch, CorollaError, InternalError, MalformedMessage, PositionGap
 from corolla.chassis.handlers import call_path
 from corolla.chassis.tasks import TaskGroup
@@ -108,6 +108,6 @@ class HandoverReceiver:
         write_tokens(cache, layers, copy)
         cache.blocks = blocks
         if control.is_last:
-            give_back(cache, layers, copy.first_tokens)
+            forget_unsent(cache, layers, copy.first_tokens)
             self._sessions.arrived(session, is_idle=control.is_idle)
         return cache.num_tokens
