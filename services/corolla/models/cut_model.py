@@ -34,7 +34,7 @@ PER_LAYER_LISTS = (
     "layer_rope_theta",
     "num_attention_heads_per_layer",
 )
-_CPU: Final = torch.device("cpu")
+CPU: Final = torch.device("cpu")
 LAYER_INDEX_NAMES = ("layer_idx", "layer_id")
 # The standard deviation of random weights; most families are initialised with it.
 _SPREAD: Final = 0.02
@@ -74,7 +74,7 @@ def build(
     *,
     dtype: torch.dtype,
     attention: str,
-    device: torch.device = _CPU,
+    device: torch.device = CPU,
     when_read: Callable[[nn.Module], None] = lambda module: None,
 ) -> PreTrainedModel:
     """Builds a model on the meta device and fills it with `tensors`.
@@ -102,7 +102,7 @@ def build(
         )
     refuse_leftovers(checkpoint.name, str(config.model_type), report["unexpected_keys"], ignored_names(model_class))
     model.eval().requires_grad_(False)
-    if device != _CPU:
+    if device != CPU:
         read_deferred(model, chunked.values(), device, when_read)
     return model
 
@@ -151,7 +151,7 @@ def _prepare(
 ) -> None:
     """Decides in which dtype and when each tensor is read."""
     _widen(model, chunked, dtype)
-    if device == _CPU:
+    if device == CPU:
         return
     renamed = _renamed(model)
     for stored, tensor in chunked.items():

@@ -24,11 +24,12 @@ class DeviceReader:
 
     Args:
         device: where the tensors shall lie.
+        is_pinned: whether the buffers are pinned; None: if the device is a GPU.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, is_pinned: bool | None = None) -> None:
         self._device = device
-        self._is_pinned = device.type == "cuda"
+        self._is_pinned = device.type == "cuda" if is_pinned is None else is_pinned
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * _NUM_BUFFERS
         self._copied: list[Any] = [None] * _NUM_BUFFERS
         self._next = 0
@@ -46,16 +47,12 @@ class DeviceReader:
             if self._copied[index] is not None:
                 self._copied[index].synchronize()
             rows = self._staged(index, tensor.rows(start, end))
-            self._place(target[start:end], rows.to(self._device, non_blocking=self._is_pinned))
+            # The dtype changes on the device, which is faster there and takes no memory of the host.
+            target[start:end].copy_(rows.to(self._device, non_blocking=self._is_pinned))
             if self._is_pinned:
                 self._copied[index] = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._copied[index].record()
         return target
-
-    @staticmethod
-    def _place(target: Tensor, rows: Tensor) -> None:
-        # The dtype changes on the device, which is faster there and takes no memory of the host.
-        target.copy_(rows)
 
     def _staged(self, index: int, rows: Tensor) -> Tensor:
         """The rows in a buffer from which the device can copy by itself; where it cannot, the rows as they are."""

@@ -1,5 +1,6 @@
 """Tensors that are read straight to a device are those that transformers would have read, and take no host memory."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def straight(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU is a device to which tensors are read straight, in chunks of a few rows."""
     monkeypatch.setattr(chunked_reads, "CHUNK_BYTES", 100)
     monkeypatch.setattr(device_reads, "BUFFER_BYTES", 1000)
-    monkeypatch.setattr(cut_model, "_CPU", torch.device("meta"))
+    monkeypatch.setattr(cut_model, "CPU", torch.device("meta"))
 
 
 def states(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -128,51 +129,53 @@ def test_a_stand_in_that_was_copied_does_not_pass_for_weights() -> None:
 
 @pytest.mark.usefixtures("straight")
 def test_a_pinned_buffer_is_not_filled_while_the_device_still_copies_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The doubles keep what a GPU would still have to copy, and check as torch does which memory is pinned."""
+    """The doubles do what a GPU would still have to do only when it is waited for; they check what torch checks."""
     numbers = torch.randn(100, 30).to(torch.bfloat16)
-    begun: list[tuple[Tensor, Tensor]] = []
+    work: list[Callable[[], object]] = []
     num_done = 0
-    pinned: set[int] = set()
+    num_pinned = 0
+
+    def do(num_works: int) -> None:
+        nonlocal num_done
+        for each in work[num_done:num_works]:
+            each()
+        num_done = max(num_done, num_works)
 
     class Event:
         def record(self) -> None:
-            self.num_begun = len(begun)
+            self.num_works = len(work)
 
         def synchronize(self) -> None:
-            nonlocal num_done
-            for target, source in begun[num_done : self.num_begun]:
-                target.copy_(source)
-            num_done = max(num_done, self.num_begun)
+            do(self.num_works)
+
+    class Pinned(torch.Tensor):
+        def to(self, *arguments: Any, **options: Any) -> Tensor:
+            assert (arguments, options) == ((CPU,), {"non_blocking": True})
+            source = self.as_subclass(torch.Tensor)
+            copied = torch.full_like(source, torch.nan)
+            work.append(lambda: copied.copy_(source))
+            return copied
+
+    class OnDevice(torch.Tensor):
+        def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:
+            assert type(source) is torch.Tensor, "the device reads no memory of the host"
+            target = self.as_subclass(torch.Tensor)
+            work.append(lambda: target.copy_(source))
+            return self
 
     def empty(*size: Any, pin_memory: bool = False, **options: Any) -> Tensor:
-        made = torch.zeros(*size, **options)
-        if pin_memory:
-            assert made.device.type == "cpu"
-            pinned.add(made.untyped_storage().data_ptr())
-        return made
+        nonlocal num_pinned
+        num_pinned += pin_memory
+        return torch.zeros(*size, **options).as_subclass(Pinned if pin_memory else OnDevice)
 
-    class Rows(torch.Tensor):
-        def to(self, *arguments: Any, **options: Any) -> Tensor:
-            assert options == {"non_blocking": True}
-            assert self.untyped_storage().data_ptr() in pinned
-            plain = self.as_subclass(torch.Tensor)
-            target = torch.full_like(plain, torch.nan)
-            begun.append((target, plain))
-            return target
-
-    reader = DeviceReader(CPU)
-    reader._is_pinned = True
-    staged = reader._staged
-    monkeypatch.setattr(reader, "_staged", lambda index, rows: staged(index, rows).as_subclass(Rows))
+    reader = DeviceReader(CPU, is_pinned=True)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(device_reads.torch, "empty", empty)
-    copied: list[Tensor] = []
-    monkeypatch.setattr(reader, "_place", lambda target, rows: copied.append(rows))
-    reader.read(deferred(numbers))
-    for event in reader._copied:
-        event.synchronize()
-    assert torch.equal(torch.cat(copied), numbers)
-    assert len(pinned) == 2
+    monkeypatch.setattr(torch, "empty", empty)
+    found = reader.read(deferred(numbers))
+    assert num_done < len(work), "nothing waits for the last copies"
+    do(len(work))
+    assert torch.equal(found.as_subclass(torch.Tensor), numbers.float())
+    assert num_pinned == 2
 
 
 def test_layers_are_quantised_one_by_one_as_together() -> None:
