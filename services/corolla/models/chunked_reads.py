@@ -50,7 +50,7 @@ class ChunkedTensor:
         return tuple(self._stored.get_shape()) if hasattr(self._stored, "get_shape") else ()
 
     def rows(self, start: int, end: int) -> Tensor:
-        """Reads rows `[start, end)`, in the file's dtype, on the CPU."""
+        """Reads rows `[start, end)` of the first dimension as `[end - start, ...]`, in the file's dtype, on the CPU."""
         rows: Tensor = self._stored[start:end]
         return rows
 

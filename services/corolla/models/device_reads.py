@@ -35,7 +35,7 @@ class DeviceReader:
         self._next = 0
 
     def read(self, tensor: ChunkedTensor) -> Tensor:
-        """Reads a deferred tensor: its own shape and dtype, on the device."""
+        """Reads a deferred tensor whole: `[rows, ...]` of its own shape, in its own dtype, on the device."""
         shape = tensor.shape
         target = torch.empty(shape, dtype=tensor.dtype, device=self._device)
         row_bytes = max(1, math.prod(shape[1:]) * torch.float32.itemsize)
