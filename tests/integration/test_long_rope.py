@@ -54,7 +54,7 @@ async def test_texts_that_become_long_are_those_of_the_unsplit_model(tmp_path: P
         unsplit.generate(prompt_of(length), NUM_NEW_TOKENS, sampling, ignore_eos=True).token_ids
         for length, sampling in streams
     ]
-    for chain in CHAINS:
+    for chain in CHAINS[::2]:
         async with swarm_of(tmp_path, model, chain) as swarm, swarm.connect() as client:
             for num_known in (0, 1):
                 answers = await asyncio.gather(
@@ -87,7 +87,7 @@ async def test_draft_tokens_do_not_go_beyond_the_short_factors(tmp_path: Path) -
     options: dict[str, Any] = {"max_tokens": 80, "ignore_eos": True, "logit_bias": {5: 20.0, 6: 20.0, 7: 20.0}}
     plainly = {"adaptive_drafts": False}
     async with swarm_of(tmp_path, model, CHAINS[1], client=plainly) as swarm, swarm.connect() as client:
-        for length in range(LONG_ROPE_LENGTH - 24, LONG_ROPE_LENGTH, 5):
+        for length in range(LONG_ROPE_LENGTH - 24, LONG_ROPE_LENGTH, 9):
             plain, drafted = await asyncio.gather(
                 client.generate(prompt_of(length), **options),
                 client.generate(prompt_of(length), speculation="prompt_lookup", **options),

@@ -14,6 +14,7 @@ from corolla.models.families import FAMILIES
 from tests.checkpoints import HIDDEN_SIZE, make_tiny_checkpoint
 from tests.integration.hf.models import ModelPair, draw_prompts, left_padding
 from tests.integration.hf.stacks import Stacks
+from tests.tiers import quick
 
 PROMPT = draw_prompts(1, 7)
 assert_near = partial(torch.testing.assert_close, atol=2e-4, rtol=2e-4)
@@ -25,7 +26,7 @@ def stacks() -> Iterator[Stacks]:
         yield running
 
 
-@pytest.fixture(scope="module", params=["bloom", "llama"])
+@pytest.fixture(scope="module", params=quick(["bloom", "llama"], "bloom"))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, stacks: Stacks) -> ModelPair:
     folder = make_tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param) / request.param)
     return ModelPair.load(folder, stacks.start(folder, ["0:3", "2:5", "0:2"]))

@@ -15,6 +15,7 @@ from corolla.wire.frames import MAX_PROMPT_BYTES
 from tests.checkpoints import HIDDEN_SIZE, make_tiny_checkpoint
 from tests.integration.hf.models import ModelPair, draw_prompts, left_padding
 from tests.integration.hf.stacks import Stacks
+from tests.tiers import quick
 
 NUM_BLOCKS = 5
 PROMPT = draw_prompts(1, 21)
@@ -29,7 +30,7 @@ CHAINS = {
 }
 
 
-@pytest.fixture(scope="module", params=CHAINS)
+@pytest.fixture(scope="module", params=quick(CHAINS, "llama", "bloom"))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, stacks: Stacks) -> ModelPair:
     return load(request.param, tmp_path_factory, stacks)
 
