@@ -12,7 +12,7 @@ The gate's quarter is chosen by the number of the commit, so four commits in a r
 import itertools
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any, Final
 
 import pytest
@@ -43,7 +43,7 @@ def quick(values: Iterable[Any], *kept: Any, kinds: Collection[Any] = ()) -> lis
     return [parameter(each) for each in cases]
 
 
-def covering(*factors: Sequence[Any], strength: int = 2) -> list[tuple[Any, ...]]:
+def covering(*factors: Iterable[Any], strength: int = 2) -> list[tuple[Any, ...]]:
     """Cases in which each pair of values of two factors occurs: what finds the mistakes of a product in fewer cases.
 
     Args:
@@ -54,13 +54,14 @@ def covering(*factors: Sequence[Any], strength: int = 2) -> list[tuple[Any, ...]
     def combinations(case: tuple[Any, ...]) -> set[tuple[tuple[int, int], ...]]:
         return set(itertools.combinations(enumerate(case), strength))
 
-    products = list(itertools.product(*(range(len(values)) for values in factors)))
+    lists = [list(values) for values in factors]
+    products = list(itertools.product(*(range(len(values)) for values in lists)))
     left = set[tuple[tuple[int, int], ...]]().union(*map(combinations, products))
     chosen = []
     while left:
         best = max(products, key=lambda case: len(combinations(case) & left))
         left -= combinations(best)
-        chosen.append(tuple(values[index] for values, index in zip(factors, best, strict=True)))
+        chosen.append(tuple(values[index] for values, index in zip(lists, best, strict=True)))
     return chosen
 
 
