@@ -208,7 +208,7 @@ async def find_endings(client: AsyncClient) -> dict[FinishReason, dict[str, Any]
         FinishReason.LENGTH: {**options, "max_tokens": 4, "ignore_eos": True},
         FinishReason.STOP_SEQUENCE: {**options, "max_tokens": 12, "ignore_eos": True, "stop": [text[4:6]]},
     }
-    # Without it few answers end soon.
+    # Few answers end soon by themselves.
     options["logit_bias"] = {make_tokenizer().eos_token_id: 6.0}
     for seed in range(200):
         options["seed"] = seed
