@@ -18,7 +18,7 @@ from tests.architecture.sources import ROOT
 CHART: Final = ROOT / "charts" / "corolla"
 CI_VALUES: Final = sorted((CHART / "ci").glob("*-values.yaml"))
 OLDEST, CURRENT = "1.20.2", "1.34.0"
-ALL_APIS: Final = ("monitoring.coreos.com/v1", "keda.sh/v1alpha1")
+ALL_APIS: Final = ("monitoring.coreos.com/v1", "keda.sh/v1alpha1", "resource.k8s.io/v1")
 ADMISSION_API: Final = "admissionregistration.k8s.io/v1/ValidatingAdmissionPolicy"
 
 Object = dict[str, Any]

@@ -33,7 +33,8 @@ TOKENS: Final[Object] = {
 NEEDED: Final[dict[str, Object]] = {
     "auth": {"auth": TOKENS},
     "auth.oidc.jwksKey": {"auth": {"oidc": {"jwksSecret": "login"}}},
-    "blockServer.defaults.gpu.resource": {"blockServer": {"defaults": {"gpu": {"count": 1}}}},
+    "blockServer.defaults.gpu": {"blockServer": {"defaults": {"gpu": {"count": 1}}}},
+    "blockServer.defaults.gpu.deviceSelectors": {"blockServer": {"defaults": {"gpu": {"deviceClass": "gpus"}}}},
     "client.service.type": {"client": {"apiKeys": {"existingSecret": "callers"}}},
     "client.autoscaling": {"client": {"autoscaling": {"enabled": True}}},
     "redis.enabled": {"redis": {"external": {"existingSecret": "address"}}},
@@ -56,6 +57,7 @@ OTHERS: Final[dict[str, Any]] = {
     "image.digest.server": f"sha256:{'ab' * 32}",
     "callers": [{"podSelector": {}}],
     "extraEgress": [{"ports": [{"port": 8080}]}],
+    "deviceSelectors": [{"cel": {"expression": "true"}}],
     "envFrom": [{"secretRef": {"name": "x"}}],
     "extraContainers": [{"name": "x", "image": "x"}],
     "extraEnv": [{"name": "X", "value": "1"}],

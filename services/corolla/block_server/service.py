@@ -33,6 +33,7 @@ from corolla.block_server.servicer import BlockServicer
 from corolla.block_server.servicer_admin import AdminEndpoint
 from corolla.block_server.sessions import SessionTable
 from corolla.block_server.settings import MAX_PART_TOKENS, BlockServerSettings
+from corolla.block_server.start_stages import StartStages
 from corolla.block_server.step_spans import StepSpans
 from corolla.cache.states import NUM_KEPT_STATES
 from corolla.cache.store import LayerGroups, SessionCache
@@ -49,7 +50,7 @@ from corolla.chassis.tracing import spans
 from corolla.chassis.weight_formats import weight_format
 from corolla.compute.compute_thread import ComputeThread
 from corolla.compute.decode_graphs import CudaCapture
-from corolla.compute.device import memory_for, memory_of, open_device
+from corolla.compute.device import device_name, memory_for, memory_of, open_device
 from corolla.compute.device_memory import DeviceMemory
 from corolla.compute.graph_choice import choose_graphs
 from corolla.compute.numerics import numerics_of
@@ -103,8 +104,10 @@ class BlockServer:
         network: connects to routers, next hops and servers that take sessions over; None: as the settings say.
         max_inline_s: shorter decode steps are computed on the event loop; 0: none.
         max_tokens_per_frame: the most tokens of one step; None: as the settings say.
+        new_registration: makes the registration; see `Registration`.
 
     Attributes:
+        stages: what the start has done so far.
         registry: the server's metrics, which can be read after it has stopped, too.
 
     Raises:
@@ -119,8 +122,11 @@ class BlockServer:
         network: Network | None = None,
         max_inline_s: float = MAX_INLINE_S,
         max_tokens_per_frame: int | None = None,
+        new_registration: Callable[..., Registration] = Registration,
     ) -> None:
         self.settings = settings
+        self.stages = StartStages()
+        self._new_registration = new_registration
         self._max_tokens_per_frame = max_tokens_per_frame or settings.max_tokens_per_frame
         self._max_inline_s = max_inline_s
         self._wanted = settings.span or span
@@ -220,7 +226,10 @@ class BlockServer:
         settings, network = self.settings, self._network
         self._metrics_endpoint.start()
         await self._admin.start()
+        stages = self.stages
+        stages.end(f"{self.port}, {self.control_port}, {self.metrics_port}")
         device = await self._compute_thread.run(open_device, settings.device)
+        stages.end(device_name(device))
         checkpoint = await asyncio.to_thread(
             Checkpoint.from_pretrained, settings.model, revision=settings.revision, hub=self._hub
         )
@@ -229,6 +238,7 @@ class BlockServer:
         fingerprint = await asyncio.to_thread(
             checkpoint.fingerprint, settings.dtype, settings.quantization, settings.kv_cache_dtype
         )
+        stages.end(f"{checkpoint.name}, {checkpoint.num_blocks} blocks, fingerprint {fingerprint}")
         with memory_for("a block's weights", device, _FEWER_WEIGHTS):
             speed = await self._compute_thread.run(
                 measure_speed, checkpoint, dtype, settings.device, settings.quantization, settings.threads,
@@ -236,33 +246,53 @@ class BlockServer:
             )  # fmt: skip
         memory = await self._compute_thread.run(memory_of, device)
         description = await asyncio.to_thread(self._description, checkpoint, fingerprint, speed, memory)
-        self._registration = Registration(
+        stages.end(f"one block computes {speed.decode_tokens_per_second:.0f} tokens/s one at a time")
+        registration = self._registration = self._new_registration(
             settings.router, description, self._load, network.channels, on_placement=self._on_placement
         )
         self._rpc.announce(_SERVICE)
         await self._rpc.start()
-        span = await self._registration.register(self._wanted)
-        self._heartbeats = self._tasks.start_essential(self._registration.run, "heartbeats")
+        span = await registration.register(self._wanted)
+        self._heartbeats = self._tasks.start_essential(registration.run, "heartbeats")
+        stages.end(f"blocks {span}")
         log.info("loading", extra={"model": checkpoint.name, "blocks": str(span), "threads": speed.num_threads})
+        await self._serve(span, checkpoint, fingerprint, speed, description, registration, device)
 
+    async def _serve(
+        self,
+        span: Span,
+        checkpoint: Checkpoint,
+        fingerprint: str,
+        speed: Speed,
+        description: router_pb2.ServerDescription,
+        registration: Registration,
+        device: torch.device,
+    ) -> None:
+        """Loads the span and begins to serve it."""
+        settings, network, stages, dtype = self.settings, self._network, self.stages, DTYPES[self.settings.dtype]
         with memory_for(f"the weights of blocks {span}", device, _FEWER_WEIGHTS):
             model, edges, shared = await self._compute_thread.run(self._load_weights, checkpoint, span)
+        stages.end(f"{(model.nbytes + (0 if edges is None else edges.nbytes)) / 2**30:.2f} GiB on {model.device}")
         # Weights come first: a lack of memory is then reported as what it is.
         with memory_for("the keys and values of sessions", device, _FEWER_PAGES):
             runner = await self._compute_thread.run(self._make_runner, model, speed.cache_bytes_per_token)
+        stages.end(f"{runner.store.pool.num_pages} pages, attention by {runner.backend.name}")
         outputs = BoundaryActivations(self._boundary_activation_bytes(runner))
         self._sessions = self._make_sessions(runner, outputs)
         engine = self._engine = Engine(
             runner, self._scheduler, self._sessions, outputs, self._peers,
-            self._relay_factory(fingerprint, self._registration), self._metrics,
+            self._relay_factory(fingerprint, registration), self._metrics,
             fail=self._fail, edges=edges,
             use=self._processor_use(runner.span, checkpoint, speed.num_threads),
             spans=StepSpans(self.server_id, self.address) if spans.is_collected() else None,
         )  # fmt: skip
         with memory_for("the tensors of a step", device, _FEWER_PAGES):
             await self._compute_thread.run(engine.warm_up)
-        engine.decode_speed.observe(await self._compute_thread.run(measure_decode_step, runner), len(span))
+        step_s = await self._compute_thread.run(measure_decode_step, runner)
+        engine.decode_speed.observe(step_s, len(span))
         await self._name_numerics(runner, edges)
+        way = "launched" if runner.decode_graphs is None else "recorded"
+        stages.end(f"{step_s * 1e3:.2f} ms for one token, {way}; numerics {self._numerics}")
         identity = Identity(
             server_id=self.server_id, span=span, model=checkpoint.name, fingerprint=fingerprint,
             dtype_name=settings.dtype, dtype=tensor_type(dtype), hidden_size=checkpoint.hidden_size,
@@ -273,13 +303,13 @@ class BlockServer:
         )  # fmt: skip
         most = min(MAX_PART_TOKENS, self._max_tokens_per_frame)
         receiver = HandoverReceiver(span, self._sessions, engine, self._metrics, self._tasks, max_part_tokens=most)
-        self._adapters = self._make_adapters(runner, checkpoint, engine, self._sessions, self._registration)
+        self._adapters = self._make_adapters(runner, checkpoint, engine, self._sessions, registration)
         servicer = BlockServicer(
             identity, engine, self._sessions, outputs, self._peers, runner.store, receiver,
             self._tasks, shared, self._rpc_metrics.error, network.capabilities(fingerprint), self._adapters,
         )  # fmt: skip
         self._drain = Drain(
-            description, self._sessions, engine, self._peers, self._registration,
+            description, self._sessions, engine, self._peers, registration,
             HandoverSender(span, self._sessions, engine, max_part_tokens=most), self._metrics, network.connect,
             self._numerics,
         )  # fmt: skip
@@ -292,8 +322,9 @@ class BlockServer:
         self._tasks.start_essential(self._periodic_tasks.run, "periodic_tasks")
         await self._listener.start(servicer.accept, trust=network.callers)
         await self._rpc.ready()
-        self._registration.state = router_pb2.SERVER_STATE_READY
-        self._registration.request_heartbeat()
+        stages.end()
+        registration.state = router_pb2.SERVER_STATE_READY
+        registration.request_heartbeat()
         log.info(
             "ready",
             extra={

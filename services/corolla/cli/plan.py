@@ -70,12 +70,10 @@ def run_plan(options: PlanOptions, *, as_json: bool) -> int:
 
 
 def values_of(model: str, plan: ModelPlan, options: PlanOptions) -> dict[str, Any]:
-    """Values of the chart that start the servers of a plan, `options.replicas` of them for each block."""
-    settings = {
-        "capacityBlocks": plan.capacity_blocks,
-        "weightsMib": plan.weights_mib,
-        "kvCacheMib": plan.kv_cache_mib,
-    }
+    """Values of the chart that start the servers of a plan, `options.replicas` of them for each block.
+
+    A server with a GPU of its own takes what weights and steps leave for keys and values, so no value sets that.
+    """
     dtype = options.dtype or default_dtype("cuda")
     revision = {} if options.revision is None else {"revision": options.revision}
     return {
@@ -84,7 +82,11 @@ def values_of(model: str, plan: ModelPlan, options: PlanOptions) -> dict[str, An
             "kvCacheDtype": options.kv_cache_dtype,
         },
         "blockServer": {
-            "defaults": {"gpu": {"count": 1}, "replicas": options.replicas * len(plan.servers), "settings": settings}
+            "defaults": {
+                "gpu": {"count": 1},
+                "replicas": options.replicas * len(plan.servers),
+                "settings": {"capacityBlocks": plan.capacity_blocks},
+            }
         },
     }  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Commands that run one service in this process, and the command that drains a block server."""
 
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -75,15 +76,22 @@ def block_server(
     metrics_port: MetricsPort = None,
     log_level: LogLevel = None,
     settings: Settings = False,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Try what a start does here, joining no router; end with a table and 0 or 1."),
+    ] = False,
 ) -> int:
     """Runs a block server: it holds a span of the model's blocks and computes them."""
     if settings:
         from corolla.block_server.settings import BlockServerSettings
 
         return _print_settings(BlockServerSettings)
-    from corolla.block_server.__main__ import run
-
-    return run(
+    start: Callable[..., int]
+    if check:
+        from corolla.cli.start_check import run_check as start
+    else:
+        from corolla.block_server.__main__ import run as start
+    return start(
         model=model, blocks=blocks, capacity_blocks=capacity_blocks, router=router, port=port, host=host,
         advertised_host=advertised_host, dtype=dtype, quantization=quantization, device=device, threads=threads,
         kv_cache_mib=kv_cache_mib, control_port=control_port, metrics_port=metrics_port, log_level=log_level,

@@ -50,6 +50,14 @@ def open_device(name: str) -> torch.device:
     return device
 
 
+def device_name(device: torch.device) -> str:
+    """What people call a device, and its memory where it has some of its own."""
+    if device.type != "cuda":
+        return str(device)
+    facts = torch.cuda.get_device_properties(device)
+    return f"{device}: {facts.name}, {facts.total_memory / 2**30:.1f} GiB"
+
+
 def num_devices(kind: str) -> int:
     """How many devices of a kind, such as `cuda`, this machine has, at least 1.
 

@@ -30,7 +30,6 @@ def test_each_kind_of_device_gets_a_plan_with_values_for_the_chart(
         pool = each["values"]["blockServer"]["defaults"]
         assert pool["replicas"] == 3 * len(each["servers"])
         settings = named(render(each["values"]), "ConfigMap", "rel-corolla-block-server-main")["data"]
-        assert settings["COROLLA_KV_CACHE_MIB"] == str(pool["settings"]["kvCacheMib"])
         assert settings["COROLLA_CAPACITY_BLOCKS"] == str(
             max(end - start for start, end in map(tuple, each_blocks(each)))
         )

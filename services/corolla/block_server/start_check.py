@@ -1,0 +1,107 @@
+"""Tries everything that a block server does at start on this machine, by starting one that joins no placement."""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from corolla.block_server.service import BlockServer
+from corolla.block_server.settings import BlockServerSettings
+from corolla.block_server.trial_registration import TrialRegistration
+from corolla.chassis import exposure, heap, logs
+from corolla.chassis.channels import TLS_1_3_ONLY
+from corolla.chassis.errors import CorollaError, ModelNotFound, RouterUnavailable, StartupError
+from corolla.chassis.handlers import call_path
+from corolla.chassis.settings import load
+from corolla.compute.compute_thread import let_others_compute_alone
+from corolla.v1 import router_pb2
+from corolla.wire.network import Network
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """One thing that was tried.
+
+    Attributes:
+        name: what it was.
+        failure: why a server would not start; None: it went well.
+        found: what was found, for people.
+        seconds: how long it took.
+    """
+
+    name: str
+    failure: str | None
+    found: str = ""
+    seconds: float = 0.0
+
+
+def check_start(sentence_of: Callable[[CorollaError], str], **overrides: Any) -> list[Checked]:
+    """Starts a block server with the settings of the environment, stops it, and says how each part went.
+
+    What comes after a failure is not tried, except for the router, which needs none of the rest.
+
+    Args:
+        sentence_of: what to tell people of an error.
+        overrides: settings that take precedence over the environment; None does not.
+    """
+    began_s = time.monotonic()
+    try:
+        settings = load(BlockServerSettings, **overrides)
+        exposure.check(settings)
+        network = Network.of(settings.tls_dir)
+    except StartupError as failure:
+        return [Checked("settings", failure.message, seconds=time.monotonic() - began_s)]
+    found = f"{settings.model}, blocks {settings.blocks}, {settings.dtype}, {settings.device}"
+    checked = [Checked("settings", None, found, time.monotonic() - began_s)]
+    os.environ.setdefault(*TLS_1_3_ONLY)
+    logs.configure(settings.log_level, settings.log_format, with_audit=False)
+    return [*checked, *asyncio.run(_checked(settings, network, sentence_of))]
+
+
+async def _checked(
+    settings: BlockServerSettings, network: Network, sentence_of: Callable[[CorollaError], str]
+) -> list[Checked]:
+    router = await _router(settings, network, sentence_of)
+    let_others_compute_alone()
+    heap.expect_loading()
+    began_s = time.monotonic()
+    try:
+        server = BlockServer(settings, network=network, new_registration=TrialRegistration)
+    except StartupError as failure:
+        return [router, Checked("ports", sentence_of(failure), seconds=time.monotonic() - began_s)]
+    failed: str | None = None
+    try:
+        await server.start()
+    except CorollaError as failure:
+        failed = sentence_of(failure)
+    except Exception as failure:
+        failed = f"{type(failure).__name__} at {call_path(failure)}: {failure}"
+    finally:
+        await server.stop()
+    checked = [router, *(Checked(stage.name, None, stage.found, stage.seconds) for stage in server.stages.ended)]
+    if failed is not None:
+        checked.append(Checked(server.stages.open or "serving", failed))
+    return checked
+
+
+async def _router(
+    settings: BlockServerSettings, network: Network, sentence_of: Callable[[CorollaError], str]
+) -> Checked:
+    """Whether a router answers this server. It answers without servers of the model, too."""
+    began_s = time.monotonic()
+    described = router_pb2.ServerDescription(model=settings.model)
+    registration = TrialRegistration(settings.router, described, router_pb2.ServerLoad, network.channels)
+    failure: str | None = None
+    try:
+        await registration.ask_router()
+    except ModelNotFound:
+        pass
+    except RouterUnavailable:
+        failure = f"no router answers at COROLLA_ROUTER={settings.router}; a server would wait for one"
+    except CorollaError as refusal:
+        failure = f"{settings.router}: {sentence_of(refusal)}"
+    finally:
+        await registration.close()
+    return Checked("router", failure, settings.router, time.monotonic() - began_s)
