@@ -23,23 +23,35 @@ _NOT_CAPTURABLE = (
 def record(step: Callable[[], None]) -> Callable[[], None]:
     """A `Record` of operators."""
     step()
-    recorder = _Recorder()
+    recorder = Recorder()
     with recorder:
         step()
     return recorder.replay
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records operators while it is entered.
+
+    Attributes:
+        is_paused: whether operators run without being recorded.
+    """
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.is_paused = False
         self._calls: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in _NOT_CAPTURABLE:
+        if not self.is_paused and func.overloadpacket in _NOT_CAPTURABLE:
             raise RuntimeError(f"{func} is not permitted when a stream is capturing")
         output = func(*args, **(kwargs or {}))
-        self._calls.append((func, args, kwargs or {}, output))
+        if not self.is_paused:
+            self._calls.append((func, args, kwargs or {}, output))
         return output
+
+    def add(self, func: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Records a call that torch does not dispatch, such as a launch; it returns nothing."""
+        self._calls.append((func, args, kwargs, None))
 
     @torch.inference_mode()
     def replay(self) -> None:

@@ -1,11 +1,15 @@
 """Every kernel against its definition, and against itself for the same rows in other calls, bit by bit."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from corolla.kernels.triton.launches import (
     HeadNorms,
@@ -14,6 +18,7 @@ from corolla.kernels.triton.launches import (
     multiply,
     rotate_and_store,
 )
+from corolla.models.invariant_norms import InvariantNorm, invariant_norm
 from tests.interpreted.ordered_products import install
 from tests.interpreted.paged_texts import PagedTexts
 from tests.tiers import quick
@@ -55,6 +60,27 @@ def test_sums_are_normalised(dtype: torch.dtype, has_unit_offset: bool, multipli
     first, same = add_rms_norm(total, None, weight, 1e-6, has_unit_offset=has_unit_offset)
     assert torch.equal(first, normed)
     assert torch.equal(same, total)
+
+
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, GemmaRMSNorm])
+def test_the_final_norm_of_a_row_has_the_same_bits_whatever_the_others(kind: Any) -> None:
+    module = kind(72).requires_grad_(False)
+    module.weight.copy_(draw(72, dtype=torch.float32))
+    norm = invariant_norm(module)
+    assert isinstance(norm, InvariantNorm)
+    hidden = draw(1, 5, 72, dtype=torch.float32)
+    whole = norm(hidden)
+    torch.testing.assert_close(whole, module(hidden))
+    assert torch.equal(norm(hidden[:, 2:3]), whole[:, 2:3])
+
+
+def test_a_norm_of_another_kind_stays() -> None:
+    class ShiftedRMSNorm(LlamaRMSNorm):
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return super().forward(hidden_states) + 0.01
+
+    for module in (CohereLayerNorm(72), nn.LayerNorm(72), ShiftedRMSNorm(72)):
+        assert invariant_norm(module) is module
 
 
 @pytest.mark.parametrize("dtype", quick(DTYPES, torch.float32))

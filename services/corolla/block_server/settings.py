@@ -1,7 +1,9 @@
-"""The settings of a block server, from `COROLLA_*` variables."""
+"""The settings of a block server, import importlib.util
+from `COROLLA_*` variables."""
 
 import socket
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
@@ -14,7 +16,8 @@ from corolla.wire.span import Span
 MAX_PART_TOKENS: Final = 512
 """The greatest number of tokens in one part of a handover. Every server accepts it, whatever its batch size is."""
 _PAGE_TOKENS_OF_CPUS: Final = 32
-_PAGE_TOKENS_OF_GPUS: Final = 256
+_PAGE_TOKENS_OF_TRITON: Final = 64
+_PAGE_TOKENS_OF_FLASH: Final = 256
 
 
 def _dtype_of_device(earlier: dict[str, Any]) -> DtypeName:
@@ -77,7 +80,7 @@ class BlockServerSettings(ServiceSettings):
         description="How keys and values are stored: `auto` (as `dtype`), or in fewer bytes as `fp8` "
         "(E4M3) or `int8`; client services must have the same setting.",
     )
-    attention: Literal["auto", "compiled", "flash", "paged", "sdpa"] = Field(
+    attention: Literal["auto", "compiled", "flash", "paged", "sdpa", "triton"] = Field(
         "auto", description="Attention kernel; `auto` takes the fastest one that is correct on this device."
     )
     fused_blocks: bool = Field(
@@ -140,7 +143,8 @@ class BlockServerSettings(ServiceSettings):
         0,
         ge=0,
         le=4096,
-        description="Tokens of one KV page; 0: 32 on a CPU, and 256 on a GPU, the least that flash attention takes.",
+        description="Tokens of one KV page; 0: 32 on a CPU; on a GPU 64 if Triton is installed and attends, else 256, "
+        "the least that flash attention takes.",
     )
     prefix_cache: bool = Field(
         True, description="Whether sessions of one tenant share the KV pages of a common beginning of their texts."
@@ -200,7 +204,11 @@ class BlockServerSettings(ServiceSettings):
     @property
     def num_page_tokens(self) -> int:
         """The tokens of one KV page on the device."""
-        return self.page_tokens or (_PAGE_TOKENS_OF_CPUS if self.device == "cpu" else _PAGE_TOKENS_OF_GPUS)
+        if self.page_tokens or self.device == "cpu":
+            return self.page_tokens or _PAGE_TOKENS_OF_CPUS
+        may_attend = self.attention in ("auto", "triton") and self.kv_cache_dtype == "auto"
+        has_triton = find_spec("triton") is not None
+        return _PAGE_TOKENS_OF_TRITON if may_attend and has_triton else _PAGE_TOKENS_OF_FLASH
 
     @property
     def span(self) -> Span | None:

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from corolla.cache.store import KVStore
 from corolla.compute.attention.batch import AttentionBackend, AttentionBatch, PackedRow
-from corolla.compute.attention.paged_flash import BatchTables
+from corolla.compute.attention.page_tables import BatchTables
 
 
 class DecodeBuffers:
@@ -49,6 +49,8 @@ class DecodeBuffers:
             )
             for rule in store.rules
         ]  # fmt: skip
+        # Rows that share pages count them once each; more than the store has twice is rare.
+        self._max_pages = max_rows + 2 * store.pool.num_pages
         self._written: list[list[list[int]]] = [[] for _ in store.rules]
         self._first_queries = torch.arange(max_rows + 1, dtype=torch.int32, device=like.device)
 
@@ -59,14 +61,18 @@ class DecodeBuffers:
 
     def fit(self, rows: Sequence[PackedRow]) -> bool:
         """Whether the buffers have room for a step of these rows, each of one token."""
-        return len(rows) <= self._max_rows and all(
-            row.num_tokens == 1
-            and row.position < self.max_tokens
+        return (
+            len(rows) <= self._max_rows
+            and self._num_pages(rows) <= self._max_pages
             and all(
-                _num_keys(row, group) <= pages.shape[1] * self._store.pool.page_tokens
-                for group, pages in enumerate(self._pages)
+                row.num_tokens == 1
+                and row.position < self.max_tokens
+                and all(
+                    _num_keys(row, group) <= pages.shape[1] * self._store.pool.page_tokens
+                    for group, pages in enumerate(self._pages)
+                )
+                for row in rows
             )
-            for row in rows
         )
 
     def write(self, rows: Sequence[PackedRow], hidden: Tensor, size: int) -> None:
@@ -95,19 +101,31 @@ class DecodeBuffers:
         """
         columns = self._columns[:, :size]
         num_keys = [column.to(torch.int32) for column in columns[2::2]]
+        page_tokens = self._store.pool.page_tokens
+        num_pages = [(keys + (page_tokens - 1)) // page_tokens for keys in num_keys]
         tables = {
             group: BatchTables(
                 first_queries=self._first_queries[: size + 1],
                 first_keys=pad(num_keys[group].cumsum(0, dtype=torch.int32), (1, 0)),
+                first_pages=pad(num_pages[group].cumsum(0, dtype=torch.int32), (1, 0))[:-1],
                 num_keys=num_keys[group],
                 pages=pages[:size],
                 max_queries=1,
-                max_keys=pages.shape[1] * self._store.pool.page_tokens,
+                max_keys=pages.shape[1] * page_tokens,
+                num_pages=min(size * pages.shape[1], self._max_pages),
             )
             for group, pages in enumerate(self._pages)
         }
         slots = {group: columns[1 + 2 * group] for group in tables}
         return AttentionBatch(self._store, (), backend, slots=slots, prepared=tables)
+
+    def _num_pages(self, rows: Sequence[PackedRow]) -> int:
+        """The most pages with keys that the rows and the padding have in a group of layers."""
+        page_tokens = self._store.pool.page_tokens
+        held = [
+            sum(-(-_num_keys(row, group) // page_tokens) for row in rows) for group in range(len(self._store.rules))
+        ]
+        return max(held) + self._max_rows - len(rows)
 
     def _padded(self, rows: Sequence[PackedRow]) -> list[list[int]]:
         padding = self._max_rows - len(rows)

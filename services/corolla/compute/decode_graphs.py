@@ -14,6 +14,7 @@ from torch import Tensor
 
 from corolla.compute.attention.batch import AttentionBackend, PackedRow
 from corolla.compute.decode_buffers import DecodeBuffers
+from corolla.compute.triton_blocks import TritonBlocks
 from corolla.models.fused import FusedSpan
 
 SIZES: Final = (1, 2, 4, 8, 16, 32, 64)
@@ -70,6 +71,7 @@ class DecodeGraphs:
         backend: the attention; it may read only what the batch has prepared, and not the batch's rows.
         record: see `Record`.
         sizes: for each recorded step, its number of rows.
+        triton: runs the blocks by Triton kernels; None: `fused` runs them.
 
     Attributes:
         buffers: the tensors that the recorded steps read and write.
@@ -87,9 +89,12 @@ class DecodeGraphs:
         backend: AttentionBackend,
         record: Record,
         sizes: Sequence[int] = SIZES,
+        *,
+        triton: TritonBlocks | None = None,
     ) -> None:
         self.num_replays = 0
         self._fused = fused
+        self._triton = triton
         self._layers = range(num_layers)
         self.buffers = buffers
         self._backend = backend
@@ -126,7 +131,9 @@ class DecodeGraphs:
     def _step(self, size: int) -> None:
         buffers = self.buffers
         batch = buffers.batch(size, self._backend)
-        output = self._fused.forward(
-            buffers.hidden[:size], buffers.positions[:size], buffers.max_tokens, self._layers, batch.attend
-        )
+        hidden, positions = buffers.hidden[:size], buffers.positions[:size]
+        if self._triton is not None:
+            output = self._triton.forward(hidden, positions, buffers.max_tokens, self._layers, batch)
+        else:
+            output = self._fused.forward(hidden, positions, buffers.max_tokens, self._layers, batch.attend)
         buffers.output[:size].copy_(output)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from corolla.cache.store import SessionCache
 from corolla.compute.attention.backends import TOLERANCES
-from corolla.compute.attention.paged_flash import PagedFlash
+from corolla.compute.attention.page_tables import PagedBackend
 from corolla.compute.decode_buffers import DecodeBuffers
 from corolla.compute.decode_graphs import SIZES, DecodeGraphs, Record
 from corolla.compute.span_runner import RowWork, SpanRunner
@@ -38,7 +38,7 @@ def _failure(runner: SpanRunner, record: Record) -> str | None:
     fused = runner.model.fused
     if fused is None:
         return "the blocks run with the family's own code"
-    if not isinstance(runner.backend, PagedFlash):
+    if not isinstance(runner.backend, PagedBackend):
         return f"attention is {runner.backend.name}, which does not read pages through tables"
     checked = _checked_rows(runner)
     if not checked:
@@ -47,7 +47,7 @@ def _failure(runner: SpanRunner, record: Record) -> str | None:
     try:
         like = torch.empty(0, runner.model.hidden_size, dtype=runner.model.dtype, device=runner.model.device)
         buffers = DecodeBuffers(runner.store, sizes[-1], _max_tokens(runner), like)
-        graphs = DecodeGraphs(fused, len(runner.span), buffers, runner.backend, record, sizes)
+        graphs = DecodeGraphs(fused, len(runner.span), buffers, runner.backend, record, sizes, triton=runner.triton)
         for num_rows_of_size in checked.values():
             for num_rows in num_rows_of_size:
                 error = _largest_error(runner, graphs, num_rows)

@@ -21,6 +21,7 @@ from corolla.compute.compiled_blocks import choose_compiled_blocks
 from corolla.compute.decode_graphs import DecodeGraphs
 from corolla.compute.kernel_choices import KernelChoices
 from corolla.compute.prompts import BlockPrompts
+from corolla.compute.triton_blocks import choose_triton_blocks
 from corolla.models.adapters.products import AdapterBatch, AdapterStacks, SpanAdapter
 from corolla.models.families import attention_windows, pageless_layers, recurrent_layers
 from corolla.models.linear import ways_by_shape
@@ -89,6 +90,7 @@ class SpanRunner:
     Attributes:
         stacks: the stacked copies of adapters.
         compiled: runs whole blocks by compiled functions; None if that is not possible.
+        triton: runs whole blocks by Triton kernels; None if that is not possible.
         decode_graphs: recorded steps, which are replayed where they fit; `graph_choice` sets them.
     """
 
@@ -123,6 +125,7 @@ class SpanRunner:
             num_state_pages=num_state_pages,
         )  # fmt: skip
         self.compiled = choose_compiled_blocks(model.fused, self.store, self.backend, model.dtype)
+        self.triton = choose_triton_blocks(model.fused, self.store, self.backend, model.dtype)
         if not model.packs_rows:
             return
         model.set_attention(LATENT if model.family.caches_latents else RAGGED)
@@ -136,7 +139,12 @@ class SpanRunner:
     @property
     def kernel_choices(self) -> KernelChoices:
         """The kernels that this runner's blocks run with."""
-        blocks = "family" if self.model.fused is None else "fused" if self.compiled is None else "compiled"
+        if self.model.fused is None:
+            blocks = "family"
+        elif self.triton is not None:
+            blocks = "triton"
+        else:
+            blocks = "fused" if self.compiled is None else "compiled"
         return KernelChoices(self.backend.name, blocks, ways_by_shape(self.model.linears))
 
     def new_cache(self) -> SessionCache:
@@ -241,6 +249,8 @@ class SpanRunner:
             of_tokens = [row.adapter for row in rows for _ in range(row.num_tokens)] if has_adapters else []
             return self.compiled.forward(hidden, position_ids, end, layers, batch, of_tokens)
         adapters = self._adapters(rows)
+        if self.triton is not None:
+            return self.triton.forward(hidden, position_ids, end, layers, batch, adapters)
         if self.model.fused is not None:
             return self.model.fused.forward(hidden, position_ids, end, layers, batch.attend, adapters)
         self.model.adapters = adapters

@@ -33,6 +33,7 @@ from corolla.models.cut_model import (
     without_weights,
 )
 from corolla.models.families import Family
+from corolla.models.invariant_norms import invariant_norm
 from corolla.models.leftovers import refuse_leftovers
 from corolla.models.linear import TunedLinear, replace_linears, tune, ways_by_shape
 from corolla.models.quantized.tensors import likely_layouts
@@ -115,10 +116,17 @@ class Edges:
     def tune_head(self, budget_s: float = 2.0) -> None:
         """Measures, for `budget_s` at most, how this machine multiplies by the head's weights fastest.
 
+        On a GPU, norm and product are chosen so that no row's logits depend on the other rows.
+
         A head that is tied to a large embedding keeps the plain weights that both share.
         """
         embedding = () if self._embedding_model is None else tuple(self._embedding_model.parameters())
-        tune(replace_linears(_present(self._head_model)), shared=embedding, budget_s=budget_s)
+        head = _present(self._head_model)
+        tune(replace_linears(head), shared=embedding, budget_s=budget_s)
+        if self.device.type == "cuda":
+            for module in head.modules():
+                if isinstance(module, _NormOnly):
+                    module.norm = invariant_norm(module.norm)
 
     @property
     def product_ways(self) -> dict[str, str]:

@@ -42,6 +42,15 @@ def test_products_with_packed_weights_of_every_layout() -> None:
     interpret("packed", "full")
 
 
+def test_spans_give_the_tokens_of_transformers_and_replayed_steps_the_bits_of_prompts() -> None:
+    interpret("spans", "not full")
+
+
+@pytest.mark.full
+def test_spans_of_families_with_every_feature() -> None:
+    interpret("spans", "full")
+
+
 @pytest.mark.full
 def test_attention_over_pages_of_every_kind() -> None:
     interpret("kernels", "full")

@@ -12,6 +12,7 @@ from corolla.chassis.errors import StartupError
 from corolla.compute.attention.batch import AttentionBackend, AttentionBatch, PackedRow
 from corolla.compute.attention.compiled_attention import CompiledAttention
 from corolla.compute.attention.paged_flash import PagedFlash
+from corolla.compute.attention.paged_triton import PagedTriton
 from corolla.compute.attention.partial_attention import flash_cpu
 from corolla.compute.attention.run_attention import RunAttention
 from corolla.compute.attention.sdpa import SdpaAttention
@@ -23,8 +24,12 @@ BACKENDS: Final[Mapping[str, Callable[[], AttentionBackend]]] = {
     "flash": lambda: RunAttention("flash", flash_cpu),
     "paged": PagedFlash,
     "sdpa": SdpaAttention,
+    "triton": PagedTriton,
 }
-_BY_DEVICE: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("compiled", "flash", "sdpa"), "cuda": ("paged", "sdpa")}
+_BY_DEVICE: Final[Mapping[str, tuple[str, ...]]] = {
+    "cpu": ("compiled", "flash", "sdpa"),
+    "cuda": ("triton", "paged", "sdpa"),
+}
 TOLERANCES: Final[Mapping[torch.dtype, float]] = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """The largest absolute error allowed in a result, for inputs that are standard normal numbers."""
 
@@ -39,18 +44,18 @@ def choose_backend(
         device: the device of keys, values and queries.
         dtype: the dtype of queries, and of keys and values as they are computed.
         page_tokens: tokens of a page.
-        is_encoded: whether keys and values are stored in eight bits, which `paged` cannot read.
+        is_encoded: whether keys and values are stored in eight bits, which `paged` and `triton` cannot read.
 
     Raises:
         StartupError: no attention that `name` allows works on this device.
     """
     names = _BY_DEVICE.get(device.type, ("sdpa",)) if name == "auto" else (name,)
     if is_encoded:
-        names = tuple(each for each in names if each != "paged")
+        names = tuple(each for each in names if each not in ("paged", "triton"))
         if not names:
             raise StartupError(
-                "COROLLA_ATTENTION=paged reads keys and values as they are; set it to auto, or COROLLA_KV_CACHE_DTYPE "
-                "to auto."
+                f"COROLLA_ATTENTION={name} reads keys and values as they are; set it to auto, or COROLLA_KV_CACHE_DTYPE"
+                " to auto."
             )
     for each in names:
         backend, failure = _tried(each, device, dtype, page_tokens)
@@ -70,8 +75,9 @@ def _tried(
     try:
         backend = BACKENDS[name]()
         difference = largest_difference(backend, device, dtype, page_tokens)
-    except (RuntimeError, ValueError, NotImplementedError, StartupError) as error:
-        return None, str(error).splitlines()[0]
+    except Exception as error:
+        # Compilers raise errors of many kinds, and none may keep a server from starting with another attention.
+        return None, (str(error).splitlines() or [type(error).__name__])[0]
     if not difference <= TOLERANCES[dtype]:
         return None, f"its results differ by {difference:.1e} from those in float64"
     return backend, ""

@@ -1,19 +1,16 @@
 """Flash attention that reads pages through page tables, for all rows in one call.
 
-The kernel is FlashAttention (Dao et al. 2022; Dao 2023); pages and their tables are those of PagedAttention (Kwon et
-al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention").
+The kernel is FlashAttention (Dao et al. 2022; Dao 2023).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from corolla.compute.attention.batch import AttentionBatch, LayerInput, PackedRow
+from corolla.compute.attention.batch import AttentionBatch, LayerInput
+from corolla.compute.attention.page_tables import PagedBackend, tables_of
 from corolla.compute.attention.partial_attention import math
 from corolla.compute.attention.run_attention import RunAttention
 
@@ -21,29 +18,7 @@ PagedKernel = Callable[..., Any]
 """A function with the arguments of `torch.nn.attention.varlen.varlen_attn`."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchTables:
-    """The rows of a batch as arguments of the kernel, for one group of layers. The tensors lie on the model's device.
-
-    Attributes:
-        first_queries: int32 `[rows + 1]`: where each row's queries begin, and where the last row's queries end.
-        first_keys: int32 `[rows + 1]`: the same for keys, as if all rows' keys lay one after another. The kernel finds
-            keys by `pages`, but refuses a call without `first_keys`.
-        num_keys: int32 `[rows]`: the keys of each row, counted from its first page on.
-        pages: int32 `[rows, longest]`: the ids of each row's pages.
-        max_queries: the most queries of a row.
-        max_keys: the most keys of a row.
-    """
-
-    first_queries: Tensor
-    first_keys: Tensor
-    num_keys: Tensor
-    pages: Tensor
-    max_queries: int
-    max_keys: int
-
-
-class PagedFlash:
+class PagedFlash(PagedBackend):
     """torch's variable-length flash attention with block tables; for half precision on CUDA.
 
     The kernel must not split a row's keys among thread blocks (`num_splits=1`): the split, and so the rounding, depends
@@ -64,10 +39,7 @@ class PagedFlash:
         if given.softcap is not None:
             return self._capped.attend(batch, given)
         keys, values = batch.write(given.layer, given.key, given.value)
-        group = batch.store.group_of(given.layer)
-        tables = batch.prepared.get(group)
-        if tables is None:
-            tables = batch.prepared[group] = _tables(batch.rows, group, given.query.device)
+        tables = tables_of(batch, given.layer, given.query.device)
         page_tokens = batch.store.pool.page_tokens
         output: Tensor = self._kernel(
             given.query.contiguous(),
@@ -85,22 +57,3 @@ class PagedFlash:
             num_splits=1,
         )
         return output
-
-
-def _tables(rows: Sequence[PackedRow], group: int, device: torch.device) -> BatchTables:
-    tables = [row.cache.tables[group] for row in rows]
-    num_keys = [row.position + row.num_tokens - table.first_token for row, table in zip(rows, tables, strict=True)]
-    longest = max(len(table.pages) for table in tables)
-    pages = [[*table.pages, *[0] * (longest - len(table.pages))] for table in tables]
-
-    def integers(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    return BatchTables(
-        first_queries=integers([0, *(row.end for row in rows)]),
-        first_keys=integers([0, *accumulate(num_keys)]),
-        num_keys=integers(num_keys),
-        pages=integers(pages),
-        max_queries=max(row.num_tokens for row in rows),
-        max_keys=max(num_keys),
-    )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from corolla.chassis.errors import StartupError
-from corolla.compute.attention import backends
+from corolla.compute.attention import backends, paged_triton
 from corolla.compute.attention.backends import BACKENDS, choose_backend, largest_difference
 from corolla.compute.attention.batch import AttentionBatch
 from corolla.compute.attention.paged_flash import PagedFlash
@@ -43,6 +43,12 @@ def test_the_fastest_backend_is_chosen_unless_another_is_named() -> None:
 def test_a_backend_that_does_not_work_here_is_refused_by_name() -> None:
     with pytest.raises(StartupError, match="COROLLA_ATTENTION=paged does not work on cpu"):
         choose_backend("paged", CPU, torch.float32, 32)
+
+
+def test_attention_by_triton_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_triton, "missing", lambda: "triton is not installed")
+    with pytest.raises(StartupError, match=r"COROLLA_ATTENTION=triton .* cpu .*: triton is not installed"):
+        choose_backend("triton", CPU, torch.float32, 32)
 
 
 def test_a_backend_with_wrong_results_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,78 @@
+"""Attention over pages of any size by Triton kernels, with the same bits for a token whatever else is in the batch."""
+
+from torch import Tensor
+
+from corolla.chassis.errors import StartupError
+from corolla.compute.attention.batch import AttentionBatch, LayerInput
+from corolla.compute.attention.page_tables import PagedBackend, tables_of
+from corolla.compute.attention.partial_attention import math
+from corolla.compute.attention.run_attention import RunAttention
+from corolla.kernels.triton.availability import missing
+
+
+class PagedTriton(PagedBackend):
+    """Our own kernels, for CUDA; Triton's interpreter runs them on a CPU.
+
+    Each page of a row is computed by itself, and the pages are merged in their order, for single tokens as for chunks.
+
+    Raises:
+        StartupError: triton is not installed.
+    """
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        if (lack := missing()) is not None:
+            raise StartupError(lack)
+        self._other = RunAttention("math", math)
+
+    def attend(self, batch: AttentionBatch, given: LayerInput) -> Tensor:
+        """See `AttentionBatch.attend`."""
+        if given.key.shape[-1] != given.value.shape[-1]:
+            return self._other.attend(batch, given)
+        keys, values = batch.write(given.layer, given.key, given.value)
+        return attend_stored(
+            batch, given.layer, given.query.contiguous(), keys, values,
+            scaling=given.scaling, window=given.window, softcap=given.softcap,
+        )  # fmt: skip
+
+
+def attend_stored(
+    batch: AttentionBatch,
+    layer: int,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attends to keys and values that are stored already.
+
+    Args:
+        batch: the rows.
+        layer: the layer's index within the span.
+        query: contiguous `[N, heads, head_dim]` of the new tokens of all rows, in the model's dtype.
+        keys: all sessions' keys of the layer, `[slots, key heads, head_dim]`, in the same dtype.
+        values: all sessions' values of the layer, `[slots, key heads, head_dim]`, likewise.
+        scaling: the factor of the scores.
+        window: how many tokens a token sees, itself included; None: it sees all tokens before it.
+        softcap: the bound of the scores; None: they are not bounded.
+
+    Returns:
+        `[N, heads, head_dim]` in the same dtype, on the device of all of them.
+    """
+    from corolla.kernels.triton.launches import PageTables, attend
+
+    tables = tables_of(batch, layer, query.device)
+    own = PageTables(
+        pages=tables.pages,
+        first_queries=tables.first_queries,
+        num_keys=tables.num_keys,
+        first_parts=tables.first_pages,
+        max_queries=tables.max_queries,
+        num_parts=tables.num_pages,
+        page_tokens=batch.store.pool.page_tokens,
+    )
+    return attend(query, keys, values, own, scaling=scaling, window=window, softcap=softcap)

@@ -1,0 +1,278 @@
+"""Runs whole blocks of a span by Triton kernels, on GPUs: a token's bits do not depend on the rest of the batch.
+
+`FusedSpan` has the blocks, and their projections multiply by the rule (`models/invariant_products`). A server takes the
+kernels only where a trial at start finds that their results equal those of the blocks' modules up to rounding, and that
+the same tokens have the same bits as a chunk, in several chunks, one by one, and next to another session.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
+
+from corolla.cache.store import KVStore, SessionCache
+from corolla.compute.attention.batch import AttentionBackend, AttentionBatch, PackedRow
+from corolla.compute.attention.paged_triton import PagedTriton, attend_stored
+from corolla.models.adapters.products import AdapterBatch
+from corolla.models.fused import PLACES, FusedLayer, FusedSpan, RmsNorm
+from corolla.models.invariant_norms import Norm
+from corolla.models.linear import TunedLinear
+
+if TYPE_CHECKING:
+    from corolla.kernels.triton.launches import HeadNorms
+
+log = logging.getLogger(__name__)
+
+TOLERANCES: Final = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+"""The largest difference between a block's output and that of its modules, relative to the largest number."""
+
+_QUERY_KEY_VALUE_PLACE, _OUTPUT_PLACE, _GATE_UP_PLACE, _DOWN_PLACE = PLACES
+# The tokens that a trial computes again after its chunk, with a page's end between them.
+_AROUND_THE_END: Final = 3
+
+
+def norm_of(norm: Any) -> Norm | None:
+    """The norm that a layer's function computes; None: there is none, or the kernels do not have it."""
+    return Norm(norm.weight, norm.epsilon) if isinstance(norm, RmsNorm) else Norm.of(norm)
+
+
+def activation_of(module: nn.Module) -> str | None:
+    """The name of an activation among `launches.ACTIVATIONS`; None: the kernels do not have it."""
+    if isinstance(module, nn.SiLU | SiLUActivation):
+        return "silu"
+    if isinstance(module, GELUTanh) or (isinstance(module, nn.GELU) and module.approximate == "tanh"):
+        return "gelu_tanh"
+    return "gelu" if isinstance(module, nn.GELU | GELUActivation) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A layer as the kernels take it."""
+
+    layer: FusedLayer
+    attention_norm: Norm
+    mlp_norm: Norm
+    head_norms: "HeadNorms | None"
+    activation: str
+
+
+def objection(layer: FusedLayer, dtype: torch.dtype) -> str | None:
+    """Why the kernels cannot run a layer, as a sentence's end; None: they can."""
+    if not all(isinstance(each, TunedLinear) and each.weight.device.type != "meta" for each in layer.projections):
+        return "its weights are packed or quantised"
+    if activation_of(layer.activation) is None:
+        return f"there is no kernel for the activation {type(layer.activation).__name__}"
+    for norm in (layer.attention_norm, layer.mlp_norm):
+        of = norm_of(norm)
+        if of is None or of.weight.dtype != dtype:
+            return f"there is no kernel for the norm {type(norm).__name__}"
+    for head_norm in (layer.query_norm, layer.key_norm):
+        of = norm_of(head_norm)
+        if head_norm is not None and (of is None or of.has_unit_offset or of.weight.dtype != dtype):
+            return f"there is no kernel for the norm {type(head_norm).__name__} of heads"
+    return None
+
+
+def _plan_of(layer: FusedLayer) -> _Plan:
+    from corolla.kernels.triton.launches import HeadNorms
+
+    query, key = norm_of(layer.query_norm), norm_of(layer.key_norm)
+    norms = None
+    if query is not None and key is not None:
+        norms = HeadNorms(query.weight, key.weight, query.epsilon, key.epsilon)
+    attention_norm, mlp_norm = cast(Norm, norm_of(layer.attention_norm)), cast(Norm, norm_of(layer.mlp_norm))
+    return _Plan(layer, attention_norm, mlp_norm, norms, cast(str, activation_of(layer.activation)))
+
+
+class TritonBlocks:
+    """The blocks of a span, run by Triton kernels.
+
+    Args:
+        span: the blocks; `objection` returns None for all of them.
+    """
+
+    def __init__(self, span: FusedSpan) -> None:
+        self._span = span
+        self._plans = [_plan_of(layer) for layer in span.layers]
+
+    def forward(
+        self,
+        hidden: Tensor,
+        position_ids: Tensor,
+        end: int,
+        layers: range,
+        batch: AttentionBatch,
+        adapters: AdapterBatch | None = None,
+    ) -> Tensor:
+        """Runs some of the layers over the new tokens of all rows; see `FusedSpan`.
+
+        Args:
+            hidden: `[N, H]` in the model's dtype, on its device: the input of the first layer.
+            position_ids: int64 `[N]`, on the same device.
+            end: one more than the largest position.
+            layers: indices of the layers.
+            batch: the rows; its store keeps numbers in the model's dtype.
+            adapters: the rows' adapters; None where no row has one.
+
+        Returns:
+            The output of the last layer, `[N, H]`, in the same dtype on the same device.
+        """
+        from corolla.kernels.triton.launches import add_rms_norm, gate, rotate_and_store
+
+        hidden = hidden.contiguous()
+        table, numbers = self._span.rotary.numbered(position_ids, end, hidden)
+        if numbers is None:
+            numbers = torch.arange(len(position_ids), device=hidden.device)
+        delta: Tensor | None = None
+        multiplier = 1.0
+        for index in layers:
+            plan = self._plans[index]
+            layer = plan.layer
+            normed, hidden = _added(add_rms_norm, hidden, delta, plan.attention_norm, multiplier)
+            multiplier = layer.residual_multiplier
+            projected = layer.query_key_value.forward(normed)
+            if adapters is not None:
+                adapters.add(index, _QUERY_KEY_VALUE_PLACE, normed, projected)
+            like = projected.view(len(projected), -1, layer.head_dim)[:, : layer.num_key_heads]
+            keys, values = batch.store.layer_like(index, like, like)
+            query = rotate_and_store(
+                projected, table, numbers, batch.slots(index, hidden.device), keys, values, rotates=layer.rotates,
+                norms=plan.head_norms,
+            )  # fmt: skip
+            attended = attend_stored(
+                batch, index, query, keys, values, scaling=layer.scaling, window=layer.window
+            ).view(len(projected), -1)
+            output = layer.output.forward(attended)
+            if adapters is not None:
+                adapters.add(index, _OUTPUT_PLACE, attended, output)
+            normed, hidden = _added(add_rms_norm, hidden, output, plan.mlp_norm, multiplier)
+            gate_up = layer.gate_up.forward(normed)
+            if adapters is not None:
+                adapters.add(index, _GATE_UP_PLACE, normed, gate_up)
+            gated = gate(gate_up, plan.activation)
+            delta = layer.down.forward(gated)
+            if adapters is not None:
+                adapters.add(index, _DOWN_PLACE, gated, delta)
+        if delta is None:
+            return hidden
+        return hidden + (delta if multiplier == 1.0 else delta * multiplier)
+
+
+def _added(add_rms_norm: Any, hidden: Tensor, delta: Tensor | None, norm: Norm, multiplier: float) -> Any:
+    return add_rms_norm(
+        hidden, delta, norm.weight, norm.epsilon, multiplier=multiplier, has_unit_offset=norm.has_unit_offset
+    )
+
+
+def choose_triton_blocks(
+    span: FusedSpan | None, store: KVStore, backend: AttentionBackend, dtype: torch.dtype
+) -> TritonBlocks | None:
+    """Runs the blocks by Triton kernels if attention does and a trial of each shape of layers holds; else None.
+
+    Args:
+        span: the fused blocks; None: the blocks run with the family's own code.
+        store: the store of keys and values.
+        backend: the chosen attention.
+        dtype: the dtype of hidden states.
+    """
+    if span is None or not isinstance(backend, PagedTriton):
+        return None
+    try:
+        failure = next((failed for layer in span.layers if (failed := objection(layer, dtype)) is not None), None)
+        failure = failure or _failed_trial(span, store.pool.page_tokens, dtype)
+    except Exception as error:
+        # Compilers raise errors of many kinds. The server works without these kernels.
+        failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if failure is not None:
+        log.warning("blocks do not run by Triton kernels", extra={"failure": failure})
+        return None
+    log.info("blocks run by Triton kernels")
+    return TritonBlocks(span)
+
+
+@torch.inference_mode()
+def _failed_trial(span: FusedSpan, page_tokens: int, dtype: torch.dtype) -> str | None:
+    """Tries one layer of each shape. Returns what failed, as a sentence's end, or None."""
+    tried: set[Any] = set()
+    for layer in span.layers:
+        shape = (
+            layer.num_heads, layer.num_key_heads, layer.head_dim, layer.window, layer.rotates, layer.num_gated,
+            layer.residual_multiplier,
+        )  # fmt: skip
+        if shape in tried:
+            continue
+        tried.add(shape)
+        trial = _Trial(FusedSpan([layer], span.rotary), page_tokens, dtype)
+        if not (difference := trial.difference()) <= TOLERANCES[dtype]:
+            return f"their results differ by {difference:.1e} from those of the modules"
+        if not trial.is_invariant():
+            return "a token's bits depend on the batch"
+    return None
+
+
+class _Trial:
+    """A text of a layer's random inputs, which runs in several cuts."""
+
+    def __init__(self, span: FusedSpan, page_tokens: int, dtype: torch.dtype) -> None:
+        (layer,) = span.layers
+        self._span, self._page_tokens, self._window = span, page_tokens, layer.window
+        self._blocks, self._backend = TritonBlocks(span), PagedTriton()
+        weight = cast(TunedLinear, layer.gate_up).weight
+        generator = torch.Generator().manual_seed(0)
+        self._num_tokens = page_tokens + _AROUND_THE_END
+        numbers = torch.randn(self._num_tokens, weight.shape[1], generator=generator)
+        self._hidden = numbers.to(device=weight.device, dtype=dtype)
+        self._whole = self._run([(0, self._num_tokens)])
+
+    def difference(self) -> float:
+        """The largest difference from the layer's modules, relative to the largest number. NaN is infinite."""
+        expected = self._run([(0, self._num_tokens)], by_modules=True).float()
+        difference = (self._whole.float() - expected).abs().max() / expected.abs().max()
+        return float(difference.nan_to_num(torch.inf))
+
+    def is_invariant(self) -> bool:
+        """Whether all cuts give every token the same bits."""
+        half, last = self._page_tokens // 2 + 1, self._num_tokens - 2 * _AROUND_THE_END
+        singles = [(start, start + 1) for start in range(max(last, 0), self._num_tokens)]
+        cuts = [
+            [(0, half), (half, self._num_tokens)],
+            [(0, max(last, 0)), *singles] if last > 0 else singles,
+        ]
+        return all(torch.equal(self._run(cut, company), self._whole) for cut in cuts for company in (False, True))
+
+    def _run(self, cut: Sequence[tuple[int, int]], company: bool = False, by_modules: bool = False) -> Tensor:
+        """The text's outputs, `[T, H]`, computed chunk by chunk; `company`: another session runs along."""
+        count = 2 if company else 1
+        num_pages = count * (-(-self._num_tokens // self._page_tokens))
+        store = KVStore(num_pages, self._page_tokens, [self._window])
+        caches = [store.new_cache() for _ in range(count)]
+        for cache in caches:
+            cache.reserve(self._num_tokens)
+        outputs: list[Tensor] = []
+        for start, end in cut:
+            # The companion is before the text, with another number of tokens.
+            parts = [(caches[-1], 0, min(2, self._num_tokens))] if company else []
+            outputs.append(self._step(store, [*parts, (caches[0], start, end)], by_modules)[-(end - start) :])
+        return torch.cat(outputs)
+
+    def _step(self, store: KVStore, parts: Sequence[tuple[SessionCache, int, int]], by_modules: bool) -> Tensor:
+        rows: list[PackedRow] = []
+        for cache, start, end in parts:
+            cache.truncate(start)
+            cache.prepare(start, end - start)
+            first = rows[-1].end if rows else 0
+            rows.append(PackedRow(cache, start, first, first + end - start))
+        hidden = torch.cat([self._hidden[start:end] for _, start, end in parts])
+        positions = torch.cat([torch.arange(start, end, device=hidden.device) for _, start, end in parts])
+        batch = AttentionBatch(store, rows, self._backend)
+        if by_modules:
+            output = self._span.forward(hidden, positions, self._num_tokens, range(1), batch.attend)
+        else:
+            output = self._blocks.forward(hidden, positions, self._num_tokens, range(1), batch)
+        for cache, _, end in parts:
+            cache.commit(end)
+        return output

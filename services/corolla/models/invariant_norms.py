@@ -1,0 +1,97 @@
+"""Root mean square norms of which no row depends on the other rows of a call, on GPUs.
+
+torch sums a row's squares in an order that depends on how many rows there are. The Triton kernel sums each row alike.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from corolla.kernels.triton.availability import missing
+from corolla.models.invariant_products import TOLERANCES
+
+log = logging.getLogger(__name__)
+
+_CHECKED_ROWS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A root mean square norm.
+
+    Attributes:
+        weight: `[H]` in the model's dtype, on its device.
+        epsilon: added to the mean of the squares.
+        has_unit_offset: whether the weight is stored less one, as Gemma has it.
+    """
+
+    weight: Tensor
+    epsilon: float
+    has_unit_offset: bool = False
+
+    @classmethod
+    def of(cls, module: Any) -> Self | None:
+        """The norm that a family's module computes, judged by its class; None: it is of another kind."""
+        name = type(module).__name__
+        if name == "GemmaRMSNorm":
+            return cls(module.weight, module.eps, has_unit_offset=True)
+        if name.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+            return cls(module.weight, module.variance_epsilon)
+        return None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Normalises the last dimension of `hidden`, `[..., H]`; returns the same shape and dtype."""
+        from corolla.kernels.triton.launches import add_rms_norm
+
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        normed, _ = add_rms_norm(
+            rows.contiguous(), None, self.weight, self.epsilon, has_unit_offset=self.has_unit_offset
+        )
+        return normed.view(hidden.shape)
+
+
+class InvariantNorm(nn.Module):
+    """A family's norm, computed by the Triton kernel.
+
+    Args:
+        norm: the norm.
+    """
+
+    def __init__(self, norm: Norm) -> None:
+        super().__init__()
+        self.weight = cast(nn.Parameter, norm.weight)
+        self._norm = norm
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalises the last dimension of `hidden`, `[..., H]` on the weight's device; the dtype stays."""
+        return self._norm(hidden)
+
+
+@torch.inference_mode()
+def invariant_norm(module: nn.Module) -> nn.Module:
+    """A module with the results of `module` up to rounding, whose rows do not depend on each other.
+
+    It is `module` itself where the kernel does not compute what `module` does, or cannot run here.
+    """
+    norm, failure = Norm.of(module), missing()
+    if norm is None or failure is not None or norm.weight.dtype not in TOLERANCES:
+        log.warning(
+            "rows of the final norm may depend on the batch",
+            extra={"failure": failure or f"there is no kernel for {type(module).__name__}"},
+        )
+        return module
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(_CHECKED_ROWS, len(norm.weight), generator=generator).to(norm.weight)
+    try:
+        found, expected = norm(hidden).float(), cast(Tensor, module(hidden)).float()
+    except Exception as error:
+        # Compilers raise errors of many kinds, and the family's own norm works without them.
+        log.warning("rows of the final norm may depend on the batch", extra={"failure": type(error).__name__})
+        return module
+    if not (found - expected).abs().max() <= TOLERANCES[norm.weight.dtype] * expected.abs().max():
+        log.warning("rows of the final norm may depend on the batch", extra={"failure": "the kernel's results differ"})
+        return module
+    return InvariantNorm(norm)

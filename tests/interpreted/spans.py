@@ -1,0 +1,162 @@
+"""Spans of tiny models by Triton kernels: chains give transformers' tokens, and no row depends on the batch."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from corolla.cache.store import SessionCache
+from corolla.compute import graph_choice
+from corolla.compute.span_runner import RowWork, SpanRunner
+from corolla.models import edges as edges_module
+from corolla.models import linear, span_model
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.edges import Edges, load_edges
+from corolla.models.invariant_products import InvariantProduct, triton_product
+from corolla.models.linear import TunedLinear
+from corolla.models.span_model import load_span
+from corolla.wire.span import Span
+from tests.checkpoints import make_tiny_checkpoint
+from tests.interpreted.ordered_products import install
+from tests.interpreted.recorded_launches import record
+from tests.reference import Unsplit
+from tests.tiers import quick
+
+PAGE_TOKENS = 8
+PROMPT = [7, 3, 9, 250, 31, 4, 4, 80, 12, 9, 77, 61, 5, 200, 18, 33, 2, 90, 41]
+NUM_TOKENS = 5
+# Their features: none, biases and windows, norms of heads, GELU and Gemma's norm, multipliers, layers without rotation.
+FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "granite", "smollm3"]
+SPANS = (Span(0, 1), Span(1, 3))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def products() -> Iterator[None]:
+    """Multiplies by the Triton kernel everywhere: the trial of all sizes would take minutes here."""
+
+    def take_triton(layers: Iterable[TunedLinear], **_options: Any) -> None:
+        for layer in layers:
+            layer.invariant = InvariantProduct("triton", triton_product, (1,))
+
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch)
+        for module in (span_model, edges_module, linear):
+            patch.setattr(module, "tune", take_triton)
+        yield
+
+
+def make_runner(checkpoint: Checkpoint, span: Span, **options: Any) -> SpanRunner:
+    runner = SpanRunner(
+        load_span(checkpoint, span, dtype=torch.float32),
+        **{"num_pages": 60, "page_tokens": PAGE_TOKENS, "attention": "triton", **options},
+    )
+    assert runner.kernel_choices.blocks == "triton"
+    assert set(runner.kernel_choices.products.values()) == {"triton"}
+    return runner
+
+
+def make_checkpoint(folder: Path, family: str) -> Checkpoint:
+    return Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, folder / family, num_blocks=SPANS[-1].end)))
+
+
+class Chain:
+    """Servers of a whole model, without the network between them."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._runners = [make_runner(checkpoint, span) for span in SPANS]
+        self._edges: Edges = load_edges(checkpoint, dtype=torch.float32)
+        self._edges.tune_head()
+        assert set(self._edges.product_ways.values()) == {"triton"}
+
+    def answer(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        caches = [runner.new_cache() for runner in self._runners]
+        for cache in caches:
+            cache.reserve(len(prompt) + num_tokens)
+        chosen: list[int] = []
+        while len(chosen) < num_tokens:
+            new = chosen[-1:] or list(prompt)
+            position = caches[0].num_tokens
+            ids = torch.tensor(new)
+            hidden = self._edges.embed(ids, torch.arange(position, position + len(new)))
+            for runner, cache in zip(self._runners, caches, strict=True):
+                hidden = runner.forward([RowWork(cache, position, len(new))], hidden, runner.span)
+            chosen.append(int(self._edges.head(hidden[-1:]).argmax()))
+        return chosen
+
+
+@pytest.mark.parametrize("family", quick(FAMILIES, "qwen3"))
+def test_a_chain_gives_the_tokens_of_transformers(tmp_path: Path, family: str) -> None:
+    checkpoint = make_checkpoint(tmp_path, family)
+    expected = Unsplit(tmp_path / family).generate(PROMPT, NUM_TOKENS, ignore_eos=True).token_ids
+    assert Chain(checkpoint).answer(PROMPT, NUM_TOKENS) == expected
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["gemma2", "phi"])
+def test_the_familys_own_code_attends_by_the_kernels(tmp_path: Path, family: str) -> None:
+    """A softcap, and halves of heads that are not rotated: transformers' modules, our attention and products."""
+    checkpoint = make_checkpoint(tmp_path, family)
+    runner = SpanRunner(
+        load_span(checkpoint, SPANS[1], dtype=torch.float32),
+        num_pages=60, page_tokens=PAGE_TOKENS, attention="triton",
+    )  # fmt: skip
+    assert (runner.kernel_choices.attention, runner.kernel_choices.blocks) == ("triton", "family")
+    reference = SpanRunner(
+        load_span(checkpoint, SPANS[1], dtype=torch.float32), num_pages=60, page_tokens=PAGE_TOKENS, attention="sdpa"
+    )
+    hidden = torch.randn(21, runner.model.hidden_size, generator=torch.Generator().manual_seed(0))
+    outputs = []
+    for each in (runner, reference):
+        cache = each.new_cache()
+        cache.reserve(21)
+        parts = torch.split(hidden, [18, 1, 2])
+        outputs.append(
+            torch.cat([each.forward([RowWork(cache, cache.num_tokens, len(p))], p, SPANS[1]) for p in parts])
+        )
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", quick(["llama", "mistral", "qwen2"], "mistral"))
+def test_replayed_steps_have_the_bits_of_prompts(tmp_path: Path, family: str) -> None:
+    """Windows, recorded steps and other sessions leave a token the bits that it has as part of a prompt."""
+    checkpoint = make_checkpoint(tmp_path, family)
+    span = Span(0, 1)
+    runner = make_runner(checkpoint, span, has_scratch_page=True, max_step_tokens=32)
+    runner.warm_up()
+    num_tokens = 3 * PAGE_TOKENS + 3
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randn(num_tokens, runner.model.hidden_size, generator=generator) for _ in range(2)]
+
+    def opened() -> SessionCache:
+        cache = runner.new_cache()
+        cache.allocate(num_tokens)
+        return cache
+
+    whole = []
+    for text in texts:
+        cache = opened()
+        parts = torch.split(text, [20, num_tokens - 20])
+        whole.append(torch.cat([runner.forward([RowWork(cache, cache.num_tokens, len(p))], p, span) for p in parts]))
+        cache.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph_choice, "SIZES", (1, 2))
+        graph_choice.choose_graphs(runner, record)
+    assert runner.decode_graphs is not None
+    caches = [opened() for _ in texts]
+    first = PAGE_TOKENS - 2
+    for cache, text in zip(caches, texts, strict=True):
+        runner.forward([RowWork(cache, 0, first)], text[:first], span)
+    num_replays = runner.decode_graphs.num_replays
+    for position in range(first, num_tokens):
+        if position % 3:
+            rows = [RowWork(cache, position, 1) for cache in caches]
+            found = runner.forward(rows, torch.stack([text[position] for text in texts]), span)
+        else:
+            found = torch.cat(
+                [runner.forward([RowWork(cache, position, 1)], text[position : position + 1], span)
+                 for cache, text in zip(caches, texts, strict=True)]
+            )  # fmt: skip
+        assert torch.equal(found, torch.stack([outputs[position] for outputs in whole]))
+    assert runner.decode_graphs.num_replays > num_replays + num_tokens - first - 1
