@@ -3,11 +3,13 @@
 transformers decides every token; this module only chooses the cache and says how much of the text is in it.
 """
 
+import functools
 import inspect
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,14 +23,51 @@ from corolla.hf.blocks import RemoteBlocks
 from corolla.hf.cache import NO_CROP, RemotePastKeyValues
 from corolla.hf.continuation import Continuation, continuation_of
 from corolla.hf.refusals import refuse_alone, refuse_in_session, refuse_unsupported
-from corolla.hf.session import InferenceSession, active_session
+from corolla.hf.session import InferenceSession, active_session, warn_of_session_elsewhere
 from corolla.hf.vocabulary import num_tokens_of, require_token_ids
 from corolla.models.families import recurrent_layers
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 _SIGNATURE: Final = inspect.signature(GenerationMixin.generate)
 
 # The sessions that a running call of `generate` made, for itself and for logits processors.
 _new_sessions: ContextVar[list[InferenceSession] | None] = ContextVar("sessions that generate made", default=None)
+
+
+class _FoundByThreads:
+    """A method that takes the session along in which it was looked up, for threads that its owner starts.
+
+    `Thread(target=model.generate, ...)` looks `generate` up in the owner's thread, and calls it in another one, which
+    does not know what the owner has entered.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.__doc__ = function.__doc__
+        self._function = function
+
+    def __get__(self, model: Any, owner: Any = None) -> Callable[..., Any]:
+        if model is None:
+            return self._function
+        bound: Callable[..., Any] = self._function.__get__(model)
+        session: InferenceSession | None = model.active_session
+        if session is None:
+            return bound
+        owners_thread = threading.get_ident()
+
+        @functools.wraps(bound)
+        def found(*args: Any, **kwargs: Any) -> Any:
+            is_elsewhere = threading.get_ident() != owners_thread and model.active_session is None
+            if is_elsewhere and session.is_entered and kwargs.get("session") is None:
+                kwargs["session"] = session
+            return bound(*args, **kwargs)
+
+        return found
+
+
+def found_by_threads(method: Method) -> Method:
+    """Makes a method take the session along in which it is looked up; see `_FoundByThreads`."""
+    return cast(Method, _FoundByThreads(method))
 
 
 class RemoteGenerationMixin(GenerationMixin):
@@ -69,15 +108,17 @@ class RemoteGenerationMixin(GenerationMixin):
         finally:
             session.deactivate()
 
+    @found_by_threads
     def generate(
         self, inputs: Tensor | None = None, *args: Any, session: InferenceSession | None = None, **kwargs: Any
     ) -> Any:
         """`generate` of transformers, with the same arguments and results.
 
-        The call uses the given session, else the active one, else a new one for this call. In a session, a later call
-        gives the whole text so far and more, or only new text, or nothing; the answer begins with the given text. Text
-        that begins with the whole token log counts as the whole text. `max_length` counts the whole text of the
-        session, `max_new_tokens` only new tokens.
+        The call uses the given session, else the active one, else a new one for this call. A thread whose target is
+        this method is in the session that its starter has entered; any other thread must be given the session. In a
+        session, a later call gives the whole text so far and more, or only new text, or nothing; the answer begins with
+        the given text. Text that begins with the whole token log counts as the whole text. `max_length` counts the
+        whole text of the session, `max_new_tokens` only new tokens.
 
         Args:
             inputs: int64 `[B, T]`, on any device, padded on the left if at all; None continues a session that has text.
@@ -98,6 +139,7 @@ class RemoteGenerationMixin(GenerationMixin):
         session = session or self.active_session
         if session is None:
             refuse_alone(call)
+            warn_of_session_elsewhere(self.blocks.remote)
             return self._generate(call)
         if not isinstance(session, InferenceSession):
             raise ValueError("`session` must be what `inference_session()` of this model returned.")
@@ -207,16 +249,34 @@ class RemoteGenerationMixin(GenerationMixin):
             raise UnsupportedFamily(NO_CROP)
         cache = model_kwargs.get("past_key_values")
         if cache is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = self.new_cache(max_cache_length + 1)
+            cache = self.new_cache(max_cache_length + 1)
+            model_kwargs["past_key_values"] = cache
+            self._end_at_limit(generation_config, cache.session, model_kwargs, max_cache_length)
         elif isinstance(cache, RemotePastKeyValues):
-            limit = cache.session.max_length
-            if limit is not None and cache.session.num_prefix + max_cache_length > limit:
-                raise ValueError(
-                    f"Maximum length exceeded: the text may grow to {max_cache_length + 1} tokens, and the session has "
-                    f"room for {limit - cache.session.num_prefix}; give fewer new tokens or a longer session."
-                )
+            self._end_at_limit(generation_config, cache.session, model_kwargs, max_cache_length)
             # Assisted decoding begins with the whole text even if the cache holds a part of it.
             cache.is_primed = generation_mode is GenerationMode.ASSISTED_GENERATION and cache.get_seq_length() > 0
+
+    def _end_at_limit(
+        self,
+        generation_config: GenerationConfig,
+        session: InferenceSession,
+        model_kwargs: dict[str, Any],
+        max_cache_length: int,
+    ) -> None:
+        """Makes a text that may outgrow its session or the model's context end there. It may end long before.
+
+        Raises:
+            ValueError: there is no room for the given tokens.
+        """
+        limit = (session.max_length or self.blocks.remote.context_length) - session.num_prefix
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and mask.shape[1] > limit:
+            raise ValueError(
+                f"Maximum length exceeded: the text has {mask.shape[1]} tokens, and the session has room for {limit}."
+            )
+        # The last token of a text is never processed, so it needs no room.
+        generation_config.max_length = (generation_config.max_length or 0) - max(0, max_cache_length - limit)
 
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
         upstream: Any = super()

@@ -15,8 +15,11 @@ from corolla.chassis.weight_formats import full_dtype_name
 from corolla.hf.blocks import RemoteBlocks
 from corolla.hf.cache import RemotePastKeyValues
 from corolla.hf.connection import DEFAULT_ROUTER, Connection, cache_salt
+from corolla.hf.defaults import served_defaults
 from corolla.hf.generation import RemoteGenerationMixin
 from corolla.hf.hop_sessions import RemoteSpan
+from corolla.hf.loading import NotPickled, read_options
+from corolla.hf.refusals import UNSUPPORTED_OPTIONS
 from corolla.hf.vocabulary import num_tokens_of, require_token_ids
 from corolla.models.checkpoint import GGUF_FILE, Checkpoint
 from corolla.models.edges import Edges, load_edges
@@ -30,7 +33,7 @@ _NO_LABEL = -100
 """The label that transformers ignores in a loss."""
 
 
-class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
+class DistributedModelForCausalLM(NotPickled, RemoteGenerationMixin, PreTrainedModel):
     """A causal language model of any supported family, with remote blocks.
 
     Args:
@@ -62,27 +65,28 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
         name_or_path: str,
         *,
         router: str = DEFAULT_ROUTER,
-        dtype: str | torch.dtype = torch.float32,
+        dtype: str | torch.dtype | None = None,
         quantization: str = "none",
         kv_cache_dtype: str = "auto",
         revision: str | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         tenant: str = "public",
         reuse_prefixes: bool = False,
         tls_dir: str | Path | None = None,
         cache_secret: str | None = None,
         adapter: str | None = None,
+        **options: Any,
     ) -> Self:
         """Loads embedding, final norm and head, and connects to a router for the blocks.
 
         Args:
             name_or_path: `"demo"`, a folder, a GGUF file or a hub id, with the weights that the block servers have.
             router: the router's `host:port`.
-            dtype: the block servers' dtype, as a torch dtype or its name.
+            dtype: the block servers' dtype, as a torch dtype or its name; None: float32.
             quantization: the quantisation of the block servers' weights: `none`, `int8`, `int4` or `packed`.
             kv_cache_dtype: how the block servers store keys and values: `auto`, `fp8` or `int8`.
             revision: branch, tag or commit on the hub.
-            device: the device of embedding, norm and head.
+            device: the device of embedding, norm and head; None: the CPU.
             tenant: the tenant that owns the sessions.
             reuse_prefixes: whether block servers reuse what they computed for the tenant's texts with the same
                 beginning. Set it only with the checkpoint's own embeddings: texts are compared by their tokens.
@@ -91,6 +95,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
             cache_secret: the client services' secret, at least 32 characters; else `COROLLA_CACHE_SECRET`. It salts the
                 digests by which block servers find the tenant's texts; without it, digests depend on the texts alone.
             adapter: name of an adapter that is registered with the router; see `set_adapter`.
+            options: options of transformers' models: `torch_dtype` is `dtype`, and `device_map` names the device.
 
         Raises:
             AdapterNotFound: no adapter has this name.
@@ -98,8 +103,10 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
             SettingsError: the cache secret is too short.
             CheckpointError: the checkpoint is missing or damaged, or its family is not that of this class.
             HubUnavailable: the checkpoint is on the hub, and the hub cannot be reached.
-            ValueError: block servers do not have this dtype, quantisation or dtype of keys and values.
+            ValueError: block servers do not have this dtype, quantisation or dtype of keys and values, or an option is
+                not supported.
         """
+        dtype, device = read_options(options, dtype, device)
         salt = cache_salt(tenant, cache_secret)
         checkpoint = Checkpoint.from_pretrained(name_or_path, revision=revision)
         if cls.model_type not in (None, checkpoint.family.model_type):
@@ -124,7 +131,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
         )
         edges = load_edges(checkpoint, dtype=run_dtype, device=device)
         model = cls(copy.deepcopy(checkpoint.config), edges=edges, blocks=RemoteBlocks(remote))
-        model.generation_config = checkpoint.generation_config()
+        model.generation_config = served_defaults(checkpoint, lambda name: name not in UNSUPPORTED_OPTIONS)
         return model
 
     def set_adapter(self, name: str | None) -> None:  # type: ignore[override]

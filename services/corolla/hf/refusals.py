@@ -32,6 +32,10 @@ _ARGUMENTS: Final[Mapping[str, str]] = {
 }
 
 
+UNSUPPORTED_OPTIONS: Final = frozenset({*_OPTIONS, "num_beam_groups", "penalty_alpha", "token_healing"})
+"""The options of a generation config that a caller may not ask for, or not in every call; files may have them."""
+
+
 def refuse_unsupported(arguments: Mapping[str, Any], config: GenerationConfig) -> None:
     """Checks a call of `generate` before anything is computed.
 

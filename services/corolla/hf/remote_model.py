@@ -19,6 +19,8 @@ from corolla.chassis.merge import merge
 from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.hf.connection import DEFAULT_ROUTER, Connection, cache_salt
+from corolla.hf.defaults import served_defaults
+from corolla.hf.loading import NotPickled, read_options
 from corolla.hf.vocabulary import require_token_ids
 from corolla.models.checkpoint import Checkpoint, end_token_ids_of
 from corolla.models.families import recurrent_layers
@@ -47,7 +49,7 @@ _IDLE: Final = frozenset(
 )  # fmt: skip
 
 
-class RemoteModelForCausalLM(GenerationMixin):
+class RemoteModelForCausalLM(NotPickled, GenerationMixin):
     """A causal language model that has only its configuration in this process.
 
     `generate` decodes greedily or by sampling, with the block servers' own sampler. Beams, logits processors and
@@ -67,7 +69,7 @@ class RemoteModelForCausalLM(GenerationMixin):
         self, checkpoint: Checkpoint, connection: Connection, tenant: str, *, reuse_prefixes: bool, salt: bytes = b""
     ) -> None:
         self.config: PretrainedConfig = copy.deepcopy(checkpoint.config)
-        self.generation_config: GenerationConfig = checkpoint.generation_config()
+        self.generation_config: GenerationConfig = served_defaults(checkpoint, lambda name: name in _HEEDED | _IDLE)
         self._context_length = checkpoint.context_length
         self._connection = connection
         self._tenant = tenant
@@ -81,7 +83,7 @@ class RemoteModelForCausalLM(GenerationMixin):
         name_or_path: str,
         *,
         router: str = DEFAULT_ROUTER,
-        dtype: str | torch.dtype = torch.float32,
+        dtype: str | torch.dtype | None = None,
         quantization: str = "none",
         kv_cache_dtype: str = "auto",
         revision: str | None = None,
@@ -90,8 +92,10 @@ class RemoteModelForCausalLM(GenerationMixin):
         tls_dir: str | Path | None = None,
         cache_secret: str | None = None,
         adapter: str | None = None,
+        **options: Any,
     ) -> Self:
         """Reads the configuration, and connects to a router. See `DistributedModelForCausalLM.from_pretrained`."""
+        dtype, _ = read_options(options, dtype, None)
         salt = cache_salt(tenant, cache_secret)
         checkpoint = Checkpoint.from_pretrained(name_or_path, revision=revision)
         connection = Connection.to(checkpoint, router, dtype, quantization, tls_dir, kv_cache_dtype)
@@ -102,6 +106,10 @@ class RemoteModelForCausalLM(GenerationMixin):
     def set_adapter(self, name: str | None) -> None:
         """Sets the adapter of later answers; None for no adapter. See `DistributedModelForCausalLM.set_adapter`."""
         self._adapter = self._connection.adapter(name, self._tenant)
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        return True
 
     @property
     def device(self) -> torch.device:
@@ -148,7 +156,7 @@ class RemoteModelForCausalLM(GenerationMixin):
         has_length |= generation_config is not None and generation_config.max_length is not None
         upstream: Any = super()
         config, unknown = upstream._prepare_generation_config(generation_config, **options)
-        _refuse(config, unknown)
+        refuse_without_logits(config, unknown)
         criteria = _criteria(config, stopping_criteria, tokenizer)
         max_new_tokens = _max_new_tokens(config, given.shape[1], has_length=has_length)
         mask = torch.ones_like(given) if attention_mask is None else attention_mask
@@ -186,15 +194,18 @@ class RemoteModelForCausalLM(GenerationMixin):
         rows = []
         for ids, its_mask, seed in zip(token_ids.cpu(), mask.cpu(), seeds, strict=True):
             prompt_ids: list[int] = ids[its_mask].tolist()
-            if len(prompt_ids) + max_new_tokens > self._context_length:
+            room = self._context_length - len(prompt_ids)
+            if room < 1:
                 raise ValueError(
-                    f"A prompt of {len(prompt_ids)} tokens and {max_new_tokens} new ones exceed the model's context of "
+                    f"A prompt of {len(prompt_ids)} tokens leaves no room in the model's context of "
                     f"{self._context_length} tokens."
                 )
+            # An answer may end long before its limit. One that reaches the end of the context ends there.
+            most = min(max_new_tokens, room)
             sampler = SamplerRecord(
-                params, seed, prompt_ids, max_new_tokens=max_new_tokens, end_token_ids=end_token_ids, drafts=drafts
+                params, seed, prompt_ids, max_new_tokens=most, end_token_ids=end_token_ids, drafts=drafts
             )
-            rows.append(_Row(ids.tolist(), prompt_ids, sampler, max_new_tokens, end_token_ids))
+            rows.append(_Row(ids.tolist(), prompt_ids, sampler, most, end_token_ids))
         return rows
 
     def _answer(self, rows: Sequence["_Row"], criteria: StoppingCriteriaList, streamer: BaseStreamer | None) -> None:
@@ -291,10 +302,13 @@ def _are_met(criteria: StoppingCriteriaList, token_ids: Sequence[int]) -> bool:
     return bool(criteria(torch.tensor([token_ids]), without_scores).any())
 
 
-def _refuse(config: GenerationConfig, unknown: dict[str, Any]) -> None:
+def refuse_without_logits(config: GenerationConfig, unknown: dict[str, Any]) -> None:
     """Raises ValueError for an option that needs logits in this process, or that is unknown."""
     idle_values = GenerationConfig._get_default_generation_params()
-    options = {name: value for name, value in config.to_dict().items() if name not in _HEEDED | _IDLE}
+    served = _HEEDED | _IDLE
+    options = {
+        name: value for name, value in config.to_dict().items() if name not in served and not name.startswith("_")
+    }
     known = GenerationConfig().to_dict().keys()
     asked = [name for name in options.keys() & known if options[name] not in (None, False, idle_values.get(name))]
     asked += [name for name, value in unknown.items() if value is not None and value is not False]

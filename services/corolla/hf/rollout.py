@@ -49,13 +49,14 @@ def generate(
 ) -> Tensor:
     """Answers a batch of prompts.
 
-    A row ends with the tokenizer's end-of-sequence token or with a stop sequence, which are part of the result; padding
-    follows. Tokens are sampled from torch's own random stream, as in `generate` of transformers.
+    A row ends with an end token of the model's generation config (with the tokenizer's, if that names none) or with a
+    stop sequence, which are part of the result; padding follows. Tokens are sampled from torch's own random stream, as
+    in `generate` of transformers.
 
     Args:
         model: a causal language model, distributed or local. The caller switches it to evaluation or training.
         input_ids: int64 `[B, T]`, padded on the left.
-        tokenizer: defines the tokens for padding and for the end of a sequence.
+        tokenizer: defines the token for padding, and the end of a sequence if the model does not.
         max_length: the most tokens of prompt and answer together. A prompt of that length is returned unchanged.
         num_beams: more than one is a beam search by the model's own `generate`.
         do_sample: False takes the most probable token.
@@ -67,7 +68,9 @@ def generate(
         update_model_kwargs_fn: replaces this module's function of that name.
         max_new_tokens: the most tokens of the answer.
         stop_token_ids: sequences of tokens; a row ends when its last tokens are one of them.
-        model_kwargs: arguments for the model's forward. Without an `attention_mask`, padding is found by its token.
+        model_kwargs: arguments for the model's forward. Without an `attention_mask`, a row's first tokens are padding
+            as long as they are the token for padding. If that token also begins or ends texts, one row of the batch
+            counts as free of padding.
 
     Returns:
         int64 `[B, L]`, prompts and answers.
@@ -201,12 +204,13 @@ def _sequences(
     model_kwargs: dict[str, Any],
 ) -> Iterator[Tensor]:
     """Yields prompts and answers so far, `[B, L]`, after each token."""
-    _check(tokenizer, stop_token_ids)
-    eos_token_id, pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    end_token_ids, pad_token_id = _end_token_ids(model, tokenizer), tokenizer.pad_token_id
+    _check(tokenizer, end_token_ids, stop_token_ids)
+    ends = torch.tensor(end_token_ids, device=input_ids.device)
     stops = [torch.tensor(list(each), device=input_ids.device) for each in stop_token_ids or ()]
     takes_positions = prepare is None and "position_ids" in inspect.signature(model.forward).parameters
     if "attention_mask" not in model_kwargs:
-        model_kwargs = {**model_kwargs, "attention_mask": _mask_of(input_ids, pad_token_id)}
+        model_kwargs = {**model_kwargs, "attention_mask": _mask_of(input_ids, tokenizer, end_token_ids)}
     unfinished = input_ids.new_ones(input_ids.shape[0])
     for _ in range(_num_new_tokens(input_ids, max_length, max_new_tokens)):
         # This is not inference mode, because a training loop uses these tensors afterwards.
@@ -227,8 +231,8 @@ def _sequences(
                 newest = torch.where(unfinished.bool(), newest, pad_token_id)
             input_ids = torch.cat([input_ids, newest[:, None]], dim=-1)
             model_kwargs = (update or update_model_kwargs_fn)(outputs, unfinished[:, None], **model_kwargs)
-            if eos_token_id is not None:
-                unfinished = unfinished * (newest != eos_token_id)
+            if end_token_ids:
+                unfinished = unfinished * torch.isin(newest, ends, invert=True)
             for stop in stops:
                 unfinished = unfinished * (input_ids[:, -len(stop) :] != stop).any(dim=1)
         yield input_ids
@@ -246,7 +250,8 @@ def _beam_search(
     model_kwargs: dict[str, Any],
     **options: Any,
 ) -> Tensor:
-    _check(tokenizer, None)
+    end_token_ids = _end_token_ids(model, tokenizer)
+    _check(tokenizer, end_token_ids, None)
     if any(hook is not None for hook in hooks):
         raise ValueError(
             "`prepare_inputs_fn`, `update_model_kwargs_fn` and `stop_token_ids` work with `num_beams=1` only; beams "
@@ -256,36 +261,60 @@ def _beam_search(
     if num_new_tokens == 0:
         return input_ids
     if "attention_mask" not in model_kwargs:
-        model_kwargs = {**model_kwargs, "attention_mask": _mask_of(input_ids, tokenizer.pad_token_id)}
+        model_kwargs = {
+            **model_kwargs,
+            "attention_mask": _mask_of(input_ids, tokenizer, end_token_ids),
+        }
     if not options["do_sample"]:
         options = {name: value for name, value in options.items() if name not in ("top_k", "top_p", "temperature")}
     sequences: Tensor = model.generate(
-        input_ids, max_new_tokens=num_new_tokens, eos_token_id=tokenizer.eos_token_id,
+        input_ids, max_new_tokens=num_new_tokens, eos_token_id=end_token_ids or None,
         pad_token_id=tokenizer.pad_token_id, **options, **model_kwargs,
     )  # fmt: skip
     return sequences
 
 
-def _check(tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[Sequence[int]] | None) -> None:
+def _end_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that end a sequence, as the model's own `generate` takes them, or else the tokenizer's."""
+    config = getattr(model, "generation_config", None)
+    ids = None if config is None else config.eos_token_id
+    ids = tokenizer.eos_token_id if ids is None else ids
+    return [ids] if isinstance(ids, int) else list(ids or ())
+
+
+def _check(
+    tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int], stop_token_ids: Sequence[Sequence[int]] | None
+) -> None:
     if tokenizer.padding_side != "left":
         raise ValueError("Rollouts need padding on the left: set `tokenizer.padding_side = 'left'`.")
-    if tokenizer.pad_token_id is None and (tokenizer.eos_token_id is not None or stop_token_ids):
+    if tokenizer.pad_token_id is None and (end_token_ids or stop_token_ids):
         raise ValueError("Rows that end early are padded: set `tokenizer.pad_token`.")
     for index, stop in enumerate(stop_token_ids or ()):
         if isinstance(stop, int) or len(stop) == 0:
             raise ValueError(f"`stop_token_ids[{index}]` must be a sequence of at least one token.")
 
 
-def _mask_of(input_ids: Tensor, pad_token_id: int | None) -> Tensor:
-    """The mask of the tokens that are not padding, int64 `[B, T]`. Raises ValueError if a row ends in padding."""
+def _mask_of(input_ids: Tensor, tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int]) -> Tensor:
+    """The mask of the tokens that are not padding, int64 `[B, T]`: padding stands before a row's text.
+
+    Raises:
+        ValueError: a row ends in a token that can only be padding.
+    """
+    pad_token_id = tokenizer.pad_token_id
     if pad_token_id is None:
         return torch.ones_like(input_ids)
-    mask = input_ids.ne(pad_token_id).long()
-    if not bool(mask[:, -1].all()):
+    is_pad = input_ids.eq(pad_token_id).long()
+    num_pads = is_pad.cumprod(dim=1).sum(dim=1)
+    may_end = pad_token_id in (*end_token_ids, tokenizer.eos_token_id)
+    if not may_end and bool(is_pad[:, -1].any()):
         raise ValueError(
             "A row of `input_ids` ends in padding; pad on the left, or give an `attention_mask` if that token is text."
         )
-    return mask
+    if may_end or pad_token_id == tokenizer.bos_token_id:
+        # A text may begin with this token, too. A tokenizer pads to the longest row, which has none before its text.
+        num_pads = num_pads - num_pads.min()
+    columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+    return (columns >= num_pads[:, None]).long()
 
 
 def _num_new_tokens(input_ids: Tensor, max_length: int, max_new_tokens: int | None) -> int:

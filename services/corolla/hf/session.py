@@ -1,6 +1,8 @@
 """An inference session: sequences that a chain of block servers keeps, for steps by hand or by `generate`."""
 
+import logging
 import operator
+import threading
 import weakref
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -14,9 +16,17 @@ from corolla.hf.hop_sessions import HopSessions, RemoteSpan, prompts_by_sequence
 from corolla.hf.row_group import RowStep
 from corolla.hf.rows import UNKNOWN_TOKEN, HeldRows
 
+log = logging.getLogger(__name__)
+
 _FIRST_CAPACITY: Final = 256
 
+_ELSEWHERE: Final = (
+    "this thread is not in the session that another thread has entered, so the answer gets a session of its own; give "
+    "`generate` the session as `session=`"
+)
+
 _active: ContextVar[tuple["InferenceSession", ...]] = ContextVar("active sessions", default=())
+_entered: "weakref.WeakSet[InferenceSession]" = weakref.WeakSet()
 
 
 class InferenceSession:
@@ -69,6 +79,8 @@ class InferenceSession:
         self._num_prompted = 1 if by_sequence is None else len(by_sequence)
         self._hop_sessions = HopSessions(blocks, by_sequence)
         self._finalizer = weakref.finalize(self, self._hop_sessions.free)
+        # The threads that lived when the session was entered, once for each time that it was and has not been left.
+        self._entries: list[frozenset[threading.Thread]] = []
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"position={self.position}"
@@ -86,10 +98,24 @@ class InferenceSession:
         """Makes this the session that `generate` of its model uses."""
         self._require_open()
         _active.set((*_active.get(), self))
+        self._entries.append(frozenset(threading.enumerate()))
+        _entered.add(self)
 
     def deactivate(self) -> None:
         """Makes the previously active session active again; this session stays open."""
         _active.set(tuple(session for session in _active.get() if session is not self))
+        self._entries.clear()
+        _entered.discard(self)
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether some thread has entered the session and not left it."""
+        return bool(self._entries) and not self.is_closed
+
+    @property
+    def is_entered_by_older_thread(self) -> bool:
+        """Whether the running thread has started since another one entered the session."""
+        return self.is_entered and threading.current_thread() not in self._entries[-1]
 
     @property
     def num_blocks(self) -> int:
@@ -296,6 +322,12 @@ class InferenceSession:
     def _require_open(self) -> None:
         if self.is_closed:
             raise HopSessionLost("the session was closed, or lost with a hop; open another one")
+
+
+def warn_of_session_elsewhere(blocks: RemoteSpan) -> None:
+    """Says in the log that the running thread, which a session's owner may have started, is not in the session."""
+    if any(session.blocks is blocks and session.is_entered_by_older_thread for session in tuple(_entered)):
+        log.warning(_ELSEWHERE)
 
 
 def active_session(blocks: RemoteSpan) -> InferenceSession | None:

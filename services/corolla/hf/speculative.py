@@ -14,6 +14,7 @@ from corolla.decoding.draft_model import DraftModel, DraftReading
 from corolla.decoding.speculation import MAX_DRAFT_TOKENS
 from corolla.hf.blocks import RemoteBlocks
 from corolla.hf.families import MODEL_CLASSES, PREFIX
+from corolla.hf.generation import found_by_threads
 from corolla.hf.modeling import DistributedModelForCausalLM
 from corolla.hf.rejection import checked_draft_token
 from corolla.hf.vocabulary import num_tokens_of, require_same_vocabulary, require_token_ids
@@ -60,6 +61,7 @@ class SpeculativeGenerationMixin:
 
     draft_model: DraftModel | None = None
 
+    @found_by_threads
     def generate(
         self,
         inputs: Tensor | None = None,

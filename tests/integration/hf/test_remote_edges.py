@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from corolla.chassis.errors import NoChain
 from corolla.hf import AutoDistributedModelForCausalLM, RemoteModelForCausalLM
-from tests.checkpoints import make_tiny_checkpoint, make_tokenizer
+from tests.checkpoints import CONTEXT_LENGTH, make_tiny_checkpoint, make_tokenizer
 from tests.integration.hf.models import draw_prompts, left_padding
 from tests.integration.hf.stacks import Stack, Stacks
 from tests.reference import Sampling, Unsplit
@@ -170,7 +170,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "cold": ({"do_sample": True, "temperature": 0.0}, "`temperature` must be above 0"),
     "hot": ({"do_sample": True, "temperature": 1e9}, "must be 0 .greedy. or between"),
     "no tokenizer": ({"stop_strings": ["a"]}, "`stop_strings` needs"),
-    "too long": ({"max_new_tokens": 10_000}, "exceed the model's context"),
+    "too long": ({"inputs": torch.full((1, 600), 5)}, "leaves no room in the model's context"),
     "no room": ({"max_length": 21}, "there is no room for a new one"),
     "outside": ({"inputs": torch.tensor([[5, 99_999]])}, "has the token id 99999 outside"),
     "empty": ({"inputs": torch.empty(1, 0, dtype=torch.int64)}, "at least one token"),
@@ -184,6 +184,12 @@ def test_what_needs_logits_here_is_refused(remote: RemoteModelForCausalLM, name:
     call, sentence = REFUSED[name]
     with pytest.raises(ValueError, match=sentence):
         remote.generate(**({"inputs": PROMPT} | call))
+
+
+def test_an_answer_may_reach_the_end_of_the_context(remote: RemoteModelForCausalLM, unsplit: Unsplit) -> None:
+    prompt = draw_prompts(1, CONTEXT_LENGTH - 3)
+    got = remote.generate(prompt, max_new_tokens=10_000)
+    assert got.tolist() == unsplit.model.generate(prompt, max_new_tokens=3).tolist()
 
 
 def test_a_stream_of_several_rows_is_refused(remote: RemoteModelForCausalLM) -> None:

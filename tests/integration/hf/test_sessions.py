@@ -1,18 +1,20 @@
 """Sessions: which one a call uses, how it continues, what it forgets, and what it refuses."""
 
 import gc
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from corolla.chassis.errors import HopSessionLost, OutOfPages
 from corolla.hf import AutoDistributedModelForCausalLM, InferenceSession
 from corolla.hf.connection import Connection
-from tests.checkpoints import make_tiny_checkpoint
+from tests.checkpoints import make_tiny_checkpoint, make_tokenizer
 from tests.integration.hf.models import ModelPair, draw_prompts, left_padding
 from tests.integration.hf.stacks import Stacks
 
@@ -69,6 +71,39 @@ def test_a_session_that_is_used_for_a_while_stays_open(llama: ModelPair) -> None
         parts.append(llama.remote.generate(max_new_tokens=4))
     assert torch.cat(parts, dim=1).tolist() == answer_of(llama, PROMPT, 7).tolist()
     session.close()
+
+
+def test_a_streamers_thread_is_in_the_session_of_its_starter(llama: ModelPair) -> None:
+    tokenizer = make_tokenizer()
+    expected = llama.unsplit.generate(PROMPT, max_new_tokens=8, do_sample=False)[0, PROMPT.shape[1] :]
+    with llama.remote.inference_session() as session:
+        texts = []
+        for prompt in (PROMPT, None):
+            streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+            call = {"inputs": prompt, "max_new_tokens": 4, "do_sample": False, "streamer": streamer}
+            thread = threading.Thread(target=llama.remote.generate, kwargs=call)
+            thread.start()
+            texts.append("".join(streamer))
+            thread.join()
+        assert session.output_ids is not None
+        assert session.output_ids[0, PROMPT.shape[1] :].tolist() == expected.tolist()
+        found = llama.remote.generate
+    assert found(PROMPT, max_new_tokens=2).shape == (1, PROMPT.shape[1] + 2), "a session that was left is not used"
+
+
+def test_a_thread_that_is_not_in_the_session_says_so(llama: ModelPair, caplog: pytest.LogCaptureFixture) -> None:
+    def answer() -> None:
+        llama.remote.generate(PROMPT, max_new_tokens=2)
+
+    with llama.remote.inference_session() as session:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        thread.join()
+        assert session.position == 0
+        assert "this thread is not in the session" in caplog.text
+        caplog.clear()
+        answer()
+    assert "this thread" not in caplog.text
 
 
 def test_another_models_session_is_not_entered_for_this_one(llama: ModelPair) -> None:
@@ -294,13 +329,15 @@ def test_a_position_can_only_be_set_back(llama: ModelPair, position: int) -> Non
 # --- limits and ends ----------------------------------------------------------------------------------------------
 
 
-def test_a_text_that_may_not_fit_is_refused_before_it_is_processed(llama: ModelPair) -> None:
-    with llama.remote.inference_session(max_length=25) as session:
+def test_a_text_that_may_not_fit_ends_with_the_session(llama: ModelPair) -> None:
+    """It may end long before, so that it is not refused. The last token is never processed, so it needs no room."""
+    with llama.remote.inference_session(max_length=20) as session:
         with pytest.raises(ValueError, match="Maximum length exceeded"):
-            llama.remote.generate(PROMPT, max_new_tokens=6)
+            llama.remote.generate(PROMPT, max_new_tokens=1)
         assert session.position == 0
-        # The last token is never processed, so it needs no room.
-        assert llama.remote.generate(PROMPT, max_new_tokens=5).shape[1] == 26
+    with llama.remote.inference_session(max_length=25):
+        expected = llama.unsplit.generate(PROMPT, max_new_tokens=5, do_sample=False)
+        assert llama.remote.generate(PROMPT, max_new_tokens=10_000, do_sample=False).tolist() == expected.tolist()
         with pytest.raises(ValueError, match="Maximum length exceeded"):
             llama.remote.generate(max_new_tokens=1)
 
