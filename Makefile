@@ -76,6 +76,9 @@ lock: setup ## Resolves pyproject.toml into the locks, keeping pins that still f
 	  uv pip compile - --quiet $(UPGRADE) --universal --python-version 3.11 --generate-hashes --no-annotate \
 	  --default-index https://pypi.org/simple --custom-compile-command 'make lock' \
 	  --output-file requirements/http-clients.txt
+	@echo 'lm-eval[api]>=0.4.13,<0.5' | uv pip compile - --quiet $(UPGRADE) --universal \
+	  --python-version 3.11 --generate-hashes --no-annotate --default-index https://pypi.org/simple \
+	  --custom-compile-command 'make lock' --output-file requirements/evaluation.txt
 	@printf 'axe-playwright-python>=0.1.8,<0.2\nplaywright>=1.65,<2\n' | \
 	  uv pip compile - --quiet $(UPGRADE) --universal --python-version 3.11 --generate-hashes --no-annotate \
 	  --default-index https://pypi.org/simple --custom-compile-command 'make lock' --output-file requirements/browser.txt
@@ -140,6 +143,16 @@ $(VENV)/.http-clients-done: requirements/http-clients.txt | $(STAMP)
 	@$(INSTALL) --quiet --target $(VENV)/http-clients -r requirements/http-clients.txt
 	@touch $@
 
+# In a folder of its own, too: it brings 75 packages.
+.PHONY: evaluation
+evaluation: $(VENV)/.evaluation-done ## Installs the evaluation harness lm-eval (600 MB), which `make test-all` scores a model with.
+
+$(VENV)/.evaluation-done: requirements/evaluation.txt | $(STAMP)
+	@echo "==> Installing lm-eval, for tests"
+	@rm -rf $(VENV)/evaluation
+	@$(INSTALL) --quiet --target $(VENV)/evaluation -r requirements/evaluation.txt
+	@touch $@
+
 # In a folder of its own: it brings a browser's driver of 140 MB, and no browser.
 .PHONY: browser
 browser: $(VENV)/.browser-done ## Installs what leads a browser over the page, which `make test-all` does with Chromium.
@@ -178,7 +191,7 @@ $(VENV)/.triton-done: requirements/triton.txt | $(STAMP)
 
 # What the larger tiers need besides.
 .PHONY: test-tools
-test-tools: setup $(HELM) gemma http-clients browser fuzzing triton
+test-tools: setup $(HELM) gemma http-clients evaluation browser fuzzing triton
 	@for tool in chromium promtool; do command -v $$tool >/dev/null || { \
 	  echo "$$tool is missing: on Debian or Ubuntu, apt-get install chromium prometheus" >&2; exit 1; }; done
 
@@ -325,7 +338,7 @@ $(VENV)/.tools-done: requirements/tools.txt | $(STAMP)
 	@touch $@
 
 AUDITED := $(LOCK) requirements/torch-cuda.txt requirements/tools.txt requirements/fuzzing.txt \
-  requirements/http-clients.txt requirements/browser.txt requirements/triton.txt
+  requirements/http-clients.txt requirements/evaluation.txt requirements/browser.txt requirements/triton.txt
 PIP_AUDIT = $(TOOL) pip_audit --require-hashes --no-deps --disable-pip --progress-spinner off --format json
 
 .PHONY: audit

@@ -212,6 +212,7 @@ def test_uv_itself_is_installed_by_its_hashes() -> None:
     [
         ("tools.txt", {"cyclonedx-bom", "pip-audit"}),
         ("fuzzing.txt", {"atheris"}),
+        ("evaluation.txt", {"datasets", "lm-eval"}),
         ("browser.txt", {"axe-playwright-python", "playwright"}),
         ("triton.txt", {"numpy", "triton"}),
         ("http-clients.txt", {"langchain-openai", "litellm", "openai", "pydantic-ai-slim", "schemathesis"}),

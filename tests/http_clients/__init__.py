@@ -9,11 +9,13 @@ from typing import Final
 from tests.architecture.sources import ROOT
 
 PACKAGES: Final = Path(os.environ.get("COROLLA_HTTP_CLIENTS", ROOT / ".venv" / "http-clients"))
+EVALUATION: Final = Path(os.environ.get("COROLLA_EVALUATION", ROOT / ".venv" / "evaluation"))
+"""The evaluation harness, with all that it needs."""
 
 
-def command_of(*arguments: str) -> list[str]:
-    """Runs Python with these arguments; with `variables`, packages of the clients come first."""
-    assert PACKAGES.exists(), "the clients are not installed; run: make http-clients"
+def command_of(*arguments: str, packages: Path = PACKAGES) -> list[str]:
+    """Runs Python with these arguments; with `variables`, the packages in the folder come first."""
+    assert packages.exists(), f"the clients are not installed; run: make {packages.name}"
     return [sys.executable, "-W", "ignore", *arguments]
 
 
@@ -22,6 +24,6 @@ def script(package: str) -> str:
     return str(Path(__file__).with_name(f"{package}_package.py"))
 
 
-def variables() -> Mapping[str, str]:
+def variables(packages: Path = PACKAGES) -> Mapping[str, str]:
     """The environment of such a program."""
-    return {**os.environ, "PYTHONPATH": str(PACKAGES)}
+    return {**os.environ, "PYTHONPATH": str(packages)}
