@@ -79,6 +79,9 @@ lock: setup ## Resolves pyproject.toml into the locks, keeping pins that still f
 	@echo 'lm-eval[api]>=0.4.13,<0.5' | uv pip compile - --quiet $(UPGRADE) --universal \
 	  --python-version 3.11 --generate-hashes --no-annotate --default-index https://pypi.org/simple \
 	  --custom-compile-command 'make lock' --output-file requirements/evaluation.txt
+	@echo 'llama-cpp-python>=0.3.36,<0.4' | uv pip compile - --quiet $(UPGRADE) --universal \
+	  --python-version 3.11 --generate-hashes --no-annotate --default-index https://pypi.org/simple \
+	  --custom-compile-command 'make lock' --output-file requirements/llama-cpp.txt
 	@printf 'axe-playwright-python>=0.1.8,<0.2\nplaywright>=1.65,<2\n' | \
 	  uv pip compile - --quiet $(UPGRADE) --universal --python-version 3.11 --generate-hashes --no-annotate \
 	  --default-index https://pypi.org/simple --custom-compile-command 'make lock' --output-file requirements/browser.txt
@@ -113,11 +116,13 @@ test: setup $(HELM) triton ## Runs one test or more of every feature, in 10 minu
 QUARTER ?= $(shell git rev-list --count HEAD)
 # Milliseconds between tokens are judged, so nothing else runs.
 STRANGERS := tests/adversary/test_strangers.py
+# llama.cpp is built from source, which takes longer than all that the gate would find with it.
+LLAMA_CPP := tests/unit/models/gguf/test_llama_cpp.py
 
 .PHONY: test-gate
 test-gate: test-tools ## Runs what a commit must pass: `make test`, every kind, and a quarter of all other tests.
 	@echo "==> Testing every feature, every kind, and quarter $$(( $(QUARTER) % 4 )) of 0 to 3 of all other tests"
-	@$(PY) -m pytest -q -m "not cluster" --quarter $(QUARTER) --ignore $(STRANGERS) \
+	@$(PY) -m pytest -q -m "not cluster" --quarter $(QUARTER) --ignore $(STRANGERS) --ignore $(LLAMA_CPP) \
 	  -n $(JOBS) --dist worksteal --durations=20 --durations-min=1 $(ARGS)
 
 .PHONY: test-strangers
@@ -151,6 +156,17 @@ $(VENV)/.evaluation-done: requirements/evaluation.txt | $(STAMP)
 	@echo "==> Installing lm-eval, for tests"
 	@rm -rf $(VENV)/evaluation
 	@$(INSTALL) --quiet --target $(VENV)/evaluation -r requirements/evaluation.txt
+	@touch $@
+
+.PHONY: llama-cpp
+llama-cpp: $(VENV)/.llama-cpp-done ## Builds llama.cpp (10 minutes of two cores), which `make test-all` asks what files mean.
+
+# In a folder of its own, as the clients above. Only the library is built.
+$(VENV)/.llama-cpp-done: requirements/llama-cpp.txt | $(STAMP)
+	@echo "==> Building llama.cpp, for tests"
+	@rm -rf $(VENV)/llama-cpp
+	@CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_OPENMP=OFF -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF" \
+	  $(INSTALL) --quiet --target $(VENV)/llama-cpp -r requirements/llama-cpp.txt
 	@touch $@
 
 # In a folder of its own: it brings a browser's driver of 140 MB, and no browser.
@@ -196,7 +212,7 @@ test-tools: setup $(HELM) gemma http-clients evaluation browser fuzzing triton
 	  echo "$$tool is missing: on Debian or Ubuntu, apt-get install chromium prometheus" >&2; exit 1; }; done
 
 .PHONY: test-all
-test-all: test-tools ## Runs all tests but those of faults and of a cluster.
+test-all: test-tools llama-cpp ## Runs all tests but those of faults and of a cluster.
 	@echo "==> Testing everything"
 	@$(PY) -m pytest -q -m "not cluster" -n $(JOBS) --dist worksteal --durations=20 --durations-min=1 $(ARGS)
 
@@ -338,7 +354,8 @@ $(VENV)/.tools-done: requirements/tools.txt | $(STAMP)
 	@touch $@
 
 AUDITED := $(LOCK) requirements/torch-cuda.txt requirements/tools.txt requirements/fuzzing.txt \
-  requirements/http-clients.txt requirements/evaluation.txt requirements/browser.txt requirements/triton.txt
+  requirements/http-clients.txt requirements/evaluation.txt requirements/browser.txt requirements/triton.txt \
+  requirements/llama-cpp.txt
 PIP_AUDIT = $(TOOL) pip_audit --require-hashes --no-deps --disable-pip --progress-spinner off --format json
 
 .PHONY: audit

@@ -130,6 +130,12 @@ def _merges(backend: Any) -> list[tuple[str, str]]:
     return [tuple(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
 
 
+def add_setting(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Adds a setting with the type that llama.cpp expects; its integers have no sign."""
+    kinds = gguf.GGUFValueType
+    writer.add_key_value(key, value, kinds.UINT32 if type(value) is int else kinds.get_type(value))
+
+
 def rewrite_gguf(
     path: Path,
     target: Path,
@@ -151,7 +157,7 @@ def rewrite_gguf(
             writer.add_key_value(key, field.contents(), field.types[0], sub_type=inner)
     for key, value in settings.items():
         if value is not None:
-            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+            add_setting(writer, key, value)
     for tensor in reader.tensors:
         if tensor.name not in tensors:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)

@@ -215,6 +215,7 @@ def test_uv_itself_is_installed_by_its_hashes() -> None:
         ("evaluation.txt", {"datasets", "lm-eval"}),
         ("browser.txt", {"axe-playwright-python", "playwright"}),
         ("triton.txt", {"numpy", "triton"}),
+        ("llama-cpp.txt", {"llama-cpp-python"}),
         ("http-clients.txt", {"langchain-openai", "litellm", "openai", "pydantic-ai-slim", "schemathesis"}),
     ],
 )

@@ -28,7 +28,8 @@ _SPECIAL_IDS_WITH_SCORES: Final = {"bos": 1, "eos": 2, "unknown": 0}
 # digit alone, and the ways that transformers' converter knows.
 _AS_GPT2: Final = frozenset({"gpt-2", "phi-2", "mpt", "olmo", "jais"})
 _SINGLE_DIGITS: Final = frozenset({"smollm", "starcoder", "refact", "command-r"})
-_CUTS: Final = _AS_GPT2 | _SINGLE_DIGITS | GGUF_PRE_TOKENIZER_SPLITS.keys()
+CUTS: Final = _AS_GPT2 | _SINGLE_DIGITS | GGUF_PRE_TOKENIZER_SPLITS.keys()
+"""The names of all ways to split texts that are known here."""
 # The ways to split with which llama.cpp begins texts with a token, unless the file says otherwise; and those with which
 # a piece that is a token as a whole is not merged.
 _LIKE_LLAMA3: Final = frozenset(
@@ -65,7 +66,7 @@ def write_tokenizer(header: GgufHeader, folder: Path) -> None:
     has_scores, cut = vocabulary.get("tokenizer_type") == "llama", vocabulary.get("pre_tokenizer_type")
     options.setdefault("add_bos_token", has_scores or cut in _LIKE_LLAMA3)
     vocabulary["token_type"] = _kinds(vocabulary)
-    if vocabulary.get("tokenizer_type") == "gpt2" and cut not in _CUTS:
+    if vocabulary.get("tokenizer_type") == "gpt2" and cut not in CUTS:
         raise CheckpointError(
             f"The file's tokenizer cuts texts in a way ({cut!r}) that is not known here, so its tokens would be others;"
             " give the model as safetensors with its tokenizer."

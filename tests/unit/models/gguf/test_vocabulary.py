@@ -92,7 +92,11 @@ def test_spaces_in_front_of_texts_are_those_of_the_file(
 
 
 def test_all_chat_templates_of_a_file_are_there(tmp_path: Path) -> None:
-    templates = {"chat_template": "plain", "chat_template__tool_use": "tools", "chat_templates": ["tool_use"]}
+    templates: dict[str, Any] = {
+        "chat_template": "plain",
+        "chat_template__tool_use": "tools",
+        "chat_templates": ["tool_use"],
+    }
     assert byte_level(tmp_path, **templates).chat_template == {"default": "plain", "tool_use": "tools"}
 
 
