@@ -80,10 +80,8 @@ class Running:
         finally:
             logging.disable(logging.NOTSET)
             gc.callbacks.remove(self._on_collection)
-            gc.unfreeze()
             # Memory that is free, but not returned yet, did not leak.
             settle()
-            gc.unfreeze()
         num_more_mib = (self._own.memory_info().rss - num_bytes) / (1 << 20)
         # Other processes of the machine may have come or gone meanwhile.
         assert self.longest_s < LONGEST_STALL_S * max(slowness, _slowness())

@@ -19,7 +19,7 @@ async def test_a_chain_that_is_far_slower_than_its_servers_say_makes_them_doubtf
 
         def sleep(address: str, frame: Frame) -> Frame:
             if isinstance(frame.control, blocks_pb2.Step):
-                time.sleep(0.2)
+                time.sleep(0.5)
             return frame
 
         swarm.wires_of(swarm.servers[1]).on_taken = sleep
