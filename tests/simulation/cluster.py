@@ -214,7 +214,7 @@ class Client:
         routes = Routes(control, placement, FINGERPRINT, scenario.model.num_blocks)
         limits = ChainLimits(
             prefill_chunk_tokens=scenario.prefill_chunk_tokens,
-            prefill_chunk_tokens_during_decode=max(1, scenario.prefill_chunk_tokens // 2),
+            fewer_during_decode=2,
             step_timeout_s=15.0, lease_ms=round(LEASE_S * 1000),
             max_replayed_tokens=64, merges_replayed_steps=scenario.merges_replayed_steps,
             max_tokens_ahead=scenario.max_tokens_ahead,

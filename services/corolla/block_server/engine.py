@@ -19,6 +19,7 @@ from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.delivery import Delivery
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable
+from corolla.block_server.prompt_share import PromptShare
 from corolla.block_server.relay import Relay
 from corolla.block_server.ring.first_hop import FirstHop
 from corolla.block_server.ring.last_hop import LastHop
@@ -100,6 +101,8 @@ class ProcessorUse:
         compute_thread: a thread that the engine uses and closes; None: the engine makes its own.
         follows_lengths: whether the time of a row grows with the number of tokens that it sees; see `StepTimes`.
         most_looks: see `Failures.looked`.
+        prompt_share: decides how many prompt tokens an iteration with decode steps takes; None: the scheduler's number
+            stays as it is.
     """
 
     max_inline_s: float = 0.0
@@ -108,6 +111,7 @@ class ProcessorUse:
     compute_thread: ComputeThread | None = None
     follows_lengths: bool = False
     most_looks: int = 0
+    prompt_share: PromptShare | None = None
 
 
 class Engine:
@@ -417,6 +421,9 @@ class Engine:
         self._metrics.edge_seconds.inc(result.edge_seconds)
         self._metrics.batch_rows.observe(num_rows)
         lengths = [row.num_tokens for batch in admitted for row, _, _ in batch.rows]
+        if (share := self._use.prompt_share) is not None:
+            share.observe(sum(lengths), seconds)
+            self._scheduler.max_prefill_tokens_during_decode = share.num_tokens
         num_decoded = lengths.count(1)
         self._metrics.tokens["decode"].inc(num_decoded)
         self._metrics.tokens["prefill"].inc(sum(lengths) - num_decoded)

@@ -25,6 +25,7 @@ from corolla.block_server.neighbours import Neighbours
 from corolla.block_server.page_guarantees import PageGuarantees
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.periodic_tasks import PeriodicTasks
+from corolla.block_server.prompt_share import PromptShare
 from corolla.block_server.registration import Registration
 from corolla.block_server.relay import Relay
 from corolla.block_server.row_sampling import SharedBySamplers
@@ -83,6 +84,9 @@ _SHARE_OF_ACTIVATIONS: Final = 8
 """Boundary activations of a server on a GPU take at most this part of the machine's memory."""
 _MAX_QUEUED_STEPS: Final = 1024
 """The most steps that wait; the server refuses more. The sessions for which there are pages queue far fewer steps."""
+
+_LONGEST_MIXED_STEP_S: Final = 0.05
+"""How long an iteration on a GPU may take while sessions decode: they still get twenty tokens a second."""
 
 _MOST_LOOKS: Final = 60
 """After as many seconds in one step, a device counts as hung."""
@@ -153,7 +157,7 @@ class BlockServer:
         network.start_renewal(self._tasks)
         self._peers = PeerTable()
         self._scheduler: Scheduler[StepWork] = Scheduler(
-            settings.max_batch_tokens,
+            settings.num_batch_tokens,
             _MAX_QUEUED_STEPS,
             max_prefill_tokens_during_decode=settings.prefill_tokens_during_decode,
         )
@@ -536,6 +540,9 @@ class BlockServer:
             follows_lengths=checkpoint.family.caches_latents,
             # A step of a large model may take that long if a CPU computes it.
             most_looks=0 if on_cpu else _MOST_LOOKS,
+            prompt_share=None
+            if on_cpu
+            else PromptShare(_LONGEST_MIXED_STEP_S, settings.num_batch_tokens, settings.prefill_tokens_during_decode),
         )
 
     def _load_edges(self, checkpoint: Checkpoint, span: Span) -> Edges | None:

@@ -15,6 +15,8 @@ from corolla.wire.span import Span
 
 MAX_PART_TOKENS: Final = 512
 """The greatest number of tokens in one part of a handover. Every server accepts it, whatever its batch size is."""
+_BATCH_TOKENS_OF_CPUS: Final = 256
+_BATCH_TOKENS_OF_GPUS: Final = 2048
 _PAGE_TOKENS_OF_CPUS: Final = 32
 _PAGE_TOKENS_OF_TRITON: Final = 64
 _PAGE_TOKENS_OF_FLASH: Final = 256
@@ -150,11 +152,12 @@ class BlockServerSettings(ServiceSettings):
         True, description="Whether sessions of one tenant share the KV pages of a common beginning of their texts."
     )
     max_batch_tokens: int = Field(
-        256,
-        ge=1,
-        description="The most tokens of one iteration; prompts get a quarter of them while other sessions decode. "
-        "A small number makes answers steadier; a large one processes prompts sooner, and fast GPUs need it. Steps "
-        "with more tokens than both this number and 512 are refused.",
+        0,
+        ge=0,
+        description="The most tokens of one iteration; 0: 256 on a CPU and 2048 on a GPU. While other sessions decode, "
+        "prompts get a quarter of them, and on a GPU as many as measured times allow in 50 ms. A small number makes "
+        "answers steadier; a large one processes prompts sooner. Steps with more tokens than both this number and 512 "
+        "are refused.",
     )
     max_microbatches: int = Field(
         0,
@@ -194,12 +197,17 @@ class BlockServerSettings(ServiceSettings):
     @property
     def max_tokens_per_frame(self) -> int:
         """The most tokens of one step. It is large enough for a chunk of the default size and a part of a handover."""
-        return max(MAX_PART_TOKENS, self.max_batch_tokens)
+        return max(MAX_PART_TOKENS, self.num_batch_tokens)
+
+    @property
+    def num_batch_tokens(self) -> int:
+        """The most tokens of one iteration on the device."""
+        return self.max_batch_tokens or (_BATCH_TOKENS_OF_CPUS if self.device == "cpu" else _BATCH_TOKENS_OF_GPUS)
 
     @property
     def prefill_tokens_during_decode(self) -> int:
-        """The most prompt tokens of one iteration while other sessions decode."""
-        return max(1, self.max_batch_tokens // 4)
+        """The most prompt tokens of one iteration while other sessions decode, before times were measured."""
+        return max(1, self.num_batch_tokens // 4)
 
     @property
     def num_page_tokens(self) -> int:

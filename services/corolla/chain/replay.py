@@ -61,7 +61,7 @@ class Replayer:
                 await window.drain()
 
     def _steps(self, binding: ChainBinding, sequence: History, segment: ReplaySegment) -> Sequence[tuple[int, int]]:
-        max_tokens = min(self._limits.prefill_chunk_tokens, binding.max_step_tokens)
+        max_tokens = self._limits.chunk_tokens(binding.max_step_tokens)
         steps = sequence.shapes.replay(segment.start, max_tokens, merges=self._limits.merges_replayed_steps)
         position = sequence.position
         return [(start, min(end, position)) for start, end in steps if start < position]

@@ -67,8 +67,8 @@ class ChainLimits:
     """Sizes and times of steps, leases and recoveries.
 
     Attributes:
-        prefill_chunk_tokens: the most tokens of a prompt's chunk.
-        prefill_chunk_tokens_during_decode: the same while tokens of other sessions go round the chain.
+        prefill_chunk_tokens: the most tokens of a prompt's chunk; 0: half of what the chain's servers take in a step.
+        fewer_during_decode: the most tokens are divided by this while tokens of other sessions go round the chain.
         step_timeout_s: how long a client service waits for a step's answer.
         lease_ms: how long hops keep a session without hearing of it.
         max_recoveries: attempts for one request; after them the caller gets the failure. More losses than that within
@@ -86,7 +86,6 @@ class ChainLimits:
     """
 
     prefill_chunk_tokens: int
-    prefill_chunk_tokens_during_decode: int
     step_timeout_s: float
     lease_ms: int
     max_recoveries: int = 16
@@ -97,6 +96,17 @@ class ChainLimits:
     short_factor_length: int | None = None
     max_microbatches: int = 0
     follows_numerics: bool = True
+    fewer_during_decode: int = 4
+
+    def chunk_tokens(self, max_step_tokens: int, *, during_decode: bool = False) -> int:
+        """The most tokens of a prompt's chunk.
+
+        Args:
+            max_step_tokens: the most tokens that the chain's servers take in a step.
+            during_decode: whether tokens of other sessions go round the chain.
+        """
+        most = min(self.prefill_chunk_tokens or max_step_tokens // 2, max_step_tokens)
+        return max(1, most // self.fewer_during_decode) if during_decode else max(1, most)
 
 
 @dataclass(frozen=True, slots=True)

@@ -360,10 +360,6 @@ class ChainSession(OpenSequences):
                 holds = pb.Holds(session_id=identity.session_id, epoch=identity.epoch, text=text.of(page_tokens))
                 self._plane.notify(hop.address, holds)
 
-    @property
-    def _chunk_tokens(self) -> int:
-        return min(self._limits.prefill_chunk_tokens, self._binding.max_step_tokens)
-
     async def _recover(self, failure: CorollaError) -> None:
         self.end_ring()
         self._first_token = None
@@ -405,8 +401,8 @@ class ChainSession(OpenSequences):
                 await window.make_room()
                 # A hop does not interrupt a chunk, so chunks are smaller while sessions decode on the chain.
                 is_shared = self._plane.has_ring(self.chain.hops)
-                most = self._limits.prefill_chunk_tokens_during_decode if is_shared else self._chunk_tokens
-                size = chunk_tokens(len(token_ids), num_busy_hops, min(most, self._chunk_tokens))
+                most = self._limits.chunk_tokens(self._binding.max_step_tokens, during_decode=is_shared)
+                size = chunk_tokens(len(token_ids), num_busy_hops, most)
                 chunk = token_ids[start : start + size]
                 position = first + start
                 start += len(chunk)

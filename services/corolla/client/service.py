@@ -71,8 +71,6 @@ _LEASE_MS: Final = 60_000
 """How long hops keep a running session without steps: longer than a client service needs to restart."""
 _MAX_CONNECTION_AGE_S: Final = 3600.0
 """A gRPC connection of this age takes no new calls. Its caller connects again, perhaps to a new replica."""
-_FEWER_DURING_DECODE: Final = 4
-"""While other sessions decode on the same chain, a prefill step has a quarter of the tokens, to keep decoding even."""
 
 
 class ClientService:
@@ -359,7 +357,6 @@ def _tokens(settings: ClientSettings, bounds: ClientBounds) -> Tokens | None:
 def _limits(settings: ClientSettings, checkpoint: Checkpoint) -> ChainLimits:
     return ChainLimits(
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
-        prefill_chunk_tokens_during_decode=max(1, settings.prefill_chunk_tokens // _FEWER_DURING_DECODE),
         step_timeout_s=settings.step_timeout_s,
         lease_ms=_LEASE_MS,
         recovery_patience_s=settings.recovery_patience_s,

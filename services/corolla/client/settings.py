@@ -161,10 +161,10 @@ class ClientSettings(ServiceSettings):
         "quota and the servers' pages allow.",
     )
     prefill_chunk_tokens: int = Field(
-        256,
-        ge=1,
-        description="The most tokens of one prefill step; at most a quarter while other requests decode on the same "
-        "chain.",
+        0,
+        ge=0,
+        description="The most tokens of one prefill step; 0: half of what the chain's servers take in one step, which "
+        "is 256 on CPUs and 1024 on GPUs. At most a quarter while other requests decode on the same chain.",
     )
     max_microbatches: int = Field(
         0,

@@ -54,9 +54,7 @@ _SILENCE_S: Final = 5.0
 """Client services end silent streams earlier; here, the caller's own work in the process delays reading."""
 
 # A session lives as long as this process keeps its streams open; its lease only has to outlast a user's pauses.
-LIMITS: Final = ChainLimits(
-    prefill_chunk_tokens=256, prefill_chunk_tokens_during_decode=256, step_timeout_s=60.0, lease_ms=3_600_000
-)
+LIMITS: Final = ChainLimits(prefill_chunk_tokens=256, fewer_during_decode=1, step_timeout_s=60.0, lease_ms=3_600_000)
 
 
 def cache_salt(tenant: str, secret: str | None) -> bytes:

@@ -16,6 +16,7 @@ from corolla.block_server.engine import Engine, ProcessorUse
 from corolla.block_server.hop_session import OpenRequest
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import Peer, PeerTable
+from corolla.block_server.prompt_share import PromptShare
 from corolla.block_server.relay import Relay
 from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import SessionTable
@@ -106,3 +107,31 @@ async def test_a_broken_device_is_noticed_where_an_idle_session_holds_all_other_
     running.cancel()
     engine.close()
     assert [held.request.session_id for held in sessions] == [b"b"]
+
+
+async def test_measured_times_decide_how_many_prompt_tokens_an_iteration_takes(runner: SpanRunner) -> None:
+    sessions: SessionTable[SessionCache] = SessionTable(runner.store.pool, runner.new_cache)
+    peers, scheduler = PeerTable(), Scheduler[StepWork](8, 8, max_prefill_tokens_during_decode=2)
+    share = PromptShare(longest_s=3600.0, max_tokens=8, first_tokens=2)
+    engine = Engine(
+        runner, scheduler, sessions, BoundaryActivations(0), peers, partial(Relay, "", peers),
+        BlockServerMetrics(CollectorRegistry()), fail=lambda: None, use=ProcessorUse(prompt_share=share),
+    )  # fmt: skip
+    held = sessions.open(replace(REQUEST, max_tokens=8), engine.clock())
+    running = asyncio.create_task(engine.run())
+    for number, (position, num_tokens) in enumerate(((0, 4), (4, 1)), start=1):
+        assert scheduler.max_prefill_tokens_during_decode == 2
+        hidden = torch.zeros(num_tokens, runner.model.hidden_size)
+        row = pb.StepRow(session_id=b"a", epoch=1, position=position, num_tokens=num_tokens, num_result_tokens=1)
+        step = pb.Step(
+            step_id=number, client_id=b"c", rows=[row], dtype=pb.TENSOR_TYPE_FLOAT32, hidden_size=hidden.shape[1]
+        )
+        work = StepWork(step, bytes(to_payload(hidden)), Peer(b"c", UnreadStream()))
+        engine.submit(QueuedStep(frozenset([b"a"]), {"t": num_tokens}, num_tokens == 1, SPAN, work))
+        for _ in range(3000):
+            await asyncio.sleep(0.01)
+            if held.cache.num_tokens == position + num_tokens and engine.is_idle:
+                break
+    assert scheduler.max_prefill_tokens_during_decode == share.num_tokens == 8
+    running.cancel()
+    engine.close()

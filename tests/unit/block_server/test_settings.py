@@ -37,3 +37,18 @@ def test_pages_are_of_a_size_that_the_device_can_read(
 )
 def test_gpus_compute_with_bfloat16_unless_another_type_is_set(given: dict[str, Any], expected: str) -> None:
     assert BlockServerSettings(**given).dtype == expected
+
+
+@pytest.mark.parametrize(
+    "given, most, during_decode, per_frame",
+    [
+        ({}, 256, 64, 512),
+        ({"device": "cuda"}, 2048, 512, 2048),
+        ({"device": "cuda", "max_batch_tokens": 64}, 64, 16, 512),
+    ],
+)
+def test_gpus_take_larger_steps(given: dict[str, Any], most: int, during_decode: int, per_frame: int) -> None:
+    settings = BlockServerSettings(**given)
+    assert settings.num_batch_tokens == most
+    assert settings.prefill_tokens_during_decode == during_decode
+    assert settings.max_tokens_per_frame == per_frame

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from corolla.chain.reservations import ChainLimits
 from corolla.chain.session import MIN_CHUNK_TOKENS, chunk_tokens
 
 
@@ -31,3 +32,15 @@ def test_hops_idle_for_a_fifth_at_most_unless_chunks_would_be_too_small(
     num_chunks = -(-num_tokens // size)
     share_idle = (num_hops - 1) / (num_chunks + num_hops - 1)
     assert share_idle <= 0.25 or size <= MIN_CHUNK_TOKENS
+
+
+@pytest.mark.parametrize(
+    "prefill_chunk_tokens, max_step_tokens, alone, during_decode",
+    [(0, 512, 256, 64), (0, 2048, 1024, 256), (0, 1, 1, 1), (24, 512, 24, 6), (4096, 512, 512, 128)],
+)
+def test_chunks_follow_what_the_servers_take(
+    prefill_chunk_tokens: int, max_step_tokens: int, alone: int, during_decode: int
+) -> None:
+    limits = ChainLimits(prefill_chunk_tokens, step_timeout_s=1.0, lease_ms=1)
+    assert limits.chunk_tokens(max_step_tokens) == alone
+    assert limits.chunk_tokens(max_step_tokens, during_decode=True) == during_decode

@@ -22,7 +22,7 @@ CHAIN = common_pb2.Chain(
     hops=[common_pb2.Hop(server_id="a", address="a:1", span=common_pb2.BlockSpan(start=0, end=2))],
     fingerprint="weights",
 )
-LIMITS = ChainLimits(prefill_chunk_tokens=8, prefill_chunk_tokens_during_decode=8, step_timeout_s=60.0, lease_ms=60_000)
+LIMITS = ChainLimits(prefill_chunk_tokens=8, fewer_during_decode=1, step_timeout_s=60.0, lease_ms=60_000)
 
 
 class LostSequence:

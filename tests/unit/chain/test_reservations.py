@@ -44,7 +44,7 @@ def reservations_on(plane: Any, patience_s: float) -> Reservations:
         return CHAIN
 
     routes: Any = SimpleNamespace(plan=plan, on_open_refused=lambda *_args: None, is_settling=False)
-    limits = ChainLimits(8, 8, step_timeout_s=60.0, lease_ms=60_000, recovery_patience_s=patience_s)
+    limits = ChainLimits(8, step_timeout_s=60.0, lease_ms=60_000, recovery_patience_s=patience_s)
     return Reservations(routes, plane, limits)
 
 
