@@ -32,7 +32,7 @@ SET_BY_THE_CHART: Final = {
     "blockServer.defaults": frozenset(
         {
             "adapters_dir", "adapters_mib", "advertised_host", "blocks", "control_port", "device", "dtype",
-            "kv_cache_dtype", "metrics_port", "model", "offline", "pod_uid", "port", "quantization", "revision",
+            "kv_cache_dtype", "metrics_port", "model", "pod_uid", "port", "quantization", "revision",
             "router",
         }
     ),
@@ -41,7 +41,7 @@ SET_BY_THE_CHART: Final = {
     ),
     "client": frozenset(
         {
-            "api_keys_file", "cache_secret", "dtype", "http_port", "kv_cache_dtype", "metrics_port", "model", "offline",
+            "api_keys_file", "cache_secret", "dtype", "http_port", "kv_cache_dtype", "metrics_port", "model",
             "oidc_audience", "oidc_ca_file", "oidc_issuer", "oidc_jwks", "oidc_tenant_claim", "port", "quantization",
             "revision", "router",
         }

@@ -543,7 +543,7 @@ def test_offline_pods_do_not_ask_the_hub() -> None:
     objects = render({"model": {"offline": True}})
     for name in ("rel-corolla-block-server-main", "rel-corolla-client"):
         data = named(objects, "ConfigMap", name)["data"]
-        assert (data["COROLLA_OFFLINE"], data["HF_HUB_OFFLINE"]) == ("true", "1")
+        assert data["HF_HUB_OFFLINE"] == "1"
 
 
 def test_the_hubs_token_is_a_file_in_pods_that_load_the_model() -> None:

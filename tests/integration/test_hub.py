@@ -171,7 +171,7 @@ async def test_a_server_that_is_to_move_serves_until_it_has_fetched(
             marks=pytest.mark.full,
         ),
         pytest.param(
-            {"COROLLA_OFFLINE": "true"},
+            {"HF_HUB_OFFLINE": "1"},
             0,
             "and offline mode is on; fetch it where there is a network",
             marks=pytest.mark.full,
@@ -200,4 +200,4 @@ def test_a_server_without_a_model_reports_it_and_ends(
     assert sentence in last
     assert "Traceback" not in done.stderr
     assert "hf_verysecret" not in done.stdout + done.stderr
-    assert hub.num_requests == (0 if "COROLLA_OFFLINE" in environment else 1)
+    assert hub.num_requests == (0 if "HF_HUB_OFFLINE" in environment else 1)

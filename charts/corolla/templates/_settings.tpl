@@ -53,7 +53,6 @@ COROLLA_DTYPE: {{ .Values.model.dtype }}
 COROLLA_QUANTIZATION: {{ .Values.model.quantization }}
 COROLLA_KV_CACHE_DTYPE: {{ .Values.model.kvCacheDtype }}
 COROLLA_ROUTER: {{ include "corolla.routerTarget" . }}
-COROLLA_OFFLINE: {{ .Values.model.offline | quote }}
 HF_HOME: /cache
 {{- if .Values.model.offline }}
 HF_HUB_OFFLINE: "1"

@@ -175,7 +175,7 @@ class BlockServer:
         self._engine: Engine | None = None
         self._adapters: Adapters | None = None
         self._periodic_tasks: PeriodicTasks | None = None
-        self._hub = Hub(settings.offline, settings.hub_patience_s)
+        self._hub = Hub(patience_s=settings.hub_patience_s)
         self._checkpoint: Checkpoint | None = None
         self._registration: Registration | None = None
         self._heartbeats: asyncio.Task[None] | None = None

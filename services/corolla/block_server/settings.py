@@ -42,11 +42,6 @@ class BlockServerSettings(ServiceSettings):
     router: str = Field("127.0.0.1:50050", description="host:port of the router.")
     model: str = Field("demo", description="Checkpoint folder, GGUF file, hub id, or `demo`.")
     revision: str | None = Field(None, description="Revision of a hub id.")
-    offline: bool = Field(
-        False,
-        description="Whether the service fetches nothing from the hub; all files must be in the hub's cache on this "
-        "machine. HF_HUB_OFFLINE=1 means the same.",
-    )
     hub_patience_s: float = Field(
         300.0,
         ge=0,

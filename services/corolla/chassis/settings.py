@@ -45,6 +45,7 @@ REMOVED: Final[Mapping[str, str]] = {
         "KEPT_OUTPUTS_MIB": "set COROLLA_BOUNDARY_ACTIVATIONS_MIB",
         "KUBECONFIG": "set COROLLA_KUBERNETES to its path",
         "LEAN_BLOCKS": "set COROLLA_FUSED_BLOCKS",
+        "OFFLINE": "set HF_HUB_OFFLINE=1",
         "MERGE_REPLAYED_STEPS": "remove it; replays process decoded tokens in chunks",
         "MAX_TOKENS_PER_FRAME": "set COROLLA_MAX_BATCH_TOKENS; a step may have at least 512 tokens in any case",
     }.items()

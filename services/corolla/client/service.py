@@ -94,7 +94,7 @@ class ClientService:
         self._cache_salts = CacheSalts(settings.cache_secret.get_secret_value())
         self._network = network or Network.of(settings.tls_dir)
         self._bounds = bounds
-        self._hub = Hub(settings.offline, settings.hub_patience_s)
+        self._hub = Hub(patience_s=settings.hub_patience_s)
         self._tokens = _tokens(settings, bounds)
         self._tenants = Tenants(settings.api_keys_file, self._tokens)
         self._certificate = PublicCertificate(settings.public_tls_dir) if settings.public_tls_dir else None

@@ -52,11 +52,6 @@ class ClientSettings(ServiceSettings):
         "Empty: the name of the checkpoint. `demo` always names the demo model.",
     )
     revision: str | None = Field(None, description="Revision of a hub id.")
-    offline: bool = Field(
-        False,
-        description="Whether the service fetches nothing from the hub; all files must be in the hub's cache on this "
-        "machine. HF_HUB_OFFLINE=1 means the same.",
-    )
     hub_patience_s: float = Field(
         300.0,
         ge=0,
