@@ -3,11 +3,15 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from corolla.block_server.service import BlockServer
 from corolla.compute.span_runner import RowWork
+from corolla.sdk.async_client import AsyncClient
+from corolla.sdk.results import Generation
 from tests.faulty_runner import FaultyRunner
 from tests.integration.swarm import Swarm
+from tests.integration.waiting import until
 
 IsFatal = Callable[[Sequence[RowWork]], bool]
 
@@ -28,3 +32,33 @@ def doom(swarm: Swarm, server: BlockServer, is_fatal: IsFatal) -> list[float]:
 def beyond(position: int) -> IsFatal:
     """An iteration that computes the token at `position`."""
     return lambda rows: any(row.position <= position < row.position + row.num_tokens for row in rows)
+
+
+async def answer_across_a_death(
+    swarm: Swarm, client: AsyncClient, hop: int, position: int, prompt: str | list[int], **options: Any
+) -> Generation:
+    """The answer of a chain whose hop dies in the midst of it and is replaced once; it leaves nothing behind.
+
+    Args:
+        swarm: where all servers stand in the chain.
+        client: asks.
+        hop: the number of the server that dies.
+        position: the token in whose iteration it dies.
+        prompt: of the request.
+        options: further options of the request.
+    """
+    victim = swarm.servers[hop]
+    deaths = doom(swarm, victim, beyond(position))
+    answering = asyncio.create_task(client.generate(prompt, **options))
+
+    async def has_died() -> bool:
+        return bool(deaths)
+
+    await until(has_died)
+    await swarm.add_server(victim.settings.blocks)
+    answer = await answering
+    assert answer.usage.recoveries == 1
+    swarm.servers.remove(victim)
+    await swarm.until_empty()
+    await victim.stop()
+    return answer

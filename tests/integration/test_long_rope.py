@@ -9,10 +9,9 @@ import torch
 
 from corolla.hf import AutoDistributedModelForCausalLM
 from tests.checkpoints import LONG_ROPE_LENGTH, make_long_rope_checkpoint
-from tests.integration.deaths import beyond, doom
+from tests.integration.deaths import answer_across_a_death
 from tests.integration.gates import held_up, until_held
 from tests.integration.swarm import Swarm
-from tests.integration.waiting import until
 from tests.reference import Sampling, Unsplit
 from tests.tiers import quick
 
@@ -140,21 +139,9 @@ async def test_a_hop_that_dies_before_or_behind_that_place_is_replaced(
     prompt_ids, chain = prompt_of(LONG_ROPE_LENGTH - 10), CHAINS[1]
     expected = unsplit.generate(prompt_ids, 40, SAMPLED, ignore_eos=True).token_ids
     async with swarm_of(tmp_path, model, chain) as swarm, swarm.connect() as client:
-        victim = swarm.servers[hop]
-        deaths = doom(swarm, victim, beyond(num_tokens_at_death))
-        answering = asyncio.create_task(client.generate(prompt_ids, max_tokens=40, ignore_eos=True, **SAMPLED))
-
-        async def has_died() -> bool:
-            return bool(deaths)
-
-        await until(has_died)
-        await swarm.add_server(chain[hop])
-        answer = await answering
+        options = {"max_tokens": 40, "ignore_eos": True, **SAMPLED}
+        answer = await answer_across_a_death(swarm, client, hop, num_tokens_at_death, prompt_ids, **options)
         assert list(answer.token_ids) == expected
-        assert answer.usage.recoveries == 1
-        swarm.servers.remove(victim)
-        await swarm.until_empty()
-        await victim.stop()
 
 
 @pytest.mark.full

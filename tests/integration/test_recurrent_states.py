@@ -13,13 +13,12 @@ from corolla.decoding.draft_model import DraftModel
 from corolla.hf import AutoDistributedModelForCausalLM
 from corolla.models.checkpoint import Checkpoint
 from tests.checkpoints import make_tiny_checkpoint
-from tests.integration.deaths import beyond, doom
+from tests.integration.deaths import answer_across_a_death
 from tests.integration.gates import held_up, until_held
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
-from tests.integration.waiting import until
 from tests.reference import Sampling, Unsplit
-from tests.tiers import quick
+from tests.tiers import covering, quick
 
 PROMPT = "the thin man in the inner tent " * 6
 SPANS = ["0:2", "2:5"]
@@ -42,32 +41,23 @@ def swarm_of(folder: Path, model: Path, **settings: Any) -> Swarm:
     return Swarm(folder, model, SPANS, server={"grace_s": 120.0, "kv_cache_mib": 16}, client=client, **settings)
 
 
-@every_kind
-@pytest.mark.parametrize("hop", quick([0, 1], 1))
-@pytest.mark.parametrize("sampling", quick([{}, SAMPLED], SAMPLED), ids=["greedy", "sampled"])
-async def test_a_hop_that_dies_in_mid_answer_is_replaced(
-    tmp_path: Path, family: str, hop: int, sampling: Sampling
-) -> None:
+DEATHS = covering(KINDS, [1, 0], ["sampled", "greedy"])
+
+
+@pytest.mark.parametrize(
+    "death", quick(DEATHS, DEATHS[0], kinds=[next(each for each in DEATHS if each[0] == kind) for kind in KINDS[1:]])
+)
+async def test_a_hop_that_dies_in_mid_answer_is_replaced(tmp_path: Path, death: tuple[str, int, str]) -> None:
+    family, hop, way = death
+    sampling: Sampling = SAMPLED if way == "sampled" else {}
     model = checkpoint(tmp_path, family)
     unsplit = Unsplit(model)
     prompt_ids = unsplit.encode(PROMPT)
     expected = unsplit.generate(prompt_ids, 60, sampling, ignore_eos=True).token_ids
     async with swarm_of(tmp_path, model) as swarm, swarm.connect() as client:
-        victim = swarm.servers[hop]
-        deaths = doom(swarm, victim, beyond(len(prompt_ids) + 30))
-        answering = asyncio.create_task(client.generate(PROMPT, max_tokens=60, ignore_eos=True, **sampling))
-
-        async def has_died() -> bool:
-            return bool(deaths)
-
-        await until(has_died)
-        await swarm.add_server(SPANS[hop])
-        answer = await answering
+        options = {"max_tokens": 60, "ignore_eos": True, **sampling}
+        answer = await answer_across_a_death(swarm, client, hop, len(prompt_ids) + 30, PROMPT, **options)
         assert list(answer.token_ids) == expected
-        assert answer.usage.recoveries == 1
-        swarm.servers.remove(victim)
-        await swarm.until_empty()
-        await victim.stop()
 
 
 @each_in_turn
