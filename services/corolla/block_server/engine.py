@@ -98,6 +98,7 @@ class ProcessorUse:
             meanwhile.
         num_sampling_threads: how many threads choose tokens, for rows that need more than the most probable token.
         max_microbatches: see `FirstHop`.
+        num_devices: see `FirstHop`.
         compute_thread: a thread that the engine uses and closes; None: the engine makes its own.
         follows_lengths: whether the time of a row grows with the number of tokens that it sees; see `StepTimes`.
         most_looks: see `Failures.looked`.
@@ -108,6 +109,7 @@ class ProcessorUse:
     max_inline_s: float = 0.0
     num_sampling_threads: int = 1
     max_microbatches: int = 0
+    num_devices: Callable[[Sequence[str]], int] = len
     compute_thread: ComputeThread | None = None
     follows_lengths: bool = False
     most_looks: int = 0
@@ -160,7 +162,7 @@ class Engine:
         self._metrics = metrics
         self.first_hop = FirstHop(
             sessions, self._submit_microbatch, lambda step, error, rows: self._delivery.fault(step, error, rows), clock,
-            max_microbatches=self._use.max_microbatches,
+            max_microbatches=self._use.max_microbatches, num_devices=self._use.num_devices,
         )  # fmt: skip
         self.last_hop = LastHop(sessions, peers, self.first_hop.on_next, relay.send)
         self._delivery = Delivery(outputs, peers, relay, self.last_hop, metrics)

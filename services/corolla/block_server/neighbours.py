@@ -1,4 +1,7 @@
-"""The addresses that the placement names. A block server connects to no other address, whatever a frame says."""
+"""The addresses that the placement names, and which of the servers there share a GPU.
+
+A block server connects to no other address, whatever a frame says.
+"""
 
 import asyncio
 import math
@@ -41,12 +44,17 @@ class Neighbours:
         self._clock = clock
         # Until when each address is valid; infinite while the newest placement names it.
         self._until_s: dict[str, float] = {}
+        self._device_ids: dict[str, str] = {}
         self._waiting: list[Callable[[bool], None]] = []
         self._last_look_s = -_LEAST_PAUSE_S
 
     def names(self, address: str) -> bool:
         """Whether the placement is known to name the address."""
         return address in self._until_s
+
+    def num_devices(self, addresses: Sequence[str]) -> int:
+        """How many devices the servers at these addresses compute with. CPUs and unknown servers count by address."""
+        return len({self._device_ids.get(address) or address for address in addresses})
 
     def look_again(self, then: Callable[[bool], None]) -> None:
         """Asks a router for the placement, and then calls `then`. The caller knows an address that is unknown here.
@@ -87,4 +95,5 @@ class Neighbours:
         left = {address: min(until_s, now_s + _KEPT_S) for address, until_s in self._until_s.items()}
         self._until_s = {address: until_s for address, until_s in left.items() if now_s < until_s}
         self._until_s |= dict.fromkeys((each.server.address for each in servers), math.inf)
+        self._device_ids = {each.server.address: each.server.device_id for each in servers}
         return True

@@ -51,7 +51,7 @@ from corolla.chassis.tracing import spans
 from corolla.chassis.weight_formats import weight_format
 from corolla.compute.compute_thread import ComputeThread
 from corolla.compute.decode_graphs import CudaCapture
-from corolla.compute.device import device_name, memory_for, memory_of, open_device
+from corolla.compute.device import device_id, device_name, memory_for, memory_of, open_device
 from corolla.compute.device_memory import DeviceMemory
 from corolla.compute.graph_choice import choose_graphs
 from corolla.compute.numerics import numerics_of
@@ -283,11 +283,12 @@ class BlockServer:
         stages.end(f"{runner.store.pool.num_pages} pages, attention by {runner.backend.name}")
         outputs = BoundaryActivations(self._boundary_activation_bytes(runner))
         self._sessions = self._make_sessions(runner, outputs)
+        neighbours = Neighbours(registration.placement, self._tasks)
         engine = self._engine = Engine(
             runner, self._scheduler, self._sessions, outputs, self._peers,
-            self._relay_factory(fingerprint, registration), self._metrics,
+            self._relay_factory(fingerprint, neighbours), self._metrics,
             fail=self._fail, edges=edges,
-            use=self._processor_use(runner.span, checkpoint, speed.num_threads),
+            use=self._processor_use(runner.span, checkpoint, speed.num_threads, neighbours),
             spans=StepSpans(self.server_id, self.address) if spans.is_collected() else None,
         )  # fmt: skip
         with memory_for("the tensors of a step", device, _FEWER_PAGES):
@@ -377,6 +378,7 @@ class BlockServer:
             zone=settings.zone,
             pod_uid=settings.pod_uid,
             movable=settings.span is None,
+            device_id=device_id(torch.device(settings.device)),
         )
 
     async def ordered_span(self) -> Span:
@@ -486,9 +488,8 @@ class BlockServer:
             self._adapters.on_placement(placement)
 
     def _relay_factory(
-        self, fingerprint: str, registration: Registration
+        self, fingerprint: str, neighbours: Neighbours
     ) -> Callable[[Callable[[blocks_pb2.Step], None]], Relay]:
-        neighbours = Neighbours(registration.placement, self._tasks)
         self._tasks.start_restartable(neighbours.run, "neighbours")
         return partial(Relay, fingerprint, self._peers, connect=self._network.connect, neighbours=neighbours)
 
@@ -522,7 +523,9 @@ class BlockServer:
             choose_graphs(runner, CudaCapture(model.device))
         return runner
 
-    def _processor_use(self, span: Span, checkpoint: Checkpoint, num_threads: int) -> ProcessorUse:
+    def _processor_use(
+        self, span: Span, checkpoint: Checkpoint, num_threads: int, neighbours: Neighbours
+    ) -> ProcessorUse:
         settings = self.settings
         on_cpu = settings.device.startswith("cpu")
         num_sampling_threads = 1
@@ -536,6 +539,7 @@ class BlockServer:
             max_inline_s=self._max_inline_s if num_threads == 1 and on_cpu else 0.0,
             num_sampling_threads=num_sampling_threads,
             max_microbatches=settings.max_microbatches,
+            num_devices=neighbours.num_devices,
             compute_thread=self._compute_thread,
             follows_lengths=checkpoint.family.caches_latents,
             # A step of a large model may take that long if a CPU computes it.

@@ -158,7 +158,7 @@ class BlockServerSettings(ServiceSettings):
         0,
         ge=0,
         description="The most microbatches in flight at a time on a chain whose first hop is this server; 0: one for "
-        "each hop. Set fewer if hops share processors.",
+        "each device. Hops on one GPU are known as such; set fewer if hops share processors.",
     )
     admin_host: str = Field("127.0.0.1", description="Address that AdminService is served on.")
     admin_port: int = Field(0, ge=0, le=65535, description="Port of AdminService; 0 serves none.")

@@ -103,6 +103,11 @@ def memory_for(what: str, device: torch.device, advice: str) -> Iterator[None]:
         raise StartupError(f"{what} do not fit into the memory of {where}{_free(device)}: {advice}") from None
 
 
+def device_id(device: torch.device) -> str:
+    """Identifies a GPU among all GPUs, also for processes on other machines; empty for other devices."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
 def memory_of(device: torch.device) -> DeviceMemory | None:
     """The memory of a device, after all that this process no longer uses was given back; None unless it is a GPU."""
     if device.type != "cuda":

@@ -67,7 +67,7 @@ def check_server(server: pb.ServerDescription) -> pb.ServerDescription:
     check_name("server.server_id", server.server_id)
     check_text("server.model", server.model)
     check_text("server.fingerprint", server.fingerprint)
-    for field in ("dtype", "zone", "pod_uid"):
+    for field in ("dtype", "zone", "pod_uid", "device_id"):
         check_text(f"server.{field}", getattr(server, field), may_be_empty=True)
     address = _ADDRESS.fullmatch(server.address)
     if len(server.address) > MOST_TEXT or address is None or not 0 < int(address["port"]) < 65536:

@@ -176,6 +176,7 @@ class ServerDescription(_message.Message):
     WEIGHT_BLOCKS_FIELD_NUMBER: _builtins.int
     TIED_EDGES_FIELD_NUMBER: _builtins.int
     DRAFT_BLOCKS_FIELD_NUMBER: _builtins.int
+    DEVICE_ID_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     """The id of the server: 128 random bits, drawn at each start."""
     address: _builtins.str
@@ -205,6 +206,8 @@ class ServerDescription(_message.Message):
     """The time for a token and the memory of its draft model, as a number of blocks. It loads the draft model with the
     last block. 0: it has none.
     """
+    device_id: _builtins.str
+    """Identifies the GPU that it computes with, which other servers may share; empty: a CPU."""
     def __init__(
         self,
         *,
@@ -224,10 +227,11 @@ class ServerDescription(_message.Message):
         weight_blocks: _builtins.float = ...,
         tied_edges: _builtins.bool = ...,
         draft_blocks: _builtins.float = ...,
+        device_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capacity_blocks", b"capacity_blocks", "decode_tokens_per_second", b"decode_tokens_per_second", "draft_blocks", b"draft_blocks", "dtype", b"dtype", "fingerprint", b"fingerprint", "head_blocks", b"head_blocks", "model", b"model", "movable", b"movable", "num_model_blocks", b"num_model_blocks", "pod_uid", b"pod_uid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "server_id", b"server_id", "tied_edges", b"tied_edges", "weight_blocks", b"weight_blocks", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capacity_blocks", b"capacity_blocks", "decode_tokens_per_second", b"decode_tokens_per_second", "device_id", b"device_id", "draft_blocks", b"draft_blocks", "dtype", b"dtype", "fingerprint", b"fingerprint", "head_blocks", b"head_blocks", "model", b"model", "movable", b"movable", "num_model_blocks", b"num_model_blocks", "pod_uid", b"pod_uid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "server_id", b"server_id", "tied_edges", b"tied_edges", "weight_blocks", b"weight_blocks", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,6 +14,7 @@ class Router:
 
     def __init__(self) -> None:
         self.addresses: list[str] | None = []
+        self.device_ids: dict[str, str] = {}
         self.num_asked = 0
 
     async def placement(self) -> Sequence[router_pb2.PlacedServer]:
@@ -21,7 +22,10 @@ class Router:
         await asyncio.sleep(0.01)
         if self.addresses is None:
             raise RouterUnavailable("the peer is not reachable")
-        described = [router_pb2.ServerDescription(address=address) for address in self.addresses]
+        described = [
+            router_pb2.ServerDescription(address=address, device_id=self.device_ids.get(address, ""))
+            for address in self.addresses
+        ]
         return [router_pb2.PlacedServer(server=each) for each in described]
 
 
@@ -76,3 +80,15 @@ async def test_all_who_wait_wait_for_one_answer() -> None:
     assert await known(neighbours, *(f"a:{number}" for number in range(1000))) == []
     assert router.num_asked == 1
     await tasks.close()
+
+
+async def test_servers_that_share_a_gpu_are_known_as_such() -> None:
+    router, tasks = Router(), TaskGroup()
+    neighbours = Neighbours(router.placement, tasks)
+    assert neighbours.num_devices(["a:1", "b:1"]) == 2, "nothing is known yet"
+    router.addresses = ["a:1", "b:1", "c:1", "d:1", "e:1"]
+    router.device_ids = {"a:1": "GPU-1", "b:1": "GPU-1", "c:1": "GPU-2"}
+    assert await known(neighbours, "a:1") == ["a:1"]
+    assert neighbours.num_devices(["a:1", "b:1"]) == 1
+    assert neighbours.num_devices(["a:1", "c:1", "b:1"]) == 2
+    assert neighbours.num_devices(["d:1", "e:1"]) == 2, "servers on CPUs have no id"

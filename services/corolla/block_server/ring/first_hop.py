@@ -3,7 +3,8 @@
 In a ring, the last hop sends the tokens that it chooses to the first hop, where they come round as the rows of the next
 steps. If each hop gathered rows for itself, sessions would scatter over the hops and batches would stay small. So the
 first hop forms each microbatch once, from sessions of any client with the same route. As many microbatches may be under
-way as the chain has hops, so that no hop idles.
+way as the chain has devices, so that no device idles. Hops that share a GPU count once, since two microbatches would
+read its weights twice.
 
 Tenants share the time of a round. While `n` tenants have rows or prompts here, a round may take at most `n` times as
 long as a round with only the rows of the tenant that has the fewest. The other tenants get equal numbers of rows within
@@ -82,7 +83,8 @@ class FirstHop:
         submit: queues a step.
         fault: tells the clients of rows why they fail.
         clock: returns seconds.
-        max_microbatches: how many microbatches of a route may be under way; 0 allows one for each hop.
+        max_microbatches: how many microbatches of a route may be under way; 0 allows one for each device.
+        num_devices: returns how many devices the servers at some addresses compute with.
     """
 
     def __init__(
@@ -93,9 +95,11 @@ class FirstHop:
         clock: Callable[[], float] = time.monotonic,
         *,
         max_microbatches: int = 0,
+        num_devices: Callable[[Sequence[str]], int] = len,
     ) -> None:
         self._sessions = sessions
         self._max_microbatches = max_microbatches
+        self._num_devices = num_devices
         self._submit = submit
         self._fault = fault
         self._clock = clock
@@ -161,8 +165,8 @@ class FirstHop:
     def _route(self, key: _RouteKey, ring: RingPlace) -> _Route:
         route = self._routes.get(key)
         if route is None:
-            num_hops = len(ring.route) + 1
-            max_under_way = min(self._max_microbatches or num_hops, num_hops)
+            num_devices = self._num_devices([ring.first_address, *(hop.address for hop in ring.route)])
+            max_under_way = min(self._max_microbatches or num_devices, num_devices)
             rules = MicrobatchRules(max_under_way=max_under_way, max_tokens=ring.max_step_tokens)
             route = self._routes[key] = _Route(key[0], ring, rules)
         return route

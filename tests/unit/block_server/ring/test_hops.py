@@ -1,6 +1,6 @@
 """First and last hop of a ring: what goes on, what waits, what comes too late. Sessions are real, nothing computes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from google.protobuf.message import Message
@@ -29,7 +29,7 @@ CLIENT = b"c" * 16
 class Ring:
     """A first hop whose steps are only noted, over a table of real sessions."""
 
-    def __init__(self, max_microbatches: int = 0) -> None:
+    def __init__(self, max_microbatches: int = 0, num_devices: Callable[[Sequence[str]], int] = len) -> None:
         pool = PagePool(num_pages=100, page_tokens=4)
         self.sessions: SessionTable[SessionPages] = SessionTable(pool, lambda: SessionPages(pool, [GroupRule()]))
         self.steps: list[pb.Step] = []
@@ -41,6 +41,7 @@ class Ring:
             self._fault,
             lambda: self.now_s,
             max_microbatches=max_microbatches,
+            num_devices=num_devices,
         )
         self.relayed: list[tuple[str, pb.Next]] = []
         self.peers = PeerTable()
@@ -103,6 +104,23 @@ def test_fewer_microbatches_are_under_way_where_that_is_said(most: int, num_unde
     assert len(ring.sent) == num_under_way
     ring.come_round(1, b"1", position=6)
     assert ring.sent[-1] == (num_under_way + 1, b"2341" if most == 1 else b"34")
+
+
+def test_hops_on_one_device_get_one_microbatch() -> None:
+    asked: list[Sequence[str]] = []
+
+    def num_devices(addresses: Sequence[str]) -> int:
+        asked.append(addresses)
+        return 1
+
+    ring = Ring(num_devices=num_devices)
+    for name in (b"1", b"2", b"3"):
+        ring.open(name)
+        ring.come_round(0, name)
+    assert ring.sent == [(1, b"1")]
+    ring.come_round(1, b"1", position=6)
+    assert ring.sent[1:] == [(2, b"231")]
+    assert all(addresses[1:] == ["b:1"] and len(addresses) == 2 for addresses in asked)
 
 
 def test_a_tenants_many_rows_do_not_go_before_another_ones_few() -> None:
