@@ -378,12 +378,6 @@ ROWS: list[Row] = [
         with_tools(A_TOOL, tool_choice=pb.ToolChoice(name="f")),
         "tool_choice.name",
     ),
-    invalid(
-        "a form of required calls",
-        CHAT,
-        with_tools(A_TOOL, tool_choice=REQUIRED, response_format=pb.ResponseFormat(regex="a")),
-        "response_format",
-    ),
     # Bytes.
     Row(
         "over the size limit",

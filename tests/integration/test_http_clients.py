@@ -19,7 +19,7 @@ KEY = "a-key-of-the-clients"
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
     folder = tmp_path_factory.mktemp("clients")
-    model = make_tiny_checkpoint("llama", folder / "tiny")
+    model = make_tiny_checkpoint("llama", folder / "tiny", config_changes={"max_position_embeddings": 4096})
     keys = folder / "keys"
     keys.write_text(f"clients:{KEY}\n")
     client = {"http_port": 0, "api_keys_file": keys}

@@ -27,7 +27,7 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def http(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx2.AsyncClient]:
     folder = tmp_path_factory.mktemp("http-tools")
-    model = make_tiny_checkpoint("llama", folder / "tiny")
+    model = make_tiny_checkpoint("llama", folder / "tiny", config_changes={"max_position_embeddings": 4096})
     async with Swarm(folder, model, ["0:2", "2:5"], client={"http_port": 0}) as swarm:
         url = f"http://127.0.0.1:{swarm.clients[0].http_port}"
         async with httpx2.AsyncClient(base_url=url, timeout=60) as http:
@@ -58,6 +58,16 @@ async def test_a_form_that_makes_no_sense_is_refused(http: httpx2.AsyncClient) -
     assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
+async def test_a_model_whose_template_knows_no_tools_is_told_of_them(http: httpx2.AsyncClient) -> None:
+    plain = (await http.post("/tokenize", json={"messages": ASKED["messages"]})).json()["tokens"]
+    told = (await http.post("/tokenize", json={"messages": ASKED["messages"], "tools": [TOOL]})).json()["tokens"]
+    text = (await http.post("/detokenize", json={"tokens": told})).json()["prompt"]
+    assert '"name": "weather"' in text
+    assert "<tool_call>" in text
+    usage = (await http.post(CHATS, json={**ASKED, "tools": [TOOL], "max_tokens": 1})).json()["usage"]
+    assert usage["prompt_tokens"] == len(told) > len(plain)
+
+
 async def test_a_call_that_is_required_comes_whole_and_in_parts(http: httpx2.AsyncClient) -> None:
     body = {**ASKED, "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
     choice = (await http.post(CHATS, json=body)).json()["choices"][0]
@@ -76,6 +86,79 @@ async def test_a_call_that_is_required_comes_whole_and_in_parts(http: httpx2.Asy
         {"role": "tool", "tool_call_id": call["id"], "content": "sunny"},
     ]
     assert (await http.post(CHATS, json={**ASKED, "messages": conversation, "max_tokens": 4})).status_code == 200
+
+
+FREE: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "tags": {"type": "array", "items": {"type": "string", "pattern": "^(?=a)"}, "uniqueItems": True},
+        "city": {"enum": ["Oslo"]},
+    },
+    "propertyNames": {"maxLength": 9},
+    "required": ["city"],
+}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [FREE, {"type": "object", "properties": {"a": {"$ref": "http://elsewhere.example/x"}}}, {"not": {"type": "null"}}],
+)
+async def test_a_schema_beyond_grammars_is_followed_as_far_as_possible(http: httpx2.AsyncClient, schema: Any) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    for choice in ("auto", "required"):
+        body = {**ASKED, "tools": [tool], "tool_choice": choice, "max_tokens": 60}
+        reply = await http.post(CHATS, json=body)
+        assert reply.status_code == 200, reply.text
+    unset = {"type": "function", "name": "weather", "parameters": schema}
+    reply = await http.post("/v1/responses", json={"input": "a", "tools": [unset], "max_output_tokens": 4})
+    assert reply.status_code == 200, reply.text
+
+
+@pytest.mark.parametrize(
+    "broken, named",
+    [
+        ({"properties": {"tags": {"type": "array", "uniqueItems": True}}}, ("'tags'", "'uniqueItems'")),
+        ({"properties": {"a": {"properties": {"b": {"pattern": "(?=x)y"}}}}}, ("'a.b'", "'pattern'")),
+        ({"propertyNames": {"maxLength": 3}}, ("the object itself", "'propertyNames'")),
+    ],
+)
+async def test_a_strict_schema_beyond_grammars_is_refused_by_its_keyword(
+    http: httpx2.AsyncClient, broken: Any, named: tuple[str, str]
+) -> None:
+    function = {"name": "search", "parameters": {"type": "object", **broken}, "strict": True}
+    reply = await http.post(CHATS, json={**ASKED, "tools": [TOOL, {"type": "function", "function": function}]})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, "tools")
+    assert all(each in error["message"] for each in ("'search'", *named)), error
+
+
+async def test_calls_take_precedence_over_a_form(http: httpx2.AsyncClient) -> None:
+    form = {"type": "choice", "choice": ["yes", "no"]}
+    body = {**ASKED, "tools": [TOOL], "response_format": form, "parallel_tool_calls": False}
+    required = (await http.post(CHATS, json={**body, "tool_choice": "required"})).json()["choices"][0]["message"]
+    assert required["tool_calls"][0]["function"]["name"] == "weather"
+    assert required["content"] is None
+    opening = (await http.post("/tokenize", json={"prompt": "<tool_call>", "add_special_tokens": False})).json()
+    for bias, is_call in ((100, True), (-100, False)):
+        asked = {**body, "logit_bias": {str(opening["tokens"][0]): bias}}
+        message = (await http.post(CHATS, json=asked)).json()["choices"][0]["message"]
+        assert (message["content"] in ("yes", "no")) is not is_call
+        assert bool(message["tool_calls"]) is is_call
+    unstrict = {"type": "function", "function": {"name": "now"}}
+    answer = (await http.post(CHATS, json={**body, "tools": [unstrict]})).json()["choices"][0]["message"]
+    assert answer["content"] in ("yes", "no") or answer["tool_calls"]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3, 6, 12, 24, 200])
+async def test_calls_that_are_cut_off_leave_no_markup(http: httpx2.AsyncClient, max_tokens: int) -> None:
+    body = {**ASKED, "tools": [TOOL], "tool_choice": "required", "max_tokens": max_tokens}
+    message = (await http.post(CHATS, json=body)).json()["choices"][0]["message"]
+    assert not message["content"]
+    text = (await http.post(CHATS, json={**body, "stream": True})).text
+    events = [json.loads(each.removeprefix("data: ")) for each in text.split("\n\n") if each.startswith("data: {")]
+    assert not any(choice["delta"].get("content") for each in events for choice in each["choices"])
+    again = [*ASKED["messages"], message, {"role": "user", "content": "Go on."}]
+    assert (await http.post(CHATS, json={**ASKED, "messages": again, "max_tokens": 2})).status_code == 200
 
 
 async def test_a_response_calls_a_tool_and_hears_its_output(http: httpx2.AsyncClient) -> None:

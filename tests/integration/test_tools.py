@@ -15,6 +15,9 @@ from tests.integration.swarm import Swarm
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+LONG = {"max_position_embeddings": 4096}
+"""The context has room for tools, which the tiny tokenizer takes letter by letter."""
+
 WEATHER = pb.Tool(
     name="get_weather",
     parameters=json.dumps(
@@ -35,7 +38,7 @@ REQUIRED = pb.ToolChoice(mode=pb.ToolChoice.MODE_REQUIRED)
 async def stub(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
     folder = tmp_path_factory.mktemp("tools")
     async with (
-        Swarm(folder, make_tiny_checkpoint("llama", folder / "tiny"), ["0:2", "2:5"]) as swarm,
+        Swarm(folder, make_tiny_checkpoint("llama", folder / "tiny", config_changes=LONG), ["0:2", "2:5"]) as swarm,
         open_channel(swarm.address) as channel,
     ):
         yield GenerationServiceStub(channel)

@@ -949,7 +949,7 @@ class ChatRequest(_message.Message):
     def received(self) -> Global___TokenIds: ...
     @_builtins.property
     def response_format(self) -> Global___ResponseFormat:
-        """The format of the answer's text; not together with a tool_choice that requires calls."""
+        """The format of the answer's text. Calls take precedence: an answer that calls tools has no text."""
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:

@@ -94,11 +94,10 @@ def call_rules(request: pb.ChatRequest, tools: Sequence[Tool]) -> CallRules:
         raise InvalidRequest("tool_choice.name", "must be empty unless mode is MODE_NAMED")
     if choice.mode not in _REQUIRING_MODES:
         is_none = choice.mode == pb.ToolChoice.MODE_NONE
-        return CallRules(() if is_none else tuple(tools), may_be_several=several)
+        has_form = request.response_format.WhichOneof("format") is not None
+        return CallRules(() if is_none else tuple(tools), may_be_several=several, has_form=has_form)
     if not tools:
         raise InvalidRequest("tool_choice.mode", "requires a call, but the request has no tools")
-    if request.HasField("response_format"):
-        raise InvalidRequest("response_format", "must not be set if tool_choice requires a call")
     if choice.mode == pb.ToolChoice.MODE_REQUIRED:
         return CallRules(tuple(tools), is_required=True, may_be_several=several)
     named = tuple(tool for tool in tools if tool.name == choice.name)
@@ -121,7 +120,7 @@ def _tools(given: Sequence[pb.Tool]) -> tuple[Tool, ...]:
             raise InvalidRequest(f"tools[{index}].name", "must differ from the names of the other tools")
         names.add(tool.name)
         parameters = _json_object(tool.parameters, f"tools[{index}].parameters") if tool.parameters else None
-        tools.append(Tool(tool.name, tool.description, parameters, tool.strict))
+        tools.append(Tool(tool.name, tool.description, parameters, tool.strict, tool.lenient))
     return tuple(tools)
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 from corolla.chain.cache_salts import CacheSalts
@@ -12,6 +12,7 @@ from corolla.client.api import conversations
 from corolla.client.generation.admission import Caller
 from corolla.client.generation.request import AnswerRequest, MakeReadout
 from corolla.client.generation.resumption import Resumption
+from corolla.client.output_parsing.call_rules import FORM
 from corolla.client.output_parsing.parser_choice import OutputFormat, OutputParsing
 from corolla.client.text import formats
 from corolla.client.text.conversation import ChatSetting, Message, check_conversation
@@ -202,7 +203,6 @@ class RequestParser:
         """Parses the common fields. Raises InvalidRequest with one violation per field that is out of range."""
         num_completions = _num_completions(message)
         echoes = isinstance(message, pb.GenerateRequest) and message.echo
-        calls_grammar = None if output_parsing is None else output_parsing.format.grammar(output_parsing.rules)
         stopping, speculation = message.stopping, message.speculation
         max_tokens = _given(stopping, "max_tokens")
         time_limit_ms = _given(stopping, "time_limit_ms")
@@ -232,7 +232,7 @@ class RequestParser:
             names = {"num_logprobs": "logprobs"}
             violations += [(names.get(field, f"sampling.{field}"), text) for field, text in error.violations]
         try:
-            form = _form(message, calls_grammar)
+            form = _form(message, output_parsing)
         except InvalidRequest as error:
             violations += error.violations
         if violations:
@@ -297,19 +297,46 @@ def _num_completions(message: AnyMessage) -> int:
     return number
 
 
-def _form(message: AnyMessage, calls_grammar: str | None) -> AnswerFormat | None:
+def _form(message: AnyMessage, output_parsing: OutputParsing | None) -> AnswerFormat | None:
     """The form that an answer must have; None allows any text.
 
-    If the caller asks for no form, but calls of tools must fit their schemas, the form is the grammar of such calls.
+    Calls of tools take precedence over the form that the caller asks for, which only the text of an answer must have.
     """
     form = _response_format(message.response_format)
-    if form is None and calls_grammar is not None:
-        form = formats.lark(calls_grammar, "tools")
+    if output_parsing is not None:
+        form = _form_of_calls(output_parsing, form) or form
     if form is not None and message.stopping.ignore_eos:
         raise InvalidRequest(
             "stopping.ignore_eos", "must be false with a response format, whose end is the answer's end"
         )
     return form
+
+
+def _form_of_calls(output_parsing: OutputParsing, form: AnswerFormat | None) -> AnswerFormat | None:
+    """The form of an answer that calls tools, or has the given form if it may; None if calls need no grammar."""
+    rules = output_parsing.rules
+    calls = output_parsing.format.grammar(rules)
+    if calls is None:
+        return None
+    text_form = None if rules.is_required else form
+    looser = output_parsing.format.grammar(rules, follows_lenient=False)
+    fallback = None
+    if looser is not None and looser != calls:
+        fallback = formats.calls_or(looser, text_form, FORM, "tools")
+    try:
+        made = formats.calls_or(calls, text_form, FORM, "tools")
+    except InvalidRequest:
+        if fallback is None:
+            raise
+        made, fallback = fallback, None
+    parts = {
+        f"the tool {tool.name!r}": formats.schema_part(tool.parameters)
+        for tool in rules.tools
+        if tool.must_fit and tool.parameters is not None
+    }
+    if fallback is not None:
+        fallback = replace(fallback, parts=parts)
+    return replace(made, fallback=fallback, parts=parts)
 
 
 def _response_format(given: pb.ResponseFormat) -> AnswerFormat | None:

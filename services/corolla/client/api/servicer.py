@@ -5,6 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -26,10 +27,11 @@ from corolla.client.generation.admission import Admission, Caller, RequestCounts
 from corolla.client.generation.answer import Delta, joined
 from corolla.client.generation.answering import Answering
 from corolla.client.generation.request import AnyRequest
+from corolla.client.output_parsing.default_tools import written_out
 from corolla.client.output_parsing.parser_choice import OutputFormat
 from corolla.client.quotas.enforcer import QuotaEnforcer
 from corolla.client.text.chat import ChatTemplate
-from corolla.client.text.conversation import Message, check_conversation, with_instructions
+from corolla.client.text.conversation import ChatSetting, Message, check_conversation, with_instructions
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
 from corolla.v1 import generation_pb2 as pb
@@ -214,14 +216,24 @@ class GenerationServicer:
             earlier: Sequence[Message] = conversations.recorded(record)
             check_conversation([*earlier, *messages] if setting.continues_last else messages, setting)
             earlier, new = with_instructions(instructions, earlier, messages)
+            earlier, new, shown = self._with_tools_told(earlier, new, setting)
             return self._chat.next_turn_ids(
-                record.token_log, earlier, new, setting, max_tokens=self._model.context_length
+                record.token_log, earlier, new, shown, max_tokens=self._model.context_length
             )
 
         def record_turn(record: router_pb2.SessionRecord, answer: Message) -> None:
             conversations.record_messages(record, messages, answer, setting, self._output_format.reasoning)
 
         return _with_good_key(call, self._answering.answer(request, next_prompt, record_turn))
+
+    def _with_tools_told(
+        self, earlier: Sequence[Message], new: Sequence[Message], setting: ChatSetting
+    ) -> tuple[Sequence[Message], Sequence[Message], ChatSetting]:
+        """The conversation, in whose texts the tools stand if the model's chat template knows no tools."""
+        if not setting.tools or self._chat.knows_tools:
+            return earlier, new, setting
+        told = written_out(earlier, new, setting.tools, self._output_format.calls)
+        return *told, replace(setting, tools=())
 
     # --- sessions -------------------------------------------------------------------------------------------------
 
@@ -270,9 +282,10 @@ class GenerationServicer:
                 add_special_tokens = not request.without_special_tokens
                 encode = partial(self._tokenizer.encode, request.text, add_special_tokens=add_special_tokens)
             case "chat":
-                conversation = conversations.messages(request.chat.messages)
+                conversation: Sequence[Message] = conversations.messages(request.chat.messages)
                 setting = conversations.setting(request.chat, self._chat.reserved_names)
                 check_conversation(conversation, setting)
+                _, conversation, setting = self._with_tools_told((), conversation, setting)
                 encode = partial(self._chat.prompt_ids, conversation, setting)
             case _:
                 raise InvalidRequest("input", "one of text and chat must be set")

@@ -39,6 +39,7 @@ from corolla.client.generation.resumption import UnsentDeltas, replay_answer
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.enforcer import Allowance, QuotaEnforcer
 from corolla.client.text.conversation import Message
+from corolla.client.text.formats import AnswerFormat
 from corolla.client.text.grammar_process import GrammarProcess
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
@@ -229,7 +230,7 @@ class Answering:
         until_s = request.caller.waits_until_s(request.time_limit_s)
         num_completions = request.num_completions
         async with AsyncExitStack() as stack:
-            allowance, ticket, meter = await stack.enter_async_context(self._entered(request))
+            allowance, ticket, meter, request = await stack.enter_async_context(self._entered(request))
             adapter = await self._names.resolve(request.adapter, request.caller.tenant)
             _, prompt_ids = await self._in_thread(next_prompt, router_pb2.SessionRecord())
             max_tokens = self._max_tokens(len(prompt_ids), request)
@@ -291,7 +292,7 @@ class Answering:
         session_id, tenant, turn_name = request.session_id, request.caller.tenant, request.turn_name
         until_s = request.caller.waits_until_s(request.time_limit_s)
         async with AsyncExitStack() as stack:
-            allowance, ticket, meter = await stack.enter_async_context(self._entered(request))
+            allowance, ticket, meter, request = await stack.enter_async_context(self._entered(request))
             if ticket.is_waiting:
                 await self._check_turn(request, next_prompt)
             await ticket.admitted()
@@ -354,8 +355,10 @@ class Answering:
                     session.park(position, earlier=earlier, recorded=recorded)
 
     @asynccontextmanager
-    async def _entered(self, request: AnyRequest) -> AsyncIterator[tuple[Allowance, AdmissionTicket, RequestMeter]]:
-        """Holds a request's quotas and its place in the line until its end.
+    async def _entered(
+        self, request: AnyRequest
+    ) -> AsyncIterator[tuple[Allowance, AdmissionTicket, RequestMeter, AnyRequest]]:
+        """Holds a request's quotas and its place in the line until its end. Yields the request with the form to use.
 
         Raises QuotaExceeded, QueueFull, or InvalidRequest.
         """
@@ -367,20 +370,24 @@ class Answering:
                 ) as allowance,
                 self._admission.enter(caller.tenant, request.num_bytes, num_sequences) as ticket,
             ):
-                await self._check_form(request)
+                request = replace(request, form=await self._checked_form(request))
                 with RequestMeter(self._metrics, caller.usage) as meter:
-                    yield allowance, ticket, meter
+                    yield allowance, ticket, meter, request
 
     async def _in_thread(self, work: Callable[..., Result], *args: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
-    async def _check_form(self, request: AnyRequest) -> None:
-        """Raises InvalidRequest for a form that no answer can have, or that the received tokens do not fit."""
-        if request.form is not None:
-            received_ids = request.resumption.received_ids
-            if len(received_ids) > self._limits.context_length:
-                raise ContextLengthExceeded("received.ids", "must not be more than the model's context")
-            await self._grammars.admit(request.caller.tenant, request.form, received_ids)
+    async def _checked_form(self, request: AnyRequest) -> AnswerFormat | None:
+        """The request's form, or its fallback.
+
+        Raises InvalidRequest for a form that no answer can have, or that the received tokens do not fit.
+        """
+        if request.form is None:
+            return None
+        received_ids = request.resumption.received_ids
+        if len(received_ids) > self._limits.context_length:
+            raise ContextLengthExceeded("received.ids", "must not be more than the model's context")
+        return await self._grammars.admit(request.caller.tenant, request.form, received_ids)
 
     async def _check_turn(self, request: AnyRequest, next_prompt: NextPrompt) -> None:
         """Checks a turn before it waits: a text that is too long now stays too long, since sessions only grow."""

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from corolla.client.output_parsing.formats import CallFormat, ReasoningFormat
 from corolla.client.text.conversation import Tool
+from corolla.client.text.tool_schemas import readable
 
 _NO_ARGUMENTS: Final[Mapping[str, Any]] = {"properties": {}, "additionalProperties": False}
 # Calls have the layout of `tojson` in chat templates, so that the next turn renders them to the same text.
@@ -14,16 +15,23 @@ _AS_TEMPLATES_WRITE: Final = {"item_separator": ", ", "key_separator": ": ", "wh
 Mark = Callable[[str], str]
 """Returns the grammar's notation for a text of the call format."""
 
+FORM: Final = "form"
+"""The name of the grammar for the text of an answer that calls no tool."""
+
 _ANY_TEXT: Final = r"/(.|\n)*/"
 
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """The rules for calls. An answer may call `tools`; if `is_required`, it consists only of calls."""
+    """The rules for calls. An answer may call `tools`; if `is_required`, it consists only of calls.
+
+    If `has_form`, an answer without calls must have a form, which the grammar names `form`.
+    """
 
     tools: tuple[Tool, ...] = ()
     is_required: bool = False
     may_be_several: bool = True
+    has_form: bool = False
 
     @property
     def most_calls(self) -> int | None:
@@ -31,20 +39,28 @@ class CallRules:
 
 
 def calls_grammar(
-    rules: CallRules, calls: CallFormat, reasoning: ReasoningFormat | None, special_ids: Mapping[str, int]
+    rules: CallRules,
+    calls: CallFormat,
+    reasoning: ReasoningFormat | None,
+    special_ids: Mapping[str, int],
+    *,
+    follows_lenient: bool = True,
 ) -> str | None:
     """A grammar in llguidance's Lark in which calls fit their tools' schemas; None if no grammar is needed.
 
     Args:
+        follows_lenient: whether calls fit the schemas, as far as possible, of tools whose schemas need not be followed.
         special_ids: ids, by text, of the tokens that a grammar must name by id; see `is_special_in_grammars`.
     """
-    if not rules.tools or not (rules.is_required or any(tool.is_strict for tool in rules.tools)):
+    needs_grammar = rules.is_required or rules.has_form or any(tool.is_strict for tool in rules.tools)
+    if not rules.tools or not needs_grammar:
         return None
 
     def mark(text: str) -> str:
         return f"<[{special_ids[text]}]>" if text in special_ids else json.dumps(text)
 
-    lines = _required(rules, calls, mark) if rules.is_required else _free(rules, calls, mark)
+    only_calls = rules.is_required or rules.has_form
+    lines = _required(rules, calls, mark) if only_calls else _free(rules, calls, mark)
     if reasoning is not None:
         lines = [lines[0].replace("start: ", "start: (thought spaces?)? ", 1), *lines[1:], *_thought(reasoning, mark)]
     lines += _written_calls(rules, calls, mark(calls.closing) if calls.closing else "")
@@ -54,7 +70,7 @@ def calls_grammar(
         else:
             beginning = json.dumps(f'{{"name": "{tool.name}", "{calls.arguments_key}": ')
             lines.append(f'call_{index}: {beginning} arguments_{index} "}}"')
-        lines.append(f"arguments_{index}: %json {json.dumps(_schema(tool, rules))}")
+        lines.append(f"arguments_{index}: %json {json.dumps(_schema(tool, rules, follows_lenient))}")
     return "\n".join(["%llguidance {}", *lines, ""])
 
 
@@ -69,6 +85,8 @@ def _required(rules: CallRules, calls: CallFormat, mark: Mark) -> list[str]:
     if rules.may_be_several and not (calls.separator or calls.is_list):
         gap = "" if calls.infix else r'"\n" '
         written = f"{written} ({gap}{written})*"
+    if rules.has_form and not rules.is_required:
+        written = f"({written} | @{FORM})"
     return [f"start: {written}"]
 
 
@@ -108,8 +126,12 @@ def _written_calls(rules: CallRules, calls: CallFormat, closing: str) -> list[st
     return [rf'calls: "\n" {one} "\n" {closing}']
 
 
-def _schema(tool: Tool, rules: CallRules) -> dict[str, Any]:
+def _schema(tool: Tool, rules: CallRules, follows_lenient: bool) -> dict[str, Any]:
     if not (rules.is_required or tool.is_strict):
         return {"type": "object"}
     schema = _NO_ARGUMENTS if tool.parameters is None else tool.parameters
-    return {**schema, "type": "object", "x-guidance": _AS_TEMPLATES_WRITE}
+    if tool.must_fit:
+        return {**schema, "type": "object", "x-guidance": _AS_TEMPLATES_WRITE}
+    if not follows_lenient:
+        return {"type": "object"}
+    return {**readable(schema), "type": "object", "x-guidance": {**_AS_TEMPLATES_WRITE, "lenient": True}}

@@ -58,9 +58,9 @@ class OutputFormat:
             getattr(hf_tokenizer, "response_template", None),
         )
 
-    def grammar(self, rules: CallRules) -> str | None:
+    def grammar(self, rules: CallRules, *, follows_lenient: bool = True) -> str | None:
         """The grammar for these formats; see `calls_grammar`."""
-        return calls_grammar(rules, self.calls, self.reasoning, self.grammar_ids)
+        return calls_grammar(rules, self.calls, self.reasoning, self.grammar_ids, follows_lenient=follows_lenient)
 
 
 @dataclass(frozen=True, slots=True)

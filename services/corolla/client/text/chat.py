@@ -40,6 +40,12 @@ class ChatTemplate:
         return RESERVED_NAMES | self._tokenizer.hf_tokenizer.special_tokens_map.keys()
 
     @property
+    def knows_tools(self) -> bool:
+        """Whether the template for conversations with tools mentions tools; if not, it would leave them out."""
+        source = self._tokenizer.hf_tokenizer.get_chat_template(tools=[{}]) if self.exists else ""
+        return "tools" in source or "tool_calls" in source
+
+    @property
     def exists(self) -> bool:
         """Whether the checkpoint has a chat template."""
         return bool(self._tokenizer.hf_tokenizer.chat_template)

@@ -39,13 +39,19 @@ class Message:
 class Tool:
     """A function that a model may call; `parameters` is a JSON Schema of an object, or None.
 
-    `is_strict`: whether arguments must fit the schema.
+    `is_strict`: whether arguments fit the schema. `is_lenient`: only as far as grammars can follow it.
     """
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] | None = None
     is_strict: bool = False
+    is_lenient: bool = False
+
+    @property
+    def must_fit(self) -> bool:
+        """Whether a schema that grammars cannot follow is refused."""
+        return self.is_strict and not self.is_lenient
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Converts forms of answers to grammars. Pure."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from corolla.chassis.errors import InvalidRequest
@@ -25,10 +25,25 @@ _JSON_OPTIONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """The form of an answer: a grammar, and the request's field that asked for it."""
+    """The form of an answer: a grammar, and the request's field that asked for it.
+
+    Attributes:
+        fallback: the form to use if this one cannot be a grammar; None: it is refused then.
+        parts: forms of parts of the grammar, which tell where a problem is, by the words for each part.
+    """
 
     grammar: str
     field: str
+    fallback: "AnswerFormat | None" = None
+    parts: Mapping[str, "SchemaPart"] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaPart:
+    """A schema within a grammar, and the grammar of that schema alone."""
+
+    schema: Mapping[str, Any]
+    grammar: str
 
 
 def json_object(field: str) -> AnswerFormat:
@@ -64,6 +79,27 @@ def lark(grammar: str, field: str) -> AnswerFormat:
     """The form of texts that fit the rule `start` of a grammar in Lark's notation. Raises InvalidRequest as `regex`."""
     _check_size(grammar, field)
     return AnswerFormat(as_grammar("lark_grammar", grammar), field)
+
+
+def schema_part(schema: Mapping[str, Any]) -> SchemaPart:
+    """The part for a schema that answers must fit."""
+    return SchemaPart(schema, _of_schema({**schema, "type": "object"}, "").grammar)
+
+
+def calls_or(calls: str, form: AnswerFormat | None, name: str, field: str) -> AnswerFormat:
+    """The form of answers that call tools or, where the grammar of calls names another one, have that form.
+
+    Args:
+        calls: a grammar of calls in Lark's notation.
+        form: the form of an answer without calls, which the grammar calls `name`; None: the grammar names no other one.
+
+    Raises InvalidRequest as `regex`.
+    """
+    grammar = lark(calls, field).grammar
+    if form is None:
+        return AnswerFormat(grammar, field)
+    parts = [*json.loads(grammar)["grammars"], {**json.loads(form.grammar)["grammars"][0], "name": name}]
+    return AnswerFormat(json.dumps({"grammars": parts}, ensure_ascii=False, separators=(",", ":")), form.field)
 
 
 def choice(texts: Sequence[str], field: str) -> AnswerFormat:

@@ -10,8 +10,9 @@ from typing import Final
 from corolla.chassis.errors import InvalidRequest, QueueFull
 from corolla.chassis.fair_lock import FairLock
 from corolla.chassis.metrics import GrammarMetrics
-from corolla.client.text.formats import AnswerFormat
+from corolla.client.text.formats import AnswerFormat, SchemaPart
 from corolla.client.text.tokenizer import TextTokenizer
+from corolla.client.text.tool_schemas import place_of_problem
 from corolla.client.text.worker_process import WorkerProcess, WorkLimitExceeded
 from corolla.models.tokenizer_text import tokenizer_text
 
@@ -48,8 +49,31 @@ class GrammarProcess:
         """The id of the process; None before the first request starts it."""
         return None if self._worker is None else self._worker.pid
 
-    async def admit(self, tenant: str, form: AnswerFormat, received_ids: Sequence[int]) -> None:
-        """Waits for the tenant's turn, then does what `check` does."""
+    async def admit(self, tenant: str, form: AnswerFormat, received_ids: Sequence[int]) -> AnswerFormat:
+        """Waits for the tenant's turn, then does what `check` does. Returns the form to use: this one, or its fallback.
+
+        The refusal of a form with parts names the part that cannot be a grammar.
+        """
+        try:
+            await self._admit(tenant, form, received_ids)
+        except InvalidRequest as refusal:
+            if refusal.violations[0][0] != form.field:
+                raise  # the received tokens are at fault
+            if form.fallback is not None:
+                return await self.admit(tenant, form.fallback, received_ids)
+            for name, part in form.parts.items():
+                await self._admit_part(tenant, form.field, name, part)
+            raise
+        return form
+
+    async def _admit_part(self, tenant: str, field: str, name: str, part: SchemaPart) -> None:
+        try:
+            await self._admit(tenant, AnswerFormat(part.grammar, field), ())
+        except InvalidRequest as refusal:
+            problem = refusal.violations[0][1]
+            raise InvalidRequest("tools", f"{name}: {place_of_problem(part.schema, problem) or problem}") from None
+
+    async def _admit(self, tenant: str, form: AnswerFormat, received_ids: Sequence[int]) -> None:
         if not received_ids and self._is_known(form):
             return self.check(form)
         try:
