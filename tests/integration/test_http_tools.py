@@ -58,14 +58,14 @@ async def test_a_form_that_makes_no_sense_is_refused(http: httpx2.AsyncClient) -
     assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
-async def test_a_model_whose_template_knows_no_tools_is_told_of_them(http: httpx2.AsyncClient) -> None:
+async def test_tools_reach_a_model_whose_template_knows_none(http: httpx2.AsyncClient) -> None:
     plain = (await http.post("/tokenize", json={"messages": ASKED["messages"]})).json()["tokens"]
-    told = (await http.post("/tokenize", json={"messages": ASKED["messages"], "tools": [TOOL]})).json()["tokens"]
-    text = (await http.post("/detokenize", json={"tokens": told})).json()["prompt"]
+    shown = (await http.post("/tokenize", json={"messages": ASKED["messages"], "tools": [TOOL]})).json()["tokens"]
+    text = (await http.post("/detokenize", json={"tokens": shown})).json()["prompt"]
     assert '"name": "weather"' in text
     assert "<tool_call>" in text
     usage = (await http.post(CHATS, json={**ASKED, "tools": [TOOL], "max_tokens": 1})).json()["usage"]
-    assert usage["prompt_tokens"] == len(told) > len(plain)
+    assert usage["prompt_tokens"] == len(shown) > len(plain)
 
 
 async def test_a_call_that_is_required_comes_whole_and_in_parts(http: httpx2.AsyncClient) -> None:

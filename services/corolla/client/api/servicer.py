@@ -216,7 +216,7 @@ class GenerationServicer:
             earlier: Sequence[Message] = conversations.recorded(record)
             check_conversation([*earlier, *messages] if setting.continues_last else messages, setting)
             earlier, new = with_instructions(instructions, earlier, messages)
-            earlier, new, shown = self._with_tools_told(earlier, new, setting)
+            earlier, new, shown = self._with_tools_shown(earlier, new, setting)
             return self._chat.next_turn_ids(
                 record.token_log, earlier, new, shown, max_tokens=self._model.context_length
             )
@@ -226,14 +226,14 @@ class GenerationServicer:
 
         return _with_good_key(call, self._answering.answer(request, next_prompt, record_turn))
 
-    def _with_tools_told(
+    def _with_tools_shown(
         self, earlier: Sequence[Message], new: Sequence[Message], setting: ChatSetting
     ) -> tuple[Sequence[Message], Sequence[Message], ChatSetting]:
         """The conversation, in whose texts the tools stand if the model's chat template knows no tools."""
         if not setting.tools or self._chat.knows_tools:
             return earlier, new, setting
-        told = written_out(earlier, new, setting.tools, self._output_format.calls)
-        return *told, replace(setting, tools=())
+        shown = written_out(earlier, new, setting.tools, self._output_format.calls)
+        return *shown, replace(setting, tools=())
 
     # --- sessions -------------------------------------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ class GenerationServicer:
                 conversation: Sequence[Message] = conversations.messages(request.chat.messages)
                 setting = conversations.setting(request.chat, self._chat.reserved_names)
                 check_conversation(conversation, setting)
-                _, conversation, setting = self._with_tools_told((), conversation, setting)
+                _, conversation, setting = self._with_tools_shown((), conversation, setting)
                 encode = partial(self._chat.prompt_ids, conversation, setting)
             case _:
                 raise InvalidRequest("input", "one of text and chat must be set")

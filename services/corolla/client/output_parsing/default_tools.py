@@ -24,17 +24,17 @@ def written_out(
 
     The tools stand at the end of the system message or, without one, before the first message of a user.
     """
-    told = [*_without_roles(earlier, calls)], [*_without_roles(new, calls)]
+    shown = [*_without_roles(earlier, calls)], [*_without_roles(new, calls)]
     lines = "\n".join(json.dumps(tool_values(tool), ensure_ascii=False) for tool in tools)
     text = _INTRODUCTION.format(tools=lines, call=_written_call(_EXAMPLE, calls))
-    for messages in told:
+    for messages in shown:
         for index, message in enumerate(messages):
             if message.role in ("system", "developer", "user"):
                 before, after = (text, "") if message.role == "user" else ("", text)
                 messages[index] = _with_text(message, before, after)
-                return told
-    (told[0] or told[1]).insert(0, Message("system", text))
-    return told
+                return shown
+    (shown[0] or shown[1]).insert(0, Message("system", text))
+    return shown
 
 
 def _without_roles(messages: Iterable[Message], calls: CallFormat) -> Iterator[Message]:

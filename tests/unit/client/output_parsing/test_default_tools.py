@@ -1,4 +1,4 @@
-"""Models whose template knows no tools are told of them in words, and read their own calls as they wrote them."""
+"""Models whose template knows no tools see them in words, and read their own calls as they wrote them."""
 
 import json
 
