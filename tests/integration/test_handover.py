@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from corolla.block_server.handover import sender as sending
+from corolla.block_server import service
 from corolla.block_server.handover.link import HandoverLink
 from corolla.block_server.hop_session import SessionState
 from corolla.block_server.service import BlockServer
@@ -167,7 +167,7 @@ async def test_after_a_broken_stream_only_the_rest_is_sent(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, num_asks: int
 ) -> None:
     """Parts that were damaged on the way or changed meanwhile are correct in the end."""
-    monkeypatch.setattr(sending, "PART_BYTES", 10_000)
+    monkeypatch.setattr(service, "PART_BYTES", 10_000)
     options: dict[str, Any] = {"max_tokens": 800, "ignore_eos": True}
     prompt = "the thin man in the inner tent " * 8
     async with (

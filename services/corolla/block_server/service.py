@@ -18,7 +18,7 @@ from corolla.block_server.engine import Engine, ProcessorUse
 from corolla.block_server.frame_checks import Identity
 from corolla.block_server.grammars import Grammars
 from corolla.block_server.handover.receiver import HandoverReceiver
-from corolla.block_server.handover.sender import HandoverSender
+from corolla.block_server.handover.sender import PART_BYTES, PART_BYTES_OF_GPUS, HandoverSender
 from corolla.block_server.hop_session import SessionFacts
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.neighbours import Neighbours
@@ -315,7 +315,11 @@ class BlockServer:
         )  # fmt: skip
         self._drain = Drain(
             description, self._sessions, engine, self._peers, registration,
-            HandoverSender(span, self._sessions, engine, max_part_tokens=most), self._metrics, network.connect,
+            HandoverSender(
+                span, self._sessions, engine, max_part_tokens=most,
+                max_part_bytes=PART_BYTES if device.type == "cpu" else PART_BYTES_OF_GPUS,
+            ),
+            self._metrics, network.connect,
             self._numerics,
         )  # fmt: skip
         self._rpc.add(_SERVICE, network.service_handler(_SERVICE, servicer, self._rpc_metrics))

@@ -107,6 +107,9 @@ def write_tokens(cache: SessionCache, layers: range, copy: TokenCopy) -> None:
     if len(copy.payload) != expected + num_state_bytes:
         raise MalformedMessage("payload", "its size is not that of the tokens in these blocks")
     whole = torch.frombuffer(copy.payload, dtype=torch.uint8) if copy.payload else torch.empty(0, dtype=torch.uint8)
+    if expected:
+        # One copy to the device brings all layers; the numbers are checked and spread there.
+        whole = whole.to(cache.store.layer(_paged(cache.store, layers)[0])[0].device)
     payload = whole[:expected]
     states = _states(cache.store, layers, whole[expected:]) if num_state_bytes else {}
     # Numbers are checked before any are written: one that is not finite would spoil every later token of the session.

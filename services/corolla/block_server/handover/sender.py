@@ -21,8 +21,10 @@ from corolla.wire.stream import between_servers
 from corolla.wire.tensors import describe_prompts, to_payload
 
 PART_BYTES = 1 << 20
-# All recurrent states of a session travel in one frame, with the last part.
-_MAX_STATE_BYTES = between_servers().max_frame_bytes - 4 * PART_BYTES
+PART_BYTES_OF_GPUS = 16 << 20
+"""Each part waits for the iteration that runs, which takes a GPU longer than to copy the part."""
+# What a frame may have in addition to a part and to recurrent states.
+_MARGIN_BYTES = 3 << 20
 # A receiver that refuses a part for one of these reasons says how many tokens it has; the sender continues there.
 _REPEATABLE = frozenset({PositionGap.reason, ChecksumMismatch.reason})
 
@@ -39,15 +41,25 @@ class HandoverSender:
     Args:
         span: the blocks of this server.
         max_part_tokens: the most tokens that a receiver takes in one part.
+        max_part_bytes: the most bytes of keys and values of one part with several tokens.
     """
 
     def __init__(
-        self, span: Span, sessions: SessionTable[SessionCache], engine: Engine, *, max_part_tokens: int
+        self,
+        span: Span,
+        sessions: SessionTable[SessionCache],
+        engine: Engine,
+        *,
+        max_part_tokens: int,
+        max_part_bytes: int = PART_BYTES,
     ) -> None:
         self._span = span
         self._sessions = sessions
         self._engine = engine
         self._max_part_tokens = max_part_tokens
+        self._max_part_bytes = max_part_bytes
+        # All recurrent states of a session travel in one frame, with the last part.
+        self._max_state_bytes = between_servers().max_frame_bytes - max_part_bytes - _MARGIN_BYTES
         # Maps each session whose handover broke off to the receiver's address and the transfer id to continue with.
         self._begun: dict[bytes, tuple[str, bytes]] = {}
 
@@ -68,7 +80,7 @@ class HandoverSender:
         """
         session = self._sessions.in_version(session_id, version)
         request = session.request
-        if state_bytes(session.cache.store, self._span.indices(request.blocks)) > _MAX_STATE_BYTES:
+        if state_bytes(session.cache.store, self._span.indices(request.blocks)) > self._max_state_bytes:
             raise MessageTooLarge("the recurrent states of a session are larger than a frame")
         address, transfer_id = self._begun.pop(session_id, ("", b""))
         if address != link.address:
@@ -117,7 +129,9 @@ class HandoverSender:
         session = self._sessions.in_version(session_id, version)
         cache, blocks = session.cache, session.request.blocks
         layers = self._span.indices(blocks)
-        max_tokens = max(1, min(self._max_part_tokens, PART_BYTES // max(1, token_bytes(cache.store, layers))))
+        max_tokens = max(
+            1, min(self._max_part_tokens, self._max_part_bytes // max(1, token_bytes(cache.store, layers)))
+        )
         start, num_tokens, is_last = progress.next_part(cache.num_tokens, cache.num_unchanged_tokens, max_tokens)
         copy = read_tokens(cache, layers, start, num_tokens, has_states=is_last)
         cache.num_unchanged_tokens = copy.end
