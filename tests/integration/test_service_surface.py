@@ -194,7 +194,7 @@ async def test_no_label_names_a_session_a_request_a_tenant_or_a_server(kind: str
         for each in family.samples:
             assert each.labels.keys() <= {
                 "le", "method", "code", "reason", "kind", "state", "model", "span", "script",
-                "finished_reason", "cause", "direction", "outcome", "fault", "task", "invariant", "quota",
+                "finished_reason", "cause", "direction", "outcome", "fault", "task", "invariant", "quota", "digest",
             }, family.name  # fmt: skip
             said = " ".join(each.labels.values())
             assert session_id not in said
