@@ -33,6 +33,8 @@ from corolla.client.http.responses import ResponseRequest
 from corolla.client.http.routes import HttpRoutes
 
 _VERSION: Final = "/v1"
+_EVENTS: Final = {"description": "Server-sent events, the data of each of which is JSON."}
+"""Readers of OpenAPI 3.1 do not agree whether the schema of a stream is that of its text, or of each event."""
 _REFERENCES: Final = "#/components/schemas/{model}"
 _TOO_MUCH: Final = {"400": "The request is refused.", "413": "The request is too large."}
 _ERRORS: Final = {
@@ -153,11 +155,11 @@ def _described(operation: Operation, named: Mapping[Any, Any]) -> dict[str, Any]
 def _contents(operation: Operation, named: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     reply = named[operation.reply, "serialization"]
     if operation.is_watch:
-        yield "text/event-stream", {"schema": {"type": "string"}, "x-event-data": reply}
+        yield "text/event-stream", {"schema": _EVENTS, "x-event-data": reply}
         return
     yield "application/json", {"schema": reply}
     if operation.streams:
-        yield "text/event-stream", {"schema": {"type": "string"}}
+        yield "text/event-stream", {"schema": _EVENTS}
 
 
 def router(endpoints: EndpointFactory, handlers: HttpRoutes, *, has_page: bool) -> ASGIApp:

@@ -61,8 +61,8 @@ class Response(BaseModel):
     top_p: float
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None
-    user: str | None
-    metadata: dict[str, str]
+    user: Any
+    metadata: dict[str, Any]
 
 
 _CUT_OFF: Final = frozenset({pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_TIME_LIMIT, pb.FINISH_REASON_CANCELLED})
