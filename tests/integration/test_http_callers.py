@@ -175,3 +175,12 @@ async def test_a_stream_begins_before_its_first_token(swarm: Swarm, http: httpx2
     assert (reply.status_code, reply.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
     assert lines[-1] == "data: [DONE]"
     assert len([json.loads(line[6:]) for line in lines[:-1] if line.startswith("data: ")]) >= 1
+
+
+async def test_a_response_repeats_what_its_caller_sent(http: httpx2.AsyncClient) -> None:
+    body = {"input": "a", "max_output_tokens": 1, "store": False, "user": 0, "metadata": {"run": 7}}
+    for stream in (False, True):
+        reply = await http.post("/v1/responses", json={**body, "stream": stream})
+        assert reply.status_code == 200
+        assert '"user":0' in reply.text
+        assert '"metadata":{"run":7}' in reply.text
