@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from corolla.cli import adapter_commands, ask_commands, key_commands, service_commands, stack_commands
+from corolla.cli import adapter_commands, ask_commands, kernel_commands, key_commands, service_commands, stack_commands
 from corolla.cli.interruption import EXIT_INTERRUPTED
 
 EXIT_FAILED = 1
@@ -28,6 +28,7 @@ stack_commands.add_to(app)
 ask_commands.add_to(app)
 service_commands.add_to(app)
 key_commands.add_to(app)
+kernel_commands.add_to(app)
 adapter_commands.add_to(app)
 
 

@@ -64,6 +64,11 @@ def objection(layer: FusedLayer, dtype: torch.dtype) -> str | None:
     """Why the kernels cannot run a layer, as a sentence's end; None: they can."""
     if not all(isinstance(each, TunedLinear) and each.weight.device.type != "meta" for each in layer.projections):
         return "its weights are packed or quantised"
+    return unsupported(layer, dtype)
+
+
+def unsupported(layer: FusedLayer, dtype: torch.dtype) -> str | None:
+    """Which part of a layer has no kernel, as a sentence's end, whatever its weights are; None: all parts have one."""
     if activation_of(layer.activation) is None:
         return f"there is no kernel for the activation {type(layer.activation).__name__}"
     for norm in (layer.attention_norm, layer.mlp_norm):

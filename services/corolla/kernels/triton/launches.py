@@ -4,6 +4,7 @@ Each function returns new tensors on that device. Integer tables (pages, rows, k
 int64; other tensors have the model's dtype: bfloat16, float16 or float32.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from corolla.kernels.triton import device_code
+from corolla.kernels.triton.compilation import SHARED_MEMORY, current
 
 Grid = tuple[int, ...]
 
@@ -71,8 +73,33 @@ class PageTables:
 
 
 def launch(kernel: Any, grid: Grid, *arguments: Any, **options: Any) -> None:
-    """Launches a kernel; all launches come through here, so that a recorder or a compiler can take its place."""
-    kernel[grid](*arguments, **options)
+    """Launches a kernel, or only compiles it within `compilation.compiling`; all launches come through here."""
+    if (compilation := current.get()) is not None:
+        compilation.compile(kernel, grid, arguments, options)
+    else:
+        kernel[grid](*arguments, **options)
+
+
+def stages_within(most: int, bytes_of_stage: int, device: torch.device) -> int:
+    """How many steps of a loop a kernel loads ahead: `most`, or as many as the shared memory of the device takes.
+
+    The number changes no bit of a result.
+    """
+    return max(1, min(most, _shared_memory(device) // bytes_of_stage))
+
+
+def _shared_memory(device: torch.device) -> int:
+    if (compilation := current.get()) is not None:
+        return SHARED_MEMORY[compilation.arch]
+    if device.type != "cuda":
+        return max(SHARED_MEMORY.values())
+    return _shared_memory_of(device.index or 0)
+
+
+@functools.cache
+def _shared_memory_of(index: int) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
+    return SHARED_MEMORY.get(10 * major + minor, min(SHARED_MEMORY.values()))
 
 
 def power_of_two(number: int) -> int:
@@ -211,6 +238,8 @@ def attend(
         "HEAD_BLOCK": max(_LEAST_SIDE, power_of_two(head)), "GROUP": group, "BLOCK": block, "PAGE": page,
         "HAS_WINDOW": window is not None, "HAS_SOFTCAP": softcap is not None, "PRECISION": precision(query.dtype),
     }  # fmt: skip
+    # A step of the loops loads keys and values.
+    bytes_of_stage = 2 * block * shape["HEAD_BLOCK"] * query.element_size()
     if tables.max_queries == 1:
         splits = max(1, min(width, _PROGRAMS // (num_rows * num_key_heads)))
         parts = torch.empty(tables.num_parts, num_heads, head, dtype=torch.float32, device=query.device)
@@ -218,7 +247,8 @@ def attend(
         launch(
             device_code.attend_pages, (splits, num_key_heads, num_rows),
             query, keys, values, parts, sums, maxima, tables.pages, tables.num_keys, tables.first_parts, *numbers,
-            splits, ROWS=max(_LEAST_SIDE, power_of_two(group)), **shape, num_warps=4, num_stages=3, **_EXACT,
+            splits, ROWS=max(_LEAST_SIDE, power_of_two(group)), **shape, num_warps=4,
+            num_stages=stages_within(3, bytes_of_stage, query.device), **_EXACT,
         )  # fmt: skip
         launch(
             device_code.merge_pages, (num_heads, num_rows), parts, sums, maxima, out, tables.num_keys,
@@ -231,7 +261,8 @@ def attend(
     launch(
         device_code.attend_chunks, (-(-tables.max_queries // tokens), num_key_heads, num_rows),
         query, keys, values, out, tables.pages, tables.first_queries, tables.num_keys, *numbers,
-        TOKENS=tokens, GROUP_BLOCK=group_block, **shape, num_warps=4, num_stages=2, **_EXACT,
+        TOKENS=tokens, GROUP_BLOCK=group_block, **shape, num_warps=4,
+        num_stages=stages_within(2, bytes_of_stage, query.device), **_EXACT,
     )  # fmt: skip
     return out
 
@@ -253,6 +284,8 @@ def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     height, width, depth, warps, stages = next((tile for most, tile in _TILES if num_rows <= most), _LARGEST_TILE)
     if num_inputs % depth:
         depth = 64
+    bytes_of_stage = (height + width) * depth * rows.element_size()
+    stages = stages_within(stages, bytes_of_stage, rows.device)
     launch(
         device_code.multiply, (-(-num_rows // height) * -(-num_outputs // width),),
         rows, weight, out, out if bias is None else bias, num_rows, num_outputs, num_inputs,

@@ -1,0 +1,110 @@
+"""Compiles the Triton kernels of a model's blocks and head before a server of it starts, without a device."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from corolla.cache.store import KVStore
+from corolla.chassis.errors import StartupError
+from corolla.compute.attention.batch import AttentionBatch
+from corolla.compute.attention.page_tables import BatchTables
+from corolla.compute.attention.paged_triton import PagedTriton
+from corolla.compute.triton_blocks import TritonBlocks, unsupported
+from corolla.kernels.triton.availability import is_interpreted, missing
+from corolla.kernels.triton.compilation import SHARED_MEMORY, Compilation, compiling
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.families import attention_windows
+from corolla.models.fused import FusedSpan
+from corolla.models.invariant_products import InvariantProduct, triton_product
+from corolla.models.span_model import SpanModel, empty_span
+from corolla.wire.span import Span
+
+_META = torch.device("meta")
+
+
+def build_kernels(
+    checkpoint: Checkpoint, archs: list[int], dtype: torch.dtype, page_tokens: int
+) -> Iterator[Compilation]:
+    """Compiles the kernels of all blocks and of the head, for single tokens and for chunks.
+
+    Args:
+        checkpoint: the model; its weights are not read.
+        archs: compute capabilities without the point, such as 90.
+        dtype: the dtype of weights and hidden states.
+        page_tokens: tokens of a page.
+
+    Yields:
+        What was compiled for each architecture.
+
+    Raises:
+        StartupError: triton is not installed or interprets kernels, an architecture is unknown, or the family's own
+            code runs the blocks.
+    """
+    if is_interpreted():
+        raise StartupError("TRITON_INTERPRET is set, so Triton compiles nothing; unset it.")
+    if (lack := missing()) is not None:
+        raise StartupError(f"Kernels cannot be compiled: {lack}.")
+    if unknown := sorted(set(archs) - SHARED_MEMORY.keys()):
+        raise StartupError(
+            f"Kernels cannot be compiled for {unknown[0]}: choose from {', '.join(map(str, SHARED_MEMORY))}."
+        )
+    span = _fused(checkpoint, dtype)
+    for arch in archs:
+        with compiling(arch) as compilation:
+            _run(span, checkpoint, dtype, page_tokens)
+        yield compilation
+
+
+def _fused(checkpoint: Checkpoint, dtype: torch.dtype) -> FusedSpan:
+    """All blocks without weights, which multiply by the Triton kernel."""
+    whole = Span(0, checkpoint.num_blocks)
+    empty: Any = empty_span(checkpoint, whole)
+    model = SpanModel(empty.to(dtype), whole, checkpoint.family)
+    model.make_fused(0.0)
+    if model.fused is None:
+        raise StartupError(f"There is nothing to compile: {checkpoint.name} runs with its family's own code.")
+    for layer in model.fused.layers:
+        if (failure := unsupported(layer, dtype)) is not None:
+            raise StartupError(f"There is nothing to compile for {checkpoint.name}: {failure}.")
+    for linear in model.fused.linears:
+        linear.invariant = InvariantProduct("triton", triton_product, (1,))
+    return model.fused
+
+
+@torch.inference_mode()
+def _run(span: FusedSpan, checkpoint: Checkpoint, dtype: torch.dtype, page_tokens: int) -> None:
+    from corolla.kernels.triton.launches import row_counts
+
+    blocks, backend = TritonBlocks(span), PagedTriton()
+    store = KVStore(1, page_tokens, attention_windows(checkpoint.config))
+    head = torch.empty(checkpoint.vocab_size, checkpoint.hidden_size, dtype=dtype, device=_META)
+    groups = range(len(store.rules))
+    for num_rows in row_counts():
+        hidden = torch.empty(num_rows, checkpoint.hidden_size, dtype=dtype, device=_META)
+        triton_product(hidden, head, None)
+        positions = torch.empty(num_rows, dtype=torch.int64, device=_META)
+        # A step of single tokens, and one chunk.
+        for max_queries in (1, num_rows):
+            tables = _tables(num_rows // max_queries, max_queries)
+            batch = AttentionBatch(
+                store, (), backend, slots=dict.fromkeys(groups, positions), prepared=dict.fromkeys(groups, tables)
+            )
+            blocks.forward(hidden, positions, 1, range(len(span.layers)), batch)
+
+
+def _tables(num_rows: int, max_queries: int) -> BatchTables:
+    def integers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=_META)
+
+    return BatchTables(
+        first_queries=integers(num_rows + 1),
+        first_keys=integers(num_rows + 1),
+        first_pages=integers(num_rows),
+        num_keys=integers(num_rows),
+        pages=integers(num_rows, 1),
+        max_queries=max_queries,
+        max_keys=max_queries,
+        num_pages=num_rows,
+    )

@@ -1,0 +1,59 @@
+"""`corolla kernels build` compiles machine code without a GPU, and a second start finds all of it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import make_tiny_checkpoint
+from tests.interpreted import PACKAGES, ROOT, environment
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(not PACKAGES.is_dir(), reason="triton is not there: make triton"),
+    pytest.mark.timeout(600),
+]
+
+
+def build(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    compiling = {**environment(), "TRITON_CACHE_DIR": str(cache)}
+    del compiling["TRITON_INTERPRET"]
+    return subprocess.run(
+        [sys.executable, "-m", "corolla", "kernels", "build", *arguments],
+        env=compiling, cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def test_kernels_are_compiled_for_architectures_that_are_not_here(tmp_path: Path) -> None:
+    folder = make_tiny_checkpoint("qwen3", tmp_path / "model", config_changes={"head_dim": 64})
+    cache = tmp_path / "cache"
+    first = build(cache, "--model", str(folder), "--arch", "80,89,90,100")
+    assert first.returncode == 0, first.stderr
+    assert [line.partition(":")[0] for line in first.stdout.splitlines()] == ["sm_80", "sm_89", "sm_90", "sm_100"]
+    binaries = {path: path.stat().st_mtime_ns for path in cache.rglob("*.cubin")}
+    # Norms with and without a sum, gate, rotation, pages, merge, chunks, and products of four heights.
+    assert len(binaries) >= 4 * 11
+    assert all(path.read_bytes()[:4] == b"\x7fELF" for path in binaries)
+    again = build(cache, "--model", str(folder), "--arch", "90")
+    assert again.returncode == 0, again.stderr
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.cubin")} == binaries
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (("--arch", "91"), "Kernels cannot be compiled for 91: choose from 80"),
+        (("--arch", "sm_90"), "--arch sm_90 has no compute capabilities"),
+        (("--arch", "90", "--dtype", "int3"), "--dtype int3 is no dtype of weights"),
+        (("--arch", "90"), "There is nothing to compile"),
+    ],
+)
+def test_what_cannot_be_compiled_is_one_sentence(tmp_path: Path, arguments: tuple[str, ...], sentence: str) -> None:
+    folder = make_tiny_checkpoint("gemma2", tmp_path / "model")
+    done = build(tmp_path / "cache", "--model", str(folder), *arguments)
+    assert done.returncode == 1
+    assert sentence in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert os.listdir(tmp_path) == ["model"]
