@@ -77,6 +77,11 @@ _NOTES = frozenset(
         "use_cache",
     }
 )
+# Fields by which some families scale or cap hidden states, scores or logits.
+_FACTORS = (
+    "attention_multiplier", "attn_logit_softcapping", "clip_qkv", "embedding_multiplier", "final_logit_softcapping",
+    "lm_head_multiplier", "logit_scale", "logits_scaling", "query_pre_attn_scalar", "residual_multiplier",
+)  # fmt: skip
 _SAMPLE_BYTES = 256
 _MAX_REASON = 300
 
@@ -459,10 +464,22 @@ def _read_config(folder: Path) -> tuple[PretrainedConfig, Quantization | None]:
         ) from error
     if not isinstance(config, PretrainedConfig):
         raise CheckpointError(f"{path} does not describe a model.")
+    _check_factors(path, config)
     for name in QUANTIZATION_KEYS:
         if hasattr(config, name):
             delattr(config, name)
     return config, quantization
+
+
+def _check_factors(path: Path, config: PretrainedConfig) -> None:
+    """Refuses factors of other families: transformers keeps them in a configuration, and computes without them."""
+    known = type(config)()
+    odd = [name for name in _FACTORS if getattr(config, name, None) not in (None, 1.0) and not hasattr(known, name)]
+    if odd:
+        raise CheckpointError(
+            f"{path} sets {odd[0]}, with which a {config.model_type} model is not computed; correct model_type, or "
+            "remove that field."
+        )
 
 
 def _no_config(folder: Path) -> CheckpointError:

@@ -38,7 +38,7 @@ from corolla.models.leftovers import refuse_leftovers
 from corolla.models.linear import TunedLinear, replace_linears, tune, ways_by_shape
 from corolla.models.quantized.tensors import likely_layouts
 
-# The head's name in all families that are served from GGUF files.
+# The head's name in most families, and in all that are served from GGUF files.
 _HEAD: Final = "lm_head.weight"
 
 Part = TypeVar("Part", bound=nn.Module)
@@ -293,6 +293,9 @@ def edge_tensors(checkpoint: Checkpoint, *, has_embedding: bool = True, has_head
             names[stored if has_head else match[1]] = stored
         elif not match and has_head:
             names[stored] = stored
+    if not has_head and checkpoint.has_tied_edges and not names:
+        # Files may store tied weights under the head's name alone.
+        names |= {f"{family.embedding}.weight": each for each in checkpoint.weight_index if each == _HEAD}
     return names
 
 

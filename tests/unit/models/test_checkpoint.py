@@ -292,6 +292,10 @@ def describe_by_a_file_that_says_nothing(folder: Path) -> None:
     (folder / "quantize_config.json").write_text(json.dumps({"group": 128}))
 
 
+def factor_of_another_family(folder: Path) -> None:
+    edit_json(folder / "config.json", logit_scale=0.25)
+
+
 def odd_heads(folder: Path) -> None:
     edit_json(folder / "config.json", num_attention_heads="four")
 
@@ -325,6 +329,7 @@ def quantise(folder: Path) -> None:
         (describe_nothing, r"has a quantization_config without a quant_method"),
         (describe_by_file, r"ModelOpt's weights of the type 'NVFP4' are not served"),
         (describe_by_a_file_that_says_nothing, r"has a quantize_config\.json without a quant_method"),
+        (factor_of_another_family, r"sets logit_scale, with which a llama model is not computed; correct model_type"),
         (odd_heads, r"does not describe a model that transformers knows; .*num_attention_heads"),
         (quantise, r"quantised by 'aqlm' are not served; give the original"),
     ],

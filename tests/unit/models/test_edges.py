@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -117,3 +118,27 @@ def test_a_checkpoint_without_a_head_is_refused(tmp_path: Path) -> None:
     headless = Checkpoint(opened.name, opened.folder, opened.config, opened.family, rest)
     with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
         load_edges(headless, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("stored", ["both", "head alone"])
+def test_tied_ends_may_be_stored_under_the_name_of_either(tmp_path: Path, stored: str) -> None:
+    """Where both are there and differ, they are not tied; transformers does the same."""
+    folder = make_tiny_checkpoint(
+        "llama", tmp_path / "llama", num_blocks=1, config_changes={"tie_word_embeddings": True}
+    )
+    tensors = {name: each for path in folder.glob("*.safetensors") for name, each in load_file(path).items()}
+    for path in (*folder.glob("*.safetensors"), *folder.glob("*.index.json")):
+        path.unlink()
+    embedding = tensors["model.embed_tokens.weight"] if stored == "both" else tensors.pop("model.embed_tokens.weight")
+    tensors["lm_head.weight"] = embedding * 2.0 if stored == "both" else embedding
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    library: Any = AutoModelForCausalLM
+    model = library.from_pretrained(folder, dtype=torch.float32)
+    checkpoint = Checkpoint.from_pretrained(str(folder))
+    for has_both in (True, False):
+        first = load_edges(checkpoint, dtype=torch.float32, has_head=has_both)
+        last = load_edges(checkpoint, dtype=torch.float32, has_embedding=has_both)
+        token_ids = torch.arange(8)
+        embedded = first.embed(token_ids, token_ids)
+        assert torch.equal(embedded, model.model.embed_tokens(token_ids))
+        assert torch.equal(last.head(embedded), model.lm_head(model.model.norm(embedded)))

@@ -115,8 +115,8 @@ def configuration(header: GgufHeader) -> dict[str, Any]:
         if key in settings:
             found[name] = _of_all_blocks(f"{architecture}.{key}", settings[key])
     for key, name in rows["tokenizer"].items():
-        if (value := header.metadata.get(f"tokenizer.{key}")) is not None:
-            found[name] = value
+        if (token_id := token_id_of(header.metadata, f"tokenizer.{key}")) is not None:
+            found[name] = token_id
     if model_type == "llama" and "sliding_window" in found:
         found["model_type"] = "mistral"  # GGUF files of Mistral models have the architecture llama
     _check_sizes(found, header)
@@ -278,9 +278,16 @@ def _add_biases(found: dict[str, Any], header: GgufHeader) -> None:
             found[setting] = any(map(bias.fullmatch, header.tensors))
 
 
+def token_id_of(metadata: Mapping[str, Any], key: str) -> int | None:
+    """The token that a setting names; None also for a number that no token has, such as -1 without a sign."""
+    token_id = metadata.get(key)
+    num_tokens = len(metadata.get("tokenizer.ggml.tokens", ()))
+    return token_id if isinstance(token_id, int) and 0 <= token_id < num_tokens else None
+
+
 def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
     """The tokens that end an answer: first those that the file names, then those with one of `END_TEXTS`."""
-    named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    named = [token_id_of(metadata, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     tokens = metadata.get("tokenizer.ggml.tokens", ())
     known = [token_id for token_id, text in enumerate(tokens) if text in END_TEXTS]
     return list(dict.fromkeys(token_id for token_id in (*named, *known) if token_id is not None))

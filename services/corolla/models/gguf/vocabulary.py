@@ -18,7 +18,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
 )
 
 from corolla.chassis.errors import CheckpointError
-from corolla.models.gguf.description import END_TEXTS
+from corolla.models.gguf.description import END_TEXTS, token_id_of
 from corolla.models.gguf.header import GgufHeader
 
 _SPECIAL_TOKENS: Final = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -76,7 +76,9 @@ def write_tokenizer(header: GgufHeader, folder: Path) -> None:
     try:
         special_ids = _SPECIAL_IDS_WITH_SCORES if has_scores else {}
         for name, key in _SPECIAL_TOKENS.items():
-            token_id = settings.get(f"ggml.{key}_token_id", special_ids.get(key))
+            token_id = token_id_of(header.metadata, f"tokenizer.ggml.{key}_token_id")
+            if token_id is None and special_ids.get(key, len(vocabulary["tokens"])) < len(vocabulary["tokens"]):
+                token_id = special_ids[key]
             options[name] = None if token_id is None else vocabulary["tokens"][token_id]
         options["add_bos_token"] = options["add_bos_token"] and options["bos_token"] is not None
         backend = _backend(header.architecture, vocabulary)

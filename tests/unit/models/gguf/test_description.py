@@ -159,3 +159,4 @@ def test_an_answer_ends_where_llama_cpp_ends_it() -> None:
         "tokenizer.ggml.eos_token_id": 4,
     }
     assert end_token_ids(metadata) == [4, 1, 2, 3]
+    assert end_token_ids({**metadata, "tokenizer.ggml.eos_token_id": 2**32 - 1}) == [1, 2, 3]

@@ -114,6 +114,11 @@ def test_a_setting_that_would_change_tokens_is_named(tmp_path: Path, settings: d
         byte_level(tmp_path, **settings)
 
 
+def test_a_special_token_that_there_is_not_is_none(tmp_path: Path) -> None:
+    tokenizer = byte_level(tmp_path, ggml__padding_token_id=2**32 - 1, ggml__seperator_token_id=2**32 - 1)
+    assert (tokenizer.pad_token, tokenizer.bos_token) == (None, SPECIALS[0])
+
+
 def test_settings_without_effect_are_no_reason_to_refuse(tmp_path: Path) -> None:
     byte_level(tmp_path, ggml__add_sep_token=False, ggml__fim_pre_token_id=3, ggml__token_type_count=1)
 
