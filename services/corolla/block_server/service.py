@@ -383,6 +383,9 @@ class BlockServer:
             pod_uid=settings.pod_uid,
             movable=settings.span is None,
             device_id=device_id(torch.device(settings.device)),
+            fingerprint_parts=checkpoint.fingerprint_parts(
+                settings.dtype, settings.quantization, settings.kv_cache_dtype
+            ),
         )
 
     async def ordered_span(self) -> Span:

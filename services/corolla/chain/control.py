@@ -7,8 +7,8 @@ import grpc
 from google.protobuf.message import Message
 
 from corolla.chassis.channels import Channels, open_channel
-from corolla.chassis.errors import RouterUnavailable
-from corolla.chassis.status import from_rpc_error
+from corolla.chassis.errors import CorollaError, RouterUnavailable
+from corolla.chassis.status import from_rpc_error, status_of
 from corolla.chassis.tracing.carriers import trace_metadata
 from corolla.v1 import router_pb2 as pb
 from corolla.v1 import router_pb2_grpc
@@ -42,6 +42,7 @@ class ControlPlane:
         self, router: str, model: str, channels: Channels = open_channel, record_timeout_s: float | None = None
     ) -> None:
         self.model = model
+        self._router = router
         self._record_timeout_s = _record_timeout_s if record_timeout_s is None else record_timeout_s
         self._channel = channels(router)
         self.stub = router_pb2_grpc.RouterServiceStub(self._channel)
@@ -84,7 +85,20 @@ class ControlPlane:
         try:
             return await method(request, timeout=timeout_s, metadata=trace_metadata())
         except grpc.RpcError as failure:
-            error = from_rpc_error(failure)
-            if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
-                error = RouterUnavailable("the router does not answer")
-            raise error from None
+            raise self._error(failure) from None
+
+    def _error(self, failure: grpc.RpcError) -> CorollaError:
+        """The router's own error, or one that names the address and what answered there."""
+        error = from_rpc_error(failure)
+        if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return RouterUnavailable(f"the router at {self._router} does not answer")
+        if not isinstance(error, RouterUnavailable) or status_of(failure) is not None:
+            return error
+        details = (failure.details() or "") if isinstance(failure, grpc.aio.AioRpcError) else ""
+        if isinstance(failure, grpc.aio.AioRpcError) and failure.code() is grpc.StatusCode.UNIMPLEMENTED:
+            return RouterUnavailable(f"another gRPC service than a router answers at {self._router}")
+        if "http1" in details or "http2 frame" in details.lower() or "Missing :status" in details:
+            return RouterUnavailable(f"no router answers at {self._router}, but a server of another protocol")
+        if "refused" in details:
+            return RouterUnavailable(f"no router answers at {self._router}: nothing listens there")
+        return RouterUnavailable(f"no router answers at {self._router}")

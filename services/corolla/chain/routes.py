@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Final
@@ -24,6 +24,7 @@ from corolla.chassis.errors import (
 from corolla.chassis.tasks import TaskGroup
 from corolla.planning.bookings import Bookings
 from corolla.planning.candidates import candidates, chain_of, is_slow
+from corolla.planning.fingerprints import what_differs
 from corolla.planning.numerics import continued, numerics_of, with_numerics
 from corolla.planning.pairing import with_partners
 from corolla.planning.planner import Candidate, plan_around_suspects, plan_replacements
@@ -50,6 +51,7 @@ class Routes:
         fingerprint: str,
         num_blocks: int,
         on_quarantine: Callable[[QuarantineCause], None] = lambda cause: None,
+        fingerprint_parts: Mapping[str, str] | None = None,
     ) -> None:
         self._control = control
         self._placement = placement
@@ -57,6 +59,7 @@ class Routes:
         self._num_blocks = num_blocks
         self.quarantine = Quarantine()
         self._on_quarantine = on_quarantine
+        self._fingerprint_parts = fingerprint_parts or {}
         self._leaving: set[str] = set()
         self._bookings = Bookings(_BOOKING_LAG_S)
         self._tasks = TaskGroup()
@@ -185,13 +188,14 @@ class Routes:
         if isinstance(failure, ModelNotFound):
             # This client has the model; the router does not know it because no server has registered for it yet.
             listed = f"0:{self._num_blocks}"
-            return NoChain(f"no server holds blocks {listed}", metadata={"uncovered_blocks": listed})
+            return NoChain(
+                f"no server holds blocks {listed} of {self._control.model}, and the router does not know this model; "
+                "`corolla status` says which one it has",
+                metadata={"uncovered_blocks": listed},
+            )
         servers = self._placement.servers
         if servers and all(each.server.fingerprint != self._fingerprint for each in servers):
-            return NoChain(
-                f"the block servers have other weights ({servers[0].server.dtype}) than this client service is set "
-                "for; both need the same COROLLA_DTYPE, COROLLA_QUANTIZATION and COROLLA_KV_CACHE_DTYPE"
-            )
+            return NoChain(what_differs(self._fingerprint_parts, servers))
         if are_some_full:
             # The gap may exist only because full servers were left out, so the caller learns that they are full.
             return OutOfPages("block servers have too few free KV pages for this request")

@@ -188,6 +188,9 @@ class ClientService:
             fingerprint,
             checkpoint.num_blocks,
             on_quarantine=lambda cause: self._metrics.quarantines.labels(cause).inc(),
+            fingerprint_parts=await asyncio.to_thread(
+                checkpoint.fingerprint_parts, settings.dtype, settings.quantization, settings.kv_cache_dtype
+            ),
         )
         clock = asyncio.get_running_loop().time
         self._metrics.quarantined.set_function(lambda: routes.quarantine.count(clock()))

@@ -80,6 +80,7 @@ class ServedModel:
         tls_dir: folder of the library's certificate; None for connections without TLS.
         short_factor_length: see `ChainLimits`.
         follows_numerics: see `ChainLimits`.
+        fingerprint_parts: what the fingerprint stands for, as pairs of name and value.
     """
 
     router: str
@@ -89,6 +90,7 @@ class ServedModel:
     tls_dir: Path | None = None
     short_factor_length: int | None = None
     follows_numerics: bool = True
+    fingerprint_parts: tuple[tuple[str, str], ...] = ()
 
 
 class Connection:
@@ -144,6 +146,7 @@ class Connection:
                 folder,
                 checkpoint.short_factor_length,
                 tokens_follow_numerics(dtype_name, kv_cache_dtype),
+                tuple(checkpoint.fingerprint_parts(dtype_name, quantization, kv_cache_dtype).items()),
             )
         )
 
@@ -281,7 +284,8 @@ class _Planes:
             placement=placement,
         )
         self.tasks.start_essential(placement.run, "placement_watch")
-        self.routes = Routes(self.control, placement, model.fingerprint, model.num_blocks)
+        parts = dict(model.fingerprint_parts)
+        self.routes = Routes(self.control, placement, model.fingerprint, model.num_blocks, fingerprint_parts=parts)
         self.sessions = ChainSessions(self.routes, self.data, chain_limits, _on_recovery)
 
     async def close(self) -> None:
@@ -302,4 +306,25 @@ def _on_recovery(report: RecoveryReport) -> None:
 
 async def _connect(model: ServedModel) -> _Planes:
     """Makes the planes. It is a coroutine so that it runs in the thread whose event loop they use."""
-    return _Planes(model)
+    return _Planes(replace(model, name=await _name_at_router(model)))
+
+
+async def _name_at_router(model: ServedModel) -> str:
+    """The router's name of a model: a folder may have another name here than on the block servers.
+
+    The model keeps its own name if the router knows that, does not answer, or has other weights.
+    """
+    network = Network.of(model.tls_dir)
+    for name in (model.name, ""):
+        control = ControlPlane(model.router, name, network.channels)
+        try:
+            placement = await control.get_placement()
+        except CorollaError:
+            break
+        finally:
+            await control.close()
+        if any(each.server.fingerprint == model.fingerprint for each in placement.servers):
+            return placement.model
+        if placement.servers:
+            break
+    return model.name

@@ -54,7 +54,8 @@ _HUB_FILE = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)/(?P<file>[\w
 _REVISION_FOLDER = re.compile(r".*/models--(?P<owner>[^/]+?)(?:--(?P<model>[^/]+))?/snapshots/[^/]+")
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
-_SETTINGS_FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
+_GENERATION_FILE = "generation_config.json"
+_SETTINGS_FILES = ("config.json", "tokenizer_config.json", _GENERATION_FILE)
 _VOCABULARY_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -358,23 +359,63 @@ class Checkpoint:
             for fact in self.gguf.facts(_SAMPLE_BYTES):
                 digest.update(fact)
             return digest.digest()
-        if self.snapshot is not None:
-            facts_of_weights = self.snapshot.identity(self.weight_index)
-        else:
-            facts_of_weights = sample_bytes(self.weight_index, _SAMPLE_BYTES)
-        for fact in facts_of_weights:
+        for fact in self._facts_of_weights:
             digest.update(fact)
         for name in _SETTINGS_FILES:
-            path = self.folder / name
-            stored = _read_json(path) if path.is_file() else {}
-            facts = {key: value for key, value in stored.items() if key not in _NOTES}
-            digest.update(f"{name} {json.dumps(facts, sort_keys=True)}\n".encode())
+            digest.update(f"{name} {json.dumps(self._facts_of(name), sort_keys=True)}\n".encode())
         for name in _VOCABULARY_FILES:
             path = self.folder / name
             content = path.read_bytes() if path.is_file() else b""
             digest.update(f"{name} {len(content)}\n".encode())
             digest.update(content)
         return digest.digest()
+
+    @functools.cached_property
+    def _facts_of_weights(self) -> tuple[bytes, ...]:
+        """Bytes that identify the weights; in a GGUF file, also configuration, tokenizer and template."""
+        if self.gguf is not None:
+            # The folder is made from the GGUF file, so facts about the file cover the folder.
+            return tuple(self.gguf.facts(_SAMPLE_BYTES))
+        if self.snapshot is not None:
+            return tuple(self.snapshot.identity(self.weight_index))
+        return tuple(sample_bytes(self.weight_index, _SAMPLE_BYTES))
+
+    def _facts_of(self, name: str) -> dict[str, Any]:
+        """What a settings file says that changes results; defaults of sampling do not, since callers choose."""
+        path = self.folder / name
+        stored = _read_json(path) if path.is_file() else {}
+        if name == _GENERATION_FILE:
+            stored = {key: value for key, value in stored.items() if key.endswith("_token_id") or key.startswith("_")}
+        return {key: value for key, value in stored.items() if key not in _NOTES}
+
+    def fingerprint_parts(self, dtype: str, quantization: str = "none", kv_cache_dtype: str = "auto") -> dict[str, str]:
+        """What the fingerprint stands for, by name: settings by their values, the rest by digests.
+
+        So a caller whose fingerprint no server has learns what differs.
+        """
+        tokenizer = dict(self._facts_of("tokenizer_config.json"))
+        template = tokenizer.pop("chat_template", None)
+        files = {name: self.folder / name for name in _VOCABULARY_FILES}
+        contents = {
+            name: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+            for name, path in files.items()
+        }
+        stored_template = contents.pop("chat_template.jinja")
+        parts = {
+            "weights": b"".join(self._facts_of_weights).hex(),
+            "configuration": self._facts_of("config.json"),
+            "tokenizer": [tokenizer, contents],
+            "template": [template, stored_template],
+            "generation_defaults": self._facts_of(_GENERATION_FILE),
+            "release": PROTOCOL_VERSION,
+        }
+        if self.gguf is not None:
+            parts = {"weights": parts["weights"], "release": PROTOCOL_VERSION}
+        digests = {
+            name: hashlib.sha256(json.dumps(each, sort_keys=True).encode()).hexdigest()[:8]
+            for name, each in parts.items()
+        }
+        return {**digests, "dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
 
     def _check_packed(self) -> None:
         packed = next((name for name in self.weight_index if name.endswith((".qweight", ".weight_packed"))), None)

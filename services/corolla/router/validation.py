@@ -1,5 +1,6 @@
 """Checks requests before the router asks the store. A failed check raises an InvalidRequest that names the field."""
 
+import itertools
 import re
 from collections.abc import Mapping
 from typing import Final
@@ -19,6 +20,7 @@ MOST_SESSION_TTL_MS: Final = 30 * 24 * 3600 * 1000
 MOST_LOCK_MS: Final = 3_600_000
 MOST_EXCLUDED: Final = 4096
 MOST_SOURCE: Final = 1024
+MOST_FINGERPRINT_PARTS: Final = 32
 MOST_ADAPTER_TENANTS: Final = 64
 
 _SESSION_ID: Final = re.compile(r"[0-9a-f]{32}")
@@ -69,6 +71,10 @@ def check_server(server: pb.ServerDescription) -> pb.ServerDescription:
     check_text("server.fingerprint", server.fingerprint)
     for field in ("dtype", "zone", "pod_uid", "device_id"):
         check_text(f"server.{field}", getattr(server, field), may_be_empty=True)
+    if len(server.fingerprint_parts) > MOST_FINGERPRINT_PARTS:
+        raise InvalidRequest("server.fingerprint_parts", f"has more than {MOST_FINGERPRINT_PARTS} entries")
+    for text in itertools.chain.from_iterable(server.fingerprint_parts.items()):
+        check_text("server.fingerprint_parts", text)
     address = _ADDRESS.fullmatch(server.address)
     if len(server.address) > MOST_TEXT or address is None or not 0 < int(address["port"]) < 65536:
         raise InvalidRequest("server.address", "must be host:port")

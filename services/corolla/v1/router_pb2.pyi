@@ -160,6 +160,26 @@ Global___RemoveAdapterResponse: _TypeAlias = RemoveAdapterResponse  # noqa: Y015
 class ServerDescription(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class FingerprintPartsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     SERVER_ID_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
@@ -177,6 +197,7 @@ class ServerDescription(_message.Message):
     TIED_EDGES_FIELD_NUMBER: _builtins.int
     DRAFT_BLOCKS_FIELD_NUMBER: _builtins.int
     DEVICE_ID_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_PARTS_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     """The id of the server: 128 random bits, drawn at each start."""
     address: _builtins.str
@@ -208,6 +229,12 @@ class ServerDescription(_message.Message):
     """
     device_id: _builtins.str
     """Identifies the GPU that it computes with, which other servers may share; empty: a CPU."""
+    @_builtins.property
+    def fingerprint_parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """What the fingerprint stands for: names such as `dtype`, and the value or a digest of each. Servers of earlier
+        releases send none.
+        """
+
     def __init__(
         self,
         *,
@@ -228,10 +255,11 @@ class ServerDescription(_message.Message):
         tied_edges: _builtins.bool = ...,
         draft_blocks: _builtins.float = ...,
         device_id: _builtins.str = ...,
+        fingerprint_parts: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capacity_blocks", b"capacity_blocks", "decode_tokens_per_second", b"decode_tokens_per_second", "device_id", b"device_id", "draft_blocks", b"draft_blocks", "dtype", b"dtype", "fingerprint", b"fingerprint", "head_blocks", b"head_blocks", "model", b"model", "movable", b"movable", "num_model_blocks", b"num_model_blocks", "pod_uid", b"pod_uid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "server_id", b"server_id", "tied_edges", b"tied_edges", "weight_blocks", b"weight_blocks", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capacity_blocks", b"capacity_blocks", "decode_tokens_per_second", b"decode_tokens_per_second", "device_id", b"device_id", "draft_blocks", b"draft_blocks", "dtype", b"dtype", "fingerprint", b"fingerprint", "fingerprint_parts", b"fingerprint_parts", "head_blocks", b"head_blocks", "model", b"model", "movable", b"movable", "num_model_blocks", b"num_model_blocks", "pod_uid", b"pod_uid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "server_id", b"server_id", "tied_edges", b"tied_edges", "weight_blocks", b"weight_blocks", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

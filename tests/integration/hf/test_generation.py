@@ -1,7 +1,9 @@
 """Every way of decoding and every option that goes through a cache, on one small model."""
 
 import copy
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -338,10 +340,17 @@ def test_classes_are_for_their_families(llama: ModelPair) -> None:
         AutoDistributedModelForCausalLM()
 
 
+def test_a_folder_may_have_another_name_than_on_the_servers(llama: ModelPair, tmp_path: Path) -> None:
+    folder = shutil.copytree(str(llama.remote.config.name_or_path), tmp_path / "mine")
+    model = AutoDistributedModelForCausalLM.from_pretrained(str(folder), router=llama.stack.router)
+    expected = llama.unsplit.generate(PROMPT, max_new_tokens=3)
+    assert model.generate(PROMPT, max_new_tokens=3).tolist() == expected.tolist()
+
+
 def test_servers_of_another_dtype_are_no_chain(llama: ModelPair) -> None:
     folder, router = str(llama.remote.config.name_or_path), llama.stack.router
     model = AutoDistributedModelForCausalLM.from_pretrained(folder, router=router, dtype="bfloat16")
-    with pytest.raises(NoChain):
+    with pytest.raises(NoChain, match=r"dtype \(float32 there, bfloat16 here\)"):
         model.generate(PROMPT, max_new_tokens=1)
     with pytest.raises(ValueError, match="dtype"):
         AutoDistributedModelForCausalLM.from_pretrained(folder, router=router, dtype="float64")
@@ -350,7 +359,7 @@ def test_servers_of_another_dtype_are_no_chain(llama: ModelPair) -> None:
 def test_servers_of_another_quantisation_are_no_chain(llama: ModelPair) -> None:
     folder, router = str(llama.remote.config.name_or_path), llama.stack.router
     model = AutoDistributedModelForCausalLM.from_pretrained(folder, router=router, dtype="fp32", quantization="int8")
-    with pytest.raises(NoChain):
+    with pytest.raises(NoChain, match=r"quantization \(none there, int8 here\)"):
         model.generate(PROMPT, max_new_tokens=1)
     with pytest.raises(ValueError, match="quantization"):
         AutoDistributedModelForCausalLM.from_pretrained(folder, router=router, quantization="int3")

@@ -187,5 +187,5 @@ async def test_servers_of_other_weights_are_named_as_the_reason(router: Router, 
     other.servers[0].server.fingerprint = "g"
     other.servers[0].server.dtype = "bfloat16"
     await router.push(other)
-    with pytest.raises(NoChain, match=r"\(bfloat16\).*COROLLA_DTYPE"):
+    with pytest.raises(NoChain, match=r"dtype is bfloat16\).*COROLLA_DTYPE"):
         await routes.plan(num_tokens=1, record_id="", blocks=None, asks_router=False)

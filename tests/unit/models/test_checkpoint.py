@@ -519,6 +519,25 @@ def test_a_fingerprint_distinguishes_checkpoints(pristine: Path, folder: Path, c
     assert change(folder) != Checkpoint.from_pretrained(str(pristine)).fingerprint("float32")
 
 
+def test_sampling_defaults_and_the_name_of_the_folder_are_no_part_of_a_fingerprint(
+    pristine: Path, folder: Path, tmp_path: Path
+) -> None:
+    fingerprint = Checkpoint.from_pretrained(str(pristine)).fingerprint("float32")
+    edit_json(folder / "generation_config.json", temperature=0.2, top_p=0.5, do_sample=True, max_new_tokens=7)
+    renamed = shutil.copytree(folder, tmp_path / "another name")
+    assert Checkpoint.from_pretrained(str(renamed)).fingerprint("float32") == fingerprint
+    edit_json(folder / "generation_config.json", eos_token_id=9)
+    assert Checkpoint.from_pretrained(str(folder)).fingerprint("float32") != fingerprint
+
+
+def test_the_parts_of_a_fingerprint_say_what_differs(pristine: Path, folder: Path) -> None:
+    own = Checkpoint.from_pretrained(str(pristine)).fingerprint_parts("float32")
+    edit_json(folder / "tokenizer_config.json", chat_template="another")
+    edit_json(folder / "generation_config.json", eos_token_id=9)
+    theirs = Checkpoint.from_pretrained(str(folder)).fingerprint_parts("bfloat16")
+    assert {name for name in own if own[name] != theirs[name]} == {"dtype", "generation_defaults", "template"}
+
+
 def test_a_fingerprint_does_not_depend_on_the_library_that_wrote_the_files(pristine: Path, folder: Path) -> None:
     edit_json(folder / "config.json", transformers_version="0.0", dtype="float16")
     edit_json(folder / "tokenizer_config.json", is_local=False, local_files_only=True)
