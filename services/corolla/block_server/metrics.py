@@ -1,5 +1,6 @@
 """The metrics of a block server."""
 
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -8,6 +9,7 @@ from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.sessions import SessionTable
 from corolla.chassis.errors import NonFiniteOutput, OutOfMemory, StepFailed
 from corolla.chassis.metrics import BATCH_ROWS_BUCKETS, STEP_BUCKETS, GrammarMetrics
+from corolla.compute.device_memory import DEVICE_MEMORY_USES
 
 DIRECTIONS: Final = ("in", "out")
 STEP_KINDS: Final = ("decode", "prefill")
@@ -48,6 +50,18 @@ class BlockServerMetrics:
             "corolla_prefix_cache_hits", "Tokens that sessions looked for in this server's prefix cache and found.",
             registry=registry,
         )  # fmt: skip
+        self.device_memory = Gauge(
+            "corolla_device_memory_bytes",
+            "Bytes of the GPU's memory by use: weights, pages (keys and values), other (recorded steps, workspaces, "
+            "adapters, other processes), free.",
+            ["use"],
+            registry=registry,
+        )
+        self.recorded_rows = Gauge(
+            "corolla_recorded_step_rows",
+            "The most rows of a decode step that this server replays as a recording; 0: it launches each kernel.",
+            registry=registry,
+        )
         self.numerics = Gauge(
             "corolla_numerics_info",
             "1, with the digest of how this server computes: device kind, dtype, versions and kernels.",
@@ -143,6 +157,11 @@ class BlockServerMetrics:
         self.evicted = Counter(
             "corolla_hop_sessions_evicted", "Idle sessions freed to make room for others.", registry=registry
         )
+
+    def follow_device(self, by_use: Callable[[], Mapping[str, int]]) -> None:
+        """Lets the gauge of the device's memory show what `by_use` returns, which each look at the metrics calls."""
+        for use in DEVICE_MEMORY_USES:
+            self.device_memory.labels(use).set_function(lambda use=use: by_use()[use])  # type: ignore[misc]
 
     def observe_waiting(self, num_steps: int, num_ring_rows: int) -> None:
         """Updates the gauges of waiting steps and rows."""

@@ -51,7 +51,7 @@ from corolla.chassis.tracing import spans
 from corolla.chassis.weight_formats import weight_format
 from corolla.compute.compute_thread import ComputeThread
 from corolla.compute.decode_graphs import CudaCapture
-from corolla.compute.device import device_id, device_name, memory_for, memory_of, open_device
+from corolla.compute.device import device_id, device_name, memory_for, memory_now, memory_of, open_device
 from corolla.compute.device_memory import DeviceMemory
 from corolla.compute.graph_choice import choose_graphs
 from corolla.compute.numerics import numerics_of
@@ -276,11 +276,17 @@ class BlockServer:
         settings, network, stages, dtype = self.settings, self._network, self.stages, DTYPES[self.settings.dtype]
         with memory_for(f"the weights of blocks {span}", device, _FEWER_WEIGHTS):
             model, edges, shared = await self._compute_thread.run(self._load_weights, checkpoint, span)
-        stages.end(f"{(model.nbytes + (0 if edges is None else edges.nbytes)) / 2**30:.2f} GiB on {model.device}")
+        weight_bytes = model.nbytes + (0 if edges is None else edges.nbytes)
+        stages.end(f"{weight_bytes / 2**30:.2f} GiB on {model.device}")
         # Weights come first: a lack of memory is then reported as what it is.
         with memory_for("the keys and values of sessions", device, _FEWER_PAGES):
             runner = await self._compute_thread.run(self._make_runner, model, speed.cache_bytes_per_token)
         stages.end(f"{runner.store.pool.num_pages} pages, attention by {runner.backend.name}")
+        graphs = runner.decode_graphs
+        self._metrics.recorded_rows.set(0 if graphs is None else graphs.max_rows)
+        if device.type == "cuda":
+            page_bytes = runner.store.page_bytes * runner.store.pool.num_pages
+            self._metrics.follow_device(lambda: memory_now(device).by_use(weight_bytes, page_bytes))
         outputs = BoundaryActivations(self._boundary_activation_bytes(runner))
         self._sessions = self._make_sessions(runner, outputs)
         neighbours = Neighbours(registration.placement, self._tasks)

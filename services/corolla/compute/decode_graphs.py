@@ -106,6 +106,11 @@ class DecodeGraphs:
         # The recordings hold this table's address, so it must stay alive when the blocks replace it for longer texts.
         self._kept = fused.rotary_table
 
+    @property
+    def max_rows(self) -> int:
+        """The most rows of a recorded step."""
+        return self._sizes[-1]
+
     def size_for(self, rows: Sequence[PackedRow]) -> int | None:
         """The size of the smallest recorded step that has room for these rows; None if no step has."""
         if len(rows) > self._sizes[-1] or not self.buffers.fit(rows):

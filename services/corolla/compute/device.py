@@ -114,6 +114,11 @@ def memory_of(device: torch.device) -> DeviceMemory | None:
         return None
     heap.release()
     torch.cuda.empty_cache()
+    return memory_now(device)
+
+
+def memory_now(device: torch.device) -> DeviceMemory:
+    """The memory of a GPU as it is. Any thread may call this."""
     return DeviceMemory(*torch.cuda.mem_get_info(device))
 
 

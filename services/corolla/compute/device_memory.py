@@ -10,6 +10,8 @@ _SHARE_OF_HOLES: Final = 20
 # Weights leave this part, since a server without keys and values serves no session.
 _SHARE_OF_PAGES: Final = 5
 
+DEVICE_MEMORY_USES: Final = ("weights", "pages", "other", "free")
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
@@ -30,6 +32,16 @@ class DeviceMemory:
             adapter_bytes: the most bytes that adapters will take.
         """
         return max(0, self.num_free - _RESERVED_BYTES - self.num_total // _SHARE_OF_HOLES - adapter_bytes)
+
+    def by_use(self, weight_bytes: int, page_bytes: int) -> dict[str, int]:
+        """How the device's memory is used now: the bytes of each of `DEVICE_MEMORY_USES`, which add up to all of it.
+
+        Args:
+            weight_bytes: the bytes of the weights that this process holds there.
+            page_bytes: the bytes of its pages.
+        """
+        other = max(0, self.num_total - self.num_free - weight_bytes - page_bytes)
+        return dict(zip(DEVICE_MEMORY_USES, (weight_bytes, page_bytes, other, self.num_free), strict=True))
 
     def for_weights(self, page_bytes: int | None, adapter_bytes: int = 0) -> int:
         """The bytes that weights may take, before any is loaded.

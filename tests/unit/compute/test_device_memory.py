@@ -2,8 +2,10 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
-from corolla.compute.device_memory import DeviceMemory
+from corolla.block_server.metrics import BlockServerMetrics
+from corolla.compute.device_memory import DEVICE_MEMORY_USES, DeviceMemory
 
 GIB = 1 << 30
 
@@ -36,3 +38,15 @@ def test_an_8b_model_in_bfloat16_fits_a_card_of_24_gib_and_80_gib_serve_many_ses
 def test_a_device_that_is_full_has_room_for_nothing() -> None:
     full = DeviceMemory(GIB, 24 * GIB)
     assert full.for_pages() == full.for_weights(None) == full.for_weights(GIB) == 0
+
+
+def test_the_metrics_show_what_the_memory_is_used_for_at_each_look() -> None:
+    registry, free = CollectorRegistry(), [20 * GIB]
+    BlockServerMetrics(registry).follow_device(lambda: DeviceMemory(free[0], 80 * GIB).by_use(15 * GIB, 40 * GIB))
+
+    def shown() -> list[float | None]:
+        return [registry.get_sample_value("corolla_device_memory_bytes", {"use": use}) for use in DEVICE_MEMORY_USES]
+
+    assert shown() == [15 * GIB, 40 * GIB, 5 * GIB, 20 * GIB]
+    free[0] = 10 * GIB
+    assert shown() == [15 * GIB, 40 * GIB, 15 * GIB, 10 * GIB]
