@@ -126,6 +126,6 @@ def session(message: pb.Session) -> results.SessionInfo:
 
 def _logprobs(messages: Iterable[pb.TokenLogprob]) -> tuple[results.TokenLogprob, ...]:
     return tuple(
-        results.TokenLogprob(each.token_id, each.text, each.logprob, _logprobs(each.top), each.bytes)
+        results.TokenLogprob(each.token_id, each.text, each.logprob, _logprobs(each.top), tuple(each.bytes))
         for each in messages
     )

@@ -53,14 +53,14 @@ class TokenLogprob:
         text: the token's own text; U+FFFD stands for bytes that do not form a whole character.
         logprob: the natural logarithm of the probability.
         top: as many of the most likely tokens at this place as were asked for, most likely first.
-        bytes: the token's own bytes, which may be a part of a character.
+        bytes: the token's own bytes as numbers; they may be a part of a character.
     """
 
     token_id: int
     text: str
     logprob: float
     top: tuple["TokenLogprob", ...] = ()
-    bytes: bytes = b""
+    bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
