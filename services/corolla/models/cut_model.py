@@ -86,20 +86,19 @@ def build(
     Raises:
         CheckpointError: the tensors do not fill the model exactly, or some are left over.
     """
+    settings, advice = "config.json", "fetch the checkpoint again"
+    if checkpoint.gguf is not None:
+        settings, advice = "settings", "convert the model again, or give it as safetensors"
     try:
         with _quietly():
             chunked = {name: ChunkedTensor(stored, dtype) for name, stored in tensors.items()}
             prepare = functools.partial(_prepare, chunked=chunked, dtype=dtype, device=device)
             model, report = _fill(cut_class(model_class, prepare), config, chunked, dtype, attention)
     except RuntimeError as error:
-        raise CheckpointError(
-            f"The weights of {checkpoint.name} do not fit its config.json; fetch the checkpoint again."
-        ) from error
+        raise CheckpointError(f"The weights of {checkpoint.name} do not fit its {settings}; {advice}.") from error
     missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if missing:
-        raise CheckpointError(
-            f"{checkpoint.name} lacks {len(missing)} tensors, {missing[0]} among them; fetch the checkpoint again."
-        )
+        raise CheckpointError(f"{checkpoint.name} lacks {len(missing)} tensors, {missing[0]} among them; {advice}.")
     refuse_leftovers(checkpoint.name, str(config.model_type), report["unexpected_keys"], ignored_names(model_class))
     model.eval().requires_grad_(False)
     if device != CPU:

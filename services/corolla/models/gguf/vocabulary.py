@@ -21,6 +21,8 @@ from corolla.chassis.errors import CheckpointError
 from corolla.models.gguf.description import END_TEXTS, token_id_of
 from corolla.models.gguf.header import GgufHeader
 
+# The types of tokenizers that merge bytes, and those that merge characters by scores.
+_TYPES: Final = frozenset({"gpt2", "llama"})
 _SPECIAL_TOKENS: Final = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 # The special tokens of a file with scores that does not name them.
 _SPECIAL_IDS_WITH_SCORES: Final = {"bos": 1, "eos": 2, "unknown": 0}
@@ -66,7 +68,12 @@ def write_tokenizer(header: GgufHeader, folder: Path) -> None:
     has_scores, cut = vocabulary.get("tokenizer_type") == "llama", vocabulary.get("pre_tokenizer_type")
     options.setdefault("add_bos_token", has_scores or cut in _LIKE_LLAMA3)
     vocabulary["token_type"] = _kinds(vocabulary)
-    if vocabulary.get("tokenizer_type") == "gpt2" and cut not in CUTS:
+    if vocabulary.get("tokenizer_type") not in _TYPES:
+        raise CheckpointError(
+            f"The file's tokenizer is of the type {vocabulary.get('tokenizer_type')!r}, which is not served; give the "
+            "model as safetensors with its tokenizer."
+        )
+    if vocabulary["tokenizer_type"] == "gpt2" and cut not in CUTS:
         raise CheckpointError(
             f"The file's tokenizer cuts texts in a way ({cut!r}) that is not known here, so its tokens would be others;"
             " give the model as safetensors with its tokenizer."

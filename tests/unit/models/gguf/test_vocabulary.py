@@ -123,6 +123,12 @@ def test_settings_without_effect_are_no_reason_to_refuse(tmp_path: Path) -> None
     byte_level(tmp_path, ggml__add_sep_token=False, ggml__fim_pre_token_id=3, ggml__token_type_count=1)
 
 
+@pytest.mark.parametrize("kind", [None, "t5", "bert"])
+def test_a_type_of_tokenizer_that_is_not_served_is_named(tmp_path: Path, kind: str | None) -> None:
+    with pytest.raises(CheckpointError, match=f"is of the type {kind!r}, which is not served"):
+        tokenizer_of(tmp_path, ggml__model=kind)
+
+
 @pytest.mark.parametrize("cut", [None, "default", "deepseek-v3"])
 def test_an_unknown_way_to_split_is_refused(tmp_path: Path, cut: str | None) -> None:
     with pytest.raises(CheckpointError, match=r"cuts texts in a way \(.*\) that is not known here"):

@@ -103,6 +103,22 @@ def test_a_file_with_a_tensor_that_its_model_does_not_use_is_refused(tmp_path: P
             load()
 
 
+@pytest.mark.parametrize(
+    "settings, lost, sentence",
+    [
+        ({"llama.feed_forward_length": 100}, {}, r"weights of odd do not fit its settings; convert"),
+        ({}, {"blk.1.ffn_up.weight": None}, r"lacks 1 tensors, .*up_proj\.weight among them; convert"),
+    ],
+)
+def test_a_file_whose_tensors_do_not_fit_its_settings_is_refused(
+    tmp_path: Path, settings: dict[str, Any], lost: dict[str, None], sentence: str
+) -> None:
+    _, path = make_tiny_gguf("llama", tmp_path, num_blocks=2)
+    checkpoint = Checkpoint.from_pretrained(str(rewrite_gguf(path, tmp_path / "odd.gguf", settings, lost)))
+    with pytest.raises(CheckpointError, match=sentence):
+        load_span(checkpoint, Span(0, 2), dtype=torch.float32)
+
+
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_tensors_have_the_names_that_transformers_gives_them(tmp_path: Path, family: str) -> None:
     source, path = make_tiny_gguf(family, tmp_path)
