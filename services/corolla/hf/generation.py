@@ -50,7 +50,8 @@ class _FoundByThreads:
         if model is None:
             return self._function
         bound: Callable[..., Any] = self._function.__get__(model)
-        session: InferenceSession | None = model.active_session
+        # The model may have no sessions: the method also serves models of transformers.
+        session: InferenceSession | None = getattr(model, "active_session", None)
         if session is None:
             return bound
         owners_thread = threading.get_ident()
