@@ -2,6 +2,8 @@
 
     python -m benchmarks.gpu --size 1b --servers 1 2 4
     python -m benchmarks.gpu --size 1b --servers 1 --graphs auto off     # CUDA graphs on and off
+    python -m benchmarks.gpu --suite --size 8b --streams 1 8 32 64 --rounds 3
+    python -m benchmarks.gpu --suite --size 8b --parts hops company       # some parts of it
     python -m benchmarks.gpu --device cpu --size tiny --dtype float32     # only shows that it runs
 
 The model is a Llama of usual shape with random bfloat16 weights, made on the spot. To give one token, a device reads
@@ -18,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,8 +32,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.chain import Chain
 from benchmarks.command import interleaved, random_ids, run
 from benchmarks.figures import Figure, figure, ratio
+from benchmarks.gpu_suite import PARTS, Suite
 from benchmarks.local_model import LocalModel
 from benchmarks.streams import speed
+from corolla.compute.device import device_name
 from corolla.models.checkpoint import Checkpoint
 from corolla.wire.tensors import DTYPES
 from tests.checkpoints import make_tokenizer
@@ -58,6 +63,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64, help="tokens of one answer")
+    parser.add_argument("--suite", action="store_true", help="what callers see, each figure beside its goal for 8B")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS), help="of the suite")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[512, 2048, 8000], help="of the suite's first tokens")
     parser.add_argument("--quantization", default="none", choices=["none", "int8", "int4"])
     parser.add_argument("--kv-cache-mib", type=int, default=1024, help="of each block server")
     parser.add_argument("--page-tokens", type=int, default=0, help="of a KV page; 0: as for the device")
@@ -76,7 +84,18 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / f"llama-{options.size}"
         _make_checkpoint(folder, _SHAPES[options.size], DTYPES[options.dtype])
-        yield from _measure_model(folder, options)
+        yield from _measure_suite(folder, options) if options.suite else _measure_model(folder, options)
+
+
+def _measure_suite(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
+    bandwidth, weight_bytes = _copy_bandwidth(options.device), _read_bytes(folder)
+    yield figure(f"bandwidth of a large copy on {device_name(torch.device(options.device))}", "GB/s", [bandwidth / 1e9])
+    yield figure("roofline of one stream", "tokens/s", [bandwidth / weight_bytes])
+    suite = Suite(folder, options, weight_bytes, bandwidth)
+    for part in options.parts:
+        for found in PARTS[part](suite):
+            # The goals are those of 8B on one H100.
+            yield found if options.size == "8b" else replace(found, target=None)
 
 
 def _measure_model(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
