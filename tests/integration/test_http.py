@@ -159,15 +159,31 @@ async def test_a_response_is_a_turn_that_the_next_one_continues(swarm: Swarm, ht
     second = (await http.post("/v1/responses", json=asked)).json()
     assert second["usage"]["input_tokens_details"]["cached_tokens"] > 0
     assert second["previous_response_id"] == first["id"]
-    stale = await http.post("/v1/responses", json=asked)
-    assert (stale.status_code, stale.json()["error"]["param"]) == (400, "previous_response_id")
+    branch = (await http.post("/v1/responses", json=asked)).json()
+    twin = (await http.post("/v1/responses", json={**asked, "store": False})).json()
+    assert twin["output"][0]["content"] == branch["output"][0]["content"]
+    assert branch["previous_response_id"] == first["id"]
+    assert branch["id"][:37] != second["id"][:37]
+    for each in (first, second, branch):
+        read = (await http.get(f"/v1/responses/{each['id']}")).json()
+        for name in ("id", "status", "output"):
+            assert read[name] == each[name]
+        assert read["usage"]["total_tokens"] == each["usage"]["total_tokens"]
+    cut = await http.post("/v1/responses", json={**asked, "max_output_tokens": 1, "store": False})
+    assert cut.json()["output"][-1]["status"] == "incomplete"
+    assert (await http.delete(f"/v1/responses/{first['id']}")).json()["deleted"]
+    assert (await http.get(f"/v1/responses/{first['id']}")).status_code == 404
+    assert (await http.post("/v1/responses", json=asked)).status_code == 404
+    following = {**asked, "previous_response_id": second["id"]}
+    assert (await http.post("/v1/responses", json=following)).status_code == 200
+    assert (await http.delete(f"/v1/responses/{branch['id']}")).json()["deleted"]
     unknown = await http.post("/v1/responses", json={**asked, "previous_response_id": "resp_1"})
     assert unknown.status_code == 404
     unstored = (await http.post("/v1/responses", json={**body, "input": "hello", "store": False})).json()
     assert unstored["output"][0]["content"] == first["output"][0]["content"]
-    assert (await http.post("/v1/responses", json={**asked, "store": False})).json()["error"]["param"] == "store"
-    for each in (first["id"], second["id"]):
-        await http.delete(f"/v1/sessions/{each.removeprefix('resp_')[:32]}")
+    assert (await http.post("/v1/responses", json={**following, "store": False})).status_code == 200
+    gone = await http.delete(f"/v1/sessions/{second['id'].removeprefix('resp_')[:32]}")
+    assert gone.json().get("deleted"), gone.text
     await swarm.until_empty()
 
 

@@ -792,6 +792,45 @@ class TranscriptToolCall(_message.Message):
 Global___TranscriptToolCall: _TypeAlias = TranscriptToolCall  # noqa: Y015
 
 @_typing.final
+class FinishedTurn(_message.Message):
+    """A finished turn of a conversation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    NUM_MESSAGES_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    ENDED_S_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """The first turn is number 1."""
+    num_messages: _builtins.int
+    """How many messages of the transcript there are up to its answer, which is the last of them."""
+    finish_reason: _builtins.str
+    prompt_tokens: _builtins.int
+    completion_tokens: _builtins.int
+    ended_s: _builtins.int
+    """Seconds of Unix time."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        num_messages: _builtins.int = ...,
+        finish_reason: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        completion_tokens: _builtins.int = ...,
+        ended_s: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "ended_s", b"ended_s", "finish_reason", b"finish_reason", "num_messages", b"num_messages", "number", b"number", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FinishedTurn: _TypeAlias = FinishedTurn  # noqa: Y015
+
+@_typing.final
 class SessionRecord(_message.Message):
     """A conversation between its turns. All that servers hold of it can be rebuilt from its token log."""
 
@@ -815,6 +854,7 @@ class SessionRecord(_message.Message):
     LAST_FINISH_REASON_FIELD_NUMBER: _builtins.int
     LAST_LOGPROBS_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
     STORE_ID_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """The id, in hexadecimal."""
@@ -857,6 +897,10 @@ class SessionRecord(_message.Message):
     def adapter(self) -> _common_pb2.AdapterVersion:
         """The adapter with which all of its turns are computed; unset: none."""
 
+    @_builtins.property
+    def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___FinishedTurn]:
+        """The turns from which the conversation can be continued; empty in records of earlier versions."""
+
     def __init__(
         self,
         *,
@@ -878,11 +922,12 @@ class SessionRecord(_message.Message):
         last_finish_reason: _builtins.str = ...,
         last_logprobs: Global___AnswerLogprobs | None = ...,
         adapter: _common_pb2.AdapterVersion | None = ...,
+        turns: _abc.Iterable[Global___FinishedTurn] | None = ...,
         store_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "chain", b"chain", "last_logprobs", b"last_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "busy", b"busy", "chain", b"chain", "epoch", b"epoch", "expires_in_ms", b"expires_in_ms", "last_answer_tokens", b"last_answer_tokens", "last_finish_reason", b"last_finish_reason", "last_logprobs", b"last_logprobs", "last_turn", b"last_turn", "model", b"model", "num_draws_since_state", b"num_draws_since_state", "num_turns", b"num_turns", "position", b"position", "sampler_state", b"sampler_state", "session_id", b"session_id", "store_id", b"store_id", "tenant", b"tenant", "token_log", b"token_log", "transcript", b"transcript"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "busy", b"busy", "chain", b"chain", "epoch", b"epoch", "expires_in_ms", b"expires_in_ms", "last_answer_tokens", b"last_answer_tokens", "last_finish_reason", b"last_finish_reason", "last_logprobs", b"last_logprobs", "last_turn", b"last_turn", "model", b"model", "num_draws_since_state", b"num_draws_since_state", "num_turns", b"num_turns", "position", b"position", "sampler_state", b"sampler_state", "session_id", b"session_id", "store_id", b"store_id", "tenant", b"tenant", "token_log", b"token_log", "transcript", b"transcript", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

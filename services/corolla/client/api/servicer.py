@@ -14,7 +14,14 @@ from corolla.chain.identity import SessionIdentity
 from corolla.chain.placement import PlacementWatch
 from corolla.chain.prompt_readout import PromptReadout
 from corolla.chain.session import ChainSessions
-from corolla.chassis.errors import InternalError, InvalidRequest, ModelNotFound, ScopeDenied, SessionNotFound
+from corolla.chassis.errors import (
+    InternalError,
+    InvalidRequest,
+    ModelNotFound,
+    ResourceNotFound,
+    ScopeDenied,
+    SessionNotFound,
+)
 from corolla.chassis.handlers import Call
 from corolla.chassis.tracing import spans
 from corolla.chassis.tracing.carriers import trace_parent
@@ -272,6 +279,38 @@ class GenerationServicer:
         identity = SessionIdentity.of_turn(record.session_id, record.epoch, tenant).at_end_of_turn()
         await self._sessions.free(identity, record.chain)
 
+    async def stored_turn(
+        self, session_id: str, number: int, call: Call[KeyHolder]
+    ) -> tuple[router_pb2.SessionRecord, router_pb2.FinishedTurn | None]:
+        """A session, and one of its finished turns; None if an earlier version of the service made that turn.
+
+        Raises ResourceNotFound if there is no such turn.
+        """
+        tenant = await self._tenant_of_session(call, session_id)
+        try:
+            record = await self._transcripts.get(session_id, tenant)
+        except SessionNotFound:
+            raise _no_turn() from None
+        found = next((each for each in record.turns if each.number == number), None)
+        if found is None and (record.turns or record.num_turns != number):
+            raise _no_turn()
+        return record, found
+
+    async def delete_turn(self, session_id: str, number: int, call: Call[KeyHolder]) -> None:
+        """Forbids that a turn is read or continued, and deletes the session with its last turn.
+
+        Raises ResourceNotFound, SessionBusy.
+        """
+        record, _ = await self.stored_turn(session_id, number, call)
+        if len(record.turns) <= 1:
+            await self.DeleteSession(pb.DeleteSessionRequest(session_id=session_id), call)
+            return
+        async with self._transcripts.turn(session_id, record.tenant) as turn:
+            kept = [each for each in turn.record.turns if each.number != number]
+            del turn.record.turns[:]
+            turn.record.turns.extend(kept)
+            await turn.commit()
+
     # --- the model ------------------------------------------------------------------------------------------------
 
     async def Tokenize(self, request: pb.TokenizeRequest, call: Call[KeyHolder]) -> pb.TokenizeResponse:
@@ -387,6 +426,10 @@ class GenerationServicer:
             until_s = asyncio.get_running_loop().time() + max(0.0, seconds_left - self._farewell_s)
         trace = trace_parent(dict(call.context.invocation_metadata() or ())) if spans.is_collected() else None
         return Caller(tenant, usage, until_s, trace, is_streamed, limits.answer_seconds), adapter
+
+
+def _no_turn() -> ResourceNotFound:
+    return ResourceNotFound("previous_response_id: there is no such response, or it was not stored")
 
 
 async def _collected(deltas: Answers) -> list[tuple[int, Delta]]:

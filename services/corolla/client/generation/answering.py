@@ -6,6 +6,7 @@ Context managers hold all resources of an answer, so that finish, cancellation a
 import asyncio
 import random
 import secrets
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
@@ -624,3 +625,11 @@ def _write_back(
     record.sampler_state, record.num_draws_since_state = sampler.state, sampler.num_draws
     write_last_answer(record, answer, turn_name)
     record.num_turns += 1
+    record.turns.add(
+        number=record.num_turns,
+        num_messages=len(record.transcript),
+        finish_reason=record.last_finish_reason,
+        prompt_tokens=len(prompt_ids),
+        completion_tokens=len(answer.tokens),
+        ended_s=int(time.time()),
+    )

@@ -86,6 +86,8 @@ OPERATIONS: Final = (
     ),
     Operation("/v1/completions", "POST", HttpRoutes.complete, completions.Completion, CompletionRequest, streams=True),
     Operation("/v1/responses", "POST", HttpRoutes.respond, response_replies.Response, ResponseRequest, streams=True),
+    Operation("/v1/responses/{response_id}", "GET", HttpRoutes.get_response, response_replies.Response),
+    Operation("/v1/responses/{response_id}", "DELETE", HttpRoutes.delete_response, routes.DeletedResponse),
     Operation("/v1/sessions", "POST", HttpRoutes.create_session, routes.SessionFacts, routes.SessionRequest),
     Operation("/v1/sessions/{session_id}", "GET", HttpRoutes.get_session, routes.SessionFacts),
     Operation("/v1/sessions/{session_id}", "DELETE", HttpRoutes.delete_session, routes.DeletedSession),

@@ -1,12 +1,12 @@
 """`/v1/responses`: replies and events of streams."""
 
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel
 
-from corolla.client.http.answers import compact, escaped, new_id, now_s
+from corolla.client.http.answers import compact, escaped, now_s
 from corolla.client.http.log_probabilities import logprob_facts
 from corolla.client.http.responses import ResponseRequest
 from corolla.v1 import generation_pb2 as pb
@@ -102,15 +102,18 @@ class Reply:
         message = answer.message
         output: list[dict[str, Any]] = []
         if message.reasoning:
-            output.append(_reasoning(new_id("rs_"), message.reasoning))
+            output.append(_reasoning(self._id("rs_", 0), message.reasoning))
         if message.content or not message.tool_calls:
-            output.append(_message(new_id("msg_"), message.content, logprob_facts(answer.logprobs)))
-        output += [_call(new_id("fc_"), each.id, each.name, each.arguments) for each in message.tool_calls]
+            output.append(_message(self._id("msg_", len(output)), message.content, logprob_facts(answer.logprobs)))
+        for call in message.tool_calls:
+            output.append(_call(self._id("fc_", len(output)), call.id, call.name, call.arguments))
+        if answer.finish_reason in _CUT_OFF:
+            output[-1]["status"] = "incomplete"
         return self._ended(output, answer.finish_reason, answer.usage).model_dump_json().encode()
 
     async def events(self, chunks: AsyncGenerator[pb.ChatChunk, None]) -> AsyncGenerator[bytes, None]:
         """Yields the events of a stream: its beginning, the items of the answer, and its end."""
-        writer = _Writer()
+        writer = _Writer(self._id)
         is_begun = False
         async with aclosing(chunks):
             async for chunk in chunks:
@@ -122,11 +125,20 @@ class Reply:
                     text += writer.event("response.in_progress", response=head)
                 text += writer.take(chunk)
                 if chunk.finish_reason:
-                    text += writer.end()
+                    text += writer.end(is_cut=chunk.finish_reason in _CUT_OFF)
                     ended = self._ended(writer.output, chunk.finish_reason, chunk.usage)
                     text += writer.event(f"response.{ended.status}", response=ended.model_dump())
                 if text:
                     yield text.encode()
+
+    def stored(self, answer: pb.ChatResponse, ended_s: int) -> bytes:
+        """The body of a stored response, as `whole` wrote it, without the options of its request."""
+        self._head = self._head.model_copy(update={"created_at": ended_s})
+        return self.whole(answer)
+
+    def _id(self, prefix: str, index: int) -> str:
+        """The id of an item of the output, which is the same whenever the response is read."""
+        return f"{prefix}{self._head.id.removeprefix('resp_')}{index:02x}"
 
     def _ended(self, output: list[dict[str, Any]], reason: "pb.FinishReason.ValueType", usage: pb.Usage) -> Response:
         is_cut_off = reason in _CUT_OFF
@@ -158,8 +170,9 @@ class _Writer:
         output: the completed items in OpenAI's form.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, make_id: Callable[[str, int], str]) -> None:
         self.output: list[dict[str, Any]] = []
+        self._make_id = make_id
         self._number = 0
         self._open: _OpenItem | None = None
 
@@ -178,19 +191,23 @@ class _Writer:
             text += self._extend("message", chunk.text_delta, logprob_facts(chunk.logprobs))
         for call in chunk.tool_calls:
             if call.id:
-                text += self._begin(_OpenItem("function_call", self._next_index, call.id, call.name))
+                text += self._begin(self._item("function_call", self._next_index, call.id, call.name))
             text += self._extend("function_call", call.arguments_delta)
         return text
 
-    def end(self) -> str:
+    def end(self, *, is_cut: bool = False) -> str:
         """The events that end the last item. An answer without items gets an empty message."""
-        text = "" if self._open is not None or self.output else self._begin(_OpenItem("message", 0))
-        return text + self._close()
+        text = "" if self._open is not None or self.output else self._begin(self._item("message", 0))
+        return text + self._close("incomplete" if is_cut else "completed")
+
+    def _item(self, kind: str, index: int, call_id: str = "", name: str = "") -> "_OpenItem":
+        prefix = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}[kind]
+        return _OpenItem(self._make_id(prefix, index), kind, index, call_id, name)
 
     def _extend(self, kind: str, delta: str, logprobs: list[dict[str, Any]] | None = None) -> str:
         item, text = self._open, ""
         if item is None or item.kind != kind:
-            text = self._begin(_OpenItem(kind, self._next_index))
+            text = self._begin(self._item(kind, self._next_index))
             item = self._open
         if item is None or not delta:
             return text
@@ -214,26 +231,26 @@ class _Writer:
             text += self.event("response.content_part.added", **item.place, part=item.part(""))
         return text
 
-    def _close(self) -> str:
+    def _close(self, status: str = "completed") -> str:
         item, self._open = self._open, None
         if item is None:
             return ""
         whole, text = "".join(item.parts), ""
         for kind, facts in item.ends(whole):
             text += self.event(kind, **facts)
-        self.output.append(item.facts("completed"))
+        self.output.append(item.facts(status))
         return text + self.event("response.output_item.done", output_index=item.index, item=self.output[-1])
 
 
 class _OpenItem:
     """An item that grows: a message, reasoning, or a call."""
 
-    def __init__(self, kind: str, index: int, call_id: str = "", name: str = "") -> None:
+    def __init__(self, item_id: str, kind: str, index: int, call_id: str = "", name: str = "") -> None:
         self.kind, self.index = kind, index
         self.parts: list[str] = []
         self.logprobs: list[dict[str, Any]] = []
         self._call_id, self._name = call_id, name
-        self._id = new_id({"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}[kind])
+        self._id = item_id
         self.part_kind = {"message": "output_text", "reasoning": "reasoning_text", "function_call": ""}[kind]
         self.place: dict[str, Any] = {"item_id": self._id, "output_index": index}
         if self.part_kind:
@@ -258,7 +275,7 @@ class _OpenItem:
         if self.kind == "reasoning":
             return _reasoning(self._id, text, status)
         facts = _message(self._id, text, self.logprobs, status)
-        return facts if status == "completed" else {**facts, "content": []}
+        return {**facts, "content": []} if status == "in_progress" else facts
 
     def ends(self, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yields kind and facts of the events that complete the item, except `response.output_item.done`."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from corolla.chassis.errors import InvalidRequest, ResourceNotFound
+from corolla.chassis.errors import ResourceNotFound
 from corolla.client.http.chat import (
     AllowedTools,
     ContentPart,
@@ -179,8 +179,13 @@ class ResponseRequest(SamplingFields):
     def has_logprobs(self) -> bool:
         return "message.output_text.logprobs" in (self.include or ())
 
-    def as_protocol(self, turn: "StoredTurn | None") -> pb.ChatRequest:
-        """The request in the protocol of gRPC. Raises InvalidRequest."""
+    def as_protocol(self, turn: "StoredTurn | None", earlier: Sequence[pb.ChatMessage] = ()) -> pb.ChatRequest:
+        """The request in the protocol of gRPC. Raises InvalidRequest.
+
+        Args:
+            turn: the turn of a session that the response becomes; None: it is not stored.
+            earlier: the messages that the session does not hold, in front of the input.
+        """
         effort = self.reasoning.effort if self.reasoning is not None else None
         stopping = pb.StoppingParameters()
         if self.max_output_tokens not in (None, UNLIMITED):
@@ -189,7 +194,7 @@ class ResponseRequest(SamplingFields):
         tools, choice = chosen_tools([each.as_protocol() for each in functions], self.tool_choice)
         return pb.ChatRequest(
             model=self.model,
-            messages=list(self._messages()),
+            messages=[*earlier, *self._messages()],
             instructions=self.instructions or "",
             session_id=turn.session_id if turn is not None else "",
             expected_turns=turn.number - 1 if turn is not None else None,
@@ -219,12 +224,12 @@ class StoredTurn:
     number: int
 
     @classmethod
-    def after(cls, response_id: str) -> "StoredTurn":
-        """The turn after a response. Raises ResourceNotFound if the id does not have the form of a stored response."""
+    def of(cls, response_id: str) -> "StoredTurn":
+        """The turn of a response. Raises ResourceNotFound if the id does not have the form of a stored response."""
         found = _ID.fullmatch(response_id)
         if found is None:
             raise ResourceNotFound("previous_response_id: there is no such response, or it was not stored")
-        return cls(found[1], int(found[2], 16) + 1)
+        return cls(found[1], int(found[2], 16))
 
     @property
     def response_id(self) -> str:
@@ -281,9 +286,3 @@ def _format_of(options: TextOptions | None) -> pb.ResponseFormat | None:
         case JsonObjectFormat(json_schema=schema) | JsonSchemaText(json_schema=schema):
             return json_schema_format(schema, "text.format.schema")
     return None
-
-
-def check_stored(request: ResponseRequest) -> None:
-    """Raises InvalidRequest if a response that continues another one is not to be stored."""
-    if request.previous_response_id is not None and not request.is_stored:
-        raise InvalidRequest("store", "must not be false with previous_response_id: the conversation goes on with it")

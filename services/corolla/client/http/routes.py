@@ -1,7 +1,7 @@
 """The routes of HTTP: each one reads a request, calls the servicer of gRPC, and writes its answer."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from typing import Final, Literal, TypeVar
@@ -9,8 +9,9 @@ from typing import Final, Literal, TypeVar
 from pydantic import BaseModel, Field
 
 from corolla.chassis.calls import Call
-from corolla.chassis.errors import CorollaError, ServiceUnavailable
+from corolla.chassis.errors import CorollaError, ResourceNotFound, ServiceUnavailable
 from corolla.chassis.merge import merge
+from corolla.client.api.replies import finish_reason, recorded_message
 from corolla.client.api.servicer import GenerationServicer
 from corolla.client.api.tenants import KeyHolder
 from corolla.client.http import chat_replies, completions
@@ -29,7 +30,7 @@ from corolla.client.http.readings import (
     ScoreRequest,
 )
 from corolla.client.http.response_replies import Reply
-from corolla.client.http.responses import ResponseRequest, StoredTurn, check_stored, new_response_id
+from corolla.client.http.responses import ResponseRequest, StoredTurn, new_response_id
 from corolla.client.http.tokenization import (
     Detokenized,
     DetokenizeRequest,
@@ -37,6 +38,7 @@ from corolla.client.http.tokenization import (
     TokenizeRequest,
     TokenizerFacts,
 )
+from corolla.decoding.stopping import FinishReason
 from corolla.v1 import generation_pb2 as pb
 
 Result = TypeVar("Result")
@@ -81,6 +83,12 @@ class SessionFacts(BaseModel):
 class DeletedSession(BaseModel):
     id: str
     object: Literal["session.deleted"] = "session.deleted"
+    deleted: Literal[True] = True
+
+
+class DeletedResponse(BaseModel):
+    id: str
+    object: Literal["response"] = "response"
     deleted: Literal[True] = True
 
 
@@ -147,9 +155,8 @@ class HttpRoutes:
     async def respond(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Answers a conversation. The service stores it unless the request forbids that."""
         body = await exchange.read(ResponseRequest)
-        check_stored(body)
-        async with self._turn(body, call) as (turn, is_kept):
-            request = body.as_protocol(turn)
+        async with self._turn(body, call) as (turn, earlier, is_kept):
+            request = body.as_protocol(turn, earlier)
             reply = Reply(body, turn.response_id if turn is not None else new_response_id(), body.model or self._model)
             if body.stream:
                 await exchange.stream(reply.events(_until_kept(self._servicer.ChatStream(request, call), is_kept)))
@@ -161,25 +168,62 @@ class HttpRoutes:
     @asynccontextmanager
     async def _turn(
         self, body: ResponseRequest, call: Call[KeyHolder]
-    ) -> AsyncIterator[tuple[StoredTurn | None, asyncio.Event]]:
+    ) -> AsyncIterator[tuple[StoredTurn | None, Sequence[pb.ChatMessage], asyncio.Event]]:
         """Yields the turn of a response, None if the response is not stored, and the event to set once it is stored.
+
+        A response that continues the newest one of its conversation is the next turn of the session. One that continues
+        an earlier one is the first turn of a session of its own, with the messages up to there, which are yielded, too.
 
         If the event is not set at the end of the context, a session that was created for the turn is deleted.
         """
         is_kept = asyncio.Event()
+        earlier: list[pb.ChatMessage] = []
+        if body.previous_response_id is not None:
+            previous = StoredTurn.of(body.previous_response_id)
+            record, finished = await self._servicer.stored_turn(previous.session_id, previous.number, call)
+            is_newest = record.num_turns == previous.number and not record.busy
+            if body.is_stored and (finished is None or is_newest):
+                yield StoredTurn(previous.session_id, previous.number + 1), (), is_kept
+                return
+            num_messages = len(record.transcript) if finished is None else finished.num_messages
+            earlier = [recorded_message(each) for each in record.transcript[:num_messages]]
         if not body.is_stored:
-            yield None, is_kept
-        elif body.previous_response_id is not None:
-            yield StoredTurn.after(body.previous_response_id), is_kept
+            yield None, earlier, is_kept
         else:
             created = pb.CreateSessionRequest(model=body.model)
             session = await self._servicer.create_session_of_turn(created, call)
             try:
-                yield StoredTurn(session.session_id, 1), is_kept
+                yield StoredTurn(session.session_id, 1), earlier, is_kept
             finally:
                 if not is_kept.is_set():
                     with suppress(CorollaError):
                         await self._servicer.DeleteSession(pb.DeleteSessionRequest(session_id=session.session_id), call)
+
+    async def get_response(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+        """Reads a stored response, without the options of its request."""
+        await exchange.without_body()
+        response_id = exchange.path_parameters["response_id"]
+        turn = StoredTurn.of(response_id)
+        record, finished = await self._servicer.stored_turn(turn.session_id, turn.number, call)
+        if finished is None or not finished.num_messages:
+            raise ResourceNotFound("previous_response_id: there is no such response, or it was not stored")
+        answer = pb.ChatResponse(
+            message=recorded_message(record.transcript[finished.num_messages - 1]),
+            finish_reason=finish_reason(FinishReason(finished.finish_reason)),
+            usage=pb.Usage(prompt_tokens=finished.prompt_tokens, completion_tokens=finished.completion_tokens),
+        )
+        previous = StoredTurn(turn.session_id, turn.number - 1)
+        asked = {"previous_response_id": previous.response_id if previous.number else None}
+        reply = Reply(ResponseRequest.model_validate(asked), response_id, record.model)
+        await exchange.reply(reply.stored(answer, finished.ended_s))
+
+    async def delete_response(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+        """Deletes a stored response; the last one of a conversation with its session."""
+        await exchange.without_body()
+        response_id = exchange.path_parameters["response_id"]
+        turn = StoredTurn.of(response_id)
+        await self._servicer.delete_turn(turn.session_id, turn.number, call)
+        await _reply(exchange, DeletedResponse(id=response_id))
 
     async def complete(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Completes prompts."""

@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from typing import Any, Final
 
 from corolla.chassis.errors import InvalidRequest
@@ -35,7 +36,7 @@ class AnswerFormat:
     grammar: str
     field: str
     fallback: "AnswerFormat | None" = None
-    parts: Mapping[str, "SchemaPart"] = field(default_factory=dict)
+    parts: Mapping[str, "SchemaPart"] = dataclass_field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
