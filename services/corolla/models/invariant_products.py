@@ -97,15 +97,22 @@ def choose_invariant_product(
     """
     candidates = PRODUCTS if products is None else products
     ladder = rungs(weight.shape[0])
-    trials: dict[str, ProductTrial] = {}
 
     def measured() -> Iterator[tuple[str, ProductTrial]]:
         for name, product in candidates.items():
             if name == "triton" and (lack := missing()) is not None:
                 log.warning("no product of its own for these weights", extra={"failure": lack})
                 continue
-            trials[name] = try_product(product, weight, bias, ladder)
-            yield name, trials[name]
+            try:
+                trial = try_product(product, weight, bias, ladder)
+            except torch.AcceleratorError:
+                raise
+            except Exception as error:
+                # Compilers raise errors of many kinds, and none may keep a server from starting.
+                failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                log.warning("a product does not work here", extra={"product": name, "failure": failure})
+                continue
+            yield name, trial
 
     chosen = chosen_product(measured(), TOLERANCES[weight.dtype])
     shape = "x".join(map(str, weight.shape))

@@ -266,14 +266,18 @@ def tune(
                 group.relay(layer)
 
 
+# The order of a library's sums depends on the shape of weights, not on their numbers.
+_CHOSEN: Final[dict[tuple[Any, ...], InvariantProduct | None]] = {}
+
+
 def make_invariant(layers: Iterable[TunedLinear], products: Mapping[str, Product] | None = None) -> None:
     """Chooses products by which no row of a layer's output depends on the other rows of a call.
 
     Args:
         layers: layers with plain weights. Layers of one shape, with a bias or without one, get the same product.
-        products: see `choose_invariant_product`.
+        products: see `choose_invariant_product`. None: what this process has chosen for a shape before is kept.
     """
-    chosen: dict[tuple[Any, ...], InvariantProduct | None] = {}
+    chosen = _CHOSEN if products is None else {}
     for layer in layers:
         if layer.weight.dtype not in _TYPES:
             continue

@@ -94,6 +94,18 @@ def test_a_product_that_is_wrong_in_every_call_is_not_taken() -> None:
     assert choose_invariant_product(WEIGHT, None, {"ladder": doubled}) is None
 
 
+def test_a_product_that_does_not_run_here_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(_rows: Tensor, _weight: Tensor, _bias: Tensor | None) -> Tensor:
+        raise FileNotFoundError("there is no C compiler\nmore lines")
+
+    assert choose_invariant_product(WEIGHT, BIAS, {"wrong": fails}) is None
+    chosen = choose_invariant_product(WEIGHT, BIAS, {"other": fails, "own": by_rows})
+    assert chosen is not None
+    assert chosen.name == "own"
+    failures = [vars(each)["failure"] for each in caplog.records if "does not work" in each.message]
+    assert failures == ["FileNotFoundError: there is no C compiler"] * 2
+
+
 def test_calls_are_padded_to_the_sizes_that_were_tried() -> None:
     # A size between two rungs breaks the rule; no call has it.
     splitting = Splitting({3, 5, 6, 7, 100}, 0)
