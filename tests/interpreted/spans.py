@@ -10,15 +10,18 @@ import torch
 from corolla.cache.store import SessionCache
 from corolla.compute import graph_choice
 from corolla.compute.span_runner import RowWork, SpanRunner
+from corolla.kernels.triton.packed_launches import multiply_packed
 from corolla.models import edges as edges_module
 from corolla.models import linear, span_model
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, load_edges
 from corolla.models.invariant_products import InvariantProduct, triton_product
 from corolla.models.linear import TunedLinear
+from corolla.models.packed import modules
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
+from tests.gguf_files import make_tiny_gguf
 from tests.interpreted.ordered_products import install
 from tests.interpreted.recorded_launches import record
 from tests.reference import Unsplit
@@ -116,6 +119,31 @@ def test_the_familys_own_code_attends_by_the_kernels(tmp_path: Path, family: str
             torch.cat([each.forward([RowWork(cache, cache.num_tokens, len(p))], p, SPANS[1]) for p in parts])
         )
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_packed_weights_run_by_the_kernels(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COROLLA_CACHE", str(tmp_path / "cache"))
+    # On a GPU the layers take this product by themselves.
+    monkeypatch.setattr(modules, "multiplied", multiply_packed)
+    checkpoint = Checkpoint.from_pretrained(str(make_tiny_gguf("llama", tmp_path, kind=kind)[1]))
+    options: dict[str, Any] = {"num_pages": 60, "page_tokens": PAGE_TOKENS}
+    packed = load_span(checkpoint, SPANS[1], dtype=torch.float32, quantization="packed")
+    runner = SpanRunner(packed, attention="triton", **options)
+    assert runner.kernel_choices.blocks == "triton"
+    reference = SpanRunner(load_span(checkpoint, SPANS[1], dtype=torch.float32), attention="sdpa", **options)
+    hidden = torch.randn(21, runner.model.hidden_size, generator=torch.Generator().manual_seed(0))
+    outputs = []
+    for each, sizes in ((runner, [18, 1, 2]), (runner, [5, 16]), (reference, [21])):
+        cache = each.new_cache()
+        cache.reserve(21)
+        parts = torch.split(hidden, sizes)
+        outputs.append(
+            torch.cat([each.forward([RowWork(cache, cache.num_tokens, len(p))], p, SPANS[1]) for p in parts])
+        )
+    assert torch.equal(outputs[0], outputs[1])
+    torch.testing.assert_close(outputs[0], outputs[2], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", quick(["llama", "mistral", "qwen2"], "mistral"))

@@ -18,9 +18,10 @@ from corolla.cache.store import KVStore, SessionCache
 from corolla.compute.attention.batch import AttentionBackend, AttentionBatch, PackedRow
 from corolla.compute.attention.paged_triton import PagedTriton, attend_stored
 from corolla.models.adapters.products import AdapterBatch
-from corolla.models.fused import PLACES, FusedLayer, FusedSpan, RmsNorm
+from corolla.models.fused import PLACES, FusedLayer, FusedSpan, Projection, RmsNorm
 from corolla.models.invariant_norms import Norm
 from corolla.models.linear import TunedLinear
+from corolla.models.packed.modules import PackedLinear
 
 if TYPE_CHECKING:
     from corolla.kernels.triton.launches import HeadNorms
@@ -62,9 +63,16 @@ class _Plan:
 
 def objection(layer: FusedLayer, dtype: torch.dtype) -> str | None:
     """Why the kernels cannot run a layer, as a sentence's end; None: they can."""
-    if not all(isinstance(each, TunedLinear) and each.weight.device.type != "meta" for each in layer.projections):
-        return "its weights are packed or quantised"
+    if not all(map(_keeps_rows_apart, layer.projections)):
+        return "its weights are quantised, or not there"
     return unsupported(layer, dtype)
+
+
+def _keeps_rows_apart(projection: Projection) -> bool:
+    """Whether a projection has weights of a kind whose products can keep the rule."""
+    if isinstance(projection, PackedLinear):
+        return projection.panels is not None
+    return isinstance(projection, TunedLinear) and projection.weight.device.type != "meta"
 
 
 def unsupported(layer: FusedLayer, dtype: torch.dtype) -> str | None:
@@ -206,7 +214,7 @@ def _failed_trial(span: FusedSpan, page_tokens: int, dtype: torch.dtype) -> str 
     for layer in span.layers:
         shape = (
             layer.num_heads, layer.num_key_heads, layer.head_dim, layer.window, layer.rotates, layer.num_gated,
-            layer.residual_multiplier,
+            layer.residual_multiplier, *(getattr(each, "layout", None) for each in layer.projections),
         )  # fmt: skip
         if shape in tried:
             continue
@@ -226,10 +234,10 @@ class _Trial:
         (layer,) = span.layers
         self._span, self._page_tokens, self._window = span, page_tokens, layer.window
         self._blocks, self._backend = TritonBlocks(span), PagedTriton()
-        weight = cast(TunedLinear, layer.gate_up).weight
+        weight = cast(Norm, norm_of(layer.attention_norm)).weight
         generator = torch.Generator().manual_seed(0)
         self._num_tokens = page_tokens + _AROUND_THE_END
-        numbers = torch.randn(self._num_tokens, weight.shape[1], generator=generator)
+        numbers = torch.randn(self._num_tokens, len(weight), generator=generator)
         self._hidden = numbers.to(device=weight.device, dtype=dtype)
         self._whole = self._run([(0, self._num_tokens)])
 
