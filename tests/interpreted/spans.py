@@ -125,7 +125,7 @@ def test_the_familys_own_code_attends_by_the_kernels(tmp_path: Path, family: str
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
 def test_packed_weights_run_by_the_kernels(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COROLLA_CACHE", str(tmp_path / "cache"))
-    # On a GPU the layers take this product by themselves.
+    # The layers take this product by themselves on a GPU.
     monkeypatch.setattr(modules, "multiplied", multiply_packed)
     checkpoint = Checkpoint.from_pretrained(str(make_tiny_gguf("llama", tmp_path, kind=kind)[1]))
     options: dict[str, Any] = {"num_pages": 60, "page_tokens": PAGE_TOKENS}
