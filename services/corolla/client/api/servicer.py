@@ -123,13 +123,14 @@ class GenerationServicer:
         async with aclosing(self._text_answers(request, call)) as deltas:
             async for index, delta in deltas:
                 num_open -= delta.finish_reason is not None
+                has_usage = not num_open or request.caller.has_continuous_usage
                 yield pb.GenerateChunk(
                     index=index,
                     token_ids=[token.token_id for token in delta.tokens],
                     text_delta=delta.text,
                     logprobs=replies.logprobs(self._tokenizer, delta.tokens),
                     finish_reason=replies.finish_reason(delta.finish_reason),
-                    usage=None if num_open and not message.continuous_usage else replies.usage(request.caller.usage),
+                    usage=replies.usage(request.caller.usage) if has_usage else None,
                     prompt=self._echoed(request, delta),
                 )
 
@@ -209,7 +210,8 @@ class GenerationServicer:
         async with aclosing(self._chat_answers(request, call)) as deltas:
             async for index, delta in deltas:
                 num_open -= delta.finish_reason is not None
-                usage = None if num_open and not message.continuous_usage else request.caller.usage
+                has_usage = not num_open or request.caller.has_continuous_usage
+                usage = request.caller.usage if has_usage else None
                 yield replies.chat_chunk(self._tokenizer, index, delta, usage)
 
     def _chat_answers(self, request: ChatRequest, call: Call[KeyHolder]) -> Answers:
@@ -425,7 +427,8 @@ class GenerationServicer:
             # The wait ends before the deadline, so that the error still reaches the caller.
             until_s = asyncio.get_running_loop().time() + max(0.0, seconds_left - self._farewell_s)
         trace = trace_parent(dict(call.context.invocation_metadata() or ())) if spans.is_collected() else None
-        return Caller(tenant, usage, until_s, trace, is_streamed, limits.answer_seconds), adapter
+        is_continuous = is_streamed and isinstance(message, AnyMessage) and message.continuous_usage
+        return Caller(tenant, usage, until_s, trace, is_streamed, is_continuous, limits.answer_seconds), adapter
 
 
 def _no_turn() -> ResourceNotFound:

@@ -59,6 +59,7 @@ class Caller:
         until_s: when the caller stops waiting, by the event loop's clock.
         trace: the caller's trace span, if it sent one.
         is_streamed: whether the caller reads its answer as a stream.
+        has_continuous_usage: whether each part of the stream says the usage so far.
         answer_seconds: the most seconds that the tenant's answers may take; None: no limit.
     """
 
@@ -67,6 +68,7 @@ class Caller:
     until_s: float = math.inf
     trace: TraceParent | None = None
     is_streamed: bool = False
+    has_continuous_usage: bool = False
     answer_seconds: float | None = None
 
     def waits_until_s(self, time_limit_s: float | None) -> float:
