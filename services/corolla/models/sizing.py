@@ -26,7 +26,7 @@ class BlockSize:
 
     Attributes:
         weight_bytes: its weights as the server holds them.
-        loading_bytes: its weights while they are read: more than afterwards if they are quantised last.
+        loading_bytes: its weights while they are read: more than afterwards if they are quantised then.
         token_bytes: keys and values of one token; 0 for a block that keeps none.
         window: how many tokens a token sees, itself included; None: all earlier ones.
     """
@@ -220,7 +220,9 @@ def _greedy(model: ModelSize, memory_bytes: int, demand: Demand) -> list[Span]:
 
 def _fits(model: ModelSize, span: Span, memory_bytes: int, demand: Demand) -> bool:
     server = _server(model, span, memory_bytes, demand)
-    loading = sum(block.loading_bytes for block in _of(model, span)) + server.edge_bytes + LIBRARY_BYTES
+    # One block at a time is read and quantised.
+    extra = max(block.loading_bytes - block.weight_bytes for block in _of(model, span))
+    loading = server.weight_bytes + extra + server.edge_bytes + LIBRARY_BYTES
     return server.cache_bytes >= demand.sessions * server.session_bytes and loading <= memory_bytes
 
 
