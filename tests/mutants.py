@@ -64,8 +64,8 @@ MUTANTS: Final = (
     Mutant(
         "penalty_once",
         f"{_DECODING}/sampling.py",
-        "scores = scores - (self._counts * self._frequency",
-        "scores = scores - ((self._counts > 0) * self._frequency",
+        "scores = scores - (counted * frequencies",
+        "scores = scores - ((counted > 0) * frequencies",
         _SAMPLING_TESTS,
     ),
     Mutant(
@@ -112,9 +112,9 @@ MUTANTS: Final = (
     ),
     Mutant(
         "root_in_the_pod",
-        "charts/corolla/templates/_pods.tpl",
-        "runAsNonRoot: true",
-        "runAsNonRoot: false",
+        "charts/corolla/values.yaml",
+        "      runAsNonRoot: true",
+        "      runAsNonRoot: false",
         ("tests/charts",),
     ),
     Mutant(
