@@ -77,7 +77,7 @@ def test_what_is_quantised_after_reading_needs_room_while_it_is_read() -> None:
     packed = BlockSize(100 * MIB, 100 * MIB, 0)
     quantised = BlockSize(100 * MIB, 12 * GIB, 0)
     assert len(plan_servers(model_of(*[packed] * 40), 16 * GIB, DEMAND).servers) == 1
-    # Of a server's blocks, one at a time is held as it is read.
+    # A server holds one of its blocks at a time as it is read.
     assert len(plan_servers(model_of(*[quantised] * 40), 16 * GIB, DEMAND).servers) == 2
 
 
