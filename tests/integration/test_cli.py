@@ -99,7 +99,11 @@ def test_the_page_is_where_it_says(up: RunningUp) -> None:
 
 def test_a_refusal_is_one_sentence(up: RunningUp) -> None:
     server = up.addresses["client"]
-    for arguments in (["generate", ""], ["generate", "a", "--top-p", "7"], ["generate", "a", "--model", "nobody"]):
+    for arguments in (
+        ["generate", "a", "--temperature", "-1"],
+        ["generate", "a", "--top-p", "7"],
+        ["generate", "a", "--model", "nobody"],
+    ):
         done = corolla(*arguments, "--server", server)
         assert done.returncode == 1
         assert done.stdout.strip() == ""

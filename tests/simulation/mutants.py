@@ -218,8 +218,8 @@ def _sampler_one_draw_off() -> AbstractContextManager[object]:
     """A hop that makes a sampler anew draws one choice too few again."""
 
     def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        def message(self: SamplerRecord) -> pb.Sampler:
-            sampler: pb.Sampler = right(self)
+        def message(self: SamplerRecord, max_tokens: int | None = None) -> pb.Sampler:
+            sampler: pb.Sampler = right(self, max_tokens)
             sampler.num_skipped = max(0, sampler.num_skipped - 1)
             return sampler
 
@@ -247,8 +247,8 @@ def _answer_forgotten_by_penalties() -> AbstractContextManager[object]:
     """A sampler that is made anew does not know what the answer has so far."""
 
     def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        def message(self: SamplerRecord) -> pb.Sampler:
-            sampler: pb.Sampler = right(self)
+        def message(self: SamplerRecord, max_tokens: int | None = None) -> pb.Sampler:
+            sampler: pb.Sampler = right(self, max_tokens)
             del sampler.token_ids[sampler.num_prompt_tokens :]
             return sampler
 
