@@ -32,7 +32,7 @@ def one_order() -> Iterator[None]:
 
 
 def drawn_panels(layout: Layout, num_rows: int = NUM_OUTPUTS) -> Tensor:
-    """Panels of arbitrary numbers and scales, of which every part of a block has all its values."""
+    """Returns panels of arbitrary numbers and scales; each part of a block takes all of its values."""
     source = torch.Generator().manual_seed(1)
     num_blocks = NUM_COLUMNS // layout.block_weights
     dtype = {Scale.FLOAT16: torch.float16, Scale.BFLOAT16: torch.bfloat16, Scale.FLOAT32: torch.float32}[layout.scale]

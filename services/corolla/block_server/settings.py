@@ -1,5 +1,4 @@
-"""The settings of a block server, import importlib.util
-from `COROLLA_*` variables."""
+"""The settings of a block server, from `COROLLA_*` variables."""
 
 import socket
 from collections.abc import Mapping

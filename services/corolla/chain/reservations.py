@@ -208,9 +208,9 @@ class ChainBinding:
 def hop_texts(
     chain: common_pb2.Chain, token_ids: Sequence[int], salt: bytes, limits: ChainLimits
 ) -> dict[str, TextDigests]:
-    """The digests by which each hop of a chain shares the pages of a text with other sessions, by server id.
+    """Digests of a text for each hop, by server id; a hop shares the text's pages with sessions of equal digests.
 
-    They are empty for sessions whose pages no other session may get, since servers of several numerics made them.
+    The digests are empty if servers of several numerics made the session's pages: no other session may get these.
     """
     if not limits.follows_numerics:
         text = TextDigests(token_ids, salt)

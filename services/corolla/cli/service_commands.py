@@ -23,7 +23,7 @@ MetricsPort = Annotated[int | None, _option("Port of the metrics; 0 takes a free
 LogLevel = Annotated[str | None, _option("debug, info, warning or error.")]
 Model = Annotated[str | None, _option("Checkpoint folder, GGUF file, hub id, or demo.")]
 ServedModelName = Annotated[
-    str | None, _option("Names by which callers call the model, separated by commas.", metavar="NAME,...")
+    str | None, _option("Names that callers may give as the model, separated by commas.", metavar="NAME,...")
 ]
 Router = Annotated[str | None, _option("The router.", metavar="HOST:PORT")]
 Dtype = Annotated[str | None, _option("float32 (fp32), bfloat16 (bf16) or float16 (fp16).")]

@@ -58,7 +58,7 @@ def up(
             show_envvar=False,
             show_default=False,
             metavar="NAME,...",
-            help="Names by which callers call the model.",
+            help="Names that callers may give as the model.",
         ),
     ] = None,
     redis_url: Annotated[

@@ -14,7 +14,7 @@ _NUM_SAID: Final = 8
 
 
 class ModelNames:
-    """The names by which requests may call the model: its own ones, or `<model>:<adapter>`.
+    """Names that requests may give as their model: the model's own ones, or `<model>:<adapter>`.
 
     Args:
         names: the names that are listed, of which the first one stands in answers.

@@ -336,7 +336,7 @@ class ClientService:
 
 
 def _names(settings: ClientSettings, checkpoint: Checkpoint, placement: PlacementWatch) -> ModelNames:
-    """The names of the model: those that the settings choose, and its own one."""
+    """Names of the model: the names in the settings, and its own name."""
     own = (checkpoint.name, *([DEMO_MODEL] if settings.model == DEMO_MODEL else []))
     return ModelNames(settings.model_names or own[:1], placement, own)
 

@@ -48,7 +48,7 @@ class ClientSettings(ServiceSettings):
     model: str = Field("demo", description="Checkpoint folder, GGUF file, hub id, or `demo`.")
     served_model_name: str = Field(
         "",
-        description="Names by which callers call the model, separated by commas; the first one is what answers say. "
+        description="Names that callers may give as the model, separated by commas; answers have the first one. "
         "Empty: the name of the checkpoint. `demo` always names the demo model.",
     )
     revision: str | None = Field(None, description="Revision of a hub id.")
@@ -203,7 +203,7 @@ class ClientSettings(ServiceSettings):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The names that callers may use, the first of which answers have; empty: the checkpoint's own name."""
+        """Names that callers may use; answers have the first one. Empty: the checkpoint's own name."""
         return tuple(filter(None, map(str.strip, self.served_model_name.split(","))))
 
     @field_validator("oidc_issuer")

@@ -37,7 +37,7 @@ _AROUND_THE_END: Final = 3
 
 
 def norm_of(norm: Any) -> Norm | None:
-    """The norm that a layer's function computes; None: there is none, or the kernels do not have it."""
+    """Returns a layer's norm as the kernels take it, or None if the layer has none or no kernel computes it."""
     return Norm(norm.weight, norm.epsilon) if isinstance(norm, RmsNorm) else Norm.of(norm)
 
 
@@ -76,7 +76,7 @@ def _keeps_rows_apart(projection: Projection) -> bool:
 
 
 def unsupported(layer: FusedLayer, dtype: torch.dtype) -> str | None:
-    """Which part of a layer has no kernel, as a sentence's end, whatever its weights are; None: all parts have one."""
+    """Says which part of a layer has no kernel, as a sentence's end; None: each part has one. Weights do not count."""
     if activation_of(layer.activation) is None:
         return f"there is no kernel for the activation {type(layer.activation).__name__}"
     for norm in (layer.attention_norm, layer.mlp_norm):

@@ -71,7 +71,7 @@ class SamplerRecord:
             self.num_draws += len(token_ids)
 
     def message(self, max_tokens: int | None = None) -> pb.Sampler:
-        """The message from which a last hop builds the sampler.
+        """Returns the message that a last hop builds the sampler from.
 
         Args:
             max_tokens: for how many tokens of the prompt and the answer hops have room; None: for all.

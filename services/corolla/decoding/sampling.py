@@ -253,7 +253,7 @@ class Sampler:
         return scores
 
     def allowed(self) -> bytes | None:
-        """The tokens that the grammar allows next, one bit for each; None: there is no grammar.
+        """Returns one bit for each token, set if the grammar allows it next; None if there is no grammar.
 
         Raises:
             InvalidRequest: the grammar has become too complex.

@@ -36,7 +36,7 @@ _new_sessions: ContextVar[list[InferenceSession] | None] = ContextVar("sessions 
 
 
 class _FoundByThreads:
-    """A method that takes the session along in which it was looked up, for threads that its owner starts.
+    """A method that remembers the session of the thread that looked it up, for threads that this thread starts.
 
     `Thread(target=model.generate, ...)` looks `generate` up in the owner's thread, and calls it in another one, which
     does not know what the owner has entered.
@@ -67,7 +67,7 @@ class _FoundByThreads:
 
 
 def found_by_threads(method: Method) -> Method:
-    """Makes a method take the session along in which it is looked up; see `_FoundByThreads`."""
+    """Makes a method remember the session of the thread that looks it up; see `_FoundByThreads`."""
     return cast(Method, _FoundByThreads(method))
 
 

@@ -1,4 +1,4 @@
-"""Decides by which product a server multiplies by weights of one shape, so that no row depends on the others. Pure.
+"""Chooses the product for weights of one shape, so that no row of a result depends on the other rows. Pure.
 
 On a GPU a library may split a product's inner dimension at some numbers of rows, and not at others, so that a row's
 bits depend on how many other rows a call has. A server therefore pads its calls to a ladder of sizes, and measures at
@@ -23,7 +23,7 @@ def rungs(num_outputs: int) -> tuple[int, ...]:
 
 
 def rung_of(num_rows: int, ladder: tuple[int, ...]) -> int:
-    """The number of rows to which a call of at most `ladder[-1]` rows is padded."""
+    """Returns how many rows a call of at most `ladder[-1]` rows has after padding."""
     return next(rung for rung in ladder if rung >= num_rows)
 
 

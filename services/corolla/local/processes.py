@@ -43,7 +43,7 @@ class ManagedProcess:
 
     @property
     def is_forked(self) -> bool:
-        """Whether the process may continue the fork server's imports.
+        """True if the fork server may start the process, which then has the fork server's imports.
 
         A process that computes on a GPU must not: its driver works only in the process that has initialised it, and
         some libraries initialise it when they are imported.

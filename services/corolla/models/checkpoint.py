@@ -78,7 +78,7 @@ _NOTES = frozenset(
         "use_cache",
     }
 )
-# Fields by which some families scale or cap hidden states, scores or logits.
+# Some families scale or cap hidden states, scores or logits by these fields.
 _FACTORS = (
     "attention_multiplier", "attn_logit_softcapping", "clip_qkv", "embedding_multiplier", "final_logit_softcapping",
     "lm_head_multiplier", "logit_scale", "logits_scaling", "query_pre_attn_scalar", "residual_multiplier",

@@ -148,7 +148,7 @@ def build_cut(
 def _prepare(
     model: PreTrainedModel, chunked: Mapping[str, ChunkedTensor], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Decides in which dtype and when each tensor is read."""
+    """Decides when each tensor is read, and its dtype in memory."""
     _widen(model, chunked, dtype)
     if device == CPU:
         return

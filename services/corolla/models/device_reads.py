@@ -55,7 +55,7 @@ class DeviceReader:
         return target
 
     def _staged(self, index: int, rows: Tensor) -> Tensor:
-        """The rows in a buffer from which the device can copy by itself; where it cannot, the rows as they are."""
+        """Returns the rows in a buffer that a GPU can copy from by itself; for other devices, the rows as they are."""
         if not self._is_pinned:
             return rows
         if len(self._buffers[index]) < rows.nbytes:

@@ -1,4 +1,4 @@
-"""Root mean square norms of which no row depends on the other rows of a call, on GPUs.
+"""Root mean square norms on GPUs, whose rows do not depend on the other rows of a call.
 
 torch sums a row's squares in an order that depends on how many rows there are. The Triton kernel sums each row alike.
 """

@@ -271,7 +271,7 @@ _CHOSEN: Final[dict[tuple[Any, ...], InvariantProduct | None]] = {}
 
 
 def make_invariant(layers: Iterable[TunedLinear], products: Mapping[str, Product] | None = None) -> None:
-    """Chooses products by which no row of a layer's output depends on the other rows of a call.
+    """Chooses products that keep each row of a layer's output apart from the other rows of a call.
 
     Args:
         layers: layers with plain weights. Layers of one shape, with a bias or without one, get the same product.

@@ -18,11 +18,11 @@ from corolla.models.span_model import empty_span, span_tensors
 from corolla.wire.span import Span
 
 _STEP_TENSORS: Final = 8
-"""So many tensors of a row are alive at a time within a block, each as wide as the hidden state."""
+"""A block holds this many tensors of a row at a time, each as wide as the hidden state."""
 
 
 def model_size(checkpoint: Checkpoint, dtype: torch.dtype, quantization: str, kv_cache_dtype: str) -> ModelSize:
-    """What a model takes on servers with these settings.
+    """Reckons the memory that a model takes on servers with these settings.
 
     Args:
         checkpoint: the model.

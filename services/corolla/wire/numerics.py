@@ -1,4 +1,4 @@
-"""Names the way in which a server computes, so that others can tell which servers give the same bits. Pure."""
+"""Names how a server computes, so that others can tell which servers give the same bits. Pure."""
 
 import hashlib
 from collections.abc import Mapping

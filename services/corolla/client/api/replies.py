@@ -92,7 +92,7 @@ def embedding(readout: PromptReadout, message: pb.EmbedRequest) -> list[float]:
 
 
 def session(record: router_pb2.SessionRecord, model: str) -> pb.Session:
-    """A session as its owner sees it; `model` is the name by which callers know the model."""
+    """A session as its owner sees it; callers know the model as `model`."""
     return pb.Session(
         session_id=record.session_id,
         model=model,

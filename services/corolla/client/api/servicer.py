@@ -47,7 +47,7 @@ from corolla.v1 import router_pb2
 Answers = AsyncGenerator[tuple[int, Delta], None]
 
 _WITHOUT_NAME: Final = (pb.ScoreRequest, pb.EmbedRequest)
-"""Requests that have no answer, and so no name by which one could continue."""
+"""Requests without an answer; callers do not name them, since there is nothing to continue."""
 
 
 class GenerationServicer:
@@ -100,7 +100,7 @@ class GenerationServicer:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """All names by which callers may call the model."""
+        """All names that callers may give as the model."""
         return self._names.all_names
 
     # --- text ---------------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ class Answer:
             self._decode()
 
     def cut_off(self) -> None:
-        """Ends an answer for which there is no more room. Its last delta has no token."""
+        """Ends the answer because the servers have no more room. Its last delta has no token."""
         self._decode()
         self.finish_reason = FinishReason.LENGTH
         text, matched = self._matcher.push(self._detokenizer.flush())

@@ -122,7 +122,7 @@ def facts_of(error: CorollaError, sent: Collection[str] = ()) -> dict[str, Any]:
         violations = [(_field(name, sent), text) for name, text in error.violations]
         message, param = "; ".join(f"{name}: {text}" for name, text in violations), violations[0][0]
         if isinstance(error, ContextLengthExceeded):
-            # Programs look for the sentence with which the message begins.
+            # Programs look for the first sentence of the message.
             message = violations[0][1]
     elif isinstance(error, ResourceNotFound):
         param = error.resource_type if error.resource_type != "session" else "session_id"

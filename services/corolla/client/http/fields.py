@@ -14,7 +14,7 @@ DEFAULT_TEMPERATURE: Final = 1.0
 """OpenAI's default. The default in gRPC's protocol is greedy decoding."""
 
 UNLIMITED: Final = -1
-"""The number of tokens by which callers of other servers ask for as many as possible."""
+"""Callers of other servers send this number of tokens to ask for as many as possible."""
 
 
 Element = TypeVar("Element")

@@ -35,7 +35,7 @@ class CompletionLogprobsBuilder:
         }
 
     def _advance(self, entry: pb.TokenLogprob) -> int:
-        """The number of characters before the token, of which a character in several tokens counts with its last."""
+        """Counts the characters before the token; a character of several tokens counts with the last of them."""
         offset = self._offset
         self._offset += len(self._decoder.decode(_bytes(entry)))
         return offset

@@ -43,7 +43,7 @@ class AllowedOrigins:
         return ALL_ORIGINS in self._origins or origin.lower() in self._origins
 
     def headers(self, request: Mapping[str, str]) -> dict[str, str]:
-        """The headers of a reply by which a browser lets the page of a request read it."""
+        """Headers of a reply that tell a browser to let the request's page read it."""
         origin = request.get("origin")
         if origin is None or not self._origins:
             return {}
@@ -53,7 +53,7 @@ class AllowedOrigins:
         return {**vary, "access-control-allow-origin": origin, "access-control-expose-headers": _SEEN_HEADERS}
 
     def preflight_headers(self, request: Mapping[str, str], methods: str) -> dict[str, str]:
-        """The headers by which a browser learns that a page may send a request with one of `methods`."""
+        """Headers that tell a browser that a page may send requests with `methods`."""
         headers = {
             "access-control-allow-methods": methods,
             "access-control-allow-headers": request.get("access-control-request-headers", _USUAL_HEADERS),

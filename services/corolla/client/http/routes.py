@@ -336,7 +336,7 @@ async def _until_kept(
 
 
 async def _all(calls: Iterable[Callable[[], Awaitable[Result]]]) -> list[Result]:
-    """The results of calls, in order, of which a few run at a time. The first failure ends the others."""
+    """Runs a few calls at a time, and returns their results in order. The first failure ends the others."""
     room = asyncio.Semaphore(_MAX_PARALLEL)
 
     async def one(call: Callable[[], Awaitable[Result]]) -> Result:

@@ -13,7 +13,7 @@ _INTRODUCTION: Final = (
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{tools}\n</tools>\n\n"
     "For each function call, return a json object with function name and arguments in this form:\n{call}"
 )
-"""The words with which the templates of Hermes and Qwen introduce tools."""
+"""The templates of Hermes and Qwen introduce tools with these words."""
 _EXAMPLE: Final = ToolCall("", "<function-name>", "<args-json-object>")
 
 

@@ -300,7 +300,7 @@ class MarkupParser:
         return min(map(self._num_before, marks), default=len(held))
 
     def _num_before(self, mark: str) -> int:
-        """The number of held characters before half of the mark or more, with which they end; all if they do not."""
+        """Counts the held characters before half a mark or more at their end; all of them if they do not end so."""
         num_begun = _num_begun(self._held, mark)
         return len(self._held) - (num_begun if 2 * num_begun >= len(mark) else 0)
 
@@ -345,7 +345,7 @@ class MarkupParser:
 
 
 def _num_begun(text: str, mark: str) -> int:
-    """The number of the mark's first characters, but not all of them, with which the text ends."""
+    """Counts the characters at the text's end that begin the mark without completing it."""
     longest = min(len(mark) - 1, len(text))
     return next((count for count in range(longest, 0, -1) if text.endswith(mark[:count])), 0)
 

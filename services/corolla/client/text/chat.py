@@ -41,7 +41,7 @@ class ChatTemplate:
 
     @property
     def knows_tools(self) -> bool:
-        """Whether the template for conversations with tools mentions tools; if not, it would leave them out."""
+        """True if the template for conversations with tools mentions tools; any other template would leave them out."""
         source = self._tokenizer.hf_tokenizer.get_chat_template(tools=[{}]) if self.exists else ""
         return "tools" in source or "tool_calls" in source
 

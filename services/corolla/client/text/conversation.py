@@ -155,7 +155,7 @@ def tool_values(tool: Tool) -> dict[str, Any]:
 
 
 def arguments_of(text: str) -> Any:
-    """A call's arguments as an object: templates expect one, whatever a model or a caller wrote.
+    """Returns a call's arguments as an object, which templates expect, even if a model or caller wrote another text.
 
     Arguments that were cut off keep what they have. Text that does not begin an object stays text.
     """

@@ -66,7 +66,7 @@ class TextTokenizer:
 
     @property
     def first_ids(self) -> list[int]:
-        """The tokens with which a text begins, for a prompt without any: BOS, or the end of an earlier text."""
+        """An empty prompt consists of these tokens: BOS, or the token that ends an earlier text."""
         ids = (self.hf_tokenizer.bos_token_id, self.hf_tokenizer.eos_token_id)
         return [token_id for token_id in ids if token_id is not None][:1]
 

@@ -7,12 +7,12 @@ import os
 
 @functools.cache
 def missing() -> str | None:
-    """What this process lacks to run the kernels on a GPU, as a sentence's end; None: nothing."""
+    """Says what this process lacks to run the kernels on a GPU, as a sentence's end; None: it lacks nothing."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; it comes with torch's build for CUDA"
     return None
 
 
 def is_interpreted() -> bool:
-    """Whether Triton interprets the kernels on the CPU instead of compiling them for a GPU."""
+    """True if Triton interprets the kernels on the CPU; otherwise it compiles them for a GPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"

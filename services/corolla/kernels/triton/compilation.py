@@ -30,7 +30,7 @@ class Compilation:
     code_bytes: dict[str, int] = field(default_factory=dict)
 
     def compile(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Compiles a kernel for these arguments, of which tensors may lie on the meta device."""
+        """Compiles a kernel for these arguments; tensors may lie on the meta device."""
         compiled = kernel.warmup(*arguments, grid=grid, **options)
         self.code_bytes[compiled.hash] = len(compiled.asm["cubin"])
 

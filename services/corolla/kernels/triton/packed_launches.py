@@ -93,6 +93,6 @@ def _units_of_round(num_units: int, most: int) -> int:
 
 
 def _views(panels: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same bytes as words, as float16, in the type of scales and as int8, in which a block has its parts."""
+    """Views the bytes as int32, as float16, in the type of scales, and as int8: a block has parts of these types."""
     flat = panels.view(-1)
     return flat.view(torch.int32), flat.view(torch.float16), flat.view(_SCALES[layout.scale]), flat.view(torch.int8)

@@ -42,7 +42,7 @@ _MORE_KEYS: Final[Mapping[str, Mapping[str, str]]] = {
 _OWN_KEYS: Final = frozenset({"rope.dimension_count", "attention.value_length", "attention.sliding_window_pattern"})
 # Keys that llama.cpp does not read for these architectures, and that describe how a file came about.
 _NOTES: Final = frozenset({"tensor_data_layout", "rope.scaling.finetuned", "attention.layer_norm_epsilon"})
-# Settings with which llama.cpp computes as if they were absent, such as no experts.
+# llama.cpp computes with these settings as if they were absent; 0 experts are an example.
 _WITHOUT_EFFECT: Final[Mapping[str, Any]] = {
     "attention.causal": True,
     "expert_count": 0,

@@ -132,7 +132,7 @@ def part_names(path: Path) -> list[Path]:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is that of a GGUF file, by its first bytes or, if it is damaged, by its ending."""
+    """True if the file begins as a GGUF file does, or if its name ends so, since damaged files are refused as such."""
     if not path.is_file():
         return False
     try:

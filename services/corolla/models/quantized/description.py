@@ -15,7 +15,7 @@ QUANTIZATION_KEYS: Final = ("quantization_config", "compression_config")
 """The keys of `config.json` for the quantisation; the second is an older name."""
 
 DESCRIPTION_FILES: Final = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""Files of ModelOpt, AutoGPTQ and AutoAWQ that describe a quantisation of which `config.json` says nothing."""
+"""Files of ModelOpt, AutoGPTQ and AutoAWQ that describe a quantisation if `config.json` does not."""
 
 _MAX_SCHEMES: Final = 256
 _LARGEST: Final = 1 << 20
@@ -29,7 +29,7 @@ _COMPRESSED_FORMATS: Final = (
 )  # fmt: skip
 # A float of eight bits, and a scale for the whole weight or for each output.
 _MODELOPT_ALGORITHMS: Final = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
-# Keys by which a description without `quant_method` says whose it is. AutoGPTQ's first files have no key of their own.
+# These keys tell which library wrote a description without `quant_method`. AutoGPTQ's first files have none.
 _TELLING_KEYS: Final = {
     "bitsandbytes": ("load_in_4bit", "load_in_8bit"),
     "compressed-tensors": ("config_groups",),
