@@ -11,7 +11,7 @@ from corolla.kernels.layouts import LAYOUTS, Layout, Scale, group_layout
 from corolla.kernels.products import kernel_of
 from corolla.kernels.repacking import Numbers, repack_numbers
 from corolla.kernels.triton.launches import multiply
-from corolla.kernels.triton.packed_launches import expand_packed, multiply_packed
+from corolla.kernels.triton.packed_launches import SCALES, expand_packed, multiply_packed
 from tests.interpreted.ordered_products import install
 from tests.tiers import quick
 
@@ -35,7 +35,6 @@ def drawn_panels(layout: Layout, num_rows: int = NUM_OUTPUTS) -> Tensor:
     """Returns panels of arbitrary numbers and scales; each part of a block takes all of its values."""
     source = torch.Generator().manual_seed(1)
     num_blocks = NUM_COLUMNS // layout.block_weights
-    dtype = {Scale.FLOAT16: torch.float16, Scale.BFLOAT16: torch.bfloat16, Scale.FLOAT32: torch.float32}[layout.scale]
 
     def whole(least: int, end: int, columns: int, kind: torch.dtype = torch.int8) -> Tensor:
         return torch.randint(least, end, (num_rows, columns), generator=source).to(kind)
@@ -46,7 +45,7 @@ def drawn_panels(layout: Layout, num_rows: int = NUM_OUTPUTS) -> Tensor:
     has_sub, per_block = layout.has_sub_scales, layout.units * layout.scales_per_unit
     numbers = Numbers(
         whole(0, 1 << layout.bits, NUM_COLUMNS, torch.uint8),
-        small(dtype),
+        small(SCALES[layout.scale]),
         minima=small(torch.float16) if layout.has_minimum else None,
         sub_scales=whole(-128 if layout.is_centred else 0, 64, num_blocks * per_block) if has_sub else None,
         sub_minima=whole(0, 64, num_blocks * layout.units) if has_sub and layout.has_minimum else None,

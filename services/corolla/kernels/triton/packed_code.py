@@ -10,8 +10,11 @@ No device has run these kernels yet. The interpreter has, for each layout, and C
 import triton
 import triton.language as tl
 
-_LANES = tl.constexpr(16)
-_UNIT = tl.constexpr(32)
+from corolla.kernels.layouts import UNIT
+from corolla.kernels.llvm_text import LANES
+
+_LANES = tl.constexpr(LANES)
+_UNIT = tl.constexpr(UNIT)
 # A float32 with these bits, 2^23, holds a whole number in its lowest bits: GPUs convert integers far more slowly.
 _WHOLE_BITS = tl.constexpr(0x4B000000)
 _WHOLE = tl.constexpr(8388608.0)

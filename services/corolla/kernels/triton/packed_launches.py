@@ -9,7 +9,9 @@ from corolla.kernels.layouts import Layout, Scale
 from corolla.kernels.triton import packed_code
 from corolla.kernels.triton.launches import launch, precision
 
-_SCALES: Final = {Scale.FLOAT16: torch.float16, Scale.BFLOAT16: torch.bfloat16, Scale.FLOAT32: torch.float32}
+SCALES: Final = {Scale.FLOAT16: torch.float16, Scale.BFLOAT16: torch.bfloat16, Scale.FLOAT32: torch.float32}
+"""The dtypes of scales."""
+
 # A tile of a call of up to so many rows has these rows and outputs, units of one round, and warps.
 _TILES: Final = ((16, (16, 64, 4, 4)), (32, (32, 64, 4, 4)), (64, (64, 64, 4, 4)))
 _LARGEST_TILE: Final = (128, 128, 2, 8)
@@ -95,4 +97,4 @@ def _units_of_round(num_units: int, most: int) -> int:
 def _views(panels: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Views the bytes as int32, as float16, in the type of scales, and as int8: a block has parts of these types."""
     flat = panels.view(-1)
-    return flat.view(torch.int32), flat.view(torch.float16), flat.view(_SCALES[layout.scale]), flat.view(torch.int8)
+    return flat.view(torch.int32), flat.view(torch.float16), flat.view(SCALES[layout.scale]), flat.view(torch.int8)
