@@ -1,11 +1,13 @@
 """Texts on pages, whose attention the kernels compute in any cut."""
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from corolla.kernels.triton.launches import PageTables, attend
+from corolla.kernels.page_tables import PageTables
+from corolla.kernels.triton.launches import attend
 
 
 class PagedTexts:
@@ -55,10 +57,12 @@ class PagedTexts:
         tables = PageTables(
             pages=integers([[*self._pages[text], *[0] * (width - len(self._pages[text]))] for text, _, _ in rows]),
             first_queries=integers([0, *ends]),
+            first_keys=integers([0, *itertools.accumulate(end for _, _, end in rows)]),
             num_keys=integers([end for _, _, end in rows]),
-            first_parts=integers([sum(counts[:row]) for row in range(len(rows))]),
+            first_pages=integers([sum(counts[:row]) for row in range(len(rows))]),
             max_queries=max(end - start for _, start, end in rows),
-            num_parts=sum(counts),
+            max_keys=max(end for _, _, end in rows),
+            num_pages=sum(counts),
             page_tokens=self.page_tokens,
         )
         query = torch.cat([self.texts[text][0][start:end] for text, start, end in rows])

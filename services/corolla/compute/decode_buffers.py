@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from corolla.cache.store import KVStore
 from corolla.compute.attention.batch import AttentionBackend, AttentionBatch, PackedRow
-from corolla.compute.attention.page_tables import BatchTables
+from corolla.kernels.page_tables import PageTables
 
 
 class DecodeBuffers:
@@ -104,7 +104,7 @@ class DecodeBuffers:
         page_tokens = self._store.pool.page_tokens
         num_pages = [(keys + (page_tokens - 1)) // page_tokens for keys in num_keys]
         tables = {
-            group: BatchTables(
+            group: PageTables(
                 first_queries=self._first_queries[: size + 1],
                 first_keys=pad(num_keys[group].cumsum(0, dtype=torch.int32), (1, 0)),
                 first_pages=pad(num_pages[group].cumsum(0, dtype=torch.int32), (1, 0))[:-1],
@@ -113,6 +113,7 @@ class DecodeBuffers:
                 max_queries=1,
                 max_keys=pages.shape[1] * page_tokens,
                 num_pages=min(size * pages.shape[1], self._max_pages),
+                page_tokens=page_tokens,
             )
             for group, pages in enumerate(self._pages)
         }

@@ -9,9 +9,9 @@ from torch import Tensor
 from corolla.cache.store import KVStore
 from corolla.chassis.errors import StartupError
 from corolla.compute.attention.batch import AttentionBatch
-from corolla.compute.attention.page_tables import BatchTables
 from corolla.compute.attention.paged_triton import PagedTriton
 from corolla.compute.triton_blocks import TritonBlocks, unsupported
+from corolla.kernels.page_tables import PageTables
 from corolla.kernels.triton.availability import is_interpreted, missing
 from corolla.kernels.triton.compilation import SHARED_MEMORY, Compilation, compiling
 from corolla.models.checkpoint import Checkpoint
@@ -87,18 +87,18 @@ def _run(span: FusedSpan, checkpoint: Checkpoint, dtype: torch.dtype, page_token
         positions = torch.empty(num_rows, dtype=torch.int64, device=_META)
         # A step of single tokens, and one chunk.
         for max_queries in (1, num_rows):
-            tables = _tables(num_rows // max_queries, max_queries)
+            tables = _tables(num_rows // max_queries, max_queries, page_tokens)
             batch = AttentionBatch(
                 store, (), backend, slots=dict.fromkeys(groups, positions), prepared=dict.fromkeys(groups, tables)
             )
             blocks.forward(hidden, positions, 1, range(len(span.layers)), batch)
 
 
-def _tables(num_rows: int, max_queries: int) -> BatchTables:
+def _tables(num_rows: int, max_queries: int, page_tokens: int) -> PageTables:
     def integers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=_META)
 
-    return BatchTables(
+    return PageTables(
         first_queries=integers(num_rows + 1),
         first_keys=integers(num_rows + 1),
         first_pages=integers(num_rows),
@@ -107,4 +107,5 @@ def _tables(num_rows: int, max_queries: int) -> BatchTables:
         max_queries=max_queries,
         max_keys=max_queries,
         num_pages=num_rows,
+        page_tokens=page_tokens,
     )

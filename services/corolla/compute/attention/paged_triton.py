@@ -63,16 +63,7 @@ def attend_stored(
     Returns:
         `[N, heads, head_dim]` in the same dtype, on the device of all of them.
     """
-    from corolla.kernels.triton.launches import PageTables, attend
+    from corolla.kernels.triton.launches import attend
 
     tables = tables_of(batch, layer, query.device)
-    own = PageTables(
-        pages=tables.pages,
-        first_queries=tables.first_queries,
-        num_keys=tables.num_keys,
-        first_parts=tables.first_pages,
-        max_queries=tables.max_queries,
-        num_parts=tables.num_pages,
-        page_tokens=batch.store.pool.page_tokens,
-    )
-    return attend(query, keys, values, own, scaling=scaling, window=window, softcap=softcap)
+    return attend(query, keys, values, tables, scaling=scaling, window=window, softcap=softcap)

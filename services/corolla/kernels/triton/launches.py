@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from corolla.kernels.page_tables import PageTables
 from corolla.kernels.triton import device_code
 from corolla.kernels.triton.compilation import SHARED_MEMORY, current
 
@@ -47,29 +48,6 @@ class HeadNorms:
     key_weight: Tensor
     query_epsilon: float
     key_epsilon: float
-
-
-@dataclass(frozen=True, slots=True)
-class PageTables:
-    """The rows of a call, with the places of their keys.
-
-    Attributes:
-        pages: int32 `[rows, width]`: the ids of each row's pages.
-        first_queries: int32 `[rows + 1]`: where each row's queries begin, and where the last row's queries end.
-        num_keys: int32 `[rows]`: the keys of each row, counted from its first page on.
-        first_parts: int32 `[rows]`: how many pages the rows before a row have together.
-        max_queries: the most queries of a row.
-        num_parts: no fewer than all rows' pages together.
-        page_tokens: tokens of a page.
-    """
-
-    pages: Tensor
-    first_queries: Tensor
-    num_keys: Tensor
-    first_parts: Tensor
-    max_queries: int
-    num_parts: int
-    page_tokens: int
 
 
 def launch(kernel: Any, grid: Grid, *arguments: Any, **options: Any) -> None:
@@ -242,17 +220,17 @@ def attend(
     bytes_of_stage = 2 * block * shape["HEAD_BLOCK"] * query.element_size()
     if tables.max_queries == 1:
         splits = max(1, min(width, _PROGRAMS // (num_rows * num_key_heads)))
-        parts = torch.empty(tables.num_parts, num_heads, head, dtype=torch.float32, device=query.device)
-        sums, maxima = (torch.empty(tables.num_parts, num_heads, device=query.device) for _ in range(2))
+        parts = torch.empty(tables.num_pages, num_heads, head, dtype=torch.float32, device=query.device)
+        sums, maxima = (torch.empty(tables.num_pages, num_heads, device=query.device) for _ in range(2))
         launch(
             device_code.attend_pages, (splits, num_key_heads, num_rows),
-            query, keys, values, parts, sums, maxima, tables.pages, tables.num_keys, tables.first_parts, *numbers,
+            query, keys, values, parts, sums, maxima, tables.pages, tables.num_keys, tables.first_pages, *numbers,
             splits, ROWS=max(_LEAST_SIDE, power_of_two(group)), **shape, num_warps=4,
             num_stages=stages_within(3, bytes_of_stage, query.device), **_EXACT,
         )  # fmt: skip
         launch(
             device_code.merge_pages, (num_heads, num_rows), parts, sums, maxima, out, tables.num_keys,
-            tables.first_parts, NUM_HEADS=num_heads, HEAD=head, HEAD_BLOCK=shape["HEAD_BLOCK"], PAGE=page,
+            tables.first_pages, NUM_HEADS=num_heads, HEAD=head, HEAD_BLOCK=shape["HEAD_BLOCK"], PAGE=page,
             HAS_WINDOW=window is not None, num_warps=1, **_EXACT,
         )  # fmt: skip
         return out
