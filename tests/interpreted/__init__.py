@@ -1,7 +1,8 @@
-"""Tests of the Triton kernels under Triton's interpreter, without a GPU.
+"""Tests of the Triton kernels: under Triton's interpreter without a GPU, and on one.
 
-They need triton, and a numpy below 2.3, which the interpreter needs; both lie in a folder of their own (`make triton`).
-So a process of their own runs them, which `tests/unit/kernels/test_interpreted.py` starts.
+The interpreter needs triton, and a numpy below 2.3; both lie in a folder of their own (`make triton`). So a process of
+its own runs the tests, which `tests/unit/kernels/test_interpreted.py` starts. `tests/gpu/test_kernels.py` starts
+another one, in which the same tests run on the GPU.
 """
 
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
+DEVICE: Final = os.environ.get("COROLLA_KERNELS_DEVICE", "cpu")
 PACKAGES: Final = Path(os.environ.get("COROLLA_TRITON", Path(sys.prefix) / "triton"))
 
 
@@ -17,3 +19,8 @@ def environment() -> dict[str, str]:
     """The environment of a process that interprets kernels."""
     paths = [str(PACKAGES), str(ROOT / "services"), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "TRITON_INTERPRET": "1"}
+
+
+def gpu_environment() -> dict[str, str]:
+    """The environment of a process that runs the kernels on the GPU."""
+    return {**os.environ, "COROLLA_KERNELS_DEVICE": "cuda"}

@@ -19,6 +19,7 @@ from corolla.kernels.triton.launches import (
     rotate_and_store,
 )
 from corolla.models.invariant_norms import InvariantNorm, invariant_norm
+from tests.interpreted import DEVICE
 from tests.interpreted.ordered_products import install
 from tests.interpreted.paged_texts import PagedTexts
 from tests.tiers import quick
@@ -30,13 +31,14 @@ DTYPES = list(TOLERANCES)
 
 @pytest.fixture(autouse=True, scope="module")
 def one_order() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, torch.device(DEVICE):
         install(patch)
         yield
 
 
 def draw(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator, device="cpu").to(DEVICE, dtype)
 
 
 def assert_near(found: Tensor, expected: Tensor) -> None:
@@ -158,8 +160,11 @@ CASES: list[Case] = [
 
 
 # The interpreter cannot fill a tensor of bfloat16.
+ATTENTION_DTYPES = DTYPES if DEVICE != "cpu" else [torch.float32, torch.float16]
+
+
 @pytest.mark.parametrize("case", quick(CASES, CASES[0]))
-@pytest.mark.parametrize("dtype", quick((torch.float32, torch.float16), torch.float32))
+@pytest.mark.parametrize("dtype", quick(ATTENTION_DTYPES, torch.float32))
 def test_attention_has_the_same_bits_in_every_cut(case: Case, dtype: torch.dtype) -> None:
     page_tokens, heads, head, window, softcap = case
     lengths = (2 * page_tokens + 9, page_tokens + 2, 5)

@@ -12,6 +12,7 @@ from corolla.kernels.products import kernel_of
 from corolla.kernels.repacking import Numbers, repack_numbers
 from corolla.kernels.triton.launches import multiply
 from corolla.kernels.triton.packed_launches import SCALES, expand_packed, multiply_packed
+from tests.interpreted import DEVICE
 from tests.interpreted.ordered_products import install
 from tests.tiers import quick
 
@@ -26,13 +27,18 @@ TYPES = [*LAYOUTS.values(), *(layout for layout in GROUPS if layout is not None)
 
 @pytest.fixture(autouse=True, scope="module")
 def one_order() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, torch.device(DEVICE):
         install(patch)
         yield
 
 
 def drawn_panels(layout: Layout, num_rows: int = NUM_OUTPUTS) -> Tensor:
     """Returns panels of arbitrary numbers and scales; each part of a block takes all of its values."""
+    with torch.device("cpu"):
+        return _drawn_panels(layout, num_rows)
+
+
+def _drawn_panels(layout: Layout, num_rows: int) -> Tensor:
     source = torch.Generator().manual_seed(1)
     num_blocks = NUM_COLUMNS // layout.block_weights
 
@@ -60,14 +66,16 @@ def drawn_panels(layout: Layout, num_rows: int = NUM_OUTPUTS) -> Tensor:
 
 
 def weights_of(layout: Layout, panels: Tensor) -> Tensor:
-    return kernel_of(layout).expand(torch.arange(NUM_OUTPUTS), panels, NUM_COLUMNS)
+    with torch.device("cpu"):
+        return kernel_of(layout).expand(torch.arange(NUM_OUTPUTS), panels, NUM_COLUMNS)
 
 
 @pytest.mark.parametrize("layout", TYPES, ids=lambda layout: layout.name)
 def test_weights_have_the_bits_that_they_have_on_a_processor(layout: Layout) -> None:
     panels = drawn_panels(layout)
-    row_ids = torch.randperm(NUM_OUTPUTS, generator=torch.Generator().manual_seed(2))[:19]
-    expected = weights_of(layout, panels)[row_ids]
+    row_ids = torch.randperm(NUM_OUTPUTS, generator=torch.Generator().manual_seed(2), device="cpu")[:19]
+    expected = weights_of(layout, panels)[row_ids].to(DEVICE)
+    row_ids, panels = row_ids.to(DEVICE), panels.to(DEVICE)
     assert torch.equal(expand_packed(layout, row_ids, panels, torch.float32), expected)
     assert torch.equal(expand_packed(layout, row_ids, panels, torch.float16), expected.half())
 
@@ -82,14 +90,15 @@ def test_a_product_has_the_bits_of_the_product_of_expanded_weights(case: tuple[L
     layout, dtype = case
     panels = drawn_panels(layout)
     source = torch.Generator().manual_seed(3)
-    rows = torch.randn(70, NUM_COLUMNS, generator=source).to(dtype)
-    bias = torch.randn(NUM_OUTPUTS, generator=source).to(dtype)
-    expanded = weights_of(layout, panels).to(dtype)
+    rows = torch.randn(70, NUM_COLUMNS, generator=source, device="cpu").to(DEVICE, dtype)
+    bias = torch.randn(NUM_OUTPUTS, generator=source, device="cpu").to(DEVICE, dtype)
+    expanded = weights_of(layout, panels).to(DEVICE, dtype)
+    panels = panels.to(DEVICE)
     whole = multiply_packed(layout, rows, panels, NUM_OUTPUTS, bias)
     assert torch.equal(whole, multiply(rows, expanded, bias))
     for start, end in ((0, 1), (3, 33), (20, 70)):
         assert torch.equal(multiply_packed(layout, rows[start:end], panels, NUM_OUTPUTS, bias), whole[start:end])
-    order = torch.randperm(NUM_COLUMNS, generator=source)
+    order = torch.randperm(NUM_COLUMNS, generator=source, device="cpu").to(DEVICE)
     shuffled = torch.empty_like(rows).index_copy_(1, order, rows)
     assert torch.equal(multiply_packed(layout, shuffled[:2], panels, NUM_OUTPUTS, bias, order.int()), whole[:2])
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from corolla.kernels.page_tables import PageTables
 from corolla.kernels.triton.launches import attend
+from tests.interpreted import DEVICE
 
 
 class PagedTexts:
@@ -30,12 +31,12 @@ class PagedTexts:
         num_heads, self.num_key_heads = heads
 
         def draw(length: int, count: int) -> Tensor:
-            return torch.randn(length, count, head, generator=generator).to(dtype)
+            return torch.randn(length, count, head, generator=generator, device="cpu").to(DEVICE, dtype)
 
         self.page_tokens, self.head = page_tokens, head
         self.texts = [(draw(n, num_heads), draw(n, heads[1]), draw(n, heads[1])) for n in lengths]
         counts = [-(-n // page_tokens) for n in lengths]
-        order = torch.randperm(sum(counts) + 1, generator=generator)[1:].tolist()
+        order = torch.randperm(sum(counts) + 1, generator=generator, device="cpu")[1:].tolist()
         self._pages: list[list[int]] = [[order.pop() for _ in range(count)] for count in counts]
         self.keys, self.values = (
             torch.full(((sum(counts) + 1) * page_tokens, heads[1], head), torch.nan, dtype=dtype) for _ in range(2)

@@ -9,6 +9,7 @@ import torch
 
 from corolla.cache.store import SessionCache
 from corolla.compute import graph_choice
+from corolla.compute.decode_graphs import CudaCapture
 from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.kernels.triton.packed_launches import multiply_packed
 from corolla.models import edges as edges_module
@@ -22,6 +23,7 @@ from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
 from tests.gguf_files import make_tiny_gguf
+from tests.interpreted import DEVICE
 from tests.interpreted.ordered_products import install
 from tests.interpreted.recorded_launches import record
 from tests.reference import Unsplit
@@ -52,7 +54,7 @@ def products() -> Iterator[None]:
 
 def make_runner(checkpoint: Checkpoint, span: Span, **options: Any) -> SpanRunner:
     runner = SpanRunner(
-        load_span(checkpoint, span, dtype=torch.float32),
+        load_span(checkpoint, span, dtype=torch.float32, device=DEVICE),
         **{"num_pages": 60, "page_tokens": PAGE_TOKENS, "attention": "triton", **options},
     )
     assert runner.kernel_choices.blocks == "triton"
@@ -69,7 +71,7 @@ class Chain:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._runners = [make_runner(checkpoint, span) for span in SPANS]
-        self._edges: Edges = load_edges(checkpoint, dtype=torch.float32)
+        self._edges: Edges = load_edges(checkpoint, dtype=torch.float32, device=DEVICE)
         self._edges.tune_head()
         assert set(self._edges.product_ways.values()) == {"triton"}
 
@@ -81,8 +83,8 @@ class Chain:
         while len(chosen) < num_tokens:
             new = chosen[-1:] or list(prompt)
             position = caches[0].num_tokens
-            ids = torch.tensor(new)
-            hidden = self._edges.embed(ids, torch.arange(position, position + len(new)))
+            ids = torch.tensor(new, device=DEVICE)
+            hidden = self._edges.embed(ids, torch.arange(position, position + len(new), device=DEVICE))
             for runner, cache in zip(self._runners, caches, strict=True):
                 hidden = runner.forward([RowWork(cache, position, len(new))], hidden, runner.span)
             chosen.append(int(self._edges.head(hidden[-1:]).argmax()))
@@ -102,12 +104,15 @@ def test_the_familys_own_code_attends_by_the_kernels(tmp_path: Path, family: str
     """A softcap, and halves of heads that are not rotated: transformers' modules, our attention and products."""
     checkpoint = make_checkpoint(tmp_path, family)
     runner = SpanRunner(
-        load_span(checkpoint, SPANS[1], dtype=torch.float32),
+        load_span(checkpoint, SPANS[1], dtype=torch.float32, device=DEVICE),
         num_pages=60, page_tokens=PAGE_TOKENS, attention="triton",
     )  # fmt: skip
     assert (runner.kernel_choices.attention, runner.kernel_choices.blocks) == ("triton", "family")
     reference = SpanRunner(
-        load_span(checkpoint, SPANS[1], dtype=torch.float32), num_pages=60, page_tokens=PAGE_TOKENS, attention="sdpa"
+        load_span(checkpoint, SPANS[1], dtype=torch.float32, device=DEVICE),
+        num_pages=60,
+        page_tokens=PAGE_TOKENS,
+        attention="sdpa",
     )
     hidden = torch.randn(21, runner.model.hidden_size, generator=torch.Generator().manual_seed(0))
     outputs = []
@@ -125,14 +130,17 @@ def test_the_familys_own_code_attends_by_the_kernels(tmp_path: Path, family: str
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
 def test_packed_weights_run_by_the_kernels(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COROLLA_CACHE", str(tmp_path / "cache"))
-    # The layers take this product by themselves on a GPU.
-    monkeypatch.setattr(modules, "multiplied", multiply_packed)
+    if DEVICE == "cpu":
+        # The layers take this product by themselves on a GPU.
+        monkeypatch.setattr(modules, "multiplied", multiply_packed)
     checkpoint = Checkpoint.from_pretrained(str(make_tiny_gguf("llama", tmp_path, kind=kind)[1]))
     options: dict[str, Any] = {"num_pages": 60, "page_tokens": PAGE_TOKENS}
-    packed = load_span(checkpoint, SPANS[1], dtype=torch.float32, quantization="packed")
+    packed = load_span(checkpoint, SPANS[1], dtype=torch.float32, device=DEVICE, quantization="packed")
     runner = SpanRunner(packed, attention="triton", **options)
     assert runner.kernel_choices.blocks == "triton"
-    reference = SpanRunner(load_span(checkpoint, SPANS[1], dtype=torch.float32), attention="sdpa", **options)
+    reference = SpanRunner(
+        load_span(checkpoint, SPANS[1], dtype=torch.float32, device=DEVICE), attention="sdpa", **options
+    )
     hidden = torch.randn(21, runner.model.hidden_size, generator=torch.Generator().manual_seed(0))
     outputs = []
     for each, sizes in ((runner, [18, 1, 2]), (runner, [5, 16]), (reference, [21])):
@@ -170,7 +178,7 @@ def test_replayed_steps_have_the_bits_of_prompts(tmp_path: Path, family: str) ->
         cache.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph_choice, "SIZES", (1, 2))
-        graph_choice.choose_graphs(runner, record)
+        graph_choice.choose_graphs(runner, record if DEVICE == "cpu" else CudaCapture(torch.device(DEVICE)))
     assert runner.decode_graphs is not None
     caches = [opened() for _ in texts]
     first = PAGE_TOKENS - 2
