@@ -179,18 +179,6 @@ ROWS: list[Row] = [
     ),
     invalid("id of 32 bits", GENERATE, pb.GenerateRequest(tokens=pb.TokenIds(ids=[2**32 - 1])), "tokens.ids[0]"),
     # The context.
-    too_long(
-        "prompt + max_tokens beyond the context",
-        GENERATE,
-        prompt(stopping=pb.StoppingParameters(max_tokens=CONTEXT_LENGTH)),
-        "stopping.max_tokens",
-    ),
-    too_long(
-        "max_tokens of 31 bits",
-        CHAT,
-        chat(("user", "hi"), stopping=pb.StoppingParameters(max_tokens=2**31 - 1)),
-        "stopping.max_tokens",
-    ),
     too_long("prompt as long as the context", GENERATE, pb.GenerateRequest(tokens=CONTEXT_FILLING), "prompt"),
     too_long("chat longer than the context", CHAT, chat(("user", "x" * CONTEXT_LENGTH)), "prompt"),
     # Sampling.

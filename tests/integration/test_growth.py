@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 
 from corolla.block_server.service import BlockServer
+from corolla.chassis.errors import ContextLengthExceeded
 from corolla.client.generation import answering
 from corolla.sdk.async_client import AsyncClient
 from tests.checkpoints import make_tiny_checkpoint
@@ -66,6 +67,24 @@ async def test_a_turn_of_a_session_grows_too(swarm: Swarm) -> None:
         assert len(PROMPT) + len(first.token_ids) + 2 + len(rest.token_ids) == CONTEXT
         expected = await client.generate([*PROMPT, *first.token_ids, 4, 5], ignore_eos=True)
         assert rest.token_ids == expected.token_ids
+
+
+async def test_a_limit_beyond_the_context_is_the_rest_of_the_context(swarm: Swarm) -> None:
+    beyond: dict[str, Any] = {"ignore_eos": True, "max_tokens": 2**31 - 1}
+    async with swarm.connect() as client, client.session() as session:
+        expected = (await client.generate(PROMPT, ignore_eos=True)).token_ids
+        answer = await client.generate(PROMPT, **beyond)
+        assert (answer.token_ids, answer.finish_reason) == (expected, "length")
+        streamed = [each async for each in client.stream(PROMPT, **beyond)]
+        assert [token_id for chunk in streamed for token_id in chunk.token_ids] == list(expected)
+        assert streamed[-1].finish_reason == "length"
+        first = await session.generate(PROMPT, ignore_eos=True, max_tokens=600)
+        rest = await session.generate([4, 5], **beyond)
+        assert len(PROMPT) + len(first.token_ids) + 2 + len(rest.token_ids) == CONTEXT
+        assert rest.finish_reason == "length"
+        with pytest.raises(ContextLengthExceeded, match="leaves no room for an answer|has 641 tokens"):
+            await session.generate([6], **beyond)
+    await swarm.until_empty()
 
 
 @pytest.mark.kind

@@ -204,7 +204,7 @@ async def test_a_response_is_streamed_by_its_events(swarm: Swarm, http: httpx2.A
         == whole["output"][0]["content"][0]["text"]
         == found[-1]["response"]["output"][0]["content"][0]["text"]
     )
-    failed = await http.post("/v1/responses", json={"input": "hello", "max_output_tokens": 100_000, "stream": True})
+    failed = await http.post("/v1/responses", json={"input": "hello " * 9000, "stream": True})
     assert (failed.status_code, failed.json()["error"]["code"]) == (400, "context_length_exceeded")
     await swarm.until_empty()
 

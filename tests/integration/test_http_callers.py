@@ -124,11 +124,9 @@ async def test_the_model_has_the_names_that_its_user_chose(swarm: Swarm, http: h
     [
         ("/v1/completions", {"prompt": [1] * 600}, "prompt"),
         ("/v1/completions", {"prompt": "a" * 6000}, "prompt"),
-        ("/v1/completions", {"prompt": [1] * 500, "max_tokens": 100}, "max_tokens"),
+        ("/v1/completions", {"prompt": [1] * 512, "max_tokens": 1}, "prompt"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a " * 3000}]}, "messages"),
-        ("/v1/chat/completions", {"messages": CHAT, "max_completion_tokens": 999}, "max_completion_tokens"),
         ("/v1/responses", {"input": "a " * 3000, "store": False}, "input"),
-        ("/v1/responses", {"input": "a", "max_output_tokens": 999, "store": False}, "max_output_tokens"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -139,6 +137,22 @@ async def test_programs_recognise_a_context_that_is_too_short(
     error = refused.json()["error"]
     assert (refused.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
     assert error["message"].startswith("This model's maximum context length is 512 tokens.")
+
+
+async def test_an_answer_that_may_cross_the_context_ends_there(http: httpx2.AsyncClient) -> None:
+    asked = {"prompt": [1] * 500, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+    free = (await http.post("/v1/completions", json=asked)).json()["choices"][0]
+    assert (len(free["token_ids"]), free["finish_reason"]) == (12, "length")
+    for max_tokens in (13, 2**31 - 1):
+        limited = (await http.post("/v1/completions", json={**asked, "max_tokens": max_tokens})).json()["choices"][0]
+        assert (limited["token_ids"], limited["finish_reason"]) == (free["token_ids"], "length")
+    chat = {"messages": CHAT, "ignore_eos": True, "max_completion_tokens": 32_000, "stream": True}
+    streamed = (await http.post("/v1/chat/completions", json=chat)).text
+    assert '"finish_reason":"length"' in streamed
+    unfinished = {"input": "a", "max_output_tokens": 999, "store": False, "logit_bias": {"2": -100}}
+    response = (await http.post("/v1/responses", json=unfinished)).json()
+    assert response["status"] == "incomplete"
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,7 @@ async def test_nothing_of_what_was_said_is_in_a_span(tmp_path: Path, model: Path
         session = (await client.create_session()).session_id
         answer = await client.generate(PROMPT, session=session, stop=["tentacle"], **OPTIONS)
         with pytest.raises(ContextLengthExceeded):
-            await client.generate(PROMPT, max_tokens=9000)
+            await client.generate(PROMPT * 3000)
         refused = (await ended(collector, 2))[1]
         assert refused.attributes["error.type"] == "CONTEXT_LENGTH_EXCEEDED"
         assert not refused.is_error  # it is the caller's own

@@ -110,23 +110,18 @@ class ContextLengthExceeded(InvalidRequest):
     reason = "CONTEXT_LENGTH_EXCEEDED"
 
 
-def context_exceeded(
-    context_length: int, num_prompt_tokens: int | None, num_new_tokens: int = 0
-) -> ContextLengthExceeded:
-    """The error of a prompt that is too long, or that leaves too little room for `num_new_tokens`.
+def context_exceeded(context_length: int, num_prompt_tokens: int | None) -> ContextLengthExceeded:
+    """The error of a prompt that is too long, or that leaves no room for an answer.
 
     Programs look for the first sentence, which is OpenAI's.
 
     Args:
         num_prompt_tokens: None: more than the context; their number is not known.
     """
-    limit = f"This model's maximum context length is {context_length} tokens. "
-    if num_prompt_tokens is None or num_prompt_tokens > context_length:
-        counted = "more than that" if num_prompt_tokens is None else f"{num_prompt_tokens} tokens"
-        return ContextLengthExceeded("prompt", f"{limit}The prompt has {counted}")
-    field = "stopping.max_tokens" if num_prompt_tokens < context_length else "prompt"
-    asked = f"{num_prompt_tokens} prompt tokens and {num_new_tokens} new ones"
-    return ContextLengthExceeded(field, f"{limit}The request asks for {asked}")
+    counted = "more than that" if num_prompt_tokens is None else f"{num_prompt_tokens} tokens"
+    rest = ", which leaves no room for an answer" if num_prompt_tokens == context_length else ""
+    limit = f"This model's maximum context length is {context_length} tokens. The prompt has {counted}{rest}"
+    return ContextLengthExceeded("prompt", limit)
 
 
 class MessageTooLarge(CorollaError):

@@ -200,8 +200,9 @@ class StoppingParameters(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     TIME_LIMIT_MS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """The most new tokens; unset: as many as the context and the tenant's quota allow, or the service's setting for that.
-    Pages are reserved as such an answer grows; if servers have none left, it ends with LENGTH. 0 only with `echo`.
+    """The most new tokens, and no more than the context has room for; unset: as many as the context and the tenant's
+    quota allow, or the service's setting for that. Pages are reserved as such an answer grows; if servers have none
+    left, it ends with LENGTH. 0 only with `echo`.
     """
     ignore_eos: _builtins.bool
     """Whether to continue after end-of-sequence tokens."""

@@ -490,13 +490,15 @@ class Answering:
         return _Room(allowance, num_prompt_tokens, num_prompt_tokens + first, request.num_completions)
 
     def _max_tokens(self, num_prompt_tokens: int, request: AnyRequest) -> int:
+        """The most new tokens: as many as the request asks for, or as the context has room for.
+
+        Raises ContextLengthExceeded if the prompt leaves no room for an answer.
+        """
         room = self._limits.context_length - num_prompt_tokens
-        wanted = 1 if request.max_tokens is None else request.max_tokens
-        if wanted > room:
-            raise context_exceeded(self._limits.context_length, num_prompt_tokens, wanted)
-        if request.max_tokens is not None:
-            return wanted
-        return room if self._limits.default_max_tokens is None else min(self._limits.default_max_tokens, room)
+        wanted = self._limits.default_max_tokens if request.max_tokens is None else request.max_tokens
+        if room < (0 if wanted == 0 else 1):
+            raise context_exceeded(self._limits.context_length, num_prompt_tokens)
+        return room if wanted is None else min(wanted, room)
 
     def _sampler(
         self,
