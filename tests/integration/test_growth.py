@@ -82,7 +82,7 @@ async def test_a_limit_beyond_the_context_is_the_rest_of_the_context(swarm: Swar
         rest = await session.generate([4, 5], **beyond)
         assert len(PROMPT) + len(first.token_ids) + 2 + len(rest.token_ids) == CONTEXT
         assert rest.finish_reason == "length"
-        with pytest.raises(ContextLengthExceeded, match=r"leaves no room for an answer|has 641 tokens"):
+        with pytest.raises(ContextLengthExceeded, match="context length is 640"):
             await session.generate([6], **beyond)
     await swarm.until_empty()
 
