@@ -11,20 +11,29 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.figures import Figure, as_json, as_table
+from benchmarks.figures import Figure, as_json, as_line, as_table
 
 Measure = Callable[[argparse.Namespace], Iterable[Figure]]
 AddOptions = Callable[[argparse.ArgumentParser], None]
 
 
 def run(description: str | None, add_options: AddOptions, measure: Measure, arguments: list[str] | None = None) -> None:
-    """Parses the options, measures, and prints the table."""
+    """Parses the options, measures, and prints the table.
+
+    Each figure also goes to standard error as soon as it is measured. The exit status is 1 if a measurement failed.
+    """
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     add_options(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table, dated, with the machine")
     options = parser.parse_args(arguments)
-    show(list(measure(options)), as_json_text=options.json, markdown=options.markdown)
+    figures = []
+    for each in measure(options):
+        print(as_line(each), file=sys.stderr, flush=True)
+        figures.append(each)
+    show(figures, as_json_text=options.json, markdown=options.markdown)
+    if any(each.error for each in figures):
+        sys.exit(1)
 
 
 def show(figures: list[Figure], *, as_json_text: bool, markdown: bool) -> None:

@@ -5,7 +5,9 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
+
+_MAX_ERROR_LENGTH: Final = 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +56,19 @@ class Figure:
         name: what was measured, with everything that it depends on.
         unit: of the spread; "x" is a ratio formed within each round.
         target: what the median is to reach, where something was set out.
+        error: why nothing was measured; then the spread has no numbers.
     """
 
     name: str
     unit: str
     spread: Spread
     target: Target | None = None
+    error: str = ""
 
     @property
     def verdict(self) -> str:
+        if self.error:
+            return "FAILED"
         if self.target is None:
             return ""
         return "reached" if self.target.is_reached(self.spread.median) else "NOT REACHED"
@@ -70,6 +76,12 @@ class Figure:
 
 def figure(name: str, unit: str, values: Iterable[float], target: Target | None = None) -> Figure:
     return Figure(name, unit, Spread.of(list(values)), target)
+
+
+def failure(name: str, error: BaseException) -> Figure:
+    """The row of a measurement that failed."""
+    words = " ".join(str(error).split())[:_MAX_ERROR_LENGTH]
+    return Figure(name, "", Spread(math.nan, math.nan, math.nan), error=f"{type(error).__name__}: {words}")
 
 
 def ratio(name: str, above: Sequence[float], below: Sequence[float], target: Target | None = None) -> Figure:
@@ -84,16 +96,29 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def as_json(figures: Sequence[Figure]) -> str:
-    return json.dumps([{**asdict(each), "verdict": each.verdict} for each in figures], indent=2)
+    """A failed measurement has no spread in it, since JSON has no number for one."""
+    return json.dumps(
+        [{**asdict(each), **({"spread": None} if each.error else {}), "verdict": each.verdict} for each in figures],
+        indent=2,
+    )
+
+
+def as_line(figure: Figure) -> str:
+    """One figure as soon as it is measured."""
+    if figure.error:
+        return f"{figure.name}: {figure.verdict}, {figure.error}"
+    return f"{figure.name}: {figure.spread} {figure.unit} {figure.target or ''} {figure.verdict}".rstrip()
 
 
 def as_table(figures: Sequence[Figure], *, markdown: bool = False) -> str:
     """Aligned text, or Markdown for a README."""
     head = ("figure", "unit", "median", "smallest to largest", "to reach", "verdict")
     rows = [
-        (each.name, each.unit, _short(each.spread.median),
-         f"{_short(each.spread.smallest)} to {_short(each.spread.largest)}",
-         str(each.target or ""), each.verdict)
+        (each.name, "", "", each.error, "", each.verdict)
+        if each.error
+        else (each.name, each.unit, _short(each.spread.median),
+              f"{_short(each.spread.smallest)} to {_short(each.spread.largest)}",
+              str(each.target or ""), each.verdict)
         for each in figures
     ]  # fmt: skip
     if markdown:
