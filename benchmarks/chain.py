@@ -1,6 +1,7 @@
 """A running stack as benchmarks see it: answers with their timings, and processor time."""
 
 import asyncio
+import json
 import signal
 import tempfile
 import time
@@ -154,6 +155,12 @@ class Chain:
 
     def is_alive(self, server: ManagedProcess) -> bool:
         return self._stack.pid(server.name) is not None
+
+    def stages_s(self, server: ManagedProcess) -> dict[str, float]:
+        """The seconds of each stage of a block server's last start, as its log has them in JSON."""
+        lines = (line for line in reversed(server.log.last_lines(1000)) if '"stages_s"' in line)
+        found: dict[str, float] = json.loads(next(lines, "{}")).get("stages_s", {})
+        return found
 
     def is_placed(self, server: ManagedProcess) -> bool:
         """Whether the router knows a block server as ready, and does not suspect it."""

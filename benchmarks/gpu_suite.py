@@ -29,6 +29,7 @@ _STEADY: Final = {1: 150.0, 8: 1050.0, 32: 3600.0, 64: 6000.0}
 _WITH_PROMPTS: Final = {64: 4500.0}
 _FIRST_TOKEN_MS: Final = {512: 30.0, 2048: 90.0, 8000: 350.0}
 _READY_S: Final = 12.0
+_LEAST_STAGE_S: Final = 0.5
 PROMPT_TOKENS: Final = 128
 _PATIENCE_S: Final = 120.0
 # A server's driver and libraries, recorded steps, tensors of a step, adapters.
@@ -71,6 +72,7 @@ class Suite:
 
     Attributes:
         starts_s: how many seconds block servers took from their process to their readiness, by what was started.
+        stages_s: how many seconds each stage of the slowest such start took, by what was started.
     """
 
     def __init__(self, folder: Path, options: argparse.Namespace, weight_bytes: int, bandwidth: float) -> None:
@@ -79,6 +81,7 @@ class Suite:
         self.weight_bytes = weight_bytes
         self.bandwidth = bandwidth
         self.starts_s: dict[str, list[float]] = {}
+        self.stages_s: dict[str, dict[str, float]] = {}
         self._vocab_size = Checkpoint.from_pretrained(str(folder)).vocab_size
         self._seeds = itertools.count()
         self._exits = contextlib.ExitStack()
@@ -129,7 +132,8 @@ class Suite:
         )
         self._exits.enter_context(chain)
         self._running = servers, chain
-        self.starts_s.setdefault(servers.name, []).extend(chain.ready_s.values())
+        for server in chain.servers:
+            self._note_start(servers.name, chain, server)
         return chain
 
     def replicas(self) -> tuple[Chain, tuple[ManagedProcess, ManagedProcess]]:
@@ -137,7 +141,7 @@ class Suite:
         chain = self.chain(TWO)
         if len(chain.servers) == TWO.count:
             spare = chain.add_replica(chain.servers[-1])
-            self.starts_s["a spare beside two servers"] = [chain.ready_s[spare.name]]
+            self._note_start("a spare beside two servers", chain, spare)
         return chain, (chain.servers[-2], chain.servers[-1])
 
     def start_again(self, chain: Chain) -> None:
@@ -147,7 +151,13 @@ class Suite:
             chain.launch(server)
         for server in dead:
             chain.until_ready(server)
-            self.starts_s.setdefault("started again beside others", []).append(chain.ready_s[server.name])
+            self._note_start("started again beside others", chain, server)
+
+    def _note_start(self, name: str, chain: Chain, server: ManagedProcess) -> None:
+        starts_s = self.starts_s.setdefault(name, [])
+        starts_s.append(chain.ready_s[server.name])
+        if starts_s[-1] == max(starts_s):
+            self.stages_s[name] = chain.stages_s(server)
 
     def prompts(self, count: int, num_tokens: int = PROMPT_TOKENS) -> list[list[int]]:
         """Prompts that nothing has seen before, and that begin like no other."""
@@ -266,6 +276,9 @@ def ready(suite: Suite) -> Iterator[Figure]:
         suite.chain(ONE)
     for name, starts_s in suite.starts_s.items():
         yield figure(f"ready, {name}", "s", starts_s, at_most(_READY_S))
+        for stage, seconds in suite.stages_s[name].items():
+            if seconds >= _LEAST_STAGE_S:
+                yield figure(f"ready, {name}, slowest: {stage}", "s", [seconds])
 
 
 def token_s(timings: Sequence[Timing]) -> float:

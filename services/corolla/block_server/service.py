@@ -347,6 +347,7 @@ class BlockServer:
                 "blocks": str(span),
                 "pages": runner.store.pool.num_pages,
                 "numerics": str(self._numerics),
+                "stages_s": {stage.name: round(stage.seconds, 2) for stage in stages.ended},
             },
         )
 
