@@ -21,7 +21,7 @@ from corolla.client.generation.request import AnswerRequest
 from corolla.decoding.parameters import SpeculationMode, SpeculationOptions
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.v1 import router_pb2
-from tests.simulation.scenario import Conversation, Turn
+from tests.simulation.scenario import GROWTH_TOKENS, Conversation, Turn
 from tests.simulation.toy_model import ToyModel
 
 MOST_SECONDS: Final = 60.0
@@ -123,6 +123,7 @@ class Caller:
         fault: called with each violation.
         delivered: called with each token that arrived, and the number of its completion.
         ended: called with each answer that ended.
+        pages_are_scarce: whether answers that set no limit may end early.
     """
 
     def __init__(
@@ -134,6 +135,8 @@ class Caller:
         fault: Callable[[str], None],
         delivered: Callable[[Answer, int], None],
         ended: Callable[[Answer], None],
+        *,
+        pages_are_scarce: bool,
     ) -> None:
         self.number = number
         self.answers: list[Answer] = []
@@ -143,6 +146,7 @@ class Caller:
         self._fault = fault
         self._delivered = delivered
         self._ended = ended
+        self._pages_are_scarce = pages_are_scarce
         # Every text that the conversation had after a turn that may have been written down.
         self._texts: list[list[int]] = [[]]
         self._has_left = False
@@ -232,7 +236,7 @@ class Caller:
         request = AnswerRequest(
             caller=RequestCaller(self._conversation.tenant, answer.usage), prompt=turn.new_ids, num_bytes=100,
             session_id=session_id if is_chat else "", num_completions=1 if is_chat else turn.num_completions,
-            sampling=turn.params, max_tokens=turn.max_tokens, ignore_eos=turn.ignores_eos,
+            sampling=turn.params, max_tokens=turn.max_tokens if turn.has_limit else None, ignore_eos=turn.ignores_eos,
             speculation=SpeculationOptions(
                 SpeculationMode.PROMPT_LOOKUP if turn.draft_tokens else SpeculationMode.OFF, turn.draft_tokens or None
             ),
@@ -255,8 +259,14 @@ class Caller:
             answer.error = error
             return
         for each in answer.completions:
-            if each.token_ids != each.expected or not each.finish_reason:
+            if not self._is_whole(answer, each):
                 self._fault(f"conversation {self.number}: ended after {each.token_ids}, expected {each.expected}")
+
+    def _is_whole(self, answer: Answer, completion: Completion) -> bool:
+        """Whether a completion has all its tokens, or as many as scarce pages allowed where nothing was promised."""
+        if self._pages_are_scarce and not answer.turn.has_limit and completion.finish_reason == "length":
+            return len(completion.token_ids) >= min(GROWTH_TOKENS, len(completion.expected))
+        return completion.token_ids == completion.expected and bool(completion.finish_reason)
 
     def _next_prompt(self, answer: Answer, record: router_pb2.SessionRecord) -> tuple[int, Sequence[int]]:
         known = list(record.token_log)

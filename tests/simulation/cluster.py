@@ -54,7 +54,7 @@ from corolla.wire.span import Span
 from tests.simulation.callers import WatchedAnswering, WatchedSessions
 from tests.simulation.loop import Process, VirtualLoop
 from tests.simulation.network import Network
-from tests.simulation.scenario import Scenario
+from tests.simulation.scenario import GROWTH_TOKENS, MOST_NEW_TOKENS, Scenario
 from tests.simulation.store import SimulatedRedis, SimulatedStore
 from tests.simulation.toy_model import ToyEdges, ToyRunner, ToyTokenizer, unexpected_failure
 
@@ -225,7 +225,7 @@ class Client:
             self.sessions,
             self.transcripts,
             ToyTokenizer(),
-            ModelLimits(4096, 16, frozenset([scenario.model.eos_token_id])),
+            ModelLimits(4096, MOST_NEW_TOKENS, frozenset([scenario.model.eos_token_id]), growth_tokens=GROWTH_TOKENS),
             QuotaEnforcer(None, metrics),
             Admission(WaitingLine(64, 64, 1 << 20)),
             SpeculationDefaults(max_draft_tokens=3, is_adaptive=False),

@@ -12,6 +12,7 @@ from corolla.block_server.ring.last_hop import LastHop
 from corolla.block_server.sessions import SessionTable
 from corolla.cache.prefixes import PrefixPages
 from corolla.chain.history import StepShapes
+from corolla.chain.recovery import Recovery
 from corolla.chain.recovery_plan import HopState
 from corolla.chain.routes import Routes
 from corolla.chain.session import ChainSession
@@ -257,6 +258,20 @@ def _answer_forgotten_by_penalties() -> AbstractContextManager[object]:
     return _replaced(SamplerRecord, "message", make)
 
 
+def _growth_forgotten() -> AbstractContextManager[object]:
+    """A session forgets for how many tokens it has got room while it grew."""
+
+    def make(right: Callable[..., Any]) -> Callable[..., Any]:
+        async def grow(self: Recovery, binding: Any, *args: Any) -> None:
+            held = binding.open_options
+            await right(self, binding, *args)
+            binding.open_options = held
+
+        return grow
+
+    return _replaced(Recovery, "grow", make)
+
+
 MUTANTS: Final[Mapping[str, Mutant]] = {
     "no fence": _no_fence,
     "stale epoch": _stale_epoch,
@@ -277,5 +292,6 @@ MUTANTS: Final[Mapping[str, Mutant]] = {
     "sampler one draw off": _sampler_one_draw_off,
     "sampler kept": _sampler_kept,
     "answer forgotten by penalties": _answer_forgotten_by_penalties,
+    "growth forgotten": _growth_forgotten,
 }
 """The mutants by name."""

@@ -91,7 +91,7 @@ class _Run:
         self._callers = [
             Caller(
                 number, conversation, scenario.model, lambda client: self._cluster.clients[client],
-                self._invariants.fault, self._delivered, self._ended,
+                self._invariants.fault, self._delivered, self._ended, pages_are_scarce=scenario.is_tight,
             )
             for number, conversation in enumerate(scenario.conversations)
         ]  # fmt: skip

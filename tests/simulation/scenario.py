@@ -23,6 +23,13 @@ _HARMLESS_FAULTS: Final = ("slow", "repeat")
 _CALLER_FAULTS: Final = ("client kill", "client freeze", "cancel")
 
 _SHARE_OF_FORKS: Final = 0.2
+_SHARE_WITHOUT_LIMIT: Final = 0.3
+
+MOST_NEW_TOKENS: Final = 24
+"""The client services' limit for answers that have none of their own."""
+
+GROWTH_TOKENS: Final = 4
+"""The new tokens for which such an answer reserves pages at first, and the fewest that it asks for later."""
 
 LEAVER: Final = "leaver"
 """The server that hands a session over."""
@@ -117,7 +124,12 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request: the first one of a conversation, or a further one."""
+    """One request: the first one of a conversation, or a further one.
+
+    Attributes:
+        max_tokens: what its answer has at most.
+        has_limit: whether the request says so; otherwise pages are reserved as the answer grows.
+    """
 
     client: int
     at_s: float
@@ -127,6 +139,7 @@ class Turn:
     draft_tokens: int
     ignores_eos: bool
     num_completions: int = 1
+    has_limit: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +225,7 @@ def _covers(spans: Sequence[Span], faults: Sequence[Fault], heirs: Sequence[int]
 
 def draw(seed: int) -> Scenario:
     """The scenario of a seed, always the same."""
-    return _with_completions(_with_mishaps(_plain(seed)))
+    return _without_limits(_with_completions(_with_mishaps(_plain(seed))))
 
 
 def _plain(seed: int) -> Scenario:
@@ -282,6 +295,21 @@ def _with_completions(scenario: Scenario) -> Scenario:
     forks_s = [turn.at_s for each in conversations for turn in each.turns if turn.num_completions > 1]
     faults = _moved(dice, scenario, dice.choice(forks_s)) if forks_s and dice.random() < 0.7 else scenario.faults
     return replace(scenario, conversations=tuple(conversations), faults=faults)
+
+
+def _without_limits(scenario: Scenario) -> Scenario:
+    """Some callers set no limit. Where pages are scarce, chats do, since their further turns need the whole answer."""
+    dice = random.Random(f"limits of {scenario.seed}")
+
+    def free(turn: Turn) -> Turn:
+        return replace(turn, max_tokens=MOST_NEW_TOKENS, has_limit=False)
+
+    conversations = [
+        each if dice.random() > _SHARE_WITHOUT_LIMIT or (each.is_chat and scenario.is_tight)
+        else replace(each, turns=tuple(map(free, each.turns)))
+        for each in scenario.conversations
+    ]  # fmt: skip
+    return replace(scenario, conversations=tuple(conversations))
 
 
 def _moved(dice: random.Random, scenario: Scenario, fork_s: float) -> tuple[Fault, ...]:

@@ -87,3 +87,15 @@ def test_some_ask_for_several_answers_and_servers_fail_at_the_fork() -> None:
             num_struck += any(0.0 < fault.at_s - turn.at_s < 0.6 and hit_servers(fault) for fault in scenario.faults)
     assert num_forks > NUM_SEEDS // 4
     assert num_struck > NUM_SEEDS // 10
+
+
+def test_some_answers_have_no_limit_and_servers_fail_while_they_grow() -> None:
+    num_free = num_struck = num_scarce = 0
+    for scenario in map(draw, range(NUM_SEEDS)):
+        for turn in (turn for each in scenario.conversations for turn in each.turns if not turn.has_limit):
+            num_free += 1
+            num_scarce += scenario.is_tight
+            num_struck += any(0.0 < fault.at_s - turn.at_s < 2.0 and hit_servers(fault) for fault in scenario.faults)
+    assert num_free > NUM_SEEDS // 2
+    assert num_struck > NUM_SEEDS // 8
+    assert num_scarce > NUM_SEEDS // 20

@@ -60,9 +60,6 @@ RecordTurn = Callable[[router_pb2.SessionRecord, Message], None]
 Result = TypeVar("Result")
 
 _NUM_THREADS: Final = 4
-_FIRST_TOKENS: Final = 256
-"""The tokens for which an answer without a limit reserves pages at first, and the fewest that it asks for later: with
-pages for the rest of its context, it would refuse others, and most answers are short."""
 GROWTH_PATIENCE_S: Final = 30.0
 _GROWTH_INTERVAL_S: Final = 0.5
 _DRAFT_SOURCES: Final = {
@@ -77,12 +74,15 @@ class ModelLimits:
 
     `default_max_tokens`: the most tokens of an answer whose request sets no number; None: the rest of the context.
     `may_speculate`: whether hops can remove wrong draft tokens.
+    `growth_tokens`: the tokens for which an answer without a limit reserves pages at first, and the fewest that it asks
+    for later: with pages for the rest of its context, it would refuse others, and most answers are short.
     """
 
     context_length: int
     default_max_tokens: int | None
     eos_token_ids: frozenset[int]
     may_speculate: bool = True
+    growth_tokens: int = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +127,14 @@ class _Room:
 
     Args:
         first_tokens: for how many tokens each answer's session has room at first, prompt included.
+        growth_tokens: the fewest further tokens that an answer asks for.
     """
 
-    def __init__(self, allowance: Allowance, num_prompt_tokens: int, first_tokens: int, num_answers: int) -> None:
+    def __init__(
+        self, allowance: Allowance, num_prompt_tokens: int, first_tokens: int, growth_tokens: int, num_answers: int
+    ) -> None:
         self._allowance = allowance
+        self._growth_tokens = growth_tokens
         self._num_prompt_tokens = num_prompt_tokens
         self.first_tokens = first_tokens
         self._sizes = [first_tokens] * num_answers
@@ -149,7 +153,8 @@ class _Room:
         give_up_s = clock() + GROWTH_PATIENCE_S
         held = session.num_reserved_tokens
         while True:
-            sizes = await self._sizes_within_quota(index, session.growth_sizes(self._num_prompt_tokens, _FIRST_TOKENS))
+            wanted = session.growth_sizes(self._num_prompt_tokens, self._growth_tokens)
+            sizes = await self._sizes_within_quota(index, wanted)
             if not sizes:
                 return False
             try:
@@ -484,10 +489,10 @@ class Answering:
         return generate(session, answer, reader, prefill, partial(room.grow, index), meter.count_drafts)
 
     def _room(self, allowance: Allowance, num_prompt_tokens: int, max_tokens: int, request: AnyRequest) -> "_Room":
-        first = max_tokens
+        first, growth_tokens = max_tokens, self._limits.growth_tokens
         if request.max_tokens is None:
-            first = min(max_tokens, len(request.resumption.received_ids) + _FIRST_TOKENS)
-        return _Room(allowance, num_prompt_tokens, num_prompt_tokens + first, request.num_completions)
+            first = min(max_tokens, len(request.resumption.received_ids) + growth_tokens)
+        return _Room(allowance, num_prompt_tokens, num_prompt_tokens + first, growth_tokens, request.num_completions)
 
     def _max_tokens(self, num_prompt_tokens: int, request: AnyRequest) -> int:
         """The most new tokens: as many as the request asks for, or as the context has room for.
