@@ -17,6 +17,7 @@ from benchmarks.command import random_ids
 from benchmarks.figures import Figure, at_least, at_most, figure, ratio
 from benchmarks.random_llama import stored_bytes, write_checkpoint
 from benchmarks.timing import Timing
+from corolla.chassis.processors import available_cores
 from corolla.local.processes import ManagedProcess
 from corolla.models.checkpoint import Checkpoint
 from corolla.wire.tensors import DTYPES
@@ -35,8 +36,6 @@ _PATIENCE_S: Final = 120.0
 # A server's driver and libraries, recorded steps, tensors of a step, adapters.
 _OVERHEAD_MIB: Final = 4096
 _LEAST_CACHE_MIB: Final = 1024
-# Packed weights are laid out anew while they are read, on processors.
-_PACKING_THREADS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +106,7 @@ class Suite:
             return self._running[1]
         self.close()
         options, folder = self.options, self.folder
+        is_on_gpu = options.device.startswith("cuda")
         if servers.in_four_bits:
             folder = self.folder.with_name(f"{self.folder.name}-4-bits")
             if not folder.exists():
@@ -116,7 +116,7 @@ class Suite:
             servers.count,
             dtype=options.dtype,
             quantization="packed" if servers.in_four_bits else options.quantization,
-            num_threads=_PACKING_THREADS if servers.in_four_bits and options.device.startswith("cuda") else 1,
+            num_threads=max(1, available_cores() // servers.most) if is_on_gpu else 1,
             environment={
                 "COROLLA_DEVICE": options.device,
                 "COROLLA_KV_CACHE_MIB": str(cache_mib(options, folder, servers.most, servers.most / servers.count)),
@@ -124,6 +124,8 @@ class Suite:
                 "COROLLA_LOG_FORMAT": "json",
                 # A server of a cluster has as much time or more to hand its sessions over.
                 "COROLLA_GRACE_S": "60",
+                # Processors do not bound a GPU's microbatches.
+                **({"COROLLA_MAX_MICROBATCHES": "0"} if is_on_gpu else {}),
             },
             # Parts that end servers start them again when they need them.
             restarts=False,
