@@ -17,6 +17,8 @@ import triton.language as tl
 
 # The base of the exponentials is 2, so scores are multiplied by this number.
 _LOG2E = tl.constexpr(1.4426950408889634)
+# Merging one page after another waits for memory each time; loads of so many pages are under way together.
+_MERGED_AT_ONCE = tl.constexpr(8)
 
 
 @triton.jit
@@ -263,22 +265,26 @@ def merge_pages(
     at = tl.arange(0, HEAD_BLOCK)
     inside = at < HEAD
     place = tl.load(first_parts + row).to(tl.int64) * NUM_HEADS + head
+    num_pages = tl.cdiv(held, PAGE)
     greatest = tl.load(maxima + place)
     total = tl.load(sums + place)
     acc = tl.load(parts + place * HEAD + at, mask=inside, other=0.0)
-    for number in tl.range(1, tl.cdiv(held, PAGE), num_stages=4):
-        there = place + number * NUM_HEADS
-        m, l = tl.load(maxima + there), tl.load(sums + there)
-        a = tl.load(parts + there * HEAD + at, mask=inside, other=0.0)
-        new = tl.maximum(greatest, m)
-        safe = new
-        if HAS_WINDOW:
-            # No key of the first pages may be within the window.
-            safe = tl.where(new == -float("inf"), 0.0, new)
-        old, fresh = tl.exp2(greatest - safe), tl.exp2(m - safe)
-        total = total * old + l * fresh
-        acc = acc * old + a * fresh
-        greatest = new
+    for first in range(1, num_pages, _MERGED_AT_ONCE):
+        # The last page once more, with a score below all others, changes no bit.
+        for number in tl.static_range(_MERGED_AT_ONCE):
+            there = place + tl.minimum(first + number, num_pages - 1) * NUM_HEADS
+            m = tl.where(first + number < num_pages, tl.load(maxima + there), -float("inf"))
+            l = tl.load(sums + there)
+            a = tl.load(parts + there * HEAD + at, mask=inside, other=0.0)
+            new = tl.maximum(greatest, m)
+            safe = new
+            if HAS_WINDOW:
+                # No key of the first pages may be within the window.
+                safe = tl.where(new == -float("inf"), 0.0, new)
+            old, fresh = tl.exp2(greatest - safe), tl.exp2(m - safe)
+            total = total * old + l * fresh
+            acc = acc * old + a * fresh
+            greatest = new
     tl.store(out + (row * NUM_HEADS + head) * HEAD + at, (acc / total).to(out.dtype.element_ty), mask=inside)
 
 

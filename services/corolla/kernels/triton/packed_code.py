@@ -80,21 +80,21 @@ def _weights(
     unit = (unit % layout.units)[:, None]
     weights = _numbers(words, numbers, block, unit, lane, layout, COUNT, ROWS)
     if layout.has_zeros:
-        zero = tl.load(numbers + block + layout.minima_at + lane).to(tl.float32)
+        zero = _bytes(numbers + block + layout.minima_at + lane)
         weights -= _repeated(zero, COUNT, _UNIT, ROWS)
     scale = tl.load(scales + block // layout.scale.num_bytes + lane).to(tl.float32)
     if layout.has_sub_scales:
         PARTS: tl.constexpr = layout.scales_per_unit
         part = (tl.arange(0, PARTS) * _LANES)[None, :, None]
         at = (block + layout.sub_scales_at + unit * (PARTS * _LANES) + lane)[:, None, :] + part
-        steps = tl.reshape(tl.load(numbers + at).to(tl.float32) * scale[:, None, :], (COUNT * PARTS, ROWS))
+        steps = tl.reshape(_bytes(numbers + at) * scale[:, None, :], (COUNT * PARTS, ROWS))
         weights *= _repeated(steps, COUNT * PARTS, _UNIT // PARTS, ROWS)
     else:
         weights *= _repeated(scale, COUNT, _UNIT, ROWS)
     if layout.has_minimum:
         minimum = tl.load(halves + (block + layout.minima_at) // 2 + lane).to(tl.float32)
         if layout.has_sub_scales:
-            minimum *= -tl.load(numbers + block + layout.sub_minima_at + unit * _LANES + lane).to(tl.float32)
+            minimum *= -_bytes(numbers + block + layout.sub_minima_at + unit * _LANES + lane)
         weights += _repeated(minimum, COUNT, _UNIT, ROWS)
     return weights
 
@@ -107,7 +107,7 @@ def _numbers(
     if layout.bits == 8:
         column = (tl.arange(0, _UNIT) * _LANES)[None, :, None]
         at = (block + layout.low_at + unit * layout.low_bytes + lane)[:, None, :] + column
-        found = tl.reshape(tl.load(numbers + at), (COUNT * _UNIT, ROWS)).to(tl.float32)
+        found = tl.reshape(_bytes(numbers + at), (COUNT * _UNIT, ROWS))
     else:
         codes = _codes(words, block + layout.low_at + unit * layout.low_bytes, lane, 4, COUNT, ROWS)
         if layout.bits == 4:
@@ -119,6 +119,16 @@ def _numbers(
         middle = (1 << (layout.bits - 1)) if layout.is_centred else 0
         found = codes.to(tl.float32, bitcast=True) - (_WHOLE + middle)
     return found
+
+
+@triton.jit
+def _bytes(at):
+    """Loads signed bytes, as whole numbers in float32.
+
+    Where numbers of 8 bits reach a product through single operations, Triton gives each tensor core instruction other
+    columns, and rounds other sums than the product of expanded weights. The sum of one number ends its search.
+    """
+    return tl.sum(tl.expand_dims(tl.load(at).to(tl.int32), 0), 0).to(tl.float32)
 
 
 @triton.jit
