@@ -110,12 +110,11 @@ def another(value: Value, present: Object) -> Any:
     for key in (value.path, value.name):
         if key in OTHERS:
             return OTHERS[key]
-    if isinstance(value.default, bool):
-        for key in value.path.split("."):
-            present = present[key]
-        return not present
     if isinstance(value.default, int):
-        return value.default + 1
+        current: Any = present
+        for key in value.path.split("."):
+            current = current[key]
+        return not current if isinstance(value.default, bool) else current + 1
     if isinstance(value.default, dict):
         return {"some": "other"}
     return "other"
