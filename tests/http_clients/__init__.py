@@ -12,6 +12,9 @@ PACKAGES: Final = Path(os.environ.get("COROLLA_HTTP_CLIENTS", ROOT / ".venv" / "
 EVALUATION: Final = Path(os.environ.get("COROLLA_EVALUATION", ROOT / ".venv" / "evaluation"))
 """The evaluation harness, with all that it needs."""
 
+RECORDED: Final = Path(__file__).with_name("recorded.jsonl")
+"""Requests that programs sent, one a line: the program, the path, what the service ignores, and the body."""
+
 
 def command_of(*arguments: str, packages: Path = PACKAGES) -> list[str]:
     """Runs Python with these arguments; with `variables`, the packages in the folder come first."""

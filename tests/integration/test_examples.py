@@ -1,4 +1,4 @@
-"""Every example of README.md and docs/*.md runs, against the stack that the README starts."""
+"""Every example of README.md and docs/*.md runs: against the README's stack, or the one that its page starts."""
 
 import json
 import os
@@ -7,19 +7,28 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import yaml
 
+from corolla import Client
+from corolla.chassis.errors import NoChain, ServiceUnavailable
 from corolla.chassis.tenant_limits import QuotaTable
+from corolla.local.ports import Ports
 from tests.architecture.sources import ROOT
 from tests.charts.rendering import ALL_APIS, helm, render
+from tests.checkpoints import make_tiny_checkpoint
+from tests.embedded_redis import EmbeddedRedis
 from tests.examples import PAGES, Example, examples_of
 from tests.http_clients import command_of, variables
-from tests.integration.running_up import RunningUp
+from tests.integration.running_up import COROLLA, RunningUp
+from tests.reference import Unsplit
+from tests.trace_collector import TraceCollector
 
 TIMEOUT_S: Final = 120
 NUM_TOKENS: Final = 8
@@ -47,7 +56,8 @@ BEFORE: Final = {
 # - helm: without a cluster the chart is rendered instead of installed, as for a cluster with every API.
 # - make: its targets run these tests; only the target's existence is checked.
 # - pip: the packages are installed already.
-# - corolla up, demo, router, block-server, client: the stack is up already; only the options are checked.
+# - corolla up, demo, router, block-server, client: the stack is up already, and only the options are checked. Tests
+#   below start the stacks of pages that start others.
 STAND_INS: Final = r"""
 set -e -o pipefail
 docker() { :; }
@@ -133,6 +143,82 @@ def test_every_example_has_a_language_that_is_run() -> None:
     assert {example.language for page in PAGES for example in examples_of(page)} <= set(LANGUAGES)
     for page, file in TESTED_ELSEWHERE.items():
         assert Path(page).name in (ROOT / file).read_text(encoding="utf-8")
+
+
+def example_with(page: str, command: str) -> Example:
+    """The page's only example with this command."""
+    (found,) = (each for each in examples_of(page) if command in each.text)
+    return found
+
+
+@pytest.mark.full
+def test_the_services_of_a_page_serve(tmp_path: Path) -> None:
+    """Each line that starts a service is a process, and the model is served by all of them."""
+    example = example_with("docs/kubernetes.md", "corolla router")
+    model = make_tiny_checkpoint("llama", tmp_path / "my-checkpoint", num_blocks=32)
+    redis, ports = EmbeddedRedis.start(tmp_path / "redis"), Ports()
+    router, client = ports.free(), ports.free()
+    given = {"redis:6379": f"127.0.0.1:{redis.port}", "router:50050": f"127.0.0.1:{router}", "50051": str(client)}
+    text = example.text
+    for shown, own in given.items():
+        assert shown in text
+        text = text.replace(shown, own)
+    assert "COROLLA_HOST=127.0.0.1" in (ROOT / example.page).read_text(encoding="utf-8")
+    environment = {**os.environ, "COROLLA_HOST": "127.0.0.1", "COROLLA_ADVERTISED_HOST": "127.0.0.1"}
+    # Several services share this machine, so each has ports of its own.
+    own_ports = {
+        "router": {"COROLLA_PORT": str(router)},
+        "block-server": {"COROLLA_PORT": "0", "COROLLA_CONTROL_PORT": "0"},
+    }
+    with ExitStack() as stack:
+        stack.callback(redis.stop)
+        stack.callback(ports.close)
+        for line in filter(None, text.splitlines()):
+            words = shlex.split(line, comments=True)
+            process = subprocess.Popen(
+                [*COROLLA, *words[1:]], env={**environment, **own_ports.get(words[1], {})}, cwd=tmp_path,
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+            stack.callback(process.wait, TIMEOUT_S)
+            stack.callback(process.terminate)
+        with Client(f"127.0.0.1:{client}") as caller:
+            answer = answer_of(caller, [5, 6, 7])
+    unsplit = Unsplit(model)
+    assert list(answer) == unsplit.generate([5, 6, 7], NUM_TOKENS, ignore_eos=True).token_ids
+
+
+def answer_of(client: Client, prompt: list[int]) -> Sequence[int]:
+    """Asks until the services are up."""
+    until_s = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            return client.generate(prompt, max_tokens=NUM_TOKENS, ignore_eos=True).token_ids
+        except (ServiceUnavailable, NoChain):
+            assert time.monotonic() < until_s
+            time.sleep(0.2)
+
+
+@pytest.mark.full
+@pytest.mark.model
+def test_the_stack_of_a_page_sends_its_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, command = example_with("docs/tracing.md", "corolla up").text.replace("\\\n", "").strip().splitlines()
+    with TraceCollector() as collector:
+        variables_shown = dict(word.split("=", 1) for word in shlex.split(command) if "=" in word)
+        endpoint = variables_shown.pop("OTEL_EXPORTER_OTLP_ENDPOINT")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint.replace("collector:4317", collector.address))
+        for name, value in variables_shown.items():
+            monkeypatch.setenv(name, value)
+        # One request in a hundred is traced; the test does not ask hundreds of times.
+        assert variables_shown["OTEL_TRACES_SAMPLER"] == "parentbased_traceidratio"
+        monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "1.0")
+        up = RunningUp(tmp_path, *shlex.split(command)[len(variables_shown) + 3 :])
+        try:
+            with Client(up.addresses["client"]) as caller:
+                assert len(caller.generate("Once upon a time", max_tokens=NUM_TOKENS).token_ids) <= NUM_TOKENS
+            services = {"corolla-client", "corolla-block-server", "corolla-router"}
+            collector.wait(lambda: services <= {each.service for each in collector.spans})
+        finally:
+            up.end()
 
 
 @pytest.mark.full

@@ -69,6 +69,7 @@ async def test_a_turn_of_a_session_grows_too(swarm: Swarm) -> None:
         assert rest.token_ids == expected.token_ids
 
 
+@pytest.mark.kind
 async def test_a_limit_beyond_the_context_is_the_rest_of_the_context(swarm: Swarm) -> None:
     beyond: dict[str, Any] = {"ignore_eos": True, "max_tokens": 2**31 - 1}
     async with swarm.connect() as client, client.session() as session:
