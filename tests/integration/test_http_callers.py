@@ -10,18 +10,23 @@ from typing import Any
 import httpx2
 import pytest
 import pytest_asyncio
+from transformers import AutoTokenizer
 
 from corolla.client.http.exchange import HeldBytes, Limits
-from tests.checkpoints import make_tiny_checkpoint
+from tests.checkpoints import VOCAB_SIZE, make_tiny_checkpoint
 from tests.integration.gates import held_up
 from tests.integration.swarm import Swarm
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+END_TOKEN = 1
+
 KEY = "a-simple-key-of-bob"
 PAGE = "https://chat.example.org"
 CHAT = [{"role": "user", "content": "Who is the thin man?"}]
 PART = "messages[0].content[0].text"
+UNKNOWN = "<unknown>"
+"""A token that the tokenizer has, and the model does not."""
 NAMES = {"served_model_name": "house-model, gpt-4o-mini", "http_origins": f"{PAGE}, http://localhost:3000"}
 
 
@@ -30,6 +35,10 @@ async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm
     folder: Path = tmp_path_factory.mktemp("callers")
     (folder / "keys").write_text(f"bob:{KEY}\n")
     model = make_tiny_checkpoint("llama", folder / "tiny", config_changes={"max_position_embeddings": 512})
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens([f"<added-{number}>" for number in range(VOCAB_SIZE - len(tokenizer))])
+    tokenizer.add_tokens([UNKNOWN])
+    tokenizer.save_pretrained(model)
     async with Swarm(folder, model, ["0:2", "2:5"], client={"http_port": 0, **NAMES}) as swarm:
         await swarm.add_client(api_keys_file=folder / "keys")
         yield swarm
@@ -149,10 +158,35 @@ async def test_an_answer_that_may_cross_the_context_ends_there(http: httpx2.Asyn
     chat = {"messages": CHAT, "ignore_eos": True, "max_completion_tokens": 32_000, "stream": True}
     streamed = (await http.post("/v1/chat/completions", json=chat)).text
     assert '"finish_reason":"length"' in streamed
-    unfinished = {"input": "a", "max_output_tokens": 999, "store": False, "logit_bias": {"2": -100}}
+    unfinished = {"input": "a", "max_output_tokens": 999, "store": False, "logit_bias": {str(END_TOKEN): -100}}
     response = (await http.post("/v1/responses", json=unfinished)).json()
     assert response["status"] == "incomplete"
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+@pytest.mark.parametrize(
+    "path, body, param",
+    [
+        ("/v1/completions", {"prompt": f"a{UNKNOWN}", "max_tokens": 1}, "prompt"),
+        ("/v1/completions", {"prompt": UNKNOWN, "echo": True, "max_tokens": 0, "logprobs": 1}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": UNKNOWN}]}, "messages"),
+        ("/v1/responses", {"input": UNKNOWN}, "input"),
+        ("/v1/embeddings", {"input": UNKNOWN}, "input"),
+        ("/v1/rerank", {"query": "a", "documents": ["a", UNKNOWN]}, "documents"),
+    ],
+)
+async def test_a_text_with_a_token_that_the_model_does_not_know_is_refused_by_its_field(
+    http: httpx2.AsyncClient, path: str, body: dict[str, Any], param: str
+) -> None:
+    refused = await http.post(path, json=body)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"], error["param"]) == (400, "invalid_request", param)
+    assert error["message"] == f"{param}: has the token {VOCAB_SIZE}; the model knows {VOCAB_SIZE} tokens"
+
+
+async def test_a_form_is_spelled_without_tokens_that_the_model_does_not_know(http: httpx2.AsyncClient) -> None:
+    body = {"prompt": "a", "guided_choice": [UNKNOWN], "max_tokens": 20}
+    assert (await http.post("/v1/completions", json=body)).json()["choices"][0]["text"] == UNKNOWN
 
 
 @pytest.mark.parametrize(

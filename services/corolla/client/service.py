@@ -213,6 +213,7 @@ class ClientService:
             tokenizer,
             ModelLimits(
                 checkpoint.context_length,
+                checkpoint.vocab_size,
                 settings.default_max_tokens,
                 end_token_ids,
                 may_speculate=not recurrent_layers(checkpoint.config),

@@ -53,8 +53,17 @@ def grammar_tokenizer(text: str, vocab_size: int, end_token_ids: Sequence[int]) 
     try:
         return LLTokenizer(text, n_vocab=vocab_size, eos_token=list(end_token_ids))
     except ValueError:
-        # The tokenizer may have more tokens than the model has logits.
-        return LLTokenizer(text, eos_token=list(end_token_ids))
+        try:
+            return LLTokenizer(_without_missing(text, vocab_size), n_vocab=vocab_size, eos_token=list(end_token_ids))
+        except ValueError:
+            return LLTokenizer(text, eos_token=list(end_token_ids))
+
+
+def _without_missing(text: str, vocab_size: int) -> str:
+    """The tokenizer without added tokens for which the model has no logits: a grammar could allow nothing but these."""
+    tokenizer = json.loads(text)
+    tokenizer["added_tokens"] = [each for each in tokenizer.get("added_tokens") or () if each["id"] < vocab_size]
+    return json.dumps(tokenizer, ensure_ascii=False)
 
 
 def read_grammar(tokenizer: LLTokenizer, text: str) -> LLMatcher:

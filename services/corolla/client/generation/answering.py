@@ -72,6 +72,7 @@ _DRAFT_SOURCES: Final = {
 class ModelLimits:
     """The model's limits for answers.
 
+    `vocab_size`: the number of tokens that the model knows; its tokenizer may have more.
     `default_max_tokens`: the most tokens of an answer whose request sets no number; None: the rest of the context.
     `may_speculate`: whether hops can remove wrong draft tokens.
     `growth_tokens`: the tokens for which an answer without a limit reserves pages at first, and the fewest that it asks
@@ -79,6 +80,7 @@ class ModelLimits:
     """
 
     context_length: int
+    vocab_size: int
     default_max_tokens: int | None
     eos_token_ids: frozenset[int]
     may_speculate: bool = True
@@ -238,7 +240,7 @@ class Answering:
         async with AsyncExitStack() as stack:
             allowance, ticket, meter, request = await stack.enter_async_context(self._entered(request))
             adapter = await self._names.resolve(request.adapter, request.caller.tenant)
-            _, prompt_ids = await self._in_thread(next_prompt, router_pb2.SessionRecord())
+            _, prompt_ids = await self._in_thread(self._known_prompt, next_prompt, router_pb2.SessionRecord())
             max_tokens = self._max_tokens(len(prompt_ids), request)
             shared = SharedPrompt(num_completions - 1)
             readout = None if request.readout is None else request.readout(prompt_ids)
@@ -383,6 +385,13 @@ class Answering:
     async def _in_thread(self, work: Callable[..., Result], *args: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
+    def _known_prompt(self, next_prompt: NextPrompt, record: router_pb2.SessionRecord) -> tuple[int, Sequence[int]]:
+        """What `next_prompt` makes. Raises InvalidRequest if the text has a token that the model does not know."""
+        num_kept_tokens, prompt_ids = next_prompt(record)
+        if (largest := max(prompt_ids, default=0)) >= self._limits.vocab_size:
+            raise InvalidRequest("prompt", f"has the token {largest}; the model knows {self._limits.vocab_size} tokens")
+        return num_kept_tokens, prompt_ids
+
     async def _checked_form(self, request: AnyRequest) -> AnswerFormat | None:
         """The request's form, or its fallback.
 
@@ -409,7 +418,7 @@ class Answering:
     ) -> tuple[int, Sequence[int], int]:
         """Returns how many first tokens the new token log shares with the old one, the new log, and the token limit."""
         await self._names.of_session(record, request.adapter, record.tenant)
-        num_kept_tokens, prompt_ids = await self._in_thread(next_prompt, record)
+        num_kept_tokens, prompt_ids = await self._in_thread(self._known_prompt, next_prompt, record)
         return num_kept_tokens, prompt_ids, self._max_tokens(len(prompt_ids), request)
 
     async def _stream_completion(self, job: _Completion, index: int) -> AsyncGenerator[Sequence[Delta], None]:
