@@ -58,6 +58,7 @@ BEFORE: Final = {
 # - pip: the packages are installed already.
 # - corolla up, demo, router, block-server, client: the stack is up already, and only the options are checked. Tests
 #   below start the stacks of pages that start others.
+# - corolla plan: there is no hub; the demo model is planned with the page's options.
 STAND_INS: Final = r"""
 set -e -o pipefail
 docker() { :; }
@@ -78,6 +79,7 @@ corolla() {
     chat) echo "Name a colour." | command corolla "$@" --max-tokens 8 ;;
     bench) command corolla "$@" --rate 2 --seconds 1 --prompt-tokens 16 --answer-tokens 4 ;;
     generate) command corolla "$@" --max-tokens 8 ;;
+    plan) command corolla "$@" --model demo ;;
     *) command corolla "$@" ;;
   esac
 }

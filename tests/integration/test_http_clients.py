@@ -22,7 +22,8 @@ async def url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
     model = make_tiny_checkpoint("llama", folder / "tiny", config_changes={"max_position_embeddings": 4096})
     keys = folder / "keys"
     keys.write_text(f"clients:{KEY}\n")
-    client = {"http_port": 0, "api_keys_file": keys}
+    # Most of schemathesis' requests set no limit, and the random model seldom ends an answer by itself.
+    client = {"http_port": 0, "api_keys_file": keys, "default_max_tokens": 64}
     async with Swarm(folder, model, ["0:2", "2:5"], client=client, api_key=KEY) as swarm:
         yield f"http://127.0.0.1:{swarm.clients[0].http_port}"
 
