@@ -98,6 +98,8 @@ def build(
         raise CheckpointError(f"The weights of {checkpoint.name} do not fit its {settings}; {advice}.") from error
     missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if missing:
+        if checkpoint.gguf is None and missing[0] in (model_class._tied_weights_keys or ()):
+            advice = f'{advice}, or set "tie_word_embeddings" to true in config.json if its head is its embedding'
         raise CheckpointError(f"{checkpoint.name} lacks {len(missing)} tensors, {missing[0]} among them; {advice}.")
     refuse_leftovers(checkpoint.name, str(config.model_type), report["unexpected_keys"], ignored_names(model_class))
     model.eval().requires_grad_(False)

@@ -293,9 +293,15 @@ def edge_tensors(checkpoint: Checkpoint, *, has_embedding: bool = True, has_head
             names[stored if has_head else match[1]] = stored
         elif not match and has_head:
             names[stored] = stored
-    if not has_head and checkpoint.has_tied_edges and not names:
+    if (
+        not has_head
+        and checkpoint.has_tied_edges
+        and not any(each.startswith(f"{family.embedding}.") for each in names)
+    ):
         # Files may store tied weights under the head's name alone.
-        names |= {f"{family.embedding}.weight": each for each in checkpoint.weight_index if each == _HEAD}
+        tied = model_class_of(AutoModelForCausalLM, checkpoint.config)._tied_weights_keys or ()
+        heads = {name for name in tied if name.endswith(".weight")}
+        names |= {f"{family.embedding}.weight": each for each in checkpoint.weight_index if each in heads}
     return names
 
 

@@ -116,8 +116,33 @@ def test_a_checkpoint_without_a_head_is_refused(tmp_path: Path) -> None:
     opened = Checkpoint.from_pretrained(str(make_tiny_checkpoint("llama", tmp_path / "llama")))
     rest = {name: shard for name, shard in opened.weight_index.items() if name != "lm_head.weight"}
     headless = Checkpoint(opened.name, opened.folder, opened.config, opened.family, rest)
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
+    with pytest.raises(CheckpointError, match=r'lm_head\.weight among them; .*"tie_word_embeddings" to true'):
         load_edges(headless, dtype=torch.float32)
+
+
+@pytest.mark.kind
+@pytest.mark.parametrize("family", ["opt", "biogpt"])
+def test_tied_ends_with_other_names_and_positions_may_be_stored_under_the_heads_name(
+    tmp_path: Path, family: str
+) -> None:
+    changes = {"tie_word_embeddings": True}
+    folder = make_tiny_checkpoint(family, tmp_path / family, num_blocks=1, config_changes=changes)
+    expected = load_edges(Checkpoint.from_pretrained(str(folder)), dtype=torch.float32)
+    tensors = {name: each for path in folder.glob("*.safetensors") for name, each in load_file(path).items()}
+    for path in (*folder.glob("*.safetensors"), *folder.glob("*.index.json")):
+        path.unlink()
+    (stored,) = (name for name in tensors if name.endswith("embed_tokens.weight"))
+    head = "output_projection.weight" if family == "biogpt" else "lm_head.weight"
+    tensors[head] = tensors.pop(stored)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = Checkpoint.from_pretrained(str(folder))
+    for has_both in (True, False):
+        first = load_edges(checkpoint, dtype=torch.float32, has_head=has_both)
+        last = load_edges(checkpoint, dtype=torch.float32, has_embedding=has_both)
+        token_ids = torch.arange(8)
+        embedded = first.embed(token_ids, token_ids)
+        assert torch.equal(embedded, expected.embed(token_ids, token_ids))
+        assert torch.equal(last.head(embedded), expected.head(embedded))
 
 
 @pytest.mark.parametrize("stored", ["both", "head alone"])
