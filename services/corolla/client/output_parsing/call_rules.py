@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from corolla.client.output_parsing.formats import CallFormat, ReasoningFormat
 from corolla.client.text.conversation import Tool
-from corolla.client.text.tool_schemas import readable
+from corolla.client.text.tool_schemas import closed, readable
 
 _NO_ARGUMENTS: Final[Mapping[str, Any]] = {"properties": {}, "additionalProperties": False}
 # Calls have the layout of `tojson` in chat templates, so that the next turn renders them to the same text.
@@ -134,4 +134,4 @@ def _schema(tool: Tool, rules: CallRules, follows_lenient: bool) -> dict[str, An
         return {**schema, "type": "object", "x-guidance": _AS_TEMPLATES_WRITE}
     if not follows_lenient:
         return {"type": "object"}
-    return {**readable(schema), "type": "object", "x-guidance": {**_AS_TEMPLATES_WRITE, "lenient": True}}
+    return {**closed(readable(schema)), "type": "object", "x-guidance": {**_AS_TEMPLATES_WRITE, "lenient": True}}

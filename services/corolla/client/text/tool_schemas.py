@@ -7,6 +7,13 @@ from typing import Any, Final
 _UNREADABLE: Final = re.compile(r"\(\?(?:=|!|<=|<!)|\\[1-9]|\\[zZGK]")
 """Parts of regular expressions that grammars cannot follow: what they look at before or behind, or say twice."""
 _NAMED: Final = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_OPEN: Final = frozenset(
+    {
+        "additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames", "$ref", "allOf", "anyOf",
+        "oneOf", "not", "if", "dependentSchemas",
+    }
+)  # fmt: skip
+"""Keywords by which a schema speaks of properties that it does not name itself."""
 _KEYWORDS: Final = re.compile(r'"([^"\\]{1,64})"')
 
 
@@ -22,6 +29,38 @@ def readable(schema: Any) -> Any:
         if not (name == "pattern" and isinstance(value, str) and _UNREADABLE.search(value))
         and not (name == "patternProperties" and isinstance(value, dict) and any(map(_UNREADABLE.search, value)))
     }
+
+
+def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a tool's arguments with the properties that it names, and no others unless it speaks of others.
+
+    Functions take no arguments that they do not declare.
+    """
+    found = dict(_closed(schema))
+    if schema.get("properties") == {} and _says_all(schema):
+        found["additionalProperties"] = False
+    return found
+
+
+def _closed(schema: Any) -> Any:
+    """Closes the objects in a schema. Without a named property, an object within the arguments may have any."""
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict) or _OPEN & schema.keys():
+        return schema
+    found = {name: _closed(value) if name in ("items", "prefixItems") else value for name, value in schema.items()}
+    if isinstance(properties := schema.get("properties"), dict) and properties:
+        found["properties"] = {name: _closed(value) for name, value in properties.items()}
+        if _says_all(schema):
+            found["additionalProperties"] = False
+    return found
+
+
+def _says_all(schema: Mapping[str, Any]) -> bool:
+    """Whether an object's schema names all properties that it speaks of."""
+    required = schema.get("required")
+    named = set(required) if isinstance(required, list) and all(isinstance(each, str) for each in required) else set()
+    return not _OPEN & schema.keys() and named <= schema["properties"].keys()
 
 
 def place_of_problem(schema: Mapping[str, Any], problem: str) -> str:
