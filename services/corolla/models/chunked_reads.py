@@ -8,7 +8,7 @@ import contextlib
 import io
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +21,14 @@ from corolla.models.weights import StoredTensor, read_header
 
 _DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CHUNK_BYTES: Final = 1 << 20
+
+Room = Callable[[int], Tensor]
+"""Returns memory of the host for so many bytes: uint8 `[bytes]` on the CPU, contiguous."""
+
+
+def new_room(num_bytes: int) -> Tensor:
+    """New memory of the host: uint8 `[num_bytes]` on the CPU."""
+    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 class ChunkedTensor:
@@ -49,8 +57,19 @@ class ChunkedTensor:
         """The shape of a tensor that tells it, else an empty one."""
         return tuple(self._stored.get_shape()) if hasattr(self._stored, "get_shape") else ()
 
-    def rows(self, start: int, end: int) -> Tensor:
-        """Reads rows `[start, end)` of the first dimension as `[end - start, ...]`, in the file's dtype, on the CPU."""
+    @property
+    def is_plain(self) -> bool:
+        """Whether the numbers are stored as such, so that reading them is only a copy."""
+        return isinstance(self._stored, StoredMatrix) and self._stored.get_dtype() in _DTYPES
+
+    def rows(self, start: int, end: int, room: Room = new_room) -> Tensor:
+        """Reads rows `[start, end)` of the first dimension as `[end - start, ...]`, in the file's dtype, on the CPU.
+
+        Args:
+            room: gives memory for the rows. Stored tensors that have no method `rows` return other memory.
+        """
+        if isinstance(self._stored, StoredMatrix):
+            return self._stored.rows(start, end, room)
         rows: Tensor = self._stored[start:end]
         return rows
 
@@ -102,17 +121,33 @@ class StoredMatrix:
 
     def __getitem__(self, index: Any) -> Tensor:
         """Reads what is indexed, in the file's dtype, on the CPU; for `[start:end]` of a matrix, only these rows."""
-        dtype = _DTYPES.get(self._stored.dtype)
-        if dtype is None or not isinstance(index, slice) or len(self._stored.shape) < 2:
+        if not isinstance(index, slice) or len(self._stored.shape) < 2:
             whole: Tensor = self._whole[index]
             return whole
         start, end, _ = index.indices(self._stored.shape[0])
+        return self.rows(start, end)
+
+    def rows(self, start: int, end: int, room: Room = new_room) -> Tensor:
+        """Reads rows `[start, end)` of a matrix as `[end - start, ...]`, in the file's dtype, on the CPU.
+
+        Several threads may read at the same time.
+
+        Args:
+            room: gives the memory into which the rows are read. Rows of rare dtypes lie in other memory.
+
+        Raises:
+            CheckpointError: the file has become shorter.
+        """
+        dtype = _DTYPES.get(self._stored.dtype)
+        if dtype is None:
+            part: Tensor = self._whole[start:end]
+            return part
         row_bytes = self._stored.num_bytes // self._stored.shape[0]
-        rows = torch.empty((end - start, *self._stored.shape[1:]), dtype=dtype)
-        target: Any = rows.view(torch.uint8).numpy()
-        if os.preadv(self._file.fileno(), [target], self._stored.offset + start * row_bytes) < rows.nbytes:
+        memory = room((end - start) * row_bytes)
+        target: Any = memory.numpy()
+        if os.preadv(self._file.fileno(), [target], self._stored.offset + start * row_bytes) < memory.nbytes:
             raise CheckpointError(f"{self._file.name} has become shorter; fetch the checkpoint again.")
-        return rows
+        return memory.view(dtype).view(end - start, *self._stored.shape[1:])
 
 
 @contextlib.contextmanager

@@ -1,22 +1,62 @@
 """Reads stored tensors straight into the memory of a device, so that no tensor lies whole in the memory of the host.
 
 Transformers fills a model in the memory of the host. For tensors that it would only rename, it gets deferred ones,
-which have the right shape and take no memory. Once the model is filled, each of these is read in chunks through two
-buffers. Their memory is pinned where the device is a GPU, which copies one buffer while the other one is filled.
+which have the right shape and take no memory. Once the model is filled, these are read in chunks, in the order of the
+model's modules. Several threads read the chunks that come next into a fixed number of buffers, since one thread copies
+a few gigabytes a second out of the page cache. The buffers are reused, since the system has to clear new memory before
+a file can be read into it. Where the device is a GPU, they are pinned, so the GPU copies one while others are filled.
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from corolla.chassis.errors import InternalError
+from corolla.chassis.processors import available_cores
 from corolla.models.chunked_reads import ChunkedTensor
 
-BUFFER_BYTES: Final = 16 << 20
-_NUM_BUFFERS: Final = 2
+BUFFER_BYTES: Final = 8 << 20
+# So many threads read faster than a GPU of today copies from the host.
+_MOST_THREADS: Final = 8
+# While all threads read, the device copies these.
+_MORE_BUFFERS: Final = 2
+
+
+class _Buffer:
+    """Memory of the host for one chunk; it grows to the largest chunk that it gets.
+
+    Attributes:
+        copied: an event that comes after the device's copy of the last chunk; None: the memory is free.
+    """
+
+    def __init__(self, is_pinned: bool) -> None:
+        self.copied: Any = None
+        self._is_pinned = is_pinned
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def read(self, tensor: ChunkedTensor, start: int, end: int) -> Tensor:
+        """Reads rows `[start, end)` as `ChunkedTensor.rows` does, into this memory, once the device has copied it."""
+        if self.copied is not None:
+            self.copied.synchronize()
+            self.copied = None
+        rows = tensor.rows(start, end, self._room)
+        if not self._is_pinned or rows.data_ptr() == self._memory.data_ptr():
+            return rows
+        staged = self._room(rows.nbytes)
+        # numpy copies without helper threads of torch, of which each reading thread would start its own.
+        staged.numpy()[:] = rows.contiguous().view(-1).view(torch.uint8).numpy()
+        return staged.view(rows.dtype).view(rows.shape)
+
+    def _room(self, num_bytes: int) -> Tensor:
+        if len(self._memory) < num_bytes:
+            self._memory = torch.empty(max(BUFFER_BYTES, num_bytes), dtype=torch.uint8, pin_memory=self._is_pinned)
+        return self._memory[:num_bytes]
 
 
 class DeviceReader:
@@ -25,43 +65,60 @@ class DeviceReader:
     Args:
         device: where the tensors shall lie.
         is_pinned: whether the buffers are pinned; None: if the device is a GPU.
+        num_threads: how many chunks are read at a time; None: as many as this process may use cores, up to a limit.
     """
 
-    def __init__(self, device: torch.device, is_pinned: bool | None = None) -> None:
+    def __init__(self, device: torch.device, is_pinned: bool | None = None, num_threads: int | None = None) -> None:
         self._device = device
         self._is_pinned = device.type == "cuda" if is_pinned is None else is_pinned
-        self._buffers = [torch.empty(0, dtype=torch.uint8)] * _NUM_BUFFERS
-        self._copied: list[Any] = [None] * _NUM_BUFFERS
-        self._next = 0
+        self._num_threads = num_threads or min(_MOST_THREADS, available_cores())
 
-    def read(self, tensor: ChunkedTensor) -> Tensor:
-        """Reads a deferred tensor whole: `[rows, ...]` of its own shape, in its own dtype, on the device."""
-        shape = tensor.shape
-        target = torch.empty(shape, dtype=tensor.dtype, device=self._device)
-        row_bytes = max(1, math.prod(shape[1:]) * torch.float32.itemsize)
-        num_rows = max(1, BUFFER_BYTES // row_bytes)
-        for start in range(0, shape[0], num_rows):
-            end = min(start + num_rows, shape[0])
-            index = self._next
-            self._next = (index + 1) % _NUM_BUFFERS
-            if self._copied[index] is not None:
-                self._copied[index].synchronize()
-            rows = self._staged(index, tensor.rows(start, end))
-            # The dtype changes on the device, which is faster there and takes no memory of the host.
-            target[start:end].copy_(rows.to(self._device, non_blocking=self._is_pinned))
-            if self._is_pinned:
-                self._copied[index] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                self._copied[index].record()
-        return target
+    def read(self, tensors: Sequence[ChunkedTensor]) -> Generator[Tensor, None, None]:
+        """Reads deferred tensors one after the other, while threads read ahead into the buffers.
 
-    def _staged(self, index: int, rows: Tensor) -> Tensor:
-        """Returns the rows in a buffer that a GPU can copy from by itself; for other devices, the rows as they are."""
-        if not self._is_pinned:
-            return rows
-        if len(self._buffers[index]) < rows.nbytes:
-            num_bytes = max(BUFFER_BYTES, rows.nbytes)
-            self._buffers[index] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        return self._buffers[index][: rows.nbytes].view(rows.dtype).view(rows.shape).copy_(rows)
+        Close the iterator before the files are closed.
+
+        Yields:
+            Each tensor whole: `[rows, ...]` of its own shape, in its own dtype, on the device.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        # Tensors that have to be expanded take all threads of torch for one chunk.
+        num_threads = self._num_threads if all(each.is_plain for each in tensors) else 1
+        chunks = ((tensor, start, end) for tensor in tensors for start, end in _runs(tensor))
+        buffers = [_Buffer(self._is_pinned) for _ in range(num_threads + _MORE_BUFFERS)]
+        ahead: deque[tuple[_Buffer, Future[Tensor]]] = deque()
+        with ThreadPoolExecutor(num_threads, "weights") as threads:
+
+            def begin(buffer: _Buffer) -> None:
+                if (chunk := next(chunks, None)) is not None:
+                    ahead.append((buffer, threads.submit(buffer.read, *chunk)))
+
+            try:
+                for buffer in buffers:
+                    begin(buffer)
+                for tensor in tensors:
+                    target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+                    for start, end in _runs(tensor):
+                        buffer, read = ahead.popleft()
+                        # The dtype changes on the device, which is faster there and takes no memory of the host.
+                        target[start:end].copy_(read.result().to(self._device, non_blocking=self._is_pinned))
+                        if self._is_pinned:
+                            buffer.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                            buffer.copied.record()
+                        begin(buffer)
+                    yield target
+            finally:
+                for _, read in ahead:
+                    read.cancel()
+
+
+def _runs(tensor: ChunkedTensor) -> Iterator[tuple[int, int]]:
+    """Yields `(start, end)` of the runs of rows that are read together."""
+    num_rows, *inner = tensor.shape
+    step = max(1, BUFFER_BYTES // max(1, math.prod(inner) * torch.float32.itemsize))
+    return ((start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
 
 def read_deferred(
@@ -76,29 +133,28 @@ def read_deferred(
         model: the model; parameters share the memory of their deferred tensors.
         tensors: the tensors with which the model was filled.
         device: where the model shall lie.
-        when_read: called with each module once its own parameters lie on the device, before the next module is read.
+        when_read: called with each module once its own parameters lie on the device, before the next module is read. It
+            changes no other module.
 
     Raises:
         CheckpointError: a file cannot be read.
     """
     deferred = {tensor.address: tensor for tensor in tensors if tensor.address is not None}
-    reader = DeviceReader(device)
-    # Tied parameters are one object, which several modules have.
-    read: set[int] = set()
-    missing = set(deferred)
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            if id(parameter) in read:
-                continue
-            read.add(id(parameter))
-            address = parameter.untyped_storage().data_ptr()
-            if address in deferred:
-                parameter.data = reader.read(deferred[address])
-                missing.discard(address)
-            else:
-                parameter.data = parameter.data.to(device)
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
-        when_read(module)
-    if missing:
-        raise InternalError(f"{len(missing)} tensors of the checkpoint were copied before they were read")
+    modules = list(model.modules())
+    # Tied parameters are one object, which several modules have; a model names it once.
+    parameters = {id(each): each for module in modules for each in module.parameters(recurse=False)}
+    found = {
+        key: deferred[address]
+        for key, parameter in parameters.items()
+        if (address := parameter.untyped_storage().data_ptr()) in deferred
+    }
+    if missing := len(deferred) - len(set(map(id, found.values()))):
+        raise InternalError(f"{missing} tensors of the checkpoint were copied before they were read")
+    with contextlib.closing(DeviceReader(device).read(list(found.values()))) as reading:
+        for module in modules:
+            for parameter in module.parameters(recurse=False):
+                if parameters.pop(id(parameter), None) is not None:
+                    parameter.data = next(reading) if id(parameter) in found else parameter.data.to(device)
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+            when_read(module)

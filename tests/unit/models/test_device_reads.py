@@ -1,22 +1,26 @@
 """Tensors that are read straight to a device are those that transformers would have read, and take no host memory."""
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from corolla.chassis.errors import CheckpointError, InternalError
 from corolla.models import chunked_reads, cut_model, device_reads
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.chunked_reads import ChunkedTensor
+from corolla.models.chunked_reads import ChunkedTensor, Room, open_tensors
 from corolla.models.device_reads import DeviceReader, read_deferred
 from corolla.models.edges import load_edges
 from corolla.models.families import FAMILIES
 from corolla.models.quantization import quantizer
 from corolla.models.span_model import load_span
+from corolla.models.weights import find_weights
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
 from tests.gguf_files import make_tiny_gguf
@@ -81,8 +85,8 @@ def test_no_more_than_a_buffer_is_read_at_a_time(tmp_path: Path, monkeypatch: py
     sizes: list[int] = []
     read_rows = ChunkedTensor.rows
 
-    def rows(tensor: ChunkedTensor, start: int, end: int) -> Tensor:
-        part = read_rows(tensor, start, end)
+    def rows(tensor: ChunkedTensor, start: int, end: int, room: Room) -> Tensor:
+        part = read_rows(tensor, start, end, room)
         sizes.append(part.nbytes)
         return part
 
@@ -128,18 +132,25 @@ def test_a_stand_in_that_was_copied_does_not_pass_for_weights() -> None:
 
 
 @pytest.mark.usefixtures("straight")
-def test_a_pinned_buffer_is_not_filled_while_the_device_still_copies_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_in_a_shard", [True, False])
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_a_pinned_buffer_is_not_filled_while_the_device_still_copies_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_a_shard: bool, num_threads: int
+) -> None:
     """The doubles do what a GPU would still have to do only when it is waited for; they check what torch checks."""
-    numbers = torch.randn(100, 30).to(torch.bfloat16)
+    numbers = [torch.randn(num_rows, 30).to(torch.bfloat16) for num_rows in (100, 30, 7, 40)]
+    save_file({str(index): each for index, each in enumerate(numbers)}, tmp_path / "model.safetensors")
     work: list[Callable[[], object]] = []
     num_done = 0
     num_pinned = 0
+    lock = threading.Lock()
 
     def do(num_works: int) -> None:
         nonlocal num_done
-        for each in work[num_done:num_works]:
-            each()
-        num_done = max(num_done, num_works)
+        with lock:
+            for each in work[num_done:num_works]:
+                each()
+            num_done = max(num_done, num_works)
 
     class Event:
         def record(self) -> None:
@@ -165,17 +176,78 @@ def test_a_pinned_buffer_is_not_filled_while_the_device_still_copies_it(monkeypa
 
     def empty(*size: Any, pin_memory: bool = False, **options: Any) -> Tensor:
         nonlocal num_pinned
-        num_pinned += pin_memory
-        return torch.zeros(*size, **options).as_subclass(Pinned if pin_memory else OnDevice)
+        with lock:
+            num_pinned += pin_memory
+        made = torch.zeros(*size, **options)
+        return made.as_subclass(Pinned) if pin_memory else made.as_subclass(OnDevice) if "device" in options else made
 
-    reader = DeviceReader(CPU, is_pinned=True)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch, "empty", empty)
-    found = reader.read(deferred(numbers))
+    with open_tensors(find_weights(tmp_path), {str(index): str(index) for index in range(len(numbers))}) as opened:
+        shard = [ChunkedTensor(each, torch.float32) for each in opened.values()]
+        reader = DeviceReader(CPU, is_pinned=True, num_threads=num_threads)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch, "empty", empty)
+        found = list(reader.read(shard if is_in_a_shard else [deferred(each) for each in numbers]))
     assert num_done < len(work), "nothing waits for the last copies"
     do(len(work))
-    assert torch.equal(found.as_subclass(torch.Tensor), numbers.float())
-    assert num_pinned == 2
+    for tensor, expected in zip(found, numbers, strict=True):
+        assert torch.equal(tensor.as_subclass(torch.Tensor), expected.float())
+    most_reading = num_threads if is_in_a_shard else 1
+    assert num_pinned == most_reading + 2
+
+
+@pytest.mark.usefixtures("straight")
+def test_threads_read_at_the_same_time_and_no_further_than_there_are_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Semaphore(0)
+    may_read = threading.Semaphore(0)
+    monkeypatch.setattr(ChunkedTensor, "is_plain", True)
+
+    class Stored:
+        def get_shape(self) -> list[int]:
+            return [80, 30]
+
+        def __getitem__(self, index: slice) -> Tensor:
+            begun.release()
+            assert may_read.acquire(timeout=60)
+            return torch.full((index.stop - index.start, 30), float(index.start))
+
+    reading = DeviceReader(CPU, num_threads=3).read([ChunkedTensor(Stored(), torch.float32)])
+    with ThreadPoolExecutor(1) as main:
+        read = main.submit(next, reading)
+        for _ in range(3):
+            assert begun.acquire(timeout=60), "three chunks are read at the same time"
+        assert not begun.acquire(timeout=0.2), "there are three threads"
+        may_read.release(10)
+        assert torch.equal(read.result()[:, 0], torch.arange(0, 80, 8.0).repeat_interleave(8))
+
+
+@pytest.mark.usefixtures("straight")
+def test_a_file_that_has_become_shorter_ends_all_reads(tmp_path: Path) -> None:
+    save_file({"first": torch.randn(100, 5), "second": torch.randn(1000, 5)}, tmp_path / "model.safetensors")
+    with open_tensors(find_weights(tmp_path), {"first": "first", "second": "second"}) as opened:
+        with (tmp_path / "model.safetensors").open("r+b") as shard:
+            shard.truncate(5000)
+        reading = DeviceReader(CPU, num_threads=2).read([ChunkedTensor(opened[name], torch.float32) for name in opened])
+        assert len(next(reading)) == 100
+        with pytest.raises(CheckpointError, match="has become shorter"):
+            next(reading)
+    assert not [each for each in threading.enumerate() if each.name.startswith("weights")]
+
+
+@pytest.mark.usefixtures("straight")
+def test_no_thread_reads_on_after_a_failure(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint("llama", tmp_path / "llama", num_blocks=4)))
+
+    def fail(_module: nn.Module) -> None:
+        raise ValueError("this layer cannot be quantised")
+
+    with checkpoint.open_tensors({"weight": "lm_head.weight"}) as opened:
+        tensor = ChunkedTensor(opened["weight"], torch.float32)
+        tensor.is_deferred = True
+        model = nn.Linear(1, 1, bias=False)
+        model.weight.data = tensor[...]
+        with pytest.raises(ValueError, match="cannot be quantised"):
+            read_deferred(model, [tensor], CPU, fail)
+    assert not [each for each in threading.enumerate() if each.name.startswith("weights")]
 
 
 def test_layers_are_quantised_one_by_one_as_together() -> None:
