@@ -17,7 +17,7 @@ from corolla.chassis.handlers import call_path
 from corolla.decoding.batched_sampling import sample_together
 from corolla.decoding.draft_model import DraftModel
 from corolla.decoding.parameters import SampledToken, SamplingParams
-from corolla.decoding.sampling import Sampler
+from corolla.decoding.sampling import Sampler, on_device
 from corolla.decoding.speculation import MAX_DRAFT_TOKENS
 from corolla.decoding.speculator import Speculator, make_speculator
 from corolla.models.edges import Edges
@@ -279,9 +279,10 @@ def sample_rows(
     logits = edges.head(parts[0] if len(parts) == 1 else torch.cat(parts))
     likeliest = scores = None
     if any(each.sampler.takes_likeliest for each in rows):
-        # The maximum is found on the device, so that only ids and scores are copied from there.
+        # The maximum is found on the device, so that only ids and scores are copied from there, both at once.
         best = logits.max(dim=-1)
-        likeliest, scores = best.indices.tolist(), best.values.tolist()
+        ids, scores = torch.stack((best.indices.double(), best.values.double())).tolist()
+        likeliest = list(map(int, ids))
     slow = [index for index, each in enumerate(rows) if not each.sampler.takes_likeliest]
     if slow and not is_batched:
         logits = logits.cpu()
@@ -326,8 +327,9 @@ def _chosen_in_batches(
     failures: dict[int, CorollaError] = {}
     going = list(range(len(rows)))
     while going:
-        at = torch.tensor([starts[index] + len(messages[index].tokens) for index in going], device=logits.device)
-        tokens = sample_together([rows[index].sampler.sampler for index in going], logits[at])
+        at = tuple(starts[index] + len(messages[index].tokens) for index in going)
+        own = logits if at == tuple(range(len(logits))) else logits[on_device(at, logits.device, torch.int64)]
+        tokens = sample_together([rows[index].sampler.sampler for index in going], own)
         going, before = [], going
         for index, token in zip(before, tokens, strict=True):
             if isinstance(token, CorollaError):

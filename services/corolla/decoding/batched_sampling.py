@@ -1,15 +1,16 @@
 """Chooses the next tokens of several sequences at once: the same tokens that each `Sampler` chooses alone.
 
 The logits may be on any device. Biases, penalties, grammars, filters, choice and log probabilities run once for all
-rows, with one wait for the device for the tokens, and one for each number of log probabilities. Random numbers come
-from each sampler's own stream on the CPU, so a session gets the same numbers on whichever server it continues.
+rows, with one wait for the device, for the tokens and all log probabilities. Random numbers come from each sampler's
+own stream on the CPU, so a session gets the same numbers on whichever server it continues.
 
 What a row gets does not depend on the other rows. So sums over the vocabulary are not left to scans of GPUs, which add
 in another order for another number of rows.
 """
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from corolla.chassis.errors import CorollaError, NonFiniteOutput
 from corolla.decoding.parameters import SampledToken, SamplingParams
-from corolla.decoding.sampling import Sampler, TokenPenalties, barred, exponential_numbers
+from corolla.decoding.sampling import Sampler, StackedPenalties, barred, exponential_numbers, on_device
 
 # Probabilities as integers of this many bits; a sum of them is below two to the power of 63.
 _PROBABILITY_BITS: Final = 52
@@ -27,122 +28,161 @@ Logprobs = tuple[float, tuple[tuple[int, float], ...]]
 
 
 @torch.inference_mode()
-def sample_together(samplers: Sequence[Sampler], logits: Tensor) -> list[SampledToken | CorollaError]:
+def sample_together(
+    samplers: Sequence[Sampler], logits: Tensor, *, like_gpu: bool | None = None
+) -> list[SampledToken | CorollaError]:
     """One token for each row of `logits`, float32 `[R, V]`, by the sampler of the same index; no sampler occurs twice.
 
     A row that is not finite, or whose grammar fails, gets an error, and its sampler takes no token.
+
+    Args:
+        like_gpu: whether to compute as on a GPU; None: only if the logits are not on a CPU. On a CPU, sums and the
+            order of equal scores are those of `transformers`.
     """
-    scores, failures = _scores(samplers, logits)
+    like_gpu = logits.device.type != "cpu" if like_gpu is None else like_gpu
+    scores = _Scores(samplers, logits)
     # `max` takes NaN for the largest number, so the best score shows whether a row has one.
-    best = scores.max(dim=-1)
-    token_ids = best.indices
+    best = scores.rows.max(dim=-1)
+    token_ids, are_finite = best.indices, best.values.isfinite()
     drawing = [
-        index for index, sampler in enumerate(samplers) if not sampler.params.is_greedy and index not in failures
+        index for index, sampler in enumerate(samplers) if not sampler.params.is_greedy and index not in scores.failures
     ]
     if drawing:
-        rows = torch.tensor(drawing, device=logits.device)
-        filtered = _filtered(scores[rows], [samplers[index].params for index in drawing])
-        numbers = _random_numbers([samplers[index] for index in drawing], logits)
-        token_ids = token_ids.index_copy(0, rows, (filtered.softmax(dim=-1) / numbers).argmax(dim=-1))
-    logprobs = _logprobs(samplers, logits, token_ids)
-    chosen_ids, are_finite = torch.stack((token_ids, best.values.isfinite().long())).tolist()
+        numbers = _random_numbers([samplers[index] for index in drawing], logits, like_gpu=like_gpu)
+        filtered = _filtered(
+            _rows(scores.rows, drawing), [samplers[index].params for index in drawing], like_gpu=like_gpu
+        )
+        drawn = (filtered.softmax(dim=-1) / numbers).argmax(dim=-1)
+        token_ids = _with_rows(token_ids, drawing, drawn)
+    logprobs = _Logprobs(samplers, logits, token_ids)
+    # float64 holds every token id and every float32, so one copy brings all that the device found.
+    found = torch.cat((token_ids.double(), are_finite.double(), *logprobs.found)).tolist()
+    scores.add(token_ids, are_finite)
+    logprobs_of = logprobs.read(found[2 * len(samplers) :])
     chosen: list[SampledToken | CorollaError] = []
-    for index, (sampler, token_id, is_finite) in enumerate(zip(samplers, chosen_ids, are_finite, strict=True)):
-        if index in failures:
-            chosen.append(failures[index])
-        elif not is_finite:
+    for index, sampler in enumerate(samplers):
+        if index in scores.failures:
+            chosen.append(scores.failures[index])
+        elif not found[len(samplers) + index]:
             chosen.append(NonFiniteOutput("The model's output is not finite."))
         else:
-            sampler.add(token_id)
-            chosen.append(SampledToken(token_id, *logprobs.get(index, ())))
+            token_id = int(found[index])
+            sampler.follow(token_id)
+            chosen.append(SampledToken(token_id, *logprobs_of.get(index, ())))
     return chosen
 
 
-def _random_numbers(samplers: Sequence[Sampler], logits: Tensor) -> Tensor:
+def _random_numbers(samplers: Sequence[Sampler], logits: Tensor, *, like_gpu: bool) -> Tensor:
     """The random numbers of the samplers' next choices, float32 `[samplers, V]` on the device of `logits`."""
     num_logits, device = logits.shape[-1], logits.device
-    if device.type == "cpu":
+    if not like_gpu:
         return torch.stack([sampler.random_numbers(num_logits, device) for sampler in samplers])
     return exponential_numbers(torch.stack([sampler.random_outputs(num_logits, device) for sampler in samplers]))
 
 
-def _logprobs(samplers: Sequence[Sampler], logits: Tensor, token_ids: Tensor) -> dict[int, Logprobs]:
-    """The log probabilities of the rows whose samplers want some, by row.
+class _Logprobs:
+    """The log probabilities of the rows whose samplers want some, still on the device.
 
     Args:
         logits: the model's own, float32 `[R, V]`.
         token_ids: the chosen tokens, int64 `[R]`, on the same device.
+
+    Attributes:
+        found: float64 tensors of one dimension, on that device, whose numbers `read` takes one after another.
     """
-    wanting: defaultdict[int, list[int]] = defaultdict(list)
-    for index, sampler in enumerate(samplers):
-        if sampler.params.num_logprobs is not None:
-            wanting[sampler.params.num_logprobs].append(index)
-    found: dict[int, Logprobs] = {}
-    for number, indices in wanting.items():
-        rows = torch.tensor(indices, device=logits.device)
-        logprobs = logits[rows].log_softmax(dim=-1)
-        top = logprobs.topk(min(number, logits.shape[-1]))
-        own = logprobs.gather(1, token_ids[rows].unsqueeze(1))
-        # float64 holds every token id and every float32, so one copy brings all.
-        for index, (logprob, *best) in zip(
-            indices, torch.cat((own.double(), top.indices.double(), top.values.double()), dim=1).tolist(), strict=True
-        ):
-            ids, values = best[: len(best) // 2], best[len(best) // 2 :]
-            found[index] = logprob, tuple(zip(map(int, ids), values, strict=True))
-    return found
+
+    def __init__(self, samplers: Sequence[Sampler], logits: Tensor, token_ids: Tensor) -> None:
+        wanting: defaultdict[int, list[int]] = defaultdict(list)
+        for index, sampler in enumerate(samplers):
+            if sampler.params.num_logprobs is not None:
+                wanting[min(sampler.params.num_logprobs, logits.shape[-1])].append(index)
+        self._wanting = wanting
+        self.found: list[Tensor] = []
+        for number, indices in wanting.items():
+            logprobs = _rows(logits, indices).log_softmax(dim=-1)
+            top = logprobs.topk(number)
+            own = logprobs.gather(1, _rows(token_ids, indices).unsqueeze(1))
+            self.found.append(torch.cat((own.double(), top.indices.double(), top.values.double()), dim=1).flatten())
+
+    def read(self, found: Iterable[float]) -> dict[int, Logprobs]:
+        """The log probabilities by row, of the numbers of all tensors in `found`."""
+        numbers = iter(found)
+        logprobs: dict[int, Logprobs] = {}
+        for number, indices in self._wanting.items():
+            for index in indices:
+                own, *top = itertools.islice(numbers, 1 + 2 * number)
+                logprobs[index] = own, tuple(zip(map(int, top[:number]), top[number:], strict=True))
+        return logprobs
 
 
-def _scores(samplers: Sequence[Sampler], logits: Tensor) -> tuple[Tensor, dict[int, CorollaError]]:
-    """The scores by which tokens are chosen, float32 `[R, V]`, and the errors of the rows whose scores failed."""
-    failures: dict[int, CorollaError] = {}
-    allowed: dict[int, bytes] = {}
-    for index, sampler in enumerate(samplers):
-        try:
-            if (bits := sampler.allowed()) is not None:
-                allowed[index] = bits
-        except CorollaError as failure:
-            failures[index] = failure.with_traceback(None)
-    vocabulary_size, device = logits.shape[-1], logits.device
-    scores = logits
-    if biased := [index for index, sampler in enumerate(samplers) if sampler.params.logit_bias]:
-        biases = torch.stack([samplers[index].biases(logits[index]) for index in biased])
-        scores = _replaced(scores, biased, lambda rows: rows + biases)
-    if penalised := [index for index, sampler in enumerate(samplers) if sampler.params.has_penalties]:
-        penalties = [samplers[index].penalties(vocabulary_size) for index in penalised]
-        scores = _replaced(scores, penalised, lambda rows: TokenPenalties.apply_together(penalties, rows))
-    if allowed:
-        bars = barred(list(allowed.values()), vocabulary_size, device)
-        scores = _replaced(scores, list(allowed), lambda rows: rows + bars)
-    return scores, failures
+class _Scores:
+    """The scores by which tokens are chosen.
+
+    Attributes:
+        rows: float32 `[R, V]`, on the device of the logits.
+        failures: the errors of the rows whose scores failed.
+    """
+
+    def __init__(self, samplers: Sequence[Sampler], logits: Tensor) -> None:
+        self.failures: dict[int, CorollaError] = {}
+        allowed: dict[int, bytes] = {}
+        for index, sampler in enumerate(samplers):
+            try:
+                if (bits := sampler.allowed()) is not None:
+                    allowed[index] = bits
+            except CorollaError as failure:
+                self.failures[index] = failure.with_traceback(None)
+        vocabulary_size, device = logits.shape[-1], logits.device
+        rows = logits
+        if biased := [index for index, sampler in enumerate(samplers) if sampler.params.logit_bias]:
+            biases = torch.stack([samplers[index].biases(vocabulary_size, device) for index in biased])
+            rows = _replaced(rows, biased, lambda own: own + biases)
+        self._penalised = [index for index, sampler in enumerate(samplers) if sampler.params.has_penalties]
+        if self._penalised:
+            penalties = [samplers[index].penalties(vocabulary_size) for index in self._penalised]
+            self._penalties = StackedPenalties(penalties, device)
+            rows = _replaced(rows, self._penalised, self._penalties.apply)
+        if allowed:
+            bars = barred(list(allowed.values()), vocabulary_size, device)
+            rows = _replaced(rows, list(allowed), lambda own: own + bars)
+        self.rows = rows
+
+    def add(self, token_ids: Tensor, are_finite: Tensor) -> None:
+        """Counts the chosen tokens, int64 `[R]`, of the rows that have not failed; `are_finite` is bool `[R]`."""
+        if not self._penalised:
+            return
+        if self.failures:
+            have_scores = tuple(index not in self.failures for index in range(len(token_ids)))
+            are_finite = are_finite & on_device(have_scores, token_ids.device, torch.bool)
+        self._penalties.add(_rows(token_ids, self._penalised), _rows(are_finite, self._penalised))
 
 
-def _filtered(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def _filtered(scores: Tensor, params: Sequence[SamplingParams], *, like_gpu: bool) -> Tensor:
     """The scores, with minus Inf for tokens that the filters of `transformers`, in its order, exclude."""
     vocabulary_size = scores.shape[-1]
 
-    def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=scores.device).unsqueeze(1)
+    def column(values: Iterable[float]) -> Tensor:
+        return on_device(tuple(values), scores.device, torch.float32).unsqueeze(1)
 
     def within_top_k(rows: Tensor, own: Sequence[SamplingParams]) -> Tensor:
         sizes = [min(each.top_k, vocabulary_size) for each in own]
-        last = torch.tensor(sizes, device=rows.device).unsqueeze(1) - 1
+        last = on_device(tuple(size - 1 for size in sizes), rows.device, torch.int64).unsqueeze(1)
         return rows.masked_fill(rows < rows.topk(max(sizes)).values.gather(1, last), -torch.inf)
 
     def within_top_p(rows: Tensor, own: Sequence[SamplingParams]) -> Tensor:
         # The order of equal scores and the sums of a CPU are those of `transformers`.
-        on_cpu = rows.device.type == "cpu"
-        ascending, indices = rows.sort(stable=not on_cpu)
-        probabilities, shares = ascending.softmax(dim=-1), column([1 - each.top_p for each in own])
-        is_removed = probabilities.cumsum(dim=-1) <= shares if on_cpu else within_shares(probabilities, shares)
-        is_removed[:, -1] = False
+        ascending, indices = rows.sort(stable=like_gpu)
+        probabilities, shares = ascending.softmax(dim=-1), column(1 - each.top_p for each in own)
+        is_removed = within_shares(probabilities, shares) if like_gpu else probabilities.cumsum(dim=-1) <= shares
+        is_removed.select(1, -1).fill_(False)
         return rows.masked_fill(is_removed.scatter(1, indices, is_removed), -torch.inf)
 
     def above_min_p(rows: Tensor, own: Sequence[SamplingParams]) -> Tensor:
         probabilities = rows.softmax(dim=-1)
-        least = column([each.min_p for each in own]) * probabilities.amax(dim=-1, keepdim=True)
+        least = column(each.min_p for each in own) * probabilities.amax(dim=-1, keepdim=True)
         return rows.masked_fill(probabilities < least, -torch.inf)
 
-    scores = scores / column([each.temperature for each in params])
+    scores = scores / column(each.temperature for each in params)
     scores = _where(scores, params, lambda each: each.top_k != 0, within_top_k)
     scores = _where(scores, params, lambda each: each.top_p < 1, within_top_p)
     return _where(scores, params, lambda each: each.min_p > 0, above_min_p)
@@ -160,13 +200,22 @@ def _where(
 
 
 def _replaced(scores: Tensor, indices: Sequence[int], change: Callable[[Tensor], Tensor]) -> Tensor:
-    """The scores with other numbers in the rows `indices`, which are in order; `change` makes them."""
-    if not indices:
-        return scores
-    if len(indices) == len(scores):
-        return change(scores)
-    rows = torch.tensor(indices, device=scores.device)
-    return scores.index_copy(0, rows, change(scores[rows]))
+    """The scores with other numbers in the rows `indices`; `change` makes them."""
+    return _with_rows(scores, indices, change(_rows(scores, indices))) if indices else scores
+
+
+def _rows(every: Tensor, indices: Sequence[int]) -> Tensor:
+    """The rows `indices`, which are in order; each occurs once."""
+    if len(indices) == len(every):
+        return every
+    return every[on_device(tuple(indices), every.device, torch.int64)]
+
+
+def _with_rows(every: Tensor, indices: Sequence[int], rows: Tensor) -> Tensor:
+    """A tensor with other `rows` at `indices`, which are in order; each occurs once."""
+    if len(indices) == len(every):
+        return rows
+    return every.index_copy(0, on_device(tuple(indices), every.device, torch.int64), rows)
 
 
 def within_shares(probabilities: Tensor, shares: Tensor) -> Tensor:

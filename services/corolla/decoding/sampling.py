@@ -87,45 +87,11 @@ class TokenPenalties:
 
     def apply(self, logits: Tensor) -> Tensor:
         """The penalised scores of `logits`, both float32 `[V]` on one device; `logits` are not changed."""
-        return self.apply_together([self], logits.unsqueeze(0))[0]
-
-    @staticmethod
-    def apply_together(penalties: "Sequence[TokenPenalties]", logits: Tensor) -> Tensor:
-        """The penalised scores of several sequences.
-
-        Args:
-            penalties: the penalties of each row of `logits`.
-            logits: float32 `[R, V]`, not changed.
-
-        Returns:
-            float32 `[R, V]`, on the device of `logits`; each row is that of `TokenPenalties.apply` alone.
-        """
-        for each in penalties:
-            each._move_to(logits.device)
-        scores = logits
-
-        def column(values: Iterable[float]) -> Tensor:
-            return torch.tensor(list(values), dtype=torch.float32, device=logits.device).unsqueeze(1)
-
-        seen = [each._is_seen for each in penalties]
-        if any(each is not None for each in seen):
-            nothing = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
-            is_seen = torch.stack([nothing if each is None else each for each in seen])
-            factors = column(each._repetition for each in penalties)
-            penalised = torch.where(scores < 0, scores * factors, scores / factors)
-            scores = torch.where(is_seen, penalised, scores)
-        counts = [each._counts for each in penalties]
-        if any(each is not None for each in counts):
-            none = torch.zeros(logits.shape[1], device=logits.device)
-            counted = torch.stack([none if each is None else each for each in counts])
-            frequencies = column(each._frequency for each in penalties)
-            presences = column(each._presence for each in penalties)
-            scores = scores - (counted * frequencies + (counted > 0) * presences)
-        return scores
+        return StackedPenalties([self], logits.device).apply(logits.unsqueeze(0))[0]
 
     def _move_to(self, device: torch.device) -> None:
-        self._is_seen = None if self._is_seen is None else self._is_seen.to(device)
-        self._counts = None if self._counts is None else self._counts.to(device)
+        self._is_seen = None if self._is_seen is None else _moved(self._is_seen, device)
+        self._counts = None if self._counts is None else _moved(self._counts, device)
 
     def add(self, token_id: int) -> None:
         """Counts the answer's next token."""
@@ -133,6 +99,85 @@ class TokenPenalties:
             self._is_seen[token_id] = True
         if self._counts is not None:
             self._counts[token_id] += 1
+
+
+class StackedPenalties:
+    """The penalties of several sequences, one for each row of logits. The number of operators is that of one sequence.
+
+    Args:
+        penalties: those of each row; no one occurs twice, and no one else may add tokens to them before `add`.
+        device: where the logits are; the penalties move there.
+    """
+
+    def __init__(self, penalties: Sequence[TokenPenalties], device: torch.device) -> None:
+        for each in penalties:
+            each._move_to(device)
+        self._penalties, self._device = penalties, device
+        self._are_seen = self._stacked([each._is_seen for each in penalties])
+        self._counts = self._stacked([each._counts for each in penalties])
+
+    def _stacked(self, own: Sequence[Tensor | None]) -> Tensor | None:
+        kept = [each for each in own if each is not None]
+        if not kept:
+            return None
+        nothing = kept[0] if len(kept) == len(own) else torch.zeros_like(kept[0])
+        return torch.stack([nothing if each is None else each for each in own])
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """The penalised scores, float32 `[R, V]`, of `logits`, float32 `[R, V]`, which are not changed.
+
+        Each row is that of `TokenPenalties.apply` alone.
+        """
+        scores = logits
+
+        def column(values: Iterable[float]) -> Tensor:
+            return on_device(tuple(values), self._device, torch.float32).unsqueeze(1)
+
+        if self._are_seen is not None:
+            factors = column(each._repetition for each in self._penalties)
+            penalised = torch.where(scores < 0, scores * factors, scores / factors)
+            scores = torch.where(self._are_seen, penalised, scores)
+        if self._counts is not None:
+            frequencies = column(each._frequency for each in self._penalties)
+            presences = column(each._presence for each in self._penalties)
+            scores = scores - (self._counts * frequencies + (self._counts > 0) * presences)
+        return scores
+
+    def add(self, token_ids: Tensor, are_added: Tensor) -> None:
+        """Counts the next token of each answer, as `TokenPenalties.add` does, and waits for no device.
+
+        Args:
+            token_ids: int64 `[R]`, on the device of the penalties.
+            are_added: bool `[R]` likewise: whether the row's token is counted.
+        """
+        at, are_added = token_ids.unsqueeze(1), are_added.unsqueeze(1)
+        if self._are_seen is not None:
+            self._are_seen.scatter_(1, at, self._are_seen.gather(1, at) | are_added)
+            self._keep(self._are_seen, [each._is_seen for each in self._penalties])
+        if self._counts is not None:
+            self._counts.scatter_add_(1, at, are_added.to(self._counts.dtype))
+            self._keep(self._counts, [each._counts for each in self._penalties])
+
+    def _keep(self, stacked: Tensor, own: Sequence[Tensor | None]) -> None:
+        """Copies the rows to the sequences' own tensors, since the next batch may have other rows."""
+        pairs = [(each, row) for each, row in zip(own, stacked.unbind(), strict=True) if each is not None]
+        torch._foreach_copy_([each for each, _ in pairs], [row for _, row in pairs])
+
+
+@functools.lru_cache(maxsize=256)
+def on_device(values: tuple[float, ...] | tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The values as a tensor `[len(values)]` of `dtype` on `device`, which must not be changed.
+
+    Making it does not wait for the device. What the rows of a batch want seldom changes from one step to the next, so
+    the tensors are kept.
+    """
+    made = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return made.to(device, non_blocking=True)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    # `to` calls an operator even if there is nothing to move, which counts where it is done for each row of a batch.
+    return tensor if tensor.device == device else tensor.to(device)
 
 
 class QuickTopP(LogitsProcessor):
@@ -245,7 +290,7 @@ class Sampler:
         """
         scores = logits
         if self.params.logit_bias:
-            scores = scores + self.biases(logits)
+            scores = scores + self.biases(logits.shape[0], logits.device)
         if self.params.has_penalties:
             scores = self.penalties(logits.shape[0]).apply(scores)
         if (allowed := self.allowed()) is not None:
@@ -260,13 +305,14 @@ class Sampler:
         """
         return None if self._grammar is None else self._grammar.allowed()
 
-    def biases(self, logits: Tensor) -> Tensor:
-        """The bias of each token, float32 `[V]` on the device of `logits`, float32 `[V]`."""
+    def biases(self, num_logits: int, device: torch.device) -> Tensor:
+        """The bias of each token, float32 `[V]` on `device`."""
         # A fork may read logits of another device, such as those of a draft model.
-        if self._bias is None or self._bias.device != logits.device:
-            self._bias = torch.zeros_like(logits)
+        if self._bias is None or self._bias.device != device:
+            bias = torch.zeros(num_logits)
             token_ids, biases = zip(*self.params.logit_bias, strict=True)
-            self._bias[list(token_ids)] = torch.tensor(biases, device=logits.device)
+            bias[list(token_ids)] = torch.tensor(biases)
+            self._bias = _moved(bias, device)
         return self._bias
 
     def penalties(self, vocabulary_size: int) -> TokenPenalties:
@@ -288,6 +334,10 @@ class Sampler:
         """Advances penalties and grammar by the chosen token. The caller has entered inference mode."""
         if self._penalties is not None:
             self._penalties.add(token_id)
+        self.follow(token_id)
+
+    def follow(self, token_id: int) -> None:
+        """Advances the grammar by the chosen token, which `StackedPenalties.add` counts."""
         if self._grammar is not None:
             self._grammar.add(token_id)
 
@@ -300,14 +350,18 @@ class Sampler:
         if self._grammar is not None:
             self._grammar.allowed()
 
-    def draw_ahead(self, num_logits: int, device: torch.device) -> None:
+    def draw_ahead(self, num_logits: int, device: torch.device, *, like_gpu: bool | None = None) -> None:
         """Draws the random numbers of the next choice before its logits are there, and moves them to `device`.
 
         Any thread may call this, but no other thread may use the sampler meanwhile.
+
+        Args:
+            like_gpu: see `sample_together`; None: only if `device` is not a CPU.
         """
+        like_gpu = device.type != "cpu" if like_gpu is None else like_gpu
         if self._drawn_ahead is None and not self.params.is_greedy:
             # What is drawn is stored before it is moved: if it were lost, every later token would change.
-            self._drawn_ahead = self._draw(num_logits) if device.type == "cpu" else self._draw_outputs(num_logits)
+            self._drawn_ahead = self._draw_outputs(num_logits) if like_gpu else self._draw(num_logits)
             self._drawn_ahead = self._drawn_ahead.to(device)
 
     def random_numbers(self, num_logits: int, device: torch.device) -> Tensor:
@@ -318,7 +372,7 @@ class Sampler:
         drawn, self._drawn_ahead = self._drawn_ahead, None
         if drawn is None:
             drawn = self._draw(num_logits)
-        return (drawn if drawn.is_floating_point() else exponential_numbers(drawn)).to(device)
+        return _moved(drawn if drawn.is_floating_point() else exponential_numbers(drawn), device)
 
     def random_outputs(self, num_logits: int, device: torch.device) -> Tensor:
         """The outputs of the generator for the next choice, int64 `[V]` on `device`; each call returns new ones.
@@ -327,7 +381,7 @@ class Sampler:
         times as long to compute these numbers as to draw the outputs.
         """
         drawn, self._drawn_ahead = self._drawn_ahead, None
-        return (self._draw_outputs(num_logits) if drawn is None else drawn).to(device)
+        return _moved(self._draw_outputs(num_logits) if drawn is None else drawn, device)
 
     def skip(self, num_logits: int) -> None:
         """Skips the random numbers that other samplers drew; if nothing calls this before, the first choice does.

@@ -1,15 +1,18 @@
 """Tokens that are chosen together are those that each sampler chooses alone, bit for bit."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from corolla.chassis.errors import NonFiniteOutput
+from corolla.chassis.errors import CorollaError, NonFiniteOutput
 from corolla.decoding.batched_sampling import sample_together, within_shares
 from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.sampling import Sampler, exponential_numbers
@@ -138,6 +141,97 @@ def test_a_draft_model_on_a_cpu_reads_the_numbers_that_were_drawn_for_a_device()
     plain.random_numbers(9, CPU)
     assert ahead.state() == plain.state()
     assert torch.equal(ahead.random_numbers(9, CPU), plain.random_numbers(9, CPU))
+
+
+@given(
+    many=st.lists(PARAMS, min_size=1, max_size=6),
+    seed=st.integers(0, 2**32),
+    has_ties=st.booleans(),
+)
+def test_a_gpu_s_arithmetic_gives_a_row_the_same_token_in_any_company(
+    many: list[SamplingParams], seed: int, has_ties: bool
+) -> None:
+    alone, together = ([Sampler(replace(each, seed=seed), PROMPT) for each in many] for _ in range(2))
+    for number in range(3):
+        logits = logits_of(len(many), seed + number, has_ties=has_ties)
+        expected = [
+            sample_together([sampler], row.unsqueeze(0), like_gpu=True)[0]
+            for sampler, row in zip(alone, logits, strict=True)
+        ]
+        found = sample_together(together, logits, like_gpu=True)
+        assert _without_logprobs(found) == _without_logprobs(expected)
+
+
+def _without_logprobs(tokens: Sequence[SampledToken | CorollaError]) -> list[int]:
+    # A CPU forms their sums in another order for another number of rows, in the last bit; a GPU does not.
+    return [token.token_id for token in tokens if isinstance(token, SampledToken)]
+
+
+def test_a_row_that_fails_counts_no_token() -> None:
+    params = SamplingParams(1.0, seed=1, repetition_penalty=5.0, presence_penalty=2.0, frequency_penalty=2.0)
+    plain, spoilt = Sampler(params, PROMPT), Sampler(params, PROMPT)
+    row = logits_of(1, 1, has_ties=False)[0]
+    # The choice that fails takes random numbers, too.
+    plain.random_numbers(VOCABULARY_SIZE, CPU)
+    bad = row.clone()
+    bad[60] = torch.nan
+    other = Sampler(params, PROMPT)
+    (failure, _) = sample_together([spoilt, other], torch.stack((bad, row)))
+    assert isinstance(failure, NonFiniteOutput)
+    for _ in range(3):
+        assert sample_together([spoilt, other], row.expand(2, -1))[0] == plain.sample(row)
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operators while it is entered, and those that wait for a device."""
+
+    # `tolist` calls `resolve_conj` first, and then no operator on a CPU.
+    WAITING = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "resolve_conj")
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_calls = self.num_waiting = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_calls += 1
+        self.num_waiting += func.overloadpacket.__name__ in self.WAITING
+        # A mask as index makes a tensor whose size only the device knows.
+        if func.overloadpacket is torch.ops.aten.index:
+            self.num_waiting += any(each is not None and each.dtype == torch.bool for each in args[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("like_gpu", [False, True])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [SamplingParams(0.8, top_p=0.95, repetition_penalty=1.1, presence_penalty=0.1, seed=1)],
+        [SamplingParams(0.8, top_k=7, min_p=0.1, seed=1), SamplingParams(frequency_penalty=0.3, num_logprobs=4)],
+        [SamplingParams(0.8, top_p=0.9, num_logprobs=0), SamplingParams(0.8, logit_bias=((3, 7.5),), seed=2)],
+    ],
+)
+def test_a_step_of_many_rows_takes_the_operators_of_one_of_few_rows_and_waits_once(
+    kinds: list[SamplingParams], like_gpu: bool
+) -> None:
+    """A GPU spends more time on launches, and on waits for them, than on the numbers of 64 rows."""
+
+    def operators(num_rows: int) -> _Operators:
+        samplers = [Sampler(params, PROMPT) for params in kinds * (num_rows // len(kinds))]
+        logits = logits_of(num_rows, 1, has_ties=False)
+        # The first choice makes what later ones keep.
+        sample_together(samplers, logits, like_gpu=like_gpu)
+        for sampler in samplers:
+            # Threads draw while the device computes the blocks.
+            sampler.draw_ahead(VOCABULARY_SIZE, CPU, like_gpu=like_gpu)
+        counted = _Operators()
+        with counted:
+            tokens = sample_together(samplers, logits, like_gpu=like_gpu)
+        assert all(isinstance(token, SampledToken) for token in tokens)
+        return counted
+
+    few, many = operators(2), operators(64)
+    assert many.num_calls == few.num_calls < 150
+    assert many.num_waiting == few.num_waiting == 1
 
 
 @given(
