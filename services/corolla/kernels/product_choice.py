@@ -32,8 +32,8 @@ class ProductTrial:
     """What a product did with a large input.
 
     Attributes:
-        differing_rows: for each number of rows of a call, how many rows of the input had other bits than in a call of
-            all rows.
+        differing_rows: for each number of rows of a call that was tried, how many rows of the input had other bits than
+            in a call of all rows. A trial ends at the first rung that breaks the rule.
         error: the largest difference from the product in float64, as a part of the largest number.
     """
 

@@ -25,6 +25,8 @@ TOLERANCES: Final[Mapping[torch.dtype, float]] = {torch.float32: 1e-5, torch.bfl
 
 # The product in float64 is computed for so many outputs only, since all weights in float64 may not fit into memory.
 _CHECKED_OUTPUTS: Final = 512
+# The outputs of so many rows are compared together; a multiple of each smaller rung.
+_COMPARED_ROWS: Final = 256
 _INTEGERS: Final = {2: torch.int16, 4: torch.int32}
 
 
@@ -126,6 +128,8 @@ def choose_invariant_product(
 def try_product(product: Product, weight: Tensor, bias: Tensor | None, ladder: tuple[int, ...]) -> ProductTrial:
     """Multiplies as many random rows as the ladder's last rung has, in calls of every rung's number of rows.
 
+    The trial begins with the largest calls, of which there are few, and ends at the first rung that breaks the rule.
+
     Args:
         product: the product.
         weight: `[out, in]`.
@@ -137,12 +141,16 @@ def try_product(product: Product, weight: Tensor, bias: Tensor | None, ladder: t
     rows = torch.randn(num_rows, weight.shape[1], device=weight.device, generator=generator).to(weight.dtype)
     whole = product(rows, weight, bias)
     differing: dict[int, int] = {}
-    for rung in ladder[:-1]:
+    for rung in reversed(ladder[:-1]):
         count = torch.zeros((), dtype=torch.int64, device=weight.device)
-        for start in range(0, num_rows, rung):
-            part = product(rows[start : start + rung], weight, bias)
-            count += (_bits(part) != _bits(whole[start : start + rung])).any(dim=-1).sum()
+        # Calls of one row are thousands, so each should cost the host little more than its product.
+        num_compared = max(rung, _COMPARED_ROWS)
+        for some, expected in zip(rows.split(num_compared), whole.split(num_compared), strict=True):
+            found = torch.cat([product(part, weight, bias) for part in some.split(rung)])
+            count += (_bits(found) != _bits(expected)).any(dim=-1).sum()
         differing[rung] = int(count)
+        if differing[rung]:
+            break
     return ProductTrial(differing, _error(whole, rows, weight, bias))
 
 
