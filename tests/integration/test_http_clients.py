@@ -38,7 +38,7 @@ async def run(*arguments: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["chats", "tools"])
-@pytest.mark.parametrize("package", ["openai", "langchain", "pydantic_ai", "litellm"])
+@pytest.mark.parametrize("package", ["openai", "langchain", "pydantic_ai", "litellm", "llm", "smolagents"])
 async def test_a_client_finds_what_it_knows(url: str, package: str, what: str) -> None:
     await run(script(package), url, KEY, what)
 
