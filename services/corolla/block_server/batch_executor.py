@@ -23,6 +23,7 @@ from corolla.chassis.handlers import call_path
 from corolla.compute.device import is_out_of_memory
 from corolla.compute.span_runner import BatchOutput, RowWork
 from corolla.compute.threads import single_threaded_pool
+from corolla.decoding.device_copies import await_copies
 from corolla.models.adapters.products import SpanAdapter
 from corolla.models.edges import Edges
 from corolla.v1 import blocks_pb2 as pb
@@ -135,6 +136,8 @@ class BatchExecutor:
         if not any(batch.samples for batch in admitted):
             return result
         wait(preparing)
+        if preparing and self._edges is not None:
+            await_copies(self._edges.device)
         began_s = self._clock()
         outputs = self._with_tokens(admitted, result.outputs)
         edge_seconds = result.edge_seconds + self._clock() - began_s

@@ -27,6 +27,7 @@ from transformers.generation.logits_process import (
 )
 
 from corolla.chassis.errors import InternalError, NonFiniteOutput
+from corolla.decoding.device_copies import begin_copy, empty_to_copy
 from corolla.decoding.grammar import AnswerGrammar
 from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.random_jump import moved_on
@@ -171,8 +172,7 @@ def on_device(values: tuple[float, ...] | tuple[int, ...], device: torch.device,
     Making it does not wait for the device. What the rows of a batch want seldom changes from one step to the next, so
     the tensors are kept.
     """
-    made = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-    return made.to(device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -351,9 +351,10 @@ class Sampler:
             self._grammar.allowed()
 
     def draw_ahead(self, num_logits: int, device: torch.device, *, like_gpu: bool | None = None) -> None:
-        """Draws the random numbers of the next choice before its logits are there, and moves them to `device`.
+        """Draws the random numbers of the next choice before its logits are there, and begins to copy them to `device`.
 
-        Any thread may call this, but no other thread may use the sampler meanwhile.
+        Any thread may call this, but no other thread may use the sampler meanwhile. `await_copies` comes before the
+        choice.
 
         Args:
             like_gpu: see `sample_together`; None: only if `device` is not a CPU.
@@ -361,8 +362,9 @@ class Sampler:
         like_gpu = device.type != "cpu" if like_gpu is None else like_gpu
         if self._drawn_ahead is None and not self.params.is_greedy:
             # What is drawn is stored before it is moved: if it were lost, every later token would change.
-            self._drawn_ahead = self._draw_outputs(num_logits) if like_gpu else self._draw(num_logits)
-            self._drawn_ahead = self._drawn_ahead.to(device)
+            self._drawn_ahead = self._draw_outputs(num_logits, device) if like_gpu else self._draw(num_logits)
+            if self._drawn_ahead.device != device:
+                self._drawn_ahead = begin_copy(self._drawn_ahead, device)
 
     def random_numbers(self, num_logits: int, device: torch.device) -> Tensor:
         """The random numbers of the next choice, float32 `[V]` on `device`; each call returns new ones.
@@ -381,7 +383,7 @@ class Sampler:
         times as long to compute these numbers as to draw the outputs.
         """
         drawn, self._drawn_ahead = self._drawn_ahead, None
-        return _moved(self._draw_outputs(num_logits) if drawn is None else drawn, device)
+        return _moved(self._draw_outputs(num_logits, device) if drawn is None else drawn, device)
 
     def skip(self, num_logits: int) -> None:
         """Skips the random numbers that other samplers drew; if nothing calls this before, the first choice does.
@@ -436,8 +438,8 @@ class Sampler:
             self.skip(num_logits)
         return numbers.exponential_(generator=self._generator)
 
-    def _draw_outputs(self, num_logits: int) -> Tensor:
-        outputs = torch.empty(num_logits, dtype=torch.int64)
+    def _draw_outputs(self, num_logits: int, device: torch.device) -> Tensor:
+        outputs = empty_to_copy(num_logits, torch.int64, device)
         if self.num_skipped:
             self.skip(num_logits)
         return outputs.random_(generator=self._generator)

@@ -1,0 +1,46 @@
+"""Copies to a GPU that run while it computes something else.
+
+A copy from ordinary memory waits for all work that the GPU was given before it. So these copies start from pinned
+memory, and run on a stream of their own, for which the stream that computes waits once.
+"""
+
+import threading
+from typing import Final
+
+import torch
+from torch import Tensor
+
+_streams: Final[dict[torch.device, torch.cuda.Stream]] = {}
+_lock: Final = threading.Lock()
+
+
+def empty_to_copy(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor `[size]` of `dtype` on the CPU whose numbers will be copied to `device`."""
+    return torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def begin_copy(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on `device` of a tensor on the CPU, of any shape and dtype. Any thread may call this.
+
+    Until `await_copies`, the copy may not have its numbers yet.
+    """
+    if device.type != "cuda":
+        return tensor.to(device)
+    with torch.cuda.stream(_stream(device)):
+        copied = tensor.to(device, non_blocking=True)
+    # The memory came from the other stream, which would use it again as soon as it is free.
+    copied.record_stream(torch.cuda.current_stream(device))
+    return copied
+
+
+def await_copies(device: torch.device) -> None:
+    """Lets what the calling thread computes from now on see the copies that were begun. The thread does not wait."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(_stream(device))
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    with _lock:
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return _streams[device]
