@@ -29,8 +29,13 @@ _LANES_OF_TILE: Final = 64
 _LEAST_SIDE: Final = 16
 # About as many programs as a large GPU runs at a time. More of them only wait.
 _PROGRAMS: Final = 2048
+# A tile of a product of up to so many rows: its rows and outputs, inner columns of one step, warps, and steps ahead.
 _TILES: Final = ((16, (16, 64, 128, 4, 4)), (32, (32, 64, 128, 4, 4)), (64, (64, 64, 128, 4, 3)))
 _LARGEST_TILE: Final = (128, 128, 64, 8, 4)
+# In half precision, where so many steps fit into the shared memory, few rows take longer steps: 5 to 40 % less time on
+# an H100, with the same bits.
+_LONG_STEP: Final = 256
+_LEAST_LONG_STEPS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,10 +265,14 @@ def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     num_outputs = weight.shape[0]
     out = rows.new_empty(num_rows, num_outputs)
     height, width, depth, warps, stages = next((tile for most, tile in _TILES if num_rows <= most), _LARGEST_TILE)
+    bytes_of_column = (height + width) * rows.element_size()
+    is_half = rows.element_size() == 2
     if num_inputs % depth:
         depth = 64
-    bytes_of_stage = (height + width) * depth * rows.element_size()
-    stages = stages_within(stages, bytes_of_stage, rows.device)
+    elif is_half and num_rows <= _TILES[-1][0] and num_inputs % _LONG_STEP == 0:
+        fitting = stages_within(stages, bytes_of_column * _LONG_STEP, rows.device)
+        depth = _LONG_STEP if fitting >= _LEAST_LONG_STEPS else depth
+    stages = stages_within(stages, bytes_of_column * depth, rows.device)
     launch(
         device_code.multiply, (-(-num_rows // height) * -(-num_outputs // width),),
         rows, weight, out, out if bias is None else bias, num_rows, num_outputs, num_inputs,
