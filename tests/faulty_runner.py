@@ -31,10 +31,16 @@ class FaultyRunner:
         self._after = after
         self._is_broken = is_broken
 
-    def forward_each(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> BatchOutput:
+    def forward_each(
+        self,
+        rows: Sequence[RowWork],
+        hidden: Tensor,
+        blocks: Span,
+        meanwhile: Callable[[Tensor], None] | None = None,
+    ) -> BatchOutput:
         self._fail_if_broken()
         self._before(rows)
-        return self._after(self._runner.forward_each(rows, hidden, blocks))
+        return self._after(self._runner.forward_each(rows, hidden, blocks, meanwhile))
 
     def warm_up(self) -> None:
         self._fail_if_broken()

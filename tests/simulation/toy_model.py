@@ -15,6 +15,7 @@ from torch import Tensor
 
 from corolla.cache.store import KVStore
 from corolla.client.text.tokenizer import TextTokenizer
+from corolla.compute.readings import Readings
 from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.decoding.parameters import SamplingParams
 from corolla.decoding.sampling import Sampler
@@ -106,6 +107,7 @@ class ToyRunner(SpanRunner):
         self.store = KVStore(
             num_pages, page_tokens, model.windows[span.start : span.end], max_step_tokens=max_step_tokens
         )
+        self._readings = Readings(torch.device("cpu"))
         self.num_bad_batches = 0
         self._toy = model
 

@@ -16,7 +16,14 @@ from torch import Tensor
 from corolla.block_server.hop_session import HopSession
 from corolla.block_server.peers import Peer
 from corolla.block_server.readouts import read_out
-from corolla.block_server.row_sampling import ChosenTokens, SamplingRow, in_parts, sample_rows
+from corolla.block_server.row_sampling import (
+    ChosenTokens,
+    RowLogits,
+    SamplingRow,
+    in_parts,
+    logits_of,
+    sample_rows,
+)
 from corolla.cache.store import SessionCache
 from corolla.chassis.errors import CorollaError, InternalError, NonFiniteOutput, OutOfMemory, StepFailed
 from corolla.chassis.handlers import call_path
@@ -37,8 +44,17 @@ log = logging.getLogger(__name__)
 class BatchRunner(Protocol):
     """Computes blocks: a `SpanRunner`, or a test's wrapper that makes it fail."""
 
-    def forward_each(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> BatchOutput:
-        """See `SpanRunner.forward_each`. `hidden` is `[sum of num_tokens, H]`, in any dtype and on any device."""
+    def forward_each(
+        self,
+        rows: Sequence[RowWork],
+        hidden: Tensor,
+        blocks: Span,
+        meanwhile: Callable[[Tensor], None] | None = None,
+    ) -> BatchOutput:
+        """See `SpanRunner.forward_each`. `hidden` is `[sum of num_tokens, H]`, in any dtype and on any device.
+
+        `meanwhile` gets the output: `[sum of num_tokens, H]` in the model's dtype on its device.
+        """
 
     def warm_up(self) -> None:
         """See `SpanRunner.warm_up`."""
@@ -98,8 +114,8 @@ class BatchExecutor:
         edges: embedding and head, as far as this server has them; None if it has neither.
         clock: returns seconds.
         num_sampling_threads: how many threads choose tokens or, if `samples_batched`, prepare the choices.
-        samples_batched: whether to choose the tokens of all rows together, on the device of the head; None: only if
-            that device is not a CPU.
+        samples_batched: whether to choose the tokens of all rows together, on the device of the head, and to launch the
+            head before it is known which rows are finite; None: only if that device is not a CPU.
     """
 
     def __init__(
@@ -132,14 +148,15 @@ class BatchExecutor:
         held, and these positions are written again. Tokens are chosen once, after all rows have been computed.
         """
         preparing = self._prepare_choices(admitted)
-        result = self._compute_rows(admitted, blocks)
+        early = _EarlyLogits(self._edges, admitted) if self._samples_batched and self._edges is not None else None
+        result = self._compute_rows(admitted, blocks, early)
         if not any(batch.samples for batch in admitted):
             return result
         wait(preparing)
         if preparing and self._edges is not None:
             await_copies(self._edges.device)
         began_s = self._clock()
-        outputs = self._with_tokens(admitted, result.outputs)
+        outputs = self._with_tokens(admitted, result.outputs, None if result.has_raised else early)
         edge_seconds = result.edge_seconds + self._clock() - began_s
         return replace(result, outputs=outputs, edge_seconds=edge_seconds)
 
@@ -159,10 +176,12 @@ class BatchExecutor:
             if row.num_result_tokens and session.request.sampler is not None
         ]
 
-    def _compute_rows(self, admitted: Sequence[AdmittedStep], blocks: Span) -> BatchResult:
+    def _compute_rows(
+        self, admitted: Sequence[AdmittedStep], blocks: Span, early: "_EarlyLogits | None"
+    ) -> BatchResult:
         try:
             work, hidden, embed_seconds = self._packed(admitted)
-            return BatchResult(tuple(self._outputs(work, hidden, blocks)), edge_seconds=embed_seconds)
+            return BatchResult(tuple(self._outputs(work, hidden, blocks, early)), edge_seconds=embed_seconds)
         except Exception as failure:
             error, place = error_of(failure), call_path(failure)
         # The exception has been released, so its frames no longer hold tensors in a device's memory that may be full.
@@ -233,13 +252,17 @@ class BatchExecutor:
             lengths.append(len(token_ids) - sum(lengths))
         return torch.split(self._edges.embed(torch.tensor(token_ids), torch.tensor(positions)), lengths)
 
-    def _outputs(self, work: list[RowWork], hidden: Tensor, blocks: Span) -> Iterator[Tensor | CorollaError]:
-        output = self.runner.forward_each(work, hidden, blocks)
+    def _outputs(
+        self, work: list[RowWork], hidden: Tensor, blocks: Span, early: "_EarlyLogits | None" = None
+    ) -> Iterator[Tensor | CorollaError]:
+        output = self.runner.forward_each(work, hidden, blocks, early)
         parts = (output.hidden,) if len(work) == 1 else torch.split(output.hidden, [row.num_tokens for row in work])
         for part, is_finite in zip(parts, output.finite, strict=True):
             yield part if is_finite else NonFiniteOutput("a block's output is not finite")
 
-    def _with_tokens(self, admitted: Sequence[AdmittedStep], outputs: Sequence[RowOutput]) -> tuple[RowOutput, ...]:
+    def _with_tokens(
+        self, admitted: Sequence[AdmittedStep], outputs: Sequence[RowOutput], early: "_EarlyLogits | None"
+    ) -> tuple[RowOutput, ...]:
         """Returns the outputs, with tokens in place of the outputs of steps that sample."""
         replaced = list(outputs)
         waiting: list[tuple[int, SamplingRow]] = []
@@ -262,7 +285,8 @@ class BatchExecutor:
                         waiting.append((index, SamplingRow(row, wanted, num_results, sampler)))
                 index += 1
         if waiting:
-            for (index, _), sampled in zip(waiting, self._sampled([row for _, row in waiting]), strict=True):
+            logits = None if early is None else early.of([row for _, row in waiting])
+            for (index, _), sampled in zip(waiting, self._sampled([row for _, row in waiting], logits), strict=True):
                 replaced[index] = sampled
         for index, found in read.items():
             replaced[index] = _with_readout(replaced[index], found)
@@ -278,19 +302,72 @@ class BatchExecutor:
             log.error("reading out failed", extra={"where": call_path(failure)})
             return error_of(failure)
 
-    def _sampled(self, rows: Sequence[SamplingRow]) -> Sequence[ChosenTokens | CorollaError]:
+    def _sampled(self, rows: Sequence[SamplingRow], logits: RowLogits | None) -> Sequence[ChosenTokens | CorollaError]:
+        """Chooses tokens. `logits` are those of all rows, if they are known."""
         if self._edges is None:
             return [InternalError("a server without head admitted a step that samples")] * len(rows)
         sampled: list[ChosenTokens | CorollaError] = []
-        for part in in_parts(rows):
+        for part in (rows,) if logits is not None else in_parts(rows):
             try:
                 sampled.extend(
-                    sample_rows(self._edges, part, error_of, self._sampling_threads, is_batched=self._samples_batched)
+                    sample_rows(
+                        self._edges,
+                        part,
+                        error_of,
+                        self._sampling_threads,
+                        is_batched=self._samples_batched,
+                        logits=logits,
+                    )
                 )
             except Exception as failure:
                 log.error("head failed", extra={"rows": len(part), "where": call_path(failure)})
                 sampled.extend([error_of(failure)] * len(part))
         return sampled
+
+
+class _EarlyLogits:
+    """Launches the head for the rows of an iteration before it is known which outputs are finite.
+
+    Rows whose output turns out not to be finite are rare; the head is then computed again for the other rows.
+    """
+
+    def __init__(self, edges: Edges, admitted: Sequence[AdmittedStep]) -> None:
+        self._edges = edges
+        self._admitted = admitted
+        self._rows: Sequence[pb.StepRow] = ()
+        self._logits: RowLogits | None = None
+
+    def __call__(self, hidden: Tensor) -> None:
+        """Launches the head for the output of all rows, `[sum of num_tokens, H]` in the model's dtype on its device."""
+        rows: list[SamplingRow] = []
+        start = 0
+        for batch in self._admitted:
+            for row, session, _ in batch.rows:
+                end, sampler = start + row.num_tokens, session.request.sampler
+                if batch.samples and row.num_result_tokens and sampler is not None:
+                    rows.append(
+                        SamplingRow(row, hidden[end - row.num_result_tokens : end], row.num_result_tokens, sampler)
+                    )
+                start = end
+        if not rows or len(list(in_parts(rows))) > 1:
+            return
+        try:
+            is_all = sum(row.num_choices for row in rows) == len(hidden)
+            self._logits = logits_of(self._edges, rows, hidden if is_all else None)
+        except torch.AcceleratorError:
+            raise
+        except Exception as failure:
+            # Once it is known which outputs are finite, the head is tried again, and says what fails.
+            log.warning("the head could not be launched early", extra={"where": call_path(failure)})
+            return
+        self._rows = [row.row for row in rows]
+
+    def of(self, rows: Sequence[SamplingRow]) -> RowLogits | None:
+        """The logits of these rows, if they are exactly those that were launched."""
+        is_same = len(rows) == len(self._rows) and all(
+            one.row is other for one, other in zip(rows, self._rows, strict=True)
+        )
+        return self._logits if is_same else None
 
 
 def _with_readout(output: RowOutput, found: pb.SampledRow | CorollaError) -> RowOutput:

@@ -260,6 +260,38 @@ def in_parts(rows: Sequence[SamplingRow], max_logits: int = 16 << 20) -> Iterato
     yield rows[start:]
 
 
+@dataclass(frozen=True, slots=True)
+class RowLogits:
+    """The logits of rows, on the device of the head.
+
+    Attributes:
+        logits: float32 `[sum of num_choices, V]`.
+        likeliest: float64 `[2, sum of num_choices]`, the most probable tokens, and their logits; None if no row takes
+            them.
+    """
+
+    logits: Tensor
+    likeliest: Tensor | None = None
+
+
+def logits_of(edges: Edges, rows: Sequence[SamplingRow], hidden: Tensor | None = None) -> RowLogits:
+    """Launches the head for all rows.
+
+    Args:
+        hidden: the rows' hidden states as one tensor, `[sum of num_choices, H]` in the model's dtype on its device, if
+            there is one.
+    """
+    if hidden is None:
+        parts = [each.hidden for each in rows]
+        hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
+    logits = edges.head(hidden)
+    if not any(each.sampler.takes_likeliest for each in rows):
+        return RowLogits(logits)
+    # The maximum is found on the device, so that only ids and scores are copied from there, both at once.
+    best = logits.max(dim=-1)
+    return RowLogits(logits, torch.stack((best.indices.double(), best.values.double())))
+
+
 def sample_rows(
     edges: Edges,
     rows: Sequence[SamplingRow],
@@ -267,6 +299,7 @@ def sample_rows(
     threads: Executor | None = None,
     *,
     is_batched: bool = False,
+    logits: RowLogits | None = None,
 ) -> list[ChosenTokens | CorollaError]:
     """Chooses tokens for all rows, and returns one entry for each, in order. A row that fails does not affect others.
 
@@ -274,18 +307,16 @@ def sample_rows(
         error_of: makes the error for the client of a failed row.
         threads: choose the tokens of rows that need more than the most probable one; None: the calling thread.
         is_batched: whether to choose the tokens of these rows in batches instead, on the device of the head.
+        logits: the logits of the rows; None: they are computed.
     """
-    parts = [each.hidden for each in rows]
-    logits = edges.head(parts[0] if len(parts) == 1 else torch.cat(parts))
-    likeliest = scores = None
-    if any(each.sampler.takes_likeliest for each in rows):
-        # The maximum is found on the device, so that only ids and scores are copied from there, both at once.
-        best = logits.max(dim=-1)
-        ids, scores = torch.stack((best.indices.double(), best.values.double())).tolist()
+    computed = logits_of(edges, rows) if logits is None else logits
+    all_logits, likeliest, scores = computed.logits, None, None
+    if computed.likeliest is not None:
+        ids, scores = computed.likeliest.tolist()
         likeliest = list(map(int, ids))
     slow = [index for index, each in enumerate(rows) if not each.sampler.takes_likeliest]
     if slow and not is_batched:
-        logits = logits.cpu()
+        all_logits = all_logits.cpu()
     ends = list(accumulate(each.num_choices for each in rows))
 
     def chosen(index: int) -> ChosenTokens | CorollaError:
@@ -296,7 +327,7 @@ def sample_rows(
             if sampler.takes_likeliest and likeliest is not None and scores is not None:
                 choice = _likeliest(likeliest[start:end], scores[start:end])
             else:
-                choice = _sampled(sampler.sampler, logits[start:end])
+                choice = _sampled(sampler.sampler, all_logits[start:end])
             return sampler.choose(num_choices, rows[index].draft_ids, choice)
         except Exception as failure:
             return error_of(failure)
@@ -304,7 +335,7 @@ def sample_rows(
     elsewhere: dict[int, ChosenTokens | CorollaError] = {}
     if is_batched:
         starts = [ends[index] - rows[index].num_choices for index in slow]
-        batched = _chosen_in_batches([rows[index] for index in slow], starts, logits, error_of)
+        batched = _chosen_in_batches([rows[index] for index in slow], starts, all_logits, error_of)
         elsewhere = dict(zip(slow, batched, strict=True))
     elif threads is not None and len(independent := [each for each in slow if rows[each].sampler.is_independent]) > 1:
         # Threads help, since torch releases the interpreter's lock while it computes.

@@ -1,7 +1,7 @@
 """Runs rows of different sessions through a span's blocks; all steps of a server are computed here."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from corolla.compute.compiled_blocks import choose_compiled_blocks
 from corolla.compute.decode_graphs import DecodeGraphs
 from corolla.compute.kernel_choices import KernelChoices
 from corolla.compute.prompts import BlockPrompts
+from corolla.compute.readings import Readings
 from corolla.compute.triton_blocks import choose_triton_blocks
 from corolla.models.adapters.products import AdapterBatch, AdapterStacks, SpanAdapter
 from corolla.models.families import attention_windows, pageless_layers, recurrent_layers
@@ -111,6 +112,7 @@ class SpanRunner:
     ) -> None:
         self.model = model
         self.stacks = AdapterStacks(max_stack_bytes)
+        self._readings = Readings(model.device)
         self.decode_graphs: DecodeGraphs | None = None
         codec = CODECS[kv_cache_dtype](model.dtype) if kv_cache_dtype != "auto" else None
         self.backend: AttentionBackend = choose_backend(
@@ -181,7 +183,13 @@ class SpanRunner:
         return output.hidden
 
     @torch.inference_mode()
-    def forward_each(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> BatchOutput:
+    def forward_each(
+        self,
+        rows: Sequence[RowWork],
+        hidden: Tensor,
+        blocks: Span,
+        meanwhile: Callable[[Tensor], None] | None = None,
+    ) -> BatchOutput:
         """Runs `blocks` over the new tokens of all rows and stores their keys and values.
 
         If it raises, no cache holds more tokens than before.
@@ -190,6 +198,8 @@ class SpanRunner:
             rows: rows of different sessions; single tokens and chunks may be mixed.
             hidden: `[sum of num_tokens, H]`, any device and dtype: the input of the first of `blocks`, row after row.
             blocks: a run of blocks within the span; a session has the same run for all its life.
+            meanwhile: gets the output, `[sum of num_tokens, H]` in the model's dtype on its device, before it is known
+                which rows are finite, so that a device has more to compute while the answer is on its way.
 
         Returns:
             The output of the last of `blocks`, on the model's device and in its dtype, and which rows are finite.
@@ -206,7 +216,7 @@ class SpanRunner:
             output = self._forward_with_prompts(rows, hidden, blocks)
         else:
             output = self._forward_blocks(rows, hidden, blocks)
-        finite = self._finite(rows, output)
+        finite = self._finite(rows, output, meanwhile)
         for row, sound in zip(rows, finite, strict=True):
             if sound:
                 row.cache.commit(row.position + row.num_tokens)
@@ -312,10 +322,14 @@ class SpanRunner:
                 held = row.cache.num_tokens
                 raise ValueError(f"{row.num_tokens} tokens at position {row.position} do not follow {held} cached ones")
 
-    @staticmethod
-    def _finite(rows: Sequence[RowWork], output: Tensor) -> tuple[bool, ...]:
+    def _finite(
+        self, rows: Sequence[RowWork], output: Tensor, meanwhile: Callable[[Tensor], None] | None
+    ) -> tuple[bool, ...]:
         # If a row has NaN or Inf, the sum is not finite. It may also overflow, so then each row is checked by itself.
-        if math.isfinite(output.sum(dtype=torch.float32).item()):
+        read = self._readings.begin(output.sum(dtype=torch.float32))
+        if meanwhile is not None:
+            meanwhile(output)
+        if math.isfinite(read()):
             return (True,) * len(rows)
         parts = torch.split(output, [row.num_tokens for row in rows])
         return tuple(bool(torch.isfinite(part).all()) for part in parts)

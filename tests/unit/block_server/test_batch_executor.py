@@ -1,8 +1,11 @@
 """The block server computes a failed batch again row by row, and the failure changes no session's tokens."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,11 +26,12 @@ from corolla.block_server.sessions import SessionTable
 from corolla.cache.store import SessionCache
 from corolla.cache.tables import Copies
 from corolla.chassis.errors import CorollaError, NonFiniteOutput, OutOfMemory, OutOfPages, StepFailed
+from corolla.compute import span_runner
 from corolla.compute.span_runner import BatchOutput, RowWork, SpanRunner
 from corolla.decoding.parameters import SamplingParams
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.edges import load_edges
+from corolla.models.edges import Edges, load_edges
 from corolla.models.span_model import load_span
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.span import Span
@@ -104,9 +108,15 @@ class Spoiling:
         self._failure = failure
         self.warm_up = runner.warm_up
 
-    def forward_each(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> BatchOutput:
+    def forward_each(
+        self,
+        rows: Sequence[RowWork],
+        hidden: Tensor,
+        blocks: Span,
+        meanwhile: Callable[[Tensor], None] | None = None,
+    ) -> BatchOutput:
         if len(rows) == 1 and not any(row.cache is each for row in rows for each in self._bad):
-            return self._runner.forward_each(rows, hidden, blocks)
+            return self._runner.forward_each(rows, hidden, blocks, meanwhile)
         self._runner.forward_each(rows, -3 * hidden, blocks)
         for row in rows:
             row.cache.truncate(row.position)
@@ -209,7 +219,7 @@ def test_a_device_that_failed_ends_the_engine_and_its_first_line_is_logged(
     runner: SpanRunner, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken:
-        def forward_each(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> BatchOutput:
+        def forward_each(self, *_args: Any) -> BatchOutput:
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nFor debugging consider")
 
         def warm_up(self) -> None:
@@ -230,9 +240,29 @@ def test_memory_that_the_processor_does_not_have_is_recognised() -> None:
     assert isinstance(error_of(refused.value), OutOfMemory)
 
 
+def noted_order(patch: pytest.MonkeyPatch, edges: Edges) -> list[str]:
+    """A list that grows when the head is launched, and when it is read whether all rows are finite."""
+    events: list[str] = []
+    head = edges.head
+
+    def noted_head(hidden: Tensor) -> Tensor:
+        events.append("head")
+        return head(hidden)
+
+    def noted_finite(number: float) -> bool:
+        events.append("finite")
+        return math.isfinite(number)
+
+    patch.setattr(edges, "head", noted_head)
+    patch.setattr(span_runner, "math", SimpleNamespace(isfinite=noted_finite))
+    return events
+
+
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_tokens_chosen_together_are_those_that_are_chosen_row_by_row(tmp_path: Path, num_threads: int) -> None:
-    """Threads draw the random numbers meanwhile, as on a device."""
+def test_tokens_chosen_together_are_those_that_are_chosen_row_by_row(
+    tmp_path: Path, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads draw the random numbers meanwhile, and the head runs before finite rows are known: so devices do it."""
     checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint("llama", tmp_path)))
     span = Span(2, checkpoint.num_blocks)
     edges = load_edges(checkpoint, dtype=torch.float32, has_embedding=False)
@@ -261,18 +291,32 @@ def test_tokens_chosen_together_are_those_that_are_chosen_row_by_row(tmp_path: P
             session_id = session.request.session_id
             step.rows.add(session_id=session_id, position=position, num_tokens=1, num_result_tokens=num_results)
         states = torch.randn(len(held), size, generator=torch.Generator().manual_seed(position))
+        if position == spoilt_position:
+            states[1] = torch.nan
         work = StepWork(step, bytes(to_payload(states)), Peer(b"c", UnreadStream()))
         return [
             AdmittedStep(work, [(row, each, at) for at, (row, each) in enumerate(zip(step.rows, held, strict=True))])
         ]
 
+    spoilt_position = 7
+    events = noted_order(monkeypatch, edges)
     row_by_row, together = sessions_of(1), sessions_of(2)
     plain = BatchExecutor(runner, edges)
     batched = BatchExecutor(runner, edges, num_sampling_threads=num_threads, samples_batched=True)
     for position in range(8):
         expected = plain.compute(admitted(row_by_row, position), span)
+        events.clear()
         computed = batched.compute(admitted(together, position), span)
-        assert computed.outputs == expected.outputs
         assert not computed.has_raised
-        assert all(isinstance(output, ChosenTokens) for output in computed.outputs)
+        kinds = [type(output) for output in computed.outputs]
+        if position == spoilt_position:
+            # The head was launched for all rows, and runs again for those that are finite.
+            assert events == ["head", "finite", "head"]
+            assert kinds == [ChosenTokens, NonFiniteOutput, ChosenTokens, ChosenTokens]
+            assert [computed.outputs[row] == expected.outputs[row] for row in (0, 2, 3)] == [True] * 3
+            continue
+        # No row wants a token at position 3.
+        assert events == (["finite"] if position == 3 else ["head", "finite"])
+        assert kinds == [ChosenTokens] * len(names)
+        assert computed.outputs == expected.outputs
     batched.close()
