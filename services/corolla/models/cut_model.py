@@ -5,7 +5,7 @@ import copy
 import functools
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -193,17 +193,53 @@ def _renamed(model: PreTrainedModel) -> Callable[[str], tuple[str, str | None]]:
 
 
 def make_up(
-    model_class: type[PreTrainedModel], config: PretrainedConfig, *, dtype: torch.dtype, attention: str
+    model_class: type[PreTrainedModel],
+    config: PretrainedConfig,
+    *,
+    dtype: torch.dtype,
+    attention: str,
+    device: torch.device = CPU,
 ) -> PreTrainedModel:
-    """Builds a model on the meta device and fills it at random, without using torch's global random generator."""
+    """Builds a model on the meta device and fills it at random, without using torch's global random generator.
+
+    Args:
+        device: where the model shall lie. Another device than a CPU fills its large tensors itself.
+    """
     empty = without_weights(model_class, config)
-    shapes = {name: tensor.shape for name, tensor in empty.state_dict().items() if tensor.is_floating_point()}
     source = torch.Generator().manual_seed(0)
     numbers = torch.randn(_NUM_MADE_UP, generator=source).mul_(_SPREAD).to(dtype)
-    tensors = {name: _filled(shape, numbers) for name, shape in shapes.items()}
+    made_up = _filled if device == CPU else _MadeUp
+    tensors = {
+        name: ChunkedTensor(made_up(tensor.shape, numbers), dtype)
+        for name, tensor in empty.state_dict().items()
+        if tensor.is_floating_point()
+    }
+    prepare = functools.partial(_prepare, chunked=tensors, dtype=dtype, device=device)
     with _quietly(logging.ERROR):
-        model, _ = _fill(model_class, config, tensors, dtype, attention)
-    return cast(PreTrainedModel, model.eval().requires_grad_(False))
+        model, _ = _fill(cut_class(model_class, prepare), config, tensors, dtype, attention)
+    model.eval().requires_grad_(False)
+    if device == CPU:
+        return model
+    on_device = numbers.to(device)
+    read_deferred(
+        model, tensors.values(), device,
+        read=lambda deferred: (_filled(each.shape, on_device).to(each.dtype) for each in deferred),
+    )  # fmt: skip
+    return model
+
+
+class _MadeUp:
+    """Like the result of `_filled`, but only made when it is indexed; it has the interface of safetensors' slices."""
+
+    def __init__(self, shape: torch.Size, numbers: Tensor) -> None:
+        self._shape = shape
+        self._numbers = numbers
+
+    def get_shape(self) -> torch.Size:
+        return self._shape
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return _filled(self._shape, self._numbers)[index]
 
 
 def without_weights(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
@@ -212,9 +248,9 @@ def without_weights(model_class: type[PreTrainedModel], config: PretrainedConfig
         return cast(PreTrainedModel, cast(Any, model_class)(copy.deepcopy(config)))  # building may change it
 
 
-def _filled(shape: torch.Size, numbers: Tensor) -> Tensor:
-    """A tensor of this shape, filled with these numbers over and over."""
-    tensor = torch.empty(shape, dtype=numbers.dtype)
+def _filled(shape: Sequence[int], numbers: Tensor) -> Tensor:
+    """A tensor of this shape, filled with these numbers over and over, on their device."""
+    tensor = torch.empty(shape, dtype=numbers.dtype, device=numbers.device)
     for chunk in torch.split(tensor.view(-1), len(numbers)):
         chunk.copy_(numbers[: len(chunk)])
     return tensor

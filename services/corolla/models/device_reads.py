@@ -27,6 +27,9 @@ _MOST_THREADS: Final = 8
 # While all threads read, the device copies these.
 _MORE_BUFFERS: Final = 2
 
+Read = Callable[[Sequence[ChunkedTensor]], Generator[Tensor, None, None]]
+"""Yields deferred tensors one after the other, each whole, in its own shape and dtype, on the device."""
+
 
 class _Buffer:
     """Memory of the host for one chunk; it grows to the largest chunk that it gets.
@@ -126,6 +129,7 @@ def read_deferred(
     tensors: Iterable[ChunkedTensor],
     device: torch.device,
     when_read: Callable[[nn.Module], None] = lambda module: None,
+    read: Read | None = None,
 ) -> None:
     """Reads the deferred tensors of a filled model, module by module, and moves the modules to the device.
 
@@ -135,6 +139,7 @@ def read_deferred(
         device: where the model shall lie.
         when_read: called with each module once its own parameters lie on the device, before the next module is read. It
             changes no other module.
+        read: reads the tensors; None: a DeviceReader does.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -150,7 +155,8 @@ def read_deferred(
     }
     if missing := len(deferred) - len(set(map(id, found.values()))):
         raise InternalError(f"{missing} tensors of the checkpoint were copied before they were read")
-    with contextlib.closing(DeviceReader(device).read(list(found.values()))) as reading:
+    read = read or DeviceReader(device).read
+    with contextlib.closing(read(list(found.values()))) as reading:
         for module in modules:
             for parameter in module.parameters(recurse=False):
                 if parameters.pop(id(parameter), None) is not None:

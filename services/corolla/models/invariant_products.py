@@ -145,8 +145,8 @@ def try_product(product: Product, weight: Tensor, bias: Tensor | None, ladder: t
         count = torch.zeros((), dtype=torch.int64, device=weight.device)
         # Calls of one row are thousands, so each should cost the host little more than its product.
         num_compared = max(rung, _COMPARED_ROWS)
-        for some, expected in zip(rows.split(num_compared), whole.split(num_compared), strict=True):
-            found = torch.cat([product(part, weight, bias) for part in some.split(rung)])
+        for some, expected in zip(torch.split(rows, num_compared), torch.split(whole, num_compared), strict=True):
+            found = torch.cat([product(part, weight, bias) for part in torch.split(some, rung)])
             count += (_bits(found) != _bits(expected)).any(dim=-1).sum()
         differing[rung] = int(count)
         if differing[rung]:

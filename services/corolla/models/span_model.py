@@ -345,7 +345,7 @@ def make_span(
     names = span_tensors(checkpoint, span)
     layouts = layouts_of(checkpoint, names, quantization, device, functools.partial(empty_span, checkpoint, span))
     config, cut = _cut_class_of(checkpoint, span, layouts, dtype, device)
-    base = make_up(cut, config, dtype=dtype, attention="sdpa")
+    base = make_up(cut, config, dtype=dtype, attention="sdpa", device=device)
     make_up_packed(base)
     return _finished(cast(Any, base).to(device), span, checkpoint.family, quantization)
 

@@ -19,7 +19,7 @@ from corolla.models.device_reads import DeviceReader, read_deferred
 from corolla.models.edges import load_edges
 from corolla.models.families import FAMILIES
 from corolla.models.quantization import quantizer
-from corolla.models.span_model import load_span
+from corolla.models.span_model import load_span, make_span
 from corolla.models.weights import find_weights
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
@@ -68,6 +68,25 @@ def test_a_model_is_the_same(tmp_path: Path, request: pytest.FixtureRequest, fam
     expected = states(checkpoint, dtype)
     request.getfixturevalue("straight")
     assert_same(states(checkpoint, dtype), expected)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family in ("gpt_oss", "llama") else pytest.mark.full)
+        for family in sorted(FAMILIES)
+    ],
+)
+def test_a_made_up_block_is_the_same(tmp_path: Path, request: pytest.FixtureRequest, family: str) -> None:
+    checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, tmp_path / family, num_blocks=4)))
+
+    def state() -> dict[str, Tensor]:
+        base: Any = next(iter(make_span(checkpoint, Span(3, 4), dtype=torch.bfloat16).modules()))
+        return {name: each.clone() for name, each in (*base.named_parameters(), *base.named_buffers())}
+
+    expected = state()
+    request.getfixturevalue("straight")
+    assert_same(state(), expected)
 
 
 def test_a_model_of_a_gguf_file_is_the_same(
