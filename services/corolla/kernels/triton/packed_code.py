@@ -3,8 +3,6 @@
 A tile of weights is unpacked in registers: the codes of 32 columns become whole numbers in float32, and these become
 weights by the arithmetic, and thus with the bits, of expanded weights. The weights are rounded to the rows' dtype and
 multiplied as in `device_code`: the inner dimension is walked in one order and never split.
-
-No device has run these kernels yet. The interpreter has, for each layout, and CUDA's assembler has translated them.
 """
 
 import triton
