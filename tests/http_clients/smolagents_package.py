@@ -8,7 +8,7 @@ from smolagents import ChatMessage, MessageRole, OpenAIModel, ToolCallingAgent, 
 from smolagents.models import agglomerate_stream_deltas
 
 
-@tool
+@tool  # type: ignore[untyped-decorator]
 def weather(city: Literal["Oslo", "Rome"]) -> str:
     """The weather of a city.
 

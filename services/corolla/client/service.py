@@ -202,7 +202,7 @@ class ClientService:
         admission = Admission(WaitingLine(settings.max_running_requests, *line, self._quotas.guaranteed_sequences))
         # Only one tokenization runs at a time: its thread takes time from the thread that serves answers.
         tokenizations = Admission(WaitingLine(1, *line))
-        end_token_ids = frozenset(end_token_ids_of(checkpoint.generation_config()))
+        end_token_ids = _end_token_ids(checkpoint, tokenizer)
         grammars = self._grammars = GrammarProcess(
             tokenizer, checkpoint.vocab_size, end_token_ids, self._metrics.grammars
         )
@@ -356,6 +356,17 @@ def _tokens(settings: ClientSettings, bounds: ClientBounds) -> Tokens | None:
     )
     keys = issuer_keys(settings.oidc_issuer, settings.oidc_jwks, settings.oidc_ca_file, bounds.issuer_refresh_s)
     return Tokens(rules, keys)
+
+
+def _end_token_ids(checkpoint: Checkpoint, tokenizer: TextTokenizer) -> frozenset[int]:
+    """The tokens that end answers; warns if the tokenizer's own end token is not among them."""
+    found = frozenset(end_token_ids_of(checkpoint.generation_config()))
+    if (end := tokenizer.unnamed_end(found)) is not None:
+        log.warning(
+            "generation_config.json does not name the tokenizer's end token, so answers go on after it",
+            extra={"token": end},
+        )
+    return found
 
 
 def _limits(settings: ClientSettings, checkpoint: Checkpoint) -> ChainLimits:

@@ -1,7 +1,7 @@
 """Converts text to token ids and back with the checkpoint's own tokenizer."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -63,6 +63,11 @@ class TextTokenizer:
     def vocab_size(self) -> int:
         """The number of ids, including added tokens; the model's embedding may be larger."""
         return len(self.hf_tokenizer)
+
+    def unnamed_end(self, end_token_ids: Collection[int]) -> str | None:
+        """The tokenizer's own end token if answers do not end with it; they end with those of the generation config."""
+        token_id = self.hf_tokenizer.eos_token_id
+        return None if token_id is None or token_id in end_token_ids else str(self.hf_tokenizer.eos_token)
 
     @property
     def first_ids(self) -> list[int]:

@@ -37,6 +37,14 @@ def test_token_text_spells_special_tokens(byte_level_tokenizer: TextTokenizer) -
     assert [byte_level_tokenizer.token_text(token_id) for token_id in end] == ["<|im_end|>"]
 
 
+def test_an_end_token_of_the_tokenizer_that_ends_no_answer_is_found(byte_level_tokenizer: TextTokenizer) -> None:
+    hf_tokenizer = byte_level_tokenizer.hf_tokenizer
+    end = hf_tokenizer.eos_token_id
+    assert end is not None
+    assert byte_level_tokenizer.unnamed_end({end, end + 1}) is None
+    assert byte_level_tokenizer.unnamed_end({end + 1}) == hf_tokenizer.eos_token
+
+
 def test_a_lone_surrogate_is_refused(byte_level_tokenizer: TextTokenizer) -> None:
     with pytest.raises(InvalidRequest):
         byte_level_tokenizer.encode("a\ud800b")
