@@ -11,6 +11,7 @@ from corolla.chassis.errors import StartupError
 from corolla.compute.attention.batch import AttentionBatch
 from corolla.compute.attention.paged_triton import PagedTriton
 from corolla.compute.triton_blocks import TritonBlocks, unsupported
+from corolla.decoding.nucleus import PROBABILITY_BITS
 from corolla.kernels.page_tables import PageTables
 from corolla.kernels.triton.availability import is_interpreted, missing
 from corolla.kernels.triton.compilation import SHARED_MEMORY, Compilation, compiling
@@ -75,12 +76,14 @@ def _fused(checkpoint: Checkpoint, dtype: torch.dtype) -> FusedSpan:
 
 @torch.inference_mode()
 def _run(span: FusedSpan, checkpoint: Checkpoint, dtype: torch.dtype, page_tokens: int) -> None:
-    from corolla.kernels.triton.launches import row_counts
+    from corolla.kernels.triton.launches import keep_nucleus, row_counts
 
     blocks, backend = TritonBlocks(span), PagedTriton()
     store = KVStore(1, page_tokens, attention_windows(checkpoint.config))
     head = torch.empty(checkpoint.vocab_size, checkpoint.hidden_size, dtype=dtype, device=_META)
     groups = range(len(store.rules))
+    scores = torch.empty(1, checkpoint.vocab_size, device=_META)
+    keep_nucleus(scores, scores, torch.empty(1, dtype=torch.int64, device=_META), PROBABILITY_BITS)
     for num_rows in row_counts():
         hidden = torch.empty(num_rows, checkpoint.hidden_size, dtype=dtype, device=_META)
         triton_product(hidden, head, None)

@@ -11,17 +11,14 @@ in another order for another number of rows.
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
 
 import torch
 from torch import Tensor
 
 from corolla.chassis.errors import CorollaError, NonFiniteOutput
+from corolla.decoding.nucleus import keep_nucleus
 from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.sampling import Sampler, StackedPenalties, barred, exponential_numbers, on_device
-
-# Probabilities as integers of this many bits; a sum of them is below two to the power of 63.
-_PROBABILITY_BITS: Final = 52
 
 Logprobs = tuple[float, tuple[tuple[int, float], ...]]
 """The log probability of a chosen token, and the ids and log probabilities of the most probable ones."""
@@ -170,10 +167,12 @@ def _filtered(scores: Tensor, params: Sequence[SamplingParams], *, like_gpu: boo
         return rows.masked_fill(rows < rows.topk(max(sizes)).values.gather(1, last), -torch.inf)
 
     def within_top_p(rows: Tensor, own: Sequence[SamplingParams]) -> Tensor:
+        shares = column(1 - each.top_p for each in own)
+        if like_gpu:
+            return keep_nucleus(rows, shares)
         # The order of equal scores and the sums of a CPU are those of `transformers`.
-        ascending, indices = rows.sort(stable=like_gpu)
-        probabilities, shares = ascending.softmax(dim=-1), column(1 - each.top_p for each in own)
-        is_removed = within_shares(probabilities, shares) if like_gpu else probabilities.cumsum(dim=-1) <= shares
+        ascending, indices = rows.sort()
+        is_removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= shares
         is_removed.select(1, -1).fill_(False)
         return rows.masked_fill(is_removed.scatter(1, indices, is_removed), -torch.inf)
 
@@ -216,19 +215,3 @@ def _with_rows(every: Tensor, indices: Sequence[int], rows: Tensor) -> Tensor:
     if len(indices) == len(every):
         return rows
     return every.index_copy(0, on_device(tuple(indices), every.device, torch.int64), rows)
-
-
-def within_shares(probabilities: Tensor, shares: Tensor) -> Tensor:
-    """Which first tokens of each row together have at most the row's share of probability.
-
-    Sums of integers do not depend on the order of the additions, which on a GPU depends on the number of rows.
-
-    Args:
-        probabilities: float32 `[R, V]`.
-        shares: float32 `[R, 1]`, on the same device.
-
-    Returns:
-        bool `[R, V]`, on the same device.
-    """
-    scale = float(1 << _PROBABILITY_BITS)
-    return (probabilities.double() * scale).long().cumsum(dim=-1) <= (shares.double() * scale).long()

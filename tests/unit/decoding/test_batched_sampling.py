@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from corolla.chassis.errors import CorollaError, NonFiniteOutput
-from corolla.decoding.batched_sampling import sample_together, within_shares
+from corolla.decoding.batched_sampling import sample_together
+from corolla.decoding.nucleus import within_shares
 from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.sampling import Sampler, exponential_numbers
 

@@ -318,3 +318,70 @@ def multiply(
         acc += tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
     where = rm.to(tl.int64)[:, None] * N + rn[None, :]
     tl.store(c + where, acc.to(c.dtype.element_ty), mask=(rm[:, None] < M) & (rn[None, :] < N))
+
+
+@triton.jit
+def _ordered(score):
+    """Integers in the order of the scores; both zeros are one number."""
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+
+
+@triton.jit
+def keep_nucleus(scores, probabilities, shares, out, width, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """One program for each row: excludes the least probable tokens, as long as they have at most a share together.
+
+    Sums are integers, so their order decides nothing. Each pass over the row finds two more bits of the lowest score
+    that stays; no row is sorted.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    scores += row * width
+    probabilities += row * width
+    out += row * width
+    at = tl.arange(0, BLOCK)
+    scale = tl.full((), 1 << BITS, tl.float64)
+    sums = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, width, BLOCK):
+        part = tl.load(probabilities + start + at, mask=start + at < width, other=0.0)
+        sums += (part.to(tl.float64) * scale).to(tl.int64)
+    # The last token stays, however large the share is.
+    share = tl.minimum(tl.load(shares + row), tl.sum(sums, 0) - 1)
+    lowest = tl.full((), -(1 << 31), tl.int64)
+    below = tl.full((), 0, tl.int64)
+    step = tl.full((), 1 << 30, tl.int64)
+    for _ in range(16):
+        first = tl.zeros((BLOCK,), tl.int64)
+        second = tl.zeros((BLOCK,), tl.int64)
+        third = tl.zeros((BLOCK,), tl.int64)
+        for start in range(0, width, BLOCK):
+            inside = start + at < width
+            key = _ordered(tl.load(scores + start + at, mask=inside, other=0.0))
+            part = tl.load(probabilities + start + at, mask=inside, other=0.0)
+            number = (part.to(tl.float64) * scale).to(tl.int64)
+            first += tl.where(key < lowest + step, number, 0)
+            second += tl.where(key < lowest + 2 * step, number, 0)
+            third += tl.where(key < lowest + 3 * step, number, 0)
+        one, two, three = tl.sum(first, 0), tl.sum(second, 0), tl.sum(third, 0)
+        # The sums grow, so the last one within the share is that of all tokens below the new `lowest`.
+        below = tl.where(three <= share, three, tl.where(two <= share, two, tl.where(one <= share, one, below)))
+        steps = (one <= share).to(tl.int64) + (two <= share).to(tl.int64) + (three <= share).to(tl.int64)
+        lowest += steps * step
+        step = step >> 2
+    # Tokens of the lowest score have one probability. The first ones of them are excluded, too.
+    equal = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, width, BLOCK):
+        inside = start + at < width
+        key = _ordered(tl.load(scores + start + at, mask=inside, other=0.0))
+        part = tl.load(probabilities + start + at, mask=inside, other=0.0)
+        equal = tl.maximum(equal, tl.where(inside & (key == lowest), (part.to(tl.float64) * scale).to(tl.int64), 0))
+    excluded = (share - below) // tl.maximum(tl.max(equal, 0), 1)
+    seen = tl.full((), 0, tl.int64)
+    for start in range(0, width, BLOCK):
+        inside = start + at < width
+        score = tl.load(scores + start + at, mask=inside, other=0.0)
+        key = _ordered(score)
+        is_equal = (inside & (key == lowest)).to(tl.int32)
+        number = seen + tl.cumsum(is_equal, 0)
+        removed = (key < lowest) | ((key == lowest) & (number <= excluded))
+        tl.store(out + start + at, tl.where(removed, -float("inf"), score), mask=inside)
+        seen += tl.sum(is_equal, 0)

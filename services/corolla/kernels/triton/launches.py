@@ -31,6 +31,8 @@ _LEAST_SIDE: Final = 16
 _PROGRAMS: Final = 2048
 # A tile of a product of up to so many rows: its rows and outputs, inner columns of one step, warps, and steps ahead.
 _TILES: Final = ((16, (16, 64, 128, 4, 4)), (32, (32, 64, 128, 4, 4)), (64, (64, 64, 128, 4, 3)))
+# Tokens of a row that a program of `keep_nucleus` looks at together.
+_NUCLEUS_BLOCK: Final = 4096
 _LARGEST_TILE: Final = (128, 128, 64, 8, 4)
 # In half precision, where so many steps fit into the shared memory, few rows take longer steps: 5 to 40 % less time on
 # an H100, with the same bits.
@@ -278,6 +280,28 @@ def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         rows, weight, out, out if bias is None else bias, num_rows, num_outputs, num_inputs,
         BM=height, BN=width, BK=depth, GM=8, HAS_BIAS=bias is not None, EVEN_K=num_inputs % depth == 0,
         PRECISION=precision(rows.dtype), num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out
+
+
+def keep_nucleus(scores: Tensor, probabilities: Tensor, shares: Tensor, bits: int) -> Tensor:
+    """Excludes the least probable tokens of each row, as long as they have at most a share of probability together.
+
+    Among equal scores, those of the lower indices are excluded first. The most probable token stays.
+
+    Args:
+        scores: float32 `[R, V]`.
+        probabilities: float32 `[R, V]`; equal scores of a row have equal ones.
+        shares: int64 `[R]`, the shares times two to the power of `bits`.
+        bits: probabilities are cut after so many bits; at most 52.
+
+    Returns:
+        float32 `[R, V]`: the scores, with minus Inf for excluded tokens.
+    """
+    out = torch.empty_like(scores)
+    launch(
+        device_code.keep_nucleus, (scores.shape[0],), scores, probabilities, shares, out, scores.shape[1], BITS=bits,
+        BLOCK=min(_NUCLEUS_BLOCK, power_of_two(scores.shape[1])), num_warps=16, **_EXACT,
     )  # fmt: skip
     return out
 
