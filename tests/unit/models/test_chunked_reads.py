@@ -44,6 +44,20 @@ def test_a_matrix_of_a_shard(
         assert torch.equal(opened["matrix"][num_rows // 2 : num_rows], tensors["matrix"][num_rows // 2 :])
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_rows_are_read_straight_into_the_memory_that_is_given(tmp_path: Path, stored: torch.dtype) -> None:
+    matrix = torch.randn(9, 5).to(stored)
+    save_file({"matrix": matrix}, tmp_path / "model.safetensors")
+    memory = torch.zeros(1000, dtype=torch.uint8)
+    with open_tensors(find_weights(tmp_path), {"matrix": "matrix"}) as opened:
+        tensor = ChunkedTensor(opened["matrix"], stored)
+        for start, end in ((0, 9), (2, 4), (8, 9)):
+            rows = tensor.rows(start, end, lambda num_bytes: memory[:num_bytes])
+            assert torch.equal(rows, matrix[start:end])
+            assert (rows.data_ptr() == memory.data_ptr()) == tensor.is_plain
+        assert tensor.is_plain == (stored != torch.float64)
+
+
 def test_a_shard_that_has_become_shorter_is_refused(tmp_path: Path) -> None:
     save_file({"matrix": torch.randn(100, 5)}, tmp_path / "model.safetensors")
     with open_tensors(find_weights(tmp_path), {"matrix": "matrix"}) as opened:
