@@ -31,6 +31,7 @@ from corolla.compute.device import is_out_of_memory
 from corolla.compute.span_runner import BatchOutput, RowWork
 from corolla.compute.threads import single_threaded_pool
 from corolla.decoding.device_copies import await_copies
+from corolla.decoding.nucleus import keep_nucleus
 from corolla.models.adapters.products import SpanAdapter
 from corolla.models.edges import Edges
 from corolla.v1 import blocks_pb2 as pb
@@ -213,7 +214,11 @@ class BatchExecutor:
         if self._edges.has_embedding:
             self._edges.embed(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
         if self._edges.has_head:
-            self._edges.head(torch.zeros(1, self._edges.hidden_size)).cpu()
+            logits = self._edges.head(torch.zeros(1, self._edges.hidden_size))
+            if self._samples_batched:
+                # Its kernel is compiled now, not while the first caller waits.
+                logits = keep_nucleus(logits, torch.full((1, 1), 0.5, device=logits.device))
+            logits.cpu()
 
     def _packed(self, admitted: Sequence[AdmittedStep]) -> tuple[list[RowWork], Tensor, float]:
         """Returns the rows of all steps, their inputs `[tokens, H]` in the model's dtype, and seconds of embedding."""

@@ -303,6 +303,7 @@ def test_tokens_chosen_together_are_those_that_are_chosen_row_by_row(
     row_by_row, together = sessions_of(1), sessions_of(2)
     plain = BatchExecutor(runner, edges)
     batched = BatchExecutor(runner, edges, num_sampling_threads=num_threads, samples_batched=True)
+    batched.warm_up()
     for position in range(8):
         expected = plain.compute(admitted(row_by_row, position), span)
         events.clear()
