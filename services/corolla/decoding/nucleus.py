@@ -3,6 +3,8 @@
 Sums of integers do not depend on the order of the additions, which on a GPU depends on the number of rows.
 """
 
+import functools
+import logging
 from typing import Final
 
 import torch
@@ -10,10 +12,14 @@ from torch import Tensor
 
 from corolla.kernels.triton.availability import missing
 
+log = logging.getLogger(__name__)
+
 PROBABILITY_BITS: Final = 52
 """Probabilities are integers of so many bits; a sum of them is below two to the power of 63."""
 
 _SCALE: Final = float(1 << PROBABILITY_BITS)
+_TRIAL_ROWS: Final = 9
+_TRIAL_TOKENS: Final = 10_000
 
 
 def keep_nucleus(scores: Tensor, shares: Tensor) -> Tensor:
@@ -28,12 +34,51 @@ def keep_nucleus(scores: Tensor, shares: Tensor) -> Tensor:
     Returns:
         float32 `[R, V]`, on the same device: the scores, with minus Inf for excluded tokens.
     """
-    if scores.device.type != "cuda" or missing() is not None:
+    if scores.device.type != "cuda" or not _kernel_holds(scores.device):
         return sorted_nucleus(scores, shares)
+    return launched_nucleus(scores, shares)
+
+
+def launched_nucleus(scores: Tensor, shares: Tensor) -> Tensor:
+    """What `keep_nucleus` returns, by the Triton kernel.
+
+    Args:
+        scores: float32 `[R, V]`.
+        shares: float32 `[R, 1]`, on the same device.
+
+    Returns:
+        float32 `[R, V]`, on the same device.
+    """
     from corolla.kernels.triton import launches
 
     units = (shares[:, 0].double() * _SCALE).long()
     return launches.keep_nucleus(scores.contiguous(), scores.softmax(dim=-1), units, PROBABILITY_BITS)
+
+
+@functools.cache
+def _kernel_holds(device: torch.device) -> bool:
+    """Whether the kernel works on a device, by a trial when a token is drawn there for the first time."""
+    failure = missing() or _failed_trial(device)
+    if failure is not None:
+        log.warning("a sort of each row takes the place of the kernel for top-p", extra={"failure": failure})
+    return failure is None
+
+
+def _failed_trial(device: torch.device) -> str | None:
+    """Compares the kernel with sorts. Returns what failed, or None."""
+    generator = torch.Generator().manual_seed(0)
+    # Many scores are equal, and some are excluded already.
+    scores = torch.randn(_TRIAL_ROWS, _TRIAL_TOKENS, generator=generator).mul(8).round().div(4)
+    scores = scores.masked_fill(scores < -1, -torch.inf).to(device)
+    shares = torch.linspace(0.0, 1.0, _TRIAL_ROWS, device=device)[:, None]
+    try:
+        found, expected = launched_nucleus(scores, shares), sorted_nucleus(scores, shares)
+    except torch.AcceleratorError:
+        raise
+    except Exception as error:
+        # Compilers raise errors of many kinds, and a sort works without them.
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return None if torch.equal(found, expected) else "its results differ"
 
 
 def sorted_nucleus(scores: Tensor, shares: Tensor) -> Tensor:
