@@ -58,13 +58,13 @@ def launched_nucleus(scores: Tensor, shares: Tensor) -> Tensor:
 @functools.cache
 def _kernel_holds(device: torch.device) -> bool:
     """Whether the kernel works on a device, by a trial when a token is drawn there for the first time."""
-    failure = missing() or _failed_trial(device)
+    failure = missing() or failed_trial(device)
     if failure is not None:
         log.warning("a sort of each row takes the place of the kernel for top-p", extra={"failure": failure})
     return failure is None
 
 
-def _failed_trial(device: torch.device) -> str | None:
+def failed_trial(device: torch.device) -> str | None:
     """Compares the kernel with sorts. Returns what failed, or None."""
     generator = torch.Generator().manual_seed(0)
     # Many scores are equal, and some are excluded already.
