@@ -68,5 +68,5 @@ async def test_a_request_of_a_program_is_answered(http: httpx2.AsyncClient, numb
 
 async def test_coding_agents_are_among_the_programs() -> None:
     programs = {case["program"] for case in CASES}
-    assert {"aider", "cline", "codex", "continue", "guidellm", "opencode", "promptfoo"} <= programs
+    assert {"aider", "cline", "codex", "continue", "guidellm", "Open WebUI", "opencode", "promptfoo"} <= programs
     assert any(case["body"].get("tools") and case["body"].get("stream") for case in CASES)
