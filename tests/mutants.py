@@ -64,8 +64,8 @@ MUTANTS: Final = (
     Mutant(
         "penalty_once",
         f"{_DECODING}/sampling.py",
-        "scores = scores - (counted * frequencies",
-        "scores = scores - ((counted > 0) * frequencies",
+        "scores = scores - (self._counts * frequencies",
+        "scores = scores - ((self._counts > 0) * frequencies",
         _SAMPLING_TESTS,
     ),
     Mutant(
