@@ -20,6 +20,7 @@ from corolla.block_server.row_sampling import (
     ChosenTokens,
     RowLogits,
     SamplingRow,
+    SessionSampler,
     in_parts,
     logits_of,
     sample_rows,
@@ -81,6 +82,10 @@ class AdmittedStep:
     def samples(self) -> bool:
         """Whether tokens are chosen here from the outputs of the step's rows."""
         return self.work.step.samples and not self.work.step.route
+
+    def sampler_for(self, row: pb.StepRow, session: HopSession[SessionCache]) -> SessionSampler | None:
+        """The sampler that chooses the tokens of one of the step's rows; None: none are chosen for it here."""
+        return session.request.sampler if self.samples and row.num_result_tokens else None
 
     @property
     def brings_ids(self) -> bool:
@@ -170,11 +175,10 @@ class BatchExecutor:
             return ()
         device = self._edges.device
         return [
-            self._sampling_threads.submit(session.request.sampler.prepare_choice, device)
+            self._sampling_threads.submit(sampler.prepare_choice, device)
             for batch in admitted
-            if batch.samples
             for row, session, _ in batch.rows
-            if row.num_result_tokens and session.request.sampler is not None
+            if (sampler := batch.sampler_for(row, session)) is not None
         ]
 
     def _compute_rows(
@@ -280,14 +284,12 @@ class BatchExecutor:
             for row, session, _ in batch.rows:
                 output = replaced[index]
                 if isinstance(output, Tensor):
-                    num_results, sampler = row.num_result_tokens, session.request.sampler
                     if row.HasField("readout"):
                         read[index] = self._read_out(row.readout, output)
-                    if num_results == 0 or sampler is None:
+                    if (sampler := batch.sampler_for(row, session)) is None:
                         replaced[index] = ChosenTokens()
                     else:
-                        wanted = output if num_results == row.num_tokens else output[-num_results:]
-                        waiting.append((index, SamplingRow(row, wanted, num_results, sampler)))
+                        waiting.append((index, _sampling_row(row, output, sampler)))
                 index += 1
         if waiting:
             logits = None if early is None else early.of([row for _, row in waiting])
@@ -308,7 +310,7 @@ class BatchExecutor:
             return error_of(failure)
 
     def _sampled(self, rows: Sequence[SamplingRow], logits: RowLogits | None) -> Sequence[ChosenTokens | CorollaError]:
-        """Chooses tokens. `logits` are those of all rows, if they are known."""
+        """Chooses the tokens of all rows. Without `logits`, which are those of all rows, it computes the head first."""
         if self._edges is None:
             return [InternalError("a server without head admitted a step that samples")] * len(rows)
         sampled: list[ChosenTokens | CorollaError] = []
@@ -348,11 +350,9 @@ class _EarlyLogits:
         start = 0
         for batch in self._admitted:
             for row, session, _ in batch.rows:
-                end, sampler = start + row.num_tokens, session.request.sampler
-                if batch.samples and row.num_result_tokens and sampler is not None:
-                    rows.append(
-                        SamplingRow(row, hidden[end - row.num_result_tokens : end], row.num_result_tokens, sampler)
-                    )
+                end = start + row.num_tokens
+                if (sampler := batch.sampler_for(row, session)) is not None:
+                    rows.append(_sampling_row(row, hidden[start:end], sampler))
                 start = end
         if not rows or len(list(in_parts(rows))) > 1:
             return
@@ -373,6 +373,11 @@ class _EarlyLogits:
             one.row is other for one, other in zip(rows, self._rows, strict=True)
         )
         return self._logits if is_same else None
+
+
+def _sampling_row(row: pb.StepRow, output: Tensor, sampler: SessionSampler) -> SamplingRow:
+    """The row with the hidden states of its tokens with results; `output`, `[num_tokens, H]`, has those of all."""
+    return SamplingRow(row, output[len(output) - row.num_result_tokens :], row.num_result_tokens, sampler)
 
 
 def _with_readout(output: RowOutput, found: pb.SampledRow | CorollaError) -> RowOutput:
