@@ -1,12 +1,10 @@
 """Stands before a block server's runner and makes its work fail as a device, a bug or bad weights would."""
 
 from collections.abc import Callable, Sequence
-
-from torch import Tensor
+from typing import Any
 
 from corolla.block_server.batch_executor import BatchRunner
 from corolla.compute.span_runner import BatchOutput, RowWork
-from corolla.wire.span import Span
 
 
 class FaultyRunner:
@@ -31,16 +29,10 @@ class FaultyRunner:
         self._after = after
         self._is_broken = is_broken
 
-    def forward_each(
-        self,
-        rows: Sequence[RowWork],
-        hidden: Tensor,
-        blocks: Span,
-        meanwhile: Callable[[Tensor], None] | None = None,
-    ) -> BatchOutput:
+    def forward_each(self, rows: Sequence[RowWork], *others: Any) -> BatchOutput:
         self._fail_if_broken()
         self._before(rows)
-        return self._after(self._runner.forward_each(rows, hidden, blocks, meanwhile))
+        return self._after(self._runner.forward_each(rows, *others))
 
     def warm_up(self) -> None:
         self._fail_if_broken()

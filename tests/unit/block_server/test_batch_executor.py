@@ -1,7 +1,7 @@
 """The block server computes a failed batch again row by row, and the failure changes no session's tokens."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,16 +108,10 @@ class Spoiling:
         self._failure = failure
         self.warm_up = runner.warm_up
 
-    def forward_each(
-        self,
-        rows: Sequence[RowWork],
-        hidden: Tensor,
-        blocks: Span,
-        meanwhile: Callable[[Tensor], None] | None = None,
-    ) -> BatchOutput:
+    def forward_each(self, rows: Sequence[RowWork], hidden: Tensor, *others: Any) -> BatchOutput:
         if len(rows) == 1 and not any(row.cache is each for row in rows for each in self._bad):
-            return self._runner.forward_each(rows, hidden, blocks, meanwhile)
-        self._runner.forward_each(rows, -3 * hidden, blocks)
+            return self._runner.forward_each(rows, hidden, *others)
+        self._runner.forward_each(rows, -3 * hidden, *others)
         for row in rows:
             row.cache.truncate(row.position)
         raise self._failure
