@@ -25,7 +25,7 @@ _TRIAL_TOKENS: Final = 10_000
 def keep_nucleus(scores: Tensor, shares: Tensor) -> Tensor:
     """Excludes the least probable tokens of each row, as long as they have at most its share of probability together.
 
-    Among equal scores, those of the lower indices are excluded first. The most probable token stays.
+    Among equal scores, it excludes those of the lower indices first. The most probable token stays.
 
     Args:
         scores: float32 `[R, V]`.
@@ -40,15 +40,7 @@ def keep_nucleus(scores: Tensor, shares: Tensor) -> Tensor:
 
 
 def launched_nucleus(scores: Tensor, shares: Tensor) -> Tensor:
-    """What `keep_nucleus` returns, by the Triton kernel.
-
-    Args:
-        scores: float32 `[R, V]`.
-        shares: float32 `[R, 1]`, on the same device.
-
-    Returns:
-        float32 `[R, V]`, on the same device.
-    """
+    """Computes by the Triton kernel what `keep_nucleus` returns; see `keep_nucleus`."""
     from corolla.kernels.triton import launches
 
     units = (shares[:, 0].double() * _SCALE).long()
@@ -57,7 +49,7 @@ def launched_nucleus(scores: Tensor, shares: Tensor) -> Tensor:
 
 @functools.cache
 def _kernel_holds(device: torch.device) -> bool:
-    """Whether the kernel works on a device, by a trial when a token is drawn there for the first time."""
+    """Tries the kernel when a device draws its first token. Returns whether its results are those of sorts."""
     failure = missing() or failed_trial(device)
     if failure is not None:
         log.warning("a sort of each row takes the place of the kernel for top-p", extra={"failure": failure})
@@ -82,15 +74,7 @@ def failed_trial(device: torch.device) -> str | None:
 
 
 def sorted_nucleus(scores: Tensor, shares: Tensor) -> Tensor:
-    """What `keep_nucleus` returns, by a sort of each row; for devices without Triton.
-
-    Args:
-        scores: float32 `[R, V]`.
-        shares: float32 `[R, 1]`, on the same device.
-
-    Returns:
-        float32 `[R, V]`, on the same device.
-    """
+    """Computes by a sort of each row, for devices without Triton, what `keep_nucleus` returns; see `keep_nucleus`."""
     indices = scores.argsort(stable=True)
     is_removed = within_shares(scores.softmax(dim=-1).gather(1, indices), shares)
     is_removed.select(1, -1).fill_(False)
@@ -98,7 +82,7 @@ def sorted_nucleus(scores: Tensor, shares: Tensor) -> Tensor:
 
 
 def within_shares(probabilities: Tensor, shares: Tensor) -> Tensor:
-    """Which first tokens of each row together have at most the row's share of probability.
+    """Marks the first tokens of each row that together have at most the row's share of probability.
 
     Args:
         probabilities: float32 `[R, V]`.

@@ -31,13 +31,13 @@ _LEAST_SIDE: Final = 16
 _PROGRAMS: Final = 2048
 # A tile of a product of up to so many rows: its rows and outputs, inner columns of one step, warps, and steps ahead.
 _TILES: Final = ((16, (16, 64, 128, 4, 4)), (32, (32, 64, 128, 4, 4)), (64, (64, 64, 128, 4, 3)))
-# Tokens of a row that a program of `keep_nucleus` looks at together.
-_NUCLEUS_BLOCK: Final = 4096
 _LARGEST_TILE: Final = (128, 128, 64, 8, 4)
 # In half precision, where so many steps fit into the shared memory, few rows take longer steps: 5 to 40 % less time on
 # an H100, with the same bits.
 _LONG_STEP: Final = 256
 _LEAST_LONG_STEPS: Final = 3
+# Tokens of a row that a program of `keep_nucleus` looks at together.
+_NUCLEUS_BLOCK: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,12 +268,11 @@ def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     out = rows.new_empty(num_rows, num_outputs)
     height, width, depth, warps, stages = next((tile for most, tile in _TILES if num_rows <= most), _LARGEST_TILE)
     bytes_of_column = (height + width) * rows.element_size()
-    is_half = rows.element_size() == 2
-    if num_inputs % depth:
+    takes_long_steps = rows.element_size() == 2 and num_rows <= _TILES[-1][0] and num_inputs % _LONG_STEP == 0
+    if takes_long_steps and stages_within(stages, bytes_of_column * _LONG_STEP, rows.device) >= _LEAST_LONG_STEPS:
+        depth = _LONG_STEP
+    elif num_inputs % depth:
         depth = 64
-    elif is_half and num_rows <= _TILES[-1][0] and num_inputs % _LONG_STEP == 0:
-        fitting = stages_within(stages, bytes_of_column * _LONG_STEP, rows.device)
-        depth = _LONG_STEP if fitting >= _LEAST_LONG_STEPS else depth
     stages = stages_within(stages, bytes_of_column * depth, rows.device)
     launch(
         device_code.multiply, (-(-num_rows // height) * -(-num_outputs // width),),
@@ -287,7 +286,7 @@ def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 def keep_nucleus(scores: Tensor, probabilities: Tensor, shares: Tensor, bits: int) -> Tensor:
     """Excludes the least probable tokens of each row, as long as they have at most a share of probability together.
 
-    Among equal scores, those of the lower indices are excluded first. The most probable token stays.
+    Among equal scores, it excludes those of the lower indices first. The most probable token stays.
 
     Args:
         scores: float32 `[R, V]`.
