@@ -113,7 +113,7 @@ class _Logprobs:
 
 
 class _Scores:
-    """The scores by which tokens are chosen.
+    """Holds the scores that decide which tokens are chosen.
 
     Attributes:
         rows: float32 `[R, V]`, on the device of the logits.

@@ -59,7 +59,7 @@ class ChunkedTensor:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the numbers are stored as such, so that reading them is only a copy."""
+        """True if reading the numbers is only a copy, because the file stores them as they are."""
         return isinstance(self._stored, StoredMatrix) and self._stored.get_dtype() in _DTYPES
 
     def rows(self, start: int, end: int, room: Room = new_room) -> Tensor:

@@ -22,7 +22,7 @@ from corolla.chassis.processors import available_cores
 from corolla.models.chunked_reads import ChunkedTensor
 
 BUFFER_BYTES: Final = 8 << 20
-# So many threads read faster than a GPU of today copies from the host.
+# Eight threads read faster than a GPU of today copies from the host.
 _MOST_THREADS: Final = 8
 # While all threads read, the device copies these.
 _MORE_BUFFERS: Final = 2
@@ -52,7 +52,7 @@ class _Buffer:
         if not self._is_pinned or rows.data_ptr() == self._memory.data_ptr():
             return rows
         staged = self._room(rows.nbytes)
-        # numpy copies without helper threads of torch, of which each reading thread would start its own.
+        # In numpy the copy starts no helper threads; in torch each reading thread would start its own.
         staged.numpy()[:] = rows.contiguous().view(-1).view(torch.uint8).numpy()
         return staged.view(rows.dtype).view(rows.shape)
 

@@ -128,7 +128,7 @@ def choose_invariant_product(
 def try_product(product: Product, weight: Tensor, bias: Tensor | None, ladder: tuple[int, ...]) -> ProductTrial:
     """Multiplies as many random rows as the ladder's last rung has, in calls of every rung's number of rows.
 
-    The trial begins with the largest calls, of which there are few, and ends at the first rung that breaks the rule.
+    The trial begins with the few largest calls, and ends at the first rung that breaks the rule.
 
     Args:
         product: the product.

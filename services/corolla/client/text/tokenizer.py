@@ -65,7 +65,7 @@ class TextTokenizer:
         return len(self.hf_tokenizer)
 
     def unnamed_end(self, end_token_ids: Collection[int]) -> str | None:
-        """The tokenizer's own end token if answers do not end with it; they end with those of the generation config."""
+        """Returns the tokenizer's own end token if the generation config, which ends answers, does not name it."""
         token_id = self.hf_tokenizer.eos_token_id
         return None if token_id is None or token_id in end_token_ids else str(self.hf_tokenizer.eos_token)
 

@@ -13,7 +13,7 @@ _OPEN: Final = frozenset(
         "oneOf", "not", "if", "dependentSchemas",
     }
 )  # fmt: skip
-"""Keywords by which a schema speaks of properties that it does not name itself."""
+"""A schema with one of these keywords allows properties that it does not name itself."""
 _KEYWORDS: Final = re.compile(r'"([^"\\]{1,64})"')
 
 
@@ -57,7 +57,7 @@ def _closed(schema: Any) -> Any:
 
 
 def _says_all(schema: Mapping[str, Any]) -> bool:
-    """Whether an object's schema names all properties that it speaks of."""
+    """True if an object's schema names all properties that it requires or allows."""
     required = schema.get("required")
     named = set(required) if isinstance(required, list) and all(isinstance(each, str) for each in required) else set()
     return not _OPEN & schema.keys() and named <= schema["properties"].keys()
