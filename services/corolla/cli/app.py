@@ -9,10 +9,9 @@ import typer
 from typer.exceptions import TyperException
 
 from corolla.cli import adapter_commands, ask_commands, kernel_commands, key_commands, service_commands, stack_commands
-from corolla.cli.interruption import EXIT_INTERRUPTED
+from corolla.cli.interruption import EXIT_INTERRUPTED, INTERRUPTED
 
 EXIT_FAILED = 1
-_INTERRUPTED = "a signal ended the command before it was done; run it again to begin anew"
 
 app = typer.Typer(
     name="corolla",
@@ -67,10 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status = _run(sys.argv[1:] if arguments is None else list(arguments))
         if status == EXIT_INTERRUPTED:
-            _complain(_INTERRUPTED)
+            sys.stderr.write(INTERRUPTED)
         return status
     except KeyboardInterrupt:
-        _complain(_INTERRUPTED)
+        sys.stderr.write(INTERRUPTED)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader of the output closed the pipe. Python would complain again when it closes the stream.

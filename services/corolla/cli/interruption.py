@@ -1,5 +1,6 @@
 """Handles signals to a command: a signal stops a stack in order, or ends an answer early."""
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -8,6 +9,10 @@ from types import FrameType
 from typing import Final, Protocol
 
 EXIT_INTERRUPTED: Final = 130
+INTERRUPTED: Final = "corolla: a signal ended the command before it was done; run it again to begin anew\n"
+
+# The file name of the frames in which Python imports a module.
+_IMPORTING: Final = "<frozen importlib._bootstrap>"
 
 
 class Interrupted(BaseException):
@@ -15,6 +20,26 @@ class Interrupted(BaseException):
 
 
 Handler = Callable[[int, FrameType | None], None]
+
+
+@contextmanager
+def imports_end_at_once() -> Iterator[None]:
+    """Makes Ctrl-C end the process at once while it imports a module, and raise KeyboardInterrupt otherwise.
+
+    An exception would not do: a library that is being imported takes it for a missing part of itself, and either goes
+    on without that part or raises an ImportError.
+    """
+
+    def interrupt(_number: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code.co_filename == _IMPORTING:
+                os.write(2, INTERRUPTED.encode())
+                os._exit(EXIT_INTERRUPTED)
+            frame = frame.f_back
+        raise KeyboardInterrupt
+
+    with _handled((signal.SIGINT,), interrupt):
+        yield
 
 
 @contextmanager

@@ -1,11 +1,14 @@
 """Ctrl-C while an answer runs: it closes the stream instead of raising in the code that waits for it."""
 
 import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
-from corolla.cli.interruption import interruption
+from corolla.cli.interruption import EXIT_INTERRUPTED, INTERRUPTED, imports_end_at_once, interruption
 
 
 class Stream:
@@ -60,3 +63,20 @@ def test_in_another_thread_signals_are_left_alone() -> None:
     thread.start()
     thread.join()
     assert seen == [(before, False)]
+
+
+def test_no_library_mistakes_ctrl_c_for_a_missing_part_of_itself(tmp_path: Path) -> None:
+    (tmp_path / "library.py").write_text(
+        "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\nexcept BaseException:\n    part = None\n"
+    )
+    program = (
+        "from corolla.cli.interruption import imports_end_at_once\n"
+        "with imports_end_at_once():\n    import library\n    print('went on')\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (EXIT_INTERRUPTED, "", INTERRUPTED)
+
+
+def test_ctrl_c_outside_imports_is_an_exception() -> None:
+    with imports_end_at_once(), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
