@@ -43,7 +43,7 @@ from corolla.chassis.handlers import call_path
 from corolla.chassis.host_memory import available_bytes
 from corolla.chassis.lifecycle import fail
 from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, TaskMetrics, new_registry
-from corolla.chassis.processors import available_cores
+from corolla.chassis.processors import available_cores, is_cpu
 from corolla.chassis.rpc_server import RpcServer
 from corolla.chassis.tasks import TaskGroup
 from corolla.chassis.tenant_limits import QuotaTable
@@ -541,7 +541,7 @@ class BlockServer:
         self, span: Span, checkpoint: Checkpoint, num_threads: int, neighbours: Neighbours
     ) -> ProcessorUse:
         settings = self.settings
-        on_cpu = settings.device.startswith("cpu")
+        on_cpu = is_cpu(settings.device)
         num_sampling_threads = 1
         if span.end == checkpoint.num_blocks:
             # While a GPU computes the blocks, all CPU cores are free for sampling. On a CPU, sampling uses as many

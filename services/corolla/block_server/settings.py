@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Final, Literal
 
 from pydantic import Field, field_validator
 
+from corolla.chassis.processors import is_cpu
 from corolla.chassis.settings import Dtype, ServiceSettings
 from corolla.chassis.weight_formats import DtypeName, KVCacheDtypeName, QuantizationName, default_dtype
 from corolla.wire.span import Span
@@ -196,7 +197,7 @@ class BlockServerSettings(ServiceSettings):
     @property
     def num_batch_tokens(self) -> int:
         """The most tokens of one iteration on the device."""
-        return self.max_batch_tokens or (_BATCH_TOKENS_OF_CPUS if self.device == "cpu" else _BATCH_TOKENS_OF_GPUS)
+        return self.max_batch_tokens or (_BATCH_TOKENS_OF_CPUS if is_cpu(self.device) else _BATCH_TOKENS_OF_GPUS)
 
     @property
     def prefill_tokens_during_decode(self) -> int:
@@ -206,7 +207,7 @@ class BlockServerSettings(ServiceSettings):
     @property
     def num_page_tokens(self) -> int:
         """The tokens of one KV page on the device."""
-        if self.page_tokens or self.device == "cpu":
+        if self.page_tokens or is_cpu(self.device):
             return self.page_tokens or _PAGE_TOKENS_OF_CPUS
         may_attend = self.attention in ("auto", "triton") and self.kv_cache_dtype == "auto"
         has_triton = find_spec("triton") is not None

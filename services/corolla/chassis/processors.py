@@ -18,6 +18,11 @@ If a process has more helpers than processors, only the policy applies.
 _CPU_QUOTA: Final = Path("/sys/fs/cgroup/cpu.max")
 
 
+def is_cpu(device: str) -> bool:
+    """Returns whether a device of this torch name is the machine's own processor, as `cpu` and `cpu:0` are."""
+    return device.partition(":")[0] == "cpu"
+
+
 def available_cores(quota_file: Path = _CPU_QUOTA) -> int:
     """Returns the number of cores that this process may use, at least 1.
 

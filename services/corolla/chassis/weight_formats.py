@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Final, Literal
 
+from corolla.chassis.processors import is_cpu
+
 DtypeName = Literal["float32", "bfloat16", "float16"]
 QuantizationName = Literal["none", "int8", "int4", "packed"]
 PACKED: Final = "packed"
@@ -16,7 +18,7 @@ def default_dtype(device: str) -> DtypeName:
 
     GPUs compute float32 row by row and without recorded steps, since their fast kernels need half precision.
     """
-    return "float32" if device.startswith("cpu") else "bfloat16"
+    return "float32" if is_cpu(device) else "bfloat16"
 
 
 def full_dtype_name(name: str) -> str:

@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 
+from corolla.chassis.processors import is_cpu
 from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.compute.threads import set_num_threads
 from corolla.models.checkpoint import Checkpoint
@@ -99,7 +100,7 @@ def measure_speed(
         # The geometric mean gives both times the same weight, however large they are.
         return math.sqrt(trial.prefill_s() * trial.decode_s())
 
-    if not device.startswith("cpu"):
+    if not is_cpu(device):
         # Such a device computes by itself, so more threads of this process make no block faster.
         num_threads = num_threads or 1
     num_threads = set_num_threads(num_threads, seconds)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from corolla.chassis.errors import SettingsError
+from corolla.chassis.processors import is_cpu
 from corolla.chassis.weight_formats import default_dtype
 
 DEFAULT_ROUTER_PORT = 50050
@@ -63,7 +64,7 @@ class StackOptions:
 
     @property
     def is_on_cpu(self) -> bool:
-        return self.device.startswith("cpu")
+        return is_cpu(self.device)
 
     @property
     def dtype_name(self) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from corolla.chassis.processors import OPENMP_WAITING, available_cores
+from corolla.chassis.processors import OPENMP_WAITING, available_cores, is_cpu
 from corolla.local.log_files import LogFile
 from corolla.local.options import StackOptions
 from corolla.local.ports import Ports
@@ -48,7 +48,7 @@ class ManagedProcess:
         A process that computes on a GPU must not: its driver works only in the process that has initialised it, and
         some libraries initialise it when they are imported.
         """
-        return not self.is_block_server or self.device.startswith("cpu")
+        return not self.is_block_server or is_cpu(self.device)
 
     @property
     def title(self) -> str:

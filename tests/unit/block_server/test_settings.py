@@ -12,6 +12,7 @@ from corolla.block_server.settings import BlockServerSettings
     "given, device, has_triton, expected",
     [
         (0, "cpu", True, 32),
+        (0, "cpu:0", True, 32),
         (0, "cuda", False, 256),
         (0, "cuda:1", True, 64),
         (16, "cpu", False, 16),
@@ -30,6 +31,7 @@ def test_pages_are_of_a_size_that_the_device_can_read(
     "given, expected",
     [
         ({}, "float32"),
+        ({"device": "cpu:0"}, "float32"),
         ({"device": "cuda"}, "bfloat16"),
         ({"device": "cuda:1"}, "bfloat16"),
         ({"device": "cuda", "dtype": "fp16"}, "float16"),
@@ -43,6 +45,7 @@ def test_gpus_compute_with_bfloat16_unless_another_type_is_set(given: dict[str, 
     "given, most, during_decode, per_frame",
     [
         ({}, 256, 64, 512),
+        ({"device": "cpu:0"}, 256, 64, 512),
         ({"device": "cuda"}, 2048, 512, 2048),
         ({"device": "cuda", "max_batch_tokens": 64}, 64, 16, 512),
     ],
