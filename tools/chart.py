@@ -135,7 +135,7 @@ _BY_PATH: Final[dict[str, Schema]] = {
     "image.digest.client": _DIGEST,
     "image.digest.server": _DIGEST,
     "image.pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
-    "model.dtype": {"enum": ["float32", "bfloat16", "float16"]},
+    "model.dtype": {"enum": ["", "float32", "bfloat16", "float16"]},
     "model.kvCacheDtype": {"enum": ["auto", "fp8", "int8"]},
     "model.quantization": {"enum": ["none", "int8", "int4", "packed"]},
     "tracing.endpoint": {"type": "string", "pattern": r"^(https?://[^/\s]+)?$"},

@@ -4,6 +4,7 @@ from typing import Any, Final
 
 import pytest
 
+from corolla.chassis.weight_formats import default_dtype
 from tests.charts.rendering import ALL_APIS, OLDEST, Object, Refused, named, of_kind, pod_specs, render
 
 NAME: Final = "rel-corolla-block-server-main"
@@ -51,6 +52,27 @@ def test_claims_need_a_cluster_that_has_them_and_a_gpu_to_claim() -> None:
     on_cpu = render(with_gpu(deviceClass="gpu.nvidia.com", count=0), apis=WITHOUT_CLAIMS, kubernetes=OLDEST)
     assert of_kind(on_cpu, "ResourceClaimTemplate") == []
     assert "resourceClaims" not in pod_specs(on_cpu)[NAME]
+
+
+@pytest.mark.parametrize(
+    "pools, dtype, device",
+    [
+        ({"main": {}}, "", "cpu"),
+        ({"main": {}, "large": {"gpu": {"count": 1}}}, "", "cuda"),
+        ({"main": {"gpu": {"count": 1}}}, "float16", "cuda"),
+    ],
+)
+def test_all_pods_have_the_type_that_a_server_takes_by_itself_unless_one_is_set(
+    pools: Object, dtype: str, device: str
+) -> None:
+    objects = render({"model": {"dtype": dtype}, "blockServer": {"pools": pools}})
+    found = {
+        each["metadata"]["name"]: each["data"]["COROLLA_DTYPE"]
+        for each in of_kind(objects, "ConfigMap")
+        if "COROLLA_DTYPE" in each["data"]
+    }
+    assert len(found) == len(pools) + 1, "block servers by pool, and client services"
+    assert set(found.values()) == {dtype or default_dtype(device)}
 
 
 def test_compiled_kernels_have_a_folder_that_can_be_written_and_may_be_a_claim() -> None:

@@ -43,13 +43,24 @@ OTEL_TRACES_SAMPLER_ARG: {{ .Values.tracing.sampleRatio | quote }}
 {{- end }}
 {{- end }}
 
+{{/* The type of weights, cache and wire. All pods of a release have the same, as a chain has one: that of GPUs if a pool
+     asks for some, since `default_dtype` of the services gives a server with a GPU that type, too. */}}
+{{- define "corolla.dtype" -}}
+{{- $usual := "float32" -}}
+{{- range $given := include "corolla.pools" . | fromYaml -}}
+{{- $pool := include "corolla.pool" (dict "root" $ "pool" $given) | fromYaml -}}
+{{- if gt (int $pool.gpu.count) 0 }}{{ $usual = "bfloat16" }}{{ end -}}
+{{- end -}}
+{{ default $usual .Values.model.dtype }}
+{{- end }}
+
 {{/* Settings of the model for block servers and client service, which must agree on it. */}}
 {{- define "corolla.modelSettings" -}}
 COROLLA_MODEL: {{ .Values.model.name | quote }}
 {{- with .Values.model.revision }}
 COROLLA_REVISION: {{ . | quote }}
 {{- end }}
-COROLLA_DTYPE: {{ .Values.model.dtype }}
+COROLLA_DTYPE: {{ include "corolla.dtype" . }}
 COROLLA_QUANTIZATION: {{ .Values.model.quantization }}
 COROLLA_KV_CACHE_DTYPE: {{ .Values.model.kvCacheDtype }}
 COROLLA_ROUTER: {{ include "corolla.routerTarget" . }}
