@@ -73,11 +73,22 @@ def pytest_collection_finish() -> None:
     settle()
 
 
+_num_collections = 0
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
-    """Some tests release what was passed over: each later collection of this process would take half a second."""
+    """Some tests release what was passed over: each later collection of this process would take half a second.
+
+    The collector counts what it passes over object by object, which takes longer than most tests. A release collects
+    everything, so this asks only after such a collection.
+    """
+    global _num_collections
+    if _num_collections == gc.get_stats()[-1]["collections"]:
+        return
     if gc.get_freeze_count() == 0:
         settle()
+    _num_collections = gc.get_stats()[-1]["collections"]
 
 
 MOST_DESCRIPTORS = 300

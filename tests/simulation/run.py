@@ -58,8 +58,7 @@ def run(seed: int, say: Callable[[str], None] = lambda line: None) -> Report:
     scenario = draw(seed)
     is_collecting = gc.isenabled()
     gc.disable()  # when it comes by depends on everything that ran before
-    was_frozen = gc.get_freeze_count() > 0
-    gc.freeze()
+    gc.freeze()  # each later collection would go through all that is there
     loop = VirtualLoop()
     try:
         with _entropy(seed):
@@ -67,9 +66,6 @@ def run(seed: int, say: Callable[[str], None] = lambda line: None) -> Report:
     finally:
         loop.close()
         gc.collect()  # only what this run left
-        if not was_frozen:
-            # Where the tests have frozen what they imported, each later collection would go through it.
-            gc.unfreeze()
         if is_collecting:
             gc.enable()
 
