@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from corolla.kernels.layouts import LAYOUTS, Layout, Scale, group_layout
+from corolla.kernels.layouts import LAYOUTS, Layout, Number, Scale, group_layout
 from corolla.kernels.products import kernel_of
 from corolla.kernels.repacking import Numbers, repack_numbers
 from corolla.kernels.triton.launches import multiply
-from corolla.kernels.triton.packed_launches import SCALES, expand_packed, multiply_packed
+from corolla.kernels.triton.packed_launches import CANDIDATES, SCALES, expand_packed, multiply_packed
 from tests.interpreted import DEVICE
 from tests.interpreted.ordered_products import install
 from tests.tiers import quick
@@ -21,6 +21,13 @@ GROUPS = [
     group_layout(size, scale, has_zeros=has_zeros)
     for size, scale in ((128, Scale.FLOAT16), (64, Scale.BFLOAT16), (32, Scale.FLOAT32))
     for has_zeros in (False, True)
+]
+# Weights that are quantised as they are read, and FP8.
+GROUPS += [
+    group_layout(256, Scale.FLOAT32, number=Number.INT8),
+    group_layout(128, Scale.FLOAT32, number=Number.E4M3),
+    group_layout(32, Scale.BFLOAT16, has_minimum=True),
+    group_layout(32, Scale.FLOAT32, has_minimum=True),
 ]
 TYPES = [*LAYOUTS.values(), *(layout for layout in GROUPS if layout is not None)]
 
@@ -49,10 +56,13 @@ def _drawn_panels(layout: Layout, num_rows: int) -> Tensor:
         return torch.randn(num_rows, num_blocks, generator=source).div(64).to(kind)
 
     has_sub, per_block = layout.has_sub_scales, layout.units * layout.scales_per_unit
+    codes = whole(0, 1 << layout.bits, NUM_COLUMNS, torch.uint8)
+    if layout.is_float:
+        codes[codes % 128 == 127] = 0  # NaN
     numbers = Numbers(
-        whole(0, 1 << layout.bits, NUM_COLUMNS, torch.uint8),
+        codes,
         small(SCALES[layout.scale]),
-        minima=small(torch.float16) if layout.has_minimum else None,
+        minima=small(SCALES[layout.scale]) if layout.has_minimum else None,
         sub_scales=whole(-128 if layout.is_centred else 0, 64, num_blocks * per_block) if has_sub else None,
         sub_minima=whole(0, 64, num_blocks * layout.units) if has_sub and layout.has_minimum else None,
         zeros=whole(-8, 8, num_blocks) if layout.has_zeros else None,
@@ -70,7 +80,13 @@ def weights_of(layout: Layout, panels: Tensor) -> Tensor:
         return kernel_of(layout).expand(torch.arange(NUM_OUTPUTS), panels, NUM_COLUMNS)
 
 
-@pytest.mark.parametrize("layout", TYPES, ids=lambda layout: layout.name)
+# One of each number of bits, of each type of scale, with and without zero points, minima and sub-scales.
+QUICK_TYPES = [
+    TYPES[0], *(each for each in TYPES if each.name in ("Q5_1", "Q5_K", "Q6_K", "I8 of 256, float32")), *TYPES[9::2],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", quick(TYPES, *QUICK_TYPES), ids=lambda layout: layout.name)
 def test_weights_have_the_bits_that_they_have_on_a_processor(layout: Layout) -> None:
     panels = drawn_panels(layout)
     row_ids = torch.randperm(NUM_OUTPUTS, generator=torch.Generator().manual_seed(2), device="cpu")[:19]
@@ -81,10 +97,12 @@ def test_weights_have_the_bits_that_they_have_on_a_processor(layout: Layout) -> 
 
 
 CASES = [(layout, torch.float16) for layout in TYPES] + [(LAYOUTS["Q6_K"], torch.float32)]
+# One case of each way to unpack: 4 bits, 8 bits, and parts that lie apart.
+QUICK = [case for case in CASES if case[0].name in ("Q4_0", "E4M3 of 128, float32") or case[1] is torch.float32]
 
 
 @pytest.mark.parametrize(
-    "case", quick(CASES, CASES[0], CASES[-1]), ids=lambda case: f"{case[0].name}, {str(case[1]).removeprefix('torch.')}"
+    "case", quick(CASES, *QUICK), ids=lambda case: f"{case[0].name}, {str(case[1]).removeprefix('torch.')}"
 )
 def test_a_product_has_the_bits_of_the_product_of_expanded_weights(case: tuple[Layout, torch.dtype]) -> None:
     layout, dtype = case
@@ -98,6 +116,8 @@ def test_a_product_has_the_bits_of_the_product_of_expanded_weights(case: tuple[L
     assert torch.equal(whole, multiply(rows, expanded, bias))
     for start, end in ((0, 1), (3, 33), (20, 70)):
         assert torch.equal(multiply_packed(layout, rows[start:end], panels, NUM_OUTPUTS, bias), whole[start:end])
+    for tile in CANDIDATES:
+        assert torch.equal(multiply_packed(layout, rows[:3], panels, NUM_OUTPUTS, bias, tile=tile), whole[:3])
     order = torch.randperm(NUM_COLUMNS, generator=source, device="cpu").to(DEVICE)
     shuffled = torch.empty_like(rows).index_copy_(1, order, rows)
     assert torch.equal(multiply_packed(layout, shuffled[:2], panels, NUM_OUTPUTS, bias, order.int()), whole[:2])

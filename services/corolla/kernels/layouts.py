@@ -6,11 +6,11 @@ panel has the bits of the file in another order, so no number is rounded again; 
 A panel is a list of blocks. A block of `block_weights` columns has these parts, each once for each of the 16 rows:
 
     scale         float16, or another type
-    minimum       float16, where the type has one
+    minimum       of the scale's type, where the type has one
     zero point    int8, where the type has one
     sub-scales    int8, one for each `sub_scale_weights` columns, where a block has several
     sub-minima    int8, one for each 32 columns, where a block has several and the type has minima
-    low bits      for each 32 columns: four bits of each column, eight columns in an int32; int8 for types of 8 bits
+    low bits      for each 32 columns: four bits of each column, eight columns in an int32; a byte for types of 8 bits
     high bits     for each 32 columns: the fifth bit of each column in one int32, or the fifth and sixth bits in two
 
 The idea of panels comes from BLAS (Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix Multiplication").
@@ -48,13 +48,15 @@ class Layout:
 
     Attributes:
         name: the type's name in GGUF, or the name that `group_layout` makes.
-        bits: the bits of a number: 4, 5, 6 or 8.
-        is_centred: whether half of the range is subtracted from each number; numbers of eight bits are already int8.
+        bits: the bits of a number: 4, 5, 6 or 8. Numbers of 8 bits are int8, or E4M3.
+        is_centred: whether half of the range is subtracted from each number; int8 is centred.
         has_minimum: whether a minimum is added to each weight.
         block_weights: how many columns share a scale.
         sub_scale_weights: how many columns share a sub-scale, where a block has several; None: it has none.
         scale: the type of scales.
         has_zeros: whether a zero point is subtracted from each number.
+        is_float: whether numbers are floats of the type E4M3 (FP8), none of which is NaN, and scales are below
+            `MOST_FLOAT_SCALE`; otherwise they are integers.
     """
 
     name: str
@@ -65,6 +67,12 @@ class Layout:
     sub_scale_weights: int | None = None
     scale: Scale = Scale.FLOAT16
     has_zeros: bool = False
+    is_float: bool = False
+
+    @property
+    def middle(self) -> int:
+        """What is subtracted from each number, 0 unless it is centred."""
+        return 1 << (self.bits - 1) if self.is_centred else 0
 
     @property
     def step(self) -> int:
@@ -95,7 +103,7 @@ class Layout:
 
     @property
     def sub_scales_at(self) -> int:
-        return self.minima_at + LANES * (2 * self.has_minimum + self.has_zeros)
+        return self.minima_at + LANES * (self.scale.num_bytes * self.has_minimum + self.has_zeros)
 
     @property
     def sub_minima_at(self) -> int:
@@ -170,18 +178,37 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
 }
 """The types of GGUF files that compiled functions multiply by without unpacking the whole matrix."""
 
+MOST_FLOAT_SCALE: Final = 128.0
+"""The scales of floats of 8 bits are smaller, so that a kernel may multiply them by a power of two first."""
 _GROUP_BLOCKS: Final = (256, 128, 64, 32)
 
 
-def group_layout(group_weights: int, scale: Scale, *, has_zeros: bool) -> Layout | None:
-    """The layout of numbers of four bits with a scale for each group of columns; None: no block size divides a group.
+class Number(enum.Enum):
+    """The type of numbers that groups of columns share a scale for, with its name in a layout's name."""
+
+    UINT4 = "U4"
+    INT8 = "I8"
+    E4M3 = "E4M3"
+
+
+def group_layout(
+    group_weights: int,
+    scale: Scale,
+    *,
+    has_zeros: bool = False,
+    has_minimum: bool = False,
+    number: Number = Number.UINT4,
+) -> Layout | None:
+    """The layout of numbers with a scale for each group of columns; None: no block size divides a group.
 
     A block is a whole group or an equal part of one, so that few kernels serve all group sizes.
     """
     block_weights = next((each for each in _GROUP_BLOCKS if group_weights % each == 0), None)
     if block_weights is None:
         return None
-    name = f"U4 of {block_weights}, {scale.name.lower()}{', zero points' if has_zeros else ''}"
+    parts = [scale.name.lower(), *["zero points"] * has_zeros, *["minima"] * has_minimum]
     return Layout(
-        name, 4, is_centred=True, has_minimum=False, block_weights=block_weights, scale=scale, has_zeros=has_zeros
-    )
+        f"{number.value} of {block_weights}, {', '.join(parts)}", 4 if number is Number.UINT4 else 8,
+        is_centred=number is not Number.E4M3, has_minimum=has_minimum, block_weights=block_weights, scale=scale,
+        has_zeros=has_zeros, is_float=number is Number.E4M3,
+    )  # fmt: skip

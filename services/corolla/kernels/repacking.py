@@ -24,9 +24,10 @@ class Numbers:
     Attributes that the type of the weights lacks have the value None.
 
     Attributes:
-        codes: uint8 `[R, K]`: the packed numbers; codes of eight bits are the bits of int8.
+        codes: uint8 `[R, K]`: the packed numbers; codes of eight bits are the bits of int8 or E4M3.
         scales: `[R, B]` in the layout's scale type, one for each block.
-        minima: float16 `[R, B]`, added to the weights; with `sub_minima`, the products of both are subtracted instead.
+        minima: `[R, B]` in the layout's scale type, added to the weights; with `sub_minima`, the products of both
+            are subtracted instead.
         sub_scales: int8 `[R, B * n]`, `n` for each block.
         sub_minima: int8 `[R, B * n]`, `n` for each block.
         zeros: int8 `[R, B]`: zero points, relative to the middle of the range of codes.

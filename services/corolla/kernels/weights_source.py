@@ -44,21 +44,24 @@ class _Unit:
         low = high = ""
         for column in range(UNIT):
             if layout.bits == 8:
-                code = function.let(f"sext {_BYTES} {function.load(_BYTES, self._low, LANES * column)} to {INTS}")
+                octets = function.load(_BYTES, self._low, LANES * column)
+                code = "" if layout.is_float else function.let(f"sext {_BYTES} {octets} to {INTS}")
             else:
                 if column % 8 == 0:
                     low = function.load(INTS, self._low, 4 * LANES * (column // 8))
                 if layout.high_bits and column % (UNIT // layout.high_bits) == 0:
                     high = function.load(INTS, self._high, 4 * LANES * (column // (UNIT // layout.high_bits)))
                 code = self._code(low, high, column)
-            number = function.let(f"sitofp {INTS} {code} to {FLOATS}")
+            number = function.let(f"sitofp {INTS} {code} to {FLOATS}") if code else self._of_e4m3(octets)
             scale = scales[column // (layout.sub_scale_weights or UNIT)]
             if zeros and not minimum:
                 number = function.let(f"fsub {FLOATS} {number}, {zeros}")
-            if minimum:
+            if minimum and layout.scale is not Scale.FLOAT32:
                 yield function.sum_of_product(number, scale, minimum)
-            else:
-                yield function.let(f"fmul {FLOATS} {number}, {scale}")
+                continue
+            product = function.let(f"fmul {FLOATS} {number}, {scale}")
+            # A product with a scale of float32 is rounded, as GPUs round it.
+            yield function.let(f"fadd {FLOATS} {product}, {minimum}") if minimum else product
 
     def _offset(self, start: int, unit_bytes: int) -> str:
         return self._function.at(self._function.at(self._block, start), self._times(unit_bytes))
@@ -75,6 +78,16 @@ class _Unit:
         whole = function.let(f"zext {_WORDS} {function.load(_WORDS, self._block, offset)} to {INTS}")
         return function.let(f"bitcast {INTS} {function.let(f'shl {INTS} {whole}, splat (i32 16)')} to {FLOATS}")
 
+    def _of_e4m3(self, octets: str) -> str:
+        """Writes the conversion of E4M3, whose bits in a half's place are the number divided by 256."""
+        function = self._function
+        words = function.let(f"sext {_BYTES} {octets} to {_WORDS}")
+        size = function.let(f"and {_WORDS} {function.let(f'shl {_WORDS} {words}, splat (i16 7)')}, splat (i16 16256)")
+        sign = function.let(f"and {_WORDS} {words}, splat (i16 -32768)")
+        halves = function.let(f"bitcast {_WORDS} {function.let(f'or {_WORDS} {size}, {sign}')} to {_HALVES}")
+        wide = function.let(f"fpext {_HALVES} {halves} to {FLOATS}")
+        return function.let(f"fmul {FLOATS} {wide}, splat (float 256.0)")
+
     def _signed_bytes(self, base: str, offset: int) -> str:
         whole = self._function.let(f"sext {_BYTES} {self._function.load(_BYTES, base, offset)} to {INTS}")
         return self._function.let(f"sitofp {INTS} {whole} to {FLOATS}")
@@ -90,7 +103,7 @@ class _Unit:
 
     def _minimum(self) -> str:
         layout, function = self._layout, self._function
-        minimum = self._float(layout.minima_at)
+        minimum = self._float(layout.minima_at, layout.scale)
         if not layout.has_sub_scales:
             return minimum
         sub = self._signed_bytes(self._offset(layout.sub_minima_at, LANES), 0)

@@ -42,16 +42,17 @@ def test_kernels_are_compiled_for_architectures_that_are_not_here(tmp_path: Path
 
 
 def test_a_product_with_packed_weights_takes_columns_as_one_with_expanded_weights_does(tmp_path: Path) -> None:
-    """Weights that are unpacked from numbers of 8 bits, as well as from those of 4."""
+    """And each thread unpacks the weights that its own instructions take, in every layout."""
     compiling = {**environment(), "TRITON_CACHE_DIR": str(tmp_path)}
     del compiling["TRITON_INTERPRET"]
-    names = ("Q4_0", "Q8_0", "Q4_K", "Q6_K")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.interpreted.instruction_columns", *names],
+        [sys.executable, "-m", "tests.interpreted.instruction_columns"],
         env=compiling, cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"{name} 2" for name in names]
+    found = dict(line.split(": ") for line in done.stdout.splitlines())
+    assert found.keys() >= {"Q4_0", "Q8_0", "Q6_K", "E4M3 of 128, float32"}
+    assert set(found.values()) == {"2 0"}
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,13 @@
 """The kernels for packed weights, in Triton's language; they read the panels of `kernels.layouts` as they are.
 
-A tile of weights is unpacked in registers: the codes of 32 columns become whole numbers in float32, and these become
-weights by the arithmetic, and thus with the bits, of expanded weights. The weights are rounded to the rows' dtype and
-multiplied as in `device_code`: the inner dimension is walked in one order and never split.
+A tile of weights is unpacked in registers: the codes of 32 columns become numbers in float32, and these become weights
+with the bits of expanded weights. The weights are rounded to the rows' dtype and multiplied as in `device_code`: the
+inner dimension is walked in one order and never split.
+
+Triton lets each thread unpack the very weights that its tensor core instruction takes, without a way through shared
+memory, only if all that a weight depends on is loaded. So a table, `turns` (see `packed_launches`), has what depends on
+columns and rows. All loads are of 16 bits or more: from smaller ones Triton would give each instruction other columns,
+and other sums than the product of expanded weights.
 """
 
 import triton
@@ -12,15 +17,20 @@ from corolla.kernels.layouts import UNIT
 from corolla.kernels.llvm_text import LANES
 
 _LANES = tl.constexpr(LANES)
+_QUADS = tl.constexpr(LANES // 4)
 _UNIT = tl.constexpr(UNIT)
-# A float32 with these bits, 2^23, holds a whole number in its lowest bits: GPUs convert integers far more slowly.
-_WHOLE_BITS = tl.constexpr(0x4B000000)
-_WHOLE = tl.constexpr(8388608.0)
+# Where the table has the turns of high bits, and of bytes that are numbers by themselves.
+HIGH_TURNS, BYTE_TURNS = 8, 40
+_ONES = tl.constexpr(44)
+_HIGH = tl.constexpr(HIGH_TURNS)
+_OF_BYTES = tl.constexpr(BYTE_TURNS)
+# E4M3 has a bias of 7, float32 one of 127: E4M3's bits at the place of float32's are the number times 2^-120.
+_E4M3_FACTOR = tl.constexpr(2.0**120)
 
 
 @triton.jit
 def multiply_packed(
-    rows, words, halves, scales, numbers, bias, out, num_rows, num_outputs, num_blocks, layout: tl.constexpr,
+    rows, words, scales, turns, bias, out, num_rows, num_outputs, num_blocks, layout: tl.constexpr,
     HAS_BIAS: tl.constexpr, COUNT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -30,14 +40,19 @@ def multiply_packed(
     first = (pid // (GROUP * tiles_of_outputs)) * GROUP
     group = tl.minimum(tiles_of_rows - first, GROUP)
     row = (first + (pid % (GROUP * tiles_of_outputs)) % group) * HEIGHT + tl.arange(0, HEIGHT)
-    output = ((pid % (GROUP * tiles_of_outputs)) // group) * WIDTH + tl.arange(0, WIDTH)
+    tile = (pid % (GROUP * tiles_of_outputs)) // group
+    output = tile * WIDTH + tl.arange(0, WIDTH)
     num_units = num_blocks * layout.units
     at = rows + (row % num_rows).to(tl.int64)[:, None] * (num_units * _UNIT) + tl.arange(0, COUNT * _UNIT)[None, :]
     # Outputs that are too many read a panel that is there; their sums are not stored.
-    panel = ((output // _LANES) % tl.cdiv(num_outputs, _LANES)).to(tl.int64) * num_blocks * layout.block_bytes
+    num_panels = tl.cdiv(num_outputs, _LANES)
+    panel = ((output // _LANES) % num_panels).to(tl.int64) * num_blocks * layout.block_bytes
+    QUADS: tl.constexpr = WIDTH // 4
+    quad = tile * QUADS + tl.arange(0, QUADS)
+    quad_at = ((quad // _QUADS) % num_panels).to(tl.int64) * num_blocks * (layout.block_bytes // 4) + quad % _QUADS
     sums = tl.zeros((HEIGHT, WIDTH), dtype=tl.float32)
     for unit in range(0, num_units, COUNT):
-        weights = _weights(words, halves, scales, numbers, panel, output % _LANES, unit, layout, COUNT, WIDTH)
+        weights = _weights(words, scales, turns, panel, output % _LANES, quad_at, unit, layout, COUNT, WIDTH, QUADS)
         values = tl.load(at)
         sums = tl.dot(values, weights.to(values.dtype), sums, input_precision=PRECISION)
         at += COUNT * _UNIT
@@ -50,7 +65,7 @@ def multiply_packed(
 
 @triton.jit
 def expand_packed(
-    row_ids, words, halves, scales, numbers, out, num_rows, num_blocks, layout: tl.constexpr,
+    row_ids, words, scales, turns, out, num_rows, num_blocks, layout: tl.constexpr,
     COUNT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """COUNT units of ROWS rows of the matrix."""
@@ -58,7 +73,8 @@ def expand_packed(
     row = tl.load(row_ids + place, mask=place < num_rows, other=0)
     first = tl.program_id(1) * COUNT
     panel = (row // _LANES) * num_blocks * layout.block_bytes
-    weights = _weights(words, halves, scales, numbers, panel, row % _LANES, first, layout, COUNT, ROWS)
+    lane = row % _LANES
+    weights = _weights(words, scales, turns, panel, lane, panel // 4 + lane // 4, first, layout, COUNT, ROWS, ROWS)
     column = first * _UNIT + tl.arange(0, COUNT * _UNIT)
     there = out + place.to(tl.int64)[None, :] * (num_blocks * layout.units * _UNIT) + column[:, None]
     tl.store(there, weights.to(out.dtype.element_ty), mask=(place < num_rows)[None, :])
@@ -66,72 +82,80 @@ def expand_packed(
 
 @triton.jit
 def _weights(
-    words, halves, scales, numbers, panel, lane, first, layout: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr
+    words, scales, turns, panel, lane, quad_at, first, layout: tl.constexpr,
+    COUNT: tl.constexpr, ROWS: tl.constexpr, QUADS: tl.constexpr,
 ):  # fmt: skip
     """The weights of COUNT units, from unit `first` on, of ROWS rows: float32 `[COUNT * 32, ROWS]`.
 
     `panel` `[ROWS]` is the first byte of each row's panel, and `lane` `[ROWS]` is the row's number within its panel.
+    `quad_at` `[QUADS]` is the first word of a panel plus the number of four neighbouring rows within it; with QUADS =
+    ROWS, each row has an own one.
     """
-    lane = lane[None, :]
     unit = first + tl.arange(0, COUNT)
-    block = panel[None, :] + ((unit // layout.units) * layout.block_bytes)[:, None]
+    of_block = ((unit // layout.units) * layout.block_bytes)[:, None]
     unit = (unit % layout.units)[:, None]
-    weights = _numbers(words, numbers, block, unit, lane, layout, COUNT, ROWS)
-    if layout.has_zeros:
-        zero = _bytes(numbers + block + layout.minima_at + lane)
-        weights -= _repeated(zero, COUNT, _UNIT, ROWS)
+    block = panel[None, :] + of_block
+    lane = lane[None, :]
+    if layout.bits == 8:
+        codes = _octets(words, turns, quad_at[None, :] + of_block // 4, unit, lane, layout, COUNT, ROWS, QUADS)
+    else:
+        codes = _joined_bits(words, turns, block, unit, lane, layout, COUNT, ROWS)
+    number = codes.to(tl.float32, bitcast=True)
+    PARTS: tl.constexpr = layout.scales_per_unit
+    TIMES: tl.constexpr = _UNIT // PARTS
     scale = tl.load(scales + block // layout.scale.num_bytes + lane).to(tl.float32)
     if layout.has_sub_scales:
-        PARTS: tl.constexpr = layout.scales_per_unit
         part = (tl.arange(0, PARTS) * _LANES)[None, :, None]
-        at = (block + layout.sub_scales_at + unit * (PARTS * _LANES) + lane)[:, None, :] + part
-        steps = tl.reshape(_bytes(numbers + at) * scale[:, None, :], (COUNT * PARTS, ROWS))
-        weights *= _repeated(steps, COUNT * PARTS, _UNIT // PARTS, ROWS)
+        at = (block + layout.sub_scales_at + unit * (PARTS * _LANES))[:, None, :] + part
+        subs = _bytes(words, turns, at, lane[:, None, :])
+        scale = tl.reshape(subs * scale[:, None, :], (COUNT * PARTS, ROWS))
+    if layout.is_float:
+        weights = number * _repeated(scale * _E4M3_FACTOR, COUNT * PARTS, TIMES, ROWS)
     else:
-        weights *= _repeated(scale, COUNT, _UNIT, ROWS)
+        # What is added to each number: the power of two of `_joined_bits`, half of the range, the zero point.
+        added = tl.zeros((COUNT * PARTS, ROWS), tl.float32) + (1 << layout.bits) + layout.middle
+        if layout.has_zeros:
+            added += _bytes(words, turns, block + layout.minima_at, lane)
+        if layout.scale.num_bytes == 4:
+            number -= _repeated(added, COUNT * PARTS, TIMES, ROWS)
+            weights = number * _repeated(scale, COUNT * PARTS, TIMES, ROWS)
+        else:
+            # Products of `added` are exact, since these scales are short, so that the weight is rounded once.
+            least = _repeated(-(added * scale), COUNT * PARTS, TIMES, ROWS)
+            weights = tl.fma(number, _repeated(scale, COUNT * PARTS, TIMES, ROWS), least)
     if layout.has_minimum:
-        minimum = tl.load(halves + (block + layout.minima_at) // 2 + lane).to(tl.float32)
+        minimum = tl.load(scales + (block + layout.minima_at) // layout.scale.num_bytes + lane).to(tl.float32)
         if layout.has_sub_scales:
-            minimum *= -_bytes(numbers + block + layout.sub_minima_at + unit * _LANES + lane)
+            minimum *= -_bytes(words, turns, block + layout.sub_minima_at + unit * _LANES, lane)
         weights += _repeated(minimum, COUNT, _UNIT, ROWS)
     return weights
 
 
 @triton.jit
-def _numbers(
-    words, numbers, block, unit, lane, layout: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr
+def _joined_bits(
+    words, turns, block, unit, lane, layout: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """The whole numbers of units, float32 `[COUNT * 32, ROWS]`, less half of the range where they are centred."""
-    if layout.bits == 8:
-        column = (tl.arange(0, _UNIT) * _LANES)[None, :, None]
-        at = (block + layout.low_at + unit * layout.low_bytes + lane)[:, None, :] + column
-        found = tl.reshape(_bytes(numbers + at), (COUNT * _UNIT, ROWS))
-    else:
-        codes = _codes(words, block + layout.low_at + unit * layout.low_bytes, lane, 4, COUNT, ROWS)
-        if layout.bits == 4:
-            # A centred code of four bits is stored in two's complement, which has the highest bit the other way.
-            codes = codes ^ (_WHOLE_BITS ^ (8 if layout.is_centred else 0))
-        else:
-            start = block + layout.high_at + unit * layout.high_bytes
-            codes = codes | (_codes(words, start, lane, layout.high_bits, COUNT, ROWS) << 4) | _WHOLE_BITS
-        middle = (1 << (layout.bits - 1)) if layout.is_centred else 0
-        found = codes.to(tl.float32, bitcast=True) - (_WHOLE + middle)
-    return found
+    """The bits of the floats 2^bits + code, for codes of less than 8 bits: int32 `[COUNT * 32, ROWS]`.
 
-
-@triton.jit
-def _bytes(at):
-    """Loads signed bytes, as whole numbers in float32.
-
-    Where numbers of 8 bits reach a product through single operations, Triton gives each tensor core instruction other
-    columns, and rounds other sums than the product of expanded weights. The sum of one number ends its search.
+    The code is the highest bits of the float's fraction. GPUs convert integers far more slowly.
     """
-    return tl.sum(tl.expand_dims(tl.load(at).to(tl.int32), 0), 0).to(tl.float32)
+    LOWEST: tl.constexpr = 23 - layout.bits
+    # A centred code of four bits is stored in two's complement, which has the highest bit the other way.
+    FLIPPED: tl.constexpr = (1 << 22) if layout.bits == 4 and layout.is_centred else 0
+    low = block + layout.low_at + unit * layout.low_bytes
+    codes = _part_of_codes(words, turns, low, lane, 4, LOWEST, 0, COUNT, ROWS) ^ (((127 + layout.bits) << 23) ^ FLIPPED)
+    if layout.high_bits:
+        high = block + layout.high_at + unit * layout.high_bytes
+        codes = codes | _part_of_codes(words, turns, high, lane, layout.high_bits, LOWEST + 4, _HIGH, COUNT, ROWS)
+    return codes
 
 
 @triton.jit
-def _codes(words, start, lane, BITS: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr):
-    """Bits of units that lie together, BITS for each column, int32 `[COUNT * 32, ROWS]`.
+def _part_of_codes(
+    words, turns, start, lane, BITS: tl.constexpr, LOWEST: tl.constexpr, TURNS: tl.constexpr,
+    COUNT: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Bits of units that lie together, BITS for each column, from the bit LOWEST on: int32 `[COUNT * 32, ROWS]`.
 
     `start` `[COUNT, ROWS]` is the first byte of each unit's bits; a word has those of neighbouring columns of a row.
     """
@@ -139,8 +163,56 @@ def _codes(words, start, lane, BITS: tl.constexpr, COUNT: tl.constexpr, ROWS: tl
     NUM_WORDS: tl.constexpr = _UNIT // PER_WORD
     word = (tl.arange(0, NUM_WORDS) * _LANES)[None, :, None]
     loaded = tl.reshape(tl.load(words + ((start // 4 + lane)[:, None, :] + word)), (COUNT * NUM_WORDS, ROWS))
-    shift = (tl.arange(0, PER_WORD) * BITS)[None, :, None]
-    return tl.reshape((loaded[:, None, :] >> shift) & ((1 << BITS) - 1), (COUNT * _UNIT, ROWS))
+    by = tl.load(turns + TURNS + tl.arange(0, PER_WORD))[None, :, None]
+    codes = _rotated(loaded[:, None, :], by) & _mask(turns, ((1 << BITS) - 1) << LOWEST)[None, :, None]
+    return tl.reshape(codes, (COUNT * _UNIT, ROWS))
+
+
+@triton.jit
+def _octets(
+    words, turns, at, unit, lane, layout: tl.constexpr,
+    COUNT: tl.constexpr, ROWS: tl.constexpr, QUADS: tl.constexpr,
+):  # fmt: skip
+    """The bits of floats for codes of 8 bits, int32 `[COUNT * 32, ROWS]`.
+
+    These are 256 + 128 + code for integers, and the number times 2^-120 for E4M3. `at` `[COUNT, QUADS]` is a
+    word of each block.
+    """
+    column = (tl.arange(0, _UNIT) * _QUADS)[None, :, None]
+    at = (at + layout.low_at // 4 + unit * (layout.low_bytes // 4))[:, None, :] + column
+    loaded = tl.reshape(tl.load(words + at), (COUNT * _UNIT, QUADS))
+    if QUADS != ROWS:
+        quad = tl.broadcast_to(loaded[:, :, None], (COUNT * _UNIT, QUADS, ROWS // QUADS))
+        loaded = tl.reshape(quad, (COUNT * _UNIT, ROWS))
+    codes = _rotated(loaded, tl.load(turns + lane % 4))
+    if layout.is_float:
+        codes = (codes >> 4) & (-(1 << 31) | (0x7F << 20))
+    else:
+        codes = (codes & _mask(turns, 0xFF << 15)[None, :]) ^ ((135 << 23) ^ (1 << 22))
+    return codes
+
+
+@triton.jit
+def _bytes(words, turns, start, lane):
+    """The signed byte of each row in the 16 bytes from `start` on, as a whole number in float32."""
+    loaded = tl.load(words + (start // 4 + lane // 4))
+    return (_rotated(loaded, tl.load(turns + _OF_BYTES + lane % 4)) >> 24).to(tl.float32)
+
+
+@triton.jit
+def _rotated(word, by):
+    """Rotates int32 to the left by 0 to 31 bits."""
+    right = word.to(tl.uint32, bitcast=True) >> ((0 - by) & 31).to(tl.uint32, bitcast=True)
+    return (word << (by & 31)) | right.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _mask(turns, NUMBER: tl.constexpr):
+    """A number `[1]` that the compiler does not know, so that it stays in a register.
+
+    An operation takes one known number at most, and the compiler would copy a second one into a register each time.
+    """
+    return tl.load(turns + _ONES + tl.arange(0, 1)) & NUMBER
 
 
 @triton.jit

@@ -1,20 +1,46 @@
 """Runs the kernels for packed weights on tensors, which are on one device. Panels are those of `kernels.repacking`."""
 
-from typing import Final
+import functools
+from dataclasses import dataclass
+from typing import Final, Self
 
 import torch
 from torch import Tensor
 
-from corolla.kernels.layouts import Layout, Scale
-from corolla.kernels.triton import packed_code
-from corolla.kernels.triton.launches import launch, precision
+from corolla.kernels.layouts import UNIT, Layout, Scale
+from corolla.kernels.triton import launches, packed_code
+from corolla.kernels.triton.launches import precision
 
 SCALES: Final = {Scale.FLOAT16: torch.float16, Scale.BFLOAT16: torch.bfloat16, Scale.FLOAT32: torch.float32}
 """The dtypes of scales."""
 
-# A tile of a call of up to so many rows has these rows and outputs, units of one round, and warps.
-_TILES: Final = ((16, (16, 64, 4, 4)), (32, (32, 64, 4, 4)), (64, (64, 64, 4, 4)))
-_LARGEST_TILE: Final = (128, 128, 2, 8)
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What a program of a product computes, and by how many warps; it changes no bit of a result.
+
+    Attributes:
+        height: how many rows.
+        width: how many outputs.
+        units: how many units of columns are multiplied in one round; a power of 2.
+        warps: how many warps compute it.
+    """
+
+    height: int
+    width: int
+    units: int
+    warps: int
+
+
+FEW_ROWS: Final = 16
+"""Calls of up to so many rows take one of `CANDIDATES`."""
+CANDIDATES: Final = (Tile(16, 64, 8, 4), Tile(16, 32, 8, 4), Tile(16, 32, 8, 2), Tile(16, 64, 4, 4))
+"""Tiles of few rows, among which measurements on the device choose."""
+# Tiles of calls of up to so many rows.
+_TILES: Final = ((32, Tile(32, 64, 4, 4)), (64, Tile(64, 64, 4, 4)))
+_LARGEST_TILE: Final = Tile(128, 128, 2, 8)
+# A large GPU has about so many multiprocessors; a tile of few rows is narrow where some would have nothing to do.
+_PROGRAMS: Final = 132
 _EXPANDED_ROWS: Final = 16
 _EXPANDED_UNITS: Final = 4
 
@@ -22,20 +48,22 @@ _EXPANDED_UNITS: Final = 4
 def multiply_packed(
     layout: Layout,
     rows: Tensor,
-    panels: Tensor,
+    panels: "Tensor | PanelViews",
     num_outputs: int,
     bias: Tensor | None = None,
     order: Tensor | None = None,
+    tile: Tile | None = None,
 ) -> Tensor:
     """Computes `rows W^T + b` so that no row depends on the others. Sums are float32.
 
     Args:
         layout: the layout of the panels.
         rows: `[R, in]` in float32, bfloat16 or float16.
-        panels: uint8 `[panels, blocks, bytes of a block]`.
+        panels: uint8 `[panels, blocks, bytes of a block]`, or the views of such panels.
         num_outputs: how many rows the matrix has; the panels may have more.
         bias: `[num_outputs]` in any of these dtypes; None: there is none.
         order: int32 `[in]`, see `Panels`, or None.
+        tile: one of `CANDIDATES`, for calls of few rows; None: one is chosen by the number of outputs.
 
     Returns:
         `[R, num_outputs]` in the dtype of the rows.
@@ -43,7 +71,8 @@ def multiply_packed(
     Raises:
         ValueError: rows and panels do not fit each other.
     """
-    num_blocks = panels.shape[1]
+    views = panels if isinstance(panels, PanelViews) else PanelViews.of(panels, layout)
+    num_blocks = views.panels.shape[1]
     num_rows, num_columns = rows.shape
     if num_blocks * layout.block_weights != num_columns:
         raise ValueError(f"rows of {num_columns} numbers do not fit {num_blocks} blocks of {layout.name}")
@@ -51,13 +80,14 @@ def multiply_packed(
     out = rows.new_empty(num_rows, num_outputs)
     if not num_rows:
         return out
-    height, width, most_units, warps = next((tile for most, tile in _TILES if num_rows <= most), _LARGEST_TILE)
-    launch(
-        packed_code.multiply_packed, (-(-num_rows // height) * -(-num_outputs // width),),
-        rows, *_views(panels, layout), out if bias is None else bias, out, num_rows, num_outputs, num_blocks,
-        layout=layout, HAS_BIAS=bias is not None, COUNT=_units_of_round(num_blocks * layout.units, most_units),
-        HEIGHT=height, WIDTH=width, GROUP=8, PRECISION=precision(rows.dtype), num_warps=warps, num_stages=3,
-        enable_fp_fusion=False,
+    tile = _tile(num_rows, num_outputs, tile)
+    launches.launch(
+        packed_code.multiply_packed, (-(-num_rows // tile.height) * -(-num_outputs // tile.width),),
+        rows, views.words, views.scales, views.turns, out if bias is None else bias, out,
+        num_rows, num_outputs, num_blocks,
+        layout=layout, HAS_BIAS=bias is not None, COUNT=_units_of_round(num_blocks * layout.units, tile.units),
+        HEIGHT=tile.height, WIDTH=tile.width, GROUP=8, PRECISION=precision(rows.dtype),
+        num_warps=tile.warps, num_stages=3, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -78,13 +108,19 @@ def expand_packed(layout: Layout, row_ids: Tensor, panels: Tensor, dtype: torch.
     num_units = num_blocks * layout.units
     rows = torch.empty(len(row_ids), num_blocks * layout.block_weights, dtype=dtype, device=panels.device)
     if len(row_ids):
-        count = _units_of_round(num_units, _EXPANDED_UNITS)
-        launch(
+        count, views = _units_of_round(num_units, _EXPANDED_UNITS), PanelViews.of(panels, layout)
+        launches.launch(
             packed_code.expand_packed, (-(-len(row_ids) // _EXPANDED_ROWS), num_units // count),
-            row_ids, *_views(panels, layout), rows, len(row_ids), num_blocks, layout=layout, COUNT=count,
+            row_ids, views.words, views.scales, views.turns, rows, len(row_ids), num_blocks, layout=layout, COUNT=count,
             ROWS=_EXPANDED_ROWS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return rows
+
+
+def _tile(num_rows: int, num_outputs: int, of_few_rows: Tile | None) -> Tile:
+    if num_rows <= FEW_ROWS:
+        return of_few_rows or CANDIDATES[0 if num_outputs >= _PROGRAMS * CANDIDATES[0].width else 1]
+    return next((tile for most, tile in _TILES if num_rows <= most), _LARGEST_TILE)
 
 
 def _units_of_round(num_units: int, most: int) -> int:
@@ -94,7 +130,43 @@ def _units_of_round(num_units: int, most: int) -> int:
     return most
 
 
-def _views(panels: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Views the bytes as int32, as float16, in the type of scales, and as int8: a block has parts of these types."""
-    flat = panels.view(-1)
-    return flat.view(torch.int32), flat.view(torch.float16), flat.view(SCALES[layout.scale]), flat.view(torch.int8)
+@dataclass(frozen=True, slots=True)
+class PanelViews:
+    """The bytes of panels in the types in which kernels load them. They are made once: a view takes microseconds.
+
+    Attributes:
+        panels: uint8 `[panels, blocks, bytes of a block]`.
+        words: int32 `[bytes / 4]`.
+        scales: `[bytes / bytes of a scale]`, in the type of scales.
+        turns: see `_turns`.
+    """
+
+    panels: Tensor
+    words: Tensor
+    scales: Tensor
+    turns: Tensor
+
+    @classmethod
+    def of(cls, panels: Tensor, layout: Layout) -> Self:
+        """The views of `panels`, uint8 `[panels, blocks, bytes of a block]`, on any device."""
+        flat = panels.view(-1)
+        turns = _turns(layout.bits, layout.is_float, panels.device)
+        return cls(panels, flat.view(torch.int32), flat.view(SCALES[layout.scale]), turns)
+
+
+@functools.cache
+def _turns(bits: int, is_float: bool, device: torch.device) -> Tensor:
+    """The table of `packed_code`: turns to the left that bring each code where a kernel needs it, int32 `[45]`.
+
+    Codes become the highest bits of a float32's fraction. There are 8 numbers for the columns of a word of low bits, or
+    4 for the bytes of a word, then 32 for the columns of a word of high bits, then 4 for bytes that become the highest.
+    All bits of the last number are set.
+    """
+    lowest = 23 - bits
+    high = max(1, bits - 4)
+    low = [-8 * byte + (24 if is_float else lowest) for byte in range(4)] + [0] * 4
+    if bits < 8:
+        low = [lowest - 4 * column for column in range(8)]
+    turns = [*low, *(lowest + 4 - high * column for column in range(UNIT)), *(24 - 8 * byte for byte in range(4))]
+    with torch.inference_mode(False):
+        return torch.tensor([*(turn % 32 for turn in turns), -1], dtype=torch.int32, device=device)

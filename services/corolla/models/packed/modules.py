@@ -1,7 +1,7 @@
 """Layers that keep their weights packed as in the file, on a CPU or a GPU."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Self, cast
+from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,9 @@ from corolla.kernels.layouts import Layout
 from corolla.kernels.llvm_text import LANES
 from corolla.kernels.products import kernel_of, multiplied
 from corolla.kernels.repacking import Panels, empty_panels
+
+if TYPE_CHECKING:
+    from corolla.kernels.triton.packed_launches import PanelViews
 
 # A scale of such bytes is a small number, so that products with arbitrary weights stay finite.
 _MADE_UP_BYTE: Final = 0x11
@@ -47,6 +50,7 @@ class PackedLinear(nn.Module):
         self.bias = bias
         self.register_buffer("panels", None, persistent=False)
         self.register_buffer("order", None, persistent=False)
+        self._views: PanelViews | None = None
 
     @classmethod
     def joined(cls, parts: Sequence["PackedLinear"]) -> Self:
@@ -85,10 +89,12 @@ class PackedLinear(nn.Module):
         panels = cast(Tensor, self.panels)
         if panels.device.type == "cpu":
             return multiplied(self.layout, rows, panels, self.out_features, self.bias, self.order)
-        from corolla.kernels.triton.packed_launches import multiply_packed
+        from corolla.kernels.triton.packed_launches import PanelViews, multiply_packed
 
+        if self._views is None or self._views.panels is not panels:
+            self._views = PanelViews.of(panels, self.layout)
         flat = rows.reshape(-1, self.in_features)
-        product = multiply_packed(self.layout, flat, panels, self.out_features, self.bias, self.order)
+        product = multiply_packed(self.layout, flat, self._views, self.out_features, self.bias, self.order)
         return product.view(*rows.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
