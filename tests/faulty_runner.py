@@ -34,6 +34,12 @@ class FaultyRunner:
         self._before(rows)
         return self._after(self._runner.forward_each(rows, *others))
 
+    def launch_next(self, *_args: Any) -> None:
+        """Launches nothing ahead, so that `forward_each` computes every step."""
+
+    def finish_next(self, *_args: Any) -> tuple[bool, ...]:
+        raise AssertionError("nothing was launched")
+
     def warm_up(self) -> None:
         self._fail_if_broken()
         self._runner.warm_up()

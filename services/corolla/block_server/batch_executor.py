@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from corolla.block_server.admitted_step import AdmittedStep
 from corolla.block_server.hop_session import HopSession
-from corolla.block_server.peers import Peer
 from corolla.block_server.readouts import read_out
 from corolla.block_server.row_sampling import (
     ChosenTokens,
@@ -22,21 +23,23 @@ from corolla.block_server.row_sampling import (
     SamplingRow,
     SessionSampler,
     in_parts,
+    likeliest_of,
     logits_of,
+    picked,
     sample_rows,
 )
+from corolla.block_server.step_ahead import AheadPace, StepAhead, next_rows
 from corolla.cache.store import SessionCache
 from corolla.chassis.errors import CorollaError, InternalError, NonFiniteOutput, OutOfMemory, StepFailed
 from corolla.chassis.handlers import call_path
 from corolla.compute.device import is_out_of_memory
-from corolla.compute.span_runner import BatchOutput, RowWork
+from corolla.compute.span_runner import BatchOutput, LaunchedBatch, RowWork
 from corolla.compute.threads import single_threaded_pool
 from corolla.decoding.device_copies import await_copies
 from corolla.decoding.nucleus import keep_nucleus
 from corolla.models.adapters.products import SpanAdapter
 from corolla.models.edges import Edges
 from corolla.v1 import blocks_pb2 as pb
-from corolla.wire.frames import Buffer
 from corolla.wire.span import Span
 from corolla.wire.tensors import from_payload
 
@@ -58,39 +61,16 @@ class BatchRunner(Protocol):
         `meanwhile` gets the output: `[sum of num_tokens, H]` in the model's dtype on its device.
         """
 
+    def launch_next(
+        self, rows: Sequence[RowWork], embed: Callable[[Tensor], Tensor], blocks: Span
+    ) -> LaunchedBatch | None:
+        """See `SpanRunner.launch_next`. `embed` takes int64 `[rows]` and returns `[rows, H]`, both on the device."""
+
+    def finish_next(self, launched: LaunchedBatch, kept: Sequence[int], blocks: Span) -> tuple[bool, ...]:
+        """See `SpanRunner.finish_next`."""
+
     def warm_up(self) -> None:
         """See `SpanRunner.warm_up`."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepWork:
-    """A step as it arrived. `sender` is the stream that it came on; None if this server made the step."""
-
-    step: pb.Step
-    payload: Buffer
-    sender: Peer | None
-
-
-@dataclass(slots=True)
-class AdmittedStep:
-    """The rows of one step that may be computed, each with its session and its first token's index in the payload."""
-
-    work: StepWork
-    rows: list[tuple[pb.StepRow, HopSession[SessionCache], int]]
-
-    @property
-    def samples(self) -> bool:
-        """Whether tokens are chosen here from the outputs of the step's rows."""
-        return self.work.step.samples and not self.work.step.route
-
-    def sampler_for(self, row: pb.StepRow, session: HopSession[SessionCache]) -> SessionSampler | None:
-        """The sampler that chooses the tokens of one of the step's rows; None: none are chosen for it here."""
-        return session.request.sampler if self.samples and row.num_result_tokens else None
-
-    @property
-    def brings_ids(self) -> bool:
-        """Whether the step's rows bring token ids, not hidden states."""
-        return self.work.step.dtype == pb.TENSOR_TYPE_UNSPECIFIED
 
 
 RowOutput = Tensor | ChosenTokens | CorollaError
@@ -105,11 +85,13 @@ class BatchResult:
         outputs: one output for each row, in order.
         has_raised: whether the batch raised; if it had several rows, they were then computed one by one.
         edge_seconds: the seconds that embedding, head and choice of tokens took.
+        began_s: when the device began, if that was before the iteration; else None.
     """
 
     outputs: tuple[RowOutput, ...]
     has_raised: bool = False
     edge_seconds: float = 0.0
+    began_s: float | None = None
 
 
 class BatchExecutor:
@@ -141,21 +123,40 @@ class BatchExecutor:
         self._sampling_threads = (
             single_threaded_pool(num_sampling_threads, "sampling") if num_sampling_threads > 1 else None
         )
+        self._ahead: StepAhead | None = None
+        self._ahead_runner: BatchRunner | None = None
+        self._pace = AheadPace()
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the next step of the decoding sessions is launched already, so that nothing should join it."""
+        return self._ahead is not None
 
     def close(self) -> None:
         """Ends the sampling threads."""
         if self._sampling_threads is not None:
             self._sampling_threads.shutdown()
 
-    def compute(self, admitted: Sequence[AdmittedStep], blocks: Span) -> BatchResult:
+    def compute(
+        self, admitted: Sequence[AdmittedStep], blocks: Span, may_go_ahead: Callable[[], bool] = lambda: False
+    ) -> BatchResult:
         """Computes all rows as one batch; if that raises, row by row, so that a bad row fails alone.
 
         Computing a row again gives the same numbers: the failed batch wrote only to positions that no session counts as
         held, and these positions are written again. Tokens are chosen once, after all rows have been computed.
+
+        Args:
+            may_go_ahead: is asked, once this batch is launched, whether to launch the next step, too.
         """
         preparing = self._prepare_choices(admitted)
-        early = _EarlyLogits(self._edges, admitted) if self._samples_batched and self._edges is not None else None
-        result = self._compute_rows(admitted, blocks, early)
+        early = None
+        if self._samples_batched and self._edges is not None:
+            early = _EarlyLogits(self._edges, admitted, partial(self._go_ahead, admitted, blocks, may_go_ahead))
+        launched, kept = self._take_ahead(admitted)
+        if launched is not None and early is not None:
+            result = self._compute_ahead(launched, kept, admitted, blocks, early)
+        else:
+            result = self._compute_rows(admitted, blocks, early)
         if not any(batch.samples for batch in admitted):
             return result
         wait(preparing)
@@ -163,8 +164,63 @@ class BatchExecutor:
             await_copies(self._edges.device)
         began_s = self._clock()
         outputs = self._with_tokens(admitted, result.outputs, None if result.has_raised else early)
-        edge_seconds = result.edge_seconds + self._clock() - began_s
-        return replace(result, outputs=outputs, edge_seconds=edge_seconds)
+        ended_s = self._clock()
+        if self._ahead is not None:
+            self._ahead.expect(outputs, ended_s)
+        return replace(result, outputs=outputs, edge_seconds=result.edge_seconds + ended_s - began_s)
+
+    def _take_ahead(self, admitted: Sequence[AdmittedStep]) -> tuple[StepAhead | None, Sequence[int]]:
+        """Takes the step that was launched ahead, with the indices of its rows that were admitted.
+
+        If a row was admitted that it lacks, it is dropped.
+        """
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or self._ahead_runner is not self.runner:
+            return None, ()
+        indices = ahead.indices_of(admitted)
+        if indices is None:
+            self._pace.missed()
+            return None, ()
+        self._pace.hit()
+        return ahead, indices
+
+    def _compute_ahead(
+        self, ahead: StepAhead, kept: Sequence[int], admitted: Sequence[AdmittedStep], blocks: Span,
+        early: "_EarlyLogits",
+    ) -> BatchResult:  # fmt: skip
+        try:
+            early.take(ahead.logits.part(kept))
+            finite = self.runner.finish_next(ahead.launched, kept, blocks)
+        except Exception as failure:
+            error_of(failure)
+            log.error("a step that was launched ahead failed", extra={"where": call_path(failure)})
+        else:
+            parts = torch.split(ahead.launched.hidden, 1)
+            return BatchResult(tuple(_row_outputs([parts[at] for at in kept], finite)), began_s=ahead.began_s)
+        self._ahead = None
+        return self._compute_rows(admitted, blocks, None)
+
+    def _go_ahead(
+        self, admitted: Sequence[AdmittedStep], blocks: Span, may_go_ahead: Callable[[], bool], logits: RowLogits
+    ) -> None:
+        """Launches the next step of the rows, if the device knows its input: their tokens are those of `logits`."""
+        edges, token_ids = self._edges, logits.likeliest_ids
+        if edges is None or not edges.has_embedding or token_ids is None or not may_go_ahead():
+            return
+        rows = next_rows(admitted)
+        if not rows or not self._pace.goes_ahead():
+            return
+        token_ids = picked(token_ids, [row.index for row in rows])
+        try:
+            work = [row.work() for row in rows]
+            launched = self.runner.launch_next(work, partial(edges.embed, token_ids), blocks)
+            if launched is not None:
+                self._ahead = StepAhead(rows, launched, likeliest_of(edges, launched.hidden))
+                self._ahead_runner = self.runner
+        except Exception as failure:
+            error_of(failure)
+            log.warning("the next step could not be launched ahead", extra={"where": call_path(failure)})
+            self._pace.missed()
 
     def _prepare_choices(self, admitted: Sequence[AdmittedStep]) -> Sequence[Future[None]]:
         """Lets threads draw random numbers, and find the tokens that grammars allow, while a device computes.
@@ -178,7 +234,7 @@ class BatchExecutor:
             self._sampling_threads.submit(sampler.prepare_choice, device)
             for batch in admitted
             for row, session, _ in batch.rows
-            if (sampler := batch.sampler_for(row, session)) is not None
+            if (sampler := batch.sampler_for(row, session)) is not None and not sampler.takes_likeliest
         ]
 
     def _compute_rows(
@@ -189,6 +245,8 @@ class BatchExecutor:
             return BatchResult(tuple(self._outputs(work, hidden, blocks, early)), edge_seconds=embed_seconds)
         except Exception as failure:
             error, place = error_of(failure), call_path(failure)
+        # It was launched on what the failed batch wrote.
+        self._ahead = None
         # The exception has been released, so its frames no longer hold tensors in a device's memory that may be full.
         rows = [AdmittedStep(batch.work, [row]) for batch in admitted for row in batch.rows]
         log.error("iteration failed", extra={"rows": len(rows), "where": place})
@@ -266,8 +324,7 @@ class BatchExecutor:
     ) -> Iterator[Tensor | CorollaError]:
         output = self.runner.forward_each(work, hidden, blocks, early)
         parts = (output.hidden,) if len(work) == 1 else torch.split(output.hidden, [row.num_tokens for row in work])
-        for part, is_finite in zip(parts, output.finite, strict=True):
-            yield part if is_finite else NonFiniteOutput("a block's output is not finite")
+        return _row_outputs(parts, output.finite)
 
     def _with_tokens(
         self, admitted: Sequence[AdmittedStep], outputs: Sequence[RowOutput], early: "_EarlyLogits | None"
@@ -336,11 +393,17 @@ class _EarlyLogits:
     """Launches the head for the rows of an iteration before it is known which outputs are finite.
 
     Rows whose output turns out not to be finite are rare; the head is then computed again for the other rows.
+
+    Args:
+        on_launched: is called with the logits if they are launched, and each row has exactly one of them.
     """
 
-    def __init__(self, edges: Edges, admitted: Sequence[AdmittedStep]) -> None:
+    def __init__(
+        self, edges: Edges, admitted: Sequence[AdmittedStep], on_launched: Callable[[RowLogits], None]
+    ) -> None:
         self._edges = edges
         self._admitted = admitted
+        self._on_launched = on_launched
         self._rows: Sequence[pb.StepRow] = ()
         self._logits: RowLogits | None = None
 
@@ -366,6 +429,14 @@ class _EarlyLogits:
             log.warning("the head could not be launched early", extra={"where": call_path(failure)})
             return
         self._rows = [row.row for row in rows]
+        if is_all:
+            self._on_launched(self._logits)
+
+    def take(self, logits: RowLogits) -> None:
+        """Takes logits that were launched before, those of all rows."""
+        self._rows = [row for batch in self._admitted for row, _, _ in batch.rows]
+        self._logits = logits
+        self._on_launched(logits)
 
     def of(self, rows: Sequence[SamplingRow]) -> RowLogits | None:
         """The logits of these rows, if they are exactly those that were launched."""
@@ -373,6 +444,11 @@ class _EarlyLogits:
             one.row is other for one, other in zip(rows, self._rows, strict=True)
         )
         return self._logits if is_same else None
+
+
+def _row_outputs(parts: Sequence[Tensor], finite: Sequence[bool]) -> Iterator[Tensor | CorollaError]:
+    for part, is_finite in zip(parts, finite, strict=True):
+        yield part if is_finite else NonFiniteOutput("a block's output is not finite")
 
 
 def _sampling_row(row: pb.StepRow, output: Tensor, sampler: SessionSampler) -> SamplingRow:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from corolla.block_server.batch_executor import AdmittedStep, BatchResult, StepWork, error_of
+from corolla.block_server.admitted_step import AdmittedStep, StepWork
+from corolla.block_server.batch_executor import BatchResult, error_of
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import Peer, PeerTable, rows_by_client, step_fault

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from corolla.block_server.batch_executor import AdmittedStep, BatchExecutor, BatchResult, BatchRunner, StepWork
+from corolla.block_server.admitted_step import AdmittedStep, StepWork
+from corolla.block_server.batch_executor import BatchExecutor, BatchResult, BatchRunner
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.delivery import Delivery
 from corolla.block_server.metrics import BlockServerMetrics
@@ -104,6 +105,7 @@ class ProcessorUse:
         most_looks: see `Failures.looked`.
         prompt_share: decides how many prompt tokens an iteration with decode steps takes; None: the scheduler's number
             stays as it is.
+        samples_batched: see `BatchExecutor`.
     """
 
     max_inline_s: float = 0.0
@@ -114,6 +116,7 @@ class ProcessorUse:
     follows_lengths: bool = False
     most_looks: int = 0
     prompt_share: PromptShare | None = None
+    samples_batched: bool | None = None
 
 
 class Engine:
@@ -153,7 +156,7 @@ class Engine:
         self._spans = spans
         self.failures = Failures(fail)
         self._use = use or ProcessorUse()
-        self._executor = BatchExecutor(runner, edges, clock, self._use.num_sampling_threads)
+        self._executor = BatchExecutor(runner, edges, clock, self._use.num_sampling_threads, self._use.samples_batched)
         self._scheduler = scheduler
         self._sessions = sessions
         self._outputs = outputs
@@ -295,7 +298,7 @@ class Engine:
             while True:
                 await self._make_copy()
                 self._run_commands()
-                steps = self._scheduler.next_batch()
+                steps = self._scheduler.next_batch(takes_prompts=not self._executor.is_ahead)
                 if not steps and not self._copies and not await self._read_ahead():
                     break
                 admitted = list(self._admitted(steps))
@@ -366,9 +369,12 @@ class Engine:
         if is_inline:
             result = self._executor.compute(admitted, steps[0].blocks)
         else:
-            result = await self._compute_thread.run(lambda: self._executor.compute(admitted, steps[0].blocks))
+            result = await self._compute_thread.run(
+                self._executor.compute, admitted, steps[0].blocks, lambda: not len(self._scheduler)
+            )
         failpoints.passed("after_forward")
-        seconds = self.clock() - started_s
+        began_s = result.began_s
+        seconds = self.clock() - (started_s if began_s is None else began_s)
         # Outputs leave before the metrics are updated, because other hops wait for them.
         num_undelivered = self._delivery.deliver(admitted, result)
         if self._spans is not None:

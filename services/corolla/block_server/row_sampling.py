@@ -14,6 +14,7 @@ from torch import Tensor
 from corolla.block_server.grammars import Grammars
 from corolla.chassis.errors import CorollaError, InternalError, InvalidRequest, MalformedMessage, NonFiniteOutput
 from corolla.chassis.handlers import call_path
+from corolla.compute.readings import Readings
 from corolla.decoding.batched_sampling import sample_together
 from corolla.decoding.draft_model import DraftModel
 from corolla.decoding.parameters import SampledToken, SamplingParams
@@ -136,6 +137,16 @@ class SessionSampler:
     def is_independent(self) -> bool:
         """Whether it can run in parallel with other samplers: it has no speculator that may use their draft model."""
         return self._speculator is None
+
+    @property
+    def takes_next_alone(self) -> bool:
+        """Whether the next step will carry only the most probable token: none is drafted behind it."""
+        return self.takes_likeliest and self._speculator is None
+
+    @property
+    def is_at_last(self) -> bool:
+        """Whether the answer ends with the next token, whichever that is."""
+        return self._num_tokens_left <= 1
 
     def skip(self) -> None:
         """Advances the random stream past the choices that earlier samplers of the session made."""
@@ -266,12 +277,34 @@ class RowLogits:
 
     Attributes:
         logits: float32 `[sum of num_choices, V]`.
-        likeliest: float64 `[2, sum of num_choices]`, the most probable tokens, and their logits; None if no row takes
+        likeliest_ids: the most probable tokens, int64 `[sum of num_choices]`, on that device; None if no row takes
             them.
+        read_likeliest: waits for the most probable tokens and their logits, and returns float64
+            `[2, sum of num_choices]` on any device; None if no row takes them.
     """
 
     logits: Tensor
-    likeliest: Tensor | None = None
+    likeliest_ids: Tensor | None = None
+    read_likeliest: Callable[[], Tensor] | None = None
+
+    def part(self, indices: Sequence[int]) -> "RowLogits":
+        """The logits at `indices`, which are in order; each occurs once."""
+        if len(indices) == len(self.logits):
+            return self
+        ids, read = self.likeliest_ids, self.read_likeliest
+        return RowLogits(
+            picked(self.logits, indices),
+            None if ids is None else picked(ids, indices),
+            None if read is None else lambda: read()[:, list(indices)],
+        )
+
+
+def picked(every: Tensor, indices: Sequence[int]) -> Tensor:
+    """The rows of `every`, `[R, ...]` in any dtype, at `indices`; makes them without waiting for the device.
+
+    The indices are in order, and each occurs once. The result is on the same device.
+    """
+    return every if len(indices) == len(every) else every[on_device(tuple(indices), every.device, torch.int64)]
 
 
 def logits_of(edges: Edges, rows: Sequence[SamplingRow], hidden: Tensor | None = None) -> RowLogits:
@@ -284,12 +317,20 @@ def logits_of(edges: Edges, rows: Sequence[SamplingRow], hidden: Tensor | None =
     if hidden is None:
         parts = [each.hidden for each in rows]
         hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if any(each.sampler.takes_likeliest for each in rows):
+        return likeliest_of(edges, hidden)
+    return RowLogits(edges.head(hidden))
+
+
+def likeliest_of(edges: Edges, hidden: Tensor) -> RowLogits:
+    """Launches the head for rows of hidden states, `[R, H]` in the model's dtype, and finds the most probable tokens.
+
+    The maximum is found on the device, so that only ids and scores are copied from there, both at once.
+    """
     logits = edges.head(hidden)
-    if not any(each.sampler.takes_likeliest for each in rows):
-        return RowLogits(logits)
-    # The maximum is found on the device, so that only ids and scores are copied from there, both at once.
     best = logits.max(dim=-1)
-    return RowLogits(logits, torch.stack((best.indices.double(), best.values.double())))
+    found = torch.stack((best.indices.double(), best.values.double()))
+    return RowLogits(logits, best.indices, Readings(found.device).begin(found))
 
 
 def sample_rows(
@@ -311,8 +352,8 @@ def sample_rows(
     """
     computed = logits_of(edges, rows) if logits is None else logits
     all_logits, likeliest, scores = computed.logits, None, None
-    if computed.likeliest is not None:
-        ids, scores = computed.likeliest.tolist()
+    if computed.read_likeliest is not None:
+        ids, scores = computed.read_likeliest().tolist()
         likeliest = list(map(int, ids))
     slow = [index for index, each in enumerate(rows) if not each.sampler.takes_likeliest]
     if slow and not is_batched:

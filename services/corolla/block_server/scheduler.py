@@ -105,8 +105,12 @@ class Scheduler(Generic[Item]):
         if step.blocks not in self._turns:
             self._turns.append(step.blocks)
 
-    def next_batch(self) -> list[QueuedStep[Item]]:
-        """Takes the steps of the next iteration out of the queue: one run of blocks, each session at most once."""
+    def next_batch(self, *, takes_prompts: bool = True) -> list[QueuedStep[Item]]:
+        """Takes the steps of the next iteration out of the queue: one run of blocks, each session at most once.
+
+        Args:
+            takes_prompts: whether prefill chunks may join decode steps; without decode steps they leave in any case.
+        """
         if len(self._queue) < 2:
             # A single queued step needs no fair queueing, and leaves no account.
             alone = [entry.step for entry in self._queue]
@@ -122,6 +126,8 @@ class Scheduler(Generic[Item]):
         self._note(has_decode=any(entry.step.is_decode for entry in heads))
         batch: list[_Entry[Item]] = []
         for is_decode in _DECODE_FIRST:
+            if batch and not takes_prompts:
+                break
             waiting = [entry for entry in heads if (entry.step.blocks, entry.step.is_decode) == (blocks, is_decode)]
             max_tokens = self._max_batch_tokens - sum(entry.step.num_tokens for entry in batch)
             if not is_decode and self._num_batches_since_decode < _DECODE_MEMORY:

@@ -11,7 +11,7 @@ from typing import Final
 import psutil
 
 from corolla.block_server.adapters import Adapters
-from corolla.block_server.batch_executor import StepWork
+from corolla.block_server.admitted_step import StepWork
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import ID_BYTES, FrameChecks, Identity, is_decode

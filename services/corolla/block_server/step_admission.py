@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from corolla.block_server.batch_executor import AdmittedStep, StepWork
+from corolla.block_server.admitted_step import AdmittedStep, StepWork
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.hop_session import HopSession, RingPlace
 from corolla.block_server.peers import Peer

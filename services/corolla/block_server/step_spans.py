@@ -7,7 +7,8 @@ the same steps without a message.
 from collections.abc import Sequence
 from typing import Final
 
-from corolla.block_server.batch_executor import AdmittedStep, RowOutput
+from corolla.block_server.admitted_step import AdmittedStep
+from corolla.block_server.batch_executor import RowOutput
 from corolla.block_server.frame_checks import is_decode
 from corolla.chassis.errors import CorollaError
 from corolla.chassis.tracing import spans

@@ -1,7 +1,9 @@
 """Page tables: the pages of a session in one group of layers, and the pages that a sliding window frees. Pure."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from corolla.cache.pages import PagePool
 
@@ -10,6 +12,9 @@ Extent = tuple[int, int]
 
 Copies = list[tuple[int, int]]
 """Pairs of pages to copy: source and target."""
+
+
+_versions: Final = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,9 @@ class PageTable:
     """The pages of one session in one group of layers, in order, for the tokens from `first_token` on.
 
     Invariant: from the first step of the session on, the table holds at most the pages that it was promised.
+
+    Attributes:
+        version: another number after each change of the pages; no two tables ever have the same one.
     """
 
     def __init__(self, pool: PagePool, rule: GroupRule) -> None:
@@ -51,6 +59,7 @@ class PageTable:
         self._num_forgotten = 0
         self._pages: list[int] = []
         self._runs: list[tuple[int, int, int]] | None = None
+        self.version = next(_versions)
         self.num_promised = 0
         self._num_wanted = 0
 
@@ -133,7 +142,7 @@ class PageTable:
         for index, page in zip(shared, new, strict=True):
             self._pages[index - self._first] = page
         self._pool.release(old)
-        self._runs = None
+        self._note_change()
         # Only the first of these pages can have tokens before the new ones.
         return [(old[0], new[0])] if shared[0] * page_tokens < position else []
 
@@ -150,7 +159,7 @@ class PageTable:
             self._pool.release(self._pages[:num_gone])
             del self._pages[:num_gone]
             self._first += num_gone
-            self._runs = None
+            self._note_change()
 
     def forget_before(self, token: int) -> None:
         """Notes that the tokens before this one are not held, and gives back the whole pages before it."""
@@ -239,14 +248,18 @@ class PageTable:
         num_missing = min(self.num_promised, self._num_wanted - self._first) - len(self._pages)
         if num_missing > 0:
             self._pages += self._pool.allocate(num_missing, self._pages[-1] if self._pages else None)
-            self._runs = None
+            self._note_change()
 
     def _cut(self, num_pages: int) -> None:
         num_held = max(0, num_pages - self._first)
         if num_held < len(self._pages):
             self._pool.release(self._pages[num_held:])
             del self._pages[num_held:]
-            self._runs = None
+            self._note_change()
 
     def _set(self, first: int, pages: list[int], num_forgotten: int = 0) -> None:
-        self._first, self._pages, self._runs, self._num_forgotten = first, pages, None, num_forgotten
+        self._first, self._pages, self._num_forgotten = first, pages, num_forgotten
+        self._note_change()
+
+    def _note_change(self) -> None:
+        self._runs, self.version = None, next(_versions)

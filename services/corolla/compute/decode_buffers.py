@@ -51,7 +51,8 @@ class DecodeBuffers:
         ]  # fmt: skip
         # Rows that share pages count them once each; more than the store has twice is rare.
         self._max_pages = max_rows + 2 * store.pool.num_pages
-        self._written: list[list[list[int]]] = [[] for _ in store.rules]
+        # The versions of the page tables that were written, for each group.
+        self._written: list[list[int]] = [[] for _ in store.rules]
         self._first_queries = torch.arange(max_rows + 1, dtype=torch.int32, device=like.device)
 
     @property
@@ -75,24 +76,30 @@ class DecodeBuffers:
             )
         )
 
-    def write(self, rows: Sequence[PackedRow], hidden: Tensor, size: int) -> None:
-        """Writes the inputs of a step of `size` over these rows; the remaining entries become padding.
+    def write(self, rows: Sequence[PackedRow], size: int) -> None:
+        """Writes all inputs of a step of `size` over these rows but `hidden`; remaining entries become padding.
 
         Args:
             rows: at most `size` rows for which `fit` is true, and whose pages may be written.
-            hidden: `[rows, H]`, any device and dtype.
         """
-        self._columns.copy_(torch.tensor(self._padded(rows)))
+        self._write(self._columns, self._padded(rows))
         for group, tensor in enumerate(self._pages):
-            pages = [list(row.cache.tables[group].pages[: tensor.shape[1]]) for row in rows]
-            pages += [[self._scratch_page]] * (size - len(rows))
+            tables = [row.cache.tables[group] for row in rows]
             # Sessions get their pages when they open, so consecutive steps of a batch mostly have the same pages.
-            if pages != self._written[group]:
+            versions = [table.version for table in tables] + [0] * (size - len(rows))
+            if versions != self._written[group]:
+                pages = [list(table.pages[: tensor.shape[1]]) for table in tables]
+                pages += [[self._scratch_page]] * (size - len(rows))
                 longest = max(map(len, pages))
                 filled = [[*each, *[self._scratch_page] * (longest - len(each))] for each in pages]
-                tensor[:size, :longest].copy_(torch.tensor(filled, dtype=torch.int32))
-                self._written[group] = pages
-        self.hidden[: len(rows)].copy_(hidden)
+                self._write(tensor[:size, :longest], filled)
+                self._written[group] = versions
+
+    @staticmethod
+    def _write(target: Tensor, numbers: list[list[int]]) -> None:
+        """Writes numbers in their turn: after the steps that were launched, for which the caller does not wait."""
+        made = torch.tensor(numbers, dtype=target.dtype, pin_memory=target.device.type == "cuda")
+        target.copy_(made, non_blocking=True)
 
     def batch(self, size: int, backend: AttentionBackend) -> AttentionBatch:
         """The attention batch of a step of `size` over these buffers.

@@ -128,10 +128,25 @@ class DecodeGraphs:
         Returns:
             The output `[rows, H]`, a copy on the model's device and in its dtype.
         """
-        self.buffers.write(rows, hidden, size)
+        return self.replay_embedded(rows, lambda _: hidden, size)
+
+    def replay_embedded(self, rows: Sequence[PackedRow], embed: Callable[[Tensor], Tensor], size: int) -> Tensor:
+        """Does what `replay` does, with an input that is made once the positions are on the device.
+
+        Args:
+            rows, size: see `replay`.
+            embed: takes the positions, int64 `[rows]` on the device, and returns the input `[rows, H]`, any device and
+                dtype.
+
+        Returns:
+            The output `[rows, H]`, a copy on the model's device and in its dtype.
+        """
+        buffers = self.buffers
+        buffers.write(rows, size)
+        buffers.hidden[: len(rows)].copy_(embed(buffers.positions[: len(rows)]))
         self._replays[size]()
         self.num_replays += 1
-        return self.buffers.output[: len(rows)].clone()
+        return buffers.output[: len(rows)].clone()
 
     def _step(self, size: int) -> None:
         buffers = self.buffers

@@ -7,10 +7,11 @@ from torch import Tensor
 
 
 class Readings:
-    """Reads one number at a time from a device. Not thread-safe.
+    """Reads numbers from a device. Not thread-safe.
 
-    On a GPU, `Tensor.item` waits for all work that was launched before, so a caller that reads first and launches then
-    leaves the GPU without work meanwhile. Here the copy of the number is launched, and then more work can be.
+    On a GPU, `Tensor.item` and `Tensor.tolist` wait for all work that was launched before, so a caller that launches
+    more work first waits for that, too, and one that reads first leaves the GPU without work meanwhile. Here the copy
+    of the numbers is launched, then more work can be, and the reader waits for the copy alone.
 
     Args:
         device: where the numbers are.
@@ -18,25 +19,27 @@ class Readings:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        if device.type == "cuda":
-            self._copy = torch.empty((), dtype=torch.float32, pin_memory=True)
-            self._is_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def begin(self, number: Tensor) -> Callable[[], float]:
-        """Begins to read a number.
+    def begin(self, numbers: Tensor) -> Callable[[], Tensor]:
+        """Begins to read numbers.
 
         Args:
-            number: float32 of any shape with one number, on the device.
+            numbers: a tensor of any shape and dtype, on the device.
 
         Returns:
-            A function that waits for the number and returns it. It must be called before `begin` is called again.
+            A function that waits for the numbers and returns them: a tensor of the same shape and dtype, on a GPU a
+            copy on the CPU.
         """
         if self._device.type != "cuda":
-            return number.item
-        self._copy.copy_(number, non_blocking=True)
-        self._is_copied.record(torch.cuda.current_stream(self._device))
-        return self._finish
+            return lambda: numbers
+        # Torch gives pinned memory to others only after the copies into it have ended.
+        copied = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        copied.copy_(numbers, non_blocking=True)
+        is_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        is_copied.record(torch.cuda.current_stream(self._device))
 
-    def _finish(self) -> float:
-        self._is_copied.synchronize()
-        return self._copy.item()
+        def finish() -> Tensor:
+            is_copied.synchronize()
+            return copied
+
+        return finish

@@ -69,6 +69,21 @@ class BatchOutput:
     finite: tuple[bool, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchedBatch:
+    """A batch that a device may not have computed yet; its rows' caches hold no new tokens so far.
+
+    Attributes:
+        rows: the batch's rows.
+        hidden: the output, `[sum of num_tokens, H]` in the model's dtype and on its device.
+        read_sum: waits until the batch is computed, and returns the sum of all its numbers, float32 `[]` on any device.
+    """
+
+    rows: Sequence[RowWork]
+    hidden: Tensor
+    read_sum: Callable[[], Tensor]
+
+
 class SpanRunner:
     """Runs a span. Not thread-safe: one thread computes.
 
@@ -216,12 +231,69 @@ class SpanRunner:
             output = self._forward_with_prompts(rows, hidden, blocks)
         else:
             output = self._forward_blocks(rows, hidden, blocks)
-        finite = self._finite(rows, output, meanwhile)
-        for row, sound in zip(rows, finite, strict=True):
-            if sound:
+        launched = self._launched(rows, output)
+        if meanwhile is not None:
+            meanwhile(output)
+        return BatchOutput(output, self._finished(launched, range(len(rows)), blocks))
+
+    @torch.inference_mode()
+    def launch_next(
+        self, rows: Sequence[RowWork], embed: Callable[[Tensor], Tensor], blocks: Span
+    ) -> LaunchedBatch | None:
+        """Launches the next step of rows whose present step is launched, if a recorded step can compute it.
+
+        The step writes only to positions that no cache counts as held. If `finish_next` follows, the tokens are held;
+        otherwise another step writes these positions again.
+
+        Args:
+            rows: rows of one token each, which begin where the present step ends.
+            embed: takes the rows' positions, int64 `[rows]` on the device, and returns their input there, `[rows, H]`
+                in the model's dtype.
+
+        Returns:
+            None if no recorded step fits, or a row has no room for the token.
+
+        Raises:
+            OutOfPages: the pool has too few pages.
+        """
+        graphs = self.decode_graphs
+        if graphs is None or blocks != self.span or any(row.adapter or row.prompts is not None for row in rows):
+            return None
+        if any(row.position >= row.cache.num_reserved_tokens for row in rows):
+            return None
+        packed = [PackedRow(row.cache, row.position, index, index + 1) for index, row in enumerate(rows)]
+        for row in rows:
+            row.cache.prepare(row.position, 1)
+        size = graphs.size_for(packed)
+        return None if size is None else self._launched(rows, graphs.replay_embedded(packed, embed, size))
+
+    @torch.inference_mode()
+    def finish_next(self, launched: LaunchedBatch, kept: Sequence[int], blocks: Span) -> tuple[bool, ...]:
+        """Waits for a batch of `launch_next`, whose caches then hold the new tokens of the rows in `kept`.
+
+        Args:
+            kept: indices of rows, in order; their caches end where the batch began.
+
+        Returns:
+            For each row in `kept`, whether all numbers of its output are finite. If not, its cache gets no new token.
+        """
+        return self._finished(launched, kept, blocks)
+
+    def _launched(self, rows: Sequence[RowWork], output: Tensor) -> LaunchedBatch:
+        # If a row has NaN or Inf, the sum is not finite. It may also overflow, so then each row is checked by itself.
+        return LaunchedBatch(rows, output, self._readings.begin(output.sum(dtype=torch.float32)))
+
+    def _finished(self, launched: LaunchedBatch, kept: Sequence[int], blocks: Span) -> tuple[bool, ...]:
+        rows = [launched.rows[index] for index in kept]
+        finite: tuple[bool, ...] = (True,) * len(rows)
+        if not math.isfinite(launched.read_sum().item()):
+            parts = torch.split(launched.hidden, [row.num_tokens for row in launched.rows])
+            finite = tuple(bool(torch.isfinite(parts[index]).all()) for index in kept)
+        for row, is_finite in zip(rows, finite, strict=True):
+            if is_finite:
                 row.cache.commit(row.position + row.num_tokens)
                 row.cache.blocks = blocks
-        return BatchOutput(output, finite)
+        return finite
 
     def _forward_blocks(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
         forward = self._forward_packed if self.model.packs_rows else self._forward_rows
@@ -321,18 +393,6 @@ class SpanRunner:
             if row.num_tokens < 1 or not 0 <= row.position <= row.cache.num_tokens:
                 held = row.cache.num_tokens
                 raise ValueError(f"{row.num_tokens} tokens at position {row.position} do not follow {held} cached ones")
-
-    def _finite(
-        self, rows: Sequence[RowWork], output: Tensor, meanwhile: Callable[[Tensor], None] | None
-    ) -> tuple[bool, ...]:
-        # If a row has NaN or Inf, the sum is not finite. It may also overflow, so then each row is checked by itself.
-        read = self._readings.begin(output.sum(dtype=torch.float32))
-        if meanwhile is not None:
-            meanwhile(output)
-        if math.isfinite(read()):
-            return (True,) * len(rows)
-        parts = torch.split(output, [row.num_tokens for row in rows])
-        return tuple(bool(torch.isfinite(part).all()) for part in parts)
 
 
 class _RowCache(Cache):

@@ -11,14 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from corolla.block_server.batch_executor import (
-    AdmittedStep,
-    BatchExecutor,
-    BatchResult,
-    BatchRunner,
-    StepWork,
-    error_of,
-)
+from corolla.block_server.admitted_step import AdmittedStep, StepWork
+from corolla.block_server.batch_executor import BatchExecutor, BatchResult, BatchRunner, error_of
 from corolla.block_server.hop_session import HopSession, OpenRequest
 from corolla.block_server.peers import Peer
 from corolla.block_server.row_sampling import ChosenTokens, SessionSampler
@@ -99,7 +93,17 @@ class Sessions:
         return [AdmittedStep(StepWork(message, payload, Peer(b"c", UnreadStream())), admitted)]
 
 
-class Spoiling:
+class Present:
+    """Launches no next step."""
+
+    def launch_next(self, *_args: Any) -> None:
+        return None
+
+    def finish_next(self, *_args: Any) -> tuple[bool, ...]:
+        raise AssertionError("nothing was launched")
+
+
+class Spoiling(Present):
     """Fails when a row is bad, after it has written other keys and values over those of the new tokens."""
 
     def __init__(self, runner: SpanRunner, bad: Sequence[SessionCache], failure: Exception) -> None:
@@ -212,7 +216,7 @@ def test_a_failure_maps_to_its_error(failure: Exception, kind: type[CorollaError
 def test_a_device_that_failed_ends_the_engine_and_its_first_line_is_logged(
     runner: SpanRunner, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Broken:
+    class Broken(Present):
         def forward_each(self, *_args: Any) -> BatchOutput:
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nFor debugging consider")
 

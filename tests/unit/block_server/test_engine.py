@@ -10,7 +10,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from corolla.block_server.batch_executor import StepWork
+from corolla.block_server.admitted_step import StepWork
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine, ProcessorUse
 from corolla.block_server.hop_session import OpenRequest

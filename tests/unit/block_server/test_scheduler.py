@@ -234,3 +234,15 @@ def test_a_full_queue_refuses() -> None:
     with pytest.raises(QueueFull):
         scheduler.add(step)
     assert len(scheduler) == 2
+
+
+def test_prompts_that_may_not_join_decode_steps_wait_for_the_next_iteration() -> None:
+    scheduler: Scheduler[int] = Scheduler(BUDGET, 10)
+    prompt, decode = (
+        QueuedStep(frozenset([SESSIONS[number]]), {"ada": 2 - number}, bool(number), RUNS[0], number)
+        for number in range(2)
+    )
+    scheduler.add(prompt)
+    scheduler.add(decode)
+    assert scheduler.next_batch(takes_prompts=False) == [decode]
+    assert scheduler.next_batch(takes_prompts=False) == [prompt], "no step decodes"

@@ -26,12 +26,12 @@ SPAN, PAGE_TOKENS, SIZES = Span(1, 4), 8, (1, 2, 4, 8)
 MAX_STEP_TOKENS = 2 * PAGE_TOKENS
 
 
-def make_runner(folder: Path, **options: Any) -> SpanRunner:
+def make_runner(folder: Path, span: Span = SPAN, **options: Any) -> SpanRunner:
     """Makes a runner with the definition of attention in the place of the kernel that only GPUs have."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(backends.BACKENDS, "paged", lambda: PagedFlash(paged_definition))
         runner = SpanRunner(
-            load_span(Checkpoint.from_pretrained(str(folder)), SPAN, dtype=torch.float32),
+            load_span(Checkpoint.from_pretrained(str(folder)), span, dtype=torch.float32),
             **{
                 "num_pages": 400, "page_tokens": PAGE_TOKENS, "max_step_tokens": MAX_STEP_TOKENS, "attention": "paged",
                 "tuning_budget_s": 0.0, "has_scratch_page": True, **options,

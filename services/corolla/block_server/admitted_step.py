@@ -1,0 +1,47 @@
+"""A step that arrived, and its rows that may be computed."""
+
+from dataclasses import dataclass
+
+from corolla.block_server.hop_session import HopSession
+from corolla.block_server.peers import Peer
+from corolla.block_server.row_sampling import SessionSampler
+from corolla.cache.store import SessionCache
+from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.frames import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """A step as it arrived. `sender` is the stream that it came on; None if this server made the step."""
+
+    step: pb.Step
+    payload: Buffer
+    sender: Peer | None
+
+
+@dataclass(slots=True)
+class AdmittedStep:
+    """The rows of one step that may be computed, each with its session and its first token's index in the payload."""
+
+    work: StepWork
+    rows: list[tuple[pb.StepRow, HopSession[SessionCache], int]]
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are chosen here from the outputs of the step's rows."""
+        return self.work.step.samples and not self.work.step.route
+
+    def sampler_for(self, row: pb.StepRow, session: HopSession[SessionCache]) -> SessionSampler | None:
+        """The sampler that chooses the tokens of one of the step's rows; None: none are chosen for it here."""
+        return session.request.sampler if self.samples and row.num_result_tokens else None
+
+    @property
+    def comes_round_here(self) -> bool:
+        """Whether the step belongs to rings of which this server is the only hop."""
+        step = self.work.step
+        return self.samples and step.HasField("ring") and step.blocks.start == 0
+
+    @property
+    def brings_ids(self) -> bool:
+        """Whether the step's rows bring token ids, not hidden states."""
+        return self.work.step.dtype == pb.TENSOR_TYPE_UNSPECIFIED

@@ -1,0 +1,327 @@
+"""A step that is launched before the present one's tokens are read changes no token, whatever comes in between.
+
+The device is a CPU that replays recorded operators (`tests.recorded_steps`), so all that is launched is computed at
+once.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from google.protobuf.message import Message
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from corolla.block_server.boundary_activations import BoundaryActivations
+from corolla.block_server.engine import Engine, ProcessorUse
+from corolla.block_server.frame_checks import Identity
+from corolla.block_server.handover.receiver import HandoverReceiver
+from corolla.block_server.metrics import BlockServerMetrics
+from corolla.block_server.peers import PeerTable
+from corolla.block_server.relay import Relay
+from corolla.block_server.scheduler import Scheduler
+from corolla.block_server.servicer import BlockServicer
+from corolla.block_server.sessions import SessionTable
+from corolla.block_server.step_ahead import AheadPace
+from corolla.cache.store import SessionCache
+from corolla.chassis.metrics import TaskMetrics, new_registry
+from corolla.chassis.tasks import TaskGroup
+from corolla.compute.readings import Readings
+from corolla.compute.span_runner import LaunchedBatch, SpanRunner
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.edges import Edges, load_edges
+from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.frames import Buffer, Frame
+from corolla.wire.span import Span
+from tests.checkpoints import make_tiny_checkpoint
+from tests.tiers import quick
+from tests.unit.compute.replaying import choose, make_runner
+from tests.unread_stream import UnreadStream
+
+CLIENT = b"c" * 16
+NUM_BLOCKS = 2
+WHOLE = Span(0, NUM_BLOCKS)
+NUM_TOKENS = 24
+ADDRESS = "here:1"
+
+
+class Tokens(UnreadStream):
+    """The client's end: the tokens and faults of each session, and what waits for them."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.get_running_loop().create_future()
+        self.tokens: dict[bytes, list[int]] = {}
+        self.faults: dict[bytes, str] = {}
+        self.has_ended: set[bytes] = set()
+        self.num_opened = 0
+        self.changed = asyncio.Event()
+
+    def send(self, control: Message, payload: Buffer = b"") -> None:
+        if isinstance(control, pb.Opened):
+            self.num_opened += 1
+        elif isinstance(control, pb.Fault):
+            self.faults.update((row.session_id, control.reason) for row in control.rows)
+        elif isinstance(control, pb.Result):
+            for row, sampled in zip(control.rows, control.sampled, strict=True):
+                self.tokens.setdefault(row.session_id, []).extend(token.token_id for token in sampled.tokens)
+                if sampled.is_last:
+                    self.has_ended.add(row.session_id)
+        self.changed.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+class Model:
+    """A tiny model: its ends, and a runner of all its blocks that replays its decode steps."""
+
+    def __init__(self, folder: Path) -> None:
+        path = make_tiny_checkpoint("llama", folder, num_blocks=NUM_BLOCKS)
+        self.checkpoint = Checkpoint.from_pretrained(str(path))
+        self.edges: Edges = load_edges(self.checkpoint, dtype=torch.float32)
+        self._unsplit: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.runner = make_runner(path, span=WHOLE)
+        assert choose(self.runner) is not None
+
+    def truth(self, name: int) -> list[int]:
+        """The greedy answer to a session's prompt."""
+        ids = torch.tensor([prompt(name)])
+        found = self._unsplit.generate(ids, max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None)
+        answer: list[int] = found[0, ids.shape[1] :].tolist()
+        return answer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("model"))
+
+
+class Server:
+    """A block server without sockets that has the whole model."""
+
+    def __init__(self, model: Model) -> None:
+        checkpoint, runner = model.checkpoint, model.runner
+        self.client, peers, metrics = Tokens(), PeerTable(), BlockServerMetrics(new_registry())
+        sessions: SessionTable[SessionCache] = SessionTable(runner.store.pool, runner.new_cache)
+        outputs = BoundaryActivations(0)
+        self.engine = Engine(
+            runner, Scheduler(64, 64), sessions, outputs, peers, partial(Relay, "", peers), metrics,
+            fail=lambda: None, edges=model.edges, use=ProcessorUse(samples_batched=True),
+        )  # fmt: skip
+        identity = Identity(
+            server_id="s", span=WHOLE, model="m", fingerprint="", dtype_name="float32", dtype=pb.TENSOR_TYPE_FLOAT32,
+            hidden_size=checkpoint.hidden_size, max_tokens_per_frame=64, prefix_page_tokens=0,
+            num_model_blocks=NUM_BLOCKS, vocab_size=checkpoint.vocab_size, context_length=64,
+        )  # fmt: skip
+        tasks = TaskGroup(lambda: None, TaskMetrics(new_registry()))
+        receiver = HandoverReceiver(WHOLE, sessions, self.engine, metrics, tasks, max_part_tokens=64)
+        servicer = BlockServicer(
+            identity, self.engine, sessions, outputs, peers, runner.store, receiver, tasks
+        )  # fmt: skip
+        self.opened: set[int] = set()
+        self._receive = servicer.accept(self.client)
+        self.tell(pb.Hello(client_id=CLIENT))
+
+    def tell(self, control: Message) -> None:
+        self._receive(Frame(control, b""))
+
+    async def open(self, name: int, epoch: int = 1, **sampler: Any) -> None:
+        wanted = self.client.num_opened + 1
+        self.opened.add(name)
+        request = pb.Sampler(**{
+            "num_tokens_left": NUM_TOKENS, "top_p": 1.0, "repetition_penalty": 1.0, "temperature": 0.0, "seed": name,
+            **sampler,
+        })  # fmt: skip
+        self.tell(
+            pb.Open(
+                session_id=session_id(name), epoch=epoch, tenant="t", max_tokens=48, lease_ms=60_000,
+                blocks=WHOLE.to_message(), sampler=request,
+            )
+        )  # fmt: skip
+        await self.client.until(lambda: self.client.num_opened == wanted)
+
+    def begin(self, name: int, epoch: int = 1, credit_end: int = 64) -> None:
+        """Sends a session's prompt, with which its tokens begin to go round."""
+        ids = prompt(name)
+        row = pb.StepRow(
+            session_id=session_id(name), epoch=epoch, num_tokens=len(ids), num_result_tokens=1, token_ids=ids
+        )
+        ring = pb.Ring(first_address=ADDRESS, credit_end=credit_end, max_step_tokens=64)
+        self.tell(pb.Step(client_id=CLIENT, rows=[row], blocks=WHOLE.to_message(), samples=True, ring=ring))
+
+    def num_of(self, name: int) -> int:
+        return len(self.client.tokens.get(session_id(name), ()))
+
+    async def all_of(self, names: Iterable[int]) -> dict[int, list[int]]:
+        """The tokens of sessions whose answers have ended."""
+        wanted = {session_id(name) for name in names}
+        await self.client.until(lambda: wanted <= self.client.has_ended | self.client.faults.keys())
+        assert not self.client.faults
+        return {name: self.client.tokens[session_id(name)] for name in names}
+
+
+@asynccontextmanager
+async def serving(model: Model) -> AsyncIterator[Server]:
+    made = Server(model)
+    running = asyncio.create_task(made.engine.run())
+    try:
+        yield made
+    finally:
+        for name in made.opened:
+            made.tell(pb.Close(session_id=session_id(name), epoch=9))
+        for _ in range(10_000):
+            if model.runner.store.pool.num_available == model.runner.store.pool.num_pages:
+                break
+            await asyncio.sleep(0.001)
+        assert model.runner.store.pool.num_available == model.runner.store.pool.num_pages
+        running.cancel()
+        made.engine.close()
+
+
+def session_id(name: int) -> bytes:
+    return name.to_bytes(16, "big")
+
+
+def prompt(name: int) -> Sequence[int]:
+    return torch.randint(3, 60, (3 + name % 5,), generator=torch.Generator().manual_seed(name)).tolist()
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, runner: SpanRunner) -> list[str]:
+    """A list that grows with each step that is launched ahead, and with each such step that is used."""
+    events: list[str] = []
+    launch_next, finish_next = runner.launch_next, runner.finish_next
+
+    def launch(*args: Any) -> LaunchedBatch | None:
+        events.append("launched")
+        return launch_next(*args)
+
+    def finish(*args: Any) -> tuple[bool, ...]:
+        events.append("used")
+        return finish_next(*args)
+
+    monkeypatch.setattr(runner, "launch_next", launch)
+    monkeypatch.setattr(runner, "finish_next", finish)
+    return events
+
+
+async def test_answers_that_begin_and_end_at_different_times(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = counted(monkeypatch, model.runner)
+    truth = {name: model.truth(name) for name in range(6)}
+    ends = {1: truth[1][7], 4: truth[4][3]}
+    async with serving(model) as server:
+        for name in truth:
+            await server.open(
+                name, num_tokens_left=NUM_TOKENS - name, end_token_ids=[ends[name]] if name in ends else []
+            )
+        for name in (0, 1, 2):
+            server.begin(name)
+        await server.client.until(lambda: server.num_of(0) > 4)
+        for name in (3, 4, 5):
+            server.begin(name)
+        answers = await server.all_of(truth)
+    for name, answer in answers.items():
+        expected = truth[name][: NUM_TOKENS - name]
+        if name in ends:
+            expected = expected[: expected.index(ends[name]) + 1]
+        assert answer == expected
+    assert events.count("used") > NUM_TOKENS // 2
+
+
+async def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = counted(monkeypatch, model.runner)
+    begin = Readings.begin
+
+    def noted(self: Readings, numbers: Tensor) -> Callable[[], Tensor]:
+        read = begin(self, numbers)
+
+        def read_and_note() -> Tensor:
+            events.append("read")
+            return read()
+
+        return read_and_note
+
+    monkeypatch.setattr(Readings, "begin", noted)
+    async with serving(model) as server:
+        await server.open(1, num_tokens_left=4)
+        server.begin(1)
+        assert (await server.all_of([1])) == {1: model.truth(1)[:4]}
+    prompt_step, step = ["read", "read"], ["launched", "read", "read"]
+    # No step follows the last token, which the limit makes known.
+    assert events == [*prompt_step, *step, "launched", "used", "read", "read", "used", "read", "read"]
+
+
+@pytest.mark.parametrize("what", quick(["close", "reopen", "credit", "draw", "draft"], "credit", "draw"))
+async def test_what_happens_between_two_steps(model: Model, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Another session ends, begins anew, waits for credit, or joins with tokens that the device does not know."""
+    events = counted(monkeypatch, model.runner)
+    async with serving(model) as server:
+        await server.open(1)
+        await server.open(2)
+        server.begin(1)
+        server.begin(2, credit_end=12 if what == "credit" else 64)
+        await server.client.until(lambda: server.num_of(2) > 4 and server.num_of(1) > 4)
+        if what == "close":
+            server.tell(pb.Close(session_id=session_id(2), epoch=1))
+        elif what == "reopen":
+            await server.open(2, epoch=2)
+            del server.client.tokens[session_id(2)]
+            server.begin(2, epoch=2)
+        elif what == "credit":
+            await server.client.until(lambda: server.num_of(1) > 12)
+            server.tell(pb.Credit(session_id=session_id(2), epoch=1, end=64))
+        else:
+            drafts = pb.Drafts(source=pb.Drafts.SOURCE_PROMPT_LOOKUP, max_tokens=3)
+            ids = prompt(3)
+            options = {"drafts": drafts, "token_ids": ids, "num_prompt_tokens": len(ids)}
+            # It draws from one token alone.
+            await server.open(3, **(options if what == "draft" else {"temperature": 1.0, "top_k": 1}))
+            server.begin(3)
+        names = {"close": [1], "draw": [1, 2, 3], "draft": [1, 2, 3]}.get(what, [1, 2])
+        assert await server.all_of(names) == {name: model.truth(name) for name in names}
+    assert events.count("used") > 2
+
+
+@pytest.mark.parametrize("fails", quick(["launch_next", "finish_next"], "finish_next"))
+async def test_a_step_that_cannot_be_launched_ahead_or_fails_is_computed_in_its_turn(
+    model: Model, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    work, calls = getattr(model.runner, fails), []
+
+    def fail_first(*args: Any) -> Any:
+        calls.append(fails)
+        if len(calls) in (1, 4):
+            raise RuntimeError("out of something")
+        return work(*args)
+
+    monkeypatch.setattr(model.runner, fails, fail_first)
+    async with serving(model) as server:
+        await server.open(1)
+        server.begin(1)
+        assert await server.all_of([1]) == {1: model.truth(1)}
+    assert len(calls) > 4
+
+
+def test_a_server_goes_ahead_ever_more_seldom_while_that_is_in_vain() -> None:
+    pace = AheadPace()
+    went = []
+    for _ in range(200):
+        went.append(pace.goes_ahead())
+        if went[-1]:
+            pace.missed()
+    assert went[:2] == [True, False]
+    assert 6 <= sum(went) <= 9
+    pace.hit()
+    while not pace.goes_ahead():
+        pass
+    pace.missed()
+    assert [pace.goes_ahead() for _ in range(3)] == [False, True, True]
