@@ -55,6 +55,8 @@ def share_within(metric: str, seconds: str) -> str:
     return f"{within} / {rate(f'{metric}_count')}"
 
 
+MEAN_STEP: Final = f"{rate('corolla_hop_step_seconds_sum', 'kind')} / {rate('corolla_hop_step_seconds_count', 'kind')}"
+
 OVERVIEW: Final = (
     Panel("Requests", "Finished answers by why they ended.", "reqps", (
         (rate("corolla_request_success_total", "finished_reason"), "{{finished_reason}}"),
@@ -129,6 +131,15 @@ SPANS: Final = (
     )),
     Panel("Step time", "Duration of an iteration of a block server; 9 in 10 are shorter.", "s", (
         (f"histogram_quantile(0.9, {rate('corolla_hop_step_seconds_bucket', 'kind, le')})", "{{kind}}"),
+    )),
+    Panel("Step time and its bound", "Mean duration of an iteration on GPUs, beside what the bandwidth of the memory "
+          "allows: each reads all weights, and the keys and values of its rows. Computing bounds prompts.", "s", (
+        (f"{MEAN_STEP} and on (kind) {rate('corolla_hop_memory_bound_seconds_total', 'kind')}", "{{kind}}"),
+        (f"{rate('corolla_hop_memory_bound_seconds_total', 'kind')} / {rate('corolla_hop_step_seconds_count', 'kind')}",
+         "{{kind}}, bound"),
+    )),
+    Panel("GPU memory", "Memory of all GPUs by use. Where little is free, adapters and long steps may fail.", "bytes", (
+        (gauge("corolla_device_memory_bytes", "use"), "{{use}}"),
     )),
     Panel("Batch size", "Rows computed together in one iteration, on average.", "short", (
         (f"{rate('corolla_hop_batch_rows_sum', 'instance')} / {rate('corolla_hop_batch_rows_count', 'instance')}",

@@ -17,6 +17,8 @@ from corolla.block_server.metrics import BlockServerMetrics
 from corolla.chassis.metrics import RpcMetrics, TaskMetrics
 from corolla.client.http.metrics import HttpMetrics
 from corolla.client.metrics import ClientMetrics
+from corolla.compute.device_memory import DEVICE_MEMORY_USES
+from corolla.compute.memory_bound import MemoryBound
 from corolla.router.metrics import RouterMetrics
 from corolla.router.roster import Roster
 from tests.architecture.sources import ROOT
@@ -163,7 +165,9 @@ NEVER_RARE: Final = {
 def test_rare_counters_begin_at_zero() -> None:
     """`rate` and `increase` see a series grow, not begin: the first recovery would not count."""
     servers, clients, routers = (CollectorRegistry() for _ in range(3))
-    BlockServerMetrics(servers).invariant_violations.labels("pages")  # created with the PeriodicTasks
+    metrics = BlockServerMetrics(servers)
+    metrics.follow_device(lambda: dict.fromkeys(DEVICE_MEMORY_USES, 0), MemoryBound(1e12, 1, 0, 0, ()))
+    metrics.invariant_violations.labels("pages")  # created with the PeriodicTasks
     RpcMetrics(servers)
     TaskMetrics(servers).restarts.labels("turn_lock")  # by each task as it starts
     ClientMetrics(clients)

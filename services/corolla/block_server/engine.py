@@ -425,7 +425,12 @@ class Engine:
             self.decode_batch_rows = moved(self.decode_batch_rows, num_rows)
             if num_rows == 1:
                 self.decode_speed.observe(block_seconds, len(steps[0].blocks))
-        self._metrics.step_seconds["decode" if is_decode else "prefill"].observe(seconds)
+        kind = "decode" if is_decode else "prefill"
+        self._metrics.step_seconds[kind].observe(seconds)
+        if (bound := self._metrics.bound) is not None:
+            has_head = any(batch.samples for batch in admitted)
+            least_s = bound.seconds(len(steps[0].blocks), _num_seen(admitted), has_head=has_head)
+            self._metrics.memory_bound_seconds.labels(kind).inc(least_s)
         self._metrics.edge_seconds.inc(result.edge_seconds)
         self._metrics.batch_rows.observe(num_rows)
         lengths = [row.num_tokens for batch in admitted for row, _, _ in batch.rows]

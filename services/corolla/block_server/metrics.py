@@ -10,6 +10,7 @@ from corolla.block_server.sessions import SessionTable
 from corolla.chassis.errors import NonFiniteOutput, OutOfMemory, StepFailed
 from corolla.chassis.metrics import BATCH_ROWS_BUCKETS, STEP_BUCKETS, GrammarMetrics
 from corolla.compute.device_memory import DEVICE_MEMORY_USES
+from corolla.compute.memory_bound import MemoryBound
 
 DIRECTIONS: Final = ("in", "out")
 STEP_KINDS: Final = ("decode", "prefill")
@@ -17,10 +18,15 @@ OUTCOMES: Final = ("moved", "refused", "failed", "no_peer")
 
 
 class BlockServerMetrics:
-    """Metrics of pages, sessions and steps. No label names a session or a request."""
+    """Metrics of pages, sessions and steps. No label names a session or a request.
+
+    Attributes:
+        bound: the least time of iterations by what they read; None: it is not known.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._exported: dict[Counter, int] = {}
+        self.bound: MemoryBound | None = None
         self.sessions = Gauge("corolla_hop_sessions", "Sessions held by this server.", registry=registry)
         self.pages = Gauge(
             "corolla_kv_pages",
@@ -52,8 +58,9 @@ class BlockServerMetrics:
         )  # fmt: skip
         self.device_memory = Gauge(
             "corolla_device_memory_bytes",
-            "Bytes of the GPU's memory by use: weights, pages (keys and values), other (recorded steps, workspaces, "
-            "adapters, other processes), free.",
+            "Bytes of the GPU's memory by use: weights, pages (keys and values), recordings (of decode steps), "
+            "workspace (tensors of steps, adapters), other (driver, libraries, other processes), free. Only servers on "
+            "a GPU have this; process_resident_memory_bytes has the machine's memory.",
             ["use"],
             registry=registry,
         )
@@ -83,6 +90,14 @@ class BlockServerMetrics:
         )
         # The labelled metrics are looked up once, since each iteration uses them.
         self.step_seconds = {kind: step_seconds.labels(kind) for kind in STEP_KINDS}
+        self.memory_bound_seconds = Counter(
+            "corolla_hop_memory_bound_seconds",
+            "Seconds that the iterations would have taken if they only read all weights once and the keys and values "
+            "of their rows, at the bandwidth that was measured at start, by kind (decode, prefill). Only servers on a "
+            "GPU have this.",
+            ["kind"],
+            registry=registry,
+        )
         self.edge_seconds = Counter(
             "corolla_edge_compute_seconds", "Seconds of iterations spent on embedding, head and choice of tokens.",
             registry=registry,
@@ -158,8 +173,16 @@ class BlockServerMetrics:
             "corolla_hop_sessions_evicted", "Idle sessions freed to make room for others.", registry=registry
         )
 
-    def follow_device(self, by_use: Callable[[], Mapping[str, int]]) -> None:
-        """Lets the gauge of the device's memory show what `by_use` returns, which each look at the metrics calls."""
+    def follow_device(self, by_use: Callable[[], Mapping[str, int]], bound: MemoryBound) -> None:
+        """Begins the metrics of a device with memory of its own; on CPUs they are absent.
+
+        Args:
+            by_use: the bytes of each of `DEVICE_MEMORY_USES`; each look at the metrics calls it.
+            bound: the least time of iterations.
+        """
+        self.bound = bound
+        for kind in STEP_KINDS:
+            self.memory_bound_seconds.labels(kind)
         for use in DEVICE_MEMORY_USES:
             self.device_memory.labels(use).set_function(lambda use=use: by_use()[use])  # type: ignore[misc]
 

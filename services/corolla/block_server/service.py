@@ -51,15 +51,24 @@ from corolla.chassis.tracing import spans
 from corolla.chassis.weight_formats import weight_format
 from corolla.compute.compute_thread import ComputeThread
 from corolla.compute.decode_graphs import CudaCapture
-from corolla.compute.device import device_id, device_name, memory_for, memory_now, memory_of, open_device
+from corolla.compute.device import (
+    device_id,
+    device_name,
+    memory_for,
+    memory_now,
+    memory_of,
+    open_device,
+    reserved_bytes,
+)
 from corolla.compute.device_memory import DeviceMemory
 from corolla.compute.graph_choice import choose_graphs
+from corolla.compute.memory_bound import MemoryBound
 from corolla.compute.numerics import numerics_of
 from corolla.compute.span_runner import SpanRunner
-from corolla.compute.speed import Speed, measure_decode_step, measure_speed, state_bytes
+from corolla.compute.speed import Speed, measure_bandwidth, measure_decode_step, measure_speed, state_bytes
 from corolla.decoding.draft_model import DraftModel, num_weights
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.edges import Edges, fetch_edges, load_edges
+from corolla.models.edges import Edges, fetch_edges, head_bytes, load_edges
 from corolla.models.families import attention_windows, pageless_layers
 from corolla.models.hub import Hub
 from corolla.models.span_model import SpanModel, fetch_span, load_span, weight_types
@@ -275,18 +284,29 @@ class BlockServer:
         """Loads the span and begins to serve it."""
         settings, network, stages, dtype = self.settings, self._network, self.stages, DTYPES[self.settings.dtype]
         with memory_for(f"the weights of blocks {span}", device, _FEWER_WEIGHTS):
+            bandwidth = await self._compute_thread.run(measure_bandwidth, device) if device.type == "cuda" else None
             model, edges, shared = await self._compute_thread.run(self._load_weights, checkpoint, span)
         weight_bytes = model.nbytes + (0 if edges is None else edges.nbytes)
         stages.end(f"{weight_bytes / 2**30:.2f} GiB on {model.device}")
         # Weights come first: a lack of memory is then reported as what it is.
         with memory_for("the keys and values of sessions", device, _FEWER_PAGES):
-            runner = await self._compute_thread.run(self._make_runner, model, speed.cache_bytes_per_token)
+            runner, recorded_bytes = await self._compute_thread.run(
+                self._make_runner, model, speed.cache_bytes_per_token
+            )
         stages.end(f"{runner.store.pool.num_pages} pages, attention by {runner.backend.name}")
         graphs = runner.decode_graphs
         self._metrics.recorded_rows.set(0 if graphs is None else graphs.max_rows)
-        if device.type == "cuda":
+        if bandwidth is not None:
             page_bytes = runner.store.page_bytes * runner.store.pool.num_pages
-            self._metrics.follow_device(lambda: memory_now(device).by_use(weight_bytes, page_bytes))
+            has_head = edges is not None and edges.has_head
+            self._metrics.follow_device(
+                lambda: memory_now(device).by_use(weight_bytes, page_bytes, recorded_bytes, reserved_bytes(device)),
+                MemoryBound(
+                    bandwidth, len(span), model.nbytes,
+                    head_bytes(checkpoint, dtype, settings.quantization) if has_head else 0,
+                    runner.store.bytes_by_window,
+                ),
+            )  # fmt: skip
         outputs = BoundaryActivations(self._boundary_activation_bytes(runner))
         self._sessions = self._make_sessions(runner, outputs)
         neighbours = Neighbours(registration.placement, self._tasks)
@@ -514,7 +534,8 @@ class BlockServer:
         )
         return model, self._load_edges(checkpoint, span), self._load_shared(checkpoint, span)
 
-    def _make_runner(self, model: SpanModel, cache_bytes_per_token: int) -> SpanRunner:
+    def _make_runner(self, model: SpanModel, cache_bytes_per_token: int) -> tuple[SpanRunner, int]:
+        """The runner, and the bytes of the device that its recorded steps took."""
         settings = self.settings
         layers_per_group = LayerGroups.of(
             attention_windows(model.config), pageless_layers(model.config)
@@ -533,9 +554,11 @@ class BlockServer:
             num_state_pages=num_state_pages,
         )
         runner.warm_up()
-        if may_replay:
-            choose_graphs(runner, CudaCapture(model.device))
-        return runner
+        if (before := memory_of(model.device) if may_replay else None) is None:
+            return runner, 0
+        choose_graphs(runner, CudaCapture(model.device))
+        after = memory_of(model.device)
+        return runner, 0 if after is None else max(0, before.num_free - after.num_free)
 
     def _processor_use(
         self, span: Span, checkpoint: Checkpoint, num_threads: int, neighbours: Neighbours

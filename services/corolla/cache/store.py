@@ -116,6 +116,17 @@ class KVStore:
         made = (tensors for tensors in self._tensors if tensors is not None)
         return sum(keys.nbytes + values.nbytes for keys, values in made) // self._num_pages
 
+    @property
+    def bytes_by_window(self) -> tuple[tuple[int | None, int], ...]:
+        """The window of each group of layers, and the bytes of one token in the tensors of the group's layers."""
+        made = [sum(tensor.nbytes for tensor in pair) if pair else 0 for pair in self._tensors]
+        num_slots = self._num_pages * self.pool.page_tokens
+        held = [0] * len(self.groups.windows)
+        for layer, (group, index) in enumerate(self.groups.layer_indices):
+            if layer not in self.pageless:
+                held[group] += made[index] // num_slots
+        return tuple(zip(self.groups.windows, held, strict=True))
+
     def group_of(self, layer: int) -> int:
         """The index of the page table that a layer uses; without a meaning for a pageless layer."""
         return self.groups.layer_indices[layer][0]

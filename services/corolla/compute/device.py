@@ -122,6 +122,11 @@ def memory_now(device: torch.device) -> DeviceMemory:
     return DeviceMemory(*torch.cuda.mem_get_info(device))
 
 
+def reserved_bytes(device: torch.device) -> int:
+    """All bytes of a GPU that torch's allocator holds for this process, used or kept for later. Any thread may call."""
+    return int(torch.cuda.memory_reserved(device))
+
+
 def _free(device: torch.device) -> str:
     if device.type != "cuda":
         return ""

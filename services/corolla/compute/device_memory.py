@@ -10,7 +10,7 @@ _SHARE_OF_HOLES: Final = 20
 # Weights leave this part, since a server without keys and values serves no session.
 _SHARE_OF_PAGES: Final = 5
 
-DEVICE_MEMORY_USES: Final = ("weights", "pages", "other", "free")
+DEVICE_MEMORY_USES: Final = ("weights", "pages", "recordings", "workspace", "other", "free")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,20 @@ class DeviceMemory:
         """
         return max(0, self.num_free - _RESERVED_BYTES - self.num_total // _SHARE_OF_HOLES - adapter_bytes)
 
-    def by_use(self, weight_bytes: int, page_bytes: int) -> dict[str, int]:
+    def by_use(self, weight_bytes: int, page_bytes: int, recorded_bytes: int, num_reserved: int) -> dict[str, int]:
         """How the device's memory is used now: the bytes of each of `DEVICE_MEMORY_USES`, which add up to all of it.
 
         Args:
             weight_bytes: the bytes of the weights that this process holds there.
             page_bytes: the bytes of its pages.
+            recorded_bytes: the bytes that recorded steps took.
+            num_reserved: all bytes that this process' allocator holds there; those of no other use are workspace.
         """
-        other = max(0, self.num_total - self.num_free - weight_bytes - page_bytes)
-        return dict(zip(DEVICE_MEMORY_USES, (weight_bytes, page_bytes, other, self.num_free), strict=True))
+        held = weight_bytes + page_bytes + recorded_bytes
+        workspace = max(0, num_reserved - held)
+        other = max(0, self.num_total - self.num_free - held - workspace)
+        uses = (weight_bytes, page_bytes, recorded_bytes, workspace, other, self.num_free)
+        return dict(zip(DEVICE_MEMORY_USES, uses, strict=True))
 
     def for_weights(self, page_bytes: int | None, adapter_bytes: int = 0) -> int:
         """The bytes that weights may take, before any is loaded.

@@ -21,6 +21,9 @@ from corolla.wire.span import Span
 _PREFILL_TOKENS: Final = 64
 _REPETITIONS: Final = 5
 _LATEST_STEPS: Final = 64
+# This is more than caches of devices hold.
+_COPIED_BYTES: Final = 256 << 20
+_COPIES: Final = 4
 # This is enough for products with single rows, which are tuned first.
 _TUNING_BUDGET_S: Final = 0.2
 
@@ -64,6 +67,26 @@ class DecodeSpeed:
     def tokens_per_second(self) -> float:
         """Tokens per second through one block; 0 before the first step."""
         return 1 / min(self._seconds_per_block) if self._seconds_per_block else 0.0
+
+
+def measure_bandwidth(
+    device: torch.device, num_bytes: int = _COPIED_BYTES, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Bytes per second that a device reads and writes while it copies a tensor: the best of a few runs.
+
+    Args:
+        num_bytes: the bytes of the tensor; more than the device's caches hold.
+        clock: returns seconds.
+    """
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def copy() -> None:
+        for _ in range(_COPIES):
+            target.copy_(source)
+        target[-1].item()  # waits for the device
+
+    return 2 * _COPIES * num_bytes / _best_seconds(copy, clock)
 
 
 def measure_decode_step(runner: SpanRunner) -> float:
@@ -177,10 +200,10 @@ def state_bytes(model: SpanModel, new_runner: Callable[..., SpanRunner] = SpanRu
     return sum(shape.nbytes for shape in runner.store.state_shapes.values())
 
 
-def _best_seconds(work: Callable[[], object]) -> float:
+def _best_seconds(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
     durations = []
     for _ in range(_REPETITIONS):
-        started = time.perf_counter()
+        started = clock()
         work()
-        durations.append(time.perf_counter() - started)
+        durations.append(clock() - started)
     return max(min(durations), 1e-9)

@@ -21,6 +21,8 @@ from corolla.block_server.relay import Relay
 from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import SessionTable
 from corolla.cache.store import SessionCache
+from corolla.compute.device_memory import DEVICE_MEMORY_USES
+from corolla.compute.memory_bound import MemoryBound
 from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.span_model import load_span
@@ -109,13 +111,20 @@ async def test_a_broken_device_is_noticed_where_an_idle_session_holds_all_other_
     assert [held.request.session_id for held in sessions] == [b"b"]
 
 
-async def test_measured_times_decide_how_many_prompt_tokens_an_iteration_takes(runner: SpanRunner) -> None:
+async def test_measured_times_decide_how_many_prompt_tokens_an_iteration_takes(
+    runner: SpanRunner,
+) -> None:
     sessions: SessionTable[SessionCache] = SessionTable(runner.store.pool, runner.new_cache)
     peers, scheduler = PeerTable(), Scheduler[StepWork](8, 8, max_prefill_tokens_during_decode=2)
     share = PromptShare(longest_s=3600.0, max_tokens=8, first_tokens=2)
+    registry = CollectorRegistry()
+    metrics = BlockServerMetrics(registry)
+    metrics.follow_device(
+        lambda: dict.fromkeys(DEVICE_MEMORY_USES, 0), MemoryBound(1e3, len(SPAN), 9000, 500, [(None, 100)])
+    )
     engine = Engine(
         runner, scheduler, sessions, BoundaryActivations(0), peers, partial(Relay, "", peers),
-        BlockServerMetrics(CollectorRegistry()), fail=lambda: None, use=ProcessorUse(prompt_share=share),
+        metrics, fail=lambda: None, use=ProcessorUse(prompt_share=share),
     )  # fmt: skip
     held = sessions.open(replace(REQUEST, max_tokens=8), engine.clock())
     running = asyncio.create_task(engine.run())
@@ -133,5 +142,8 @@ async def test_measured_times_decide_how_many_prompt_tokens_an_iteration_takes(r
             if held.cache.num_tokens == position + num_tokens and engine.is_idle:
                 break
     assert scheduler.max_prefill_tokens_during_decode == share.num_tokens == 8
+    # The prompt's tokens see 4 tokens, the next one 5.
+    for kind, seconds in (("prefill", 9.4), ("decode", 9.5)):
+        assert registry.get_sample_value("corolla_hop_memory_bound_seconds_total", {"kind": kind}) == seconds
     running.cancel()
     engine.close()

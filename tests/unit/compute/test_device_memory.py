@@ -1,11 +1,16 @@
-"""How the memory of a GPU is divided."""
+"""How the memory of a GPU is divided, and how long reading it takes."""
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from corolla.block_server.metrics import BlockServerMetrics
+from corolla.cache.store import KVStore
 from corolla.compute.device_memory import DEVICE_MEMORY_USES, DeviceMemory
+from corolla.compute.memory_bound import MemoryBound
+from corolla.compute.speed import measure_bandwidth
 
 GIB = 1 << 30
 
@@ -42,11 +47,35 @@ def test_a_device_that_is_full_has_room_for_nothing() -> None:
 
 def test_the_metrics_show_what_the_memory_is_used_for_at_each_look() -> None:
     registry, free = CollectorRegistry(), [20 * GIB]
-    BlockServerMetrics(registry).follow_device(lambda: DeviceMemory(free[0], 80 * GIB).by_use(15 * GIB, 40 * GIB))
+    BlockServerMetrics(registry).follow_device(
+        lambda: DeviceMemory(free[0], 80 * GIB).by_use(15 * GIB, 40 * GIB, GIB, 58 * GIB),
+        MemoryBound(1e12, 1, 0, 0, ()),
+    )
 
     def shown() -> list[float | None]:
         return [registry.get_sample_value("corolla_device_memory_bytes", {"use": use}) for use in DEVICE_MEMORY_USES]
 
-    assert shown() == [15 * GIB, 40 * GIB, 5 * GIB, 20 * GIB]
+    assert shown() == [15 * GIB, 40 * GIB, GIB, 2 * GIB, 2 * GIB, 20 * GIB]
     free[0] = 10 * GIB
-    assert shown() == [15 * GIB, 40 * GIB, 15 * GIB, 10 * GIB]
+    assert shown() == [15 * GIB, 40 * GIB, GIB, 2 * GIB, 12 * GIB, 10 * GIB]
+
+
+def test_an_iteration_reads_weights_once_and_the_keys_and_values_that_each_row_sees() -> None:
+    bound = MemoryBound(1000.0, num_blocks=4, block_bytes=8000, head_bytes=500, groups=[(None, 3), (10, 1)])
+    assert bound.seconds(4, [20, 5], has_head=True) == pytest.approx((8000 + 3 * 25 + 10 + 5 + 500) / 1000)
+    assert bound.seconds(2, [20, 5], has_head=False) == pytest.approx((4000 + (3 * 25 + 15) / 2) / 1000)
+
+
+def test_a_store_knows_what_a_token_takes_in_layers_with_and_without_a_window() -> None:
+    # The layer without keys and values takes nothing; layers of a window share the tensors of the other group.
+    store = KVStore(4, 8, [None, 16, None, None, 16], pageless=[2])
+    like = torch.zeros(1, 2, 6, dtype=torch.bfloat16)
+    for layer in (0, 1, 3, 4):
+        store.layer_like(layer, like, like)
+    token_bytes = 2 * 2 * 6 * 2
+    assert store.bytes_by_window == ((None, 2 * token_bytes), (16, 2 * token_bytes))
+
+
+def test_the_measured_bandwidth_counts_what_is_read_and_what_is_written() -> None:
+    times_s = iter((0.0, 2.0, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0))
+    assert measure_bandwidth(torch.device("cpu"), 1 << 20, lambda: next(times_s)) == 4 * 2 * (1 << 20) / 0.5
