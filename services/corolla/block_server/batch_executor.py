@@ -33,6 +33,7 @@ from corolla.cache.store import SessionCache
 from corolla.chassis.errors import CorollaError, InternalError, NonFiniteOutput, OutOfMemory, StepFailed
 from corolla.chassis.handlers import call_path
 from corolla.compute.device import is_out_of_memory
+from corolla.compute.host_copies import begin_copy, to_device
 from corolla.compute.span_runner import BatchOutput, LaunchedBatch, RowWork
 from corolla.compute.threads import single_threaded_pool
 from corolla.decoding.device_copies import await_copies
@@ -74,7 +75,9 @@ class BatchRunner(Protocol):
 
 
 RowOutput = Tensor | ChosenTokens | CorollaError
-"""The output of a row: `[num_tokens, H]` in the model's dtype on its device, or chosen tokens, or an error."""
+"""The output of a row: `[num_tokens, H]` in the model's dtype, or chosen tokens, or an error.
+
+The output of a step that goes on to another hop is on the CPU, unless its batch raised; others are on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +245,15 @@ class BatchExecutor:
     ) -> BatchResult:
         try:
             work, hidden, embed_seconds = self._packed(admitted)
-            return BatchResult(tuple(self._outputs(work, hidden, blocks, early)), edge_seconds=embed_seconds)
+            copies = _HostCopies(admitted)
+
+            def meanwhile(output: Tensor) -> None:
+                copies.begin(output)
+                if early is not None:
+                    early(output)
+
+            outputs = copies.in_place_of(tuple(self._outputs(work, hidden, blocks, meanwhile)))
+            return BatchResult(outputs, edge_seconds=embed_seconds)
         except Exception as failure:
             error, place = error_of(failure), call_path(failure)
         # It was launched on what the failed batch wrote.
@@ -301,7 +312,7 @@ class BatchExecutor:
             return work, hidden[0], embed_seconds
         # Hidden states from the wire lie on the CPU.
         device = embedded[0].device if embedded else hidden[0].device
-        return work, torch.cat([part.to(device) for part in hidden]), embed_seconds
+        return work, torch.cat([to_device(part, device, part.dtype) for part in hidden]), embed_seconds
 
     def _embedded(self, batches: Sequence[AdmittedStep]) -> Sequence[Tensor]:
         """Embeds the token ids of all steps at once. Returns `[tokens, H]` for each step, on the embedding's device."""
@@ -320,9 +331,9 @@ class BatchExecutor:
         return torch.split(self._edges.embed(torch.tensor(token_ids), torch.tensor(positions)), lengths)
 
     def _outputs(
-        self, work: list[RowWork], hidden: Tensor, blocks: Span, early: "_EarlyLogits | None" = None
+        self, work: list[RowWork], hidden: Tensor, blocks: Span, meanwhile: Callable[[Tensor], None] | None = None
     ) -> Iterator[Tensor | CorollaError]:
-        output = self.runner.forward_each(work, hidden, blocks, early)
+        output = self.runner.forward_each(work, hidden, blocks, meanwhile)
         parts = (output.hidden,) if len(work) == 1 else torch.split(output.hidden, [row.num_tokens for row in work])
         return _row_outputs(parts, output.finite)
 
@@ -387,6 +398,42 @@ class BatchExecutor:
                 log.error("head failed", extra={"rows": len(part), "where": call_path(failure)})
                 sampled.extend([error_of(failure)] * len(part))
         return sampled
+
+
+class _HostCopies:
+    """Begins to copy the outputs that go on to other hops before it is known which of them are finite.
+
+    One copy takes all rows of a step, so that they also leave without another one.
+    """
+
+    def __init__(self, admitted: Sequence[AdmittedStep]) -> None:
+        self._admitted = admitted
+        self._copies: list[Callable[[], Tensor] | None] = []
+
+    def begin(self, hidden: Tensor) -> None:
+        """Begins the copies of the outputs of all rows, `[sum of num_tokens, H]`, if they are on a GPU."""
+        if hidden.device.type == "cpu":
+            return
+        start = 0
+        for batch in self._admitted:
+            end = start + sum(row.num_tokens for row, _, _ in batch.rows)
+            self._copies.append(begin_copy(hidden[start:end]) if batch.work.step.route else None)
+            start = end
+
+    def in_place_of(self, outputs: tuple[Tensor | CorollaError, ...]) -> tuple[Tensor | CorollaError, ...]:
+        """The outputs of all rows, with the copies that were begun in place of what was copied."""
+        if not any(self._copies):
+            return outputs
+        replaced = list(outputs)
+        first = 0
+        for batch, finish in zip(self._admitted, self._copies, strict=True):
+            if finish is not None:
+                parts = torch.split(finish(), [row.num_tokens for row, _, _ in batch.rows])
+                for index, part in enumerate(parts, first):
+                    if isinstance(outputs[index], Tensor):
+                        replaced[index] = part
+            first += len(batch.rows)
+        return tuple(replaced)
 
 
 class _EarlyLogits:

@@ -19,6 +19,7 @@ from corolla.compute.attention.batch import RAGGED, AttentionBackend, AttentionB
 from corolla.compute.attention.latents import LATENT, PackedLatents, leave_latents
 from corolla.compute.compiled_blocks import choose_compiled_blocks
 from corolla.compute.decode_graphs import DecodeGraphs
+from corolla.compute.host_copies import to_device
 from corolla.compute.kernel_choices import KernelChoices
 from corolla.compute.prompts import BlockPrompts
 from corolla.compute.readings import Readings
@@ -226,7 +227,7 @@ class SpanRunner:
         for row in rows:
             row.cache.truncate(row.position)
             row.cache.prepare(row.position, row.num_tokens)
-        hidden = hidden.to(device=self.model.device, dtype=self.model.dtype)
+        hidden = to_device(hidden, self.model.device, self.model.dtype)
         if any(row.takes_prompts for row in rows):
             output = self._forward_with_prompts(rows, hidden, blocks)
         else:

@@ -1,16 +1,17 @@
 """The block server computes a failed batch again row by row, and the failure changes no session's tokens."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from corolla.block_server import batch_executor
 from corolla.block_server.admitted_step import AdmittedStep, StepWork
 from corolla.block_server.batch_executor import BatchExecutor, BatchResult, BatchRunner, error_of
 from corolla.block_server.hop_session import HopSession, OpenRequest
@@ -319,3 +320,55 @@ def test_tokens_chosen_together_are_those_that_are_chosen_row_by_row(
         assert kinds == [ChosenTokens] * len(names)
         assert computed.outputs == expected.outputs
     batched.close()
+
+
+class OnGpu(torch.Tensor):
+    """What a GPU computed: only a copy of it can be sent."""
+
+    device = torch.device("cuda", 0)
+
+
+class Doubling:
+    """Doubles each number, on a GPU; rows with NaN are not finite."""
+
+    def forward_each(
+        self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span, meanwhile: Callable[[Tensor], None] | None = None
+    ) -> BatchOutput:
+        output = (2 * hidden).as_subclass(OnGpu)
+        assert meanwhile is not None
+        meanwhile(output)
+        parts = torch.split(output.as_subclass(torch.Tensor), [row.num_tokens for row in rows])
+        return BatchOutput(output, tuple(bool(part.isfinite().all()) for part in parts))
+
+    def warm_up(self) -> None:
+        raise NotImplementedError
+
+
+def test_outputs_that_go_on_leave_a_gpu_by_one_copy_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+
+    def begin_copy(hidden: Tensor) -> Callable[[], Tensor]:
+        assert type(hidden) is OnGpu
+        copied.append(len(hidden))
+        return lambda: hidden.as_subclass(torch.Tensor).clone()
+
+    monkeypatch.setattr(batch_executor, "begin_copy", begin_copy)
+    session = HopSession(replace(REQUEST, session_id=b"s"), cast(SessionCache, None))
+    numbers = iter(range(1, 100))
+
+    def step(*lengths: int, goes_on: bool, is_finite: bool = True) -> AdmittedStep:
+        message = pb.Step(dtype=pb.TENSOR_TYPE_FLOAT32, hidden_size=1)
+        if goes_on:
+            message.route.add(address="next:1")
+        states = torch.tensor([[float(next(numbers))] for _ in range(sum(lengths))])
+        if not is_finite:
+            states[0] = torch.nan
+        rows = [(message.rows.add(num_tokens=length), session, 0) for length in lengths]
+        return AdmittedStep(StepWork(message, bytes(to_payload(states)), None), rows)
+
+    steps = [step(1, 2, goes_on=True), step(1, goes_on=False), step(2, 1, goes_on=True, is_finite=False)]
+    outputs = compute(Doubling(), steps, SPAN).outputs
+    assert copied == [3, 3]
+    assert [type(output) for output in outputs] == [Tensor, Tensor, OnGpu, NonFiniteOutput, Tensor]
+    sent = [output.as_subclass(Tensor).flatten().tolist() for output in outputs if isinstance(output, Tensor)]
+    assert sent == [[2.0], [4.0, 6.0], [8.0], [14.0]]
