@@ -181,6 +181,7 @@ class BlockServer:
         )
         self._compute_thread = ComputeThread()
         self._numerics = UNKNOWN
+        self._kernels = ""
         self._engine: Engine | None = None
         self._adapters: Adapters | None = None
         self._periodic_tasks: PeriodicTasks | None = None
@@ -294,8 +295,9 @@ class BlockServer:
                 self._make_runner, model, speed.cache_bytes_per_token
             )
         stages.end(f"{runner.store.pool.num_pages} pages, attention by {runner.backend.name}")
-        graphs = runner.decode_graphs
-        self._metrics.recorded_rows.set(0 if graphs is None else graphs.max_rows)
+        recorded_rows = 0 if runner.decode_graphs is None else runner.decode_graphs.max_rows
+        self._metrics.recorded_rows.set(recorded_rows)
+        self._kernels = runner.kernel_choices.summary(recorded_rows)
         if bandwidth is not None:
             page_bytes = runner.store.page_bytes * runner.store.pool.num_pages
             has_head = edges is not None and edges.has_head
@@ -322,8 +324,7 @@ class BlockServer:
         step_s = await self._compute_thread.run(measure_decode_step, runner)
         engine.decode_speed.observe(step_s, len(span))
         await self._name_numerics(runner, edges)
-        way = "launched" if runner.decode_graphs is None else "recorded"
-        stages.end(f"{step_s * 1e3:.2f} ms for one token, {way}; numerics {self._numerics}")
+        stages.end(f"{step_s * 1e3:.2f} ms for one token, {self._kernels}; numerics {self._numerics}")
         identity = Identity(
             server_id=self.server_id, span=span, model=checkpoint.name, fingerprint=fingerprint,
             dtype_name=settings.dtype, dtype=tensor_type(dtype), hidden_size=checkpoint.hidden_size,
@@ -679,6 +680,7 @@ class BlockServer:
             decode_tokens_per_second=self._engine.decode_speed.tokens_per_second,
             decode_batch_rows=self._engine.decode_batch_rows,
             numerics=str(self._numerics),
+            kernels=self._kernels,
         )
 
 

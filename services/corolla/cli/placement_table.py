@@ -52,6 +52,8 @@ def placement_table(placement: router_pb2.Placement, num_sessions: int | None = 
     lines = _grouped(placement, "dtype", lambda placed: placed.server.dtype)
     if any(placed.load.numerics for placed in placement.servers):
         lines += _grouped(placement, "numerics", lambda placed: placed.load.numerics[:_NUMERICS_CHARS] or "not known")
+    if any(placed.load.kernels for placed in placement.servers):
+        lines += _grouped(placement, "kernels", lambda placed: placed.load.kernels or "not known")
     return Group(table, _coverage(placement), *lines)
 
 
@@ -71,6 +73,7 @@ def placement_facts(placement: router_pb2.Placement, num_sessions: int) -> dict[
                 "state": _STATES.get(placed.state, ("unknown", ""))[0],
                 "dtype": placed.server.dtype,
                 "numerics": placed.load.numerics,
+                "kernels": placed.load.kernels,
                 "fingerprint": placed.server.fingerprint,
                 "num_sessions": placed.load.num_sessions,
                 "num_pages": placed.load.num_pages,

@@ -17,8 +17,11 @@ from corolla.compute.decode_buffers import DecodeBuffers
 from corolla.compute.triton_blocks import TritonBlocks
 from corolla.models.fused import FusedSpan
 
-SIZES: Final = (1, 2, 4, 8, 16, 32, 64)
-"""The numbers of rows of recorded steps. Up to 64 rows, memory bandwidth limits a GPU, so padding costs little."""
+SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 96, 128)
+"""The numbers of rows of recorded steps.
+
+Up to 64 rows, memory bandwidth limits a GPU, so padding costs little. Beyond, a step has up to a third of padding.
+"""
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 """Records the tensor operations of a step. Returns a function that runs them again on the tensors' current contents.

@@ -12,11 +12,13 @@ from corolla.compute.attention.backends import TOLERANCES
 from corolla.compute.attention.page_tables import PagedBackend
 from corolla.compute.decode_buffers import DecodeBuffers
 from corolla.compute.decode_graphs import SIZES, DecodeGraphs, Record
+from corolla.compute.device import is_out_of_memory
 from corolla.compute.span_runner import RowWork, SpanRunner
 
 log = logging.getLogger(__name__)
 
 _CHECKED_STEPS: Final = 2
+_NO_MEMORY: Final = "they do not fit into the memory of the device"
 
 
 def choose_graphs(runner: SpanRunner, record: Record) -> None:
@@ -26,21 +28,30 @@ def choose_graphs(runner: SpanRunner, record: Record) -> None:
         runner: a runner that is warmed up, with a scratch page and without sessions.
         record: see `Record`.
     """
-    failure = _failure(runner, record)
+    failure: str | None = _NO_MEMORY
+    for num_sizes in range(len(SIZES), 0, -1):
+        # Where the memory lacks room for the largest step, smaller ones may have room.
+        failure = _failure(runner, record, SIZES[:num_sizes])
+        if failure != _NO_MEMORY:
+            break
     if failure is not None:
         runner.decode_graphs = None
         log.warning("not using CUDA graphs for decode steps", extra={"failure": failure})
 
 
 @torch.inference_mode()
-def _failure(runner: SpanRunner, record: Record) -> str | None:
-    """Sets up the replay. Returns why decode steps cannot be replayed, or None if the runner now replays them."""
+def _failure(runner: SpanRunner, record: Record, ladder: Sequence[int]) -> str | None:
+    """Sets up the replay of steps of these sizes.
+
+    Returns:
+        Why decode steps cannot be replayed, or None if the runner now replays them.
+    """
     fused = runner.model.fused
     if fused is None:
         return "the blocks run with the family's own code"
     if not isinstance(runner.backend, PagedBackend):
         return f"attention is {runner.backend.name}, which does not read pages through tables"
-    checked = _checked_rows(runner)
+    checked = _checked_rows(runner, ladder)
     if not checked:
         return "there are too few pages for a check"
     sizes = list(checked)
@@ -55,16 +66,18 @@ def _failure(runner: SpanRunner, record: Record) -> str | None:
                     return f"with {num_rows} rows its results differ by {error:.1e} of their size"
     except Exception as error:
         # The server works without recordings, so no error of theirs may end it.
+        if is_out_of_memory(error):
+            return _NO_MEMORY
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     runner.decode_graphs = graphs
     log.info("using CUDA graphs for decode steps", extra={"sizes": " ".join(map(str, sizes))})
     return None
 
 
-def _checked_rows(runner: SpanRunner) -> dict[int, Sequence[int]]:
+def _checked_rows(runner: SpanRunner, ladder: Sequence[int]) -> dict[int, Sequence[int]]:
     """The sizes to record, each with the numbers of rows to check: the fewest and the most that have pages."""
     checked: dict[int, Sequence[int]] = {}
-    for smaller, size in zip((0, *SIZES), SIZES, strict=False):
+    for smaller, size in zip((0, *ladder), ladder, strict=False):
         fitting = [
             num_rows
             for num_rows in range(smaller + 1, size + 1)

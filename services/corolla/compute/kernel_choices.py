@@ -20,6 +20,15 @@ class KernelChoices:
     blocks: str
     products: Mapping[str, str] = field(default_factory=dict)
 
+    def summary(self, recorded_rows: int) -> str:
+        """The kernels in a few words, for people.
+
+        Args:
+            recorded_rows: the most rows of a decode step that is recorded; 0: none is.
+        """
+        steps = f", steps of up to {recorded_rows} rows recorded" if recorded_rows else ""
+        return f"{self.blocks} blocks, {self.attention} attention{steps}"
+
     def choices(self) -> Mapping[str, str]:
         """All choices by name, as one mapping of strings."""
         products = {f"product {shape}": way for shape, way in sorted(self.products.items())}

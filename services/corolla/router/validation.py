@@ -116,6 +116,7 @@ def check_load(load: pb.ServerLoad) -> pb.ServerLoad:
         raise InvalidRequest("load.decode_batch_rows", f"must be a number from 0 to {MOST_BATCH_ROWS}")
     _check_speed("load.decode_tokens_per_second", load.decode_tokens_per_second)
     check_text("load.numerics", load.numerics, may_be_empty=True)
+    check_text("load.kernels", load.kernels, may_be_empty=True)
     if load.num_free_pages > load.num_pages:
         raise InvalidRequest("load.num_free_pages", "is more than num_pages")
     return load

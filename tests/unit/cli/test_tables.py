@@ -14,6 +14,7 @@ from corolla.cli.bench import bench_report
 from corolla.cli.bench_load import AnswerTimes, Load, ServiceLevel
 from corolla.cli.demo import summary_table
 from corolla.cli.placement_table import placement_table
+from corolla.compute.kernel_choices import KernelChoices
 from corolla.sdk.results import Usage
 from corolla.v1 import common_pb2, router_pb2
 
@@ -81,6 +82,17 @@ def test_servers_of_several_numerics_are_named_by_the_beginning_of_their_digests
         "numerics 01234567 on 10.0.0.1:50052, 10.0.0.2:50052",
         "numerics not known on 10.0.0.3:50052",
     ]
+
+
+def test_the_kernels_of_servers_stand_below_the_table() -> None:
+    shown = placement(("10.0.0.1:50052", "bfloat16"), ("10.0.0.2:50052", "bfloat16"))
+    choices = KernelChoices("triton", "triton")
+    for placed, recorded_rows in zip(shown.servers, (128, 0), strict=True):
+        placed.load.kernels = choices.summary(recorded_rows)
+    assert " ".join(" ".join(drawn(placement_table(shown))[-3:]).split()) == (
+        "kernels triton blocks, triton attention, steps of up to 128 rows recorded on 10.0.0.1:50052 "
+        "kernels triton blocks, triton attention on 10.0.0.2:50052"
+    )
 
 
 def test_a_long_name_of_a_server_goes_on_in_the_next_line() -> None:

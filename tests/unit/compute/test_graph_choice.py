@@ -107,6 +107,24 @@ def test_a_server_whose_recording_fails_runs_without_graphs(caplog: pytest.LogCa
     assert_refused(caplog, make_runner(folder), "CUDA error: operation not permitted when stream is capturing", fail)
 
 
+def test_sizes_that_do_not_fit_into_the_memory_are_left_out(folder: Path) -> None:
+    num_recorded = 0
+
+    def without_room_for_eight_rows(step: Callable[[], None]) -> Callable[[], None]:
+        nonlocal num_recorded
+        step()
+        num_recorded += 1
+        if num_recorded == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return record(step)
+
+    runner = make_runner(folder)
+    graphs = choose(runner, without_room_for_eight_rows)
+    assert graphs is not None
+    assert graphs.max_rows == 4
+    assert runner.store.pool.num_available == runner.store.pool.num_pages
+
+
 class Odd(PagedFlash):
     """Attention that is right when it runs, and wrong when it is replayed, or cannot be recorded.
 
@@ -175,6 +193,7 @@ def described_without(buffer: str, row: PackedRow) -> Any:
         SimpleNamespace(
             first_token=row.position if buffer == "numbers of keys" else table.first_token,
             pages=[0] * len(table.pages) if buffer == "page tables" else table.pages,
+            version=table.version,
         )
         for table in cache.tables
     ]
