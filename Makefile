@@ -274,7 +274,7 @@ images: ## Builds both images; DOCKER=podman and ARGS="--target demo" or others 
 	done
 
 .PHONY: test-simulation
-test-simulation: setup ## Runs 5000 seeds of the simulation (`make test` takes 50); SEEDS=20000 runs more.
+test-simulation: setup ## Runs 5000 seeds of the simulation (`make test` takes 25); SEEDS=20000 runs more.
 	@echo "==> Simulating"
 	@$(PY) -m tests.simulation --seeds $(or $(SEEDS),5000) $(ARGS)
 

@@ -12,12 +12,15 @@ from tests.architecture.sources import PACKAGE, dotted, own_modules
 IMPURE: Final = ("asyncio", "grpc", "random", "redis", "socket", "threading", "time", "torch")
 ALLOWED: Final = {("corolla.chassis.errors", "grpc")}
 """The error tree names gRPC's codes; that opens no socket."""
+_PURE: Final = re.compile(r"(?:^|[.:?!]\s+|\"\"\")Pure[.:]")
 
 
 def calls_itself_pure(path: Path) -> bool:
     """Whether a sentence of the module's docstring begins with the word: "Pure.", or "Pure: time is passed in."."""
-    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return re.search(r"(?:^|[.:?!]\s+)Pure[.:]", docstring) is not None
+    # No module is parsed in vain: each process of tests asks this of all of them.
+    if not _PURE.search(text := path.read_text(encoding="utf-8")):
+        return False
+    return _PURE.search(ast.get_docstring(ast.parse(text)) or "") is not None
 
 
 PURE: Final = [path for path in own_modules(PACKAGE) if calls_itself_pure(path)]

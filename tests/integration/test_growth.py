@@ -18,10 +18,10 @@ from tests.integration.swarm import Swarm
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 KEYS = {tenant: f"key-of-{tenant}-0123456789" for tenant in ("ada", "bob")}
-CONTEXT = 640
+CONTEXT = 560
 PROMPT = [1, 2, 3]
 FIRST = 256
-QUOTA = 560
+QUOTA = 530
 """Tokens that `bob` may reserve: more than an answer reserves at first, and fewer than one may have."""
 
 
@@ -42,8 +42,8 @@ async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm
     "options",
     [
         {},
-        pytest.param({"temperature": 1.0, "seed": 3}, marks=pytest.mark.kind),
-        pytest.param({"speculation": "prompt_lookup"}, marks=pytest.mark.kind),
+        pytest.param({"temperature": 1.0, "seed": 3}, marks=pytest.mark.full),
+        pytest.param({"speculation": "prompt_lookup"}, marks=pytest.mark.full),
     ],
     ids=["greedy", "seeded", "drafts"],
 )
@@ -60,6 +60,7 @@ async def test_an_answer_without_a_limit_is_that_with_the_rest_of_the_context(
     await swarm.until_empty()
 
 
+@pytest.mark.kind
 async def test_a_turn_of_a_session_grows_too(swarm: Swarm) -> None:
     async with swarm.connect() as client, client.session() as session:
         first = await session.generate(PROMPT, ignore_eos=True, max_tokens=300)
@@ -79,11 +80,11 @@ async def test_a_limit_beyond_the_context_is_the_rest_of_the_context(swarm: Swar
         streamed = [each async for each in client.stream(PROMPT, **beyond)]
         assert [token_id for chunk in streamed for token_id in chunk.token_ids] == list(expected)
         assert streamed[-1].finish_reason == "length"
-        first = await session.generate(PROMPT, ignore_eos=True, max_tokens=600)
+        first = await session.generate(PROMPT, ignore_eos=True, max_tokens=500)
         rest = await session.generate([4, 5], **beyond)
         assert len(PROMPT) + len(first.token_ids) + 2 + len(rest.token_ids) == CONTEXT
         assert rest.finish_reason == "length"
-        with pytest.raises(ContextLengthExceeded, match="context length is 640"):
+        with pytest.raises(ContextLengthExceeded, match="context length is 560"):
             await session.generate([6], **beyond)
     await swarm.until_empty()
 

@@ -15,7 +15,7 @@ from tests.integration.swarm import Swarm
 from tests.reference import Sampling, Unsplit
 from tests.tiers import quick
 
-CHAINS = (["0:5"], ["0:2", "2:5"], ["0:1", "1:3", "3:5"])
+TWO_HOPS, THREE_HOPS = ["0:2", "2:5"], ["0:1", "1:3", "3:5"]
 CHUNK_TOKENS, PAGE_TOKENS = 16, 8
 NUM_NEW_TOKENS = 24
 SAMPLED: Sampling = {"temperature": 1.1, "top_p": 0.95, "repetition_penalty": 1.2, "seed": 7}
@@ -53,27 +53,26 @@ async def test_texts_that_become_long_are_those_of_the_unsplit_model(tmp_path: P
         unsplit.generate(prompt_of(length), NUM_NEW_TOKENS, sampling, ignore_eos=True).token_ids
         for length, sampling in streams
     ]
-    for chain in CHAINS[::2]:
-        async with swarm_of(tmp_path, model, chain) as swarm, swarm.connect() as client:
-            for num_known in (0, 1):
-                answers = await asyncio.gather(
-                    *(
-                        client.generate(prompt_of(length), max_tokens=NUM_NEW_TOKENS, ignore_eos=True, **sampling)
-                        for length, sampling in streams
-                    )
+    async with swarm_of(tmp_path, model, THREE_HOPS) as swarm, swarm.connect() as client:
+        for num_known in (0, 1):
+            answers = await asyncio.gather(
+                *(
+                    client.generate(prompt_of(length), max_tokens=NUM_NEW_TOKENS, ignore_eos=True, **sampling)
+                    for length, sampling in streams
                 )
-                for (length, sampling), answer, token_ids in zip(streams, answers, expected, strict=True):
-                    where = f"{length} prompt tokens, {sampling or 'greedy'}, chain {chain}"
-                    assert list(answer.token_ids) == token_ids, where
-                    assert answer.usage.recoveries == 0, where
-                    if num_known:
-                        assert answer.usage.cached_tokens == (length - 1) // PAGE_TOKENS * PAGE_TOKENS, where
-            await swarm.until_empty()
+            )
+            for (length, sampling), answer, token_ids in zip(streams, answers, expected, strict=True):
+                where = f"{length} prompt tokens, {sampling or 'greedy'}"
+                assert list(answer.token_ids) == token_ids, where
+                assert answer.usage.recoveries == 0, where
+                if num_known:
+                    assert answer.usage.cached_tokens == (length - 1) // PAGE_TOKENS * PAGE_TOKENS, where
+        await swarm.until_empty()
 
 
 async def test_pages_of_short_texts_are_not_those_of_long_ones(tmp_path: Path) -> None:
     model = make_long_rope_checkpoint("phi3", tmp_path / "tiny")
-    async with swarm_of(tmp_path, model, CHAINS[1]) as swarm, swarm.connect() as client:
+    async with swarm_of(tmp_path, model, TWO_HOPS) as swarm, swarm.connect() as client:
         await client.generate(prompt_of(LONG_ROPE_LENGTH - 10), max_tokens=2, ignore_eos=True)
         for num_cached in (0, LONG_ROPE_LENGTH + 8):
             answer = await client.generate(prompt_of(LONG_ROPE_LENGTH + 9), max_tokens=2, ignore_eos=True)
@@ -85,7 +84,7 @@ async def test_draft_tokens_do_not_go_beyond_the_short_factors(tmp_path: Path) -
     # The bias leaves so few tokens that what follows often followed before.
     options: dict[str, Any] = {"max_tokens": 80, "ignore_eos": True, "logit_bias": {5: 20.0, 6: 20.0, 7: 20.0}}
     plainly = {"adaptive_drafts": False}
-    async with swarm_of(tmp_path, model, CHAINS[1], client=plainly) as swarm, swarm.connect() as client:
+    async with swarm_of(tmp_path, model, TWO_HOPS, client=plainly) as swarm, swarm.connect() as client:
         for length in range(LONG_ROPE_LENGTH - 24, LONG_ROPE_LENGTH, 9):
             plain, drafted = await asyncio.gather(
                 client.generate(prompt_of(length), **options),
@@ -100,7 +99,7 @@ async def test_completions_of_a_prompt_become_long_each_for_itself(tmp_path: Pat
     model = make_long_rope_checkpoint("phi3", tmp_path / "tiny")
     unsplit = Unsplit(model)
     prompt_ids = prompt_of(LONG_ROPE_LENGTH - 5)
-    async with swarm_of(tmp_path, model, CHAINS[1]) as swarm, swarm.connect() as client:
+    async with swarm_of(tmp_path, model, TWO_HOPS) as swarm, swarm.connect() as client:
         answer = await client.generate(prompt_ids, n=3, max_tokens=20, ignore_eos=True, **SAMPLED)
         await swarm.until_empty()
     for index, completion in enumerate(answer.completions):
@@ -111,7 +110,7 @@ async def test_completions_of_a_prompt_become_long_each_for_itself(tmp_path: Pat
 async def test_conversations_become_long_between_turns_and_within_them(tmp_path: Path) -> None:
     model = make_long_rope_checkpoint("phi3", tmp_path / "tiny")
     unsplit = Unsplit(model)
-    async with swarm_of(tmp_path, model, CHAINS[1]) as swarm, swarm.connect() as client:
+    async with swarm_of(tmp_path, model, TWO_HOPS) as swarm, swarm.connect() as client:
         for num_new in (9, 20):
             session_id = (await client.create_session()).session_id
             log: list[int] = []
@@ -136,7 +135,7 @@ async def test_a_hop_that_dies_before_or_behind_that_place_is_replaced(
 ) -> None:
     model = make_long_rope_checkpoint("phi3", tmp_path / "tiny")
     unsplit = Unsplit(model)
-    prompt_ids, chain = prompt_of(LONG_ROPE_LENGTH - 10), CHAINS[1]
+    prompt_ids, chain = prompt_of(LONG_ROPE_LENGTH - 10), TWO_HOPS
     expected = unsplit.generate(prompt_ids, 40, SAMPLED, ignore_eos=True).token_ids
     async with swarm_of(tmp_path, model, chain) as swarm, swarm.connect() as client:
         options = {"max_tokens": 40, "ignore_eos": True, **SAMPLED}
@@ -150,12 +149,12 @@ async def test_a_server_that_leaves_hands_long_texts_over_and_nothing_is_compute
     unsplit = Unsplit(model)
     prompt_ids = prompt_of(LONG_ROPE_LENGTH - 10)
     expected = unsplit.generate(prompt_ids, 300, ignore_eos=True).token_ids
-    async with swarm_of(tmp_path, model, CHAINS[1]) as swarm, swarm.connect() as client:
+    async with swarm_of(tmp_path, model, TWO_HOPS) as swarm, swarm.connect() as client:
         answering = asyncio.create_task(client.generate(prompt_ids, max_tokens=300, ignore_eos=True))
         leaving = swarm.servers.pop(0)
         await until_held(leaving, 1, LONG_ROPE_LENGTH + 10)
         with held_up(leaving):
-            await swarm.add_server(CHAINS[1][0])
+            await swarm.add_server(TWO_HOPS[0])
         await leaving.stop()
         answer = await answering
         assert list(answer.token_ids) == expected
@@ -180,7 +179,7 @@ def test_sessions_of_the_library_hold_short_texts_only_and_remote_models_all(tmp
         assert long[0, ids.shape[1] :].tolist() == unsplit.generate(ids[0].tolist(), 20, ignore_eos=True).token_ids
 
     async def run() -> None:
-        async with swarm_of(tmp_path, model, CHAINS[1]) as swarm:
+        async with swarm_of(tmp_path, model, TWO_HOPS) as swarm:
             await asyncio.to_thread(ask, swarm.router_address)
 
     asyncio.run(run())

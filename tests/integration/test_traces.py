@@ -286,7 +286,7 @@ async def test_what_is_no_trace_is_ignored(tmp_path: Path, model: Path, collecto
         assert not request.span.links
 
 
-@pytest.mark.kind
+@pytest.mark.full
 def test_processes_send_the_trace_of_an_answer_that_survived_a_kill(tmp_path: Path, model: Path) -> None:
     """The whole tree, of all processes, over their own exporters."""
     with TraceCollector() as collector:

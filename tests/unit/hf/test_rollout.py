@@ -232,7 +232,7 @@ if rank == 0:
 """
 
 
-@pytest.mark.kind
+@pytest.mark.full
 def test_processes_of_a_group_end_together(tmp_path: Path) -> None:
     """Also when their batches have different sizes."""
     answered = subprocess.run(

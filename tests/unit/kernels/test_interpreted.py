@@ -42,6 +42,7 @@ def test_products_with_packed_weights_of_every_layout() -> None:
     interpret("packed", "full")
 
 
+@pytest.mark.kind
 def test_spans_give_the_tokens_of_transformers_and_replayed_steps_the_bits_of_prompts() -> None:
     interpret("spans", "not full")
 
