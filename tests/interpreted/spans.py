@@ -14,6 +14,7 @@ from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.kernels.triton.packed_launches import multiply_packed
 from corolla.models import edges as edges_module
 from corolla.models import linear, span_model
+from corolla.models import quantization as quantization_module
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, load_edges
 from corolla.models.invariant_products import InvariantProduct, triton_product
@@ -26,6 +27,7 @@ from tests.gguf_files import make_tiny_gguf
 from tests.interpreted import DEVICE
 from tests.interpreted.ordered_products import install
 from tests.interpreted.recorded_launches import record
+from tests.quantized_checkpoints import FORMATS, make_packed_checkpoint
 from tests.reference import Unsplit
 from tests.tiers import quick
 
@@ -126,32 +128,56 @@ def test_the_familys_own_code_attends_by_the_kernels(tmp_path: Path, family: str
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
 
 
+def quantised(folder: Path, kind: str) -> tuple[Checkpoint, str]:
+    """A checkpoint, and the quantisation with which its weights are of a kind: a type of GGUF, int8, int4 or FP8."""
+    if kind in ("int8", "int4"):
+        return make_checkpoint(folder, "llama"), kind
+    if kind in FORMATS:
+        return Checkpoint.from_pretrained(str(make_packed_checkpoint("llama", folder, FORMATS[kind]())[0])), "packed"
+    return Checkpoint.from_pretrained(str(make_tiny_gguf("llama", folder, kind=kind)[1])), "packed"
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
-def test_packed_weights_run_by_the_kernels(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["Q4_0", "int8", "int4", "fp8-blocks"])
+def test_packed_weights_run_by_the_kernels_and_in_replayed_steps(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COROLLA_CACHE", str(tmp_path / "cache"))
-    if DEVICE == "cpu":
-        # The layers take this product by themselves on a GPU.
-        monkeypatch.setattr(modules, "multiplied", multiply_packed)
-    checkpoint = Checkpoint.from_pretrained(str(make_tiny_gguf("llama", tmp_path, kind=kind)[1]))
+    checkpoint, quantization = quantised(tmp_path, kind)
+    span = Span(1, 2)
     options: dict[str, Any] = {"num_pages": 60, "page_tokens": PAGE_TOKENS}
-    packed = load_span(checkpoint, SPANS[1], dtype=torch.float32, device=DEVICE, quantization="packed")
-    runner = SpanRunner(packed, attention="triton", **options)
-    assert runner.kernel_choices.blocks == "triton"
-    reference = SpanRunner(
-        load_span(checkpoint, SPANS[1], dtype=torch.float32, device=DEVICE), attention="sdpa", **options
+    # A processor takes the numbers of int8 and int4 in another form, and the expanded ones of a file.
+    plain = load_span(
+        checkpoint, span, dtype=torch.float32, quantization="none" if quantization == "packed" else quantization
     )
+    with torch.device("cpu"):
+        reference = SpanRunner(plain, attention="sdpa", **options)
+    if DEVICE == "cpu":
+        # The layers take this product by themselves on a GPU, and quantised weights become panels.
+        monkeypatch.setattr(modules, "multiplied", multiply_packed)
+        monkeypatch.setattr(quantization_module, "packs", lambda _device: True)
+    packed = load_span(checkpoint, span, dtype=torch.float32, device=DEVICE, quantization=quantization)
+    runner = SpanRunner(packed, attention="triton", has_scratch_page=True, **options)
+    assert runner.kernel_choices.blocks == "triton"
     hidden = torch.randn(21, runner.model.hidden_size, generator=torch.Generator().manual_seed(0))
-    outputs = []
-    for each, sizes in ((runner, [18, 1, 2]), (runner, [5, 16]), (reference, [21])):
-        cache = each.new_cache()
-        cache.reserve(21)
+
+    def outputs(of: SpanRunner, sizes: list[int]) -> torch.Tensor:
+        cache = of.new_cache()
+        cache.allocate(21)
         parts = torch.split(hidden, sizes)
-        outputs.append(
-            torch.cat([each.forward([RowWork(cache, cache.num_tokens, len(p))], p, SPANS[1]) for p in parts])
-        )
-    assert torch.equal(outputs[0], outputs[1])
-    torch.testing.assert_close(outputs[0], outputs[2], rtol=1e-4, atol=1e-4)
+        found = [of.forward([RowWork(cache, cache.num_tokens, len(p))], p, span).to(DEVICE) for p in parts]
+        cache.clear()
+        return torch.cat(found)
+
+    whole = outputs(runner, [5, 16])
+    torch.testing.assert_close(whole, outputs(reference, [21]), rtol=1e-4, atol=1e-4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph_choice, "SIZES", (1,))
+        graph_choice.choose_graphs(runner, record if DEVICE == "cpu" else CudaCapture(torch.device(DEVICE)))
+    assert runner.decode_graphs is not None
+    num_replays = runner.decode_graphs.num_replays
+    assert torch.equal(outputs(runner, [18, 1, 2]), whole)
+    assert runner.decode_graphs.num_replays == num_replays + 1
 
 
 @pytest.mark.parametrize("family", quick(["llama", "mistral", "qwen2"], "mistral"))

@@ -69,7 +69,7 @@ class BlockServerSettings(ServiceSettings):
     quantization: QuantizationName = Field(
         "none",
         description="How linear layers store their weights: `none` (as `dtype`), `int8`, `int4`, or `packed`: as they "
-        "are in the checkpoint, which is a GGUF file (embedding and head too), or has the four bits of AWQ, GPTQ or "
+        "are in the checkpoint, which is a GGUF file (embedding and head too), or has AWQ, GPTQ, FP8 or "
         "compressed-tensors.",
     )
     kv_cache_dtype: KVCacheDtypeName = Field(

@@ -1,4 +1,4 @@
-"""Converts the weights of a file to panels; see `layouts`. All tensors are on the CPU."""
+"""Converts weights to panels; see `layouts`. All tensors are on the CPU unless something else is said."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +13,8 @@ from corolla.kernels.llvm_text import LANES
 
 # How many numbers are reordered at a time; more numbers would only take more memory.
 _CHUNK_WEIGHTS: Final = 1 << 17
+# A device reorders as many as its launches are worth.
+_CHUNK_WEIGHTS_OF_DEVICE: Final = 1 << 24
 # The least size for which huge pages are used: the bytes before the first huge page are wasted.
 _LEAST_BYTES_IN_HUGE_PAGES: Final = 8 * heap.HUGE_PAGE_BYTES
 
@@ -70,15 +72,25 @@ def repack(read: Callable[[int, int], Tensor], num_rows: int, num_columns: int, 
     return repack_numbers(numbers, num_rows, num_columns, layout)
 
 
-def repack_numbers(read: Callable[[int, int], Numbers], num_rows: int, num_columns: int, layout: Layout) -> Tensor:
+def repack_numbers(
+    read: Callable[[int, int], Numbers],
+    num_rows: int,
+    num_columns: int,
+    layout: Layout,
+    device: torch.device | None = None,
+) -> Tensor:
     """Converts numbers to panels; see `repack` for the result.
 
     Args:
         read: returns the numbers of the rows `[first, end)`. In these, each block of a row may be a row of its own.
+        device: where the numbers are, and the panels shall be; None: the CPU.
     """
     panels = empty_panels(num_rows, num_columns, layout)
+    at_once = _CHUNK_WEIGHTS
+    if device is not None and device.type != "cpu":
+        panels, at_once = torch.empty_like(panels, device=device), _CHUNK_WEIGHTS_OF_DEVICE
     num_panels, num_blocks, _ = panels.shape
-    step = max(1, _CHUNK_WEIGHTS // (LANES * num_columns))
+    step = max(1, at_once // (LANES * num_columns))
     for first in range(0, num_panels, step):
         end = min(num_rows, (first + step) * LANES)
         numbers = read(first * LANES, end)

@@ -1,21 +1,31 @@
 """Quantises the weights of linear layers to int8 or int4, by torchao.
 
-Only weights are quantised; hidden states, the KV cache and the data between hops keep the model's dtype. A layer
-keeps its class and gets another kind of tensor as its weight, so the family's own code runs as before.
+Only weights are quantised; hidden states, the KV cache and the data between hops keep the model's dtype. On a CPU a
+layer keeps its class and gets another kind of tensor as its weight, so the family's own code runs as before. On a GPU
+with Triton the same numbers become panels, and the layer a PackedLinear, like one of a packed checkpoint.
 """
 
-from collections.abc import Callable, Collection
-from typing import Any, Final
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 
 from corolla.chassis.errors import CheckpointError, SettingsError, StartupError
 from corolla.chassis.weight_formats import PACKED
+from corolla.kernels.layouts import Layout, Number, Scale, group_layout
+from corolla.kernels.repacking import Numbers, repack_numbers
+from corolla.kernels.triton.availability import missing
+from corolla.models.packed.modules import PackedLinear
 
 INT4_GROUP_SIZE: Final = 32
 # A model is quantised only if at least this share of its weights is in linear layers that can be quantised.
 _LEAST_SHARE: Final = 0.5
+_SCALES: Final[Mapping[torch.dtype, Scale]] = {
+    torch.float16: Scale.FLOAT16, torch.bfloat16: Scale.BFLOAT16, torch.float32: Scale.FLOAT32,
+}  # fmt: skip
+# torchao takes no smaller scale for int4 on CPUs.
+_LEAST_INT4_SCALE: Final = 1e-6
 
 
 def quantize(model: nn.Module, quantization: str, kept: Collection[str] = ()) -> None:
@@ -36,14 +46,14 @@ def quantize(model: nn.Module, quantization: str, kept: Collection[str] = ()) ->
     """
     quantize_layer = quantizer(model, quantization, kept)
     if quantize_layer is not None:
-        for module in model.modules():
+        for module in list(model.modules()):
             quantize_layer(module)
 
 
 def quantizer(
     model: nn.Module, quantization: str, kept: Collection[str] = (), device: torch.device | None = None
 ) -> Callable[[nn.Module], None] | None:
-    """Returns a function that quantises a module of `model`, not its submodules, in place, if `quantize` would.
+    """Returns a function that quantises a module of `model`, not its submodules, in its place, if `quantize` would.
 
     So a model can be quantised layer by layer while it is read. None: nothing would be quantised.
 
@@ -65,15 +75,81 @@ def quantizer(
             "with COROLLA_QUANTIZATION=none."
         )
     first = quantizable[0].weight
+    library, chosen = _torchao(), set(map(id, quantizable))
+    if packs(device or first.device):
+        return _packer(model, [each for each in quantizable if layout_of(quantization, each)], quantization)
     config = _config_of(quantization, first.dtype, device or first.device)
-    chosen = set(map(id, quantizable))
-    library = _torchao()
 
     def quantize_layer(module: nn.Module) -> None:
         if id(module) in chosen:
             library.quantize_(module, config, filter_fn=lambda each, _name: each is module)
 
     return quantize_layer
+
+
+def packs(device: torch.device) -> bool:
+    """Whether quantised weights become panels on a device."""
+    return device.type == "cuda" and missing() is None
+
+
+def layout_of(quantization: str, layer: nn.Linear) -> Layout | None:
+    """The layout of a layer's quantised weights; None where no block of a layout divides its inputs."""
+    if quantization == "int8":
+        return group_layout(layer.in_features, Scale.FLOAT32, number=Number.INT8)
+    if layer.in_features % INT4_GROUP_SIZE:
+        return None
+    return group_layout(INT4_GROUP_SIZE, _SCALES[layer.weight.dtype], has_minimum=True)
+
+
+def _packer(model: nn.Module, layers: Collection[nn.Linear], quantization: str) -> Callable[[nn.Module], None]:
+    places = {id(child): (parent, name) for parent in model.modules() for name, child in parent.named_children()}
+    chosen = set(map(id, layers))
+
+    def pack_layer(module: nn.Module) -> None:
+        if id(module) in chosen:
+            parent, name = places[id(module)]
+            setattr(parent, name, packed(cast(nn.Linear, module), quantization))
+
+    return pack_layer
+
+
+def packed(layer: nn.Linear, quantization: str) -> PackedLinear:
+    """A layer with the quantised weights of `layer` as panels, on its device; `layout_of` must give its layout."""
+    weight, layout = layer.weight.detach(), cast(Layout, layout_of(quantization, layer))
+    read = (_int8 if quantization == "int8" else _int4)(weight, weight.shape[1] // layout.block_weights)
+    made = PackedLinear(layer.in_features, layer.out_features, layout, cast(nn.Parameter | None, layer.bias))
+    made.panels = repack_numbers(read, layer.out_features, layer.in_features, layout, weight.device)
+    return made
+
+
+def _int8(weight: Tensor, num_blocks: int) -> Callable[[int, int], Numbers]:
+    from torchao.quantization import PerRow
+    from torchao.quantization.quantize_.workflows.int8.int8_tensor import Int8Tensor
+
+    found: Any = Int8Tensor.from_hp(weight, PerRow())
+
+    def read(start: int, end: int) -> Numbers:
+        return Numbers(found.qdata[start:end].view(torch.uint8), found.scale[start:end].expand(-1, num_blocks))
+
+    return read
+
+
+def _int4(weight: Tensor, num_blocks: int) -> Callable[[int, int], Numbers]:
+    from torchao.quantization import quant_primitives as library
+
+    # The functions and settings by which torchao quantises on CPUs.
+    block, dtype, bounds = [1, INT4_GROUP_SIZE], torch.int32, (0, 15)
+    asymmetric = library.MappingType.ASYMMETRIC
+    scales, middles = library._choose_qparams_affine_tinygemm(
+        weight, asymmetric, block, dtype, *bounds, _LEAST_INT4_SCALE, None, weight.dtype
+    )
+    codes = library._quantize_affine_tinygemm(weight, block, scales, middles, dtype, *bounds)
+    scales, middles = (part.reshape(-1, num_blocks) for part in (scales, middles))
+
+    def read(start: int, end: int) -> Numbers:
+        return Numbers(codes[start:end].to(torch.uint8), scales[start:end], minima=middles[start:end])
+
+    return read
 
 
 def stored_bytes(tensor: Tensor) -> int:

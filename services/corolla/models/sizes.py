@@ -129,7 +129,8 @@ def _linear_weights(model: nn.Module, kept: tuple[str, ...]) -> Mapping[str, nn.
 def _quantised_bytes(shape: torch.Size, dtype: torch.dtype, quantization: str) -> int:
     outputs, inputs = shape
     if quantization == "int8":
-        return outputs * inputs + outputs * dtype.itemsize
+        # Each block of 256 inputs has a scale on a GPU.
+        return outputs * inputs + outputs * max(1, inputs // 256) * torch.float32.itemsize
     if quantization == "int4" and inputs % INT4_GROUP_SIZE == 0:
         # A scale and a zero point for each group.
         return outputs * inputs // 2 + 2 * outputs * (inputs // INT4_GROUP_SIZE) * dtype.itemsize

@@ -7,8 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from corolla.chassis.errors import CheckpointError, SettingsError
+from corolla.kernels.products import kernel_of
+from corolla.models import quantization as quantization_module
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.linear import is_plain
+from corolla.models.packed.modules import PackedLinear
 from corolla.models.quantization import quantize, stored_bytes
 from corolla.models.span_model import SpanModel, load_span
 from corolla.wire.span import Span
@@ -89,3 +92,42 @@ def test_families_without_linear_layers_are_refused(tmp_path: Path, quantization
 def test_an_unknown_quantisation_is_refused_by_key_and_value() -> None:
     with pytest.raises(SettingsError, match="COROLLA_QUANTIZATION='int3'"):
         quantize(nn.Linear(32, 32), "int3")
+
+
+@pytest.fixture
+def packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantised weights become panels, as on a GPU."""
+    monkeypatch.setattr(quantization_module, "packs", lambda _device: True)
+
+
+@pytest.mark.usefixtures("packing")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_panels_have_the_weights_that_a_processor_multiplies_by(
+    tmp_path: Path, dtype: torch.dtype, quantization: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = load(tmp_path / "llama", quantization, dtype)
+    monkeypatch.undo()
+    on_processor = load(tmp_path / "llama", quantization, dtype)
+    layers = [each for each in packed.modules() if isinstance(each, PackedLinear)]
+    modules = [each for each in on_processor.modules() if isinstance(each, nn.Linear)]
+    assert len(layers) == 2 * 7
+    for layer, module in zip(layers, modules, strict=True):
+        assert layer.panels is not None
+        rows = kernel_of(layer.layout).expand(torch.arange(layer.out_features), layer.panels, layer.in_features)
+        # What a row of the identity gives, in the dtype of rows.
+        given = module(torch.eye(layer.in_features, dtype=dtype)).t()
+        tolerance = 2 * torch.finfo(dtype).eps * float(rows.abs().max())
+        torch.testing.assert_close(rows.to(dtype), given, rtol=0, atol=tolerance)
+    packed.make_fused(0.0)
+    assert packed.fused is not None
+    # Queries, keys and values are one product, and so are gate and up.
+    assert [type(each) for each in packed.fused.layers[0].projections] == [PackedLinear] * 4
+
+
+@pytest.mark.usefixtures("packing")
+def test_layers_that_no_block_divides_are_not_packed() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(40, 64))
+    quantize(model, "int8")
+    assert [type(each) for each in model] == [PackedLinear, nn.Linear]
+    assert is_plain(model[1])

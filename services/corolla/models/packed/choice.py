@@ -19,7 +19,7 @@ from corolla.models.quantized.tensors import PackedWeight, likely_layouts
 
 log = logging.getLogger(__name__)
 
-_METHODS: Final = ("awq", "compressed-tensors", "gptq")
+_METHODS: Final = ("awq", "compressed-tensors", "fp8", "gptq")
 
 
 def layouts_of(

@@ -17,6 +17,7 @@ from corolla.models.quantized.format import Format
 from corolla.models.quantized.fp8 import spread
 from corolla.models.quantized.groups import BITS, input_order, layout_of_groups, numbers_of_blocks
 from corolla.models.quantized.integers import num_words, unpacked
+from corolla.models.quantized.octets import layout_of_octets, numbers_of_octets
 from corolla.models.quantized.stored_tensors import StoredTensors, Unfit, allow, expect, need, shape_of
 
 _ROLES: Final = (
@@ -83,6 +84,9 @@ class CompressedTensors(Format):
         return numbers.mul_(_of_inputs(factors, scheme, groups))
 
     def likely_layout(self, roles: Collection[str], num_inputs: int) -> Layout:
+        if "weight" in roles and (octets := next((each for each in self._schemes if each.bits == 8), None)):
+            # The types of 8 bits have layouts of one size.
+            return layout_of_octets("F8_E4M3", None, _columns(octets, num_inputs), num_inputs)
         scheme = next((each for each in self._schemes if each.bits == BITS), None)
         if "weight_shape" not in roles or scheme is None:
             raise Unfit("is not of integers of four bits")
@@ -90,6 +94,8 @@ class CompressedTensors(Format):
         return layout_of_groups(scheme.bits, scheme.group_size, num_inputs, has_zeros=has_zeros)
 
     def layout(self, stored: StoredTensors) -> Layout:
+        if "weight" in stored:
+            return self._layout_of_octets(stored)
         if "weight_shape" not in stored:
             raise Unfit("is not of integers of four bits")
         shape = _packed_shape(stored)
@@ -103,14 +109,27 @@ class CompressedTensors(Format):
             _input_order(stored["weight_g_idx"][...], stored["weight_scale"].get_shape())
         return layout
 
+    def _layout_of_octets(self, stored: StoredTensors) -> Layout:
+        if "weight_zero_point" in stored:
+            raise Unfit("is of eight bits with zero points")
+        if "weight_g_idx" in stored and not _is_unset(stored["weight_g_idx"][...]):
+            raise Unfit("is of eight bits with an order of inputs")
+        shape = tuple(stored["weight"].get_shape())
+        columns = _columns(self._scheme(stored, shape, self._schemes), shape[1])
+        scales = scale_numbers(stored["weight_scale"][...])
+        return layout_of_octets(stored["weight"].get_dtype(), scales, columns, shape[1])
+
     def order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        return (
-            _input_order(tensors["weight_g_idx"], tensors["weight_scale"].shape) if "weight_g_idx" in tensors else None
-        )
+        if "weight" in tensors or "weight_g_idx" not in tensors:
+            return None
+        return _input_order(tensors["weight_g_idx"], tensors["weight_scale"].shape)
 
     def numbers(
         self, tensors: Mapping[str, Tensor], start: int, end: int, layout: Layout, order: Tensor | None
     ) -> Numbers:
+        if "weight" in tensors:
+            factors = self._factors(tensors, start, end, tensors["weight"].shape[1])
+            return numbers_of_octets(tensors["weight"][start:end], factors, layout)
         num_outputs, num_inputs = (int(size) for size in tensors["weight_shape"])
         codes = unpacked(tensors["weight_packed"][start:end], BITS, num_inputs)
         zeros = self._zeros(tensors, BITS, num_outputs)
@@ -120,6 +139,14 @@ class CompressedTensors(Format):
             None if zeros is None else _of_outputs(zeros, start, end).expand(end - start, -1),
             layout,
         )
+
+    def _factors(self, tensors: Mapping[str, Tensor], start: int, end: int, num_inputs: int) -> Tensor:
+        """The scales of rows of eight bits: `[R, in]`, `[R, 1]` or `[1, 1]`."""
+        scales = tensors["weight_scale"]
+        scheme = _fitting(tuple(scales.shape), tuple(tensors["weight"].shape), self._schemes)
+        if scheme.block is not None:
+            return spread(scale_numbers(scales), scheme.block, range(start, end), num_inputs)
+        return _of_inputs(scale_numbers(_of_outputs(scales, start, end)), scheme, None)
 
     def _zeros(self, tensors: Mapping[str, Tensor], bits: int, num_outputs: int) -> Tensor | None:
         """The zero points of packed integers, in the shape of the scales, relative to the middle of the range."""
@@ -161,6 +188,11 @@ class CompressedTensors(Format):
             )
         else:
             expect(stored, "weight_zero_point", {"I8"}, scales)
+
+
+def _columns(scheme: Scheme, num_inputs: int) -> int:
+    """How many neighbouring inputs share a scale."""
+    return scheme.block[1] if scheme.block is not None else scheme.group_size or num_inputs
 
 
 def _packed_shape(stored: StoredTensors) -> tuple[int, ...]:

@@ -3,14 +3,17 @@
 The formats of the numbers are those of Micikevicius et al. 2022, "FP8 Formats for Deep Learning".
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
 
+from corolla.kernels.layouts import Layout
+from corolla.kernels.repacking import Numbers
 from corolla.models.quantized.floats import FLOATS_OF_8_BITS, SCALES, scale_numbers
 from corolla.models.quantized.format import Format
+from corolla.models.quantized.octets import layout_of_octets, numbers_of_octets
 from corolla.models.quantized.stored_tensors import StoredTensors, Unfit, allow, expect, shape_of
 
 _SCALES: Final = ("scale_inv", "weight_scale")
@@ -47,14 +50,42 @@ class Fp8(Format):
             return torch.stack([self._matrix(weight[each], scales[each], 0, None) for each in range(start, end)])
         return self._matrix(weight, scales, start, end)
 
+    def likely_layout(self, roles: Collection[str], num_inputs: int) -> Layout:
+        block = self._schemes[0].block
+        return layout_of_octets("F8_E4M3", None, num_inputs if block is None else block[1], num_inputs)
+
+    def layout(self, stored: StoredTensors) -> Layout:
+        if len(shape := stored["weight"].get_shape()) != 2:
+            raise Unfit("is not a matrix")
+        scales = scale_numbers(next(stored[role] for role in _SCALES if role in stored)[...])
+        block = self._schemes[0].block
+        columns = shape[1] if block is None or _is_of_outputs(scales, shape[0]) else block[1]
+        return layout_of_octets(stored["weight"].get_dtype(), scales, columns, shape[1])
+
+    def numbers(
+        self, tensors: Mapping[str, Tensor], start: int, end: int, layout: Layout, order: Tensor | None
+    ) -> Numbers:
+        weight = tensors["weight"]
+        scales = scale_numbers(next(tensors[role] for role in _SCALES if role in tensors))
+        return numbers_of_octets(weight[start:end], self._factors(weight, scales, start, end), layout)
+
     def _matrix(self, weight: Tensor, scales: Tensor, start: int, end: int | None) -> Tensor:
-        numbers = weight[start:end].float()
+        return weight[start:end].float().mul_(self._factors(weight, scales, start, end))
+
+    def _factors(self, weight: Tensor, scales: Tensor, start: int, end: int | None) -> Tensor:
+        """The scales of some rows of a matrix: `[R, in]`, `[R, 1]` or `[1, 1]`."""
+        num_outputs, num_inputs = weight.shape
         if scales.numel() == 1:
-            return numbers.mul_(scales.flatten())
-        if scales.dim() == 1 or scales.shape == (len(weight), 1):
-            return numbers.mul_(scales.view(-1, 1)[start:end])
-        block, rows = self._schemes[0].block or (1, 1), range(start, start + len(numbers))
-        return numbers.mul_(spread(scales, block, rows, weight.shape[1]))
+            return scales.reshape(1, 1)
+        if _is_of_outputs(scales, num_outputs):
+            return scales.view(-1, 1)[start:end]
+        block, rows = self._schemes[0].block or (1, 1), range(num_outputs)[start:end]
+        return spread(scales, block, rows, num_inputs)
+
+
+def _is_of_outputs(scales: Tensor, num_outputs: int) -> bool:
+    """Whether there is one scale for all numbers, or one for each output."""
+    return scales.numel() == 1 or scales.dim() == 1 or scales.shape == (num_outputs, 1)
 
 
 def spread(scales: Tensor, block: tuple[int, int], rows: range, num_columns: int) -> Tensor:

@@ -22,6 +22,7 @@ from corolla.models.chunked_reads import open_tensors
 from corolla.models.edges import head_bytes, load_edges
 from corolla.models.packed.modules import PackedLinear
 from corolla.models.quantized.description import quantization_of
+from corolla.models.quantized.octets import layout_of_octets, numbers_of_octets
 from corolla.models.quantized.stored_tensors import Unfit
 from corolla.models.quantized.tensors import PackedWeight, packed_weights
 from corolla.models.span_model import load_span, make_span, weight_types
@@ -53,7 +54,14 @@ KEPT: dict[str, Callable[[], Made]] = {
     "w4a16 of outputs": partial(_ct, strategy="channel"),
     "w4a16 of outputs with zero points": partial(_ct, strategy="channel", symmetric=False),
     "w4a16 with one scale": partial(_ct, strategy="tensor"),
-}
+    **{
+        name: FORMATS[name]
+        for name in (
+            "fp8-blocks", "fp8-blocks-bf16-scales", "fp8-one-scale", "fp8-outputs", "ct-fp8-outputs",
+            "ct-fp8-one-scale", "ct-mxfp8", "w8a8",
+        )
+    },
+}  # fmt: skip
 
 
 def broken_groups() -> Made:
@@ -74,7 +82,8 @@ EXPANDED: dict[str, tuple[Callable[[], Made], str]] = {
     "short groups": (partial(awq, 16), "has groups of 16 of 384 inputs"),
     "broken groups": (broken_groups, "has groups that are not all of 96 inputs"),
     "floats": (FORMATS["ct-mxfp4"], "is not of integers of four bits"),
-    "floats of eight bits": (FORMATS["fp8-one-scale"], "has a format that no kernel can multiply"),
+    "floats in short blocks": (FORMATS["ct-fp8-blocks"], "has groups of 40 of 384 inputs"),
+    "eight bits with zero points": (FORMATS["w8a8-asymmetric"], "is of eight bits with zero points"),
 }
 
 
@@ -132,9 +141,9 @@ def test_the_small_tiles_of_other_processors_give_the_same_bits() -> None:
 
 @contextlib.contextmanager
 def packed_weight(folder: Path, made: Made) -> Iterator[tuple[PackedWeight, Tensor]]:
-    """A weight of a checkpoint, `[80, 384]`, and what it stands for by its format's own library."""
+    """A weight of a checkpoint, `[96, 384]`, and what it stands for by its format's own library."""
     assert made.pack is not None
-    parts, expected = made.pack(torch.randn(80, 384, generator=torch.Generator().manual_seed(0)))
+    parts, expected = made.pack(torch.randn(96, 384, generator=torch.Generator().manual_seed(0)))
     parts = {f"m.{ending}": part.contiguous() for ending, part in parts.items()}
     save_file(parts, folder / "file")
     quantization = quantization_of({"quantization_config": made.config})
@@ -150,10 +159,27 @@ def test_a_packed_weight_is_what_its_library_expands(tmp_path: Path, name: str) 
     with packed_weight(tmp_path, KEPT[name]()) as (weight, expected):
         panels, order = weight.panels()
         assert (order is not None) == ("activation order" in name)
-        columns = kernel_of(weight.layout()).expand(torch.arange(80), panels, 384)
+        columns = kernel_of(weight.layout()).expand(torch.arange(96), panels, 384)
     assert torch.equal(columns, expected if order is None else expected[:, order])
-    # Four bits of a number, and at worst 32 of a scale and eight of a zero point for 32 of them.
-    assert panels.nbytes <= 80 * 384 * (4 + 40 / 32) / 8
+    # A number, and at worst 32 bits of a scale and eight of a zero point for 32 of them.
+    assert panels.nbytes <= 96 * 384 * (weight.layout().bits + 40 / 32) / 8
+
+
+def test_a_number_that_is_nan_makes_its_block_nan_and_large_scales_have_no_kernel() -> None:
+    layout = layout_of_octets("F8_E4M3", torch.tensor(127.0), 64, 128)
+    numbers = torch.randn(16, 128, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
+    numbers[3, 70] = torch.nan
+
+    def read(start: int, end: int) -> Numbers:
+        return numbers_of_octets(numbers[start:end], torch.tensor([[0.3]]), layout)
+
+    found = kernel_of(layout).expand(torch.arange(16), repack_numbers(read, 16, 128, layout), 128)
+    expected = numbers.float() * torch.tensor(0.3)
+    expected[3, 64:] = torch.nan
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    for scale in (128.0, -200.0, torch.nan):
+        with pytest.raises(Unfit, match="has a scale that is not below 128"):
+            layout_of_octets("F8_E4M3", torch.tensor([1.0, scale]), 64, 128)
 
 
 @pytest.mark.parametrize("name", EXPANDED)
@@ -183,7 +209,9 @@ def logits(checkpoint: Checkpoint, spans: list[Span], quantization: str, dtype: 
 
 
 @pytest.mark.parametrize("dtype", quick([torch.float32, torch.bfloat16, torch.float16], torch.bfloat16))
-@pytest.mark.parametrize("name", ["awq", "gptq-act-order", "w4a16-asymmetric"])
+@pytest.mark.parametrize(
+    "name", ["awq", "gptq-act-order", pytest.param("w4a16-asymmetric", marks=pytest.mark.kind), "fp8-blocks"]
+)
 def test_a_packed_chain_equals_itself_unsplit_and_the_expanded_one_up_to_rounding(
     tmp_path: Path, name: str, dtype: torch.dtype
 ) -> None:

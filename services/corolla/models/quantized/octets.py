@@ -1,0 +1,57 @@
+"""Integers and floats of eight bits with a scale for each group of inputs.
+
+Kernels multiply by them without expanding them; see `corolla.kernels.layouts`. All tensors are on the CPU.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from corolla.kernels.layouts import MOST_FLOAT_SCALE, Layout, Number, Scale, group_layout
+from corolla.kernels.repacking import Numbers
+from corolla.models.quantized.stored_tensors import Unfit
+
+_NUMBERS: Final[Mapping[str, Number]] = {"F8_E4M3": Number.E4M3, "I8": Number.INT8}
+_MAGNITUDE: Final = 127
+
+
+def layout_of_octets(dtype: str, scales: Tensor | None, columns: int, num_inputs: int) -> Layout:
+    """The layout in memory of a weight of 8 bits. Scales are kept in float32.
+
+    Args:
+        dtype: safetensors' name of the numbers' type.
+        scales: all scales, float32 of any shape; None: they are not known.
+        columns: how many neighbouring columns share a scale; the last ones of a row may be fewer.
+        num_inputs: how many columns the weight has.
+
+    Raises:
+        Unfit: no kernel multiplies by such weights.
+    """
+    if dtype not in _NUMBERS:
+        raise Unfit(f"is of the type {dtype}")
+    layout = group_layout(math.gcd(columns, num_inputs), Scale.FLOAT32, number=_NUMBERS[dtype])
+    if layout is None:
+        raise Unfit(f"has groups of {columns} of {num_inputs} inputs")
+    if layout.is_float and scales is not None and not bool((scales.abs() < MOST_FLOAT_SCALE).all()):
+        raise Unfit(f"has a scale that is not below {MOST_FLOAT_SCALE:.0f}")
+    return layout
+
+
+def numbers_of_octets(numbers: Tensor, scales: Tensor, layout: Layout) -> Numbers:
+    """The numbers of rows for `repack_numbers`.
+
+    Args:
+        numbers: int8 or float8_e4m3fn `[R, in]`.
+        scales: float32 `[R, in]`, `[R, 1]` or `[1, 1]`; the scale of each number.
+        layout: the layout of the weight.
+    """
+    codes = numbers.contiguous().view(torch.uint8)
+    of_blocks = scales.expand(numbers.shape)[:, :: layout.block_weights]
+    if layout.is_float:
+        # A kernel takes NaN for a number. The scale of its block becomes NaN instead, so that no product hides it.
+        is_nan = (codes & _MAGNITUDE == _MAGNITUDE).view(len(codes), -1, layout.block_weights).any(dim=2)
+        of_blocks = of_blocks.masked_fill(is_nan, torch.nan)
+    return Numbers(codes, of_blocks)
