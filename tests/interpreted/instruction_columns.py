@@ -1,20 +1,25 @@
-"""Prints, for packed layouts, how many neighbouring columns a thread gives a tensor core instruction at a time.
+"""Prints how many neighbouring columns a thread gives a tensor core instruction at a time.
 
-Two is what products of expanded weights have. Another number gives each instruction other columns, and other bits. The
-second number says how often threads exchange as many numbers as a round has weights: each time is a way of all weights
-through shared memory.
+It does so for packed layouts, and for codecs of keys and values. Two is what products of expanded weights have. Another
+number gives each instruction other columns, and other bits. The second number of a layout says how often threads
+exchange as many numbers as a round has weights: each time is a way of all weights through shared memory.
 """
 
 import math
 import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from corolla.cache.codecs import CODECS
 from corolla.kernels.layouts import LAYOUTS, Layout, Number, Scale, group_layout
+from corolla.kernels.page_tables import PageTables
 from corolla.kernels.triton import compilation
+from corolla.kernels.triton.launches import attend
 from corolla.kernels.triton.packed_launches import multiply_packed
 
 NUM_OUTPUTS, NUM_COLUMNS = 64, 512
@@ -31,23 +36,48 @@ GROUPS = [
 
 
 def columns_of(layout: Layout, arch: int) -> tuple[set[str], int]:
+    panels = torch.empty(NUM_OUTPUTS // 16, NUM_COLUMNS // layout.block_weights, layout.block_bytes, device="meta")
+    rows = torch.empty(1, NUM_COLUMNS, dtype=torch.float16, device="meta")
+    text = text_of(lambda: multiply_packed(layout, rows, panels.to(torch.uint8), NUM_OUTPUTS), arch)
+    exchanges = re.findall(r"ttg\.(?:convert_layout|local_alloc|local_store) %.*?tensor<([\dx]+)x", text)
+    num_large = sum(math.prod(map(int, shape.split("x"))) >= LEAST_WEIGHTS for shape in exchanges)
+    return widths_in(text), num_large
+
+
+def widths_in(text: str) -> set[str]:
+    return set(re.findall(r"kWidth = (\d+)", text))
+
+
+def text_of(launch: Callable[[], object], arch: int) -> str:
+    """The texts of all kernels that `launch` launches."""
     texts: list[str] = []
 
     def compile_kernel(_compilation: Any, kernel: Any, grid: Any, arguments: Any, options: Any) -> None:
         texts.append(kernel.warmup(*arguments, grid=grid, **options).asm["ttgir"])
 
-    panels = torch.empty(NUM_OUTPUTS // 16, NUM_COLUMNS // layout.block_weights, layout.block_bytes, device="meta")
-    rows = torch.empty(1, NUM_COLUMNS, dtype=torch.float16, device="meta")
     with pytest.MonkeyPatch.context() as patch, compilation.compiling(arch):
         patch.setattr(compilation.Compilation, "compile", compile_kernel)
-        multiply_packed(layout, rows, panels.to(torch.uint8), NUM_OUTPUTS)
-    text = "".join(texts)
-    exchanges = re.findall(r"ttg\.(?:convert_layout|local_alloc|local_store) %.*?tensor<([\dx]+)x", text)
-    num_large = sum(math.prod(map(int, shape.split("x"))) >= LEAST_WEIGHTS for shape in exchanges)
-    return set(re.findall(r"kWidth = (\d+)", text)), num_large
+        launch()
+    return "".join(texts)
+
+
+def attend_to_codes(codec: str) -> None:
+    """Attends for a single token, and for a chunk; no token may depend on which of both computes it."""
+    dtype = torch.float16
+    pages = torch.empty(64, 2, CODECS[codec](dtype).stored_size(64), dtype=torch.int8, device="meta")
+    for num_queries in (1, 64):
+        one, two = (torch.empty(count, dtype=torch.int32, device="meta") for count in (1, 2))
+        tables = PageTables(
+            first_queries=two, first_keys=two, first_pages=one, num_keys=one, pages=one[:, None],
+            max_queries=num_queries, max_keys=64, num_pages=1, page_tokens=64,
+        )  # fmt: skip
+        query = torch.empty(num_queries, 8, 64, dtype=dtype, device="meta")
+        attend(query, pages, pages, tables, scaling=0.125, codec=codec)
 
 
 if __name__ == "__main__":
     for each in (*LAYOUTS.values(), *filter(None, GROUPS)):
         widths, exchanges = columns_of(each, 90)
         sys.stdout.write(f"{each.name}: {' '.join(widths)} {exchanges}\n")
+    for name in CODECS:
+        sys.stdout.write(f"{name}: {' '.join(widths_in(text_of(partial(attend_to_codes, name), 90)))}\n")

@@ -11,6 +11,7 @@ from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from corolla.cache.codecs import CODECS
 from corolla.decoding import nucleus
 from corolla.decoding.nucleus import PROBABILITY_BITS, sorted_nucleus
 from corolla.kernels.triton.launches import (
@@ -154,6 +155,29 @@ def test_a_row_of_a_product_has_the_same_bits_whatever_the_others(
         assert torch.equal(multiply(rows[start:end], weight, bias), whole[start:end])
 
 
+@pytest.mark.parametrize("kind", CODECS)
+@pytest.mark.parametrize("dtype", quick(DTYPES, torch.float32))
+def test_what_is_stored_in_eight_bits_has_the_codes_of_the_codec(dtype: torch.dtype, kind: str) -> None:
+    codec, head = CODECS[kind](dtype), 48
+    exponents = torch.arange(-150, 126, 11) if dtype == torch.float32 else torch.arange(-24, 15, 3)
+    numbers = 2.0 ** exponents[:, None, None] * draw(len(exponents), 4, head, dtype=torch.float32)
+    # Zeros, the least numbers, those around the largest code, halves between two codes, and what is not finite.
+    odd = [0.0, -0.0, 2.0**-149, 63 * 2.0**-149, 64 * 2.0**-149, 126.5, 127.0, 127.5, 448.0, 464.0, 1e4]
+    odd += [2.0**-10, 3 * 2.0**-10, -(2.0**-9), 2.5, -3.5, torch.inf, -torch.inf, torch.nan]
+    numbers = torch.cat((numbers, torch.tensor(odd)[:, None, None] * torch.ones(4, head)))
+    numbers[-3:, :, 1:] = draw(3, 4, head - 1, dtype=torch.float32)
+    numbers = numbers.to(dtype)
+    if DEVICE == "cpu" and dtype == torch.bfloat16:
+        # The interpreter does not read subnormal numbers of bfloat16.
+        numbers = torch.where(numbers.abs() < torch.finfo(dtype).tiny, 0.0, numbers)
+    tokens = torch.arange(len(numbers))
+    keys, values = (torch.empty(len(numbers), 1, codec.stored_size(head), dtype=torch.int8) for _ in range(2))
+    table = torch.zeros(1, 2, head, dtype=dtype)
+    rotate_and_store(numbers.flatten(1), table, tokens, tokens, keys, values, rotates=False, codec=kind)
+    assert torch.equal(keys, codec.encode(numbers[:, 2:3]))
+    assert torch.equal(values, codec.encode(numbers[:, 3:4]))
+
+
 Case = tuple[int, tuple[int, int], int, int | None, float | None]
 """Page tokens, (heads, key heads), head size, window, softcap."""
 CASES: list[Case] = [
@@ -170,12 +194,14 @@ ATTENTION_DTYPES = DTYPES if DEVICE != "cpu" else [torch.float32, torch.float16]
 
 @pytest.mark.parametrize("case", quick(CASES, CASES[0]))
 @pytest.mark.parametrize("dtype", quick(ATTENTION_DTYPES, torch.float32))
-def test_attention_has_the_same_bits_in_every_cut(case: Case, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", quick([None, *CODECS], None))
+def test_attention_has_the_same_bits_in_every_cut(case: Case, dtype: torch.dtype, kind: str | None) -> None:
     page_tokens, heads, head, window, softcap = case
     lengths = (2 * page_tokens + 9, page_tokens + 2, 5)
 
     def texts() -> PagedTexts:
-        return PagedTexts(lengths, page_tokens, heads, head, dtype)
+        codec = None if kind is None else CODECS[kind](dtype)
+        return PagedTexts(lengths, page_tokens, heads, head, dtype, codec)
 
     whole = [texts().step([(text, 0, length)], window, softcap)[0] for text, length in enumerate(lengths)]
     for text in range(len(lengths)):
@@ -209,6 +235,20 @@ def test_attention_has_the_same_bits_in_every_cut(case: Case, dtype: torch.dtype
         for part in (rows[:1], rows, rows[::-1]):
             for (text, start, stop), output in zip(part, single.step(part, window, softcap), strict=True):
                 assert torch.equal(output, whole[text][start:stop])
+
+
+@pytest.mark.parametrize("kind", CODECS)
+def test_attention_to_codes_has_the_bits_of_attention_to_their_numbers(kind: str) -> None:
+    """In chunks and in single tokens; slots without tokens hold codes of NaN."""
+    lengths = (20, 7)
+    texts = [
+        PagedTexts(lengths, 16, (4, 2), 24, torch.float32, CODECS[kind](torch.float32)),
+        PagedTexts(lengths, 16, (4, 2), 24, torch.float32),
+    ]
+    texts[1].texts = texts[0].texts
+    for rows in ([(0, 0, 19), (1, 0, 6)], [(0, 19, 20), (1, 6, 7)]):
+        coded, plain = (each.step(rows, None, None) for each in texts)
+        assert all(map(torch.equal, coded, plain))
 
 
 @pytest.mark.parametrize("width", quick([1, 97, 4096, 9000], 97))

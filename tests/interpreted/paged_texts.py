@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from corolla.cache.codecs import KVCodec
 from corolla.kernels.page_tables import PageTables
 from corolla.kernels.triton.launches import attend
 from tests.interpreted import DEVICE
@@ -22,10 +23,17 @@ class PagedTexts:
         heads: the numbers of query heads and key heads.
         head: the size of a head.
         dtype: the dtype of all numbers.
+        codec: stores keys and values on the pages; the texts have the numbers that it gives back. None: there is none.
     """
 
     def __init__(
-        self, lengths: Sequence[int], page_tokens: int, heads: tuple[int, int], head: int, dtype: torch.dtype
+        self,
+        lengths: Sequence[int],
+        page_tokens: int,
+        heads: tuple[int, int],
+        head: int,
+        dtype: torch.dtype,
+        codec: KVCodec | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         num_heads, self.num_key_heads = heads
@@ -33,21 +41,24 @@ class PagedTexts:
         def draw(length: int, count: int) -> Tensor:
             return torch.randn(length, count, head, generator=generator, device="cpu").to(DEVICE, dtype)
 
-        self.page_tokens, self.head = page_tokens, head
-        self.texts = [(draw(n, num_heads), draw(n, heads[1]), draw(n, heads[1])) for n in lengths]
+        def drawn(length: int) -> Tensor:
+            numbers = draw(length, heads[1])
+            return numbers if codec is None else codec.decode(codec.encode(numbers))
+
+        self.page_tokens, self.head, self._codec = page_tokens, head, codec
+        self.texts = [(draw(n, num_heads), drawn(n), drawn(n)) for n in lengths]
         counts = [-(-n // page_tokens) for n in lengths]
         order = torch.randperm(sum(counts) + 1, generator=generator, device="cpu")[1:].tolist()
         self._pages: list[list[int]] = [[order.pop() for _ in range(count)] for count in counts]
-        self.keys, self.values = (
-            torch.full(((sum(counts) + 1) * page_tokens, heads[1], head), torch.nan, dtype=dtype) for _ in range(2)
-        )
+        nothing = torch.full(((sum(counts) + 1) * page_tokens, heads[1], head), torch.nan, dtype=dtype)
+        self.keys, self.values = (self._stored(nothing).clone() for _ in range(2))
 
     def step(self, rows: Sequence[tuple[int, int, int]], window: int | None, softcap: float | None) -> list[Tensor]:
         """Stores the tokens `[start, end)` of texts, given as (text, start, end), and attends for all in one call."""
         for text, start, end in rows:
             slots = [self._slot(text, position) for position in range(start, end)]
             _, keys, values = self.texts[text]
-            self.keys[slots], self.values[slots] = keys[start:end], values[start:end]
+            self.keys[slots], self.values[slots] = self._stored(keys[start:end]), self._stored(values[start:end])
         ends = torch.tensor([end - start for _, start, end in rows]).cumsum(0).tolist()
         width = max(map(len, self._pages))
         counts = [-(-end // self.page_tokens) for _, _, end in rows]
@@ -67,7 +78,10 @@ class PagedTexts:
             page_tokens=self.page_tokens,
         )
         query = torch.cat([self.texts[text][0][start:end] for text, start, end in rows])
-        output = attend(query, self.keys, self.values, tables, scaling=self.head**-0.5, window=window, softcap=softcap)
+        output = attend(
+            query, self.keys, self.values, tables, scaling=self.head**-0.5, window=window, softcap=softcap,
+            codec=None if self._codec is None else self._codec.name,
+        )  # fmt: skip
         return list(torch.split(output, [end - start for _, start, end in rows]))
 
     def definition(self, text: int, window: int | None, softcap: float | None) -> Tensor:
@@ -82,6 +96,9 @@ class PagedTexts:
         distance = positions[:, None] - positions[None, :]
         unseen = distance < 0 if window is None else (distance < 0) | (distance >= window)
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -torch.inf).softmax(dim=-1), values)
+
+    def _stored(self, numbers: Tensor) -> Tensor:
+        return numbers if self._codec is None else self._codec.encode(numbers)
 
     def _slot(self, text: int, position: int) -> int:
         page = self._pages[text][position // self.page_tokens]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from corolla.cache.codecs import CODECS
 from corolla.cache.store import SessionCache
 from corolla.compute import graph_choice
 from corolla.compute.decode_graphs import CudaCapture
@@ -180,12 +181,30 @@ def test_packed_weights_run_by_the_kernels_and_in_replayed_steps(
     assert runner.decode_graphs.num_replays == num_replays + 1
 
 
-@pytest.mark.parametrize("family", quick(["llama", "mistral", "qwen2"], "mistral"))
-def test_replayed_steps_have_the_bits_of_prompts(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("kind", CODECS)
+def test_blocks_that_store_other_codes_than_the_codec_are_not_taken(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = CODECS[kind](torch.float32).encode
+    monkeypatch.setattr(CODECS[kind], "encode", lambda _codec, numbers: encode(numbers * 1.001))
+    span = load_span(make_checkpoint(tmp_path, "llama"), SPANS[0], dtype=torch.float32, device=DEVICE)
+    runner = SpanRunner(span, num_pages=4, page_tokens=PAGE_TOKENS, attention="triton", kv_cache_dtype=kind)
+    assert (runner.kernel_choices.attention, runner.kernel_choices.blocks) == ("triton", "fused")
+
+
+@pytest.mark.parametrize(
+    "case",
+    quick(
+        [("llama", "auto"), ("mistral", "auto"), ("qwen2", "auto"), ("mistral", "fp8"), ("qwen3", "int8")],
+        ("mistral", "auto"),
+    ),
+)
+def test_replayed_steps_have_the_bits_of_prompts(tmp_path: Path, case: tuple[str, str]) -> None:
     """Windows, recorded steps and other sessions leave a token the bits that it has as part of a prompt."""
+    family, kind = case
     checkpoint = make_checkpoint(tmp_path, family)
     span = Span(0, 1)
-    runner = make_runner(checkpoint, span, has_scratch_page=True, max_step_tokens=32)
+    runner = make_runner(checkpoint, span, has_scratch_page=True, max_step_tokens=32, kv_cache_dtype=kind)
     runner.warm_up()
     num_tokens = 3 * PAGE_TOKENS + 3
     generator = torch.Generator().manual_seed(0)

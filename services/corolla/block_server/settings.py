@@ -209,7 +209,7 @@ class BlockServerSettings(ServiceSettings):
         """The tokens of one KV page on the device."""
         if self.page_tokens or is_cpu(self.device):
             return self.page_tokens or _PAGE_TOKENS_OF_CPUS
-        may_attend = self.attention in ("auto", "triton") and self.kv_cache_dtype == "auto"
+        may_attend = self.attention in ("auto", "triton")
         has_triton = find_spec("triton") is not None
         return _PAGE_TOKENS_OF_TRITON if may_attend and has_triton else _PAGE_TOKENS_OF_FLASH
 

@@ -5,6 +5,8 @@ encoded again become the same bytes. So an answer depends neither on how its pro
 its session was handed over. But if keys are computed again in a batch with other rows, their last bits may differ, and
 a stored number may then round the other way.
 
+The Triton kernels store the same codes (`kernels.triton.cache_code`), so a session may move between devices.
+
 E4M3 is the format of Micikevicius et al. 2022, "FP8 Formats for Deep Learning". Integers with a shared power of two are
 a block floating point format, like those of the OCP Microscaling Formats.
 """
@@ -27,6 +29,8 @@ _NOT_FINITE: Final = -128
 class KVCodec(Protocol):
     """A way to store keys or values as int8."""
 
+    name: str
+    """The codec's key in CODECS."""
     dtype: torch.dtype
     """The dtype of the numbers that `decode` returns."""
 
@@ -49,6 +53,8 @@ class KVCodec(Protocol):
 class Fp8Codec:
     """Stores numbers as E4M3, with three bits of mantissa. Numbers beyond 448 become 448."""
 
+    name = "fp8"
+
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
@@ -70,6 +76,8 @@ class Int8Codec:
     A power of two loses about half a bit of precision against the best factor, but products with it are exact.
     """
 
+    name = "int8"
+
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         # float16 cannot represent the smallest powers of two, so their products are computed in float32.
@@ -81,21 +89,30 @@ class Int8Codec:
     def encode(self, numbers: Tensor) -> Tensor:
         """See `KVCodec.encode`."""
         largest = numbers.abs().amax(dim=-1, keepdim=True).float()
-        # The exponent is the least one with which the largest number still has a code. If the quotient is a power of
-        # two, its mantissa is a half, and the exponent that `frexp` returns is one more than needed.
-        mantissas, exponents = torch.frexp(largest / _LARGEST_INT8)
-        exponents = (exponents - (mantissas == 0.5).int()).clamp(_LEAST_EXPONENT, _GREATEST_EXPONENT)
-        codes = torch.ldexp(numbers.float(), -exponents).round().nan_to_num().clamp(-_LARGEST_INT8, _LARGEST_INT8)
-        exponents = torch.where(largest.isfinite(), exponents, _NOT_FINITE)
+        # The exponent is the least one with which the largest number still has a code: 127 is 1.984375 times 2^6. Bits
+        # say so exactly on every device; powers and quotients might not.
+        bits = largest.view(torch.int32)
+        exponents = (bits >> 23) - 133 + ((bits & 0x7FFFFF) > 0x7E0000).int()
+        exponents = exponents.clamp(_LEAST_EXPONENT, _GREATEST_EXPONENT)
+        # A 127th of such a number is zero in float32.
+        exponents = exponents.masked_fill(bits <= 63, 0)
+        is_finite = largest.isfinite()
+        codes = numbers.float() * _power_of_two(-exponents.masked_fill(~is_finite, 0))
+        codes = codes.round().nan_to_num().clamp(-_LARGEST_INT8, _LARGEST_INT8)
+        exponents = torch.where(is_finite, exponents, _NOT_FINITE)
         return torch.cat([codes, exponents.to(codes)], dim=-1).to(torch.int8)
 
     def decode(self, stored: Tensor) -> Tensor:
         """See `KVCodec.decode`."""
         exponents = stored[..., -1:].int()
-        ones = torch.ones_like(exponents, dtype=torch.float32)
-        units = torch.ldexp(ones, exponents.clamp(_LEAST_EXPONENT, _GREATEST_EXPONENT))
+        units = _power_of_two(exponents.clamp(_LEAST_EXPONENT, _GREATEST_EXPONENT))
         units = units.masked_fill_(exponents == _NOT_FINITE, torch.nan).to(self._exact)
         return stored[..., :-1].to(self._exact).mul_(units).to(self.dtype)
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    """Two to the power of `exponents`, int32 from -126 to 127: exact float32 of the same shape, on the same device."""
+    return ((exponents + 127) << 23).view(torch.float32)
 
 
 CODECS: Final[Mapping[str, Callable[[torch.dtype], KVCodec]]] = {"fp8": Fp8Codec, "int8": Int8Codec}

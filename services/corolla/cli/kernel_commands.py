@@ -21,8 +21,10 @@ def build(
     ] = "80,89,90,100",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     page_tokens: Annotated[int, typer.Option(min=1, max=4096, help="COROLLA_PAGE_TOKENS of the servers.")] = 64,
+    kv_cache_dtype: Annotated[str, typer.Option(help="COROLLA_KV_CACHE_DTYPE of the servers.")] = "auto",
 ) -> int:
     """Compiles the Triton kernels of a model into the folder TRITON_CACHE_DIR. It needs triton, and no GPU."""
+    from corolla.cache.codecs import CODECS
     from corolla.chassis.errors import StartupError
     from corolla.compute.kernel_build import build_kernels
     from corolla.models.checkpoint import Checkpoint
@@ -33,9 +35,12 @@ def build(
         raise StartupError(f"--arch {arch} has no compute capabilities: give numbers such as 80,90.")
     if dtype not in DTYPES:
         raise StartupError(f"--dtype {dtype} is no dtype of weights: choose from {', '.join(DTYPES)}.")
+    if kv_cache_dtype not in ("auto", *CODECS):
+        raise StartupError(f"--kv-cache-dtype {kv_cache_dtype} is unknown: choose from auto, {', '.join(CODECS)}.")
+    checkpoint = Checkpoint.from_pretrained(model, hub=Hub())
     began_s = time.monotonic()
     archs = [int(each) for each in arch.split(",")]
-    for built in build_kernels(Checkpoint.from_pretrained(model, hub=Hub()), archs, DTYPES[dtype], page_tokens):
+    for built in build_kernels(checkpoint, archs, DTYPES[dtype], page_tokens, kv_cache_dtype):
         kib = sum(built.code_bytes.values()) / 1024
         seconds = time.monotonic() - began_s
         sys.stdout.write(f"sm_{built.arch}: {len(built.code_bytes)} kernels, {kib:.0f} KiB, after {seconds:.0f} s\n")

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from corolla.cache.codecs import CODECS
 from corolla.cache.store import KVStore
 from corolla.chassis.errors import StartupError
 from corolla.compute.attention.batch import AttentionBatch
 from corolla.compute.attention.paged_triton import PagedTriton
-from corolla.compute.triton_blocks import TritonBlocks, unsupported
+from corolla.compute.triton_blocks import TritonBlocks, stored_twice, unsupported
 from corolla.decoding.nucleus import PROBABILITY_BITS
 from corolla.kernels.page_tables import PageTables
 from corolla.kernels.triton.availability import is_interpreted, missing
@@ -26,7 +27,7 @@ _META = torch.device("meta")
 
 
 def build_kernels(
-    checkpoint: Checkpoint, archs: list[int], dtype: torch.dtype, page_tokens: int
+    checkpoint: Checkpoint, archs: list[int], dtype: torch.dtype, page_tokens: int, kv_cache_dtype: str = "auto"
 ) -> Iterator[Compilation]:
     """Compiles the kernels of all blocks and of the head, for single tokens and for chunks.
 
@@ -35,6 +36,7 @@ def build_kernels(
         archs: compute capabilities without the point, such as 90.
         dtype: the dtype of weights and hidden states.
         page_tokens: tokens of a page.
+        kv_cache_dtype: how keys and values are stored; see `SpanRunner`.
 
     Yields:
         What was compiled for each architecture.
@@ -54,7 +56,7 @@ def build_kernels(
     span = _fused(checkpoint, dtype)
     for arch in archs:
         with compiling(arch) as compilation:
-            _run(span, checkpoint, dtype, page_tokens)
+            _run(span, checkpoint, dtype, page_tokens, kv_cache_dtype)
         yield compilation
 
 
@@ -75,11 +77,16 @@ def _fused(checkpoint: Checkpoint, dtype: torch.dtype) -> FusedSpan:
 
 
 @torch.inference_mode()
-def _run(span: FusedSpan, checkpoint: Checkpoint, dtype: torch.dtype, page_tokens: int) -> None:
+def _run(span: FusedSpan, checkpoint: Checkpoint, dtype: torch.dtype, page_tokens: int, kv_cache_dtype: str) -> None:
     from corolla.kernels.triton.launches import keep_nucleus, row_counts
 
     blocks, backend = TritonBlocks(span), PagedTriton()
-    store = KVStore(1, page_tokens, attention_windows(checkpoint.config))
+    codec = CODECS[kv_cache_dtype](dtype) if kv_cache_dtype != "auto" else None
+    store = KVStore(1, page_tokens, attention_windows(checkpoint.config), codec=codec)
+    if codec is not None:
+        for layer in span.layers:
+            num_outputs = (layer.num_heads + 2 * layer.num_key_heads) * layer.head_dim
+            stored_twice(codec, layer, torch.empty(1, num_outputs, dtype=dtype, device=_META))
     head = torch.empty(checkpoint.vocab_size, checkpoint.hidden_size, dtype=dtype, device=_META)
     groups = range(len(store.rules))
     scores = torch.empty(1, checkpoint.vocab_size, device=_META)

@@ -17,6 +17,7 @@ from corolla.chassis.errors import NonFiniteOutput
 from corolla.compute.attention.backends import choose_backend
 from corolla.compute.attention.batch import RAGGED, AttentionBackend, AttentionBatch, PackedRow
 from corolla.compute.attention.latents import LATENT, PackedLatents, leave_latents
+from corolla.compute.attention.shapes import ShapeProbe
 from corolla.compute.compiled_blocks import choose_compiled_blocks
 from corolla.compute.decode_graphs import DecodeGraphs
 from corolla.compute.host_copies import to_device
@@ -131,24 +132,39 @@ class SpanRunner:
         self._readings = Readings(model.device)
         self.decode_graphs: DecodeGraphs | None = None
         codec = CODECS[kv_cache_dtype](model.dtype) if kv_cache_dtype != "auto" else None
-        self.backend: AttentionBackend = choose_backend(
-            attention, model.device, model.dtype, page_tokens, is_encoded=codec is not None
-        )
         if is_fused:
             model.make_fused(tuning_budget_s)
+        if model.packs_rows:
+            model.set_attention(LATENT if model.family.caches_latents else RAGGED)
+            if model.family.caches_latents:
+                leave_latents(self.model.modules())
         self.store = KVStore(
             num_pages, page_tokens, attention_windows(model.config), max_step_tokens=max_step_tokens,
             has_scratch_page=has_scratch_page, codec=codec,
             recurrent=recurrent_layers(model.config), pageless=pageless_layers(model.config),
             num_state_pages=num_state_pages,
         )  # fmt: skip
+        probe = ShapeProbe()
+        if model.packs_rows and not model.family.caches_latents:
+            self._probe(probe)
+        self.backend: AttentionBackend = choose_backend(
+            attention, model.device, model.dtype, page_tokens, shapes=probe.shapes, codec=codec
+        )
         self.compiled = choose_compiled_blocks(model.fused, self.store, self.backend, model.dtype)
         self.triton = choose_triton_blocks(model.fused, self.store, self.backend, model.dtype)
-        if not model.packs_rows:
-            return
-        model.set_attention(LATENT if model.family.caches_latents else RAGGED)
-        if model.family.caches_latents:
-            leave_latents(self.model.modules())
+
+    @torch.inference_mode()
+    def _probe(self, probe: ShapeProbe) -> None:
+        """Runs the blocks for one token, so that `probe` gets what their attention is called with."""
+        hidden = torch.zeros(1, self.model.hidden_size, dtype=self.model.dtype, device=self.model.device)
+        positions, batch = (
+            torch.zeros(1, dtype=torch.int64, device=hidden.device),
+            AttentionBatch(self.store, (), probe),
+        )
+        if self.model.fused is not None:
+            self.model.fused.forward(hidden, positions, 1, range(len(self.span)), batch.attend)
+        else:
+            self.model.forward(hidden.unsqueeze(0), positions.unsqueeze(0), blocks=self.span, batch=batch)
 
     @property
     def span(self) -> Span:

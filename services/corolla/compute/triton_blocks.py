@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 
+from corolla.cache.codecs import KVCodec
 from corolla.cache.store import KVStore, SessionCache
 from corolla.compute.attention.batch import AttentionBackend, AttentionBatch, PackedRow
 from corolla.compute.attention.paged_triton import PagedTriton, attend_stored
@@ -30,10 +31,14 @@ log = logging.getLogger(__name__)
 
 TOLERANCES: Final = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 """The largest difference between a block's output and that of its modules, relative to the largest number."""
+CODED_TOLERANCE: Final = 2e-2
+"""The same with keys and values in eight bits: where modules round in another way, a number may get the next code."""
 
 _QUERY_KEY_VALUE_PLACE, _OUTPUT_PLACE, _GATE_UP_PLACE, _DOWN_PLACE = PLACES
 # The tokens that a trial computes again after its chunk, with a page's end between them.
 _AROUND_THE_END: Final = 3
+# Powers of two, up and down, that the numbers of the tokens of a trial of codes are multiplied by.
+_CODED_TOKENS: Final = 12
 
 
 def norm_of(norm: Any) -> Norm | None:
@@ -128,7 +133,7 @@ class TritonBlocks:
             position_ids: int64 `[N]`, on the same device.
             end: one more than the largest position.
             layers: indices of the layers.
-            batch: the rows; its store keeps numbers in the model's dtype.
+            batch: the rows.
             adapters: the rows' adapters; None where no row has one.
 
         Returns:
@@ -137,6 +142,7 @@ class TritonBlocks:
         from corolla.kernels.triton.launches import add_rms_norm, gate, rotate_and_store
 
         hidden = hidden.contiguous()
+        codec = None if batch.store.codec is None else batch.store.codec.name
         table, numbers = self._span.rotary.numbered(position_ids, end, hidden)
         if numbers is None:
             numbers = torch.arange(len(position_ids), device=hidden.device)
@@ -154,7 +160,7 @@ class TritonBlocks:
             keys, values = batch.store.layer_like(index, like, like)
             query = rotate_and_store(
                 projected, table, numbers, batch.slots(index, hidden.device), keys, values, rotates=layer.rotates,
-                norms=plan.head_norms,
+                norms=plan.head_norms, codec=codec,
             )  # fmt: skip
             attended = attend_stored(
                 batch, index, query, keys, values, scaling=layer.scaling, window=layer.window
@@ -196,7 +202,7 @@ def choose_triton_blocks(
         return None
     try:
         failure = next((failed for layer in span.layers if (failed := objection(layer, dtype)) is not None), None)
-        failure = failure or _failed_trial(span, store.pool.page_tokens, dtype)
+        failure = failure or _failed_trial(span, store.pool.page_tokens, dtype, store.codec)
     except Exception as error:
         # Compilers raise errors of many kinds. The server works without these kernels.
         failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -208,9 +214,10 @@ def choose_triton_blocks(
 
 
 @torch.inference_mode()
-def _failed_trial(span: FusedSpan, page_tokens: int, dtype: torch.dtype) -> str | None:
+def _failed_trial(span: FusedSpan, page_tokens: int, dtype: torch.dtype, codec: KVCodec | None) -> str | None:
     """Tries one layer of each shape. Returns what failed, as a sentence's end, or None."""
     tried: set[Any] = set()
+    tolerance = TOLERANCES[dtype] if codec is None else max(TOLERANCES[dtype], CODED_TOLERANCE)
     for layer in span.layers:
         shape = (
             layer.num_heads, layer.num_key_heads, layer.head_dim, layer.window, layer.rotates, layer.num_gated,
@@ -219,20 +226,59 @@ def _failed_trial(span: FusedSpan, page_tokens: int, dtype: torch.dtype) -> str 
         if shape in tried:
             continue
         tried.add(shape)
-        trial = _Trial(FusedSpan([layer], span.rotary), page_tokens, dtype)
-        if not (difference := trial.difference()) <= TOLERANCES[dtype]:
+        if codec is not None and not _stores_codes_of(codec, layer, dtype):
+            return f"they store other codes than the codec {codec.name}"
+        trial = _Trial(FusedSpan([layer], span.rotary), page_tokens, dtype, codec)
+        if not (difference := trial.difference()) <= tolerance:
             return f"their results differ by {difference:.1e} from those of the modules"
         if not trial.is_invariant():
             return "a token's bits depend on the batch"
     return None
 
 
+def _stores_codes_of(codec: KVCodec, layer: FusedLayer, dtype: torch.dtype) -> bool:
+    """Whether the kernel that stores keys and values stores just those codes that the codec makes of the same numbers.
+
+    The heads of some tokens are far larger or smaller than others, so that codes of all kinds occur.
+    """
+    device = cast(Norm, norm_of(layer.attention_norm)).weight.device
+    sizes = 2.0 ** torch.arange(-_CODED_TOKENS, _CODED_TOKENS)
+    num_outputs = (layer.num_heads + 2 * layer.num_key_heads) * layer.head_dim
+    numbers = torch.randn(len(sizes), num_outputs, generator=torch.Generator().manual_seed(0))
+    stored, coded = stored_twice(codec, layer, (sizes[:, None] * numbers).to(device, dtype))
+    return all(torch.equal(codec.encode(each), codes) for each, codes in zip(stored, coded, strict=True))
+
+
+def stored_twice(codec: KVCodec, layer: FusedLayer, qkv: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Has the kernel store keys and values as they are, and as codes, without norm and rotation.
+
+    Args:
+        codec: the codec.
+        layer: says how many heads there are, and their size.
+        qkv: `[N, (heads + 2 * key heads) * head_dim]` in the model's dtype.
+
+    Returns:
+        Keys and values `[N, key heads, head_dim]` in the model's dtype, and int8 `[N, key heads, stored size]`; all of
+        them on the device of `qkv`.
+    """
+    from corolla.kernels.triton.launches import rotate_and_store
+
+    slots = torch.arange(len(qkv), device=qkv.device)
+    shape, table = (len(qkv), layer.num_key_heads), qkv.new_empty(1, 2, layer.head_dim)
+    stored = [qkv.new_empty(*shape, layer.head_dim) for _ in range(2)]
+    size = codec.stored_size(layer.head_dim)
+    coded = [torch.empty(*shape, size, dtype=torch.int8, device=qkv.device) for _ in range(2)]
+    for name, (keys, values) in ((None, stored), (codec.name, coded)):
+        rotate_and_store(qkv, table, slots, slots, keys, values, rotates=False, codec=name)
+    return stored, coded
+
+
 class _Trial:
     """A text of a layer's random inputs, which runs in several cuts."""
 
-    def __init__(self, span: FusedSpan, page_tokens: int, dtype: torch.dtype) -> None:
+    def __init__(self, span: FusedSpan, page_tokens: int, dtype: torch.dtype, codec: KVCodec | None) -> None:
         (layer,) = span.layers
-        self._span, self._page_tokens, self._window = span, page_tokens, layer.window
+        self._span, self._page_tokens, self._window, self._codec = span, page_tokens, layer.window, codec
         self._blocks, self._backend = TritonBlocks(span), PagedTriton()
         weight = cast(Norm, norm_of(layer.attention_norm)).weight
         generator = torch.Generator().manual_seed(0)
@@ -261,7 +307,7 @@ class _Trial:
         """The text's outputs, `[T, H]`, computed chunk by chunk; `company`: another session runs along."""
         count = 2 if company else 1
         num_pages = count * (-(-self._num_tokens // self._page_tokens))
-        store = KVStore(num_pages, self._page_tokens, [self._window])
+        store = KVStore(num_pages, self._page_tokens, [self._window], codec=self._codec)
         caches = [store.new_cache() for _ in range(count)]
         for cache in caches:
             cache.reserve(self._num_tokens)

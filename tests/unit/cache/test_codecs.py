@@ -90,4 +90,4 @@ def test_tokens_are_moved_as_they_are_stored(kind: str) -> None:
 
 def test_paged_attention_reads_no_codes() -> None:
     with pytest.raises(StartupError, match="COROLLA_ATTENTION=paged reads keys and values as they are"):
-        choose_backend("paged", torch.device("cpu"), torch.float32, 8, is_encoded=True)
+        choose_backend("paged", torch.device("cpu"), torch.float32, 8, codec=CODECS["fp8"](torch.float32))

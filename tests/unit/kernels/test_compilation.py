@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from corolla.cache.codecs import CODECS
 from tests.checkpoints import make_tiny_checkpoint
 from tests.interpreted import PACKAGES, ROOT, environment
 
@@ -51,6 +52,7 @@ def test_a_product_with_packed_weights_takes_columns_as_one_with_expanded_weight
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = dict(line.split(": ") for line in done.stdout.splitlines())
+    assert {found.pop(codec) for codec in CODECS} == {"2"}
     assert found.keys() >= {"Q4_0", "Q8_0", "Q6_K", "E4M3 of 128, float32"}
     assert set(found.values()) == {"2 0"}
 
@@ -61,6 +63,7 @@ def test_a_product_with_packed_weights_takes_columns_as_one_with_expanded_weight
         (("--arch", "91"), "Kernels cannot be compiled for 91: choose from 80"),
         (("--arch", "sm_90"), "--arch sm_90 has no compute capabilities"),
         (("--arch", "90", "--dtype", "int3"), "--dtype int3 is no dtype of weights"),
+        (("--arch", "90", "--kv-cache-dtype", "int4"), "--kv-cache-dtype int4 is unknown"),
         (("--arch", "90"), "There is nothing to compile"),
     ],
 )

@@ -1,12 +1,13 @@
 """Chooses a server's attention at start, and checks it against the definition of attention in float64."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from corolla.cache.codecs import KVCodec
 from corolla.cache.store import KVStore
 from corolla.chassis.errors import StartupError
 from corolla.compute.attention.batch import AttentionBackend, AttentionBatch, PackedRow
@@ -16,6 +17,7 @@ from corolla.compute.attention.paged_triton import PagedTriton
 from corolla.compute.attention.partial_attention import flash_cpu
 from corolla.compute.attention.run_attention import RunAttention
 from corolla.compute.attention.sdpa import SdpaAttention
+from corolla.compute.attention.shapes import AttentionShape
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +37,13 @@ TOLERANCES: Final[Mapping[torch.dtype, float]] = {torch.float32: 1e-5, torch.bfl
 
 
 def choose_backend(
-    name: str, device: torch.device, dtype: torch.dtype, page_tokens: int, *, is_encoded: bool = False
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    page_tokens: int,
+    *,
+    shapes: Collection[AttentionShape] = (),
+    codec: KVCodec | None = None,
 ) -> AttentionBackend:
     """The fastest attention that gives correct results on this device.
 
@@ -44,21 +52,22 @@ def choose_backend(
         device: the device of keys, values and queries.
         dtype: the dtype of queries, and of keys and values as they are computed.
         page_tokens: tokens of a page.
-        is_encoded: whether keys and values are stored in eight bits, which `paged` and `triton` cannot read.
+        shapes: what the layers of the span ask for, each of which is tried; empty: one of ordinary sizes.
+        codec: encodes keys and values, which `paged` cannot read; None: they are stored as computed.
 
     Raises:
         StartupError: no attention that `name` allows works on this device.
     """
     names = _BY_DEVICE.get(device.type, ("sdpa",)) if name == "auto" else (name,)
-    if is_encoded:
-        names = tuple(each for each in names if each not in ("paged", "triton"))
+    if codec is not None:
+        names = tuple(each for each in names if each != "paged")
         if not names:
             raise StartupError(
                 f"COROLLA_ATTENTION={name} reads keys and values as they are; set it to auto, or COROLLA_KV_CACHE_DTYPE"
                 " to auto."
             )
     for each in names:
-        backend, failure = _tried(each, device, dtype, page_tokens)
+        backend, failure = _tried(each, device, dtype, page_tokens, shapes or (AttentionShape(),), codec)
         if backend is not None:
             log.info("attention chosen", extra={"backend": each, "device": str(device)})
             return backend
@@ -69,12 +78,19 @@ def choose_backend(
 
 
 def _tried(
-    name: str, device: torch.device, dtype: torch.dtype, page_tokens: int
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    page_tokens: int,
+    shapes: Collection[AttentionShape],
+    codec: KVCodec | None,
 ) -> tuple[AttentionBackend | None, str]:
-    """A backend that gave correct results for a small batch, or None and the reason why it cannot be used."""
+    """A backend that gave correct results for a small batch of each shape, or None and why it cannot be used."""
     try:
         backend = BACKENDS[name]()
-        difference = largest_difference(backend, device, dtype, page_tokens)
+        difference = max(
+            largest_difference(backend, device, dtype, page_tokens, shape, codec=codec) for shape in shapes
+        )
     except Exception as error:
         # Compilers raise errors of many kinds, and none may keep a server from starting with another attention.
         return None, (str(error).splitlines() or [type(error).__name__])[0]
@@ -85,21 +101,29 @@ def _tried(
 
 @torch.inference_mode()
 def largest_difference(
-    backend: AttentionBackend, device: torch.device, dtype: torch.dtype, page_tokens: int, window: int | None = None
+    backend: AttentionBackend,
+    device: torch.device,
+    dtype: torch.dtype,
+    page_tokens: int,
+    shape: AttentionShape,
+    *,
+    codec: KVCodec | None = None,
 ) -> float:
     """The largest difference between a backend's results and those of the definition in float64.
 
-    The backend attends for chunks and single tokens of two sessions, with inputs in `dtype` on `device`.
+    The backend attends for chunks and single tokens of two sessions, with inputs in `dtype` on `device`. A window that
+    is longer than a page is cut to a page, so that it hides keys. With a codec, the definition has decoded keys and
+    values. NaN is infinite.
     """
-    num_heads, num_key_heads, head_size = 4, 2, 64
     generator = torch.Generator().manual_seed(0)
+    window = None if shape.window is None else min(shape.window, page_tokens)
 
-    def draw(num_tokens: int, heads: int) -> Tensor:
-        return torch.randn(num_tokens, heads, head_size, generator=generator).to(device=device, dtype=dtype)
+    def draw(num_tokens: int, heads: int, size: int) -> Tensor:
+        return torch.randn(num_tokens, heads, size, generator=generator).to(device=device, dtype=dtype)
 
     lengths = (page_tokens + 3, 5)
     num_pages = sum(-(-(length + 3) // page_tokens) for length in lengths)
-    store = KVStore(num_pages, page_tokens, [window])
+    store = KVStore(num_pages, page_tokens, [window], codec=codec)
     caches = [store.new_cache() for _ in lengths]
     for cache, length in zip(caches, lengths, strict=True):
         cache.reserve(length + 3)
@@ -111,24 +135,31 @@ def largest_difference(
             start = rows[-1].end if rows else 0
             cache.prepare(cache.num_tokens, num_tokens)
             rows.append(PackedRow(cache, cache.num_tokens, start, start + num_tokens))
-            text.append((draw(num_tokens, num_heads), draw(num_tokens, num_key_heads), draw(num_tokens, num_key_heads)))
+            query, key = (
+                draw(num_tokens, shape.num_heads, shape.key_size),
+                draw(num_tokens, shape.num_key_heads, shape.key_size),
+            )
+            text.append((query, key, draw(num_tokens, shape.num_key_heads, shape.value_size)))
         query, key, value = (torch.cat([text[-1][part] for text in texts]) for part in range(3))
         output = AttentionBatch(store, rows, backend).attend(
-            0, query, key, value, scaling=head_size**-0.5, window=window
+            0, query, key, value, scaling=shape.scaling, window=window, softcap=shape.softcap
         )
         for row, text in zip(rows, texts, strict=True):
-            keys, values = (torch.cat([step[part] for step in text]) for part in (1, 2))
-            expected = _definition(text[-1][0], keys, values, head_size**-0.5, window)
-            difference = max(difference, float((output[row.start : row.end] - expected).abs().max()))
+            keys, values = (store.decoded(store.encoded(torch.cat([step[part] for step in text]))) for part in (1, 2))
+            expected = _definition(text[-1][0], keys, values, shape, window)
+            own = (output[row.start : row.end] - expected).abs().max().nan_to_num(torch.inf)
+            difference = max(difference, float(own))
             row.cache.commit(row.position + row.num_tokens)
     return difference
 
 
-def _definition(query: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None) -> Tensor:
-    """The attention of a text's last `T` tokens by its definition, float64 `[T, heads, head_dim]`."""
+def _definition(query: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape, window: int | None) -> Tensor:
+    """The attention of a text's last `T` tokens by its definition, float64 `[T, heads, value head size]`."""
     groups = query.shape[1] // keys.shape[1]
     keys, values = (tensor.double().repeat_interleave(groups, dim=1) for tensor in (keys, values))
-    scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * scaling
+    scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * shape.scaling
+    if shape.softcap is not None:
+        scores = shape.softcap * (scores / shape.softcap).tanh()
     positions = torch.arange(len(keys), device=keys.device)
     distance = positions[-len(query) :, None] - positions[None, :]
     unseen = distance < 0 if window is None else (distance < 0) | (distance >= window)

@@ -65,7 +65,10 @@ class LayerInput:
 
 
 class AttentionBackend(Protocol):
-    """A way to compute attention over pages."""
+    """A way to compute attention over pages.
+
+    With a codec, tokens of a chunk see each other's keys and values rounded, as later tokens will see them.
+    """
 
     name: str
 
@@ -122,9 +125,6 @@ class AttentionBatch:
         Returns:
             `[N, heads, value head size]` in the query's dtype, on its device.
         """
-        if (codec := self.store.codec) is not None:
-            # Tokens of a chunk see each other's keys and values rounded, as later tokens will see them.
-            key, value = codec.decode(codec.encode(key)), codec.decode(codec.encode(value))
         return self._backend.attend(self, LayerInput(layer, query, key, value, scaling, window, softcap))
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ class PagedTriton(PagedBackend):
     """Our own kernels, for CUDA; Triton's interpreter runs them on a CPU.
 
     Each page of a row is computed by itself, and the pages are merged in their order, for single tokens as for chunks.
+    Keys and values in eight bits are decoded in registers.
 
     Raises:
         StartupError: triton is not installed.
@@ -54,7 +55,7 @@ def attend_stored(
         batch: the rows.
         layer: the layer's index within the span.
         query: contiguous `[N, heads, head_dim]` of the new tokens of all rows, in the model's dtype.
-        keys: all sessions' keys of the layer, `[slots, key heads, head_dim]`, in the same dtype.
+        keys: all sessions' keys of the layer, `[slots, key heads, head_dim]`, as the batch's store has them.
         values: all sessions' values of the layer, `[slots, key heads, head_dim]`, likewise.
         scaling: the factor of the scores.
         window: how many tokens a token sees, itself included; None: it sees all tokens before it.
@@ -65,5 +66,8 @@ def attend_stored(
     """
     from corolla.kernels.triton.launches import attend
 
-    tables = tables_of(batch, layer, query.device)
-    return attend(query, keys, values, tables, scaling=scaling, window=window, softcap=softcap)
+    tables, codec = tables_of(batch, layer, query.device), batch.store.codec
+    return attend(
+        query, keys, values, tables, scaling=scaling, window=window, softcap=softcap,
+        codec=None if codec is None else codec.name,
+    )  # fmt: skip

@@ -1,6 +1,7 @@
 """Attention with one kernel call for each run of slots of each row."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -63,6 +64,9 @@ class RunAttention:
 
     def _attend_many(self, batch: AttentionBatch, number: int, own: LayerInput, keys: Tensor, values: Tensor) -> Tensor:
         """Attends for a chunk, whose tokens see the tokens before the chunk and, causally, each other."""
+        if (codec := batch.store.codec) is not None:
+            key, value = codec.decode(codec.encode(own.key)), codec.decode(codec.encode(own.value))
+            own = replace(own, key=key, value=value)
         num_tokens, num_heads, head_size = own.query.shape
         num_key_heads, position, window = keys.shape[1], batch.rows[number].position, own.window
         groups = num_heads // num_key_heads

@@ -7,13 +7,16 @@ order and never split. The compiler must contract nothing else (`enable_fp_fusio
 page after page in the same order for single tokens and for chunks, with one arithmetic for a page (`_page`).
 
 That arithmetic was proven on a device. Windows, softcaps, float32, and masks for sizes other than powers of two
-add operations that leave it alone: masks add zeros to sums, and a page without a visible key changes nothing.
+add operations that leave it alone: masks add zeros to sums, and a page without a visible key changes nothing. Keys and
+values in 8 bits become numbers of the model's dtype in registers before they are multiplied.
 
 Sizes that change from call to call are not specialised, so that no new number of rows makes Triton compile again.
 """
 
 import triton
 import triton.language as tl
+
+from corolla.kernels.triton.cache_code import decoded, store_head
 
 # The base of the exponentials is 2, so scores are multiplied by this number.
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -85,16 +88,25 @@ def _normed_head(value, squares, weight, eps, HEAD: tl.constexpr):
 def rotate_and_store(
     qkv, table, positions, slots, query, keys, values, query_weight, key_weight, query_eps, key_eps,
     NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
-    ROTATES: tl.constexpr, NORMALISES: tl.constexpr,
+    ROTARY: tl.constexpr, IN_PAIRS: tl.constexpr, NORMALISES: tl.constexpr, CODEC: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
-    """A program for a token's head: norm, rotation, and the place in `query`, or in the pages."""
+    """A program for a token's head: norm, rotation, and the place in `query`, or in the pages.
+
+    The first ROTARY numbers of a head are rotated: each with the one half of them away, or IN_PAIRS with its neighbour.
+    A head takes STORED numbers of the pages.
+    """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)
     inside = at < HEAD
     source = qkv + token * (NUM_HEADS + 2 * NUM_KEY_HEADS) * HEAD + head * HEAD
     value = tl.load(source + at, mask=inside, other=0.0)
     if head < NUM_HEADS + NUM_KEY_HEADS:
-        other = (at + HEAD // 2) % HEAD
+        if IN_PAIRS:
+            other = at ^ 1
+        elif ROTARY == HEAD or ROTARY == 0:
+            other = (at + HEAD // 2) % HEAD
+        else:
+            other = tl.where(at < ROTARY, (at + ROTARY // 2) % ROTARY, at)
         rolled = tl.load(source + other, mask=inside, other=0.0)
         if NORMALISES:
             plain = value
@@ -108,21 +120,41 @@ def rotate_and_store(
                 eps = key_eps
             value = _normed_head(value, plain, weight, eps, HEAD)
             rolled = _normed_head(rolled, plain, rolled_weight, eps, HEAD)
-        if ROTATES:
+        if ROTARY:
             position = tl.load(positions + token)
-            cos = tl.load(table + position * 2 * HEAD + at, mask=inside, other=0.0).to(tl.float32)
-            sin = tl.load(table + position * 2 * HEAD + HEAD + at, mask=inside, other=0.0).to(tl.float32)
+            turns = inside if ROTARY == HEAD else at < ROTARY
+            cos = tl.load(table + position * 2 * ROTARY + at, mask=turns, other=0.0).to(tl.float32)
+            sin = tl.load(table + position * 2 * ROTARY + ROTARY + at, mask=turns, other=0.0).to(tl.float32)
             straight = (value.to(tl.float32) * cos).to(value.dtype).to(tl.float32)
-            value = (straight + rolled.to(tl.float32) * sin).to(value.dtype)
+            rotated = (straight + rolled.to(tl.float32) * sin).to(value.dtype)
+            value = rotated if ROTARY == HEAD else tl.where(turns, rotated, value)
     if head < NUM_HEADS:
         tl.store(query + (token * NUM_HEADS + head) * HEAD + at, value, mask=inside)
     else:
         slot = tl.load(slots + token)
         if head < NUM_HEADS + NUM_KEY_HEADS:
-            tl.store(keys + (slot * NUM_KEY_HEADS + head - NUM_HEADS) * HEAD + at, value, mask=inside)
+            place = (slot * NUM_KEY_HEADS + head - NUM_HEADS) * STORED
+            store_head(keys + place, value, inside, HEAD, CODEC, BLOCK)
         else:
-            place = (slot * NUM_KEY_HEADS + head - NUM_HEADS - NUM_KEY_HEADS) * HEAD
-            tl.store(values + place + at, value, mask=inside)
+            place = (slot * NUM_KEY_HEADS + head - NUM_HEADS - NUM_KEY_HEADS) * STORED
+            store_head(values + place, value, inside, HEAD, CODEC, BLOCK)
+
+
+@triton.jit
+def _stored(
+    numbers, inner, at, inside, there, dtype: tl.constexpr,
+    STRIDE: tl.constexpr, HEAD: tl.constexpr, CODEC: tl.constexpr,
+):  # fmt: skip
+    """Keys or values of the tokens `inner` of a page."""
+    if CODEC == "":
+        found = tl.load(numbers + inner[:, None] * STRIDE + at[None, :], mask=there, other=0.0)
+    else:
+        codes = tl.load(numbers + inner[:, None] * STRIDE + at[None, :], mask=there, other=0)
+        exponents = inner
+        if CODEC == "int8":
+            exponents = tl.load(numbers + inner * STRIDE + HEAD, mask=inside, other=0)
+        found = decoded(codes, exponents, dtype, CODEC)
+    return found
 
 
 @triton.jit
@@ -130,12 +162,13 @@ def _page(
     q, keys, values, positions, start, end, scale, window, softcap,
     STRIDE: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
     PAGE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    CODEC: tl.constexpr,
 ):  # fmt: skip
     """One page's part: the greatest score, the sum of weights (as a column of a product), the weighted values."""
     greatest = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS, 16], tl.float32)
     acc = tl.zeros([ROWS, HEAD_BLOCK], tl.float32)
-    at, one = tl.arange(0, HEAD_BLOCK), tl.full([BLOCK, 16], 1.0, keys.dtype.element_ty)
+    at, one = tl.arange(0, HEAD_BLOCK), tl.full([BLOCK, 16], 1.0, q.dtype)
     for block in range(0, PAGE, BLOCK):
         if start + block < end:
             inner = block + tl.arange(0, BLOCK)
@@ -145,7 +178,7 @@ def _page(
             there = inside[:, None]
             if HEAD != HEAD_BLOCK:
                 there = there & (at < HEAD)[None, :]
-            key = tl.load(keys + inner[:, None] * STRIDE + at[None, :], mask=there, other=0.0)
+            key = _stored(keys, inner, at, inside, there, q.dtype, STRIDE, HEAD, CODEC)
             scores = tl.dot(q, tl.trans(key), input_precision=PRECISION) * scale
             if HAS_SOFTCAP:
                 scores = softcap * _tanh(scores / softcap) * _LOG2E
@@ -157,7 +190,7 @@ def _page(
             safe = tl.where(new == -float("inf"), 0.0, new)
             weights = tl.exp2(scores - safe[:, None]).to(q.dtype)
             fade = tl.exp2(greatest - safe)
-            value = tl.load(values + inner[:, None] * STRIDE + at[None, :], mask=there, other=0.0)
+            value = _stored(values, inner, at, inside, there, q.dtype, STRIDE, HEAD, CODEC)
             total = tl.dot(weights, one, total * fade[:, None], input_precision=PRECISION)
             acc = tl.dot(weights, value, acc * fade[:, None], input_precision=PRECISION)
             greatest = new
@@ -170,6 +203,7 @@ def attend_chunks(
     NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    CODEC: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
     """Chunks: a tile of TOKENS tokens of one row times the GROUP heads that share a key head, page after page."""
     tile, key_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -177,7 +211,7 @@ def attend_chunks(
     if begin + tile * TOKENS >= stop:
         return
     ROWS: tl.constexpr = TOKENS * GROUP_BLOCK
-    STRIDE: tl.constexpr = NUM_KEY_HEADS * HEAD
+    STRIDE: tl.constexpr = NUM_KEY_HEADS * STORED
     lane = tl.arange(0, ROWS)
     token = begin + tile * TOKENS + lane // GROUP_BLOCK
     head = key_head * GROUP + lane % GROUP_BLOCK
@@ -201,10 +235,10 @@ def attend_chunks(
     total = tl.zeros([ROWS, 16], tl.float32)
     acc = tl.zeros([ROWS, HEAD_BLOCK], tl.float32)
     for number in range(first, tl.cdiv(end, PAGE)):
-        base = tl.load(pages + row * table_width + number).to(tl.int64) * PAGE * STRIDE + key_head * HEAD
+        base = tl.load(pages + row * table_width + number).to(tl.int64) * PAGE * STRIDE + key_head * STORED
         m, l, a = _page(
             q, keys + base, values + base, positions, number * PAGE, end, scale, window, softcap,
-            STRIDE, ROWS, HEAD, HEAD_BLOCK, BLOCK, PAGE, HAS_WINDOW, HAS_SOFTCAP, PRECISION,
+            STRIDE, ROWS, HEAD, HEAD_BLOCK, BLOCK, PAGE, HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODEC,
         )  # fmt: skip
         new = tl.maximum(greatest, m)
         safe = tl.where(new == -float("inf"), 0.0, new)
@@ -222,6 +256,7 @@ def attend_pages(
     NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    CODEC: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
     """Single tokens: each page of one row by itself, for the GROUP heads that share a key head.
 
@@ -231,7 +266,7 @@ def attend_pages(
     held = tl.load(num_keys + row)
     if split * PAGE >= held:
         return
-    STRIDE: tl.constexpr = NUM_KEY_HEADS * HEAD
+    STRIDE: tl.constexpr = NUM_KEY_HEADS * STORED
     lane, at = tl.arange(0, ROWS), tl.arange(0, HEAD_BLOCK)
     inside = lane < GROUP
     where = (row * NUM_HEADS + key_head * GROUP + lane)[:, None] * HEAD + at[None, :]
@@ -242,10 +277,10 @@ def attend_pages(
     positions = tl.full([ROWS], 0, tl.int32) + held - 1
     first_part = tl.load(first_parts + row).to(tl.int64)
     for number in range(split, tl.cdiv(held, PAGE), splits):
-        base = tl.load(pages + row * table_width + number).to(tl.int64) * PAGE * STRIDE + key_head * HEAD
+        base = tl.load(pages + row * table_width + number).to(tl.int64) * PAGE * STRIDE + key_head * STORED
         m, l, a = _page(
             q, keys + base, values + base, positions, number * PAGE, held, scale, window, softcap,
-            STRIDE, ROWS, HEAD, HEAD_BLOCK, BLOCK, PAGE, HAS_WINDOW, HAS_SOFTCAP, PRECISION,
+            STRIDE, ROWS, HEAD, HEAD_BLOCK, BLOCK, PAGE, HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODEC,
         )  # fmt: skip
         place = (first_part + number) * NUM_HEADS + key_head * GROUP + lane
         tl.store(maxima + place, m, mask=inside)

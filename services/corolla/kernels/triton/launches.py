@@ -154,24 +154,29 @@ def rotate_and_store(
     values: Tensor,
     *,
     rotates: bool = True,
+    in_pairs: bool = False,
     norms: HeadNorms | None = None,
+    codec: str | None = None,
 ) -> Tensor:
     """Normalises and rotates queries and keys, and stores keys and values in their pages.
 
     Args:
         qkv: `[N, (heads + 2 * key heads) * head_dim]`, the projections of the new tokens.
-        table: `[rows, 2, head_dim]`, cosines and signed sines.
+        table: `[rows, 2, rotary size]`, cosines and signed sines of the first numbers of a head.
         positions: int64 `[N]`, each token's row of the table.
         slots: int64 `[N]`, where each token's key and value go.
-        keys: `[slots, key heads, head_dim]`, written in place.
-        values: `[slots, key heads, head_dim]`, written in place.
+        keys: `[slots, key heads, head_dim]`, written in place; with a codec int8 `[slots, key heads, stored size]`.
+        values: `[slots, key heads, head_dim]`, likewise.
         rotates: whether there is a rotary embedding.
+        in_pairs: whether a number is rotated with its neighbour, not with the one half the rotary size away.
         norms: the norms of query and key heads; None: there are none.
+        codec: the key of `cache.codecs.CODECS` by which keys and values are stored; None: as they are.
 
     Returns:
         The queries, `[N, heads, head_dim]`.
     """
-    _, num_key_heads, head = keys.shape
+    _, num_key_heads, stored = keys.shape
+    head = _head_size(stored, codec)
     num_heads = qkv.shape[1] // head - 2 * num_key_heads
     query = qkv.new_empty(qkv.shape[0], num_heads, head)
     weights = (qkv, qkv) if norms is None else (norms.query_weight, norms.key_weight)
@@ -179,10 +184,16 @@ def rotate_and_store(
     launch(
         device_code.rotate_and_store, (qkv.shape[0], num_heads + 2 * num_key_heads),
         qkv, table, positions, slots, query, keys, values, *weights, *epsilons,
-        NUM_HEADS=num_heads, NUM_KEY_HEADS=num_key_heads, HEAD=head, BLOCK=power_of_two(head), ROTATES=rotates,
-        NORMALISES=norms is not None, num_warps=1, **_EXACT,
+        NUM_HEADS=num_heads, NUM_KEY_HEADS=num_key_heads, HEAD=head, BLOCK=power_of_two(head),
+        ROTARY=table.shape[-1] if rotates else 0, IN_PAIRS=in_pairs, NORMALISES=norms is not None, CODEC=codec or "",
+        STORED=stored, num_warps=1, **_EXACT,
     )  # fmt: skip
     return query
+
+
+def _head_size(stored: int, codec: str | None) -> int:
+    # The last byte of a head as int8 is its exponent.
+    return stored - 1 if codec == "int8" else stored
 
 
 def attend(
@@ -194,24 +205,26 @@ def attend(
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
+    codec: str | None = None,
 ) -> Tensor:
     """Attention of all rows over their pages.
 
     Args:
         query: `[N, heads, head_dim]` of the new tokens of all rows, whose keys and values are stored.
-        keys: `[slots, key heads, head_dim]`.
-        values: `[slots, key heads, head_dim]`.
+        keys: `[slots, key heads, head_dim]`; with a codec int8 `[slots, key heads, stored size]`.
+        values: `[slots, key heads, head_dim]`, likewise.
         tables: the rows.
         scaling: the factor of the scores.
         window: how many tokens a token sees, itself included; None: it sees all tokens before it.
         softcap: the bound of the scores; None: they are not bounded.
+        codec: the key of `cache.codecs.CODECS` by which keys and values are stored; None: as they are.
 
     Returns:
         `[N, heads, head_dim]`.
     """
     num_heads, head = query.shape[1:]
     num_rows, width = tables.pages.shape
-    num_key_heads = keys.shape[1]
+    _, num_key_heads, stored = keys.shape
     group = num_heads // num_key_heads
     out = torch.empty_like(query)
     scale = scaling * (1.0 if softcap is not None else _LOG2E)
@@ -222,6 +235,7 @@ def attend(
         "NUM_HEADS": num_heads, "NUM_KEY_HEADS": num_key_heads, "HEAD": head,
         "HEAD_BLOCK": max(_LEAST_SIDE, power_of_two(head)), "GROUP": group, "BLOCK": block, "PAGE": page,
         "HAS_WINDOW": window is not None, "HAS_SOFTCAP": softcap is not None, "PRECISION": precision(query.dtype),
+        "CODEC": codec or "", "STORED": stored,
     }  # fmt: skip
     # A step of the loops loads keys and values.
     bytes_of_stage = 2 * block * shape["HEAD_BLOCK"] * query.element_size()

@@ -1,6 +1,9 @@
 """Each attention backend is right, by itself and as the choice at start sees it."""
 
 import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +12,16 @@ import torch
 from corolla.chassis.errors import StartupError
 from corolla.compute.attention import backends, paged_triton
 from corolla.compute.attention.backends import BACKENDS, choose_backend, largest_difference
-from corolla.compute.attention.batch import AttentionBatch
+from corolla.compute.attention.batch import AttentionBatch, LayerInput
 from corolla.compute.attention.paged_flash import PagedFlash
 from corolla.compute.attention.partial_attention import flash_cpu
 from corolla.compute.attention.run_attention import RunAttention
+from corolla.compute.attention.shapes import AttentionShape
+from corolla.compute.span_runner import SpanRunner
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.span_model import load_span
+from corolla.wire.span import Span
+from tests.checkpoints import make_tiny_checkpoint
 from tests.paged_kernel import paged_definition
 
 CPU = torch.device("cpu")
@@ -25,14 +34,17 @@ CPU = torch.device("cpu")
 def test_backends_equal_the_definition_in_float64(
     name: str, window: int | None, page_tokens: int, dtype: torch.dtype, tolerance: float
 ) -> None:
-    assert largest_difference(BACKENDS[name](), CPU, dtype, page_tokens, window) <= tolerance
+    assert largest_difference(BACKENDS[name](), CPU, dtype, page_tokens, AttentionShape(window=window)) <= tolerance
 
 
 @pytest.mark.parametrize("window", [None, 4, 40])
 @pytest.mark.parametrize("page_tokens", [4, 32])
 def test_page_tables_lead_to_the_right_keys(window: int | None, page_tokens: int) -> None:
     """The definition takes the place of the kernel, which runs on GPUs only."""
-    assert largest_difference(PagedFlash(paged_definition), CPU, torch.float32, page_tokens, window) <= 2e-6
+    assert (
+        largest_difference(PagedFlash(paged_definition), CPU, torch.float32, page_tokens, AttentionShape(window=window))
+        <= 2e-6
+    )
 
 
 def test_the_fastest_backend_is_chosen_unless_another_is_named() -> None:
@@ -62,6 +74,36 @@ def test_a_backend_with_wrong_results_is_skipped(monkeypatch: pytest.MonkeyPatch
     assert choose_backend("auto", CPU, torch.float32, 32).name == "sdpa"
     with pytest.raises(StartupError, match="differ by"):
         choose_backend("flash", CPU, torch.float32, 32)
+
+
+def test_a_backend_is_tried_with_the_heads_windows_and_bounds_of_the_span(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Picky(RunAttention):
+        """Refuses some sizes of heads, or windows, or bounds, as kernels do."""
+
+        def __init__(self, refuses: Callable[[LayerInput], bool]) -> None:
+            super().__init__("picky", flash_cpu)
+            self._refuses = refuses
+
+        def attend(self, batch: AttentionBatch, given: LayerInput) -> torch.Tensor:
+            if self._refuses(given):
+                raise ValueError("no kernel for that")
+            return super().attend(batch, given)
+
+    folder = make_tiny_checkpoint("gemma2", tmp_path, config_changes={"head_dim": 24, "num_key_value_heads": 1})
+    checkpoint = Checkpoint.from_pretrained(str(folder))
+    refusals: list[tuple[Callable[[LayerInput], bool], str]] = [
+        (lambda given: given.query.shape[-1] == 24, "flash"),
+        (lambda given: given.key.shape[1] == 1, "flash"),
+        (lambda given: given.window is not None, "flash"),
+        (lambda given: given.softcap == checkpoint.config.attn_logit_softcapping, "flash"),
+        (lambda given: given.query.shape[-1] == 64, "picky"),
+    ]
+    for refuses, chosen in refusals:
+        monkeypatch.setitem(backends.BACKENDS, "compiled", partial(Picky, refuses))
+        runner = SpanRunner(load_span(checkpoint, Span(0, 2), dtype=torch.float32), num_pages=4, page_tokens=8)
+        assert runner.backend.name == chosen
 
 
 def test_a_server_without_a_compiler_uses_the_next_best(monkeypatch: pytest.MonkeyPatch) -> None:
