@@ -344,6 +344,8 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
     "falcon_mamba": {"state_size": 8, "time_step_rank": 4, "residual_in_fp32": False},
     "falcon": {"alibi": False, "multi_query": True, "new_decoder_architecture": False, "parallel_attn": True},
 }
+MIXTURES = frozenset(name for name, facts in _FAMILY_FACTS.items() if "num_experts_per_tok" in facts)
+"""Families whose tiny models have experts, of which a token gets some."""
 
 
 # Beyond so many tokens, texts of `make_long_rope_checkpoint` have the long factors.

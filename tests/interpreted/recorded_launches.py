@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from corolla.kernels.triton import launches
+from corolla.kernels.triton import expert_launches, launches
 from tests.recorded_steps import Recorder
 
 
@@ -29,7 +29,8 @@ def record(step: Callable[[], None]) -> Callable[[], None]:
         recorder.add(launch, (kernel, grid, *arguments), options)
 
     with pytest.MonkeyPatch.context() as patch, recorder:
-        patch.setattr(launches, "launch", recorded)
+        for module in (launches, expert_launches):
+            patch.setattr(module, "launch", recorded)
         step()
     return recorder.replay
 

@@ -5,7 +5,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,7 +40,7 @@ from corolla.kernels.llvm_text import LANES
 from corolla.kernels.product_source import scratch_bytes
 from corolla.kernels.products import DTYPES, kernel_of, rows_of, weights_of
 from corolla.models.adapters.products import SpanAdapter
-from corolla.models.fused import PLACES, FusedLayer, FusedSpan, Projection, RmsNorm
+from corolla.models.fused import PLACES, FusedLayer, FusedSpan, GatedMlp, Projection, RmsNorm
 from corolla.models.linear import TunedLinear
 from corolla.models.packed.modules import PackedLinear
 
@@ -240,8 +240,10 @@ def objection(span: FusedSpan, store: KVStore, dtype: torch.dtype) -> str | None
     if len({(each.num_heads, each.num_key_heads, each.head_dim, each.scaling) for each in span.layers}) > 1:
         return "the heads of its layers differ"  # a job serves all layers of a group
     for layer in span.layers:
-        if type(layer.activation).__name__ not in _SILU:
-            return f"the activation {type(layer.activation).__name__} has no function"
+        if not isinstance(layer.mlp, GatedMlp):
+            return "a mixture of experts has no function"
+        if type(layer.mlp.activation).__name__ not in _SILU:
+            return f"the activation {type(layer.mlp.activation).__name__} has no function"
         if not all(isinstance(norm, RmsNorm | None) for norm in _norms(layer)):
             return "a norm is not the usual one"
         if (layer.query_norm is None) != (layer.key_norm is None):
@@ -269,7 +271,12 @@ def _lies_in_panels(projection: Projection) -> bool:
 
 def _projections(layer: FusedLayer) -> list[Any]:
     """The layer's projections, in the order of `PROJECTIONS`."""
-    return [getattr(layer, name) for name in PROJECTIONS]
+    mlp = _mlp(layer)
+    return [layer.query_key_value, layer.output, mlp.gate_up, mlp.down]
+
+
+def _mlp(layer: FusedLayer) -> GatedMlp:
+    return cast(GatedMlp, layer.mlp)
 
 
 def _shape_of(layer: FusedLayer, dtype: torch.dtype) -> BlockShape:
@@ -280,7 +287,7 @@ def _shape_of(layer: FusedLayer, dtype: torch.dtype) -> BlockShape:
         num_heads=layer.num_heads,
         num_key_heads=layer.num_key_heads,
         head_size=layer.head_dim,
-        num_gated=layer.num_gated,
+        num_gated=_mlp(layer).num_gated,
         has_bias=tuple(projection.bias is not None for projection in _projections(layer)),
         norms_heads=layer.query_norm is not None,
         rotates=layer.rotates,

@@ -14,6 +14,7 @@ from corolla.compute.decode_buffers import DecodeBuffers
 from corolla.compute.decode_graphs import SIZES, DecodeGraphs, Record
 from corolla.compute.device import is_out_of_memory
 from corolla.compute.span_runner import RowWork, SpanRunner
+from corolla.models.fused import MixtureMlp
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ def _failure(runner: SpanRunner, record: Record, ladder: Sequence[int]) -> str |
     fused = runner.model.fused
     if fused is None:
         return "the blocks run with the family's own code"
+    if runner.triton is None and any(isinstance(layer.mlp, MixtureMlp) for layer in fused.layers):
+        return "the mixtures of experts run with the family's own code"
     if not isinstance(runner.backend, PagedBackend):
         return f"attention is {runner.backend.name}, which does not read pages through tables"
     checked = _checked_rows(runner, ladder)

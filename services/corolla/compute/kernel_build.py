@@ -1,6 +1,6 @@
 """Compiles the Triton kernels of a model's blocks and head before a server of it starts, without a device."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from corolla.kernels.triton.availability import is_interpreted, missing
 from corolla.kernels.triton.compilation import SHARED_MEMORY, Compilation, compiling
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.families import attention_windows
-from corolla.models.fused import FusedSpan
+from corolla.models.fused import FusedSpan, MixtureMlp
 from corolla.models.invariant_products import InvariantProduct, triton_product
 from corolla.models.span_model import SpanModel, empty_span
 from corolla.wire.span import Span
@@ -91,7 +91,7 @@ def _run(span: FusedSpan, checkpoint: Checkpoint, dtype: torch.dtype, page_token
     groups = range(len(store.rules))
     scores = torch.empty(1, checkpoint.vocab_size, device=_META)
     keep_nucleus(scores, scores, torch.empty(1, dtype=torch.int64, device=_META), PROBABILITY_BITS)
-    for num_rows in row_counts():
+    for num_rows in sorted({*row_counts(), *_tokens_of_mixtures(span, row_counts())}):
         hidden = torch.empty(num_rows, checkpoint.hidden_size, dtype=dtype, device=_META)
         triton_product(hidden, head, None)
         positions = torch.empty(num_rows, dtype=torch.int64, device=_META)
@@ -102,6 +102,14 @@ def _run(span: FusedSpan, checkpoint: Checkpoint, dtype: torch.dtype, page_token
                 store, (), backend, slots=dict.fromkeys(groups, positions), prepared=dict.fromkeys(groups, tables)
             )
             blocks.forward(hidden, positions, 1, range(len(span.layers)), batch)
+
+
+def _tokens_of_mixtures(span: FusedSpan, row_counts: Sequence[int]) -> Iterator[int]:
+    """Numbers of tokens for which an expert gets as many of them, on average, as each tile is made for."""
+    for layer in span.layers:
+        if isinstance(layer.mlp, MixtureMlp) and layer.mlp.mixture is not None:
+            routing = layer.mlp.mixture.routing
+            yield from (-(-count * routing.num_experts // routing.num_chosen) for count in row_counts)
 
 
 def _tables(num_rows: int, max_queries: int, page_tokens: int) -> PageTables:

@@ -347,12 +347,11 @@ class SpanRunner:
         if self.compiled is not None:
             of_tokens = [row.adapter for row in rows for _ in range(row.num_tokens)] if has_adapters else []
             return self.compiled.forward(hidden, position_ids, end, layers, batch, of_tokens)
-        adapters = self._adapters(rows)
+        adapters = self.model.adapters = self._adapters(rows)
         if self.triton is not None:
             return self.triton.forward(hidden, position_ids, end, layers, batch, adapters)
         if self.model.fused is not None:
             return self.model.fused.forward(hidden, position_ids, end, layers, batch.attend, adapters)
-        self.model.adapters = adapters
         self._tell_factors(rows, hidden)
         cache = PackedLatents(batch) if self.model.family.caches_latents else None
         return self.model.forward(

@@ -1,6 +1,7 @@
 """Runs whole blocks of a span by Triton kernels, on GPUs: a token's bits do not depend on the rest of the batch.
 
-`FusedSpan` has the blocks, and their projections multiply by the rule (`models/invariant_products`). A server takes the
+`FusedSpan` has the blocks, and their projections multiply by the rule (`models/invariant_products`). The kernels of
+`expert_launches` take the place of a mixture of experts, whose own code waits for the device. A server takes the
 kernels only where a trial at start finds that their results equal those of the blocks' modules up to rounding, and that
 the same tokens have the same bits as a chunk, in several chunks, one by one, and next to another session.
 """
@@ -18,10 +19,12 @@ from corolla.cache.codecs import KVCodec
 from corolla.cache.store import KVStore, SessionCache
 from corolla.compute.attention.batch import AttentionBackend, AttentionBatch, PackedRow
 from corolla.compute.attention.paged_triton import PagedTriton, attend_stored
+from corolla.compute.mixture_trial import failed_mixture_trial
 from corolla.models.adapters.products import AdapterBatch
-from corolla.models.fused import PLACES, FusedLayer, FusedSpan, Projection, RmsNorm
+from corolla.models.fused import PLACES, FusedLayer, FusedSpan, GatedMlp, MixtureMlp, Projection, RmsNorm
 from corolla.models.invariant_norms import Norm
 from corolla.models.linear import TunedLinear
+from corolla.models.mixtures import Mixture
 from corolla.models.packed.modules import PackedLinear
 
 if TYPE_CHECKING:
@@ -63,7 +66,61 @@ class _Plan:
     attention_norm: Norm
     mlp_norm: Norm
     head_norms: "HeadNorms | None"
-    activation: str
+    mlp: "_GatedPlan | MixturePlan"
+
+
+class _GatedPlan:
+    """An MLP as the kernels take it."""
+
+    def __init__(self, mlp: GatedMlp) -> None:
+        self._mlp = mlp
+        self._activation = cast(str, activation_of(mlp.activation))
+
+    def forward(self, normed: Tensor, index: int, adapters: AdapterBatch | None) -> Tensor:
+        from corolla.kernels.triton.launches import gate
+
+        gate_up = self._mlp.gate_up.forward(normed)
+        if adapters is not None:
+            adapters.add(index, _GATE_UP_PLACE, normed, gate_up)
+        gated = gate(gate_up, self._activation)
+        delta = self._mlp.down.forward(gated)
+        if adapters is not None:
+            adapters.add(index, _DOWN_PLACE, gated, delta)
+        return delta
+
+
+class MixturePlan:
+    """A mixture of experts as the kernels take it."""
+
+    def __init__(self, mixture: Mixture) -> None:
+        self._mixture = mixture
+        self._activation = cast(str, activation_of(mixture.activation))
+        shared = mixture.shared
+        self._shared_activation = None if shared is None else activation_of(shared.act_fn)
+
+    def forward(self, normed: Tensor, _index: int, _adapters: AdapterBatch | None) -> Tensor:
+        """Runs the mixture over the new tokens of all rows.
+
+        Args:
+            normed: `[N, H]`, in the model's dtype, on its device.
+
+        Returns:
+            `[N, H]` in the same dtype.
+        """
+        from corolla.kernels.triton.expert_launches import add_experts, choose_experts, multiply_experts
+        from corolla.kernels.triton.launches import gate, multiply
+
+        mixture, shared = self._mixture, self._mixture.shared
+        logits = multiply(normed.float() if mixture.is_wide else normed, mixture.router_weight)
+        chosen = choose_experts(logits, mixture.routing, mixture.correction, mixture.weights_dtype)
+        gated = gate(multiply_experts(normed, mixture.gate_up, chosen), self._activation)
+        results = multiply_experts(gated, mixture.down, chosen)
+        if shared is None:
+            return add_experts(results, chosen)
+        # Calls of modules, not of their method `forward`, run the hooks that add what adapters change.
+        own = gate(shared.gate_proj(normed), cast(str, self._shared_activation), shared.up_proj(normed))
+        opening = None if mixture.shared_gate is None else mixture.shared_gate(normed)
+        return add_experts(results, chosen, shared.down_proj(own), opening)
 
 
 def objection(layer: FusedLayer, dtype: torch.dtype) -> str | None:
@@ -82,8 +139,11 @@ def _keeps_rows_apart(projection: Projection) -> bool:
 
 def unsupported(layer: FusedLayer, dtype: torch.dtype) -> str | None:
     """Says which part of a layer has no kernel, as a sentence's end; None: each part has one. Weights do not count."""
-    if activation_of(layer.activation) is None:
-        return f"there is no kernel for the activation {type(layer.activation).__name__}"
+    if isinstance(layer.mlp, MixtureMlp) and layer.mlp.mixture is None:
+        return f"there is no kernel for the mixture of experts {layer.mlp.name}"
+    for activation in _activations(layer.mlp):
+        if activation_of(activation) is None:
+            return f"there is no kernel for the activation {type(activation).__name__}"
     for norm in (layer.attention_norm, layer.mlp_norm):
         of = norm_of(norm)
         if of is None or of.weight.dtype != dtype:
@@ -95,6 +155,13 @@ def unsupported(layer: FusedLayer, dtype: torch.dtype) -> str | None:
     return None
 
 
+def _activations(mlp: GatedMlp | MixtureMlp) -> list[nn.Module]:
+    if isinstance(mlp, GatedMlp):
+        return [mlp.activation]
+    mixture = cast(Mixture, mlp.mixture)
+    return [mixture.activation] if mixture.shared is None else [mixture.activation, mixture.shared.act_fn]
+
+
 def _plan_of(layer: FusedLayer) -> _Plan:
     from corolla.kernels.triton.launches import HeadNorms
 
@@ -103,7 +170,9 @@ def _plan_of(layer: FusedLayer) -> _Plan:
     if query is not None and key is not None:
         norms = HeadNorms(query.weight, key.weight, query.epsilon, key.epsilon)
     attention_norm, mlp_norm = cast(Norm, norm_of(layer.attention_norm)), cast(Norm, norm_of(layer.mlp_norm))
-    return _Plan(layer, attention_norm, mlp_norm, norms, cast(str, activation_of(layer.activation)))
+    mlp = layer.mlp
+    plan = _GatedPlan(mlp) if isinstance(mlp, GatedMlp) else MixturePlan(cast(Mixture, mlp.mixture))
+    return _Plan(layer, attention_norm, mlp_norm, norms, plan)
 
 
 class TritonBlocks:
@@ -139,7 +208,7 @@ class TritonBlocks:
         Returns:
             The output of the last layer, `[N, H]`, in the same dtype on the same device.
         """
-        from corolla.kernels.triton.launches import add_rms_norm, gate, rotate_and_store
+        from corolla.kernels.triton.launches import add_rms_norm, rotate_and_store
 
         hidden = hidden.contiguous()
         codec = None if batch.store.codec is None else batch.store.codec.name
@@ -169,13 +238,7 @@ class TritonBlocks:
             if adapters is not None:
                 adapters.add(index, _OUTPUT_PLACE, attended, output)
             normed, hidden = _added(add_rms_norm, hidden, output, plan.mlp_norm, multiplier)
-            gate_up = layer.gate_up.forward(normed)
-            if adapters is not None:
-                adapters.add(index, _GATE_UP_PLACE, normed, gate_up)
-            gated = gate(gate_up, plan.activation)
-            delta = layer.down.forward(gated)
-            if adapters is not None:
-                adapters.add(index, _DOWN_PLACE, gated, delta)
+            delta = plan.mlp.forward(normed, index, adapters)
         if delta is None:
             return hidden
         return hidden + (delta if multiplier == 1.0 else delta * multiplier)
@@ -220,7 +283,7 @@ def _failed_trial(span: FusedSpan, page_tokens: int, dtype: torch.dtype, codec: 
     tolerance = TOLERANCES[dtype] if codec is None else max(TOLERANCES[dtype], CODED_TOLERANCE)
     for layer in span.layers:
         shape = (
-            layer.num_heads, layer.num_key_heads, layer.head_dim, layer.window, layer.rotates, layer.num_gated,
+            layer.num_heads, layer.num_key_heads, layer.head_dim, layer.window, layer.rotates, _shape_of(layer.mlp),
             layer.residual_multiplier, *(getattr(each, "layout", None) for each in layer.projections),
         )  # fmt: skip
         if shape in tried:
@@ -228,6 +291,11 @@ def _failed_trial(span: FusedSpan, page_tokens: int, dtype: torch.dtype, codec: 
         tried.add(shape)
         if codec is not None and not _stores_codes_of(codec, layer, dtype):
             return f"they store other codes than the codec {codec.name}"
+        if isinstance(layer.mlp, MixtureMlp):
+            from corolla.kernels.triton.launches import row_counts
+
+            if (failure := failed_mixture_trial(cast(Mixture, layer.mlp.mixture), tuple(row_counts()))) is not None:
+                return failure
         trial = _Trial(FusedSpan([layer], span.rotary), page_tokens, dtype, codec)
         if not (difference := trial.difference()) <= tolerance:
             return f"their results differ by {difference:.1e} from those of the modules"
@@ -273,6 +341,13 @@ def stored_twice(codec: KVCodec, layer: FusedLayer, qkv: Tensor) -> tuple[list[T
     return stored, coded
 
 
+def _shape_of(mlp: GatedMlp | MixtureMlp) -> Any:
+    if isinstance(mlp, GatedMlp):
+        return mlp.num_gated
+    mixture = cast(Mixture, mlp.mixture)
+    return (mixture.gate_up.shape, mixture.routing)
+
+
 class _Trial:
     """A text of a layer's random inputs, which runs in several cuts."""
 
@@ -288,9 +363,15 @@ class _Trial:
         self._whole = self._run([(0, self._num_tokens)])
 
     def difference(self) -> float:
-        """The largest difference from the layer's modules, relative to the largest number. NaN is infinite."""
+        """The largest difference from the layer's modules, relative to the largest number. NaN is infinite.
+
+        Of a mixture in half precision, it is that of the median token: where two experts have nearly the same score,
+        rounding decides which of them a token gets.
+        """
         expected = self._run([(0, self._num_tokens)], by_modules=True).float()
-        difference = (self._whole.float() - expected).abs().max() / expected.abs().max()
+        differences = (self._whole.float() - expected).abs().amax(-1).nan_to_num(torch.inf) / expected.abs().max()
+        is_mixture = isinstance(self._span.layers[0].mlp, MixtureMlp)
+        difference = differences.median() if is_mixture and self._hidden.element_size() == 2 else differences.max()
         return float(difference.nan_to_num(torch.inf))
 
     def is_invariant(self) -> bool:

@@ -1,10 +1,11 @@
 """Runs transformer blocks of the shape that most families share, with little overhead.
 
 The shared shape is: normalise, project to queries, keys and values, rotate, attend, project, add; normalise, gate,
-project, add. In small models, half of a decode step of `transformers` is Python code around these operations. Here, one
-product replaces the projections of the same input, the rotary table is made once for all layers, and there are no cache
-objects. The family's own modules are the reference for the results. They share the weights until tuning lays these out
-in another way. All tensors of a call are on the device of the weights.
+project, add. In place of gate and projection there may be a mixture of experts, which runs the family's own code. In
+small models, half of a decode step of `transformers` is Python code around these operations. Here, one product replaces
+the projections of the same input, the rotary table is made once for all layers, and there are no cache objects. The
+family's own modules are the reference for the results. They share the weights until tuning lays these out in another
+way. All tensors of a call are on the device of the weights.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,8 @@ from torch.nn import functional
 
 from corolla.models.adapters.products import AdapterBatch, Place
 from corolla.models.families import attention_windows
-from corolla.models.linear import TunedLinear, is_plain
+from corolla.models.linear import TunedLinear, is_plain, replace_linears
+from corolla.models.mixtures import Mixture
 from corolla.models.packed.modules import PackedLinear
 from corolla.models.rotary_table import RotaryTable
 
@@ -139,11 +141,92 @@ class FusedSpan:
 
 def fits(layer: nn.Module) -> bool:
     """Whether a decoder layer's projections can be fused: all are plain or packed, not quantised in another way."""
-    projections = [
-        *(layer.get_submodule(f"self_attn.{name}") for name in (*_QUERY_KEY_VALUE, "o_proj")),
-        *(layer.get_submodule(f"mlp.{name}") for name in (*_GATE_UP, "down_proj")),
-    ]
+    projections = [layer.get_submodule(f"self_attn.{name}") for name in (*_QUERY_KEY_VALUE, "o_proj")]
+    if not _has_experts(_mlp_of(layer)):
+        projections += [layer.get_submodule(f"mlp.{name}") for name in (*_GATE_UP, "down_proj")]
     return all(is_plain(each) or isinstance(each, PackedLinear) for each in projections)
+
+
+def _mlp_of(layer: Any) -> Any:
+    return layer.block_sparse_moe if hasattr(layer, "block_sparse_moe") else layer.mlp
+
+
+def _has_experts(mlp: Any) -> bool:
+    return hasattr(mlp, "experts")
+
+
+class GatedMlp:
+    """The MLP of most families.
+
+    Attributes:
+        gate_up: the two input projections as one.
+        down: the output projection.
+        activation: the activation of the gate.
+        num_gated: how many outputs the gate has.
+    """
+
+    def __init__(self, mlp: Any) -> None:
+        self.gate_up = _fuse(mlp, _GATE_UP)
+        self.down = _tuned(mlp.down_proj)
+        self.activation = mlp.act_fn
+        self.num_gated: int = mlp.gate_proj.out_features
+
+    @property
+    def projections(self) -> Iterator[Projection]:
+        for each in (self.gate_up, self.down):
+            yield from _parts(each)
+
+    def forward(self, normed: Tensor, index: int, adapters: AdapterBatch | None) -> Tensor:
+        """Runs the MLP over the new tokens of all rows.
+
+        Args:
+            normed: `[N, H]`, in the model's dtype.
+            index: the layer's index within the span.
+            adapters: the rows' adapters; None where no row has one.
+
+        Returns:
+            `[N, H]` in the same dtype.
+        """
+        gate_up = self.gate_up.forward(normed)
+        if adapters is not None:
+            adapters.add(index, _GATE_UP_PLACE, normed, gate_up)
+        gated = self.activation(gate_up.narrow(1, 0, self.num_gated)) * gate_up.narrow(
+            1, self.num_gated, self.num_gated
+        )
+        down = self.down.forward(gated)
+        if adapters is not None:
+            adapters.add(index, _DOWN_PLACE, gated, down)
+        return down
+
+
+class MixtureMlp:
+    """A mixture of experts, which runs the family's own code. Adapters change its linear layers by hooks.
+
+    Attributes:
+        projections: the linear layers that all tokens share.
+        mixture: what the kernels for GPUs need of it; None: it has parts without a kernel.
+        name: the name of the family's class.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        replace_linears(module)
+        self.projections: list[Projection] = [
+            each for each in module.modules() if isinstance(each, TunedLinear | PackedLinear)
+        ]
+        self.mixture = Mixture.of(module)
+        self.name = type(module).__name__
+        self._module = module
+
+    def forward(self, normed: Tensor, _index: int, _adapters: AdapterBatch | None) -> Tensor:
+        """Runs the mixture over the new tokens of all rows; see `GatedMlp.forward`.
+
+        Args:
+            normed: `[N, H]`, in the model's dtype.
+
+        Returns:
+            `[N, H]` in the same dtype.
+        """
+        return cast(Tensor, self._module(normed.unsqueeze(0)))[0]
 
 
 class FusedLayer:
@@ -157,12 +240,9 @@ class FusedLayer:
         head_dim: the size of a head.
         num_heads: how many query heads there are.
         num_key_heads: how many key heads, and value heads, there are.
-        num_gated: how many outputs the gate has.
         query_key_value: the projections to queries, keys and values as one.
         output: the projection of attention's output.
-        gate_up: the two input projections of the MLP as one.
-        down: the output projection of the MLP.
-        activation: the activation of the gate.
+        mlp: what follows the second norm.
         rotates: whether queries and keys have a rotary embedding.
         scaling: the factor of attention scores.
         window: how many tokens a token sees, itself included; None: it sees all tokens before it.
@@ -170,7 +250,7 @@ class FusedLayer:
     """
 
     def __init__(self, layer: Any, window: int | None) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
+        attention, mlp = layer.self_attn, _mlp_of(layer)
         self.attention_norm = _norm(layer.input_layernorm)
         self.mlp_norm = _norm(layer.post_attention_layernorm)
         self.query_norm = _norm(attention.q_norm) if hasattr(attention, "q_norm") else None
@@ -178,12 +258,9 @@ class FusedLayer:
         self.head_dim: int = attention.head_dim
         self.num_heads = attention.q_proj.out_features // self.head_dim
         self.num_key_heads = attention.k_proj.out_features // self.head_dim
-        self.num_gated: int = mlp.gate_proj.out_features
         self.query_key_value = _fuse(attention, _QUERY_KEY_VALUE)
         self.output = _tuned(attention.o_proj)
-        self.gate_up = _fuse(mlp, _GATE_UP)
-        self.down = _tuned(mlp.down_proj)
-        self.activation = mlp.act_fn
+        self.mlp = MixtureMlp(mlp) if _has_experts(mlp) else GatedMlp(mlp)
         self.rotates = bool(getattr(attention, "use_rope", True))
         self.scaling: float = attention.scaling
         self.window = window
@@ -191,8 +268,9 @@ class FusedLayer:
 
     @property
     def projections(self) -> Iterator[Projection]:
-        for each in (self.query_key_value, self.output, self.gate_up, self.down):
-            yield from each.parts if isinstance(each, _SideBySide) else (each,)
+        for each in (self.query_key_value, self.output):
+            yield from _parts(each)
+        yield from self.mlp.projections
 
     def forward(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, index: int, attend: Attend, adapters: AdapterBatch | None
@@ -236,16 +314,7 @@ class FusedLayer:
             adapters.add(index, _OUTPUT_PLACE, attended, output)
         hidden = self._add(hidden, output)
         normed = self.mlp_norm(hidden)
-        gate_up = self.gate_up.forward(normed)
-        if adapters is not None:
-            adapters.add(index, _GATE_UP_PLACE, normed, gate_up)
-        gated = self.activation(gate_up.narrow(1, 0, self.num_gated)) * gate_up.narrow(
-            1, self.num_gated, self.num_gated
-        )
-        down = self.down.forward(gated)
-        if adapters is not None:
-            adapters.add(index, _DOWN_PLACE, gated, down)
-        return self._add(hidden, down)
+        return self._add(hidden, self.mlp.forward(normed, index, adapters))
 
     def _add(self, residual: Tensor, change: Tensor) -> Tensor:
         return residual + change if self.residual_multiplier == 1.0 else residual + change * self.residual_multiplier
@@ -263,6 +332,10 @@ class _SideBySide:
 
     def forward(self, rows: Tensor) -> Tensor:
         return torch.cat([part.forward(rows) for part in self.parts], dim=-1)
+
+
+def _parts(projection: Projection) -> Sequence[Projection]:
+    return projection.parts if isinstance(projection, _SideBySide) else (projection,)
 
 
 def _tuned(part: nn.Linear | PackedLinear) -> TunedLinear | PackedLinear:

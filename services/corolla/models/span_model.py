@@ -25,7 +25,7 @@ from corolla.models.cut_model import (
     without_weights,
 )
 from corolla.models.families import Family, packs_rows, short_factor_length
-from corolla.models.fused import PLACES, FusedSpan, fits
+from corolla.models.fused import PLACES, FusedSpan, MixtureMlp, fits
 from corolla.models.linear import TunedLinear, replace_linears, tune
 from corolla.models.long_rope import LongRope
 from corolla.models.packed.choice import layouts_of, types_of
@@ -138,22 +138,28 @@ class SpanModel:
             return LinearPlace((path,), 0, shape)
         place = next((each for each in PLACES if path in each), None)
         if place is None:
-            return None
+            # The family's own code runs a mixture, whose layers get hooks.
+            is_in_mixture = isinstance(self.fused.layers[layer].mlp, MixtureMlp)
+            return LinearPlace((path,), 0, shape) if is_in_mixture else None
         widths = [_features(modules[each]) or (0, 0) for each in place[: place.index(path)]]
         return LinearPlace(place, sum(width for _, width in widths), shape)
 
     def take_adapters(self) -> None:
         """Installs the hooks by which `adapters` change the outputs of linear layers.
 
-        The blocks must not run meanwhile. Fused blocks need no hooks.
+        The blocks must not run meanwhile. Fused blocks need hooks only within mixtures of experts.
         """
-        if self._takes_adapters or self.fused is not None:
+        if self._takes_adapters:
             return
         self._takes_adapters = True
         for index in range(len(self.span)):
             for path, module in self._layer(index).named_modules():
-                if self.linear_place(index, path) is not None:
+                if (found := self.linear_place(index, path)) is not None and not self._adds_itself(found):
                     module.register_forward_hook(self._adding(index, (path,)))
+
+    def _adds_itself(self, found: LinearPlace) -> bool:
+        """Whether the code that runs a layer adds the changes of adapters."""
+        return self.fused is not None and found.place in PLACES
 
     def _adding(self, layer: int, place: Place) -> Callable[[nn.Module, tuple[Any, ...], Tensor], None]:
         def add(_module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:

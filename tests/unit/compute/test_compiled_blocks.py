@@ -17,7 +17,7 @@ from corolla.models import linear
 from corolla.models.adapters.loading import load_adapter
 from corolla.models.adapters.products import SpanAdapter
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.fused import FusedSpan
+from corolla.models.fused import FusedSpan, GatedMlp
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.adapters import make_adapter
@@ -235,7 +235,9 @@ def test_what_no_function_is_made_for_stays_modules(tmp_path: Path) -> None:
     span = runner.model.fused
     assert isinstance(span, FusedSpan)
     assert objection(span, runner.store, torch.float32) is None
-    span.layers[2].activation = torch.nn.GELU()
+    mlp = span.layers[2].mlp
+    assert isinstance(mlp, GatedMlp)
+    mlp.activation = torch.nn.GELU()
     assert objection(span, runner.store, torch.float32) == "the activation GELU has no function"
     span.layers[3].scaling *= 2
     assert objection(span, runner.store, torch.float32) == "the heads of its layers differ"

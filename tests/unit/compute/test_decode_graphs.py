@@ -21,10 +21,12 @@ from corolla.models.families import FAMILIES
 from corolla.models.fused import FusedSpan
 from corolla.models.rotary_table import MIN_POSITIONS
 from corolla.wire.span import Span
+from tests.checkpoints import MIXTURES
 from tests.tiers import quick
 from tests.unit.compute.replaying import MAX_STEP_TOKENS, SIZES, SPAN, Pair, Session
 
-FUSED = sorted(name for name, family in FAMILIES.items() if family.is_fused)
+# Mixtures of experts are recorded only where the Triton kernels run them.
+FUSED = sorted(name for name, family in FAMILIES.items() if family.is_fused and name not in MIXTURES)
 
 
 @pytest.fixture(scope="module")

@@ -100,6 +100,10 @@ def test_a_missing_condition_for_graphs_is_logged(
     assert_refused(caplog, make_runner(folder, **options), reason)
 
 
+def test_the_familys_own_code_of_a_mixture_is_not_recorded(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    assert_refused(caplog, make_runner(make_tiny_checkpoint("mixtral", tmp_path)), "mixtures of experts")
+
+
 def test_a_server_whose_recording_fails_runs_without_graphs(caplog: pytest.LogCaptureFixture, folder: Path) -> None:
     def fail(_step: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore lines")

@@ -16,11 +16,11 @@ pytestmark = [
 ]
 
 
-def interpret(module: str, marks: str) -> None:
+def interpret(marks: str, *modules: str) -> None:
     done = subprocess.run(
         [
             sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks,
-            f"--timeout={TIMEOUT_S}", f"tests/interpreted/{module}.py",
+            f"--timeout={TIMEOUT_S}", *(f"tests/interpreted/{module}.py" for module in modules),
         ],
         env=environment(), cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
@@ -30,28 +30,33 @@ def interpret(module: str, marks: str) -> None:
 
 
 def test_kernels_compute_what_they_are_for_and_no_row_depends_on_the_others() -> None:
-    interpret("kernels", "not full")
+    interpret("not full", "kernels", "mixtures")
 
 
 def test_packed_weights_are_the_numbers_of_a_processor() -> None:
-    interpret("packed", "not full")
+    interpret("not full", "packed")
 
 
 @pytest.mark.full
 def test_products_with_packed_weights_of_every_layout() -> None:
-    interpret("packed", "full")
+    interpret("full", "packed")
 
 
 @pytest.mark.kind
 def test_spans_give_the_tokens_of_transformers_and_replayed_steps_the_bits_of_prompts() -> None:
-    interpret("spans", "not full")
+    interpret("not full", "spans")
 
 
 @pytest.mark.full
 def test_spans_of_families_with_every_feature() -> None:
-    interpret("spans", "full")
+    interpret("full", "spans")
 
 
 @pytest.mark.full
 def test_attention_over_pages_of_every_kind() -> None:
-    interpret("kernels", "full")
+    interpret("full", "kernels")
+
+
+@pytest.mark.full
+def test_mixtures_of_every_kind() -> None:
+    interpret("full", "mixtures")

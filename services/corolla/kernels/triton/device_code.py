@@ -57,13 +57,13 @@ def _tanh(x):
 
 
 @triton.jit
-def gate(gate_up, out, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """A program for a part of a row: the activation of its first half times its second half."""
+def gate(gates, ups, out, stride, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """A program for a part of a row: the activation of the gate's numbers times the other ones."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = part * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
-    gated = tl.load(gate_up + row * 2 * width + at, mask=inside, other=0.0)
-    up = tl.load(gate_up + row * 2 * width + width + at, mask=inside, other=0.0)
+    gated = tl.load(gates + row * stride + at, mask=inside, other=0.0)
+    up = tl.load(ups + row * stride + at, mask=inside, other=0.0)
     wide = gated.to(tl.float32)
     if ACTIVATION == "silu":
         active = (wide / (1.0 + tl.exp(-wide))).to(gated.dtype)

@@ -130,17 +130,24 @@ def add_rms_norm(
     return out, total
 
 
-def gate(gate_up: Tensor, activation: str) -> Tensor:
-    """The activation of the first half of each row times the second half; `gate_up` is `[N, 2 G]`, the result `[N, G]`.
+def gate(gate_up: Tensor, activation: str, up: Tensor | None = None) -> Tensor:
+    """The activation of the first half of each row times the second half.
 
-    `activation` is one of ACTIVATIONS.
+    Args:
+        gate_up: `[N, 2 G]`; `[N, G]`, only the first half, where the second one is given.
+        activation: one of ACTIVATIONS.
+        up: `[N, G]`, the second half; None: it is in `gate_up`.
+
+    Returns:
+        `[N, G]`.
     """
-    width = gate_up.shape[-1] // 2
+    stride = gate_up.shape[-1]
+    width = stride // 2 if up is None else stride
     out = gate_up.new_empty(gate_up.shape[0], width)
     block = min(1024, power_of_two(width))
     launch(
-        device_code.gate, (gate_up.shape[0], -(-width // block)), gate_up, out, width, ACTIVATION=activation,
-        BLOCK=block, num_warps=4, **_EXACT,
+        device_code.gate, (gate_up.shape[0], -(-width // block)), gate_up, gate_up[:, width:] if up is None else up,
+        out, stride, width, ACTIVATION=activation, BLOCK=block, num_warps=4, **_EXACT,
     )  # fmt: skip
     return out
 
@@ -266,6 +273,37 @@ def attend(
     return out
 
 
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What a program of a product computes, and how.
+
+    Attributes:
+        height: rows of the result.
+        width: outputs.
+        depth: inner columns of one step.
+        warps: warps of a program.
+        stages: how many steps are loaded ahead.
+    """
+
+    height: int
+    width: int
+    depth: int
+    warps: int
+    stages: int
+
+
+def tile_of(num_rows: int, num_inputs: int, dtype: torch.dtype, device: torch.device) -> Tile:
+    """The tile of a product of `num_rows` rows that have this dtype; no bit depends on the tile."""
+    height, width, depth, warps, stages = next((tile for most, tile in _TILES if num_rows <= most), _LARGEST_TILE)
+    bytes_of_column = (height + width) * dtype.itemsize
+    takes_long_steps = dtype.itemsize == 2 and num_rows <= _TILES[-1][0] and num_inputs % _LONG_STEP == 0
+    if takes_long_steps and stages_within(stages, bytes_of_column * _LONG_STEP, device) >= _LEAST_LONG_STEPS:
+        depth = _LONG_STEP
+    elif num_inputs % depth:
+        depth = 64
+    return Tile(height, width, depth, warps, stages_within(stages, bytes_of_column * depth, device))
+
+
 def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes `rows W^T + b` with the inner dimension in one order, so that no row depends on the others.
 
@@ -280,19 +318,13 @@ def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     num_rows, num_inputs = rows.shape
     num_outputs = weight.shape[0]
     out = rows.new_empty(num_rows, num_outputs)
-    height, width, depth, warps, stages = next((tile for most, tile in _TILES if num_rows <= most), _LARGEST_TILE)
-    bytes_of_column = (height + width) * rows.element_size()
-    takes_long_steps = rows.element_size() == 2 and num_rows <= _TILES[-1][0] and num_inputs % _LONG_STEP == 0
-    if takes_long_steps and stages_within(stages, bytes_of_column * _LONG_STEP, rows.device) >= _LEAST_LONG_STEPS:
-        depth = _LONG_STEP
-    elif num_inputs % depth:
-        depth = 64
-    stages = stages_within(stages, bytes_of_column * depth, rows.device)
+    tile = tile_of(num_rows, num_inputs, rows.dtype, rows.device)
     launch(
-        device_code.multiply, (-(-num_rows // height) * -(-num_outputs // width),),
+        device_code.multiply, (-(-num_rows // tile.height) * -(-num_outputs // tile.width),),
         rows, weight, out, out if bias is None else bias, num_rows, num_outputs, num_inputs,
-        BM=height, BN=width, BK=depth, GM=8, HAS_BIAS=bias is not None, EVEN_K=num_inputs % depth == 0,
-        PRECISION=precision(rows.dtype), num_warps=warps, num_stages=stages,
+        BM=tile.height, BN=tile.width, BK=tile.depth, GM=8, HAS_BIAS=bias is not None,
+        EVEN_K=num_inputs % tile.depth == 0, PRECISION=precision(rows.dtype), num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip
     return out
 

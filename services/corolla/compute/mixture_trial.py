@@ -1,0 +1,62 @@
+"""Tries the grouped products of a mixture of experts with the server's own weights, before they are used."""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from corolla.kernels.expert_routing import Routing
+from corolla.models.invariant_products import TOLERANCES
+from corolla.models.mixtures import Mixture
+
+# The product in float64 is computed for about so many outputs only; all weights in float64 may not fit into memory.
+_CHECKED_OUTPUTS: Final = 128
+# Calls of single tokens are many, so only so many tokens are tried one by one.
+_SINGLE_TOKENS: Final = 16
+
+
+@torch.inference_mode()
+def failed_mixture_trial(mixture: Mixture, row_counts: tuple[int, ...]) -> str | None:
+    """What failed, as a sentence's end; None: each pair has the same bits in calls of all sizes, near those of float64.
+
+    Args:
+        mixture: the experts.
+        row_counts: for how many rows of an expert a product takes each of its tiles, in rising order.
+    """
+    routing = Routing(mixture.routing.num_experts, mixture.routing.num_chosen, "chosen")
+    sizes = [-(-count * routing.num_experts // routing.num_chosen) for count in row_counts]
+    for weights in (mixture.gate_up, mixture.down):
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(sizes[-1], weights.shape[-1], generator=generator).to(weights)
+        logits = torch.randn(sizes[-1], routing.num_experts, generator=generator).to(weights.device)
+        whole = _products(rows, logits, weights, routing)
+        if not (error := _error(whole, rows, logits, weights)) <= TOLERANCES[weights.dtype]:
+            return f"products of its experts differ by {error:.1e} from those in float64"
+        for size in (1, *sizes[:-1]):
+            num_tokens = _SINGLE_TOKENS if size == 1 else len(rows)
+            parts = zip(torch.split(rows[:num_tokens], size), torch.split(logits[:num_tokens], size), strict=True)
+            found = torch.cat([_products(part, own, weights, routing) for part, own in parts])
+            if not torch.equal(found, whole[:num_tokens]):
+                return "bits of products of its experts depend on the batch"
+    return None
+
+
+def _products(rows: Tensor, logits: Tensor, weights: Tensor, routing: Routing) -> Tensor:
+    """The product of each token with each of its experts: `[N, chosen, out]`."""
+    from corolla.kernels.triton.expert_launches import choose_experts, multiply_experts
+
+    found = multiply_experts(rows, weights, choose_experts(logits, routing))
+    return found.view(len(rows), routing.num_chosen, -1)
+
+
+def _error(found: Tensor, rows: Tensor, logits: Tensor, weights: Tensor) -> float:
+    """The largest difference from the product in float64, as a part of its largest number. NaN is infinite."""
+    step = -(-weights.shape[1] // _CHECKED_OUTPUTS)
+    ids = logits.topk(found.shape[1]).indices
+    found = found[..., ::step].double()
+    expected = torch.empty_like(found)
+    for expert in range(len(weights)):
+        tokens, ranks = torch.where(ids == expert)
+        expected[tokens, ranks] = rows[tokens].double() @ weights[expert, ::step].double().T
+    error = (found - expected).abs().max() / expected.abs().max()
+    return float(error.nan_to_num(torch.inf))

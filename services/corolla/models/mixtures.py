@@ -1,0 +1,121 @@
+"""Mixtures of experts in the form in which the kernels for GPUs compute them.
+
+A family's own module of transformers is the reference. Here stands what a kernel needs of it: the router's weight and
+rule, the experts' weights as they lie in the module, and the layers that all tokens share.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from corolla.kernels.expert_routing import Routing
+
+# What transformers adds to the sum of a token's weights in routers that began with DeepSeek-V3.
+_EPSILON: Final = 1e-20
+# The module of transformers that gives experts their usual gate.
+_LIBRARY: Final = "transformers.integrations.moe"
+
+
+def _of_softmax(router: Any) -> Routing:
+    return Routing(router.num_experts, router.top_k, "softmax", normalises=getattr(router, "norm_topk_prob", True))
+
+
+def _of_chosen(router: Any) -> Routing:
+    return Routing(router.num_experts, router.top_k, "chosen")
+
+
+def _of_groups(router: Any) -> Routing:
+    return Routing(
+        router.num_experts, router.top_k, "sigmoid", normalises=router.norm_topk_prob, epsilon=_EPSILON,
+        scaling=router.routed_scaling_factor, num_groups=router.num_group, num_chosen_groups=router.topk_group,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Router:
+    """A class of routers: its rule, and in which types it computes logits and weights."""
+
+    routing: Callable[[Any], Routing]
+    is_wide: bool
+    rounds_weights: bool
+
+
+_GROUPED: Final = _Router(_of_groups, is_wide=True, rounds_weights=False)
+_SOFTMAX: Final = _Router(_of_softmax, is_wide=False, rounds_weights=True)
+_ROUTERS: Final[Mapping[str, _Router]] = {
+    "MixtralTopKRouter": _Router(_of_softmax, is_wide=False, rounds_weights=False),
+    "Qwen2MoeTopKRouter": _SOFTMAX,
+    "Qwen3MoeTopKRouter": _SOFTMAX,
+    "GraniteMoeTopKRouter": _Router(_of_chosen, is_wide=False, rounds_weights=True),
+    "Dots1TopkRouter": _GROUPED,
+    "SolarOpenTopkRouter": _GROUPED,
+}
+_SHARED: Final = ("shared_expert", "shared_experts")
+# Modules of a mixture that `Mixture` knows; with another one it would leave something out.
+_PARTS: Final = frozenset({"gate", "router", "experts", "shared_expert_gate", *_SHARED})
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """A mixture of experts. Its tensors are on one device.
+
+    Attributes:
+        router_weight: `[experts, H]`, in float32 where `is_wide`, else in the model's dtype.
+        routing: the router's rule.
+        correction: float32 `[experts]`, what is added to the scores for the choice; None: nothing.
+        is_wide: whether the logits are computed in float32.
+        weights_dtype: the dtype to which the weights of a token's experts are rounded.
+        gate_up: `[experts, 2 G, H]` in the model's dtype.
+        down: `[experts, H, G]` in the model's dtype.
+        activation: the activation of the gate.
+        shared: the MLP that all tokens share, with `gate_proj`, `up_proj`, `down_proj` and `act_fn`; None: there is
+            none.
+        shared_gate: a linear layer with one output, the gate of `shared`; None: there is none.
+    """
+
+    router_weight: Tensor
+    routing: Routing
+    correction: Tensor | None
+    is_wide: bool
+    weights_dtype: torch.dtype
+    gate_up: Tensor
+    down: Tensor
+    activation: nn.Module
+    shared: Any
+    shared_gate: nn.Module | None
+
+    @classmethod
+    def of(cls, module: Any) -> Self | None:
+        """The mixture that a family's module computes, judged by the classes of its parts; None: it is another one."""
+        router, experts = getattr(module, "gate", getattr(module, "router", None)), getattr(module, "experts", None)
+        kind = _ROUTERS.get(type(router).__name__)
+        if kind is None or not _are_usual(experts) or not {name for name, _ in module.named_children()} <= _PARTS:
+            return None
+        weight = cast(Any, router).weight.detach()
+        return cls(
+            router_weight=weight.float() if kind.is_wide else weight,
+            routing=kind.routing(router),
+            correction=getattr(router, "e_score_correction_bias", None),
+            is_wide=kind.is_wide,
+            weights_dtype=weight.dtype if kind.rounds_weights else torch.float32,
+            gate_up=cast(Any, experts).gate_up_proj,
+            down=cast(Any, experts).down_proj,
+            activation=cast(Any, experts).act_fn,
+            shared=next((getattr(module, name) for name in _SHARED if hasattr(module, name)), None),
+            shared_gate=getattr(module, "shared_expert_gate", None),
+        )
+
+
+def _are_usual(experts: Any) -> bool:
+    """Whether experts have gate and up in one tensor, `[experts, out, in]`, and nothing else."""
+    # A family with another gate brings a function of its own.
+    gate = getattr(type(experts), "_apply_gate", None)
+    return (
+        getattr(gate, "__module__", None) == _LIBRARY
+        and experts.has_gate
+        and experts.is_concatenated
+        and not (experts.is_transposed or experts.has_bias or experts.has_post_expert_norm)
+    )
