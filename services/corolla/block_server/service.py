@@ -292,7 +292,7 @@ class BlockServer:
         # Weights come first: a lack of memory is then reported as what it is.
         with memory_for("the keys and values of sessions", device, _FEWER_PAGES):
             runner, recorded_bytes = await self._compute_thread.run(
-                self._make_runner, model, speed.cache_bytes_per_token
+                self._make_runner, model, speed.cache_bytes_per_token, shared.draft_model
             )
         stages.end(f"{runner.store.pool.num_pages} pages, attention by {runner.backend.name}")
         recorded_rows = 0 if runner.decode_graphs is None else runner.decode_graphs.max_rows
@@ -535,16 +535,22 @@ class BlockServer:
         )
         return model, self._load_edges(checkpoint, span), self._load_shared(checkpoint, span)
 
-    def _make_runner(self, model: SpanModel, cache_bytes_per_token: int) -> tuple[SpanRunner, int]:
+    def _make_runner(
+        self, model: SpanModel, cache_bytes_per_token: int, draft_model: DraftModel | None
+    ) -> tuple[SpanRunner, int]:
         """The runner, and the bytes of the device that its recorded steps took."""
         settings = self.settings
         layers_per_group = LayerGroups.of(
             attention_windows(model.config), pageless_layers(model.config)
         ).layers_per_group
         session_state_bytes = state_bytes(model, self._new_runner)
-        num_pages, num_state_pages = self._num_pages(
-            self._cache_bytes(model.device), cache_bytes_per_token * layers_per_group, session_state_bytes
-        )
+        token_bytes, cache_bytes = cache_bytes_per_token * layers_per_group, self._cache_bytes(model.device)
+        if draft_model is not None:
+            # The draft model has room for as many tokens as the pages, within the same memory.
+            cache_bytes = cache_bytes * token_bytes // (token_bytes + draft_model.token_bytes())
+        num_pages, num_state_pages = self._num_pages(cache_bytes, token_bytes, session_state_bytes)
+        if draft_model is not None:
+            draft_model.room.max_tokens = num_pages * settings.num_page_tokens
         may_replay = settings.cuda_graphs == "auto" and model.device.type == "cuda"
         runner = self._new_runner(
             model,

@@ -1,7 +1,11 @@
 """Drafts the next tokens with a small model that runs in this process."""
 
 import copy
-from dataclasses import dataclass
+import math
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 import torch
@@ -30,16 +34,42 @@ def num_weights(checkpoint: Checkpoint) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+class DraftRoom:
+    """Counts the tokens in the draft model's caches of all texts. A text that finds no room gets no drafts.
+
+    Attributes:
+        max_tokens: the most tokens of all caches together; readings that run at the same time may add a chunk each.
+    """
+
+    def __init__(self, max_tokens: float = math.inf) -> None:
+        self.max_tokens = max_tokens
+        self._num_tokens = 0
+        self._lock = threading.Lock()
+
+    @property
+    def num_free(self) -> float:
+        """How many further tokens there is room for."""
+        return max(0, self.max_tokens - self._num_tokens)
+
+    def add(self, num_tokens: int) -> None:
+        """Notes that caches hold so many tokens more, or fewer if the number is negative."""
+        with self._lock:
+            self._num_tokens += num_tokens
+
+
 @dataclass(frozen=True)
 class DraftModel:
     """A small model that gives logits `[vocab_size]` for texts of at most `context_length` tokens.
 
-    `vocab_size` is that of the target, the model for which it drafts.
+    Attributes:
+        vocab_size: the vocabulary of the target, the model for which it drafts.
+        room: how many tokens its caches may hold.
     """
 
     causal_model: PreTrainedModel
     context_length: int
     vocab_size: int
+    room: DraftRoom = field(default_factory=DraftRoom)
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, target: Checkpoint, *, dtype: torch.dtype, device: str) -> "DraftModel":
@@ -71,6 +101,13 @@ class DraftModel:
             model: Any = build(checkpoint, model_class, config, tensors, dtype=dtype, attention="sdpa")
         return cls(model.to(torch.device(device)), checkpoint.context_length, target.vocab_size)
 
+    def token_bytes(self) -> int:
+        """The bytes of one token in a cache."""
+        cache = DynamicCache()
+        self.logits([0], cache)
+        layers = cast(Sequence[Any], cache.layers)
+        return sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in layers)
+
     @torch.inference_mode()
     def logits(self, token_ids: list[int], cache: DynamicCache) -> Tensor:
         """The logits, float32 `[vocab_size]` on the CPU, after `token_ids`, which follow the tokens in `cache`."""
@@ -94,11 +131,13 @@ class DraftReading:
         # All layers get a plain cache, which can drop its newest tokens even where the model has a sliding window.
         self._cache = DynamicCache()
         self._cached_ids: list[int] = []
+        weakref.finalize(self, _give_back, model.room, self._cached_ids)
 
     @property
     def num_tokens_left(self) -> int:
-        """How many draft tokens the model has room for."""
-        return max(0, self._model.context_length - len(self.token_ids))
+        """How many draft tokens there is room for: in the model's context, and in its caches after the text itself."""
+        in_caches = self._model.room.num_free - (len(self.token_ids) - len(self._cached_ids))
+        return int(max(0, min(self._model.context_length - len(self.token_ids), in_caches)))
 
     @property
     def is_behind(self) -> bool:
@@ -127,11 +166,17 @@ class DraftReading:
         if (num_wrong := len(self._cached_ids) - num_right) > 0:
             self._cache.crop(-num_wrong)
             del self._cached_ids[num_right:]
+            self._model.room.add(-num_wrong)
 
     def _read(self, token_ids: list[int]) -> Tensor:
         logits = self._model.logits(token_ids, self._cache)
         self._cached_ids.extend(token_ids)
+        self._model.room.add(len(token_ids))
         return logits
+
+
+def _give_back(room: DraftRoom, cached_ids: list[int]) -> None:
+    room.add(-len(cached_ids))
 
 
 def _vocabulary(checkpoint: Checkpoint) -> dict[str, int]:

@@ -6,6 +6,8 @@ import pytest
 
 from corolla.block_server import settings
 from corolla.block_server.settings import BlockServerSettings
+from corolla.chassis.errors import SettingsError
+from corolla.chassis.settings import load
 
 
 @pytest.mark.parametrize(
@@ -39,6 +41,12 @@ def test_pages_are_of_a_size_that_the_device_can_read(
 )
 def test_gpus_compute_with_bfloat16_unless_another_type_is_set(given: dict[str, Any], expected: str) -> None:
     assert BlockServerSettings(**given).dtype == expected
+
+
+def test_a_gpu_takes_no_draft_model_and_says_what_to_use_instead() -> None:
+    assert load(BlockServerSettings, draft_model="demo", device="cpu:0").draft_model == "demo"
+    with pytest.raises(SettingsError, match=r"COROLLA_DRAFT_MODEL='demo'.*let requests ask for prompt_lookup"):
+        load(BlockServerSettings, draft_model="demo", device="cuda")
 
 
 @pytest.mark.parametrize(
