@@ -15,8 +15,8 @@ from torch import Tensor
 
 from corolla.cache.store import KVStore
 from corolla.client.text.tokenizer import TextTokenizer
-from corolla.compute.readings import Readings
 from corolla.compute.span_runner import RowWork, SpanRunner
+from corolla.decoding.device_copies import Readings
 from corolla.decoding.parameters import SamplingParams
 from corolla.decoding.sampling import Sampler
 from corolla.models.edges import Edges

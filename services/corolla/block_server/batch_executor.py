@@ -22,6 +22,7 @@ from corolla.block_server.row_sampling import (
     RowLogits,
     SamplingRow,
     SessionSampler,
+    all_logits_of,
     in_parts,
     likeliest_of,
     logits_of,
@@ -154,7 +155,8 @@ class BatchExecutor:
         preparing = self._prepare_choices(admitted)
         early = None
         if self._samples_batched and self._edges is not None:
-            early = _EarlyLogits(self._edges, admitted, partial(self._go_ahead, admitted, blocks, may_go_ahead))
+            go_ahead = partial(self._go_ahead, admitted, blocks, may_go_ahead, preparing)
+            early = _EarlyLogits(self._edges, admitted, go_ahead)
         launched, kept = self._take_ahead(admitted)
         if launched is not None and early is not None:
             result = self._compute_ahead(launched, kept, admitted, blocks, early)
@@ -162,9 +164,7 @@ class BatchExecutor:
             result = self._compute_rows(admitted, blocks, early)
         if not any(batch.samples for batch in admitted):
             return result
-        wait(preparing)
-        if preparing and self._edges is not None:
-            await_copies(self._edges.device)
+        self._await(preparing)
         began_s = self._clock()
         outputs = self._with_tokens(admitted, result.outputs, None if result.has_raised else early)
         ended_s = self._clock()
@@ -201,29 +201,56 @@ class BatchExecutor:
             parts = torch.split(ahead.launched.hidden, 1)
             return BatchResult(tuple(_row_outputs([parts[at] for at in kept], finite)), began_s=ahead.began_s)
         self._ahead = None
+        if early.has_chosen:
+            return _all_failed(admitted)
         return self._compute_rows(admitted, blocks, None)
 
+    def _await(self, preparing: Sequence[Future[None]]) -> None:
+        """Waits for the threads that prepare choices, and lets the device wait for what they copy."""
+        wait(preparing)
+        if preparing and self._edges is not None:
+            await_copies(self._edges.device)
+
     def _go_ahead(
-        self, admitted: Sequence[AdmittedStep], blocks: Span, may_go_ahead: Callable[[], bool], logits: RowLogits
-    ) -> None:
-        """Launches the next step of the rows, if the device knows its input: their tokens are those of `logits`."""
-        edges, token_ids = self._edges, logits.likeliest_ids
-        if edges is None or not edges.has_embedding or token_ids is None or not may_go_ahead():
-            return
+        self,
+        admitted: Sequence[AdmittedStep],
+        blocks: Span,
+        may_go_ahead: Callable[[], bool],
+        preparing: Sequence[Future[None]],
+        logits: RowLogits,
+    ) -> RowLogits:
+        """Launches the next step of the rows if the device can know its input, and before it the choice of its tokens.
+
+        Returns the logits, with the tokens that were chosen.
+        """
+        edges = self._edges
+        if edges is None or not edges.has_embedding or not may_go_ahead():
+            return logits
         rows = next_rows(admitted)
         if not rows or not self._pace.goes_ahead():
-            return
-        token_ids = picked(token_ids, [row.index for row in rows])
+            return logits
+        self._await(preparing)
+        samplers = [batch.sampler_for(row, session) for batch in admitted for row, session, _ in batch.rows]
+        choosing = [each for each in samplers if each is not None]
         try:
-            work = [row.work() for row in rows]
+            logits, token_ids = logits.with_choices(choosing)
+        except Exception as failure:
+            # Samplers may have drawn random numbers, so they must not choose again.
+            log.error("choosing tokens failed", extra={"rows": len(choosing), "where": call_path(failure)})
+            return logits.with_failed_choices(choosing, error_of(failure))
+        try:
+            work, token_ids = [row.work() for row in rows], picked(token_ids, [row.index for row in rows])
             launched = self.runner.launch_next(work, partial(edges.embed, token_ids), blocks)
             if launched is not None:
-                self._ahead = StepAhead(rows, launched, likeliest_of(edges, launched.hidden))
+                has_likeliest = any((each := row.session.request.sampler) and each.takes_likeliest for row in rows)
+                head = likeliest_of if has_likeliest else all_logits_of
+                self._ahead = StepAhead(rows, launched, head(edges, launched.hidden))
                 self._ahead_runner = self.runner
         except Exception as failure:
             error_of(failure)
             log.warning("the next step could not be launched ahead", extra={"where": call_path(failure)})
             self._pace.missed()
+        return logits
 
     def _prepare_choices(self, admitted: Sequence[AdmittedStep]) -> Sequence[Future[None]]:
         """Lets threads draw random numbers, and find the tokens that grammars allow, while a device computes.
@@ -258,6 +285,8 @@ class BatchExecutor:
             error, place = error_of(failure), call_path(failure)
         # It was launched on what the failed batch wrote.
         self._ahead = None
+        if early is not None and early.has_chosen:
+            return _all_failed(admitted)
         # The exception has been released, so its frames no longer hold tensors in a device's memory that may be full.
         rows = [AdmittedStep(batch.work, [row]) for batch in admitted for row in batch.rows]
         log.error("iteration failed", extra={"rows": len(rows), "where": place})
@@ -439,20 +468,25 @@ class _HostCopies:
 class _EarlyLogits:
     """Launches the head for the rows of an iteration before it is known which outputs are finite.
 
-    Rows whose output turns out not to be finite are rare; the head is then computed again for the other rows.
-
     Args:
-        on_launched: is called with the logits if they are launched, and each row has exactly one of them.
+        on_launched: is called with the logits if they are launched, and each row has exactly one of them. It returns
+            the logits to use, perhaps with chosen tokens.
     """
 
     def __init__(
-        self, edges: Edges, admitted: Sequence[AdmittedStep], on_launched: Callable[[RowLogits], None]
+        self, edges: Edges, admitted: Sequence[AdmittedStep], on_launched: Callable[[RowLogits], RowLogits]
     ) -> None:
         self._edges = edges
         self._admitted = admitted
         self._on_launched = on_launched
         self._rows: Sequence[pb.StepRow] = ()
+        self._num_choices: Sequence[int] = ()
         self._logits: RowLogits | None = None
+
+    @property
+    def has_chosen(self) -> bool:
+        """Whether samplers have chosen tokens, which they must not do again."""
+        return self._logits is not None and len(self._logits.slow) > 0
 
     def __call__(self, hidden: Tensor) -> None:
         """Launches the head for the output of all rows, `[sum of num_tokens, H]` in the model's dtype on its device."""
@@ -475,22 +509,33 @@ class _EarlyLogits:
             # Once it is known which outputs are finite, the head is tried again, and says what fails.
             log.warning("the head could not be launched early", extra={"where": call_path(failure)})
             return
-        self._rows = [row.row for row in rows]
-        if is_all:
-            self._on_launched(self._logits)
+        self._rows, self._num_choices = [row.row for row in rows], [row.num_choices for row in rows]
+        if is_all and len(rows) == len(hidden):
+            self._logits = self._on_launched(self._logits)
 
     def take(self, logits: RowLogits) -> None:
         """Takes logits that were launched before, those of all rows."""
         self._rows = [row for batch in self._admitted for row, _, _ in batch.rows]
-        self._logits = logits
-        self._on_launched(logits)
+        self._num_choices = [1] * len(self._rows)
+        self._logits = self._on_launched(logits)
 
     def of(self, rows: Sequence[SamplingRow]) -> RowLogits | None:
-        """The logits of these rows, if they are exactly those that were launched."""
-        is_same = len(rows) == len(self._rows) and all(
-            one.row is other for one, other in zip(rows, self._rows, strict=True)
-        )
-        return self._logits if is_same else None
+        """The logits of these rows, if they were launched; `rows` lacks those whose output is not finite."""
+        wanted = {id(row.row) for row in rows}
+        indices: list[int] = []
+        start = num_found = 0
+        for row, num_choices in zip(self._rows, self._num_choices, strict=True):
+            if id(row) in wanted:
+                indices.extend(range(start, start + num_choices))
+                num_found += 1
+            start += num_choices
+        return self._logits.part(indices) if self._logits is not None and num_found == len(rows) else None
+
+
+def _all_failed(admitted: Sequence[AdmittedStep]) -> BatchResult:
+    """The result of a batch that failed after samplers had chosen: their clients recover with new samplers."""
+    failed = StepFailed("a block server could not compute a step")
+    return BatchResult((failed,) * sum(len(batch.rows) for batch in admitted), has_raised=True)
 
 
 def _row_outputs(parts: Sequence[Tensor], finite: Sequence[bool]) -> Iterator[Tensor | CorollaError]:

@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Final, Self
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from corolla.block_server.grammars import Grammars
 from corolla.chassis.errors import CorollaError, InternalError, InvalidRequest, MalformedMessage, NonFiniteOutput
 from corolla.chassis.handlers import call_path
-from corolla.compute.readings import Readings
-from corolla.decoding.batched_sampling import sample_together
+from corolla.decoding.batched_sampling import launch_choice, sample_together
+from corolla.decoding.device_copies import Readings
 from corolla.decoding.draft_model import DraftModel
 from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.sampling import Sampler, on_device
@@ -135,13 +135,8 @@ class SessionSampler:
 
     @property
     def is_independent(self) -> bool:
-        """Whether it can run in parallel with other samplers: it has no speculator that may use their draft model."""
+        """Whether it has no speculator, which may use other samplers' draft model and adds draft tokens to a step."""
         return self._speculator is None
-
-    @property
-    def takes_next_alone(self) -> bool:
-        """Whether the next step will carry only the most probable token: none is drafted behind it."""
-        return self.takes_likeliest and self._speculator is None
 
     @property
     def is_at_last(self) -> bool:
@@ -281,22 +276,60 @@ class RowLogits:
             them.
         read_likeliest: waits for the most probable tokens and their logits, and returns float64
             `[2, sum of num_choices]` on any device; None if no row takes them.
+        slow: the indices of the logits from which tokens are chosen already that need more than the most probable one.
+        finish_slow: waits for these tokens and returns them, or errors, once.
     """
 
     logits: Tensor
     likeliest_ids: Tensor | None = None
     read_likeliest: Callable[[], Tensor] | None = None
+    slow: Sequence[int] = ()
+    finish_slow: Callable[[], Sequence[SampledToken | CorollaError]] = tuple
 
     def part(self, indices: Sequence[int]) -> "RowLogits":
         """The logits at `indices`, which are in order; each occurs once."""
         if len(indices) == len(self.logits):
             return self
-        ids, read = self.likeliest_ids, self.read_likeliest
+        ids, read, finish = self.likeliest_ids, self.read_likeliest, self.finish_slow
+        places = {index: place for place, index in enumerate(indices)}
+        kept = [number for number, index in enumerate(self.slow) if index in places]
+
+        def finish_kept() -> Sequence[SampledToken | CorollaError]:
+            chosen = finish()
+            return [chosen[number] for number in kept]
+
         return RowLogits(
             picked(self.logits, indices),
             None if ids is None else picked(ids, indices),
             None if read is None else lambda: read()[:, list(indices)],
+            [places[self.slow[number]] for number in kept],
+            finish_kept,
         )
+
+    def with_choices(self, samplers: Sequence[SessionSampler]) -> tuple["RowLogits", Tensor]:
+        """Launches the choice of one token from each of the logits, by the sampler of the same index.
+
+        Returns:
+            Logits whose `slow` tokens are chosen, and the ids of all tokens, int64 `[samplers]` on the device.
+        """
+        slow = _slow(samplers)
+        if not slow and self.likeliest_ids is not None:
+            return self, self.likeliest_ids
+        choice = launch_choice([samplers[index].sampler for index in slow], picked(self.logits, slow))
+        token_ids = choice.token_ids
+        if self.likeliest_ids is not None:
+            at = on_device(tuple(slow), token_ids.device, torch.int64)
+            token_ids = self.likeliest_ids.index_copy(0, at, token_ids)
+        return replace(self, slow=slow, finish_slow=choice.finish), token_ids
+
+    def with_failed_choices(self, samplers: Sequence[SessionSampler], error: CorollaError) -> "RowLogits":
+        """Logits whose `slow` tokens could not be chosen; see `with_choices`."""
+        slow = _slow(samplers)
+        return replace(self, slow=slow, finish_slow=lambda: [error] * len(slow))
+
+
+def _slow(samplers: Sequence[SessionSampler]) -> list[int]:
+    return [index for index, sampler in enumerate(samplers) if not sampler.takes_likeliest]
 
 
 def picked(every: Tensor, indices: Sequence[int]) -> Tensor:
@@ -319,6 +352,11 @@ def logits_of(edges: Edges, rows: Sequence[SamplingRow], hidden: Tensor | None =
         hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
     if any(each.sampler.takes_likeliest for each in rows):
         return likeliest_of(edges, hidden)
+    return all_logits_of(edges, hidden)
+
+
+def all_logits_of(edges: Edges, hidden: Tensor) -> RowLogits:
+    """Launches the head for rows of hidden states, `[R, H]` in the model's dtype on its device."""
     return RowLogits(edges.head(hidden))
 
 
@@ -376,7 +414,7 @@ def sample_rows(
     elsewhere: dict[int, ChosenTokens | CorollaError] = {}
     if is_batched:
         starts = [ends[index] - rows[index].num_choices for index in slow]
-        batched = _chosen_in_batches([rows[index] for index in slow], starts, all_logits, error_of)
+        batched = _chosen_in_batches([rows[index] for index in slow], starts, computed, error_of)
         elsewhere = dict(zip(slow, batched, strict=True))
     elif threads is not None and len(independent := [each for each in slow if rows[each].sampler.is_independent]) > 1:
         # Threads help, since torch releases the interpreter's lock while it computes.
@@ -385,7 +423,10 @@ def sample_rows(
 
 
 def _chosen_in_batches(
-    rows: Sequence[SamplingRow], starts: Sequence[int], logits: Tensor, error_of: Callable[[Exception], CorollaError]
+    rows: Sequence[SamplingRow],
+    starts: Sequence[int],
+    computed: RowLogits,
+    error_of: Callable[[Exception], CorollaError],
 ) -> list[ChosenTokens | CorollaError]:
     """Chooses the first tokens of all rows in one batch, then the second tokens of the rows that go on, and so forth.
 
@@ -393,15 +434,18 @@ def _chosen_in_batches(
 
     Args:
         starts: the index of each row's first logits.
-        logits: float32 `[sum of num_choices, V]`, on the device of the head.
+        computed: the logits of these rows, and of others. If it has chosen tokens, they are those of these rows.
     """
+    logits = computed.logits
     messages = [pb.SampledRow() for _ in rows]
     failures: dict[int, CorollaError] = {}
     going = list(range(len(rows)))
     while going:
         at = tuple(starts[index] + len(messages[index].tokens) for index in going)
-        own = logits if at == tuple(range(len(logits))) else logits[on_device(at, logits.device, torch.int64)]
-        tokens = sample_together([rows[index].sampler.sampler for index in going], own)
+        if len(computed.slow) == len(going) and not any(message.tokens for message in messages):
+            tokens = list(computed.finish_slow())
+        else:
+            tokens = sample_together([rows[index].sampler.sampler for index in going], picked(logits, at))
         going, before = [], going
         for index, token in zip(before, tokens, strict=True):
             if isinstance(token, CorollaError):

@@ -1,8 +1,8 @@
 """The next step of a batch, launched on a device before the present step's tokens are read.
 
-Where one server is a whole chain, and each row is greedy, the device itself knows the next input: the tokens that it
-has just chosen. So it gets the next step at once, and computes it while this process reads the tokens, sends them and
-admits the next steps. A row whose answer ends is computed in vain; the numbers of a row depend on no other row.
+Where one server is a whole chain, the device itself knows the next input: the tokens that it has just chosen. So it
+gets the next step at once, and computes it while this process reads the tokens, sends them and admits the next steps. A
+row whose answer ends is computed in vain; the numbers of a row depend on no other row.
 
 Nothing counts as computed until the ordinary next step arrives and asks for exactly that: the same session in the same
 state, at that position, with that token. Otherwise the launched step is dropped, and the ordinary one writes the same
@@ -69,7 +69,7 @@ def next_rows(admitted: Sequence[AdmittedStep]) -> Sequence[NextRow]:
             sampler, ring, request = batch.sampler_for(row, session), session.ring, session.request
             if sampler is None or ring is None or request.adapter is not None or request.prompts is not None:
                 return ()
-            if not sampler.takes_next_alone or row.num_result_tokens > 1 or row.HasField("readout"):
+            if not sampler.is_independent or row.num_result_tokens > 1 or row.HasField("readout"):
                 return ()
             position = row.position + row.num_tokens
             if not sampler.is_at_last and position < ring.credit_end:

@@ -23,8 +23,8 @@ from corolla.compute.decode_graphs import DecodeGraphs
 from corolla.compute.host_copies import to_device
 from corolla.compute.kernel_choices import KernelChoices
 from corolla.compute.prompts import BlockPrompts
-from corolla.compute.readings import Readings
 from corolla.compute.triton_blocks import choose_triton_blocks
+from corolla.decoding.device_copies import Readings
 from corolla.models.adapters.products import AdapterBatch, AdapterStacks, SpanAdapter
 from corolla.models.families import attention_windows, pageless_layers, recurrent_layers
 from corolla.models.linear import ways_by_shape

@@ -11,11 +11,13 @@ in another order for another number of rows.
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from corolla.chassis.errors import CorollaError, NonFiniteOutput
+from corolla.decoding.device_copies import Readings
 from corolla.decoding.nucleus import keep_nucleus
 from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.sampling import Sampler, StackedPenalties, barred, exponential_numbers, on_device
@@ -24,7 +26,19 @@ Logprobs = tuple[float, tuple[tuple[int, float], ...]]
 """The log probability of a chosen token, and the ids and log probabilities of the most probable ones."""
 
 
-@torch.inference_mode()
+@dataclass(frozen=True, slots=True)
+class LaunchedChoice:
+    """Choices that a device may not have made yet. Each must be finished before its sampler chooses again.
+
+    Attributes:
+        token_ids: the chosen tokens, int64 `[R]` on the device; a row that gets an error has any token there.
+        finish: waits for the tokens and returns them, or errors, as `sample_together` does; it is called once.
+    """
+
+    token_ids: Tensor
+    finish: Callable[[], list[SampledToken | CorollaError]]
+
+
 def sample_together(
     samplers: Sequence[Sampler], logits: Tensor, *, like_gpu: bool | None = None
 ) -> list[SampledToken | CorollaError]:
@@ -33,6 +47,18 @@ def sample_together(
     A row that is not finite, or whose grammar fails, gets an error, and its sampler takes no token.
 
     Args:
+        like_gpu: see `launch_choice`.
+    """
+    return launch_choice(samplers, logits, like_gpu=like_gpu).finish()
+
+
+@torch.inference_mode()
+def launch_choice(samplers: Sequence[Sampler], logits: Tensor, *, like_gpu: bool | None = None) -> LaunchedChoice:
+    """Launches what `sample_together` does: all but the reading of the chosen tokens.
+
+    Args:
+        samplers: no one occurs twice.
+        logits: float32 `[R, V]`, on the device of the samplers' earlier choices.
         like_gpu: whether to compute as on a GPU; None: only if the logits are not on a CPU. On a CPU, sums and the
             order of equal scores are those of `transformers`.
     """
@@ -53,20 +79,25 @@ def sample_together(
         token_ids = _with_rows(token_ids, drawing, drawn)
     logprobs = _Logprobs(samplers, logits, token_ids)
     # float64 holds every token id and every float32, so one copy brings all that the device found.
-    found = torch.cat((token_ids.double(), are_finite.double(), *logprobs.found)).tolist()
+    read = Readings(logits.device).begin(torch.cat((token_ids.double(), are_finite.double(), *logprobs.found)))
     scores.add(token_ids, are_finite)
-    logprobs_of = logprobs.read(found[2 * len(samplers) :])
-    chosen: list[SampledToken | CorollaError] = []
-    for index, sampler in enumerate(samplers):
-        if index in scores.failures:
-            chosen.append(scores.failures[index])
-        elif not found[len(samplers) + index]:
-            chosen.append(NonFiniteOutput("The model's output is not finite."))
-        else:
-            token_id = int(found[index])
-            sampler.follow(token_id)
-            chosen.append(SampledToken(token_id, *logprobs_of.get(index, ())))
-    return chosen
+
+    def finish() -> list[SampledToken | CorollaError]:
+        found = read().tolist()
+        logprobs_of = logprobs.read(found[2 * len(samplers) :])
+        chosen: list[SampledToken | CorollaError] = []
+        for index, sampler in enumerate(samplers):
+            if index in scores.failures:
+                chosen.append(scores.failures[index])
+            elif not found[len(samplers) + index]:
+                chosen.append(NonFiniteOutput("The model's output is not finite."))
+            else:
+                token_id = int(found[index])
+                sampler.follow(token_id)
+                chosen.append(SampledToken(token_id, *logprobs_of.get(index, ())))
+        return chosen
+
+    return LaunchedChoice(token_ids, finish)
 
 
 def _random_numbers(samplers: Sequence[Sampler], logits: Tensor, *, like_gpu: bool) -> Tensor:

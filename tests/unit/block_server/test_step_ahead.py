@@ -29,10 +29,11 @@ from corolla.block_server.servicer import BlockServicer
 from corolla.block_server.sessions import SessionTable
 from corolla.block_server.step_ahead import AheadPace
 from corolla.cache.store import SessionCache
+from corolla.chassis.errors import StepFailed
 from corolla.chassis.metrics import TaskMetrics, new_registry
 from corolla.chassis.tasks import TaskGroup
-from corolla.compute.readings import Readings
 from corolla.compute.span_runner import LaunchedBatch, SpanRunner
+from corolla.decoding.device_copies import Readings
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, load_edges
 from corolla.v1 import blocks_pb2 as pb
@@ -91,10 +92,13 @@ class Model:
         self.runner = make_runner(path, span=WHOLE)
         assert choose(self.runner) is not None
 
-    def truth(self, name: int) -> list[int]:
-        """The greedy answer to a session's prompt."""
+    def truth(self, name: int, **options: Any) -> list[int]:
+        """The answer to a session's prompt: greedy, or drawn with the session's seed by the options."""
         ids = torch.tensor([prompt(name)])
-        found = self._unsplit.generate(ids, max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None)
+        torch.manual_seed(name)
+        found = self._unsplit.generate(
+            ids, max_new_tokens=NUM_TOKENS, do_sample=bool(options), eos_token_id=None, **options
+        )
         answer: list[int] = found[0, ids.shape[1] :].tolist()
         return answer
 
@@ -235,6 +239,46 @@ async def test_answers_that_begin_and_end_at_different_times(model: Model, monke
     assert events.count("used") > NUM_TOKENS // 2
 
 
+DRAWN: dict[int, dict[str, Any]] = {
+    1: {},
+    2: {"temperature": 0.9, "top_k": 40, "top_p": 0.8},
+    3: {"temperature": 1.3, "top_k": 0, "repetition_penalty": 1.4},
+}
+
+
+async def test_answers_that_are_drawn(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = counted(monkeypatch, model.runner)
+    async with serving(model) as server:
+        for name, options in DRAWN.items():
+            ids = prompt(name)
+            await server.open(name, **options, token_ids=ids, num_prompt_tokens=len(ids), num_tokens_left=18 + name)
+            server.begin(name)
+        answers = await server.all_of(DRAWN)
+    assert answers == {name: model.truth(name, **options)[: 18 + name] for name, options in DRAWN.items()}
+    assert events.count("used") > NUM_TOKENS // 2
+
+
+async def test_a_step_that_fails_when_tokens_are_drawn_ends_with_a_fault(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers that were drawn must not be drawn again: the client recovers the session with a new sampler."""
+    finish_next, calls = model.runner.finish_next, []
+
+    def fail_third(*args: Any) -> tuple[bool, ...]:
+        calls.append(args)
+        if len(calls) == 3:
+            raise RuntimeError("out of something")
+        return finish_next(*args)
+
+    monkeypatch.setattr(model.runner, "finish_next", fail_third)
+    async with serving(model) as server:
+        await server.open(2, **DRAWN[2])
+        server.begin(2)
+        await server.client.until(lambda: session_id(2) in server.client.faults)
+        assert server.client.faults[session_id(2)] == StepFailed.reason
+        assert server.client.tokens[session_id(2)] == model.truth(2, **DRAWN[2])[: server.num_of(2)]
+
+
 async def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,7 +304,7 @@ async def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read(
     assert events == [*prompt_step, *step, "launched", "used", "read", "read", "used", "read", "read"]
 
 
-@pytest.mark.parametrize("what", quick(["close", "reopen", "credit", "draw", "draft"], "credit", "draw"))
+@pytest.mark.parametrize("what", quick(["close", "reopen", "credit", "bias", "draft"], "credit", "draft"))
 async def test_what_happens_between_two_steps(model: Model, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """Another session ends, begins anew, waits for credit, or joins with tokens that the device does not know."""
     events = counted(monkeypatch, model.runner)
@@ -282,11 +326,12 @@ async def test_what_happens_between_two_steps(model: Model, monkeypatch: pytest.
         else:
             drafts = pb.Drafts(source=pb.Drafts.SOURCE_PROMPT_LOOKUP, max_tokens=3)
             ids = prompt(3)
-            options = {"drafts": drafts, "token_ids": ids, "num_prompt_tokens": len(ids)}
-            # It draws from one token alone.
-            await server.open(3, **(options if what == "draft" else {"temperature": 1.0, "top_k": 1}))
+            options: dict[str, Any] = {"drafts": drafts, "token_ids": ids, "num_prompt_tokens": len(ids)}
+            if what == "bias":
+                options = {"biased_token_ids": [model.truth(3)[0]], "biases": [0.5], "num_logprobs": 2}
+            await server.open(3, **options)
             server.begin(3)
-        names = {"close": [1], "draw": [1, 2, 3], "draft": [1, 2, 3]}.get(what, [1, 2])
+        names = {"close": [1], "draft": [1, 2, 3]}.get(what, [1, 2])
         assert await server.all_of(names) == {name: model.truth(name) for name in names}
     assert events.count("used") > 2
 
