@@ -4,9 +4,10 @@ This is deep prompt tuning (P-Tuning v2, Liu et al., 2021) in the form of Petals
 are added to the hidden states that enter a block, not put before them, so they take no positions of their own.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from corolla.chassis.errors import MalformedMessage
@@ -15,7 +16,7 @@ from corolla.wire.frames import MAX_PROMPT_BYTES, Buffer
 from corolla.wire.tensors import from_payload
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BlockPrompts:
     """The embeddings that one session adds on this server.
 
@@ -24,6 +25,7 @@ class BlockPrompts:
     """
 
     values: Tensor
+    _there: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -54,10 +56,15 @@ class BlockPrompts:
         """A copy that does not keep the received message alive."""
         return BlockPrompts(self.values.clone())
 
-    def part(self, block: int, position: int, num_tokens: int) -> Tensor:
+    def part(self, block: int, position: int, num_tokens: int, device: torch.device) -> Tensor:
         """The embeddings `[n, H]` for the first `n` of `num_tokens` tokens from `position` on; `n` may be 0.
+
+        They are on `device`, in the dtype of `values`. The first call copies the embeddings of all blocks to it.
 
         Args:
             block: the block's index, counted from the session's first block on this server.
+            device: the device of hidden states, the same one in all calls.
         """
-        return self.values[block, position : position + num_tokens]
+        if self._there is None:
+            self._there = self.values.to(device)
+        return self._there[block, position : position + num_tokens]

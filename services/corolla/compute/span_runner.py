@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -319,43 +320,52 @@ class SpanRunner:
     def _forward_with_prompts(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
         """Runs block by block, and adds the rows' prompts to the input of each block."""
         hidden = hidden.clone()  # the input may be a view of the received bytes
+        step = self._packed_step(rows, hidden.device) if self.model.packs_rows else None
         for index in range(len(blocks)):
             start = 0
             for row in rows:
                 if row.prompts is not None:
-                    part = row.prompts.part(index, row.position, row.num_tokens)
+                    part = row.prompts.part(index, row.position, row.num_tokens, hidden.device)
                     hidden[start : start + len(part)] += part.to(hidden)
                 start += row.num_tokens
-            hidden = self._forward_blocks(rows, hidden, Span(blocks.start + index, blocks.start + index + 1))
+            block = Span(blocks.start + index, blocks.start + index + 1)
+            if step is None:
+                hidden = self._forward_blocks(rows, hidden, block)
+            else:
+                hidden = self._forward_step(step, hidden, block)
         return hidden
 
     def _forward_packed(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
-        packed: list[PackedRow] = []
-        positions: list[int] = []
-        for row in rows:
-            start = len(positions)
-            positions.extend(range(row.position, row.position + row.num_tokens))
-            packed.append(PackedRow(row.cache, row.position, start, len(positions)))
-        has_adapters = any(row.adapter is not None for row in rows)
-        if self.decode_graphs is not None and not has_adapters and blocks == self.span:
+        if self.decode_graphs is not None and blocks == self.span and all(row.adapter is None for row in rows):
+            packed = _packed(rows)
             size = self.decode_graphs.size_for(packed)
             if size is not None:
                 return self.decode_graphs.replay(packed, hidden, size)
-        position_ids = torch.tensor(positions, device=hidden.device)
-        batch = AttentionBatch(self.store, packed, self.backend)
-        end, layers = max(positions) + 1, self.span.indices(blocks)
+        return self._forward_step(self._packed_step(rows, hidden.device), hidden, blocks)
+
+    def _packed_step(self, rows: Sequence[RowWork], device: torch.device) -> "_PackedStep":
+        positions = [row.position + index for row in rows for index in range(row.num_tokens)]
+        adapters = None if self.compiled is not None else self._adapters(rows)
+        self._tell_factors(rows, device)
+        return _PackedStep(
+            rows, torch.tensor(positions, device=device), max(positions) + 1,
+            AttentionBatch(self.store, _packed(rows), self.backend), adapters,
+        )  # fmt: skip
+
+    def _forward_step(self, step: "_PackedStep", hidden: Tensor, blocks: Span) -> Tensor:
+        layers, batch = self.span.indices(blocks), step.batch
         if self.compiled is not None:
-            of_tokens = [row.adapter for row in rows for _ in range(row.num_tokens)] if has_adapters else []
-            return self.compiled.forward(hidden, position_ids, end, layers, batch, of_tokens)
-        adapters = self.model.adapters = self._adapters(rows)
+            has_adapters = any(row.adapter is not None for row in step.rows)
+            of_tokens = [row.adapter for row in step.rows for _ in range(row.num_tokens)] if has_adapters else []
+            return self.compiled.forward(hidden, step.position_ids, step.end, layers, batch, of_tokens)
+        self.model.adapters = step.adapters
         if self.triton is not None:
-            return self.triton.forward(hidden, position_ids, end, layers, batch, adapters)
+            return self.triton.forward(hidden, step.position_ids, step.end, layers, batch, step.adapters)
         if self.model.fused is not None:
-            return self.model.fused.forward(hidden, position_ids, end, layers, batch.attend, adapters)
-        self._tell_factors(rows, hidden)
+            return self.model.fused.forward(hidden, step.position_ids, step.end, layers, batch.attend, step.adapters)
         cache = PackedLatents(batch) if self.model.family.caches_latents else None
         return self.model.forward(
-            hidden.unsqueeze(0), position_ids.unsqueeze(0), blocks=blocks, past_key_values=cache, batch=batch
+            hidden.unsqueeze(0), step.position_ids.unsqueeze(0), blocks=blocks, past_key_values=cache, batch=batch
         )[0]
 
     def _adapters(self, rows: Sequence[RowWork]) -> AdapterBatch | None:
@@ -363,15 +373,17 @@ class SpanRunner:
             return None
         return AdapterBatch([(row.adapter, row.num_tokens) for row in rows], self.stacks, self.model.device)
 
-    def _tell_factors(self, rows: Sequence[RowWork], hidden: Tensor) -> None:
+    def _tell_factors(self, rows: Sequence[RowWork], device: torch.device) -> None:
         """Tells the rotary embedding which tokens of the next call belong to long texts, if that matters to it."""
         long_rope = self.model.long_rope
         if long_rope is None:
             return
         if any(row.position + row.num_tokens > long_rope.short_length for row in rows if not row.long_factors):
             raise ValueError(f"a text with short factors has at most {long_rope.short_length} tokens")
-        flags = [row.long_factors for row in rows for _ in range(row.num_tokens)]
-        long_rope.is_long = torch.tensor(flags, device=hidden.device)
+        long_rope.is_long = rows[0].long_factors
+        if any(row.long_factors != long_rope.is_long for row in rows):
+            flags = [row.long_factors for row in rows for _ in range(row.num_tokens)]
+            long_rope.is_long = torch.tensor(flags, device=device)
 
     def _forward_rows(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
         outputs: list[Tensor] = []
@@ -387,7 +399,7 @@ class SpanRunner:
                 positions = torch.arange(start, end, device=hidden.device).unsqueeze(0)
                 part_of_row = replace(row, position=start, num_tokens=len(tokens))
                 self.model.adapters = self._adapters([part_of_row])
-                self._tell_factors([part_of_row], tokens)
+                self._tell_factors([part_of_row], tokens.device)
                 outputs.append(
                     self.model.forward(tokens.unsqueeze(0), positions, blocks=blocks, past_key_values=cache)[0]
                 )
@@ -409,6 +421,30 @@ class SpanRunner:
             if row.num_tokens < 1 or not 0 <= row.position <= row.cache.num_tokens:
                 held = row.cache.num_tokens
                 raise ValueError(f"{row.num_tokens} tokens at position {row.position} do not follow {held} cached ones")
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedStep:
+    """What all blocks of a step of packed rows share.
+
+    Attributes:
+        rows: the rows.
+        position_ids: int64 `[N]` of all new tokens.
+        end: one more than the largest position.
+        batch: the rows, as attention takes them.
+        adapters: the rows' adapters, as layers take them; None where no row has one, and for compiled blocks.
+    """
+
+    rows: Sequence[RowWork]
+    position_ids: Tensor
+    end: int
+    batch: AttentionBatch
+    adapters: AdapterBatch | None
+
+
+def _packed(rows: Sequence[RowWork]) -> list[PackedRow]:
+    ends = list(accumulate(row.num_tokens for row in rows))
+    return [PackedRow(row.cache, row.position, end - row.num_tokens, end) for row, end in zip(rows, ends, strict=True)]
 
 
 class _RowCache(Cache):

@@ -17,24 +17,23 @@ class LongRope(nn.Module):
         short_length: the length, in tokens, of the longest text with the factors for short texts.
 
     Attributes:
-        is_long: bool `[N]`, whether each token of the next call belongs to a long text; None: no token does.
+        is_long: whether the tokens of the next call belong to long texts; a bool `[N]` on their device, if some do.
+            That all or none do is known on the host, so that no call waits for the device.
     """
 
     def __init__(self, rotary: nn.Module, short_length: int) -> None:
         super().__init__()
         self.rotary = rotary
         self.short_length = short_length
-        self.is_long: Tensor | None = None
+        self.is_long: Tensor | bool = False
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """The cosines and sines `[1, N, size]` of `position_ids`, int64 `[1, N]`.
 
         They have the dtype and device of `x`, which has any shape.
         """
-        if self.is_long is None or not self.is_long.any():
-            return self._short(x, position_ids)
-        if self.is_long.all():
-            return self._long(x, position_ids)
+        if isinstance(self.is_long, bool):
+            return self._long(x, position_ids) if self.is_long else self._short(x, position_ids)
         is_long = self.is_long[None, :, None]
         cos, sin = self._short(x, position_ids)
         long_cos, long_sin = self._long(x, position_ids)
