@@ -39,8 +39,3 @@ def family_cases(
             covered.add(kind)
             kinds.append(name)
     return quick(names if every else [*own, *kinds], *own, kinds=kinds)
-
-
-def stands_for_its_kind(family: str) -> bool:
-    """Whether each run of the gate has the family in a test of all families."""
-    return family in [each if isinstance(each, str) else each.values[0] for each in family_cases(every=False)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import durations
-from tests.families import family_cases, kind_of, stands_for_its_kind
+from tests.families import family_cases, kind_of
 from tests.tiers import NUM_QUARTERS, covering, outside_of_quarter, quick
 
 
@@ -46,7 +46,6 @@ def test_each_kind_of_family_has_one_that_the_gate_always_runs() -> None:
     assert {kind_of(FAMILIES[name]) for name in always} == {kind_of(family) for family in FAMILIES.values()}
     kinds = [each if isinstance(each, str) else each.values[0] for each in family_cases(every=False)]
     assert sorted(kinds) == sorted(always)
-    assert sorted(name for name in FAMILIES if stands_for_its_kind(name)) == sorted(always)
 
 
 def test_a_stage_that_takes_too_long_and_a_file_that_nobody_measured_are_found() -> None:
