@@ -230,6 +230,7 @@ async def test_files_that_are_not_those_registered_are_not_used(swarm: Swarm, ll
         assert await answer(client, "two") == llama.expected("two")
 
 
+@pytest.mark.kind
 async def test_adapters_give_way_to_others_within_the_budget(llama: Harness, tmp_path: Path) -> None:
     """One at a time fits."""
     async with Swarm(tmp_path, llama.checkpoint, SPANS, server={"adapters_mib": 1}) as swarm, swarm.connect() as client:

@@ -99,6 +99,7 @@ async def test_idle_conversations_are_found_where_they_were_handed_to(tmp_path: 
         await swarm.until_empty()
 
 
+@pytest.mark.kind
 async def test_who_takes_a_session_over_verifies_who_opened_it_and_may_hand_it_on(tmp_path: Path, model: Path) -> None:
     grace = {"grace_s": 120.0}
     async with (

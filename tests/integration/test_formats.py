@@ -81,8 +81,19 @@ async def valid(swarm: Swarm, response_format: Any, **options: Any) -> str:
     return answer.text
 
 
-@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("mode", ["off", "prompt_lookup"])
+WAYS = pytest.mark.parametrize(
+    "mode, sampling",
+    [
+        ("off", {}),
+        ("prompt_lookup", SAMPLED),
+        pytest.param("off", SAMPLED, marks=pytest.mark.kind),
+        pytest.param("prompt_lookup", {}, marks=pytest.mark.kind),
+    ],
+    ids=["greedy", "drafts sampled", "sampled", "drafts greedy"],
+)
+
+
+@WAYS
 async def test_answers_are_of_their_form(swarm: Swarm, sampling: dict[str, Any], mode: str) -> None:
     options = {**sampling, "speculation": mode}
     jsonschema.validate(json.loads(await valid(swarm, schema_format(PERSON), **options)), PERSON)
@@ -107,8 +118,7 @@ async def test_any_object_and_a_chat_of_a_form(swarm: Swarm) -> None:
                 jsonschema.validate(json.loads((await chat.send(question)).text), PERSON)
 
 
-@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("mode", ["off", "prompt_lookup"])
+@WAYS
 async def test_tokens_and_log_probabilities_are_those_of_the_unsplit_model(
     swarm: Swarm, model: Path, sampling: dict[str, Any], mode: str
 ) -> None:
@@ -184,7 +194,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("seed", quick([0, 1], 1), ids=["clone", "stranger"])
+@pytest.mark.parametrize("seed", quick([0, 1], kinds=(1,)), ids=["clone", "stranger"])
 async def test_what_a_draft_model_drafts_of_a_form_changes_nothing(
     tmp_path: Path, model: Path, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -132,6 +132,7 @@ async def test_answers_without_a_limit_do_not_refuse_callers_that_fit(
     await swarm.until_empty()
 
 
+@pytest.mark.kind
 async def test_an_answer_without_a_limit_ends_with_the_quota(swarm: Swarm) -> None:
     async with AsyncClient(swarm.address, api_key=KEYS["bob"]) as client:
         free = await client.generate(PROMPT, ignore_eos=True)

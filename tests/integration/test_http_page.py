@@ -96,6 +96,7 @@ async def test_a_tenant_sees_no_address(swarm: Swarm) -> None:
         assert server.server_id not in text
 
 
+@pytest.mark.kind
 async def test_who_watches_learns_of_a_recovery_as_it_happens(swarm: Swarm) -> None:
     answer: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 700, "temperature": 0, "ignore_eos": True}
     async with caller(swarm.clients[0]) as http:

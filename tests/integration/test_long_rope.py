@@ -79,6 +79,7 @@ async def test_pages_of_short_texts_are_not_those_of_long_ones(tmp_path: Path) -
             assert answer.usage.cached_tokens == num_cached
 
 
+@pytest.mark.kind
 async def test_draft_tokens_do_not_go_beyond_the_short_factors(tmp_path: Path) -> None:
     model = make_long_rope_checkpoint("phi3", tmp_path / "tiny")
     # The bias leaves so few tokens that what follows often followed before.

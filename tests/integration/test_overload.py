@@ -278,6 +278,7 @@ async def test_texts_to_tokenize_are_no_waiting_requests(swarm: Swarm, monkeypat
         await asyncio.gather(*texts)
 
 
+@pytest.mark.kind
 async def test_a_turn_that_is_too_long_for_its_session_does_not_wait_to_be_refused(swarm: Swarm) -> None:
     async with swarm.connect() as client, client.session() as session, open_channel(swarm.address) as channel:
         await session.generate(PROMPT, max_tokens=16, ignore_eos=True)
@@ -299,6 +300,7 @@ async def test_a_turn_that_is_too_long_for_its_session_does_not_wait_to_be_refus
     await swarm.until_empty()
 
 
+@pytest.mark.kind
 async def test_the_line_is_bounded_in_bytes(swarm: Swarm) -> None:
     visitors = Visitors(swarm)
     # A field that the service does not know is carried along.
@@ -334,6 +336,7 @@ async def failed(swarm: Swarm, fault: str) -> float:
     )
 
 
+@pytest.mark.kind
 async def test_a_flood_of_one_tenant_is_no_fault_of_the_service(swarm: Swarm) -> None:
     """Nor is a message that is too large: both would burn its error budget."""
     before = {fault: await failed(swarm, fault) for fault in ("caller", "service")}
@@ -364,6 +367,7 @@ async def test_a_flood_of_one_tenant_does_not_shut_out_another(swarm: Swarm) -> 
     await swarm.until_empty()
 
 
+@pytest.mark.kind
 async def test_a_caller_that_gives_up_waiting_leaves_no_gap(swarm: Swarm) -> None:
     visitors = Visitors(swarm)
     with held_up(swarm.servers[0]):

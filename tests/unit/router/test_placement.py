@@ -115,7 +115,7 @@ def test_a_chosen_span_fits_into_the_memory(
     assert Span(chosen.start, chosen.end + 1) not in fitting, "there was room for more"
 
 
-@given(st.integers(2, 60), MEMORIES)
+@given(st.integers(2, 32), MEMORIES)
 def test_equal_servers_cover_as_soon_as_their_memory_suffices(num_blocks: int, memory: WeightMemory) -> None:
     at_an_end = math.floor(memory.num_blocks - memory.edge_blocks)
     if memory.holds(Span(0, num_blocks), num_blocks):
