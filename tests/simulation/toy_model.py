@@ -16,7 +16,6 @@ from torch import Tensor
 from corolla.cache.store import KVStore
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.compute.span_runner import RowWork, SpanRunner
-from corolla.decoding.device_copies import Readings
 from corolla.decoding.parameters import SamplingParams
 from corolla.decoding.sampling import Sampler
 from corolla.models.edges import Edges
@@ -107,7 +106,6 @@ class ToyRunner(SpanRunner):
         self.store = KVStore(
             num_pages, page_tokens, model.windows[span.start : span.end], max_step_tokens=max_step_tokens
         )
-        self._readings = Readings(torch.device("cpu"))
         self.num_bad_batches = 0
         self._toy = model
 

@@ -34,10 +34,10 @@ from corolla.cache.store import SessionCache
 from corolla.chassis.errors import CorollaError, InternalError, NonFiniteOutput, OutOfMemory, StepFailed
 from corolla.chassis.handlers import call_path
 from corolla.compute.device import is_out_of_memory
-from corolla.compute.host_copies import begin_copy, to_device
+from corolla.compute.host_copies import to_device
 from corolla.compute.span_runner import BatchOutput, LaunchedBatch, RowWork
 from corolla.compute.threads import single_threaded_pool
-from corolla.decoding.device_copies import await_copies
+from corolla.decoding.device_copies import await_copies, begin_reading
 from corolla.decoding.nucleus import keep_nucleus
 from corolla.models.adapters.products import SpanAdapter
 from corolla.models.edges import Edges
@@ -446,7 +446,7 @@ class _HostCopies:
         start = 0
         for batch in self._admitted:
             end = start + sum(row.num_tokens for row, _, _ in batch.rows)
-            self._copies.append(begin_copy(hidden[start:end]) if batch.work.step.route else None)
+            self._copies.append(begin_reading(hidden[start:end]) if batch.work.step.route else None)
             start = end
 
     def in_place_of(self, outputs: tuple[Tensor | CorollaError, ...]) -> tuple[Tensor | CorollaError, ...]:

@@ -15,7 +15,7 @@ from corolla.block_server.grammars import Grammars
 from corolla.chassis.errors import CorollaError, InternalError, InvalidRequest, MalformedMessage, NonFiniteOutput
 from corolla.chassis.handlers import call_path
 from corolla.decoding.batched_sampling import launch_choice, sample_together
-from corolla.decoding.device_copies import Readings
+from corolla.decoding.device_copies import begin_reading
 from corolla.decoding.draft_model import DraftModel
 from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.sampling import Sampler, on_device
@@ -368,7 +368,7 @@ def likeliest_of(edges: Edges, hidden: Tensor) -> RowLogits:
     logits = edges.head(hidden)
     best = logits.max(dim=-1)
     found = torch.stack((best.indices.double(), best.values.double()))
-    return RowLogits(logits, best.indices, Readings(found.device).begin(found))
+    return RowLogits(logits, best.indices, begin_reading(found))
 
 
 def sample_rows(

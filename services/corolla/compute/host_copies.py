@@ -1,10 +1,8 @@
-"""Copies of hidden states between a GPU and pinned memory, which run while the calling thread goes on.
+"""Copies of hidden states to a GPU by pinned memory, which run while the calling thread goes on.
 
-A copy from or to ordinary memory makes its caller wait for all work that the GPU was given before. Torch keeps pinned
-memory that is no longer used and gives it out again, once the copies that use it have ended.
+A copy from ordinary memory makes its caller wait for all work that the GPU was given before. Torch keeps pinned memory
+that is no longer used and gives it out again, once the copies that use it have ended.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,21 +17,3 @@ def to_device(hidden: Tensor, device: torch.device, dtype: torch.dtype) -> Tenso
         # If the copy converted, it would do so in ordinary memory.
         hidden = hidden.to(dtype).pin_memory()
     return hidden.to(device=device, dtype=dtype, non_blocking=True)
-
-
-def begin_copy(hidden: Tensor) -> Callable[[], Tensor]:
-    """Begins to copy `hidden`, of any shape and dtype, from a GPU.
-
-    Returns:
-        A function that waits for the copy and returns it, in pinned memory, with the same shape and dtype.
-    """
-    copied = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True)
-    copied.copy_(hidden, non_blocking=True)
-    is_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    is_copied.record(torch.cuda.current_stream(hidden.device))
-
-    def finish() -> Tensor:
-        is_copied.synchronize()
-        return copied
-
-    return finish

@@ -25,7 +25,7 @@ from corolla.compute.host_copies import to_device
 from corolla.compute.kernel_choices import KernelChoices
 from corolla.compute.prompts import BlockPrompts
 from corolla.compute.triton_blocks import choose_triton_blocks
-from corolla.decoding.device_copies import Readings
+from corolla.decoding.device_copies import begin_reading
 from corolla.models.adapters.products import AdapterBatch, AdapterStacks, SpanAdapter
 from corolla.models.families import attention_windows, pageless_layers, recurrent_layers
 from corolla.models.linear import ways_by_shape
@@ -130,7 +130,6 @@ class SpanRunner:
     ) -> None:
         self.model = model
         self.stacks = AdapterStacks(max_stack_bytes)
-        self._readings = Readings(model.device)
         self.decode_graphs: DecodeGraphs | None = None
         codec = CODECS[kv_cache_dtype](model.dtype) if kv_cache_dtype != "auto" else None
         if is_fused:
@@ -299,7 +298,7 @@ class SpanRunner:
 
     def _launched(self, rows: Sequence[RowWork], output: Tensor) -> LaunchedBatch:
         # If a row has NaN or Inf, the sum is not finite. It may also overflow, so then each row is checked by itself.
-        return LaunchedBatch(rows, output, self._readings.begin(output.sum(dtype=torch.float32)))
+        return LaunchedBatch(rows, output, begin_reading(output.sum(dtype=torch.float32)))
 
     def _finished(self, launched: LaunchedBatch, kept: Sequence[int], blocks: Span) -> tuple[bool, ...]:
         rows = [launched.rows[index] for index in kept]

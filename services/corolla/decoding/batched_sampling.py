@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from corolla.chassis.errors import CorollaError, NonFiniteOutput
-from corolla.decoding.device_copies import Readings
+from corolla.decoding.device_copies import begin_reading
 from corolla.decoding.nucleus import keep_nucleus
 from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.sampling import Sampler, StackedPenalties, barred, exponential_numbers, on_device
@@ -79,7 +79,7 @@ def launch_choice(samplers: Sequence[Sampler], logits: Tensor, *, like_gpu: bool
         token_ids = _with_rows(token_ids, drawing, drawn)
     logprobs = _Logprobs(samplers, logits, token_ids)
     # float64 holds every token id and every float32, so one copy brings all that the device found.
-    read = Readings(logits.device).begin(torch.cat((token_ids.double(), are_finite.double(), *logprobs.found)))
+    read = begin_reading(torch.cat((token_ids.double(), are_finite.double(), *logprobs.found)))
     scores.add(token_ids, are_finite)
 
     def finish() -> list[SampledToken | CorollaError]:

@@ -328,7 +328,7 @@ class OnGpu(torch.Tensor):
     device = torch.device("cuda", 0)
 
 
-class Doubling:
+class Doubling(Present):
     """Doubles each number, on a GPU; rows with NaN are not finite."""
 
     def forward_each(
@@ -347,12 +347,12 @@ class Doubling:
 def test_outputs_that_go_on_leave_a_gpu_by_one_copy_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[int] = []
 
-    def begin_copy(hidden: Tensor) -> Callable[[], Tensor]:
+    def begin_reading(hidden: Tensor) -> Callable[[], Tensor]:
         assert type(hidden) is OnGpu
         copied.append(len(hidden))
         return lambda: hidden.as_subclass(torch.Tensor).clone()
 
-    monkeypatch.setattr(batch_executor, "begin_copy", begin_copy)
+    monkeypatch.setattr(batch_executor, "begin_reading", begin_reading)
     session = HopSession(replace(REQUEST, session_id=b"s"), cast(SessionCache, None))
     numbers = iter(range(1, 100))
 

@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from corolla.block_server import row_sampling
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine, ProcessorUse
 from corolla.block_server.frame_checks import Identity
@@ -32,8 +33,9 @@ from corolla.cache.store import SessionCache
 from corolla.chassis.errors import StepFailed
 from corolla.chassis.metrics import TaskMetrics, new_registry
 from corolla.chassis.tasks import TaskGroup
+from corolla.compute import span_runner
 from corolla.compute.span_runner import LaunchedBatch, SpanRunner
-from corolla.decoding.device_copies import Readings
+from corolla.decoding.device_copies import begin_reading
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, load_edges
 from corolla.v1 import blocks_pb2 as pb
@@ -283,10 +285,9 @@ async def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = counted(monkeypatch, model.runner)
-    begin = Readings.begin
 
-    def noted(self: Readings, numbers: Tensor) -> Callable[[], Tensor]:
-        read = begin(self, numbers)
+    def noted(numbers: Tensor) -> Callable[[], Tensor]:
+        read = begin_reading(numbers)
 
         def read_and_note() -> Tensor:
             events.append("read")
@@ -294,7 +295,8 @@ async def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read(
 
         return read_and_note
 
-    monkeypatch.setattr(Readings, "begin", noted)
+    for module in (row_sampling, span_runner):
+        monkeypatch.setattr(module, "begin_reading", noted)
     async with serving(model) as server:
         await server.open(1, num_tokens_left=4)
         server.begin(1)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from corolla.compute.host_copies import begin_copy, to_device
+from corolla.compute.host_copies import to_device
+from corolla.decoding.device_copies import begin_reading
 
 GPU = torch.device("cuda", 0)
 
@@ -74,5 +75,5 @@ def test_a_copy_from_a_gpu_is_read_once_the_work_behind_it_has_ended(monkeypatch
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", streams.__getitem__)
     hidden = torch.randn(3, 4, dtype=torch.bfloat16)
-    finish = begin_copy(hidden.as_subclass(OnGpu))
+    finish = begin_reading(hidden.as_subclass(OnGpu))
     assert torch.equal(plain(finish()), hidden)
