@@ -21,7 +21,6 @@ from corolla.block_server.row_sampling import (
     ChosenTokens,
     RowLogits,
     SamplingRow,
-    SessionSampler,
     all_logits_of,
     in_parts,
     likeliest_of,
@@ -386,7 +385,7 @@ class BatchExecutor:
                     if (sampler := batch.sampler_for(row, session)) is None:
                         replaced[index] = ChosenTokens()
                     else:
-                        waiting.append((index, _sampling_row(row, output, sampler)))
+                        waiting.append((index, SamplingRow(row, output, row.num_result_tokens, sampler)))
                 index += 1
         if waiting:
             logits = None if early is None else early.of([row for _, row in waiting])
@@ -490,27 +489,26 @@ class _EarlyLogits:
 
     def __call__(self, hidden: Tensor) -> None:
         """Launches the head for the output of all rows, `[sum of num_tokens, H]` in the model's dtype on its device."""
-        rows: list[SamplingRow] = []
-        start = 0
-        for batch in self._admitted:
-            for row, session, _ in batch.rows:
-                end = start + row.num_tokens
-                if (sampler := batch.sampler_for(row, session)) is not None:
-                    rows.append(_sampling_row(row, hidden[start:end], sampler))
-                start = end
+        pairs = [(row, batch.sampler_for(row, session)) for batch in self._admitted for row, session, _ in batch.rows]
+        outputs = torch.split(hidden, [row.num_tokens for row, _ in pairs])
+        rows = [
+            SamplingRow(row, output, row.num_result_tokens, sampler)
+            for (row, sampler), output in zip(pairs, outputs, strict=True)
+            if sampler is not None
+        ]
         if not rows or len(list(in_parts(rows))) > 1:
             return
         try:
-            is_all = sum(row.num_choices for row in rows) == len(hidden)
-            self._logits = logits_of(self._edges, rows, hidden if is_all else None)
+            num_choices = [row.num_choices for row in rows]
+            self._logits = logits_of(self._edges, rows, hidden if sum(num_choices) == len(hidden) else None)
         except torch.AcceleratorError:
             raise
         except Exception as failure:
             # Once it is known which outputs are finite, the head is tried again, and says what fails.
             log.warning("the head could not be launched early", extra={"where": call_path(failure)})
             return
-        self._rows, self._num_choices = [row.row for row in rows], [row.num_choices for row in rows]
-        if is_all and len(rows) == len(hidden):
+        self._rows, self._num_choices = [row.row for row in rows], num_choices
+        if len(rows) == len(pairs) == sum(num_choices):
             self._logits = self._on_launched(self._logits)
 
     def take(self, logits: RowLogits) -> None:
@@ -541,11 +539,6 @@ def _all_failed(admitted: Sequence[AdmittedStep]) -> BatchResult:
 def _row_outputs(parts: Sequence[Tensor], finite: Sequence[bool]) -> Iterator[Tensor | CorollaError]:
     for part, is_finite in zip(parts, finite, strict=True):
         yield part if is_finite else NonFiniteOutput("a block's output is not finite")
-
-
-def _sampling_row(row: pb.StepRow, output: Tensor, sampler: SessionSampler) -> SamplingRow:
-    """The row with the hidden states of its tokens with results; `output`, `[num_tokens, H]`, has those of all."""
-    return SamplingRow(row, output[len(output) - row.num_result_tokens :], row.num_result_tokens, sampler)
 
 
 def _with_readout(output: RowOutput, found: pb.SampledRow | CorollaError) -> RowOutput:

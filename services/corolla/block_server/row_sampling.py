@@ -240,13 +240,20 @@ class ChosenTokens:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """A row for which tokens are chosen. `hidden` is `[num_choices, H]`, the last block's output for its tokens with
-    results, in the model's dtype on its device."""
+    """A row for which tokens are chosen.
+
+    `output` is `[num_tokens, H]`, the last block's output in the model's dtype on its device.
+    """
 
     row: pb.StepRow
-    hidden: Tensor
+    output: Tensor
     num_choices: int
     sampler: SessionSampler
+
+    @property
+    def hidden(self) -> Tensor:
+        """The output for the tokens with results, `[num_choices, H]` in the model's dtype on its device."""
+        return self.output[self.output.shape[0] - self.num_choices :]
 
     @property
     def draft_ids(self) -> Sequence[int]:
