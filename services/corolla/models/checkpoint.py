@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -340,7 +341,7 @@ class Checkpoint:
         Returns:
             16 hexadecimal characters.
         """
-        digest = hashlib.sha256(self._content_digest)
+        digest = hashlib.sha256(self._content[0])
         digest.update(f"{dtype} {quantization} {PROTOCOL_VERSION}".encode())
         if self.quantization is not None:
             digest.update(f" from {self.quantization}".encode())
@@ -352,15 +353,17 @@ class Checkpoint:
         return digest.hexdigest()[:16]
 
     @functools.cached_property
-    def _content_digest(self) -> bytes:
+    def _content(self) -> tuple[bytes, Mapping[str, int]]:
+        """The digest of weights and settings, and of each vocabulary file a checksum, from one reading of the files.
+
+        The checksum only tells people which file differs, so a fast one is enough.
+        """
         digest = hashlib.sha256()
-        if self.gguf is not None:
-            # The folder is made from the GGUF file, so facts about the file cover the folder.
-            for fact in self.gguf.facts(_SAMPLE_BYTES):
-                digest.update(fact)
-            return digest.digest()
+        checksums: dict[str, int] = {}
         for fact in self._facts_of_weights:
             digest.update(fact)
+        if self.gguf is not None:
+            return digest.digest(), checksums
         for name in _SETTINGS_FILES:
             digest.update(f"{name} {json.dumps(self._facts_of(name), sort_keys=True)}\n".encode())
         for name in _VOCABULARY_FILES:
@@ -368,7 +371,8 @@ class Checkpoint:
             content = path.read_bytes() if path.is_file() else b""
             digest.update(f"{name} {len(content)}\n".encode())
             digest.update(content)
-        return digest.digest()
+            checksums[name] = zlib.crc32(content)
+        return digest.digest(), checksums
 
     @functools.cached_property
     def _facts_of_weights(self) -> tuple[bytes, ...]:
@@ -395,12 +399,8 @@ class Checkpoint:
         """
         tokenizer = dict(self._facts_of("tokenizer_config.json"))
         template = tokenizer.pop("chat_template", None)
-        files = {name: self.folder / name for name in _VOCABULARY_FILES}
-        contents = {
-            name: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
-            for name, path in files.items()
-        }
-        stored_template = contents.pop("chat_template.jinja")
+        contents = dict(self._content[1])
+        stored_template = contents.pop("chat_template.jinja", 0)
         parts = {
             "weights": b"".join(self._facts_of_weights).hex(),
             "configuration": self._facts_of("config.json"),

@@ -538,6 +538,16 @@ def test_the_parts_of_a_fingerprint_say_what_differs(pristine: Path, folder: Pat
     assert {name for name in own if own[name] != theirs[name]} == {"dtype", "generation_defaults", "template"}
 
 
+def test_a_start_reads_the_vocabulary_once(pristine: Path, folder: Path) -> None:
+    checkpoint = Checkpoint.from_pretrained(str(folder))
+    checkpoint.fingerprint("float32")
+    edit_json(folder / "tokenizer.json", version="another")
+    own = Checkpoint.from_pretrained(str(pristine)).fingerprint_parts("float32")
+    assert checkpoint.fingerprint_parts("float32") == own
+    theirs = Checkpoint.from_pretrained(str(folder)).fingerprint_parts("float32")
+    assert {name for name in own if own[name] != theirs[name]} == {"tokenizer"}
+
+
 def test_a_fingerprint_does_not_depend_on_the_library_that_wrote_the_files(pristine: Path, folder: Path) -> None:
     edit_json(folder / "config.json", transformers_version="0.0", dtype="float16")
     edit_json(folder / "tokenizer_config.json", is_local=False, local_files_only=True)
