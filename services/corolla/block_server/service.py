@@ -242,16 +242,18 @@ class BlockServer:
         await self._admin.start()
         stages = self.stages
         stages.end(f"{self.port}, {self.control_port}, {self.metrics_port}")
-        device = await self._compute_thread.run(open_device, settings.device)
+        # The checkpoint is read while the driver of the device starts.
+        finding = asyncio.create_task(asyncio.to_thread(self._find_checkpoint))
+        try:
+            device = await self._compute_thread.run(open_device, settings.device)
+        except BaseException:
+            self._hub.stop()
+            finding.cancel()
+            raise
         stages.end(device_name(device))
-        checkpoint = await asyncio.to_thread(
-            Checkpoint.from_pretrained, settings.model, revision=settings.revision, hub=self._hub
-        )
+        checkpoint, fingerprint = await finding
         self._checkpoint = checkpoint
         dtype = DTYPES[settings.dtype]
-        fingerprint = await asyncio.to_thread(
-            checkpoint.fingerprint, settings.dtype, settings.quantization, settings.kv_cache_dtype
-        )
         stages.end(f"{checkpoint.name}, {checkpoint.num_blocks} blocks, fingerprint {fingerprint}")
         with memory_for("a block's weights", device, _FEWER_WEIGHTS):
             speed = await self._compute_thread.run(
@@ -271,6 +273,12 @@ class BlockServer:
         stages.end(f"blocks {span}")
         log.info("loading", extra={"model": checkpoint.name, "blocks": str(span), "threads": speed.num_threads})
         await self._serve(span, checkpoint, fingerprint, speed, description, registration, device)
+
+    def _find_checkpoint(self) -> tuple[Checkpoint, str]:
+        """The model's checkpoint and its fingerprint."""
+        settings = self.settings
+        checkpoint = Checkpoint.from_pretrained(settings.model, revision=settings.revision, hub=self._hub)
+        return checkpoint, checkpoint.fingerprint(settings.dtype, settings.quantization, settings.kv_cache_dtype)
 
     async def _serve(
         self,

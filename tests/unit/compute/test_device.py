@@ -1,11 +1,14 @@
 """A device that cannot be used, or has too little memory, ends the start with a sentence that says what to change."""
 
+import ctypes
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from corolla.chassis.errors import StartupError
+from corolla.compute.cuda_driver import begin_opening
 from corolla.compute.device import is_out_of_memory, memory_for, open_device
 
 CPU = torch.device("cpu")
@@ -53,3 +56,66 @@ def test_other_failures_stay_as_they_are() -> None:
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     with pytest.raises(RuntimeError, match="shapes"), memory_for("the weights", CPU, ""):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+
+class Driver:
+    """What the driver's calls take and give, by CUDA's driver API; it has devices 0 and 1.
+
+    Attributes:
+        retained: the devices whose contexts are kept.
+    """
+
+    def __init__(self, name: str, result: int = 0) -> None:
+        assert name == "libcuda.so.1"
+        self.retained: list[int] = []
+        self._result, self._is_initialised = result, False
+
+    def cuInit(self, flags: Any) -> int:
+        assert (type(flags), flags.value) == (ctypes.c_uint, 0)
+        self._is_initialised = True
+        return self._result
+
+    def cuDeviceGet(self, device: Any, ordinal: Any) -> int:
+        assert self._is_initialised
+        ctypes.cast(device, ctypes.POINTER(ctypes.c_int)).contents.value = 40 + ordinal.value
+        return 0 if ordinal.value < 2 else 101
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:
+        ctypes.cast(context, ctypes.POINTER(ctypes.c_void_p)).contents.value = 7
+        assert type(device) is ctypes.c_int
+        self.retained.append(device.value)
+        return 0
+
+
+@pytest.mark.parametrize(
+    "device, result, retained",
+    [("cuda", 0, [40]), ("cuda:1", 0, [41]), ("cuda:2", 0, []), ("cuda", 100, [])],
+)
+def test_the_driver_makes_the_context_of_the_device_and_reports_nothing(
+    monkeypatch: pytest.MonkeyPatch, device: str, result: int, retained: list[int]
+) -> None:
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
+    drivers: list[Driver] = []
+
+    def load(name: str) -> Driver:
+        drivers.append(Driver(name, result))
+        return drivers[0]
+
+    thread = begin_opening(device, load)
+    assert thread is not None
+    thread.join(10)
+    assert drivers[0].retained == retained
+
+
+def test_devices_without_a_driver_open_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
+    for device in ("cpu", "cpu:0", "meta", "cuda:x"):
+        assert begin_opening(device, Driver) is None
+
+    def missing(_name: str) -> Any:
+        raise OSError("libcuda.so.1: cannot open shared object file: No such file or directory")
+
+    thread = begin_opening("cuda", missing)
+    assert thread is not None
+    thread.join(10)
+    assert not thread.is_alive()
