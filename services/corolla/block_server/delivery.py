@@ -109,29 +109,28 @@ class Delivery:
             self._answer(work, client_id, result)
 
     def _send_on(self, work: StepWork, rows: list[pb.StepRow], parts: list[torch.Tensor], kept: set[bytes]) -> None:
-        step = work.step
+        step, route = work.step, work.step.route
         dtype, hidden_size = tensor_type(parts[0].dtype), parts[0].shape[1]
-        if step.route or kept:
+        if kept or route:
             payload = _joined(parts)
-            self._keep(rows, payload, kept)
-        if step.route:
-            following = step.route[0]
+        if route:
             for row in rows:
                 # After the first hop, only draft tokens are needed: the last hop compares its choices with them.
                 if row.token_ids and not (step.samples and row.num_result_tokens > 1):
                     row.ClearField("token_ids")
-            onward = pb.Step(
-                step_id=step.step_id, client_id=step.client_id, rows=rows, dtype=dtype, hidden_size=hidden_size,
-                blocks=following.span, route=step.route[1:], scratch_hops=step.scratch_hops >> 1,
-                samples=step.samples, ring=step.ring if step.HasField("ring") else None,
-            )  # fmt: skip
-            if step.span_id:
-                onward.span_id = step.span_id
-            self._relay.send(following.address, onward, payload)
-            return
-        result = pb.Result(step_id=step.step_id, rows=rows, dtype=dtype, hidden_size=hidden_size)
-        wanted = [part[len(part) - row.num_result_tokens :] for part, row in zip(parts, rows, strict=True)]
-        self._answer(work, step.client_id, result, _joined(wanted))
+            onward = onward_step(step)
+            if len(rows) < len(onward.rows):
+                del onward.rows[:]
+                onward.rows.extend(rows)
+            onward.scratch_hops >>= 1
+            onward.dtype, onward.hidden_size = dtype, hidden_size
+            self._relay.send(route[0].address, onward, payload)
+        else:
+            result = pb.Result(step_id=step.step_id, rows=rows, dtype=dtype, hidden_size=hidden_size)
+            wanted = [part[len(part) - row.num_result_tokens :] for part, row in zip(parts, rows, strict=True)]
+            self._answer(work, step.client_id, result, _joined(wanted))
+        if kept:
+            self._keep(rows, payload, kept)
 
     def _answer(self, work: StepWork, client_id: bytes, result: pb.Result, payload: Buffer = b"") -> None:
         """Sends a result to a client, over the client's own stream to this last hop."""
@@ -155,6 +154,15 @@ class Delivery:
             if row.session_id in kept:
                 self._outputs.append(row.session_id, row.position, row.num_tokens, bytes(payload[start:end]))
             start = end
+
+
+def onward_step(step: pb.Step) -> pb.Step:
+    """Returns a copy of a step for the next hop of its route, with that hop's blocks and the hops after it."""
+    onward = pb.Step()
+    onward.CopyFrom(step)
+    onward.blocks.CopyFrom(step.route[0].span)
+    del onward.route[0]
+    return onward
 
 
 def _joined(parts: list[torch.Tensor]) -> memoryview:

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 from corolla.block_server.admitted_step import AdmittedStep, StepWork
 from corolla.block_server.batch_executor import BatchExecutor, BatchResult, BatchRunner
 from corolla.block_server.boundary_activations import BoundaryActivations
-from corolla.block_server.delivery import Delivery
+from corolla.block_server.delivery import Delivery, onward_step
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.prompt_share import PromptShare
@@ -278,11 +278,7 @@ class Engine:
             self._delivery.fault(step, error, step.rows, work.sender)
             return
         self._metrics.resent_tokens.inc(sum(row.num_tokens for row in step.rows))
-        onward = pb.Step()
-        onward.CopyFrom(step)
-        onward.blocks.CopyFrom(following.span)
-        del onward.route[0]
-        self._relay.send(following.address, onward, b"".join(parts))
+        self._relay.send(following.address, onward_step(step), b"".join(parts))
 
     def look(self) -> None:
         """Looks whether the compute thread makes progress. Must be called at even intervals; see `Failures.looked`."""
@@ -365,7 +361,9 @@ class Engine:
     async def _iterate(self, steps: list[QueuedStep[StepWork]], admitted: list[AdmittedStep]) -> None:
         started_s = self.clock()
         failpoints.passed("before_forward")
-        is_inline = self._is_short(steps, admitted)
+        num_seen = _num_seen(admitted)
+        is_plain_decode = _is_plain_decode(steps)
+        is_inline = is_plain_decode and self._is_short(admitted, num_seen)
         if is_inline:
             result = self._executor.compute(admitted, steps[0].blocks)
         else:
@@ -387,15 +385,15 @@ class Engine:
             return
         self.failures.succeeded()
         if not result.has_raised:
-            self._observe(steps, admitted, seconds, result)
-        if is_inline:
-            await asyncio.sleep(0)  # the sockets have their turn
+            self._observe(steps, admitted, num_seen, seconds, result, is_plain_decode=is_plain_decode)
+        if is_inline and self.has_more_to_do:
+            await asyncio.sleep(0)  # the sockets have their turn; without more to do, the engine waits anyway
 
-    def _is_short(self, steps: Sequence[QueuedStep[StepWork]], admitted: Sequence[AdmittedStep]) -> bool:
-        """Whether an iteration is expected to be short enough to be computed on the event loop."""
-        if not self._use.max_inline_s or not _is_plain_decode(steps):
+    def _is_short(self, admitted: Sequence[AdmittedStep], num_seen: Sequence[int]) -> bool:
+        """Whether a plain decode step is expected to be short enough to be computed on the event loop."""
+        if not self._use.max_inline_s:
             return False
-        seconds = self._step_times.predict(_num_seen(admitted))
+        seconds = self._step_times.predict(num_seen)
         return seconds is not None and seconds < self._use.max_inline_s and not any(map(_samples_on_cpu, admitted))
 
     async def _try_out(self) -> None:
@@ -413,33 +411,43 @@ class Engine:
             self.failures.succeeded()
 
     def _observe(
-        self, steps: list[QueuedStep[StepWork]], admitted: list[AdmittedStep], seconds: float, result: BatchResult
+        self,
+        steps: Sequence[QueuedStep[StepWork]],
+        admitted: Sequence[AdmittedStep],
+        num_seen: Sequence[int],
+        seconds: float,
+        result: BatchResult,
+        *,
+        is_plain_decode: bool,
     ) -> None:
-        is_decode = all(step.is_decode for step in steps)
-        num_rows = sum(len(batch.rows) for batch in admitted)
-        if _is_plain_decode(steps):
-            self._step_times.observe(seconds, _num_seen(admitted))
+        metrics, num_rows = self._metrics, len(num_seen)
+        if is_plain_decode:
+            self._step_times.observe(seconds, num_seen)
             # The planner needs the time of the blocks only: every chain has embedding and head exactly once.
             block_seconds = seconds - result.edge_seconds
             self.decode_step_seconds = moved(self.decode_step_seconds, block_seconds)
             self.decode_batch_rows = moved(self.decode_batch_rows, num_rows)
             if num_rows == 1:
                 self.decode_speed.observe(block_seconds, len(steps[0].blocks))
-        kind = "decode" if is_decode else "prefill"
-        self._metrics.step_seconds[kind].observe(seconds)
-        if (bound := self._metrics.bound) is not None:
+        kind = "decode" if is_plain_decode or all(step.is_decode for step in steps) else "prefill"
+        metrics.step_seconds[kind].observe(seconds)
+        if (bound := metrics.bound) is not None:
             has_head = any(batch.samples for batch in admitted)
-            least_s = bound.seconds(len(steps[0].blocks), _num_seen(admitted), has_head=has_head)
-            self._metrics.memory_bound_seconds.labels(kind).inc(least_s)
-        self._metrics.edge_seconds.inc(result.edge_seconds)
-        self._metrics.batch_rows.observe(num_rows)
-        lengths = [row.num_tokens for batch in admitted for row, _, _ in batch.rows]
+            least_s = bound.seconds(len(steps[0].blocks), num_seen, has_head=has_head)
+            metrics.memory_bound_seconds.labels(kind).inc(least_s)
+        if result.edge_seconds:
+            metrics.edge_seconds.inc(result.edge_seconds)
+        metrics.batch_rows.observe(num_rows)
+        num_tokens = num_decoded = num_rows
+        if not is_plain_decode:
+            lengths = [row.num_tokens for batch in admitted for row, _, _ in batch.rows]
+            num_tokens, num_decoded = sum(lengths), lengths.count(1)
         if (share := self._use.prompt_share) is not None:
-            share.observe(sum(lengths), seconds)
+            share.observe(num_tokens, seconds)
             self._scheduler.max_prefill_tokens_during_decode = share.num_tokens
-        num_decoded = lengths.count(1)
-        self._metrics.tokens["decode"].inc(num_decoded)
-        self._metrics.tokens["prefill"].inc(sum(lengths) - num_decoded)
+        metrics.tokens["decode"].inc(num_decoded)
+        if num_tokens > num_decoded:
+            metrics.tokens["prefill"].inc(num_tokens - num_decoded)
 
 
 def _is_plain_decode(steps: Sequence[QueuedStep[StepWork]]) -> bool:

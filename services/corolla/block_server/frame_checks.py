@@ -174,7 +174,8 @@ class FrameChecks:
         return None
 
     def _blocks(self, span: common_pb2.BlockSpan) -> Span:
-        if span.start >= span.end or not self._identity.span.covers(blocks := Span(span.start, span.end)):
+        start, end = span.start, span.end
+        if start >= end or not self._identity.span.covers(blocks := Span(start, end)):
             raise MalformedMessage("blocks", "must be within the span of this server")
         return blocks
 
@@ -184,10 +185,11 @@ class FrameChecks:
         Raises:
             HopSessionLost: the step is for an earlier server at this address, which held the session and other blocks.
         """
-        if step.blocks.end > self._identity.span.end or step.blocks.start < self._identity.span.start:
+        span, held, route = step.blocks, self._identity.span, step.route
+        if span.end > held.end or span.start < held.start:
             raise HopSessionLost("this server holds other blocks")
-        blocks = self._blocks(step.blocks)
-        if step.route and step.route[0].span.start != blocks.end:
+        blocks = self._blocks(span)
+        if route and route[0].span.start != blocks.end:
             raise MalformedMessage("route", "must begin with the block after this hop's last one")
         if peer.client_id and step.client_id != peer.client_id:
             raise MalformedMessage("client_id", "must be the one of this stream")
@@ -196,14 +198,15 @@ class FrameChecks:
         return blocks
 
     def _ring(self, step: pb.Step) -> None:
-        if not step.samples or not step.ring.first_address or step.scratch_hops:
+        ring = step.ring
+        if not step.samples or not ring.first_address or step.scratch_hops:
             raise MalformedMessage("ring", "must name the first hop, and the last hop of the step must choose tokens")
-        if step.ring.microbatch:
+        if ring.microbatch:
             if step.client_id or any(len(row.client_id) != ID_BYTES for row in step.rows):
                 raise MalformedMessage("client_id", "must be set in each row of a microbatch, and only there")
             return
         has_results = [row.num_result_tokens > 0 for row in step.rows]
-        if not step.client_id or not step.ring.max_step_tokens or has_results != [True]:
+        if not step.client_id or not ring.max_step_tokens or has_results != [True]:
             raise MalformedMessage("ring", "must begin with one row with results, a client_id and max_step_tokens")
 
     def next_rows(self, message: pb.Next, peer: Peer) -> None:
@@ -254,9 +257,10 @@ class FrameChecks:
         for row in step.rows:
             if row.HasField("readout"):
                 readouts.check(row.readout, row.num_tokens, self._identity.vocab_size)
-            if row.num_result_tokens > MAX_VERIFIED_TOKENS:
+            num_result_tokens = row.num_result_tokens
+            if num_result_tokens > MAX_VERIFIED_TOKENS:
                 raise MalformedMessage("rows", f"at most {MAX_VERIFIED_TOKENS} tokens of a row are checked in one step")
-            if row.num_result_tokens > 1 and len(row.token_ids) != row.num_tokens:
+            if num_result_tokens > 1 and len(row.token_ids) != row.num_tokens:
                 raise MalformedMessage("rows", "must have the id of each token if draft tokens are checked")
 
     def resent(self, step: pb.Step) -> None:
@@ -268,23 +272,30 @@ class FrameChecks:
 
     def session_ids(self, step: pb.Step) -> frozenset[bytes]:
         """The ids of the sessions in which the rows of a step run here: their own sessions, or scratch sessions."""
-        is_scratch = bool(step.scratch_hops & 1)
-        if is_scratch and any(row.source_session_id for row in step.rows):
-            raise MalformedMessage("rows", "must have no source_session_id in a scratch session")
-        session_ids = frozenset(row.scratch_session_id if is_scratch else row.session_id for row in step.rows)
-        if len(session_ids) != len(step.rows):
+        rows = step.rows
+        if step.scratch_hops & 1:
+            if any(row.source_session_id for row in rows):
+                raise MalformedMessage("rows", "must have no source_session_id in a scratch session")
+            session_ids = frozenset([row.scratch_session_id for row in rows])
+        else:
+            session_ids = frozenset([row.session_id for row in rows])
+        if len(session_ids) != len(rows):
             raise MalformedMessage("rows", "must all run in different sessions")
         return session_ids
 
     def num_tokens(self, step: pb.Step) -> int:
         """Checks the rows of a step, and returns the number of tokens that they have together."""
-        if not step.rows or len({row.session_id for row in step.rows}) != len(step.rows):
+        rows = step.rows
+        if not rows or len({row.session_id for row in rows}) != len(rows):
             raise MalformedMessage("rows", "must be at least one, and at most one for each session")
         if len(step.span_id) not in (0, _SPAN_ID_BYTES):
             raise MalformedMessage("span_id", "must have eight bytes")
-        if any(row.num_tokens == 0 or row.num_result_tokens > row.num_tokens for row in step.rows):
-            raise MalformedMessage("rows", "must have at least one token each, and no more results than tokens")
-        num_tokens = sum(row.num_tokens for row in step.rows)
+        num_tokens = 0
+        for row in rows:
+            num_row_tokens = row.num_tokens
+            if num_row_tokens == 0 or row.num_result_tokens > num_row_tokens:
+                raise MalformedMessage("rows", "must have at least one token each, and no more results than tokens")
+            num_tokens += num_row_tokens
         if num_tokens > self._identity.max_tokens_per_frame:
             raise MalformedMessage("rows", f"must have at most {self._identity.max_tokens_per_frame} tokens together")
         return num_tokens

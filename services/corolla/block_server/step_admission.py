@@ -49,12 +49,13 @@ class StepAdmission:
         ring = RingPlace.of(step) if goes_round and not step.ring.microbatch else None
         samples, now_s = admitted.samples, self._clock()
         # All source sessions are forked before a row changes a session: two rows may swap their sessions' contents.
+        rows = list(step.rows)
         forks = {
-            row.session_id: self._fork(row, step.client_id, queued.blocks) for row in step.rows if row.source_session_id
+            row.session_id: self._fork(row, step.client_id, queued.blocks) for row in rows if row.source_session_id
         }
-        forked_outputs = {row.session_id: self._outputs.copy(row.source_session_id) for row in step.rows if forks}
+        forked_outputs = {row.session_id: self._outputs.copy(row.source_session_id) for row in rows} if forks else {}
         offset = 0
-        for row in step.rows:
+        for row in rows:
             forked = forks.pop(row.session_id, None) if forks else None
             is_admitted = False
             try:

@@ -34,8 +34,9 @@ def describe_prompts(values: torch.Tensor) -> pb.BlockPrompts:
 
 def to_payload(tensor: torch.Tensor) -> memoryview:
     """Returns the bytes of a tensor of any shape, device and dtype, in row-major order on the CPU."""
-    flat = tensor.detach().contiguous().cpu().flatten()
-    return flat.view(torch.uint8).numpy().data
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor.contiguous().cpu().view(-1).view(torch.uint8).numpy().data
 
 
 def check_payload(payload: Buffer, dtype: int, num_rows: int, hidden_size: int) -> torch.dtype:

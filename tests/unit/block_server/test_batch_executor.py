@@ -367,7 +367,7 @@ def test_outputs_that_go_on_leave_a_gpu_by_one_copy_of_each_step(monkeypatch: py
         return AdmittedStep(StepWork(message, bytes(to_payload(states)), None), rows)
 
     steps = [step(1, 2, goes_on=True), step(1, goes_on=False), step(2, 1, goes_on=True, is_finite=False)]
-    outputs = compute(Doubling(), steps, SPAN).outputs
+    outputs = compute(cast(BatchRunner, Doubling()), steps, SPAN).outputs
     assert copied == [3, 3]
     assert [type(output) for output in outputs] == [Tensor, Tensor, OnGpu, NonFiniteOutput, Tensor]
     sent = [output.as_subclass(Tensor).flatten().tolist() for output in outputs if isinstance(output, Tensor)]
