@@ -60,18 +60,24 @@ class ChunkedTensor:
     @property
     def is_plain(self) -> bool:
         """True if reading the numbers is only a copy, because the file stores them as they are."""
-        return isinstance(self._stored, StoredMatrix) and self._stored.get_dtype() in _DTYPES
+        return bool(getattr(self._stored, "is_plain", False))
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """The shape in which `rows` counts: that of a plain tensor is a matrix of all its rows."""
+        shape = self.shape
+        return (math.prod(shape[:-1]), shape[-1]) if self.is_plain else shape
 
     def rows(self, start: int, end: int, room: Room = new_room) -> Tensor:
-        """Reads rows `[start, end)` of the first dimension as `[end - start, ...]`, in the file's dtype, on the CPU.
+        """Reads rows `[start, end)` of `row_shape` as `[end - start, ...]`, in the file's dtype, on the CPU.
 
         Args:
-            room: gives memory for the rows. Stored tensors that have no method `rows` return other memory.
+            start: the first row.
+            end: the row after the last one.
+            room: gives memory for the rows. Stored tensors that are not plain return other memory.
         """
-        if isinstance(self._stored, StoredMatrix):
-            return self._stored.rows(start, end, room)
-        rows: Tensor = self._stored[start:end]
-        return rows
+        read: Tensor = self._stored.lines(start, end, room) if self.is_plain else self._stored[start:end]
+        return read
 
     def __getitem__(self, index: Any) -> Tensor:
         """Reads the numbers at `index`, on the CPU, in the shape of a torch tensor that is indexed in the same way.
@@ -88,11 +94,13 @@ class ChunkedTensor:
                 self._stand_in = torch.zeros((), dtype=self.dtype)
                 self.address = self._stand_in.untyped_storage().data_ptr()
             return self._stand_in.expand(shape)[index]
-        num_rows = max(1, shape[0] * CHUNK_BYTES // num_bytes)
+        counted = self.row_shape
+        num_rows = max(1, counted[0] * CHUNK_BYTES // num_bytes)
         read = torch.empty(shape, dtype=self.dtype)
-        for start in range(0, shape[0], num_rows):
-            end = min(start + num_rows, shape[0])
-            read[start:end] = self.rows(start, end)
+        lines = read.view(counted)
+        for start in range(0, counted[0], num_rows):
+            end = min(start + num_rows, counted[0])
+            lines[start:end] = self.rows(start, end)
         return read[index]
 
 
@@ -125,29 +133,39 @@ class StoredMatrix:
             whole: Tensor = self._whole[index]
             return whole
         start, end, _ = index.indices(self._stored.shape[0])
-        return self.rows(start, end)
+        if not self.is_plain:
+            part: Tensor = self._whole[start:end]
+            return part
+        inner = math.prod(self._stored.shape[1:-1])
+        return self.lines(start * inner, end * inner, new_room).view(end - start, *self._stored.shape[1:])
 
-    def rows(self, start: int, end: int, room: Room = new_room) -> Tensor:
-        """Reads rows `[start, end)` of a matrix as `[end - start, ...]`, in the file's dtype, on the CPU.
+    @property
+    def is_plain(self) -> bool:
+        """Whether the file has the numbers as torch has them, row after row."""
+        return self._stored.dtype in _DTYPES and len(self._stored.shape) > 1
+
+    def lines(self, start: int, end: int, room: Room) -> Tensor:
+        """Reads rows `[start, end)` of a plain tensor, which count through all dimensions but the last.
 
         Several threads may read at the same time.
 
         Args:
-            room: gives the memory into which the rows are read. Rows of rare dtypes lie in other memory.
+            start: the first row.
+            end: the row after the last one.
+            room: gives the memory into which the rows are read.
+
+        Returns:
+            `[end - start, columns]` in the file's dtype, on the CPU.
 
         Raises:
             CheckpointError: the file has become shorter.
         """
-        dtype = _DTYPES.get(self._stored.dtype)
-        if dtype is None:
-            part: Tensor = self._whole[start:end]
-            return part
-        row_bytes = self._stored.num_bytes // self._stored.shape[0]
+        row_bytes = self._stored.num_bytes // math.prod(self._stored.shape[:-1])
         memory = room((end - start) * row_bytes)
         target: Any = memory.numpy()
         if os.preadv(self._file.fileno(), [target], self._stored.offset + start * row_bytes) < memory.nbytes:
             raise CheckpointError(f"{self._file.name} has become shorter; fetch the checkpoint again.")
-        return memory.view(dtype).view(end - start, *self._stored.shape[1:])
+        return memory.view(_DTYPES[self._stored.dtype]).view(end - start, self._stored.shape[-1])
 
 
 @contextlib.contextmanager

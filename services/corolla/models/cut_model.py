@@ -22,6 +22,7 @@ from corolla.models.device_reads import read_deferred
 from corolla.models.families import Family, recurrent_layers
 from corolla.models.leftovers import refuse_leftovers
 from corolla.models.loading import LOADING
+from corolla.models.merged_experts import merged
 from corolla.models.packed.choice import fill, layouts_of
 from corolla.models.packed.modules import replace_packed
 
@@ -35,6 +36,7 @@ PER_LAYER_LISTS = (
     "num_attention_heads_per_layer",
 )
 CPU: Final = torch.device("cpu")
+_OF_EXPERT: Final = re.compile(r"\.experts\.\d+\.")
 LAYER_INDEX_NAMES = ("layer_idx", "layer_id")
 # The standard deviation of random weights; most families are initialised with it.
 _SPREAD: Final = 0.02
@@ -91,7 +93,8 @@ def build(
         settings, advice = "settings", "convert the model again, or give it as safetensors"
     try:
         with _quietly():
-            chunked = {name: ChunkedTensor(stored, dtype) for name, stored in tensors.items()}
+            merged_tensors = _merged(model_class, config, tensors)
+            chunked = {name: ChunkedTensor(stored, dtype) for name, stored in merged_tensors.items()}
             prepare = functools.partial(_prepare, chunked=chunked, dtype=dtype, device=device)
             model, report = _fill(cut_class(model_class, prepare), config, chunked, dtype, attention)
     except RuntimeError as error:
@@ -106,6 +109,15 @@ def build(
     if device != CPU:
         read_deferred(model, chunked.values(), device, when_read)
     return model
+
+
+def _merged(
+    model_class: type[PreTrainedModel], config: PretrainedConfig, tensors: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    if not any(_OF_EXPERT.search(name) for name in tensors):
+        return tensors
+    empty = without_weights(model_class, config)
+    return merged(empty, _renamed(empty), tensors)
 
 
 def ignored_names(model_class: type[PreTrainedModel]) -> frozenset[str]:

@@ -103,10 +103,11 @@ class DeviceReader:
                     begin(buffer)
                 for tensor in tensors:
                     target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+                    lines = target.view(tensor.row_shape)
                     for start, end in _runs(tensor):
                         buffer, read = ahead.popleft()
                         # The dtype changes on the device, which is faster there and takes no memory of the host.
-                        target[start:end].copy_(read.result().to(self._device, non_blocking=self._is_pinned))
+                        lines[start:end].copy_(read.result().to(self._device, non_blocking=self._is_pinned))
                         if self._is_pinned:
                             buffer.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
                             buffer.copied.record()
@@ -119,7 +120,7 @@ class DeviceReader:
 
 def _runs(tensor: ChunkedTensor) -> Iterator[tuple[int, int]]:
     """Yields `(start, end)` of the runs of rows that are read together."""
-    num_rows, *inner = tensor.shape
+    num_rows, *inner = tensor.row_shape
     step = max(1, BUFFER_BYTES // max(1, math.prod(inner) * torch.float32.itemsize))
     return ((start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 

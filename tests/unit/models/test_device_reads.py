@@ -100,7 +100,9 @@ def test_a_model_of_a_gguf_file_is_the_same(
 
 
 @pytest.mark.usefixtures("straight")
-def test_no_more_than_a_buffer_is_read_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_no_more_than_a_buffer_is_read_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """The same holds for experts that the files hold one by one, and the model in one tensor."""
     sizes: list[int] = []
     read_rows = ChunkedTensor.rows
 
@@ -110,7 +112,7 @@ def test_no_more_than_a_buffer_is_read_at_a_time(tmp_path: Path, monkeypatch: py
         return part
 
     monkeypatch.setattr(ChunkedTensor, "rows", rows)
-    checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint("llama", tmp_path / "llama", num_blocks=4)))
+    checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, tmp_path / family, num_blocks=4)))
     span = load_span(checkpoint, Span(0, 4), dtype=torch.bfloat16)
     assert max(sizes) <= 1000
     large = sum(
@@ -215,19 +217,20 @@ def test_a_pinned_buffer_is_not_filled_while_the_device_still_copies_it(
 
 
 @pytest.mark.usefixtures("straight")
-def test_threads_read_at_the_same_time_and_no_further_than_there_are_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_read_at_the_same_time_and_no_further_than_there_are_buffers() -> None:
     begun = threading.Semaphore(0)
     may_read = threading.Semaphore(0)
-    monkeypatch.setattr(ChunkedTensor, "is_plain", True)
 
     class Stored:
+        is_plain = True
+
         def get_shape(self) -> list[int]:
             return [80, 30]
 
-        def __getitem__(self, index: slice) -> Tensor:
+        def lines(self, start: int, end: int, _room: Room) -> Tensor:
             begun.release()
             assert may_read.acquire(timeout=60)
-            return torch.full((index.stop - index.start, 30), float(index.start))
+            return torch.full((end - start, 30), float(start))
 
     reading = DeviceReader(CPU, num_threads=3).read([ChunkedTensor(Stored(), torch.float32)])
     with ThreadPoolExecutor(1) as main:

@@ -1,0 +1,127 @@
+"""Experts that files hold one by one, as the one tensor that the model has of them, read piece by piece.
+
+Transformers would read all experts, stack them, and join the stacks, each in memory of the host.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+
+from corolla.models.chunked_reads import Room
+
+Renamed = Callable[[str], tuple[str, str | None]]
+"""Maps a stored name to the model's, and to the pattern of the conversion that needs it together with others."""
+
+
+class MergedExperts:
+    """Matrices of files that are one tensor of a model: `[experts, rows, columns]`; the interface is a StoredMatrix's.
+
+    Args:
+        experts: for each expert, the matrices that follow each other in its rows.
+    """
+
+    def __init__(self, experts: Sequence[Sequence[Any]]) -> None:
+        self._experts = experts
+        self._heights = [_shape(part)[0] for part in experts[0]]
+        self._num_columns = _shape(experts[0][0])[1]
+
+    @property
+    def is_plain(self) -> bool:
+        parts = [part for parts in self._experts for part in parts]
+        return (
+            all(getattr(part, "is_plain", False) for part in parts) and len({each.get_dtype() for each in parts}) == 1
+        )
+
+    def get_shape(self) -> list[int]:
+        return [len(self._experts), sum(self._heights), self._num_columns]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Reads what is indexed, in the file's dtype, on the CPU; for `[start:end]`, only these experts."""
+        if isinstance(index, slice):
+            return torch.stack([torch.cat([part[...] for part in parts]) for parts in self._experts[index]])
+        return self[:][index]
+
+    def lines(self, start: int, end: int, room: Room) -> Tensor:
+        """Reads rows of the experts as if they lay one after another; see `StoredMatrix.lines`.
+
+        Args:
+            start: the first row.
+            end: the row after the last one.
+            room: gives the memory into which the rows are read.
+
+        Returns:
+            `[end - start, columns]` in the file's dtype, on the CPU.
+        """
+        read: list[Tensor] = []
+        memory: Tensor | None = None
+        at = start
+        while at < end:
+            expert, row = divmod(at, sum(self._heights))
+            number = 0
+            while row >= self._heights[number]:
+                row -= self._heights[number]
+                number += 1
+            count = min(self._heights[number] - row, end - at)
+            first = at - start
+
+            def part_of_room(num_bytes: int, first: int = first, count: int = count) -> Tensor:
+                nonlocal memory
+                row_bytes = num_bytes // count
+                if memory is None:
+                    memory = room((end - start) * row_bytes)
+                return memory[first * row_bytes : first * row_bytes + num_bytes]
+
+            read.append(self._experts[expert][number].lines(row, row + count, part_of_room))
+            at += count
+        return cast(Tensor, memory).view(read[0].dtype).view(end - start, self._num_columns)
+
+
+def _shape(part: Any) -> tuple[int, ...]:
+    return tuple(part.get_shape() if hasattr(part, "get_shape") else part.shape)
+
+
+def merged(model: PreTrainedModel, renamed: Renamed, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors, of which those that the model has as one tensor become one. What does not fit stays as it is.
+
+    Args:
+        model: the model, which may be without weights.
+        renamed: what becomes of a stored name.
+        tensors: stored tensors by name.
+    """
+    converters = {
+        pattern: converter
+        for converter in get_model_conversion_mapping(model)
+        if isinstance(converter, WeightConverter) and _only_merges(converter)
+        for pattern in converter.source_patterns
+    }
+    found: defaultdict[str, defaultdict[str, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
+    for name in tensors:
+        target, pattern = renamed(name)
+        if pattern in converters and (match := re.search(r".*\.(\d+)\.", name)) is not None:
+            found[target][pattern][int(match[1])] = name
+    kept = dict(tensors)
+    for target, by_pattern in found.items():
+        patterns = converters[next(iter(by_pattern))].source_patterns
+        numbers = range(len(by_pattern[patterns[0]]))
+        if renamed(target) != (target, None) or any(sorted(by_pattern[each]) != list(numbers) for each in patterns):
+            continue
+        names = [[by_pattern[pattern][number] for pattern in patterns] for number in numbers]
+        if len({tuple(_shape(tensors[name]) for name in own) for own in names}) != 1:
+            continue
+        if any(len(_shape(tensors[name])) != 2 for name in names[0]):
+            continue
+        kept[target] = MergedExperts([[kept.pop(name) for name in own] for own in names])
+    return kept
+
+
+def _only_merges(converter: WeightConverter) -> bool:
+    """Whether a conversion stacks the matrices of experts, and puts several of an expert below each other."""
+    kinds = [(type(each), getattr(each, "dim", None)) for each in converter.operations]
+    return kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
