@@ -62,7 +62,8 @@ def products() -> Iterator[None]:
 def make_runner(checkpoint: Checkpoint, span: Span, **options: Any) -> SpanRunner:
     runner = SpanRunner(
         load_span(checkpoint, span, dtype=torch.float32, device=DEVICE),
-        **{"num_pages": 60, "page_tokens": PAGE_TOKENS, "attention": "triton", **options},
+        # No adapters, whose kernels take seconds for their trial here.
+        **{"num_pages": 60, "page_tokens": PAGE_TOKENS, "attention": "triton", "max_stack_bytes": 0, **options},
     )
     assert runner.kernel_choices.blocks == "triton"
     assert set(runner.kernel_choices.products.values()) == {"triton"}
@@ -150,7 +151,7 @@ def test_packed_weights_run_by_the_kernels_and_in_replayed_steps(
     monkeypatch.setenv("COROLLA_CACHE", str(tmp_path / "cache"))
     checkpoint, quantization = quantised(tmp_path, kind)
     span = Span(1, 2)
-    options: dict[str, Any] = {"num_pages": 60, "page_tokens": PAGE_TOKENS}
+    options: dict[str, Any] = {"num_pages": 60, "page_tokens": PAGE_TOKENS, "max_stack_bytes": 0}
     # A processor takes the numbers of int8 and int4 in another form, and the expanded ones of a file.
     plain = load_span(
         checkpoint, span, dtype=torch.float32, quantization="none" if quantization == "packed" else quantization

@@ -82,7 +82,7 @@ class DecodeBuffers:
         Args:
             rows: at most `size` rows for which `fit` is true, and whose pages may be written.
         """
-        self._write(self._columns, self._padded(rows))
+        self.write_numbers(self._columns, self._padded(rows))
         for group, tensor in enumerate(self._pages):
             tables = [row.cache.tables[group] for row in rows]
             # Sessions get their pages when they open, so consecutive steps of a batch mostly have the same pages.
@@ -92,12 +92,17 @@ class DecodeBuffers:
                 pages += [[self._scratch_page]] * (size - len(rows))
                 longest = max(map(len, pages))
                 filled = [[*each, *[self._scratch_page] * (longest - len(each))] for each in pages]
-                self._write(tensor[:size, :longest], filled)
+                self.write_numbers(tensor[:size, :longest], filled)
                 self._written[group] = versions
 
     @staticmethod
-    def _write(target: Tensor, numbers: list[list[int]]) -> None:
-        """Writes numbers in their turn: after the steps that were launched, for which the caller does not wait."""
+    def write_numbers(target: Tensor, numbers: list[list[int]]) -> None:
+        """Writes numbers to a device in their turn: after the steps that were launched, without waiting for these.
+
+        Args:
+            target: `[rows, numbers of a row]` of any integer dtype, on any device.
+            numbers: the rows.
+        """
         made = torch.tensor(numbers, dtype=target.dtype, pin_memory=target.device.type == "cuda")
         target.copy_(made, non_blocking=True)
 

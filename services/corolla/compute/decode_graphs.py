@@ -14,7 +14,9 @@ from torch import Tensor
 
 from corolla.compute.attention.batch import AttentionBackend, PackedRow
 from corolla.compute.decode_buffers import DecodeBuffers
+from corolla.compute.low_rank import NO_SLOT, RECORDED_RANK, LowRankBatch, LowRankTable
 from corolla.compute.triton_blocks import TritonBlocks
+from corolla.models.adapters.products import SpanAdapter
 from corolla.models.fused import FusedSpan
 
 SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 96, 128)
@@ -75,6 +77,8 @@ class DecodeGraphs:
         record: see `Record`.
         sizes: for each recorded step, its number of rows.
         triton: runs the blocks by Triton kernels; None: `fused` runs them.
+        low_rank: the adapters of these blocks, for steps that are recorded a second time; None: no recorded step has
+            adapters.
 
     Attributes:
         buffers: the tensors that the recorded steps read and write.
@@ -94,6 +98,7 @@ class DecodeGraphs:
         sizes: Sequence[int] = SIZES,
         *,
         triton: TritonBlocks | None = None,
+        low_rank: LowRankTable | None = None,
     ) -> None:
         self.num_replays = 0
         self._fused = fused
@@ -101,10 +106,18 @@ class DecodeGraphs:
         self._layers = range(num_layers)
         self.buffers = buffers
         self._backend = backend
+        self._low_rank = low_rank if triton is not None else None
+        device = buffers.hidden.device
+        self._tiles = torch.tensor(LowRankBatch.tiles_of_tokens([NO_SLOT] * max(sizes)), dtype=torch.int32).to(device)
         # The first step makes tensors that later steps read; they must not lie in the memory pool of a recording.
         self._step(max(sizes))
         # The largest is recorded first, so that the others fit into its memory.
         self._replays = {size: record(partial(self._step, size)) for size in sorted(sizes, reverse=True)}
+        self._adapting = {
+            size: record(partial(self._step, size, has_adapters=True))
+            for size in sorted(sizes, reverse=True)
+            if self._low_rank is not None
+        }
         self._sizes = sorted(sizes)
         # The recordings hold this table's address, so it must stay alive when the blocks replace it for longer texts.
         self._kept = fused.rotary_table
@@ -120,24 +133,40 @@ class DecodeGraphs:
             return None
         return next(size for size in self._sizes if size >= len(rows))
 
-    def replay(self, rows: Sequence[PackedRow], hidden: Tensor, size: int) -> Tensor:
+    def slots_for(self, adapters: Sequence[SpanAdapter | None]) -> list[int] | None:
+        """The slots of rows' adapters in the table; None if no recorded step has such adapters."""
+        slots = None if self._low_rank is None else self._low_rank.slots(adapters)
+        if slots is None or self._low_rank is None or self._low_rank.most_rank(slots) > RECORDED_RANK:
+            return None
+        return slots
+
+    def replay(
+        self, rows: Sequence[PackedRow], hidden: Tensor, size: int, slots: Sequence[int] | None = None
+    ) -> Tensor:
         """Runs all layers over one new token of each row, and stores their keys and values.
 
         Args:
             rows: rows whose pages may be written.
             hidden: `[rows, H]`, any device and dtype.
             size: see `size_for`.
+            slots: see `slots_for`; None: no row has an adapter.
 
         Returns:
             The output `[rows, H]`, a copy on the model's device and in its dtype.
         """
-        return self.replay_embedded(rows, lambda _: hidden, size)
+        return self.replay_embedded(rows, lambda _: hidden, size, slots)
 
-    def replay_embedded(self, rows: Sequence[PackedRow], embed: Callable[[Tensor], Tensor], size: int) -> Tensor:
+    def replay_embedded(
+        self,
+        rows: Sequence[PackedRow],
+        embed: Callable[[Tensor], Tensor],
+        size: int,
+        slots: Sequence[int] | None = None,
+    ) -> Tensor:
         """Does what `replay` does, with an input that is made once the positions are on the device.
 
         Args:
-            rows, size: see `replay`.
+            rows, size, slots: see `replay`.
             embed: takes the positions, int64 `[rows]` on the device, and returns the input `[rows, H]`, any device and
                 dtype.
 
@@ -147,16 +176,24 @@ class DecodeGraphs:
         buffers = self.buffers
         buffers.write(rows, size)
         buffers.hidden[: len(rows)].copy_(embed(buffers.positions[: len(rows)]))
-        self._replays[size]()
+        if slots is None:
+            self._replays[size]()
+        else:
+            padding = [NO_SLOT] * (size - len(rows))
+            buffers.write_numbers(self._tiles[:size], LowRankBatch.tiles_of_tokens([*slots, *padding]))
+            self._adapting[size]()
         self.num_replays += 1
         return buffers.output[: len(rows)].clone()
 
-    def _step(self, size: int) -> None:
+    def _step(self, size: int, *, has_adapters: bool = False) -> None:
         buffers = self.buffers
         batch = buffers.batch(size, self._backend)
         hidden, positions = buffers.hidden[:size], buffers.positions[:size]
         if self._triton is not None:
-            output = self._triton.forward(hidden, positions, buffers.max_tokens, self._layers, batch)
+            adapters = None
+            if has_adapters and self._low_rank is not None:
+                adapters = LowRankBatch(self._low_rank, self._tiles[:size], RECORDED_RANK)
+            output = self._triton.forward(hidden, positions, buffers.max_tokens, self._layers, batch, adapters)
         else:
             output = self._fused.forward(hidden, positions, buffers.max_tokens, self._layers, batch.attend)
         buffers.output[:size].copy_(output)

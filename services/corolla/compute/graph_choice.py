@@ -1,5 +1,6 @@
 """Decides at start whether a server replays recorded decode steps, by comparing them with its ordinary steps."""
 
+import itertools
 import logging
 from collections.abc import Sequence
 from typing import Final
@@ -14,11 +15,15 @@ from corolla.compute.decode_buffers import DecodeBuffers
 from corolla.compute.decode_graphs import SIZES, DecodeGraphs, Record
 from corolla.compute.device import is_out_of_memory
 from corolla.compute.span_runner import RowWork, SpanRunner
-from corolla.models.fused import MixtureMlp
+from corolla.models.adapters.products import LowRank, PlaceKey, SpanAdapter
+from corolla.models.fused import PLACES, MixtureMlp
+from corolla.models.span_model import SpanModel
 
 log = logging.getLogger(__name__)
 
 _CHECKED_STEPS: Final = 2
+# The rank of the adapter with which recorded steps are checked.
+_RANK: Final = 8
 _NO_MEMORY: Final = "they do not fit into the memory of the device"
 
 
@@ -61,12 +66,15 @@ def _failure(runner: SpanRunner, record: Record, ladder: Sequence[int]) -> str |
     try:
         like = torch.empty(0, runner.model.hidden_size, dtype=runner.model.dtype, device=runner.model.device)
         buffers = DecodeBuffers(runner.store, sizes[-1], _max_tokens(runner), like)
-        graphs = DecodeGraphs(fused, len(runner.span), buffers, runner.backend, record, sizes, triton=runner.triton)
-        for num_rows_of_size in checked.values():
-            for num_rows in num_rows_of_size:
-                error = _largest_error(runner, graphs, num_rows)
-                if not error <= TOLERANCES[runner.model.dtype]:
-                    return f"with {num_rows} rows its results differ by {error:.1e} of their size"
+        graphs = DecodeGraphs(
+            fused, len(runner.span), buffers, runner.backend, record, sizes, triton=runner.triton,
+            low_rank=runner.low_rank,
+        )  # fmt: skip
+        adapters = [None] if runner.low_rank is None else [None, _made_up_adapter(runner.model)]
+        for num_rows, adapter in itertools.product(itertools.chain(*checked.values()), adapters):
+            error = _largest_error(runner, graphs, num_rows, adapter)
+            if not error <= TOLERANCES[runner.model.dtype]:
+                return f"with {num_rows} rows its results differ by {error:.1e} of their size"
     except Exception as error:
         # The server works without recordings, so no error of theirs may end it.
         if is_out_of_memory(error):
@@ -109,7 +117,22 @@ def _num_pages(runner: SpanRunner, num_rows: int) -> int:
     return sum(cache.worst_case(length + _CHECKED_STEPS) for length in _lengths(runner, num_rows))
 
 
-def _largest_error(runner: SpanRunner, graphs: DecodeGraphs, num_rows: int) -> float:
+def _made_up_adapter(model: SpanModel) -> SpanAdapter:
+    """An adapter of one layer in each block."""
+    generator = torch.Generator().manual_seed(0)
+    places: dict[PlaceKey, list[LowRank]] = {}
+    for layer in range(len(model.span)):
+        found = model.linear_place(layer, PLACES[-1][0])
+        if found is not None:
+            down, up = (
+                torch.randn(_RANK, size, generator=generator).mul_(size**-0.5).to(model.device, model.dtype)
+                for size in found.shape
+            )
+            places[layer, found.place] = [LowRank(down, up, found.first_column)]
+    return SpanAdapter(places)
+
+
+def _largest_error(runner: SpanRunner, graphs: DecodeGraphs, num_rows: int, adapter: SpanAdapter | None) -> float:
     """The largest relative error of a row's replayed output, compared with the runner's ordinary steps.
 
     The second step reads the keys and values that the first one wrote.
@@ -120,6 +143,8 @@ def _largest_error(runner: SpanRunner, graphs: DecodeGraphs, num_rows: int) -> f
         return torch.randn(num_tokens, runner.model.hidden_size, generator=generator)
 
     lengths = _lengths(runner, num_rows)
+    # Each second row has none.
+    adapters = [adapter if index % 2 == 0 else None for index in range(num_rows)]
     caches = [runner.new_cache() for _ in lengths]
     try:
         for cache, length in zip(caches, lengths, strict=True):
@@ -131,11 +156,11 @@ def _largest_error(runner: SpanRunner, graphs: DecodeGraphs, num_rows: int) -> f
         # The replays come first, so that they cannot read keys and values that the ordinary steps wrote.
         runner.decode_graphs = graphs
         num_replays = graphs.num_replays
-        found = _steps(runner, caches, lengths, inputs)
+        found = _steps(runner, caches, lengths, inputs, adapters)
         if graphs.num_replays - num_replays != _CHECKED_STEPS:
             raise RuntimeError(f"steps of {num_rows} rows were not replayed")
         runner.decode_graphs = None
-        expected = _steps(runner, caches, lengths, inputs)
+        expected = _steps(runner, caches, lengths, inputs, adapters)
         return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
     finally:
         runner.decode_graphs = None
@@ -143,10 +168,19 @@ def _largest_error(runner: SpanRunner, graphs: DecodeGraphs, num_rows: int) -> f
             cache.clear()
 
 
-def _steps(runner: SpanRunner, caches: list[SessionCache], lengths: list[int], inputs: list[Tensor]) -> Tensor:
+def _steps(
+    runner: SpanRunner,
+    caches: list[SessionCache],
+    lengths: list[int],
+    inputs: list[Tensor],
+    adapters: Sequence[SpanAdapter | None],
+) -> Tensor:
     """The outputs of one new token of each row, step by step: float32 `[steps, rows, H]`."""
     outputs: list[Tensor] = []
     for step, hidden in enumerate(inputs):
-        rows = [RowWork(cache, length + step, 1) for cache, length in zip(caches, lengths, strict=True)]
+        rows = [
+            RowWork(cache, length + step, 1, adapter=adapter)
+            for cache, length, adapter in zip(caches, lengths, adapters, strict=True)
+        ]
         outputs.append(runner.forward(rows, hidden, runner.span).float())
     return torch.stack(outputs)

@@ -11,6 +11,7 @@ from corolla.cache.store import KVStore
 from corolla.chassis.errors import StartupError
 from corolla.compute.attention.batch import AttentionBatch
 from corolla.compute.attention.paged_triton import PagedTriton
+from corolla.compute.low_rank import RECORDED_RANK, LowRankBatch, LowRankTable
 from corolla.compute.triton_blocks import TritonBlocks, stored_twice, unsupported
 from corolla.decoding.nucleus import PROBABILITY_BITS
 from corolla.kernels.page_tables import PageTables
@@ -88,20 +89,21 @@ def _run(span: FusedSpan, checkpoint: Checkpoint, dtype: torch.dtype, page_token
             num_outputs = (layer.num_heads + 2 * layer.num_key_heads) * layer.head_dim
             stored_twice(codec, layer, torch.empty(1, num_outputs, dtype=dtype, device=_META))
     head = torch.empty(checkpoint.vocab_size, checkpoint.hidden_size, dtype=dtype, device=_META)
-    groups = range(len(store.rules))
+    groups, table = range(len(store.rules)), LowRankTable(len(span.layers), _META)
     scores = torch.empty(1, checkpoint.vocab_size, device=_META)
     keep_nucleus(scores, scores, torch.empty(1, dtype=torch.int64, device=_META), PROBABILITY_BITS)
     for num_rows in sorted({*row_counts(), *_tokens_of_mixtures(span, row_counts())}):
         hidden = torch.empty(num_rows, checkpoint.hidden_size, dtype=dtype, device=_META)
         triton_product(hidden, head, None)
         positions = torch.empty(num_rows, dtype=torch.int64, device=_META)
+        adapters = LowRankBatch(table, torch.empty(num_rows, 3, dtype=torch.int32, device=_META), RECORDED_RANK)
         # A step of single tokens, and one chunk.
         for max_queries in (1, num_rows):
             tables = _tables(num_rows // max_queries, max_queries, page_tokens)
             batch = AttentionBatch(
                 store, (), backend, slots=dict.fromkeys(groups, positions), prepared=dict.fromkeys(groups, tables)
             )
-            blocks.forward(hidden, positions, 1, range(len(span.layers)), batch)
+            blocks.forward(hidden, positions, 1, range(len(span.layers)), batch, adapters)
 
 
 def _tokens_of_mixtures(span: FusedSpan, row_counts: Sequence[int]) -> Iterator[int]:

@@ -23,6 +23,7 @@ from corolla.compute.compiled_blocks import choose_compiled_blocks
 from corolla.compute.decode_graphs import DecodeGraphs
 from corolla.compute.host_copies import to_device
 from corolla.compute.kernel_choices import KernelChoices
+from corolla.compute.low_rank import LowRankBatch, LowRankTable, choose_low_rank_table
 from corolla.compute.prompts import BlockPrompts
 from corolla.compute.triton_blocks import choose_triton_blocks
 from corolla.decoding.device_copies import begin_reading
@@ -110,6 +111,7 @@ class SpanRunner:
         stacks: the stacked copies of adapters.
         compiled: runs whole blocks by compiled functions; None if that is not possible.
         triton: runs whole blocks by Triton kernels; None if that is not possible.
+        low_rank: the adapters of these blocks, multiplied by Triton kernels; None: torch multiplies by them.
         decode_graphs: recorded steps, which are replayed where they fit; `graph_choice` sets them.
     """
 
@@ -152,6 +154,9 @@ class SpanRunner:
         )
         self.compiled = choose_compiled_blocks(model.fused, self.store, self.backend, model.dtype)
         self.triton = choose_triton_blocks(model.fused, self.store, self.backend, model.dtype)
+        self.low_rank: LowRankTable | None = None
+        if self.triton is not None and max_stack_bytes and self.triton.widths:
+            self.low_rank = choose_low_rank_table(len(model.span), self.triton.widths, model.dtype, model.device)
 
     @torch.inference_mode()
     def _probe(self, probe: ShapeProbe) -> None:
@@ -335,20 +340,22 @@ class SpanRunner:
         return hidden
 
     def _forward_packed(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
-        if self.decode_graphs is not None and blocks == self.span and all(row.adapter is None for row in rows):
-            packed = _packed(rows)
-            size = self.decode_graphs.size_for(packed)
-            if size is not None:
-                return self.decode_graphs.replay(packed, hidden, size)
+        graphs, packed = self.decode_graphs, _packed(rows)
+        if graphs is not None and blocks == self.span and (size := graphs.size_for(packed)) is not None:
+            has_adapters = any(row.adapter is not None for row in rows)
+            slots = graphs.slots_for([row.adapter for row in rows]) if has_adapters else None
+            if not has_adapters or slots is not None:
+                return graphs.replay(packed, hidden, size, slots)
         return self._forward_step(self._packed_step(rows, hidden.device), hidden, blocks)
 
     def _packed_step(self, rows: Sequence[RowWork], device: torch.device) -> "_PackedStep":
         positions = [row.position + index for row in rows for index in range(row.num_tokens)]
-        adapters = None if self.compiled is not None else self._adapters(rows)
+        low_rank = self._low_rank(rows)
+        adapters = None if self.compiled is not None or low_rank is not None else self._adapters(rows)
         self._tell_factors(rows, device)
         return _PackedStep(
             rows, torch.tensor(positions, device=device), max(positions) + 1,
-            AttentionBatch(self.store, _packed(rows), self.backend), adapters,
+            AttentionBatch(self.store, _packed(rows), self.backend), adapters, low_rank,
         )  # fmt: skip
 
     def _forward_step(self, step: "_PackedStep", hidden: Tensor, blocks: Span) -> Tensor:
@@ -359,13 +366,19 @@ class SpanRunner:
             return self.compiled.forward(hidden, step.position_ids, step.end, layers, batch, of_tokens)
         self.model.adapters = step.adapters
         if self.triton is not None:
-            return self.triton.forward(hidden, step.position_ids, step.end, layers, batch, step.adapters)
+            adapters = step.adapters if step.low_rank is None else step.low_rank
+            return self.triton.forward(hidden, step.position_ids, step.end, layers, batch, adapters)
         if self.model.fused is not None:
             return self.model.fused.forward(hidden, step.position_ids, step.end, layers, batch.attend, step.adapters)
         cache = PackedLatents(batch) if self.model.family.caches_latents else None
         return self.model.forward(
             hidden.unsqueeze(0), step.position_ids.unsqueeze(0), blocks=blocks, past_key_values=cache, batch=batch
         )[0]
+
+    def _low_rank(self, rows: Sequence[RowWork]) -> LowRankBatch | None:
+        if self.low_rank is None or all(row.adapter is None for row in rows):
+            return None
+        return LowRankBatch.of(self.low_rank, [(row.adapter, row.num_tokens) for row in rows])
 
     def _adapters(self, rows: Sequence[RowWork]) -> AdapterBatch | None:
         if all(row.adapter is None for row in rows):
@@ -432,6 +445,7 @@ class _PackedStep:
         end: one more than the largest position.
         batch: the rows, as attention takes them.
         adapters: the rows' adapters, as layers take them; None where no row has one, and for compiled blocks.
+        low_rank: the rows' adapters, as Triton kernels take them; None: `adapters` has them.
     """
 
     rows: Sequence[RowWork]
@@ -439,6 +453,7 @@ class _PackedStep:
     end: int
     batch: AttentionBatch
     adapters: AdapterBatch | None
+    low_rank: LowRankBatch | None
 
 
 def _packed(rows: Sequence[RowWork]) -> list[PackedRow]:

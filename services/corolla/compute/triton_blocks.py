@@ -19,6 +19,7 @@ from corolla.cache.codecs import KVCodec
 from corolla.cache.store import KVStore, SessionCache
 from corolla.compute.attention.batch import AttentionBackend, AttentionBatch, PackedRow
 from corolla.compute.attention.paged_triton import PagedTriton, attend_stored
+from corolla.compute.low_rank import LowRankBatch
 from corolla.compute.mixture_trial import failed_mixture_trial
 from corolla.models.adapters.products import AdapterBatch
 from corolla.models.fused import PLACES, FusedLayer, FusedSpan, GatedMlp, MixtureMlp, Projection, RmsNorm
@@ -76,7 +77,7 @@ class _GatedPlan:
         self._mlp = mlp
         self._activation = cast(str, activation_of(mlp.activation))
 
-    def forward(self, normed: Tensor, index: int, adapters: AdapterBatch | None) -> Tensor:
+    def forward(self, normed: Tensor, index: int, adapters: AdapterBatch | LowRankBatch | None) -> Tensor:
         from corolla.kernels.triton.launches import gate
 
         gate_up = self._mlp.gate_up.forward(normed)
@@ -98,7 +99,7 @@ class MixturePlan:
         shared = mixture.shared
         self._shared_activation = None if shared is None else activation_of(shared.act_fn)
 
-    def forward(self, normed: Tensor, _index: int, _adapters: AdapterBatch | None) -> Tensor:
+    def forward(self, normed: Tensor, _index: int, _adapters: AdapterBatch | LowRankBatch | None) -> Tensor:
         """Runs the mixture over the new tokens of all rows.
 
         Args:
@@ -186,6 +187,15 @@ class TritonBlocks:
         self._span = span
         self._plans = [_plan_of(layer) for layer in span.layers]
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The numbers of inputs of the linear layers; empty where a mixture takes its adapters by hooks."""
+        layers = [plan.layer for plan in self._plans]
+        gated = [layer.mlp.num_gated for layer in layers if isinstance(layer.mlp, GatedMlp)]
+        if len(gated) < len(layers):
+            return ()
+        return len(self._plans[0].attention_norm.weight), layers[0].num_heads * layers[0].head_dim, gated[0]
+
     def forward(
         self,
         hidden: Tensor,
@@ -193,7 +203,7 @@ class TritonBlocks:
         end: int,
         layers: range,
         batch: AttentionBatch,
-        adapters: AdapterBatch | None = None,
+        adapters: AdapterBatch | LowRankBatch | None = None,
     ) -> Tensor:
         """Runs some of the layers over the new tokens of all rows; see `FusedSpan`.
 

@@ -48,6 +48,11 @@ def test_spans_give_the_tokens_of_transformers_and_replayed_steps_the_bits_of_pr
 
 
 @pytest.mark.full
+def test_batches_of_adapters() -> None:
+    interpret("adapters", "full")
+
+
+@pytest.mark.full
 def test_spans_of_families_with_every_feature() -> None:
     interpret("full", "spans")
 

@@ -1,0 +1,192 @@
+"""The low-rank products of adapters by Triton kernels: no token depends on the others, and recorded steps have them.
+
+The kernels find the factors of each adapter by a table on the device, so that a recorded step runs with any adapters.
+"""
+
+import logging
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from corolla.models.adapters.products import LowRank, Place, SpanAdapter
+from corolla.models.fused import PLACES
+from corolla.models.invariant_products import TOLERANCES
+
+log = logging.getLogger(__name__)
+
+NUM_SLOTS: Final = 256
+"""The most adapters of a batch that the kernels multiply by."""
+RECORDED_RANK: Final = 64
+"""The largest rank of adapters in recorded steps."""
+NO_SLOT: Final = -1
+"""The slot of tokens without an adapter."""
+_NUM_LINEARS: Final = sum(map(len, PLACES))
+_FIRST_LINEARS: Final[Mapping[Place, int]] = {
+    place: sum(map(len, PLACES[:index])) for index, place in enumerate(PLACES)
+}
+# The numbers of an entry: addresses of both factors, rank, first output, number of outputs.
+_ENTRY: Final = 5
+
+
+class LowRankTable:
+    """Where the factors of the adapters lie that ran lately.
+
+    Args:
+        num_layers: how many blocks the span has.
+        device: the device of the factors.
+    """
+
+    def __init__(self, num_layers: int, device: torch.device) -> None:
+        self.entries = torch.zeros(_NUM_LINEARS * num_layers, NUM_SLOTS, _ENTRY, dtype=torch.int64, device=device)
+        # An adapter that is unloaded leaves its slot.
+        self._slots: weakref.WeakKeyDictionary[SpanAdapter, int] = weakref.WeakKeyDictionary()
+        self._ranks = [0] * NUM_SLOTS
+
+    def slots(self, adapters: Sequence[SpanAdapter | None]) -> list[int] | None:
+        """The slots of adapters, `NO_SLOT` for None; None where they are too many."""
+        distinct = {each for each in adapters if each is not None}
+        if len(distinct) > NUM_SLOTS:
+            return None
+        for adapter in distinct - set(self._slots):
+            self._enter(adapter, distinct)
+        return [NO_SLOT if each is None else self._slots[each] for each in adapters]
+
+    def most_rank(self, slots: Sequence[int]) -> int:
+        """The largest rank of the adapters in these slots."""
+        return max((self._ranks[slot] for slot in slots if slot != NO_SLOT), default=1)
+
+    def _enter(self, adapter: SpanAdapter, needed: set[SpanAdapter]) -> None:
+        free = set(range(NUM_SLOTS)) - set(self._slots.values())
+        if not free:
+            other = next(each for each in self._slots if each not in needed)
+            free = {self._slots.pop(other)}
+        slot = min(free)
+        entries = torch.zeros(len(self.entries), _ENTRY, dtype=torch.int64)
+        for (layer, place), products in adapter.places.items():
+            first = layer * _NUM_LINEARS + _FIRST_LINEARS[place]
+            for linear, product in enumerate(products.products, first):
+                entries[linear] = torch.tensor(_entry(product))
+        self._ranks[slot] = int(entries[:, 2].max())
+        # The copy comes after the steps that read what the slot held before.
+        self.entries[:, slot] = entries.to(self.entries.device)
+        self._slots[adapter] = slot
+
+
+def _entry(product: LowRank) -> list[int]:
+    rank, width = product.up.shape
+    return [product.down.data_ptr(), product.up.data_ptr(), rank, product.first_column, width]
+
+
+class LowRankBatch:
+    """Adds the adapters' products in one batch, as `AdapterBatch` does.
+
+    Args:
+        table: the table.
+        tiles: see `add_low_rank`.
+        most_rank: no rank of the tiles' slots is above it.
+    """
+
+    def __init__(self, table: LowRankTable, tiles: Tensor, most_rank: int) -> None:
+        self._table = table
+        self._tiles = tiles
+        self._most_rank = most_rank
+
+    @staticmethod
+    def tiles_of_tokens(slots: Sequence[int]) -> list[list[int]]:
+        """The tiles of rows of one token each."""
+        return [[index, 1, slot] for index, slot in enumerate(slots)]
+
+    @classmethod
+    def of(cls, table: LowRankTable, rows: Sequence[tuple[SpanAdapter | None, int]]) -> "LowRankBatch | None":
+        """The batch of rows, each with its adapter, or None, and its number of tokens; None: too many adapters."""
+        from corolla.kernels.triton.low_rank_launches import TILE_TOKENS
+
+        slots = table.slots([adapter for adapter, _ in rows])
+        if slots is None:
+            return None
+        tiles: list[tuple[int, int, int]] = []
+        first = 0
+        for slot, (_, num_tokens) in zip(slots, rows, strict=True):
+            if slot != NO_SLOT:
+                starts = range(0, num_tokens, TILE_TOKENS)
+                tiles += [(first + start, min(TILE_TOKENS, num_tokens - start), slot) for start in starts]
+            first += num_tokens
+        return cls(table, torch.tensor(tiles, dtype=torch.int32, device=table.entries.device), table.most_rank(slots))
+
+    def add(self, layer: int, place: Place, rows: Tensor, output: Tensor) -> None:
+        """Adds the products of the tokens' adapters at a place to `output`, in place; see `AdapterBatch.add`.
+
+        Args:
+            layer: the layer's index within the span.
+            place: the place.
+            rows: `[N, in]`, one row for each token of the batch, in the model's dtype.
+            output: `[N, out]` in the same dtype.
+        """
+        from corolla.kernels.triton.low_rank_launches import add_low_rank
+
+        first = layer * _NUM_LINEARS + _FIRST_LINEARS[place]
+        add_low_rank(rows, output, self._tiles, self._table.entries, first, len(place), self._most_rank)
+
+
+def choose_low_rank_table(
+    num_layers: int, widths: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> LowRankTable | None:
+    """The table, if the kernels' results hold on this device; None: the products are torch's.
+
+    Args:
+        num_layers: how many blocks the span has.
+        widths: the numbers of inputs of its linear layers.
+        dtype: the dtype of the model.
+        device: its device.
+    """
+    try:
+        failure = next((failed for each in dict.fromkeys(widths) if (failed := _failed_trial(each, dtype, device))), "")
+    except Exception as error:
+        # Compilers raise errors of many kinds. The server works without these kernels.
+        failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if failure:
+        log.warning("adapters are not multiplied by Triton kernels", extra={"failure": failure})
+        return None
+    return LowRankTable(num_layers, device)
+
+
+@torch.inference_mode()
+def _failed_trial(width: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Multiplies random rows with two adapters and none. Returns what failed, as a sentence's end, or None."""
+    place, outputs, generator = PLACES[2], 96, torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    def adapter(rank: int) -> SpanAdapter:
+        halves = [LowRank(draw(rank, width) * width**-0.5, draw(rank, outputs), first) for first in (0, outputs)]
+        return SpanAdapter({(0, place): halves})
+
+    table, adapters = LowRankTable(1, device), [adapter(8), None, adapter(40)]
+    sizes = (19, 2, 1)
+    rows, output = draw(sum(sizes), width), draw(sum(sizes), 2 * outputs)
+
+    def added(parts: Sequence[tuple[SpanAdapter | None, int]], begin: int) -> Tensor:
+        found = output[begin : begin + sum(size for _, size in parts)].clone()
+        batch = LowRankBatch.of(table, parts)
+        if batch is not None:
+            batch.add(0, place, rows[begin : begin + len(found)], found)
+        return found
+
+    whole = added(list(zip(adapters, sizes, strict=True)), 0)
+    alone = [added([(adapters[0], 1)], begin) for begin in (0, 7, 18)]
+    if not all(torch.equal(one[0], whole[begin]) for one, begin in zip(alone, (0, 7, 18), strict=True)):
+        return "a token's bits depend on the batch"
+    if not torch.equal(whole[19:21], output[19:21]):
+        return "they change tokens without an adapter"
+    for each, part in ((adapters[0], slice(0, 19)), (adapters[2], slice(21, 22))):
+        products = each.places[0, place].products if each is not None else ()
+        changes = torch.cat([rows[part].double() @ one.down.double().T @ one.up.double() for one in products], dim=1)
+        expected = output[part].double() + changes
+        error = float((whole[part].double() - expected).abs().max() / expected.abs().max())
+        if not error <= TOLERANCES[dtype]:
+            return f"their results differ by {error:.1e} from those in float64"
+    return None
