@@ -155,6 +155,34 @@ def test_a_row_of_a_product_has_the_same_bits_whatever_the_others(
         assert torch.equal(multiply(rows[start:end], weight, bias), whole[start:end])
 
 
+@pytest.mark.parametrize("dtype", quick(DTYPES, torch.float32))
+@pytest.mark.parametrize("in_pairs", [False, True])
+@pytest.mark.parametrize("head, size", [(48, 16), (32, 32)])
+def test_a_part_of_a_head_is_rotated_by_halves_or_in_pairs(
+    dtype: torch.dtype, in_pairs: bool, head: int, size: int
+) -> None:
+    heads, key_heads, tokens = 3, 1, 4
+    qkv = draw(tokens, (heads + 2 * key_heads) * head, dtype=dtype)
+    angles = draw(9, size // 2, dtype=torch.float32)
+    table = torch.zeros(9, 2, size)
+    first, second = (slice(0, size, 2), slice(1, size, 2)) if in_pairs else (slice(size // 2), slice(size // 2, size))
+    for part, sign in ((first, -1), (second, 1)):
+        table[:, 0, part], table[:, 1, part] = angles.cos(), sign * angles.sin()
+    table = table.to(dtype)
+    positions, slots = torch.tensor([8, 0, 3, 5]), torch.tensor([2, 0, 3, 1])
+    keys, values = (torch.zeros(tokens, key_heads, head, dtype=dtype) for _ in range(2))
+    query = rotate_and_store(qkv, table, positions, slots, keys, values, in_pairs=in_pairs)
+    expected = qkv.double().view(tokens, -1, head).clone()
+    one, two = expected[..., first].clone(), expected[..., second].clone()
+    cos, sin = table[positions].double()[:, :, None, second].unbind(1)
+    expected[..., first], expected[..., second] = one * cos - two * sin, two * cos + one * sin
+    assert_near(query, expected[:, :heads])
+    assert_near(keys[slots], expected[:, heads : heads + key_heads])
+    split = qkv.view(tokens, -1, head)
+    assert torch.equal(query[..., size:], split[:, :heads, size:])
+    assert torch.equal(values[slots], split[:, heads + key_heads :])
+
+
 @pytest.mark.parametrize("kind", CODECS)
 @pytest.mark.parametrize("dtype", quick(DTYPES, torch.float32))
 def test_what_is_stored_in_eight_bits_has_the_codes_of_the_codec(dtype: torch.dtype, kind: str) -> None:

@@ -38,7 +38,11 @@ PROMPT = [7, 3, 9, 250, 31, 4, 4, 80, 12, 9, 77, 61, 5, 200, 18, 33, 2, 90, 41]
 NUM_TOKENS = 5
 # Their features: none, biases and windows, norms of heads, GELU and Gemma's norm, multipliers, layers without rotation,
 # a dense block among mixtures of experts.
-FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "granite", "smollm3", "qwen2_moe"]
+FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "granite", "smollm3", "qwen2_moe", "phi3", "glm"]
+# A part of each head is rotated: of this family by halves, of glm in pairs.
+CONFIG_CHANGES = {
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+}
 SPANS = (Span(0, 1), Span(1, 3))
 
 
@@ -71,7 +75,9 @@ def make_runner(checkpoint: Checkpoint, span: Span, **options: Any) -> SpanRunne
 
 
 def make_checkpoint(folder: Path, family: str) -> Checkpoint:
-    return Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, folder / family, num_blocks=SPANS[-1].end)))
+    changes: dict[str, Any] = CONFIG_CHANGES.get(family, {})
+    made = make_tiny_checkpoint(family, folder / family, num_blocks=SPANS[-1].end, config_changes=changes)
+    return Checkpoint.from_pretrained(str(made))
 
 
 class Chain:

@@ -40,7 +40,7 @@ from corolla.kernels.llvm_text import LANES
 from corolla.kernels.product_source import scratch_bytes
 from corolla.kernels.products import DTYPES, kernel_of, rows_of, weights_of
 from corolla.models.adapters.products import SpanAdapter
-from corolla.models.fused import PLACES, FusedLayer, FusedSpan, GatedMlp, Projection, RmsNorm
+from corolla.models.fused import FusedLayer, FusedSpan, GatedMlp, Projection, RmsNorm
 from corolla.models.linear import TunedLinear
 from corolla.models.packed.modules import PackedLinear
 
@@ -168,7 +168,7 @@ class CompiledBlocks:
             return 0
         known = self._places.get(adapter)
         if known is None:
-            known = self._places[adapter] = _Places(adapter, len(self._shapes))
+            known = self._places[adapter] = _Places(adapter, self._span.layers)
         return known.address
 
     def _layer_fields(self) -> Any:
@@ -239,20 +239,25 @@ def objection(span: FusedSpan, store: KVStore, dtype: torch.dtype) -> str | None
         return "hidden states, keys or values are of a type, or pages of a size, that no function is made for"
     if len({(each.num_heads, each.num_key_heads, each.head_dim, each.scaling) for each in span.layers}) > 1:
         return "the heads of its layers differ"  # a job serves all layers of a group
-    for layer in span.layers:
-        if not isinstance(layer.mlp, GatedMlp):
-            return "a mixture of experts has no function"
-        if type(layer.mlp.activation).__name__ not in _SILU:
-            return f"the activation {type(layer.mlp.activation).__name__} has no function"
-        if not all(isinstance(norm, RmsNorm | None) for norm in _norms(layer)):
-            return "a norm is not the usual one"
-        if (layer.query_norm is None) != (layer.key_norm is None):
-            return "of queries and keys only one is normalised"
-        if not all(map(_lies_in_panels, _projections(layer))):
-            return "not all weights lie in panels"
-        sizes = (layer.head_dim // (2 if layer.rotates else 1), *_shape_of(layer, dtype).sizes["down"])
-        if layer.head_dim % LANES or any(size % LANES for size in sizes):
-            return "a size is not a multiple of 16"
+    if any(layer.rotates and (span.rotary.in_pairs or span.rotary.size != layer.head_dim) for layer in span.layers):
+        return "heads are rotated in part, or in pairs"
+    return next((found for layer in span.layers if (found := _objection_to(layer, dtype)) is not None), None)
+
+
+def _objection_to(layer: FusedLayer, dtype: torch.dtype) -> str | None:
+    if not isinstance(layer.mlp, GatedMlp):
+        return "a mixture of experts has no function"
+    if type(layer.mlp.activation).__name__ not in _SILU:
+        return f"the activation {type(layer.mlp.activation).__name__} has no function"
+    if not all(isinstance(norm, RmsNorm | None) for norm in _norms(layer)):
+        return "a norm is not the usual one"
+    if (layer.query_norm is None) != (layer.key_norm is None):
+        return "of queries and keys only one is normalised"
+    if not all(map(_lies_in_panels, _projections(layer))):
+        return "not all weights lie in panels"
+    sizes = (layer.head_dim // (2 if layer.rotates else 1), *_shape_of(layer, dtype).sizes["down"])
+    if layer.head_dim % LANES or any(size % LANES for size in sizes):
+        return "a size is not a multiple of 16"
     return None
 
 
@@ -310,11 +315,14 @@ def _compiled(shape: BlockShape) -> Compiled:
 class _Places:
     """The `PLACE` fields of an adapter, by which compiled functions find the adapter's tensors."""
 
-    def __init__(self, adapter: SpanAdapter, num_layers: int) -> None:
+    def __init__(self, adapter: SpanAdapter, layers: Sequence[FusedLayer]) -> None:
         fields: list[int] = []
         self._kept: list[Tensor] = []
-        for layer, place in itertools.product(range(num_layers), PLACES):
-            products = adapter.places.get((layer, place))
+        places = [
+            (index, place) for index, layer in enumerate(layers) for place in (*layer.places, *_mlp(layer).places)
+        ]
+        for index, place in places:
+            products = adapter.places.get((index, place))
             own = [] if products is None else [self._address(products.down), len(products.products)]
             for each in () if products is None else products.products:
                 own += (self._address(each.up), *each.up.shape, each.first_column)

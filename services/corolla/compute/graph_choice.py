@@ -52,13 +52,9 @@ def _failure(runner: SpanRunner, record: Record, ladder: Sequence[int]) -> str |
     Returns:
         Why decode steps cannot be replayed, or None if the runner now replays them.
     """
-    fused = runner.model.fused
-    if fused is None:
-        return "the blocks run with the family's own code"
-    if runner.triton is None and any(isinstance(layer.mlp, MixtureMlp) for layer in fused.layers):
-        return "the mixtures of experts run with the family's own code"
-    if not isinstance(runner.backend, PagedBackend):
-        return f"attention is {runner.backend.name}, which does not read pages through tables"
+    fused, refusal = runner.model.fused, _refusal(runner)
+    if fused is None or refusal is not None:
+        return refusal
     checked = _checked_rows(runner, ladder)
     if not checked:
         return "there are too few pages for a check"
@@ -82,6 +78,20 @@ def _failure(runner: SpanRunner, record: Record, ladder: Sequence[int]) -> str |
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     runner.decode_graphs = graphs
     log.info("using CUDA graphs for decode steps", extra={"sizes": " ".join(map(str, sizes))})
+    return None
+
+
+def _refusal(runner: SpanRunner) -> str | None:
+    """Why no step of a runner can be recorded; None: steps may be tried."""
+    fused = runner.model.fused
+    if fused is None:
+        return "the blocks run with the family's own code"
+    if runner.triton is None and any(isinstance(layer.mlp, MixtureMlp) for layer in fused.layers):
+        return "the mixtures of experts run with the family's own code"
+    if runner.model.long_rope is not None:
+        return "the rotary embedding has other factors for long texts"
+    if not isinstance(runner.backend, PagedBackend):
+        return f"attention is {runner.backend.name}, which does not read pages through tables"
     return None
 
 

@@ -22,7 +22,7 @@ from corolla.compute.attention.paged_triton import PagedTriton, attend_stored
 from corolla.compute.low_rank import LowRankBatch
 from corolla.compute.mixture_trial import failed_mixture_trial
 from corolla.models.adapters.products import AdapterBatch
-from corolla.models.fused import PLACES, FusedLayer, FusedSpan, GatedMlp, MixtureMlp, Projection, RmsNorm
+from corolla.models.fused import FusedLayer, FusedSpan, GatedMlp, MixtureMlp, Projection, RmsNorm
 from corolla.models.invariant_norms import Norm
 from corolla.models.linear import TunedLinear
 from corolla.models.mixtures import Mixture
@@ -38,7 +38,6 @@ TOLERANCES: Final = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1
 CODED_TOLERANCE: Final = 2e-2
 """The same with keys and values in eight bits: where modules round in another way, a number may get the next code."""
 
-_QUERY_KEY_VALUE_PLACE, _OUTPUT_PLACE, _GATE_UP_PLACE, _DOWN_PLACE = PLACES
 # The tokens that a trial computes again after its chunk, with a page's end between them.
 _AROUND_THE_END: Final = 3
 # Powers of two, up and down, that the numbers of the tokens of a trial of codes are multiplied by.
@@ -82,11 +81,11 @@ class _GatedPlan:
 
         gate_up = self._mlp.gate_up.forward(normed)
         if adapters is not None:
-            adapters.add(index, _GATE_UP_PLACE, normed, gate_up)
+            adapters.add(index, self._mlp.places[0], normed, gate_up)
         gated = gate(gate_up, self._activation)
         delta = self._mlp.down.forward(gated)
         if adapters is not None:
-            adapters.add(index, _DOWN_PLACE, gated, delta)
+            adapters.add(index, self._mlp.places[1], gated, delta)
         return delta
 
 
@@ -234,19 +233,19 @@ class TritonBlocks:
             multiplier = layer.residual_multiplier
             projected = layer.query_key_value.forward(normed)
             if adapters is not None:
-                adapters.add(index, _QUERY_KEY_VALUE_PLACE, normed, projected)
+                adapters.add(index, layer.places[0], normed, projected)
             like = projected.view(len(projected), -1, layer.head_dim)[:, : layer.num_key_heads]
             keys, values = batch.store.layer_like(index, like, like)
             query = rotate_and_store(
                 projected, table, numbers, batch.slots(index, hidden.device), keys, values, rotates=layer.rotates,
-                norms=plan.head_norms, codec=codec,
+                in_pairs=self._span.rotary.in_pairs, norms=plan.head_norms, codec=codec,
             )  # fmt: skip
             attended = attend_stored(
                 batch, index, query, keys, values, scaling=layer.scaling, window=layer.window
             ).view(len(projected), -1)
             output = layer.output.forward(attended)
             if adapters is not None:
-                adapters.add(index, _OUTPUT_PLACE, attended, output)
+                adapters.add(index, layer.places[1], attended, output)
             normed, hidden = _added(add_rms_norm, hidden, output, plan.mlp_norm, multiplier)
             delta = plan.mlp.forward(normed, index, adapters)
         if delta is None:

@@ -51,6 +51,8 @@ class Family:
         keeps_tokens: whether some blocks keep keys and values.
         keeps_states: whether some blocks keep a recurrent state; see `recurrent_layers`.
         is_fused: whether the blocks have the shape that the module `fused` implements.
+        rotates_pairs: whether neighbours in a head are rotated together, not numbers half the rotary size apart; only
+            for fused blocks.
         has_rope_alpha: whether a rotary embedding of the type `dynamic` keeps no state if it has an `alpha`.
         begins_anew: whether `generate()` computes the whole text again once the text is too long for the short factors
             of a longrope embedding. In other families, `generate()` keeps the earlier keys.
@@ -74,6 +76,7 @@ class Family:
     keeps_tokens: bool = True
     keeps_states: bool = False
     is_fused: bool = False
+    rotates_pairs: bool = False
     has_rope_alpha: bool = False
     begins_anew: bool = False
     required: Mapping[str, Any] = field(default_factory=dict)
@@ -99,7 +102,7 @@ _FAMILIES = (
     Family("gemma2"),
     Family("gemma3_text"),
     Family("phi", norm="final_layernorm"),
-    Family("phi3", begins_anew=True),
+    Family("phi3", begins_anew=True, is_fused=True),
     Family("mixtral", is_fused=True),
     Family("qwen2_moe", is_fused=True),
     Family("qwen3_moe", is_fused=True),
@@ -123,7 +126,7 @@ _FAMILIES = (
     ),
     Family("falcon", layers="h", embedding="word_embeddings", norm="ln_f", packs_rows=False),
     Family("stablelm", packs_rows=False),
-    Family("glm"),
+    Family("glm", is_fused=True, rotates_pairs=True),
     Family("glm4"),
     Family("glm4_moe"),
     Family("gptj", layers="h", embedding="wte", norm="ln_f", packs_rows=False),
@@ -148,12 +151,12 @@ _FAMILIES = (
     Family("granitemoeshared", unit_scalars=("embedding_multiplier",)),
     Family("arcee"),
     Family("seed_oss", is_fused=True),
-    Family("ernie4_5"),
+    Family("ernie4_5", is_fused=True, rotates_pairs=True),
     Family("ernie4_5_moe"),
     Family("hunyuan_v1_dense", has_rope_alpha=True),
     Family("hunyuan_v1_moe", has_rope_alpha=True),
     Family("dots1", is_fused=True),
-    Family("helium"),
+    Family("helium", is_fused=True, rotates_pairs=True),
     Family("apertus"),
     Family("codegen", layers="h", embedding="wte", norm="ln_f", packs_rows=False),
     Family("xglm", norm="layer_norm", learned_positions="embed_positions", packs_rows=False),

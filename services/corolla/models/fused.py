@@ -22,17 +22,21 @@ from corolla.models.mixtures import Mixture
 from corolla.models.packed.modules import PackedLinear
 from corolla.models.rotary_table import RotaryTable
 
-_QUERY_KEY_VALUE: Final = ("q_proj", "k_proj", "v_proj")
-_GATE_UP: Final = ("gate_proj", "up_proj")
+# Some families have one linear layer in place of several that read the same input.
+_QUERY_KEY_VALUE: Final = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
+_GATE_UP: Final = (("gate_proj", "up_proj"), ("gate_up_proj",))
+_OUTPUT_PLACE: Final = ("self_attn.o_proj",)
+_DOWN_PLACE: Final = ("mlp.down_proj",)
 
-PLACES: Final[tuple[Place, ...]] = (
-    tuple(f"self_attn.{name}" for name in _QUERY_KEY_VALUE),
-    ("self_attn.o_proj",),
-    tuple(f"mlp.{name}" for name in _GATE_UP),
-    ("mlp.down_proj",),
+PLACES: Final[frozenset[Place]] = frozenset(
+    {
+        *(tuple(f"self_attn.{name}" for name in names) for names in _QUERY_KEY_VALUE),
+        *(tuple(f"mlp.{name}" for name in names) for names in _GATE_UP),
+        _OUTPUT_PLACE,
+        _DOWN_PLACE,
+    }
 )
-"""The linear layers of a block that are computed together, in the order of the block."""
-_QUERY_KEY_VALUE_PLACE, _OUTPUT_PLACE, _GATE_UP_PLACE, _DOWN_PLACE = PLACES
+"""The linear layers of a block that are computed together, in all families."""
 
 
 class Projection(Protocol):
@@ -85,17 +89,18 @@ class FusedSpan:
         self.rotary = rotary
 
     @classmethod
-    def of(cls, layers: Sequence[nn.Module], rotary: nn.Module, config: Any) -> Self:
+    def of(cls, layers: Sequence[nn.Module], rotary: nn.Module, config: Any, *, in_pairs: bool = False) -> Self:
         """Fuses the blocks of a family.
 
         Args:
             layers: the decoder layers, for which `fits` must hold; plain weights become views of the fused weights.
             rotary: the rotary embedding.
             config: the configuration.
+            in_pairs: see `Family.rotates_pairs`.
         """
         windows = attention_windows(config)
         fused = [FusedLayer(layer, window) for layer, window in zip(layers, windows, strict=True)]
-        return cls(fused, RotaryTable(rotary, config))
+        return cls(fused, RotaryTable(rotary, config, in_pairs=in_pairs))
 
     @property
     def linears(self) -> list[TunedLinear]:
@@ -135,20 +140,26 @@ class FusedSpan:
         """
         cos, sin = self.rotary.rows(position_ids, end, hidden)
         for index in layers:
-            hidden = self.layers[index].forward(hidden, cos, sin, index, attend, adapters)
+            hidden = self.layers[index].forward(hidden, cos, sin, self.rotary.in_pairs, index, attend, adapters)
         return hidden
 
 
 def fits(layer: nn.Module) -> bool:
     """Whether a decoder layer's projections can be fused: all are plain or packed, not quantised in another way."""
-    projections = [layer.get_submodule(f"self_attn.{name}") for name in (*_QUERY_KEY_VALUE, "o_proj")]
-    if not _has_experts(_mlp_of(layer)):
-        projections += [layer.get_submodule(f"mlp.{name}") for name in (*_GATE_UP, "down_proj")]
+    attention, mlp = cast(Any, layer).self_attn, _mlp_of(layer)
+    projections = [attention.get_submodule(name) for name in (*_names(attention, _QUERY_KEY_VALUE), "o_proj")]
+    if not _has_experts(mlp):
+        projections += [mlp.get_submodule(name) for name in (*_names(mlp, _GATE_UP), "down_proj")]
     return all(is_plain(each) or isinstance(each, PackedLinear) for each in projections)
 
 
 def _mlp_of(layer: Any) -> Any:
     return layer.block_sparse_moe if hasattr(layer, "block_sparse_moe") else layer.mlp
+
+
+def _names(parent: nn.Module, alternatives: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """The names of a module's linear layers that read the same input."""
+    return next(names for names in alternatives if hasattr(parent, names[0]))
 
 
 def _has_experts(mlp: Any) -> bool:
@@ -163,13 +174,16 @@ class GatedMlp:
         down: the output projection.
         activation: the activation of the gate.
         num_gated: how many outputs the gate has.
+        places: the places of both projections.
     """
 
     def __init__(self, mlp: Any) -> None:
-        self.gate_up = _fuse(mlp, _GATE_UP)
+        names = _names(mlp, _GATE_UP)
+        self.gate_up = _fuse(mlp, names)
+        self.num_gated: int = mlp.down_proj.in_features
         self.down = _tuned(mlp.down_proj)
-        self.activation = mlp.act_fn
-        self.num_gated: int = mlp.gate_proj.out_features
+        self.activation = mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn
+        self.places: tuple[Place, Place] = (tuple(f"mlp.{name}" for name in names), _DOWN_PLACE)
 
     @property
     def projections(self) -> Iterator[Projection]:
@@ -189,13 +203,13 @@ class GatedMlp:
         """
         gate_up = self.gate_up.forward(normed)
         if adapters is not None:
-            adapters.add(index, _GATE_UP_PLACE, normed, gate_up)
+            adapters.add(index, self.places[0], normed, gate_up)
         gated = self.activation(gate_up.narrow(1, 0, self.num_gated)) * gate_up.narrow(
             1, self.num_gated, self.num_gated
         )
         down = self.down.forward(gated)
         if adapters is not None:
-            adapters.add(index, _DOWN_PLACE, gated, down)
+            adapters.add(index, self.places[1], gated, down)
         return down
 
 
@@ -242,6 +256,7 @@ class FusedLayer:
         num_key_heads: how many key heads, and value heads, there are.
         query_key_value: the projections to queries, keys and values as one.
         output: the projection of attention's output.
+        places: the places of both projections.
         mlp: what follows the second norm.
         rotates: whether queries and keys have a rotary embedding.
         scaling: the factor of attention scores.
@@ -256,9 +271,12 @@ class FusedLayer:
         self.query_norm = _norm(attention.q_norm) if hasattr(attention, "q_norm") else None
         self.key_norm = _norm(attention.k_norm) if hasattr(attention, "k_norm") else None
         self.head_dim: int = attention.head_dim
-        self.num_heads = attention.q_proj.out_features // self.head_dim
-        self.num_key_heads = attention.k_proj.out_features // self.head_dim
-        self.query_key_value = _fuse(attention, _QUERY_KEY_VALUE)
+        names = _names(attention, _QUERY_KEY_VALUE)
+        num_projected = sum(cast(Any, attention.get_submodule(name)).out_features for name in names)
+        self.num_heads: int = attention.o_proj.in_features // self.head_dim
+        self.num_key_heads: int = (num_projected // self.head_dim - self.num_heads) // 2
+        self.query_key_value = _fuse(attention, names)
+        self.places: tuple[Place, Place] = (tuple(f"self_attn.{name}" for name in names), _OUTPUT_PLACE)
         self.output = _tuned(attention.o_proj)
         self.mlp = MixtureMlp(mlp) if _has_experts(mlp) else GatedMlp(mlp)
         self.rotates = bool(getattr(attention, "use_rope", True))
@@ -273,14 +291,22 @@ class FusedLayer:
         yield from self.mlp.projections
 
     def forward(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, index: int, attend: Attend, adapters: AdapterBatch | None
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        in_pairs: bool,
+        index: int,
+        attend: Attend,
+        adapters: AdapterBatch | None,
     ) -> Tensor:
         """Runs the block over the new tokens of all rows; see `FusedSpan.forward`.
 
         Args:
             hidden: `[N, H]`, in the model's dtype; it is not changed.
-            cos: `[N, 1, head_dim]` in the same dtype, see `RotaryTable.rows`.
-            sin: `[N, 1, head_dim]`, likewise.
+            cos: `[N, 1, rotary size]` in the same dtype, see `RotaryTable.rows`.
+            sin: `[N, 1, rotary size]`, likewise.
+            in_pairs: see `RotaryTable`.
             index: the layer's index within the span.
             attend: stores new keys and values, and attends.
             adapters: the rows' adapters; None where no row has one.
@@ -292,14 +318,14 @@ class FusedLayer:
         normed = self.attention_norm(hidden)
         projected = self.query_key_value.forward(normed)
         if adapters is not None:
-            adapters.add(index, _QUERY_KEY_VALUE_PLACE, normed, projected)
+            adapters.add(index, self.places[0], normed, projected)
         heads = projected.view(num_tokens, -1, self.head_dim)
         rotated = heads.narrow(1, 0, num_rotated)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = torch.split(rotated, [self.num_heads, self.num_key_heads], dim=1)
             rotated = torch.cat((self.query_norm(query), self.key_norm(key)), dim=1)
         if self.rotates:
-            rotated = torch.addcmul(rotated * cos, rotated.roll(self.head_dim // 2, -1), sin)
+            rotated = _rotated(rotated, cos, sin, in_pairs)
         attended = attend(
             index,
             rotated.narrow(1, 0, self.num_heads),
@@ -311,13 +337,22 @@ class FusedLayer:
         attended = attended.reshape(num_tokens, -1)
         output = self.output.forward(attended)
         if adapters is not None:
-            adapters.add(index, _OUTPUT_PLACE, attended, output)
+            adapters.add(index, self.places[1], attended, output)
         hidden = self._add(hidden, output)
         normed = self.mlp_norm(hidden)
         return self._add(hidden, self.mlp.forward(normed, index, adapters))
 
     def _add(self, residual: Tensor, change: Tensor) -> Tensor:
         return residual + change if self.residual_multiplier == 1.0 else residual + change * self.residual_multiplier
+
+
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, in_pairs: bool) -> Tensor:
+    """Rotates the first numbers of heads, `[N, heads, head_dim]`, as many as `cos` and `sin` have."""
+    size, head_dim = cos.shape[-1], heads.shape[-1]
+    turning = heads if size == head_dim else heads.narrow(-1, 0, size)
+    other = turning.view(*turning.shape[:-1], -1, 2).flip(-1).flatten(-2) if in_pairs else turning.roll(size // 2, -1)
+    turned = torch.addcmul(turning * cos, other, sin)
+    return turned if size == head_dim else torch.cat((turned, heads.narrow(-1, size, head_dim - size)), dim=-1)
 
 
 class _SideBySide:

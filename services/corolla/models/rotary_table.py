@@ -5,6 +5,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from corolla.models.long_rope import LongRope
+
 MIN_POSITIONS: Final = 1024
 """The least number of positions in a table; most texts are shorter."""
 
@@ -15,29 +17,37 @@ _BY_POSITION_ALONE: Final = ("default", "linear", "llama3", "yarn")
 class RotaryTable:
     """A table of cosines and signed sines, with the numbers of the family's own module. It grows with the positions.
 
-    Rotating a head's halves (`rotate_half`) is a roll and a change of sign; the sines in the table include the sign.
+    Rotating a head's halves (`rotate_half`) is a roll and a change of sign; the sines in the table include the sign. A
+    rotary size below the head size means that the other numbers of a head stay as they are.
 
     Args:
         rotary: the family's rotary embedding.
         config: the family's configuration.
+        in_pairs: whether a number is rotated with its neighbour, not with the one half the rotary size away.
+
+    Attributes:
+        size: the rotary size: how many numbers of a head are rotated.
     """
 
-    def __init__(self, rotary: nn.Module, config: Any) -> None:
+    def __init__(self, rotary: nn.Module, config: Any, *, in_pairs: bool = False) -> None:
         self._rotary = rotary
+        self.in_pairs = in_pairs
+        own: Any = rotary.rotary if isinstance(rotary, LongRope) else rotary
+        self.size = 2 * len(own.inv_freq)
         parameters = getattr(config, "rope_parameters", None) or {}
         self._is_lasting = parameters.get("rope_type", "default") in _BY_POSITION_ALONE
         self._table = torch.empty(0)
 
     @property
     def table(self) -> Tensor:
-        """The current table `[positions, 2, head_dim]`, in the dtype and on the device of hidden states.
+        """The current table `[positions, 2, rotary size]`, in the dtype and on the device of hidden states.
 
         It is empty before the first call, and always if each call computes its own rows.
         """
         return self._table
 
     def rows(self, position_ids: Tensor, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The cosines and signed sines of positions, each `[N, 1, head_dim]`.
+        """The cosines and signed sines of positions, each `[N, 1, rotary size]`.
 
         Args:
             position_ids: int64 `[N]`, all below `end`.
@@ -50,7 +60,7 @@ class RotaryTable:
         return table[:, 0:1], table[:, 1:2]
 
     def numbered(self, position_ids: Tensor, end: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
-        """A table of cosines and signed sines, `[rows, 2, head_dim]`, and the row of each position.
+        """A table of cosines and signed sines, `[rows, 2, rotary size]`, and the row of each position.
 
         Takes the arguments of `rows`; see `RotaryTable.rows`.
 
@@ -65,7 +75,12 @@ class RotaryTable:
         return self._table, position_ids
 
     def _compute(self, position_ids: Tensor, like: Tensor) -> Tensor:
-        """Computes the rows of positions, `[N, 2, head_dim]`."""
+        """Computes the rows of positions, `[N, 2, rotary size]`."""
+        if like.is_meta:  # where the family's module could not compare the longest position
+            return like.new_empty(len(position_ids), 2, self.size)
         cos, sin = self._rotary(like, position_ids.unsqueeze(0))
         half = sin.shape[-1] // 2
+        if self.in_pairs:
+            cos, sin = cos[..., :half].repeat_interleave(2, -1), torch.stack((-sin, sin), -1)[..., :half, :].flatten(-2)
+            return torch.stack((cos[0], sin[0]), dim=1)
         return torch.stack((cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)), dim=1)
