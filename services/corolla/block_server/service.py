@@ -71,6 +71,7 @@ from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, fetch_edges, head_bytes, load_edges
 from corolla.models.families import attention_windows, pageless_layers
 from corolla.models.hub import Hub
+from corolla.models.read_ahead import ReadAhead, tensors_of
 from corolla.models.span_model import SpanModel, fetch_span, load_span, weight_types
 from corolla.trust.watched_files import Contents, WatchedFiles
 from corolla.v1 import blocks_pb2, router_pb2
@@ -187,6 +188,7 @@ class BlockServer:
         self._periodic_tasks: PeriodicTasks | None = None
         self._hub = Hub(patience_s=settings.hub_patience_s)
         self._checkpoint: Checkpoint | None = None
+        self._read_ahead: ReadAhead | None = None
         self._registration: Registration | None = None
         self._heartbeats: asyncio.Task[None] | None = None
         self._drain: Drain | None = None
@@ -255,6 +257,10 @@ class BlockServer:
         self._checkpoint = checkpoint
         dtype = DTYPES[settings.dtype]
         stages.end(f"{checkpoint.name}, {checkpoint.num_blocks} blocks, fingerprint {fingerprint}")
+        if settings.span is not None and device.type != "cpu" and checkpoint.gguf is None:
+            # The threads would slow down a CPU, on which a block is measured next.
+            names = tensors_of(checkpoint, settings.span)
+            self._read_ahead = ReadAhead(checkpoint.weight_index, names, available_bytes())
         with memory_for("a block's weights", device, _FEWER_WEIGHTS):
             speed = await self._compute_thread.run(
                 measure_speed, checkpoint, dtype, settings.device, settings.quantization, settings.threads,
@@ -538,6 +544,8 @@ class BlockServer:
 
     def _load_weights(self, checkpoint: Checkpoint, span: Span) -> tuple[SpanModel, Edges | None, SharedBySamplers]:
         settings = self.settings
+        if self._read_ahead is not None:
+            self._read_ahead.stop()
         model = load_span(
             checkpoint, span, dtype=DTYPES[settings.dtype], device=settings.device, quantization=settings.quantization
         )
