@@ -1,5 +1,7 @@
 """Makes tiny random checkpoints of every family, complete with tokenizer, on which the whole stack can run."""
 
+import hashlib
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+
+from tests.run_folder import made_once
 
 VOCAB_SIZE = 320
 HIDDEN_SIZE = 64
@@ -391,6 +395,15 @@ def make_tiny_checkpoint(
     Returns:
         `folder`.
     """
+    facts = f"{family} {num_blocks} {seed} {sorted((config_changes or {}).items())}"
+    name = f"tiny-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+    made = made_once(name, lambda folder: _write_tiny(family, folder, num_blocks, seed, config_changes or {}))
+    # Many tests ask for the same one, and some of them change its files.
+    shutil.copytree(made, folder, dirs_exist_ok=True)
+    return folder
+
+
+def _write_tiny(family: str, folder: Path, num_blocks: int, seed: int, config_changes: Mapping[str, Any]) -> None:
     facts = {**_SHAPE, "num_hidden_layers": num_blocks, **_FAMILY_FACTS[family]}
     if family in _MIXED_FAMILIES:
         facts = {**facts, "layer_types": [_LAYER_TYPES[block % len(_LAYER_TYPES)] for block in range(num_blocks)]}
@@ -406,7 +419,7 @@ def make_tiny_checkpoint(
     if family == "gpt_neo":
         scopes = ("local", "global", "global")
         facts = {**facts, "attention_types": [[[scopes[block % len(scopes)]], 1] for block in range(num_blocks)]}
-    facts = {**facts, **(config_changes or {})}
+    facts = {**facts, **config_changes}
     tokenizer = make_tokenizer()
     tokens = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
     library: Any = AutoModelForCausalLM
@@ -417,7 +430,6 @@ def make_tiny_checkpoint(
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     model.save_pretrained(folder, max_shard_size=max(num_bytes // 4, 100_000))
     tokenizer.save_pretrained(folder)
-    return folder
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

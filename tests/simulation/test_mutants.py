@@ -6,11 +6,14 @@ from tests.simulation.mutants import MUTANTS
 from tests.simulation.run import run
 
 MOST_SEEDS = 240
+# No seed before these finds them; once a change of the services changes what seeds draw, the others do.
+LIKELY_SEEDS = {"sampler kept": 130, "step again": 74, "round again": 30, "no quarantine": 12}
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 @pytest.mark.full
 @pytest.mark.timeout(900)  # of the last seeds, on a machine that has other things to do
 def test_a_mistake_is_found(name: str) -> None:
+    seeds = (LIKELY_SEEDS.get(name, 0), *range(MOST_SEEDS))
     with MUTANTS[name]():
-        assert any(run(seed).broken for seed in range(MOST_SEEDS)), f"nobody noticed: {name}"
+        assert any(run(seed).broken for seed in seeds), f"nobody noticed: {name}"
