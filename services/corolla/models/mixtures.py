@@ -63,7 +63,7 @@ class Mixture:
     """A mixture of experts. Its tensors are on one device.
 
     Attributes:
-        router_weight: `[experts, H]`, in float32 where `is_wide`, else in the model's dtype.
+        router_weight: `[experts, H]`, in the model's dtype, or in float32 where `is_wide`.
         routing: the router's rule.
         correction: float32 `[experts]`, what is added to the scores for the choice; None: nothing.
         is_wide: whether the logits are computed in float32.
@@ -96,7 +96,7 @@ class Mixture:
             return None
         weight = cast(Any, router).weight.detach()
         return cls(
-            router_weight=weight.float() if kind.is_wide else weight,
+            router_weight=weight,
             routing=kind.routing(router),
             correction=getattr(router, "e_score_correction_bias", None),
             is_wide=kind.is_wide,

@@ -43,17 +43,25 @@ def model_size(checkpoint: Checkpoint, dtype: torch.dtype, quantization: str, kv
         BlockSize(weights[index], loading[index], 0 if index in pageless else token_bytes, windows[index])
         for index in range(checkpoint.num_blocks)
     )
-    inner = max(_integers(config, "intermediate_size", "ffn_dim", "n_inner"), default=4 * checkpoint.hidden_size)
     return ModelSize(
         name=checkpoint.name,
         blocks=blocks,
         embedding_bytes=checkpoint.vocab_size * checkpoint.hidden_size * dtype.itemsize,
         head_bytes=head_bytes(checkpoint, dtype, quantization),
         has_tied_edges=checkpoint.has_tied_edges,
-        row_bytes=(_STEP_TENSORS * checkpoint.hidden_size + 3 * inner) * dtype.itemsize,
+        row_bytes=(_STEP_TENSORS * checkpoint.hidden_size + _mlp_numbers(checkpoint)) * dtype.itemsize,
         vocab_size=checkpoint.vocab_size,
         context_length=checkpoint.context_length,
     )
+
+
+def _mlp_numbers(checkpoint: Checkpoint) -> int:
+    """How many numbers of one row an MLP holds at a time: gate, up and their product, for each of a token's experts."""
+    config, hidden_size = checkpoint.config, checkpoint.hidden_size
+    inner = max(_integers(config, "intermediate_size", "ffn_dim", "n_inner"), default=4 * hidden_size)
+    num_chosen = _first(config, "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", default=0)
+    width = _first(config, "moe_intermediate_size", "intermediate_size", default=inner)
+    return max(3 * inner, num_chosen * max(3 * width, width + hidden_size))
 
 
 def cache_numbers(checkpoint: Checkpoint, more_of_a_head: int = 0) -> int:

@@ -84,6 +84,17 @@ def test_quantised_blocks_have_the_planned_size_and_are_larger_while_they_are_re
     assert [each.loading_bytes for each in model.blocks] == pytest.approx(held(checkpoint), rel=0.01)
 
 
+def test_a_row_takes_the_inner_numbers_of_each_of_its_experts(tmp_path: Path) -> None:
+    def row_numbers(num_chosen: int) -> int:
+        changes = {"num_experts_per_tok": num_chosen, "num_local_experts": 8}
+        folder = make_tiny_checkpoint("mixtral", tmp_path / str(num_chosen), config_changes=changes)
+        checkpoint = Checkpoint.from_pretrained(str(folder))
+        return model_size(checkpoint, torch.float32, "none", "auto").row_bytes // torch.float32.itemsize
+
+    inner = 96  # the tiny models' `intermediate_size`
+    assert row_numbers(5) - row_numbers(2) == 3 * 3 * inner, "gate, up and their product, of three more experts"
+
+
 def test_no_weight_is_read(tmp_path: Path) -> None:
     folder = make_tiny_checkpoint("llama", tmp_path / "llama")
     expected = model_size(Checkpoint.from_pretrained(str(folder)), torch.bfloat16, "none", "auto")

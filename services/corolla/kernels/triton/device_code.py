@@ -329,7 +329,10 @@ def multiply(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GM: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`a [M, K] b^T [N, K]`: the inner dimension in steps of BK, never split, so the bits are those of every tile."""
+    """`a [M, K] b^T [N, K]`: the inner dimension in steps of BK, never split, so the bits are those of every tile.
+
+    The numbers of `b` are taken in the type of `a`, which may be wider.
+    """
     pid = tl.program_id(0)
     num_m, num_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     first = (pid // (GM * num_n)) * GM
@@ -342,11 +345,11 @@ def multiply(
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for start in range(0, K, BK):
         if EVEN_K:
-            acc = tl.dot(tl.load(pa), tl.load(pb), acc, input_precision=PRECISION)
+            acc = tl.dot(tl.load(pa), tl.load(pb).to(a.dtype.element_ty), acc, input_precision=PRECISION)
         else:
             left = tl.load(pa, mask=(start + rk < K)[None, :], other=0.0)
             right = tl.load(pb, mask=(start + rk < K)[:, None], other=0.0)
-            acc = tl.dot(left, right, acc, input_precision=PRECISION)
+            acc = tl.dot(left, right.to(a.dtype.element_ty), acc, input_precision=PRECISION)
         pa += BK
         pb += BK
     if HAS_BIAS:

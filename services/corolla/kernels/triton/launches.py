@@ -309,7 +309,7 @@ def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
     Args:
         rows: `[R, in]`.
-        weight: `[out, in]`.
+        weight: `[out, in]`, in the rows' dtype or a narrower one.
         bias: `[out]`; None: there is none.
 
     Returns:
