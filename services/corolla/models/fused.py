@@ -28,13 +28,13 @@ _GATE_UP: Final = (("gate_proj", "up_proj"), ("gate_up_proj",))
 _OUTPUT_PLACE: Final = ("self_attn.o_proj",)
 _DOWN_PLACE: Final = ("mlp.down_proj",)
 
-PLACES: Final[frozenset[Place]] = frozenset(
-    {
-        *(tuple(f"self_attn.{name}" for name in names) for names in _QUERY_KEY_VALUE),
-        *(tuple(f"mlp.{name}" for name in names) for names in _GATE_UP),
-        _OUTPUT_PLACE,
-        _DOWN_PLACE,
-    }
+PLACES: Final[tuple[Place, ...]] = (
+    tuple(f"self_attn.{name}" for name in _QUERY_KEY_VALUE[0]),
+    _OUTPUT_PLACE,
+    tuple(f"mlp.{name}" for name in _GATE_UP[0]),
+    tuple(f"self_attn.{name}" for name in _QUERY_KEY_VALUE[1]),
+    tuple(f"mlp.{name}" for name in _GATE_UP[1]),
+    _DOWN_PLACE,
 )
 """The linear layers of a block that are computed together, in all families."""
 
