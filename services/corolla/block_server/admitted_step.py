@@ -42,6 +42,13 @@ class AdmittedStep:
         return self.samples and step.HasField("ring") and step.blocks.start == 0
 
     @property
+    def sends_all_outputs(self) -> bool:
+        """Whether the outputs of all tokens leave this server, to the next hop or to the client."""
+        if self.work.step.route:
+            return True
+        return not self.samples and all(row.num_tokens == row.num_result_tokens for row, _, _ in self.rows)
+
+    @property
     def brings_ids(self) -> bool:
         """Whether the step's rows bring token ids, not hidden states."""
         return self.work.step.dtype == pb.TENSOR_TYPE_UNSPECIFIED

@@ -77,7 +77,7 @@ class BatchRunner(Protocol):
 RowOutput = Tensor | ChosenTokens | CorollaError
 """The output of a row: `[num_tokens, H]` in the model's dtype, or chosen tokens, or an error.
 
-The output of a step that goes on to another hop is on the CPU, unless its batch raised; others are on the device."""
+Outputs that leave this server are on the CPU if `_HostCopies` has copied them; others are on the model's device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,9 +429,9 @@ class BatchExecutor:
 
 
 class _HostCopies:
-    """Begins to copy the outputs that go on to other hops before it is known which of them are finite.
+    """Begins to copy the outputs that leave this server before it is known which of them are finite.
 
-    One copy takes all rows of a step, so that they also leave without another one.
+    One copy takes all rows of a step. Where a last hop sends some tokens of a chunk, `Delivery` copies these.
     """
 
     def __init__(self, admitted: Sequence[AdmittedStep]) -> None:
@@ -445,7 +445,7 @@ class _HostCopies:
         start = 0
         for batch in self._admitted:
             end = start + sum(row.num_tokens for row, _, _ in batch.rows)
-            self._copies.append(begin_reading(hidden[start:end]) if batch.work.step.route else None)
+            self._copies.append(begin_reading(hidden[start:end]) if batch.sends_all_outputs else None)
             start = end
 
     def in_place_of(self, outputs: tuple[Tensor | CorollaError, ...]) -> tuple[Tensor | CorollaError, ...]:

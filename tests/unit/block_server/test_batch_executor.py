@@ -344,7 +344,7 @@ class Doubling(Present):
         raise NotImplementedError
 
 
-def test_outputs_that_go_on_leave_a_gpu_by_one_copy_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_that_are_sent_leave_a_gpu_by_one_copy_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[int] = []
 
     def begin_reading(hidden: Tensor) -> Callable[[], Tensor]:
@@ -356,19 +356,22 @@ def test_outputs_that_go_on_leave_a_gpu_by_one_copy_of_each_step(monkeypatch: py
     session = HopSession(replace(REQUEST, session_id=b"s"), cast(SessionCache, None))
     numbers = iter(range(1, 100))
 
-    def step(*lengths: int, goes_on: bool, is_finite: bool = True) -> AdmittedStep:
+    def step(*lengths: int, goes_on: bool = False, num_results: int = 0, is_finite: bool = True) -> AdmittedStep:
         message = pb.Step(dtype=pb.TENSOR_TYPE_FLOAT32, hidden_size=1)
         if goes_on:
             message.route.add(address="next:1")
         states = torch.tensor([[float(next(numbers))] for _ in range(sum(lengths))])
         if not is_finite:
             states[0] = torch.nan
-        rows = [(message.rows.add(num_tokens=length), session, 0) for length in lengths]
+        rows = [(message.rows.add(num_tokens=length, num_result_tokens=num_results), session, 0) for length in lengths]
         return AdmittedStep(StepWork(message, bytes(to_payload(states)), None), rows)
 
-    steps = [step(1, 2, goes_on=True), step(1, goes_on=False), step(2, 1, goes_on=True, is_finite=False)]
+    steps = [
+        step(1, 2, goes_on=True), step(2, num_results=1), step(2, 1, goes_on=True, is_finite=False),
+        step(1, 1, num_results=1),
+    ]  # fmt: skip
     outputs = compute(cast(BatchRunner, Doubling()), steps, SPAN).outputs
-    assert copied == [3, 3]
-    assert [type(output) for output in outputs] == [Tensor, Tensor, OnGpu, NonFiniteOutput, Tensor]
+    assert copied == [3, 3, 2]
+    assert [type(output) for output in outputs] == [Tensor, Tensor, OnGpu, NonFiniteOutput, Tensor, Tensor, Tensor]
     sent = [output.as_subclass(Tensor).flatten().tolist() for output in outputs if isinstance(output, Tensor)]
-    assert sent == [[2.0], [4.0, 6.0], [8.0], [14.0]]
+    assert sent == [[2.0], [4.0, 6.0], [8.0, 10.0], [16.0], [18.0], [20.0]]
