@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from tests.interpreted import ROOT, gpu_environment
+from tests.triton_kernels import ROOT, gpu_environment
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,7 +18,7 @@ pytestmark = [
 def test_kernels_on_the_device(module: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "full or not full",
-            f"tests/interpreted/{module}.py"],
+            f"tests/triton_kernels/{module}.py"],
         env=gpu_environment(), cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -9,7 +9,7 @@ import pytest
 
 from corolla.cache.codecs import CODECS
 from tests.checkpoints import make_tiny_checkpoint
-from tests.interpreted import PACKAGES, ROOT, environment
+from tests.triton_kernels import PACKAGES, ROOT, environment
 
 pytestmark = [
     pytest.mark.full,
@@ -47,7 +47,7 @@ def test_a_product_with_packed_weights_takes_columns_as_one_with_expanded_weight
     compiling = {**environment(), "TRITON_CACHE_DIR": str(tmp_path)}
     del compiling["TRITON_INTERPRET"]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.interpreted.instruction_columns"],
+        [sys.executable, "-m", "tests.triton_kernels.instruction_columns"],
         env=compiling, cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

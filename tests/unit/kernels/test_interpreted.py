@@ -1,11 +1,11 @@
-"""Kernels for GPUs without a GPU: a process with Triton's interpreter runs `tests/interpreted`."""
+"""Kernels for GPUs without a GPU: a process with Triton's interpreter runs `tests/triton_kernels`."""
 
 import subprocess
 import sys
 
 import pytest
 
-from tests.interpreted import PACKAGES, ROOT, environment
+from tests.triton_kernels import PACKAGES, ROOT, environment
 
 # A case in the interpreter takes seconds, and several may run at a time.
 TIMEOUT_S = 900
@@ -20,7 +20,7 @@ def interpret(marks: str, *modules: str) -> None:
     done = subprocess.run(
         [
             sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks,
-            f"--timeout={TIMEOUT_S}", *(f"tests/interpreted/{module}.py" for module in modules),
+            f"--timeout={TIMEOUT_S}", *(f"tests/triton_kernels/{module}.py" for module in modules),
         ],
         env=environment(), cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip

@@ -23,10 +23,10 @@ from corolla.kernels.triton.launches import (
 )
 from corolla.kernels.triton.launches import keep_nucleus as launched_nucleus
 from corolla.models.invariant_norms import InvariantNorm, invariant_norm
-from tests.interpreted import DEVICE
-from tests.interpreted.ordered_products import install
-from tests.interpreted.paged_texts import PagedTexts
 from tests.tiers import quick
+from tests.triton_kernels import DEVICE
+from tests.triton_kernels.ordered_products import install
+from tests.triton_kernels.paged_texts import PagedTexts
 
 # The interpreter cuts bfloat16 where a GPU rounds it.
 TOLERANCES = {torch.float32: 3e-6, torch.float16: 6e-3, torch.bfloat16: 6e-2}

@@ -18,10 +18,10 @@ from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.adapters import AdaptedModel, make_adapter
 from tests.checkpoints import make_tiny_checkpoint
-from tests.interpreted import DEVICE
-from tests.interpreted.ordered_products import install
-from tests.interpreted.recorded_launches import record
-from tests.interpreted.spans import products
+from tests.triton_kernels import DEVICE
+from tests.triton_kernels.ordered_products import install
+from tests.triton_kernels.recorded_launches import record
+from tests.triton_kernels.spans import products
 
 __all__ = ["products"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from corolla.cache.codecs import KVCodec
 from corolla.kernels.page_tables import PageTables
 from corolla.kernels.triton.launches import attend
-from tests.interpreted import DEVICE
+from tests.triton_kernels import DEVICE
 
 
 class PagedTexts:

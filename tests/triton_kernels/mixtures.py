@@ -22,10 +22,10 @@ from corolla.models.mixtures import Mixture
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
-from tests.interpreted import DEVICE
-from tests.interpreted.ordered_products import install
-from tests.interpreted.recorded_launches import record
 from tests.tiers import quick
+from tests.triton_kernels import DEVICE
+from tests.triton_kernels.ordered_products import install
+from tests.triton_kernels.recorded_launches import record
 
 # The interpreter cuts bfloat16 where a GPU rounds it.
 TOLERANCES = {torch.float32: 3e-6, torch.float16: 6e-3, torch.bfloat16: 6e-2}

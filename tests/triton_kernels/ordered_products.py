@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 from triton.runtime import interpreter
 
-from tests.interpreted import DEVICE
+from tests.triton_kernels import DEVICE
 
 Numbers = npt.NDArray[Any]
 

@@ -12,9 +12,9 @@ from corolla.kernels.products import kernel_of
 from corolla.kernels.repacking import Numbers, repack_numbers
 from corolla.kernels.triton.launches import multiply
 from corolla.kernels.triton.packed_launches import CANDIDATES, SCALES, expand_packed, multiply_packed
-from tests.interpreted import DEVICE
-from tests.interpreted.ordered_products import install
 from tests.tiers import quick
+from tests.triton_kernels import DEVICE
+from tests.triton_kernels.ordered_products import install
 
 NUM_OUTPUTS, NUM_COLUMNS = 72, 512
 GROUPS = [

@@ -26,12 +26,12 @@ from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
 from tests.gguf_files import make_tiny_gguf
-from tests.interpreted import DEVICE
-from tests.interpreted.ordered_products import install
-from tests.interpreted.recorded_launches import record
 from tests.quantized_checkpoints import FORMATS, make_packed_checkpoint
 from tests.reference import Unsplit
 from tests.tiers import quick
+from tests.triton_kernels import DEVICE
+from tests.triton_kernels.ordered_products import install
+from tests.triton_kernels.recorded_launches import record
 
 PAGE_TOKENS = 8
 PROMPT = [7, 3, 9, 250, 31, 4, 4, 80, 12, 9, 77, 61, 5, 200, 18, 33, 2, 90, 41]
