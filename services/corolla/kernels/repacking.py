@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from corolla.chassis import heap
-from corolla.kernels.layouts import Layout, PlainLayout
+from corolla.kernels.layouts import UNIT, Layout, PlainLayout, Scale
 from corolla.kernels.llvm_text import LANES
 
 # How many numbers are reordered at a time; more numbers would only take more memory.
@@ -164,6 +164,55 @@ def empty_matrices(
         room = room[offset : offset + num_bytes]
         heap.prefer_huge_pages(room.data_ptr(), num_bytes)
     return room.view(num_matrices, num_panels, num_blocks, layout.block_bytes).unbind()
+
+
+def unpack(panels: Tensor, layout: Layout, num_rows: int) -> Tensor:
+    """The weights that panels stand for, by their definition: float32 `[num_rows, in]` on the panels' device.
+
+    It takes many times the memory of the panels. Kernels are compared with it.
+
+    Args:
+        panels: uint8 `[panels, blocks, layout.block_bytes]` on any device.
+        layout: the layout of the panels.
+        num_rows: how many rows the matrix has.
+    """
+    num_panels, num_blocks, _ = panels.shape
+    scale_type = {Scale.FLOAT16: torch.float16, Scale.BFLOAT16: torch.bfloat16, Scale.FLOAT32: torch.float32}
+
+    def part(at: int, num_words: int, dtype: torch.dtype) -> Tensor:
+        """Words of the 16 rows: `[panels, blocks, num_words, 16]`."""
+        taken = panels[:, :, at : at + num_words * LANES * dtype.itemsize].contiguous()
+        return taken.view(dtype).view(num_panels, num_blocks, num_words, LANES)
+
+    def bits(at: int, count: int) -> Tensor:
+        words = part(at, layout.block_weights * count // 32, torch.int32)[..., None, :]
+        shifts = torch.arange(0, 32, count, dtype=torch.int32, device=panels.device)[:, None]
+        return ((words >> shifts) & ((1 << count) - 1)).flatten(2, 3)
+
+    if layout.bits == 8:
+        numbers = part(
+            layout.low_at, layout.block_weights, torch.float8_e4m3fn if layout.is_float else torch.int8
+        ).float()
+    else:
+        codes = bits(layout.low_at, 4)
+        if layout.bits == 4 and layout.is_centred:
+            codes = codes ^ 8
+        if layout.high_bits:
+            codes = codes | bits(layout.high_at, layout.high_bits) << 4
+        numbers = (codes - layout.middle).float()
+    if layout.has_zeros:
+        numbers = numbers - part(layout.minima_at, 1, torch.int8)
+    scales = part(0, 1, scale_type[layout.scale]).float()
+    if layout.sub_scale_weights is not None:
+        subs = part(layout.sub_scales_at, layout.units * layout.scales_per_unit, torch.int8)
+        scales = (scales * subs).repeat_interleave(layout.sub_scale_weights, dim=2)
+    weights = numbers * scales
+    if layout.has_minimum:
+        minima = part(layout.minima_at, 1, scale_type[layout.scale]).float()
+        if layout.has_sub_scales:
+            minima = -(minima * part(layout.sub_minima_at, layout.units, torch.int8)).repeat_interleave(UNIT, dim=2)
+        weights = weights + minima
+    return weights.permute(0, 3, 1, 2).reshape(num_panels * LANES, -1)[:num_rows]
 
 
 def _assembled(numbers: Numbers, layout: Layout, num_blocks: int) -> Tensor:

@@ -36,6 +36,8 @@ from corolla.models.families import Family
 from corolla.models.invariant_norms import invariant_norm
 from corolla.models.leftovers import refuse_leftovers
 from corolla.models.linear import TunedLinear, replace_linears, tune, ways_by_shape
+from corolla.models.packed.modules import PackedLinear
+from corolla.models.packed.trial import choose_packed_products
 from corolla.models.quantized.tensors import likely_layouts
 
 # The head's name in most families, and in all that are served from GGUF files.
@@ -124,6 +126,7 @@ class Edges:
         head = _present(self._head_model)
         tune(replace_linears(head), shared=embedding, budget_s=budget_s)
         if self.device.type == "cuda":
+            choose_packed_products((each for each in head.modules() if isinstance(each, PackedLinear)), self.dtype)
             for module in head.modules():
                 if isinstance(module, _NormOnly):
                     module.norm = invariant_norm(module.norm)

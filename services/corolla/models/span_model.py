@@ -3,7 +3,7 @@
 import copy
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -29,7 +29,8 @@ from corolla.models.fused import PLACES, FusedSpan, MixtureMlp, fits
 from corolla.models.linear import TunedLinear, replace_linears, tune
 from corolla.models.long_rope import LongRope
 from corolla.models.packed.choice import layouts_of, types_of
-from corolla.models.packed.modules import make_up_packed, replace_packed
+from corolla.models.packed.modules import PackedLinear, make_up_packed, replace_packed
+from corolla.models.packed.trial import choose_packed_products
 from corolla.models.quantization import quantize, quantizer, stored_bytes
 from corolla.wire.span import Span
 
@@ -122,6 +123,15 @@ class SpanModel:
             self.fused = FusedSpan.of(layers, rotary, self.config, in_pairs=self.family.rotates_pairs)
         kept = self.family.read_weights
         tune(replace_linears(self._base, kept) if self.fused is None else self.fused.linears, budget_s=tuning_budget_s)
+        if self.device.type == "cuda":
+            choose_packed_products(self._packed_layers(), self.dtype)
+
+    def _packed_layers(self) -> Iterator[PackedLinear]:
+        """The layers that multiply by packed weights; those that fused ones have joined do not."""
+        layers: Iterable[object] = self.modules()
+        if self.fused is not None:
+            layers = (each for layer in self.fused.layers for each in layer.projections)
+        return (each for each in layers if isinstance(each, PackedLinear))
 
     def linear_place(self, layer: int, path: str) -> LinearPlace | None:
         """The place of a linear layer; None where the block has no such layer that sees each token exactly once.

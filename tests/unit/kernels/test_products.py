@@ -9,7 +9,7 @@ from torch import Tensor
 from corolla.kernels.layouts import LAYOUTS, PLAIN_BFLOAT16, PLAIN_FLOAT32
 from corolla.kernels.llvm_text import LANES
 from corolla.kernels.products import NARROW, WIDE, Kernel, kernel_of, plain_layout
-from corolla.kernels.repacking import empty_matrices, lay_out, repack
+from corolla.kernels.repacking import empty_matrices, lay_out, repack, unpack
 from corolla.models.gguf.header import TYPES
 from corolla.models.packed.modules import PackedEmbedding, PackedLinear
 
@@ -49,6 +49,7 @@ def test_every_bit_of_a_weight_is_that_of_the_package_gguf(name: str, num_rows: 
     row_ids = torch.randperm(num_rows, generator=torch.Generator().manual_seed(1))
     found = kernel_of(LAYOUTS[name]).expand(row_ids, panels, NUM_COLUMNS)
     assert torch.equal(found, expanded(rows, name)[row_ids])
+    assert torch.equal(unpack(panels, LAYOUTS[name], num_rows), expanded(rows, name))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

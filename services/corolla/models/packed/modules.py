@@ -5,16 +5,19 @@ from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from corolla.chassis.errors import CheckpointError
 from corolla.kernels.layouts import Layout
 from corolla.kernels.llvm_text import LANES
 from corolla.kernels.products import kernel_of, multiplied
-from corolla.kernels.repacking import Panels, empty_panels
+from corolla.kernels.repacking import Panels, empty_panels, unpack
 
 if TYPE_CHECKING:
-    from corolla.kernels.triton.packed_launches import PanelViews
+    from corolla.kernels.triton.packed_launches import PanelViews, Tile
 
+# Expanding takes many times the memory of so many panels.
+_PANELS_AT_ONCE: Final = 32
 # A scale of such bytes is a small number, so that products with arbitrary weights stay finite.
 _MADE_UP_BYTE: Final = 0x11
 # The attribute in which transformers' scaled embeddings keep their factor.
@@ -37,10 +40,13 @@ class PackedLinear(nn.Module):
     Attributes:
         panels: uint8 `[panels, blocks, bytes of a block]`, see `repack`; None until they are read.
         order: int32 `[in]` or None, see `Panels`.
+        tile: see `multiply_packed`.
+        expanded: `[out, in]` in the rows' dtype, on a GPU whose kernel fails; then there are no panels. None otherwise.
     """
 
     panels: Tensor | None
     order: Tensor | None
+    expanded: Tensor | None
 
     def __init__(self, in_features: int, out_features: int, layout: Layout, bias: nn.Parameter | None = None) -> None:
         super().__init__()
@@ -50,6 +56,8 @@ class PackedLinear(nn.Module):
         self.bias = bias
         self.register_buffer("panels", None, persistent=False)
         self.register_buffer("order", None, persistent=False)
+        self.tile: Tile | None = None
+        self.register_buffer("expanded", None, persistent=False)
         self._views: PanelViews | None = None
 
     @classmethod
@@ -86,16 +94,41 @@ class PackedLinear(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """Multiplies `rows`, `[..., in]` on the device of the weights; returns `[..., out]` in the same dtype."""
+        if self.expanded is not None:
+            return functional.linear(rows, self.expanded, self.bias)
         panels = cast(Tensor, self.panels)
         if panels.device.type == "cpu":
             return multiplied(self.layout, rows, panels, self.out_features, self.bias, self.order)
+        return self.with_tile(rows, self.tile)
+
+    def with_tile(self, rows: Tensor, tile: "Tile | None") -> Tensor:
+        """Does what `forward` does, on a GPU, by a tile of `multiply_packed`.
+
+        Args:
+            rows: `[..., in]`.
+
+        Returns:
+            `[..., out]` in the same dtype.
+        """
         from corolla.kernels.triton.packed_launches import PanelViews, multiply_packed
 
+        panels = cast(Tensor, self.panels)
         if self._views is None or self._views.panels is not panels:
             self._views = PanelViews.of(panels, self.layout)
         flat = rows.reshape(-1, self.in_features)
-        product = multiply_packed(self.layout, flat, self._views, self.out_features, self.bias, self.order)
+        product = multiply_packed(self.layout, flat, self._views, self.out_features, self.bias, self.order, tile)
         return product.view(*rows.shape[:-1], self.out_features)
+
+    def expand(self, dtype: torch.dtype) -> None:
+        """Replaces the panels by expanded weights in the rows' dtype, on their device."""
+        weights = [
+            unpack(part, self.layout, len(part) * LANES).to(dtype)
+            for part in torch.split(cast(Tensor, self.panels), _PANELS_AT_ONCE)
+        ]
+        expanded = torch.cat(weights)[: self.out_features]
+        if self.order is not None:
+            expanded = torch.empty_like(expanded).index_copy_(1, self.order.long(), expanded)
+        self.expanded, self.panels, self._views = expanded, None, None
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, layout={self.layout.name}"

@@ -16,7 +16,7 @@ from corolla.chassis.weight_formats import weight_format
 from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.kernels.layouts import Scale, group_layout
 from corolla.kernels.products import NARROW, WIDE, Kernel, kernel_of
-from corolla.kernels.repacking import Numbers, repack_numbers
+from corolla.kernels.repacking import Numbers, repack_numbers, unpack
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.chunked_reads import open_tensors
 from corolla.models.edges import head_bytes, load_edges
@@ -161,6 +161,7 @@ def test_a_packed_weight_is_what_its_library_expands(tmp_path: Path, name: str) 
         assert (order is not None) == ("activation order" in name)
         columns = kernel_of(weight.layout()).expand(torch.arange(96), panels, 384)
     assert torch.equal(columns, expected if order is None else expected[:, order])
+    assert torch.equal(unpack(panels, weight.layout(), 96), columns)
     # A number, and at worst 32 bits of a scale and eight of a zero point for 32 of them.
     assert panels.nbytes <= 96 * 384 * (weight.layout().bits + 40 / 32) / 8
 

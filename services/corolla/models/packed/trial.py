@@ -1,0 +1,126 @@
+"""Tries products with packed weights on a GPU when a server starts, and times their tiles for few rows."""
+
+import logging
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import torch
+from torch import Tensor
+
+from corolla.kernels.llvm_text import LANES
+from corolla.kernels.product_choice import rungs
+from corolla.kernels.repacking import unpack
+from corolla.models.invariant_products import TOLERANCES, try_product
+from corolla.models.packed.modules import PackedLinear
+
+if TYPE_CHECKING:
+    from corolla.kernels.triton.packed_launches import Tile
+
+log = logging.getLogger(__name__)
+
+# The outputs of a product depend on their own weights only, so a trial looks at the first ones.
+_TRIED_PANELS: Final = 16
+# Layers of one shape that are timed in turn, since weights of real steps are in memory, not in caches.
+_TIMED_LAYERS: Final = 16
+_TIMED_ROUNDS: Final = 5
+# Another tile than the usual one has to be faster by more than this factor.
+_MIN_GAIN: Final = 1.02
+
+
+@torch.inference_mode()
+def choose_packed_products(layers: Iterable[PackedLinear], dtype: torch.dtype) -> None:
+    """Tries a layer of each shape. Where the kernel fails, such layers get expanded weights; else the fastest tile.
+
+    Args:
+        layers: layers with panels, on one GPU.
+        dtype: the dtype of rows.
+    """
+    alike: defaultdict[Any, list[PackedLinear]] = defaultdict(list)
+    for layer in layers:
+        alike[layer.layout, layer.shape, layer.bias is None, layer.order is None].append(layer)
+    for (layout, shape, *_), group in alike.items():
+        facts = {"layout": layout.name, "shape": "x".join(map(str, shape))}
+        try:
+            failure = failed_trial(group[0], dtype)
+        except Exception as error:
+            # Compilers raise errors of many kinds. Expanded weights need no kernel.
+            failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if failure is not None:
+            log.warning("expanding weights that the kernel cannot multiply", extra={**facts, "failure": failure})
+            for layer in group:
+                layer.expand(dtype)
+            continue
+        tile = _fastest_tile(group[:_TIMED_LAYERS], dtype)
+        log.info("packed product chosen", extra={**facts, "tile": "usual" if tile is None else str(tile)})
+        for layer in group:
+            layer.tile = tile
+
+
+def failed_trial(layer: PackedLinear, dtype: torch.dtype) -> str | None:
+    """Multiplies many random rows in calls of all sizes. Returns what failed, as a sentence's end, or None.
+
+    Args:
+        layer: a layer with panels.
+        dtype: the dtype of rows.
+    """
+    panels = cast(Tensor, layer.panels)[:_TRIED_PANELS].contiguous()
+    num_outputs = min(layer.out_features, len(panels) * LANES)
+    part = PackedLinear(layer.in_features, num_outputs, layer.layout)
+    part.panels, part.order = panels, layer.order
+    weight = unpack(panels, layer.layout, num_outputs).to(dtype)
+    if not bool(weight.any()):
+        return None  # made-up weights may be zero in this dtype
+    if layer.order is not None:
+        weight = torch.empty_like(weight).index_copy_(1, layer.order.long(), weight)
+    trial = try_product(lambda rows, *_: part(rows), weight, None, rungs(num_outputs))
+    if any(trial.differing_rows.values()):
+        return "a row's bits depend on the batch"
+    return None if trial.holds(TOLERANCES[dtype]) else f"its results differ by {trial.error:.1e} from those in float64"
+
+
+def _fastest_tile(layers: Sequence[PackedLinear], dtype: torch.dtype) -> "Tile | None":
+    """The fastest tile for one row, among those that give the same bits; None: the usual one."""
+    from corolla.kernels.triton.packed_launches import CANDIDATES
+
+    device = cast(Tensor, layers[0].panels).device
+    if device.type != "cuda":
+        return None
+    row = torch.randn(1, layers[0].in_features, device=device).to(dtype)
+    try:
+        expected = layers[0].with_tile(row, None)
+        usual_s = _seconds(layers, row, None)
+        found = {
+            tile: _seconds(layers, row, tile)
+            for tile in CANDIDATES
+            if torch.equal(layers[0].with_tile(row, tile), expected)
+        }
+    except RuntimeError as error:
+        log.warning("tiles are not timed", extra={"failure": str(error).partition(chr(10))[0]})
+        return None
+    fastest = min(found, key=lambda tile: found[tile], default=None)
+    return fastest if fastest is not None and usual_s > _MIN_GAIN * found[fastest] else None
+
+
+def _seconds(layers: Sequence[PackedLinear], row: Tensor, tile: "Tile | None") -> float:
+    """The time of the layers' products, recorded, since launches take longer than products."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for layer in layers:
+            layer.with_tile(row, tile)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for layer in layers:
+            layer.with_tile(row, tile)
+    found: list[float] = []
+    for _ in range(_TIMED_ROUNDS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(found)
