@@ -16,14 +16,15 @@ from corolla.compute.decode_graphs import SIZES, DecodeGraphs, Record
 from corolla.compute.device import is_out_of_memory
 from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.models.adapters.products import LowRank, PlaceKey, SpanAdapter
-from corolla.models.fused import PLACES, MixtureMlp
+from corolla.models.fused import MixtureMlp
 from corolla.models.span_model import SpanModel
 
 log = logging.getLogger(__name__)
 
 _CHECKED_STEPS: Final = 2
-# The rank of the adapter with which recorded steps are checked.
+# Recorded steps are checked with an adapter of this rank for this layer.
 _RANK: Final = 8
+_ADAPTED: Final = "mlp.down_proj"
 _NO_MEMORY: Final = "they do not fit into the memory of the device"
 
 
@@ -132,7 +133,7 @@ def _made_up_adapter(model: SpanModel) -> SpanAdapter:
     generator = torch.Generator().manual_seed(0)
     places: dict[PlaceKey, list[LowRank]] = {}
     for layer in range(len(model.span)):
-        found = model.linear_place(layer, PLACES[-1][0])
+        found = model.linear_place(layer, _ADAPTED)
         if found is not None:
             down, up = (
                 torch.randn(_RANK, size, generator=generator).mul_(size**-0.5).to(model.device, model.dtype)

@@ -13,12 +13,15 @@ class KernelChoices:
         blocks: what runs the blocks: `compiled` (whole blocks on a CPU), `triton` (whole blocks on a GPU), `fused`
             (torch's operators, with fused projections) or `family` (the family's own code in transformers).
         products: how the server multiplies by weights of a shape, such as `4096x14336` (outputs, inputs): `library`,
-            `onednn`, `panels`, or on a GPU by the rule `ladder` or `triton`; see `models/invariant_products`.
+            `onednn`, `panels`, or on a GPU by the rule `ladder` or `triton`; see `models/invariant_products`. Packed
+            weights are missing here, unless a GPU's kernel failed for them: then they are `expanded`.
+        adapters: how the server multiplies by adapters: by `torch` or `triton`.
     """
 
     attention: str
     blocks: str
     products: Mapping[str, str] = field(default_factory=dict)
+    adapters: str = "torch"
 
     def summary(self, recorded_rows: int) -> str:
         """The kernels in a few words, for people.
@@ -32,4 +35,4 @@ class KernelChoices:
     def choices(self) -> Mapping[str, str]:
         """All choices by name, as one mapping of strings."""
         products = {f"product {shape}": way for shape, way in sorted(self.products.items())}
-        return {"attention": self.attention, "blocks": self.blocks, **products}
+        return {"attention": self.attention, "blocks": self.blocks, "adapters": self.adapters, **products}

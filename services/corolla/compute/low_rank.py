@@ -23,9 +23,10 @@ RECORDED_RANK: Final = 64
 """The largest rank of adapters in recorded steps."""
 NO_SLOT: Final = -1
 """The slot of tokens without an adapter."""
-_NUM_LINEARS: Final = sum(map(len, PLACES))
+_PLACES: Final = sorted(PLACES)
+_NUM_LINEARS: Final = sum(map(len, _PLACES))
 _FIRST_LINEARS: Final[Mapping[Place, int]] = {
-    place: sum(map(len, PLACES[:index])) for index, place in enumerate(PLACES)
+    place: sum(map(len, _PLACES[:index])) for index, place in enumerate(_PLACES)
 }
 # The numbers of an entry: addresses of both factors, rank, first output, number of outputs.
 _ENTRY: Final = 5
@@ -156,7 +157,8 @@ def choose_low_rank_table(
 @torch.inference_mode()
 def _failed_trial(width: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """Multiplies random rows with two adapters and none. Returns what failed, as a sentence's end, or None."""
-    place, outputs, generator = PLACES[2], 96, torch.Generator().manual_seed(0)
+    place = next(each for each in _PLACES if len(each) == 2)
+    outputs, generator = 96, torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)

@@ -184,7 +184,9 @@ class SpanRunner:
             blocks = "triton"
         else:
             blocks = "fused" if self.compiled is None else "compiled"
-        return KernelChoices(self.backend.name, blocks, ways_by_shape(self.model.linears))
+        expanded = {"x".join(map(str, each.shape)) for each in self.model.packed_layers if each.expanded is not None}
+        products = {**ways_by_shape(self.model.linears), **dict.fromkeys(sorted(expanded), "expanded")}
+        return KernelChoices(self.backend.name, blocks, products, "torch" if self.low_rank is None else "triton")
 
     def new_cache(self) -> SessionCache:
         return self.store.new_cache()

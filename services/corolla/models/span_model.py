@@ -124,14 +124,15 @@ class SpanModel:
         kept = self.family.read_weights
         tune(replace_linears(self._base, kept) if self.fused is None else self.fused.linears, budget_s=tuning_budget_s)
         if self.device.type == "cuda":
-            choose_packed_products(self._packed_layers(), self.dtype)
+            choose_packed_products(self.packed_layers, self.dtype)
 
-    def _packed_layers(self) -> Iterator[PackedLinear]:
+    @property
+    def packed_layers(self) -> list[PackedLinear]:
         """The layers that multiply by packed weights; those that fused ones have joined do not."""
         layers: Iterable[object] = self.modules()
         if self.fused is not None:
             layers = (each for layer in self.fused.layers for each in layer.projections)
-        return (each for each in layers if isinstance(each, PackedLinear))
+        return [each for each in layers if isinstance(each, PackedLinear)]
 
     def linear_place(self, layer: int, path: str) -> LinearPlace | None:
         """The place of a linear layer; None where the block has no such layer that sees each token exactly once.
