@@ -13,6 +13,8 @@ def to_device(hidden: Tensor, device: torch.device, dtype: torch.dtype) -> Tenso
 
     The calling thread does not wait for a GPU. What it launches from now on sees the whole copy.
     """
+    if hidden.dtype is dtype and hidden.device == device:
+        return hidden
     if device.type == "cuda" and hidden.device.type == "cpu":
         # If the copy converted, it would do so in ordinary memory.
         hidden = hidden.to(dtype).pin_memory()

@@ -19,7 +19,7 @@ def test_tensors_come_back_bit_for_bit(name: str) -> None:
 
 def test_only_the_tensors_own_numbers_travel_whatever_lies_under_it() -> None:
     whole = torch.arange(24, dtype=torch.float32).view(4, 6)
-    for part in (whole.t(), whole[1:3], whole[:, 2:4]):
+    for part in (whole.t(), whole[1:3], whole[:, 2:4], whole.clone().requires_grad_()):
         back = from_payload(bytes(to_payload(part)), pb.TENSOR_TYPE_FLOAT32, *part.shape)
         assert torch.equal(back, part)
 
