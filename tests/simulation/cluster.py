@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from corolla.block_server.admitted_step import StepWork
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.drain import Drain
-from corolla.block_server.engine import Engine
+from corolla.block_server.engine import Engine, ProcessorUse
 from corolla.block_server.frame_checks import Identity
 from corolla.block_server.handover.receiver import HandoverReceiver
 from corolla.block_server.handover.sender import HandoverSender
@@ -107,6 +107,8 @@ class Server:
                 clock,
                 fail=unexpected_failure,
                 edges=ToyEdges(scenario.model) if span.start == 0 or span.end == scenario.model.num_blocks else None,
+                # As on a device, a server that is a whole chain launches steps ahead.
+                use=ProcessorUse(samples_batched=len(span) == scenario.model.num_blocks),
             )
         )
         self._metrics = metrics

@@ -225,7 +225,7 @@ def _covers(spans: Sequence[Span], faults: Sequence[Fault], heirs: Sequence[int]
 
 def draw(seed: int) -> Scenario:
     """The scenario of a seed, always the same."""
-    return _without_limits(_with_completions(_with_mishaps(_plain(seed))))
+    return _with_whole_servers(_without_limits(_with_completions(_with_mishaps(_plain(seed)))))
 
 
 def _plain(seed: int) -> Scenario:
@@ -257,6 +257,14 @@ def _plain(seed: int) -> Scenario:
         conversations=conversations,
         faults=_faults(dice, spans, num_blocks, num_clients, len(conversations)),
     )
+
+
+def _with_whole_servers(scenario: Scenario) -> Scenario:
+    """In one seed of seven each server holds the whole model."""
+    if scenario.seed % 7 != 5:
+        return scenario
+    whole = Span(0, scenario.model.num_blocks)
+    return replace(scenario, spans=(whole,) * len(scenario.spans))
 
 
 def _with_mishaps(scenario: Scenario) -> Scenario:

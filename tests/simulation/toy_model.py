@@ -5,7 +5,7 @@ tokens that it sees. So each token depends on every token before it, on its posi
 or moved token, or a page of another session, changes all that follow.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from corolla.cache.store import KVStore
 from corolla.client.text.tokenizer import TextTokenizer
-from corolla.compute.span_runner import RowWork, SpanRunner
+from corolla.compute.span_runner import LaunchedBatch, RowWork, SpanRunner
 from corolla.decoding.parameters import SamplingParams
 from corolla.decoding.sampling import Sampler
 from corolla.models.edges import Edges
@@ -123,6 +123,16 @@ class ToyRunner(SpanRunner):
             output.fill_(torch.nan)
         return output
 
+    def launch_next(
+        self, rows: Sequence[RowWork], embed: Callable[[Tensor], Tensor], blocks: Span
+    ) -> LaunchedBatch | None:
+        if any(row.position >= row.cache.num_reserved_tokens for row in rows):
+            return None
+        for row in rows:
+            row.cache.prepare(row.position, 1)
+        hidden = embed(torch.tensor([row.position for row in rows]))
+        return self._launched(rows, self._forward_blocks(rows, hidden, blocks))
+
     def _forward_block(self, row: RowWork, block: int, states: "np.ndarray[Any, Any]") -> list[int]:
         layer = block - self.span.start
         like = torch.empty(1, 1, 1, dtype=torch.int64)
@@ -174,7 +184,9 @@ class ToyEdges(Edges):
         return torch.tensor(states, dtype=torch.float32).unsqueeze(1)
 
     def head(self, hidden: Tensor) -> Tensor:
-        return torch.from_numpy(self._toy.logits(hidden[:, 0].numpy().astype(np.int64)))
+        states = hidden[:, 0]
+        logits = torch.from_numpy(self._toy.logits(states.nan_to_num().numpy().astype(np.int64)))
+        return logits.masked_fill(states.isnan().unsqueeze(1), torch.nan)
 
 
 class ToyTokenizer(TextTokenizer):

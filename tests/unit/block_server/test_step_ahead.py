@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,17 +18,20 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from corolla.block_server import row_sampling
+from corolla.block_server.admitted_step import AdmittedStep, StepWork
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine, ProcessorUse
 from corolla.block_server.frame_checks import Identity
 from corolla.block_server.handover.receiver import HandoverReceiver
+from corolla.block_server.hop_session import HopSession, OpenRequest, RingPlace
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.relay import Relay
+from corolla.block_server.row_sampling import ChosenTokens, RowLogits, SessionSampler
 from corolla.block_server.scheduler import Scheduler
 from corolla.block_server.servicer import BlockServicer
 from corolla.block_server.sessions import SessionTable
-from corolla.block_server.step_ahead import AheadPace
+from corolla.block_server.step_ahead import AheadPace, StepAhead, next_rows
 from corolla.cache.store import SessionCache
 from corolla.chassis.errors import StepFailed
 from corolla.chassis.metrics import TaskMetrics, new_registry
@@ -357,6 +360,60 @@ async def test_a_step_that_cannot_be_launched_ahead_or_fails_is_computed_in_its_
         server.begin(1)
         assert await server.all_of([1]) == {1: model.truth(1)}
     assert len(calls) > 4
+
+
+def stepped(model: Model) -> HopSession[SessionCache]:
+    """A session that holds three tokens."""
+    table: SessionTable[SessionCache] = SessionTable(model.runner.store.pool, model.runner.new_cache)
+    sampler = SessionSampler.read(
+        pb.Sampler(num_tokens_left=9, top_p=1.0, repetition_penalty=1.0), None, vocab_size=9, max_tokens=20
+    )
+    request = OpenRequest(
+        session_id=session_id(1), epoch=1, tenant="t", client_id=CLIENT, resume=False, max_tokens=20, blocks=WHOLE,
+        lease_s=60.0, transient=True, sampler=sampler,
+    )  # fmt: skip
+    session = table.open(request, 0.0)
+    session.ring = RingPlace(ADDRESS, (), 64, 64)
+    session.cache.commit(3)
+    return session
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["nothing", "position", "token", "more tokens", "fork", "readout", "opened again", "truncated", "not of a ring"],
+)
+def test_a_launched_step_is_used_only_if_exactly_that_step_is_asked_for(model: Model, change: str) -> None:
+    session = stepped(model)
+
+    def step(position: int, token_ids: Sequence[int]) -> AdmittedStep:
+        row = pb.StepRow(
+            session_id=session_id(1), epoch=1, position=position, num_tokens=len(token_ids),
+            num_result_tokens=len(token_ids), token_ids=token_ids,
+        )  # fmt: skip
+        message = pb.Step(rows=[row], blocks=WHOLE.to_message(), samples=True, ring=pb.Ring(first_address=ADDRESS))
+        return AdmittedStep(StepWork(message, b"", None), [(message.rows[0], session, 0)])
+
+    rows = next_rows([step(3, [5])])
+    assert [(row.index, row.position) for row in rows] == [(0, 4)]
+    ahead = StepAhead(rows, cast(LaunchedBatch, None), RowLogits(torch.zeros(1, 9)))
+    ahead.expect([ChosenTokens(pb.SampledRow(tokens=[pb.SampledToken(token_id=7)]))], 0.0)
+    session.cache.commit(4)
+    following = step(3 if change == "position" else 4, [7, 7] if change == "more tokens" else [7])
+    row = following.rows[0][0]
+    if change == "token":
+        row.token_ids[0] = 8
+    elif change == "fork":
+        row.source_session_id = session_id(2)
+    elif change == "readout":
+        row.readout.SetInParent()
+    elif change == "opened again":
+        session.version += 1
+    elif change == "truncated":
+        session.cache.truncate(3)
+    elif change == "not of a ring":
+        following.work.step.ClearField("ring")
+    assert ahead.indices_of([following]) == ([0] if change == "nothing" else None)
+    session.cache.clear()
 
 
 def test_a_server_goes_ahead_ever_more_seldom_while_that_is_in_vain() -> None:
