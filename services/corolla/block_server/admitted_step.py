@@ -1,6 +1,6 @@
 """A step that arrived, and its rows that may be computed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from corolla.block_server.hop_session import HopSession
 from corolla.block_server.peers import Peer
@@ -21,15 +21,19 @@ class StepWork:
 
 @dataclass(slots=True)
 class AdmittedStep:
-    """The rows of one step that may be computed, each with its session and its first token's index in the payload."""
+    """The rows of one step that may be computed, each with its session and its first token's index in the payload.
+
+    Attributes:
+        samples: whether tokens are chosen here from the outputs of the step's rows.
+    """
 
     work: StepWork
     rows: list[tuple[pb.StepRow, HopSession[SessionCache], int]]
+    samples: bool = field(init=False)
 
-    @property
-    def samples(self) -> bool:
-        """Whether tokens are chosen here from the outputs of the step's rows."""
-        return self.work.step.samples and not self.work.step.route
+    def __post_init__(self) -> None:
+        # It is asked for each row, and reading a message takes longer than reading an attribute.
+        self.samples = self.work.step.samples and not self.work.step.route
 
     def sampler_for(self, row: pb.StepRow, session: HopSession[SessionCache]) -> SessionSampler | None:
         """The sampler that chooses the tokens of one of the step's rows; None: none are chosen for it here."""

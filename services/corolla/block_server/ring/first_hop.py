@@ -73,7 +73,7 @@ class _Route:
         return self.rules.num_leaving(sizes, len(self.under_way), self.num_rows_under_way)
 
 
-_RouteKey = tuple[Span, bytes]
+_RouteKey = tuple[int, int, bytes]
 
 
 class FirstHop:
@@ -136,10 +136,12 @@ class FirstHop:
                     self._fault(message, HopSessionLost("the session is not held here"), [row])
                 continue
             self._seen_s[session.request.tenant] = now_s
-            key = (session.request.blocks, session.ring.route_key)
+            blocks = session.request.blocks
+            # Python compares numbers and bytes faster than spans, and each row looks its route up.
+            key = (blocks.start, blocks.end, session.ring.route_key)
             # A row that arrives a second time is ignored.
             if row.position > session.newest_ring_position:
-                self._route(key, session.ring).waiting.setdefault(row.session_id, row)
+                self._route(key, blocks, session.ring).waiting.setdefault(row.session_id, row)
                 touched.append(key)
         for key in dict.fromkeys(touched):
             self._send_ready(key)
@@ -162,13 +164,13 @@ class FirstHop:
             route.waiting = {name: row for name, row in route.waiting.items() if self._is_current(row)}
             self._send_ready(key)
 
-    def _route(self, key: _RouteKey, ring: RingPlace) -> _Route:
+    def _route(self, key: _RouteKey, blocks: Span, ring: RingPlace) -> _Route:
         route = self._routes.get(key)
         if route is None:
             num_devices = self._num_devices([ring.first_address, *(hop.address for hop in ring.route)])
             max_under_way = min(self._max_microbatches or num_devices, num_devices)
             rules = MicrobatchRules(max_under_way=max_under_way, max_tokens=ring.max_step_tokens)
-            route = self._routes[key] = _Route(key[0], ring, rules)
+            route = self._routes[key] = _Route(blocks, ring, rules)
         return route
 
     def _is_current(self, row: pb.StepRow) -> bool:
