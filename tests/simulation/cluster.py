@@ -107,7 +107,7 @@ class Server:
                 clock,
                 fail=unexpected_failure,
                 edges=ToyEdges(scenario.model) if span.start == 0 or span.end == scenario.model.num_blocks else None,
-                # As on a device, a server that is a whole chain launches steps ahead.
+                # A server that is a whole chain launches steps ahead, as on a device.
                 use=ProcessorUse(samples_batched=len(span) == scenario.model.num_blocks),
             )
         )
