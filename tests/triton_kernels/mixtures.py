@@ -30,7 +30,7 @@ from tests.triton_kernels.recorded_launches import record
 # The interpreter cuts bfloat16 where a GPU rounds it.
 TOLERANCES = {torch.float32: 3e-6, torch.float16: 6e-3, torch.bfloat16: 6e-2}
 # Their features: float32 weights; a gated shared expert; norms over the chosen; the softmax of the chosen; groups.
-FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "dots1", "solar_open"]
+FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "dots1", "solar_open", "glm4_moe"]
 # More experts than a token gets groups of, so that groups, ties and a correction decide something.
 CHANGES = {
     "solar_open": {"n_routed_experts": 12, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 3},

@@ -128,7 +128,7 @@ _FAMILIES = (
     Family("stablelm", packs_rows=False),
     Family("glm", is_fused=True, rotates_pairs=True),
     Family("glm4"),
-    Family("glm4_moe"),
+    Family("glm4_moe", is_fused=True),
     Family("gptj", layers="h", embedding="wte", norm="ln_f", packs_rows=False),
     Family("gpt_neo", layers="h", embedding="wte", norm="ln_f", learned_positions="wpe", packs_rows=False),
     Family("gpt_bigcode", layers="h", embedding="wte", norm="ln_f", learned_positions="wpe"),

@@ -51,6 +51,7 @@ _ROUTERS: Final[Mapping[str, _Router]] = {
     "Qwen3MoeTopKRouter": _SOFTMAX,
     "GraniteMoeTopKRouter": _Router(_of_chosen, is_wide=False, rounds_weights=True),
     "Dots1TopkRouter": _GROUPED,
+    "Glm4MoeTopkRouter": _GROUPED,
     "SolarOpenTopkRouter": _GROUPED,
 }
 _SHARED: Final = ("shared_expert", "shared_experts")
