@@ -33,7 +33,10 @@ def _floats(handle: Any) -> Numbers:
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
-    """Makes the interpreter multiply in one order, until `patch` is undone. A GPU does so by itself."""
+    """Makes the interpreter multiply in one order, and round a fused multiply-add once, until `patch` is undone.
+
+    A GPU does so by itself.
+    """
     if DEVICE != "cpu":
         return
 
@@ -41,4 +44,11 @@ def install(patch: pytest.MonkeyPatch) -> None:
         handle: Any = interpreter.TensorHandle
         return handle(ordered_product(_floats(a), _floats(b), d.data), d.dtype.scalar)
 
+    def create_fma(_builder: Any, x: Any, y: Any, z: Any) -> Any:
+        """A GPU rounds once; numpy's float32 would round the product, too."""
+        handle: Any = interpreter.TensorHandle
+        exact = x.data.astype(np.float64) * y.data + z.data
+        return handle(exact.astype(z.data.dtype), z.dtype.scalar)
+
     patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+    patch.setattr(interpreter.InterpreterBuilder, "create_fma", create_fma)
