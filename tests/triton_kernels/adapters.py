@@ -73,7 +73,7 @@ def test_batches_of_adapters_equal_peft_and_rows_keep_their_bits_in_recorded_ste
         torch.testing.assert_close(output, expected[1], rtol=1e-4, atol=1e-4)
     assert torch.equal(run([(0, length)], [0])[0], whole[0])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graph_choice, "SIZES", (1, 4))
+        patch.setattr(graph_choice, "SIZES", (4,))
         graph_choice.choose_graphs(runner, record if DEVICE == "cpu" else CudaCapture(torch.device(DEVICE)))
     assert runner.decode_graphs is not None
     num_replays = runner.decode_graphs.num_replays
