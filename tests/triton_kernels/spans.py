@@ -37,8 +37,8 @@ PAGE_TOKENS = 8
 PROMPT = [7, 3, 9, 250, 31, 4, 4, 80, 12, 9, 77, 61, 5, 200, 18, 33, 2, 90, 41]
 NUM_TOKENS = 5
 # Their features: none, biases and windows, norms of heads, GELU and Gemma's norm, multipliers, layers without rotation,
-# a dense block among mixtures of experts.
-FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "granite", "smollm3", "qwen2_moe", "phi3", "glm"]
+# a dense block among mixtures of experts, joined projections, norms of outputs and bounded scores.
+FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "granite", "smollm3", "qwen2_moe", "phi3", "glm", "gemma2"]
 # A part of each head is rotated: of this family by halves, of glm in pairs.
 CONFIG_CHANGES = {
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
@@ -113,9 +113,9 @@ def test_a_chain_gives_the_tokens_of_transformers(tmp_path: Path, family: str) -
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["gemma2", "phi"])
+@pytest.mark.parametrize("family", ["gemma3_text", "phi"])
 def test_the_familys_own_code_attends_by_the_kernels(tmp_path: Path, family: str) -> None:
-    """A softcap, and halves of heads that are not rotated: transformers' modules, our attention and products."""
+    """Windows, and halves of heads that are not rotated: transformers' modules, our attention and products."""
     checkpoint = make_checkpoint(tmp_path, family)
     runner = SpanRunner(
         load_span(checkpoint, SPANS[1], dtype=torch.float32, device=DEVICE),

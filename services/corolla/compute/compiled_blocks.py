@@ -251,6 +251,8 @@ def _objection_to(layer: FusedLayer, dtype: torch.dtype) -> str | None:
         return f"the activation {type(layer.mlp.activation).__name__} has no function"
     if not all(isinstance(norm, RmsNorm | None) for norm in _norms(layer)):
         return "a norm is not the usual one"
+    if layer.output_norm is not None or layer.softcap is not None:
+        return "norms of outputs, and bounds of scores, have no function"
     if (layer.query_norm is None) != (layer.key_norm is None):
         return "of queries and keys only one is normalised"
     if not all(map(_lies_in_panels, _projections(layer))):

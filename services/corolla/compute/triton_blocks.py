@@ -64,7 +64,9 @@ class _Plan:
 
     layer: FusedLayer
     attention_norm: Norm
+    output_norm: Norm | None
     mlp_norm: Norm
+    mlp_output_norm: Norm | None
     head_norms: "HeadNorms | None"
     mlp: "_GatedPlan | MixturePlan"
 
@@ -144,7 +146,7 @@ def unsupported(layer: FusedLayer, dtype: torch.dtype) -> str | None:
     for activation in _activations(layer.mlp):
         if activation_of(activation) is None:
             return f"there is no kernel for the activation {type(activation).__name__}"
-    for norm in (layer.attention_norm, layer.mlp_norm):
+    for norm in filter(None, (layer.attention_norm, layer.output_norm, layer.mlp_norm, layer.mlp_output_norm)):
         of = norm_of(norm)
         if of is None or of.weight.dtype != dtype:
             return f"there is no kernel for the norm {type(norm).__name__}"
@@ -172,7 +174,8 @@ def _plan_of(layer: FusedLayer) -> _Plan:
     attention_norm, mlp_norm = cast(Norm, norm_of(layer.attention_norm)), cast(Norm, norm_of(layer.mlp_norm))
     mlp = layer.mlp
     plan = _GatedPlan(mlp) if isinstance(mlp, GatedMlp) else MixturePlan(cast(Mixture, mlp.mixture))
-    return _Plan(layer, attention_norm, mlp_norm, norms, plan)
+    output_norm, mlp_output_norm = norm_of(layer.output_norm), norm_of(layer.mlp_output_norm)
+    return _Plan(layer, attention_norm, output_norm, mlp_norm, mlp_output_norm, norms, plan)
 
 
 class TritonBlocks:
@@ -241,13 +244,17 @@ class TritonBlocks:
                 in_pairs=self._span.rotary.in_pairs, norms=plan.head_norms, codec=codec,
             )  # fmt: skip
             attended = attend_stored(
-                batch, index, query, keys, values, scaling=layer.scaling, window=layer.window
+                batch, index, query, keys, values, scaling=layer.scaling, window=layer.window, softcap=layer.softcap
             ).view(len(projected), -1)
             output = layer.output.forward(attended)
             if adapters is not None:
                 adapters.add(index, layer.places[1], attended, output)
+            if plan.output_norm is not None:
+                output = plan.output_norm(output)
             normed, hidden = _added(add_rms_norm, hidden, output, plan.mlp_norm, multiplier)
             delta = plan.mlp.forward(normed, index, adapters)
+            if plan.mlp_output_norm is not None:
+                delta = plan.mlp_output_norm(delta)
         if delta is None:
             return hidden
         return hidden + (delta if multiplier == 1.0 else delta * multiplier)
@@ -292,8 +299,9 @@ def _failed_trial(span: FusedSpan, page_tokens: int, dtype: torch.dtype, codec: 
     tolerance = TOLERANCES[dtype] if codec is None else max(TOLERANCES[dtype], CODED_TOLERANCE)
     for layer in span.layers:
         shape = (
-            layer.num_heads, layer.num_key_heads, layer.head_dim, layer.window, layer.rotates, _shape_of(layer.mlp),
-            layer.residual_multiplier, *(getattr(each, "layout", None) for each in layer.projections),
+            layer.num_heads, layer.num_key_heads, layer.head_dim, layer.window, layer.softcap, layer.rotates,
+            _shape_of(layer.mlp), layer.residual_multiplier,
+            *(getattr(each, "layout", None) for each in layer.projections),
         )  # fmt: skip
         if shape in tried:
             continue

@@ -39,6 +39,9 @@ PLACES: Final[tuple[Place, ...]] = (
 """The linear layers of a block that are computed together, in all families."""
 
 
+_Norm = Callable[[Tensor], Tensor]
+
+
 class Projection(Protocol):
     """A linear layer with weights of any kind, from `[N, in]` to `[N, out]` in the same dtype."""
 
@@ -59,6 +62,7 @@ class Attend(Protocol):
         *,
         scaling: float,
         window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         """Stores new keys and values and attends.
 
@@ -69,6 +73,7 @@ class Attend(Protocol):
             value: `[N, key heads, head_dim]` in the same dtype.
             scaling: the factor of the scores.
             window: how many tokens a token sees, itself included; None: it sees all tokens before it.
+            softcap: the bound of the scores; None: they are not bounded.
 
         Returns:
             `[N, heads, head_dim]` in the same dtype.
@@ -248,7 +253,9 @@ class FusedLayer:
 
     Attributes:
         attention_norm: the norm of the block's input.
+        output_norm: the norm of what attention adds; None in most families.
         mlp_norm: the norm of the MLP's input.
+        mlp_output_norm: the norm of what the MLP adds; None in most families.
         query_norm: the norm of each query head; None in most families.
         key_norm: the norm of each key head; None in most families.
         head_dim: the size of a head.
@@ -261,13 +268,14 @@ class FusedLayer:
         rotates: whether queries and keys have a rotary embedding.
         scaling: the factor of attention scores.
         window: how many tokens a token sees, itself included; None: it sees all tokens before it.
+        softcap: the bound of the scores; None: they are not bounded.
         residual_multiplier: the factor of the outputs that are added to the hidden states.
     """
 
     def __init__(self, layer: Any, window: int | None) -> None:
         attention, mlp = layer.self_attn, _mlp_of(layer)
         self.attention_norm = _norm(layer.input_layernorm)
-        self.mlp_norm = _norm(layer.post_attention_layernorm)
+        self.output_norm, self.mlp_norm, self.mlp_output_norm = _later_norms(layer)
         self.query_norm = _norm(attention.q_norm) if hasattr(attention, "q_norm") else None
         self.key_norm = _norm(attention.k_norm) if hasattr(attention, "k_norm") else None
         self.head_dim: int = attention.head_dim
@@ -282,6 +290,7 @@ class FusedLayer:
         self.rotates = bool(getattr(attention, "use_rope", True))
         self.scaling: float = attention.scaling
         self.window = window
+        self.softcap: float | None = getattr(attention, "attn_logit_softcapping", None)
         self.residual_multiplier: float = getattr(layer, "residual_multiplier", 1.0)
 
     @property
@@ -333,14 +342,15 @@ class FusedLayer:
             heads.narrow(1, num_rotated, self.num_key_heads),
             scaling=self.scaling,
             window=self.window,
+            softcap=self.softcap,
         )
         attended = attended.reshape(num_tokens, -1)
         output = self.output.forward(attended)
         if adapters is not None:
             adapters.add(index, self.places[1], attended, output)
-        hidden = self._add(hidden, output)
-        normed = self.mlp_norm(hidden)
-        return self._add(hidden, self.mlp.forward(normed, index, adapters))
+        hidden = self._add(hidden, output if self.output_norm is None else self.output_norm(output))
+        change = self.mlp.forward(self.mlp_norm(hidden), index, adapters)
+        return self._add(hidden, change if self.mlp_output_norm is None else self.mlp_output_norm(change))
 
     def _add(self, residual: Tensor, change: Tensor) -> Tensor:
         return residual + change if self.residual_multiplier == 1.0 else residual + change * self.residual_multiplier
@@ -409,6 +419,18 @@ def _joined_or_none(parameters: Sequence[Tensor | None]) -> nn.Parameter | None:
     return _joined(present) if present else None
 
 
+def _later_norms(layer: Any) -> tuple[_Norm | None, _Norm, _Norm | None]:
+    """The norms of attention's output, of the MLP's input and of its output; families name them in three ways."""
+    if hasattr(layer, "pre_feedforward_layernorm"):
+        names = ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    elif hasattr(layer, "post_self_attn_layernorm"):
+        names = ("post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+    else:
+        return None, _norm(layer.post_attention_layernorm), None
+    output, mlp, mlp_output = (_norm(getattr(layer, name)) for name in names)
+    return output, mlp, mlp_output
+
+
 class RmsNorm:
     """The root mean square norm of most families (RMSNorm, Zhang and Sennrich 2019). It is one kernel call in float32.
 
@@ -430,6 +452,6 @@ class RmsNorm:
         return functional.rms_norm(hidden, self._shape, self.weight, self.epsilon)
 
 
-def _norm(module: Any) -> Callable[[Tensor], Tensor]:
+def _norm(module: Any) -> _Norm:
     """A function with the results of a family's norm module, faster if the module is an RMS norm."""
-    return RmsNorm(module) if hasattr(module, "variance_epsilon") else cast(Callable[[Tensor], Tensor], module)
+    return RmsNorm(module) if hasattr(module, "variance_epsilon") else cast(_Norm, module)

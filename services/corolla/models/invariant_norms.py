@@ -36,7 +36,7 @@ class Norm:
     def of(cls, module: Any) -> Self | None:
         """The norm that a family's module computes, judged by its class; None: it is of another kind."""
         name = type(module).__name__
-        if name == "GemmaRMSNorm":
+        if name in ("GemmaRMSNorm", "Gemma2RMSNorm"):
             return cls(module.weight, module.eps, has_unit_offset=True)
         if name.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
             return cls(module.weight, module.variance_epsilon)

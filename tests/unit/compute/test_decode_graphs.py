@@ -26,7 +26,8 @@ from tests.tiers import quick
 from tests.unit.compute.replaying import MAX_STEP_TOKENS, SIZES, SPAN, Pair, Session
 
 # Mixtures of experts are recorded only where the Triton kernels run them.
-FUSED = sorted(name for name, family in FAMILIES.items() if family.is_fused and name not in MIXTURES)
+# The backend of these tests bounds no scores, so those of gemma2 go to code that no recording can have.
+FUSED = sorted(name for name, family in FAMILIES.items() if family.is_fused and name not in (*MIXTURES, "gemma2"))
 
 
 @pytest.fixture(scope="module")
