@@ -342,8 +342,8 @@ class SpanRunner:
         return hidden
 
     def _forward_packed(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
-        graphs, packed = self.decode_graphs, _packed(rows)
-        if graphs is not None and blocks == self.span and (size := graphs.size_for(packed)) is not None:
+        graphs = self.decode_graphs if blocks == self.span else None
+        if graphs is not None and (size := graphs.size_for(packed := _packed(rows))) is not None:
             has_adapters = any(row.adapter is not None for row in rows)
             slots = graphs.slots_for([row.adapter for row in rows]) if has_adapters else None
             if not has_adapters or slots is not None:
