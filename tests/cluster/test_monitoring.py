@@ -16,12 +16,14 @@ from tests.cluster.prometheus import Prometheus, running
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
-NEEDS_A_FAULT: Final = {
+MAY_BE_SILENT: Final = {
     "ErrorBudgetBurn": "no answer failed",
     "HttpErrorBudgetBurn": "no answer failed",
     "MetricsAbsent": "nothing is absent",
     "overview: Errors": "no call failed",
     "spans: Refused rows": "no row was refused",
+    "spans: GPU memory": "no server computes on a GPU",
+    "spans: Step time and its bound": "no server computes on a GPU",
 }
 """Queries that are right to give nothing on this release; `promtool test rules` proves the alerts among them."""
 
@@ -53,7 +55,7 @@ def measured(query: str) -> str:
 
 def test_every_query_gives_a_series(prometheus: Prometheus) -> None:
     silent = {where for where, query in queries() if not prometheus.series(measured(query))}
-    assert silent <= set(NEEDS_A_FAULT)
+    assert silent <= set(MAY_BE_SILENT)
 
 
 def test_nothing_is_wrong_with_a_healthy_release(prometheus: Prometheus) -> None:
