@@ -76,7 +76,7 @@ def test_the_choices_of_kernels_are_data(tmp_path: Path) -> None:
     assert compiled.products.keys() == shapes
     shape = min(shapes)
     assert compiled.choices()[f"product {shape}"] == "panels"
-    assert len(compiled.choices()) == 2 + len(shapes)
+    assert len(compiled.choices()) == 3 + len(shapes)
 
 
 def caches_of(runner: SpanRunner, count: int) -> list[SessionCache]:

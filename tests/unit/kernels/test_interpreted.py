@@ -49,7 +49,7 @@ def test_spans_give_the_tokens_of_transformers_and_replayed_steps_the_bits_of_pr
 
 @pytest.mark.full
 def test_batches_of_adapters() -> None:
-    interpret("adapters", "full")
+    interpret("full", "adapters")
 
 
 @pytest.mark.full
