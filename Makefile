@@ -108,7 +108,7 @@ demo: setup ## Starts the whole stack with a real model, streams an answer and a
 HELM := $(if $(shell command -v helm),,$(VENV)/bin/helm)
 
 .PHONY: test
-test: setup $(HELM) triton ## Runs one test or more of every feature, in 12 minutes of two cores.
+test: setup $(HELM) triton ## Runs one test or more of every feature, in 9 minutes of two cores.
 	@echo "==> Testing"
 	@$(PY) -m pytest -q -n $(JOBS) --dist worksteal --durations=10 --durations-min=1 $(ARGS)
 
