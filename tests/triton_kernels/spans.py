@@ -29,7 +29,7 @@ from tests.gguf_files import make_tiny_gguf
 from tests.quantized_checkpoints import FORMATS, make_packed_checkpoint
 from tests.reference import Unsplit
 from tests.tiers import quick
-from tests.triton_kernels import DEVICE
+from tests.triton_kernels import DEVICE, FAMILIES, QUICK_FAMILY
 from tests.triton_kernels.ordered_products import install
 from tests.triton_kernels.recorded_launches import record
 
@@ -38,7 +38,6 @@ PROMPT = [7, 3, 9, 250, 31, 4, 4, 80, 12, 9, 77, 61, 5, 200, 18, 33, 2, 90, 41]
 NUM_TOKENS = 5
 # Their features: none, biases and windows, norms of heads, GELU and Gemma's norm, multipliers, layers without rotation,
 # a dense block among mixtures of experts, joined projections, norms of outputs and bounded scores.
-FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "granite", "smollm3", "qwen2_moe", "phi3", "glm", "gemma2"]
 # A part of each head is rotated: of this family by halves, of glm in pairs.
 CONFIG_CHANGES = {
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
@@ -105,7 +104,7 @@ class Chain:
         return chosen
 
 
-@pytest.mark.parametrize("family", quick(FAMILIES, "qwen3"))
+@pytest.mark.parametrize("family", quick(FAMILIES, QUICK_FAMILY))
 def test_a_chain_gives_the_tokens_of_transformers(tmp_path: Path, family: str) -> None:
     checkpoint = make_checkpoint(tmp_path, family)
     expected = Unsplit(tmp_path / family).generate(PROMPT, NUM_TOKENS, ignore_eos=True).token_ids

@@ -54,7 +54,10 @@ def test_a_product_with_packed_weights_takes_columns_as_one_with_expanded_weight
     found = dict(line.split(": ") for line in done.stdout.splitlines())
     assert {found.pop(codec) for codec in CODECS} == {"2"}
     assert found.keys() >= {"Q4_0", "Q8_0", "Q6_K", "E4M3 of 128, float32"}
-    assert set(found.values()) == {"2 0"}
+    assert {each.split()[0] for each in found.values()} == {"2"}
+    # Triton 3.7 sends these numbers of five and six bits through shared memory once, which changes none of them.
+    others = found.keys() - {"Q5_0", "Q5_1", "Q5_K", "Q6_K"}
+    assert {found[each] for each in others} == {"2 0"}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.triton_kernels import PACKAGES, ROOT, environment
+from tests.triton_kernels import FAMILIES, PACKAGES, QUICK_FAMILY, ROOT, environment
 
 # A case in the interpreter takes seconds, and several may run at a time.
 TIMEOUT_S = 900
@@ -16,11 +16,16 @@ pytestmark = [
 ]
 
 
-def interpret(marks: str, *modules: str) -> None:
+CHAIN = "test_a_chain_gives_the_tokens_of_transformers"
+
+
+def interpret(marks: str, *modules: str, case: str = "", but: str = "") -> None:
+    """Runs what has these marks in modules: one case of it, or all tests but one."""
+    ids = [f"tests/triton_kernels/{module}.py{f'::{case}' if case else ''}" for module in modules]
     done = subprocess.run(
         [
             sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks,
-            f"--timeout={TIMEOUT_S}", *(f"tests/triton_kernels/{module}.py" for module in modules),
+            "-k", f"not {but}" if but else "", f"--timeout={TIMEOUT_S}", *ids,
         ],
         env=environment(), cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
@@ -53,8 +58,14 @@ def test_batches_of_adapters() -> None:
 
 
 @pytest.mark.full
-def test_spans_of_families_with_every_feature() -> None:
-    interpret("full", "spans")
+@pytest.mark.parametrize("family", [each for each in FAMILIES if each != QUICK_FAMILY])
+def test_chains_of_families_with_every_feature(family: str) -> None:
+    interpret("full", "spans", case=f"{CHAIN}[{family}]")
+
+
+@pytest.mark.full
+def test_spans_with_packed_weights_and_with_families_own_blocks() -> None:
+    interpret("full", "spans", but=CHAIN)
 
 
 @pytest.mark.full
