@@ -27,7 +27,7 @@ NUM_FAULT_ROWS: Final = 2
 BUDGETS_S: Final = {"make test": 500, "gate: tests": 1230, "gate: faults": 190, "gate: cluster": 640}
 """Seconds on two cores with AVX-512. They only ever become smaller. Setup and `make verify` take three minutes more.
 
-The seconds are those of `make test-all`, where heavier tests run beside; `make test` alone takes fewer.
+Seconds of unmarked tests were measured by `make test` alone, those of the others beside heavier tests.
 """
 
 Seconds = dict[str, float]
