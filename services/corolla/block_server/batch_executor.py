@@ -33,10 +33,9 @@ from corolla.cache.store import SessionCache
 from corolla.chassis.errors import CorollaError, InternalError, NonFiniteOutput, OutOfMemory, StepFailed
 from corolla.chassis.handlers import call_path
 from corolla.compute.device import is_out_of_memory
-from corolla.compute.host_copies import to_device
 from corolla.compute.span_runner import BatchOutput, LaunchedBatch, RowWork
 from corolla.compute.threads import single_threaded_pool
-from corolla.decoding.device_copies import await_copies, begin_reading
+from corolla.decoding.device_copies import await_copies, begin_reading, to_device
 from corolla.decoding.nucleus import keep_nucleus
 from corolla.models.adapters.products import SpanAdapter
 from corolla.models.edges import Edges
@@ -132,7 +131,7 @@ class BatchExecutor:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the next step of the decoding sessions is launched already, so that nothing should join it."""
+        """True if the next step of the decoding sessions is launched already, so that nothing should join it."""
         return self._ahead is not None
 
     def close(self) -> None:
@@ -406,7 +405,7 @@ class BatchExecutor:
             return error_of(failure)
 
     def _sampled(self, rows: Sequence[SamplingRow], logits: RowLogits | None) -> Sequence[ChosenTokens | CorollaError]:
-        """Chooses the tokens of all rows. Without `logits`, which are those of all rows, it computes the head first."""
+        """Chooses the tokens of all rows. If the `logits` of all rows are not given, it computes the head first."""
         if self._edges is None:
             return [InternalError("a server without head admitted a step that samples")] * len(rows)
         sampled: list[ChosenTokens | CorollaError] = []
@@ -484,7 +483,7 @@ class _EarlyLogits:
 
     @property
     def has_chosen(self) -> bool:
-        """Whether samplers have chosen tokens, which they must not do again."""
+        """True if samplers have chosen tokens, which they must not do again."""
         return self._logits is not None and len(self._logits.slow) > 0
 
     def __call__(self, hidden: Tensor) -> None:
@@ -512,7 +511,7 @@ class _EarlyLogits:
             self._logits = self._on_launched(self._logits)
 
     def take(self, logits: RowLogits) -> None:
-        """Takes logits that were launched before, those of all rows."""
+        """Takes the logits of all rows, which were launched before."""
         self._rows = [row for batch in self._admitted for row, _, _ in batch.rows]
         self._num_choices = [1] * len(self._rows)
         self._logits = self._on_launched(logits)

@@ -83,7 +83,7 @@ def _failure(runner: SpanRunner, record: Record, ladder: Sequence[int]) -> str |
 
 
 def _refusal(runner: SpanRunner) -> str | None:
-    """Why no step of a runner can be recorded; None: steps may be tried."""
+    """Returns why no step of a runner can be recorded, or None if steps may be tried."""
     fused = runner.model.fused
     if fused is None:
         return "the blocks run with the family's own code"

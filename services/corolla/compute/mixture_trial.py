@@ -17,7 +17,9 @@ _SINGLE_TOKENS: Final = 16
 
 @torch.inference_mode()
 def failed_mixture_trial(mixture: Mixture, row_counts: tuple[int, ...]) -> str | None:
-    """What failed, as a sentence's end; None: each pair has the same bits in calls of all sizes, near those of float64.
+    """Returns what failed, as a sentence's end, or None if the products hold.
+
+    They hold if each pair has the same bits in calls of all sizes, near the numbers of float64.
 
     Args:
         mixture: the experts.

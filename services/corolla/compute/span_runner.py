@@ -21,12 +21,11 @@ from corolla.compute.attention.latents import LATENT, PackedLatents, leave_laten
 from corolla.compute.attention.shapes import ShapeProbe
 from corolla.compute.compiled_blocks import choose_compiled_blocks
 from corolla.compute.decode_graphs import DecodeGraphs
-from corolla.compute.host_copies import to_device
 from corolla.compute.kernel_choices import KernelChoices
 from corolla.compute.low_rank import LowRankBatch, LowRankTable, choose_low_rank_table
 from corolla.compute.prompts import BlockPrompts
 from corolla.compute.triton_blocks import choose_triton_blocks
-from corolla.decoding.device_copies import begin_reading
+from corolla.decoding.device_copies import begin_reading, to_device
 from corolla.models.adapters.products import AdapterBatch, AdapterStacks, SpanAdapter
 from corolla.models.families import attention_windows, pageless_layers, recurrent_layers
 from corolla.models.linear import ways_by_shape

@@ -322,7 +322,7 @@ def _failed_trial(span: FusedSpan, page_tokens: int, dtype: torch.dtype, codec: 
 
 
 def _stores_codes_of(codec: KVCodec, layer: FusedLayer, dtype: torch.dtype) -> bool:
-    """Whether the kernel that stores keys and values stores just those codes that the codec makes of the same numbers.
+    """Returns True if the kernel that stores keys and values makes the same codes as the codec.
 
     The heads of some tokens are far larger or smaller than others, so that codes of all kinds occur.
     """

@@ -1,7 +1,8 @@
 """Copies to and from a GPU that run while it computes something else.
 
-A copy from ordinary memory waits for all work that the GPU was given before it. So these copies start from pinned
-memory, and run on a stream of their own, for which the stream that computes waits once.
+A copy from or to ordinary memory waits for all work that the GPU was given before it. So these copies use pinned
+memory, which torch keeps when it is no longer used, and gives out again once the copies that use it have ended. Copies
+by `begin_copy` run on a stream of their own, for which the stream that computes waits once.
 """
 
 import threading
@@ -40,6 +41,19 @@ def await_copies(device: torch.device) -> None:
         torch.cuda.current_stream(device).wait_stream(_stream(device))
 
 
+def to_device(hidden: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """`hidden`, of any shape, device and dtype, in `dtype` on `device`; the same tensor if nothing differs.
+
+    The calling thread does not wait for a GPU. What it launches from now on sees the whole copy.
+    """
+    if hidden.dtype is dtype and hidden.device == device:
+        return hidden
+    if device.type == "cuda" and hidden.device.type == "cpu":
+        # If the copy converted, it would do so in ordinary memory.
+        hidden = hidden.to(dtype).pin_memory()
+    return hidden.to(device=device, dtype=dtype, non_blocking=True)
+
+
 def begin_reading(numbers: Tensor) -> Callable[[], Tensor]:
     """Begins to read `numbers`, of any shape, dtype and device.
 
@@ -53,7 +67,6 @@ def begin_reading(numbers: Tensor) -> Callable[[], Tensor]:
     """
     if numbers.device.type != "cuda":
         return lambda: numbers
-    # Torch keeps pinned memory that is no longer used, and gives it out again once the copies that use it have ended.
     copied = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
     copied.copy_(numbers, non_blocking=True)
     is_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from corolla.compute.host_copies import to_device
-from corolla.decoding.device_copies import begin_reading
+from corolla.decoding.device_copies import begin_reading, to_device
 
 GPU = torch.device("cuda", 0)
 
