@@ -41,18 +41,18 @@ class AdmittedStep:
 
     @property
     def comes_round_here(self) -> bool:
-        """Whether the step belongs to rings of which this server is the only hop."""
+        """True if the step belongs to rings that have no other hop than this server."""
         step = self.work.step
         return self.samples and step.HasField("ring") and step.blocks.start == 0
 
     @property
     def sends_all_outputs(self) -> bool:
-        """Whether the outputs of all tokens leave this server, to the next hop or to the client."""
+        """True if the outputs of all tokens leave this server, to the next hop or to the client."""
         if self.work.step.route:
             return True
         return not self.samples and all(row.num_tokens == row.num_result_tokens for row, _, _ in self.rows)
 
     @property
     def brings_ids(self) -> bool:
-        """Whether the step's rows bring token ids, not hidden states."""
+        """True if the rows of the step bring token ids; else they bring hidden states."""
         return self.work.step.dtype == pb.TENSOR_TYPE_UNSPECIFIED

@@ -390,7 +390,7 @@ class Engine:
             await asyncio.sleep(0)  # the sockets have their turn; without more to do, the engine waits anyway
 
     def _is_short(self, admitted: Sequence[AdmittedStep], num_seen: Sequence[int]) -> bool:
-        """Whether a plain decode step is expected to be short enough to be computed on the event loop."""
+        """Returns True if a plain decode step is probably short enough to be computed on the event loop."""
         if not self._use.max_inline_s:
             return False
         seconds = self._step_times.predict(num_seen)

@@ -135,12 +135,12 @@ class SessionSampler:
 
     @property
     def is_independent(self) -> bool:
-        """Whether it has no speculator, which may use other samplers' draft model and adds draft tokens to a step."""
+        """True if it has no speculator. A speculator adds draft tokens to a step, and may share its draft model."""
         return self._speculator is None
 
     @property
     def is_at_last(self) -> bool:
-        """Whether the answer ends with the next token, whichever that is."""
+        """True if the answer ends with the next token, whichever that is."""
         return self._num_tokens_left <= 1
 
     def skip(self) -> None:

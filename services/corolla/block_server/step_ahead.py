@@ -42,7 +42,7 @@ class NextRow:
         return RowWork(self.session.cache, self.position, 1, long_factors=request.long_factors)
 
     def is_asked_by(self, batch: AdmittedStep, at: int, token_id: int) -> bool:
-        """Whether the row `at` of an admitted step is this row, with this token."""
+        """Returns True if the row `at` of an admitted step asks for this row, with this token."""
         row, session, _ = batch.rows[at]
         return (
             session is self.session
@@ -133,7 +133,7 @@ class AheadPace:
         self._num_skipped = 2**self._num_misses - 1
 
     def goes_ahead(self) -> bool:
-        """Whether to go ahead after the present step."""
+        """Returns True if the next step should be launched ahead of the present one's tokens."""
         if self._num_skipped:
             self._num_skipped -= 1
             return False

@@ -89,8 +89,8 @@ class Int8Codec:
     def encode(self, numbers: Tensor) -> Tensor:
         """See `KVCodec.encode`."""
         largest = numbers.abs().amax(dim=-1, keepdim=True).float()
-        # The exponent is the least one with which the largest number still has a code: 127 is 1.984375 times 2^6. Bits
-        # say so exactly on every device; powers and quotients might not.
+        # The largest number would have no code if the exponent were smaller; 127 is 1.984375 times 2^6. Bits give the
+        # exponent exactly on every device; powers and quotients might not.
         bits = largest.view(torch.int32)
         exponents = (bits >> 23) - 133 + ((bits & 0x7FFFFF) > 0x7E0000).int()
         exponents = exponents.clamp(_LEAST_EXPONENT, _GREATEST_EXPONENT)

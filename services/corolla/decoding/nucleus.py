@@ -25,7 +25,7 @@ _TRIAL_TOKENS: Final = 10_000
 def keep_nucleus(scores: Tensor, shares: Tensor) -> Tensor:
     """Excludes the least probable tokens of each row, as long as they have at most its share of probability together.
 
-    Among equal scores, it excludes those of the lower indices first. The most probable token stays.
+    Of tokens with equal scores, it excludes the one with the lowest index first. The most probable token stays.
 
     Args:
         scores: float32 `[R, V]`.

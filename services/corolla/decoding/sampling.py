@@ -298,7 +298,7 @@ class Sampler:
         return scores
 
     def allowed(self) -> bytes | None:
-        """Returns one bit for each token, which is set if the grammar allows it next. None: there is no grammar.
+        """Returns a bit for each token, set if the grammar allows the token next; None if there is no grammar.
 
         Raises:
             InvalidRequest: the grammar has become too complex.

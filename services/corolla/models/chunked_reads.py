@@ -141,7 +141,7 @@ class StoredMatrix:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the file has the numbers as torch has them, row after row."""
+        """True if the file holds the numbers as torch does, row after row."""
         return self._stored.dtype in _DTYPES and len(self._stored.shape) > 1
 
     def lines(self, start: int, end: int, room: Room) -> Tensor:

@@ -122,6 +122,6 @@ def merged(model: PreTrainedModel, renamed: Renamed, tensors: Mapping[str, Any])
 
 
 def _only_merges(converter: WeightConverter) -> bool:
-    """Whether a conversion stacks the matrices of experts, and puts several of an expert below each other."""
+    """Returns True if a conversion only stacks the matrices of experts, and joins several of one expert by rows."""
     kinds = [(type(each), getattr(each, "dim", None)) for each in converter.operations]
     return kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])

@@ -111,7 +111,7 @@ class Mixture:
 
 
 def _are_usual(experts: Any) -> bool:
-    """Whether experts have gate and up in one tensor, `[experts, out, in]`, and nothing else."""
+    """Returns True if experts have gate and up in one tensor, `[experts, out, in]`, and nothing else."""
     # A family with another gate brings a function of its own.
     gate = getattr(type(experts), "_apply_gate", None)
     return (

@@ -329,7 +329,7 @@ def multiply(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GM: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`a [M, K] b^T [N, K]`: the inner dimension in steps of BK, never split, so the bits are those of every tile.
+    """Multiplies `a [M, K]` by `b^T [N, K]`. It never splits the inner dimension, so all tiles give the same bits.
 
     The numbers of `b` are taken in the type of `a`, which may be wider.
     """

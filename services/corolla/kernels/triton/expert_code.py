@@ -92,7 +92,7 @@ def choose_experts(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def group_pairs(ids, pairs, firsts, num_pairs, BLOCK: tl.constexpr):
-    """One program for each expert, and one for the end: the numbers of its pairs, after those of the lower experts."""
+    """Each program writes the numbers of one expert's pairs behind those of lower experts; one more writes the end."""
     expert = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     lower = tl.zeros([BLOCK], tl.int32)

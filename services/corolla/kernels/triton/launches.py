@@ -332,7 +332,7 @@ def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 def keep_nucleus(scores: Tensor, probabilities: Tensor, shares: Tensor, bits: int) -> Tensor:
     """Excludes the least probable tokens of each row, as long as they have at most a share of probability together.
 
-    Among equal scores, it excludes those of the lower indices first. The most probable token stays.
+    Of tokens with equal scores, it excludes the one with the lowest index first. The most probable token stays.
 
     Args:
         scores: float32 `[R, V]`.
