@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from corolla.decoding.batched_sampling import sample_together
-from corolla.decoding.device_copies import await_copies
 from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.sampling import Sampler
+from corolla.wire.device_copies import await_copies
 from tests.gpu.devices import Device, on_float32
 
 NUM_ROWS, NUM_STEPS = 16, 12

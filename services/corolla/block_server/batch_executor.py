@@ -35,11 +35,11 @@ from corolla.chassis.handlers import call_path
 from corolla.compute.device import is_out_of_memory
 from corolla.compute.span_runner import BatchOutput, LaunchedBatch, RowWork
 from corolla.compute.threads import single_threaded_pool
-from corolla.decoding.device_copies import await_copies, begin_reading, to_device
 from corolla.decoding.nucleus import keep_nucleus
 from corolla.models.adapters.products import SpanAdapter
 from corolla.models.edges import Edges
 from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.device_copies import await_copies, begin_reading, to_device
 from corolla.wire.span import Span
 from corolla.wire.tensors import from_payload
 

@@ -15,7 +15,6 @@ from corolla.block_server.grammars import Grammars
 from corolla.chassis.errors import CorollaError, InternalError, InvalidRequest, MalformedMessage, NonFiniteOutput
 from corolla.chassis.handlers import call_path
 from corolla.decoding.batched_sampling import launch_choice, sample_together
-from corolla.decoding.device_copies import begin_reading
 from corolla.decoding.draft_model import DraftModel
 from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.sampling import Sampler, on_device
@@ -23,6 +22,7 @@ from corolla.decoding.speculation import MAX_DRAFT_TOKENS
 from corolla.decoding.speculator import Speculator, make_speculator
 from corolla.models.edges import Edges
 from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.device_copies import begin_reading
 
 log = logging.getLogger(__name__)
 

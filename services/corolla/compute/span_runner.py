@@ -25,11 +25,11 @@ from corolla.compute.kernel_choices import KernelChoices
 from corolla.compute.low_rank import LowRankBatch, LowRankTable, choose_low_rank_table
 from corolla.compute.prompts import BlockPrompts
 from corolla.compute.triton_blocks import choose_triton_blocks
-from corolla.decoding.device_copies import begin_reading, to_device
 from corolla.models.adapters.products import AdapterBatch, AdapterStacks, SpanAdapter
 from corolla.models.families import attention_windows, pageless_layers, recurrent_layers
 from corolla.models.linear import ways_by_shape
 from corolla.models.span_model import SpanModel
+from corolla.wire.device_copies import begin_reading, to_device
 from corolla.wire.span import Span
 
 

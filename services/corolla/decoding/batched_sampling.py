@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from corolla.chassis.errors import CorollaError, NonFiniteOutput
-from corolla.decoding.device_copies import begin_reading
 from corolla.decoding.nucleus import keep_nucleus
 from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.sampling import Sampler, StackedPenalties, barred, exponential_numbers, on_device
+from corolla.wire.device_copies import begin_reading
 
 Logprobs = tuple[float, tuple[tuple[int, float], ...]]
 """The log probability of a chosen token, and the ids and log probabilities of the most probable ones."""

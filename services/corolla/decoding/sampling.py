@@ -27,10 +27,10 @@ from transformers.generation.logits_process import (
 )
 
 from corolla.chassis.errors import InternalError, NonFiniteOutput
-from corolla.decoding.device_copies import begin_copy, empty_to_copy
 from corolla.decoding.grammar import AnswerGrammar
 from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.random_jump import moved_on
+from corolla.wire.device_copies import begin_copy, empty_to_copy
 
 _STATE_HEADER = struct.Struct(">4sBI")
 _STATE_MAGIC = b"CRNG"

@@ -38,10 +38,10 @@ from corolla.chassis.metrics import TaskMetrics, new_registry
 from corolla.chassis.tasks import TaskGroup
 from corolla.compute import span_runner
 from corolla.compute.span_runner import LaunchedBatch, SpanRunner
-from corolla.decoding.device_copies import begin_reading
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, load_edges
 from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.device_copies import begin_reading
 from corolla.wire.frames import Buffer, Frame
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint

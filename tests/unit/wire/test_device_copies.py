@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from corolla.decoding.device_copies import begin_reading, to_device
+from corolla.wire.device_copies import begin_reading, to_device
 
 GPU = torch.device("cuda", 0)
 
