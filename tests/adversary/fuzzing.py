@@ -20,7 +20,7 @@ with atheris.instrument_imports(include=["corolla", "jinja2"]):
 
     from corolla.block_server.row_sampling import SessionSampler
     from corolla.cache import store as kv
-    from corolla.cache.transfer import TokenCopy, forget_unsent, write_tokens
+    from corolla.cache.transfer import TokenCopy, check_tokens, forget_unsent, write_tokens
     from corolla.chassis.errors import CorollaError, InternalError, MalformedMessage, OutOfPages
     from corolla.client.text.template import Template
     from corolla.router.sessions import SessionRecords
@@ -90,7 +90,8 @@ class Handovers:
         payload = given.ConsumeBytes(num_bytes).ljust(num_bytes, b"\x00")
         layers = range(len(WINDOWS))
         with contextlib.suppress(MalformedMessage, OutOfPages):
-            write_tokens(cache, layers, TokenCopy(position, num_tokens, firsts, payload))
+            copy = TokenCopy(position, num_tokens, firsts, payload)
+            write_tokens(cache, check_tokens(self._store, layers, copy))
             forget_unsent(cache, layers, firsts)
             assert cache.num_tokens == position + num_tokens
             for layer in layers:

@@ -2,17 +2,26 @@
 
 A copy from or to ordinary memory waits for all work that the GPU was given before it. So these copies use pinned
 memory, which torch keeps when it is no longer used, and gives out again once the copies that use it have ended. Copies
-by `begin_copy` run on a stream of their own, for which the stream that computes waits once.
+by `begin_copy` run on a stream of their own, for which the stream that computes waits once. Large copies, for which no
+step waits, run on another one (`on_copy_stream`).
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
 from typing import Final
 
 import torch
 from torch import Tensor
 
-_streams: Final[dict[torch.device, torch.cuda.Stream]] = {}
+
+class _Use(Enum):
+    STEPS_WAIT = "copies that a step waits for"
+    NO_STEP_WAITS = "copies that no step waits for"
+
+
+_streams: Final[dict[tuple[torch.device, _Use], torch.cuda.Stream]] = {}
 _lock: Final = threading.Lock()
 
 
@@ -28,7 +37,7 @@ def begin_copy(tensor: Tensor, device: torch.device) -> Tensor:
     """
     if device.type != "cuda":
         return tensor.to(device)
-    with torch.cuda.stream(_stream(device)):
+    with torch.cuda.stream(_stream(device, _Use.STEPS_WAIT)):
         copied = tensor.to(device, non_blocking=True)
     # The memory came from the other stream, which would use it again as soon as it is free.
     copied.record_stream(torch.cuda.current_stream(device))
@@ -38,7 +47,7 @@ def begin_copy(tensor: Tensor, device: torch.device) -> Tensor:
 def await_copies(device: torch.device) -> None:
     """Lets what the calling thread computes from now on see the copies that were begun. The thread does not wait."""
     if device.type == "cuda":
-        torch.cuda.current_stream(device).wait_stream(_stream(device))
+        torch.cuda.current_stream(device).wait_stream(_stream(device, _Use.STEPS_WAIT))
 
 
 def to_device(hidden: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -79,8 +88,39 @@ def begin_reading(numbers: Tensor) -> Callable[[], Tensor]:
     return finish
 
 
-def _stream(device: torch.device) -> torch.cuda.Stream:
+@contextmanager
+def on_copy_stream(device: torch.device, *computed: Tensor) -> Iterator[None]:
+    """What the calling thread launches within the context runs on a stream of its own, and steps do not wait for it.
+
+    To read a number there waits for that stream only. Tensors that are made there must be given to `hand_to_steps`
+    before a step uses them.
+
+    Args:
+        computed: tensors on `device`, of any shape and dtype, that were computed by steps or between them, and that the
+            work reads: it waits for what the calling thread launched before.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    stream = _stream(device, _Use.NO_STEP_WAITS)
+    if computed:
+        stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for tensor in computed:
+            # Steps would use the memory again as soon as it is free, and do not wait for this stream.
+            tensor.record_stream(stream)
+        yield
+
+
+def hand_to_steps(*tensors: Tensor) -> None:
+    """Lets the calling thread use tensors, of any shape and dtype, that were made `on_copy_stream` and are complete."""
+    for tensor in tensors:
+        if tensor.device.type == "cuda":
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def _stream(device: torch.device, use: _Use) -> torch.cuda.Stream:
     with _lock:
-        if device not in _streams:
-            _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return _streams[device]
+        if (device, use) not in _streams:
+            _streams[device, use] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return _streams[device, use]

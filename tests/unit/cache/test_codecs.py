@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from corolla.cache.codecs import CODECS
 from corolla.cache.store import KVStore
-from corolla.cache.transfer import TokenCopy, read_tokens, write_tokens
+from corolla.cache.transfer import TokenCopy, check_tokens, read_tokens, write_tokens
 from corolla.chassis.errors import MalformedMessage, StartupError
 from corolla.compute.attention.backends import choose_backend
 
@@ -76,16 +76,16 @@ def test_tokens_are_moved_as_they_are_stored(kind: str) -> None:
     for tensor in stores[0].layer(0):
         tensor.index_copy_(0, torch.tensor(source.slots(0, 6, 0)), stores[0].encoded(keys))
     source.commit(6)
-    copy = read_tokens(source, range(1), 0, 6)
+    copy = read_tokens(source, range(1), 0, 6)()
     codec = stores[0].codec
     assert codec is not None
     assert len(copy.payload) == 6 * 2 * 2 * codec.stored_size(8)
-    write_tokens(target, range(1), copy)
+    write_tokens(target, check_tokens(target.store, range(1), copy))
     assert torch.equal(target.gather(0, 6)[0], source.gather(0, 6)[0])
     odd = bytearray(copy.payload)
     odd[-1] = 0x80 if kind == "int8" else 0x7F
     with pytest.raises(MalformedMessage):
-        write_tokens(target, range(1), TokenCopy(0, 6, copy.first_tokens, bytes(odd)))
+        check_tokens(target.store, range(1), TokenCopy(0, 6, copy.first_tokens, bytes(odd)))
 
 
 def test_paged_attention_reads_no_codes() -> None:

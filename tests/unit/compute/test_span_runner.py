@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from corolla.cache.store import SessionCache
-from corolla.cache.transfer import read_tokens, write_tokens
+from corolla.cache.transfer import check_tokens, read_tokens, write_tokens
 from corolla.chassis.errors import MalformedMessage, NonFiniteOutput
 from corolla.compute.prompts import BlockPrompts
 from corolla.compute.span_runner import RowWork, SpanRunner
@@ -267,7 +267,8 @@ def test_states_travel_with_the_last_part_of_a_session(make_chain: MakeChain, fa
         layers = runner.span.indices(runner.span)
         for start, count, is_last in ((0, 8, False), (8, 20, False), (28, 2, True), (30, 0, True)):
             assert taker.can_continue_from(start)
-            write_tokens(taker, layers, read_tokens(cache, layers, start, count, has_states=is_last))
+            copy = read_tokens(cache, layers, start, count, has_states=is_last)()
+            write_tokens(taker, check_tokens(taker.store, layers, copy))
         taker.blocks = runner.span
     assert torch.equal(chain.step([(takers, 30, rest)])[0], chain.step([(caches, 30, rest)])[0])
 
@@ -278,13 +279,12 @@ def test_states_that_do_not_fit_or_are_not_finite_are_refused(make_chain: MakeCh
     caches, takers = chain.open(), chain.open()
     chain.step([(caches, 0, tokens(9))])
     layers = chain.runners[1].span.indices(chain.runners[1].span)
-    copy = read_tokens(caches[1], layers, 0, 9, has_states=True)
+    copy = read_tokens(caches[1], layers, 0, 9, has_states=True)()
     payload = bytes(copy.payload)
     infinite = payload[:-4] + struct.pack("<f", math.inf)
     for bad in (replace(copy, payload=payload[:-4]), replace(copy, has_states=False), replace(copy, payload=infinite)):
         with pytest.raises(MalformedMessage):
-            write_tokens(takers[1], layers, bad)
-    assert takers[1].num_tokens == 0
+            check_tokens(takers[1].store, layers, bad)
 
 
 @every_family

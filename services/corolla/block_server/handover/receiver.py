@@ -1,17 +1,25 @@
 """Takes over sessions from other block servers: reserves pages for an offer, then checks and writes each part."""
 
+import asyncio
 import logging
 import zlib
 from typing import Final
 
 from corolla.block_server.engine import Engine
-from corolla.block_server.hop_session import OpenRequest, SessionState
+from corolla.block_server.hop_session import HopSession, OpenRequest, SessionState
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import Peer
 from corolla.block_server.sessions import SessionTable
-from corolla.cache.store import SessionCache
-from corolla.cache.transfer import TokenCopy, forget_unsent, write_tokens
-from corolla.chassis.errors import ChecksumMismatch, CorollaError, InternalError, MalformedMessage, PositionGap
+from corolla.cache.store import KVStore, SessionCache
+from corolla.cache.transfer import CheckedCopy, TokenCopy, check_tokens, forget_unsent, write_tokens
+from corolla.chassis.errors import (
+    ChecksumMismatch,
+    CorollaError,
+    HopSessionLost,
+    InternalError,
+    MalformedMessage,
+    PositionGap,
+)
 from corolla.chassis.handlers import call_path
 from corolla.chassis.tasks import TaskGroup
 from corolla.v1 import blocks_pb2 as pb
@@ -20,7 +28,9 @@ from corolla.wire.span import Span
 
 log = logging.getLogger(__name__)
 
-_MAX_WAITING_PARTS: Final = 256
+_MAX_WAITING_BYTES: Final = 1 << 30
+_LEAST_PART_BYTES: Final = 4 << 20
+"""A waiting part counts as so many bytes at least."""
 
 
 class HandoverReceiver:
@@ -48,7 +58,7 @@ class HandoverReceiver:
         self._metrics = metrics
         self._tasks = tasks
         self._max_part_tokens = max_part_tokens
-        self._num_waiting = 0
+        self._num_waiting_bytes = 0
 
     def on_offer(self, request: OpenRequest, transfer_id: bytes, peer: Peer) -> None:
         """Reserves pages for an offered session, or refuses it. Must be called between iterations."""
@@ -61,15 +71,18 @@ class HandoverReceiver:
 
     def on_part(self, control: pb.HandoverTokens, payload: Buffer, peer: Peer) -> None:
         """Starts to write a part of a session that was offered before."""
-        if self._num_waiting >= _MAX_WAITING_PARTS:
+        if self._num_waiting_bytes >= _MAX_WAITING_BYTES:
             raise MalformedMessage("handover", "must send the next part only after earlier ones were written")
-        self._num_waiting += 1
+        self._num_waiting_bytes += max(len(payload), _LEAST_PART_BYTES)
         self._tasks.start(self._receive(control, payload, peer), "part of a handover")
 
     async def _receive(self, control: pb.HandoverTokens, payload: Buffer, peer: Peer) -> None:
         answer = pb.HandoverAnswer(session_id=control.session_id, epoch=control.epoch)
         try:
-            answer.num_tokens = await self._engine.copy(lambda: self._write(control, payload))
+            # Steps wait for the last line only.
+            store, layers = self._check(control)
+            checked = await asyncio.to_thread(_checked, store, layers, control, payload)
+            answer.num_tokens = await self._engine.copy(lambda: self._write(control, checked))
             self._metrics.handover_bytes.labels("in").inc(len(payload))
         except PositionGap as error:
             answer.reason, answer.message, answer.num_tokens = error.reason, error.message, error.held
@@ -84,30 +97,45 @@ class HandoverReceiver:
             log.error("could not write a part of a handover", extra={"where": call_path(failure)})
             answer.reason, answer.message = InternalError.reason, "the part cannot be written"
         finally:
-            self._num_waiting -= 1
+            self._num_waiting_bytes -= max(len(payload), _LEAST_PART_BYTES)
         peer.send(answer)
 
-    def _write(self, control: pb.HandoverTokens, payload: Buffer) -> int:
-        """Writes a part, in the compute thread. Returns how many tokens the session then holds."""
-        session = self._sessions.get_arriving(
-            control.session_id, control.epoch, control.transfer_id, self._engine.clock()
-        )
-        blocks, cache = session.request.blocks, session.cache
+    def _check(self, control: pb.HandoverTokens) -> tuple[KVStore, range]:
+        """Checks that a part may come for its session. Returns where its layers are stored."""
+        session = self._arriving(control)
+        blocks = session.request.blocks
         if len(control.first_tokens) != len(blocks) or control.num_tokens > self._max_part_tokens:
             raise MalformedMessage(
                 "handover", "must have a first token for each block, and no more tokens than one part takes"
             )
         if control.position + control.num_tokens > session.request.max_tokens:
             raise MalformedMessage("handover", "must not have more tokens than the session was offered with")
-        if zlib.crc32(payload) != control.checksum:
-            raise ChecksumMismatch("a part of a session was damaged on the way")
-        if not cache.can_continue_from(control.position):
-            raise PositionGap("the part does not follow what is held", cache.nearest_position(control.position))
-        layers = self._span.indices(blocks)
-        copy = TokenCopy(control.position, control.num_tokens, tuple(control.first_tokens), payload, control.is_last)
-        write_tokens(cache, layers, copy)
-        cache.blocks = blocks
+        return session.cache.store, self._span.indices(blocks)
+
+    def _write(self, control: pb.HandoverTokens, checked: CheckedCopy) -> int:
+        """Writes a part, in the compute thread. Returns how many tokens the session then holds."""
+        # The session may have been offered anew since the part was checked.
+        _, layers = self._check(control)
+        if layers != checked.layers:
+            raise HopSessionLost("the session was offered for other blocks")
+        session = self._arriving(control)
+        cache, copy = session.cache, checked.copy
+        if not cache.can_continue_from(copy.position):
+            raise PositionGap("the part does not follow what is held", cache.nearest_position(copy.position))
+        write_tokens(cache, checked)
+        cache.blocks = session.request.blocks
         if control.is_last:
             forget_unsent(cache, layers, copy.first_tokens)
             self._sessions.arrived(session, is_idle=control.is_idle)
         return cache.num_tokens
+
+    def _arriving(self, control: pb.HandoverTokens) -> HopSession[SessionCache]:
+        return self._sessions.get_arriving(control.session_id, control.epoch, control.transfer_id, self._engine.clock())
+
+
+def _checked(store: KVStore, layers: range, control: pb.HandoverTokens, payload: Buffer) -> CheckedCopy:
+    """Checks the content of a part, and brings it to the device, in any thread."""
+    if zlib.crc32(payload) != control.checksum:
+        raise ChecksumMismatch("a part of a session was damaged on the way")
+    copy = TokenCopy(control.position, control.num_tokens, tuple(control.first_tokens), payload, control.is_last)
+    return check_tokens(store, layers, copy)

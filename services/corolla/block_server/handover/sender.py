@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from corolla.block_server.engine import Engine
@@ -16,6 +17,7 @@ from corolla.cache.transfer import TokenCopy, read_tokens, state_bytes, token_by
 from corolla.chassis.errors import ChecksumMismatch, HopUnavailable, MessageTooLarge, PositionGap
 from corolla.chassis.status import from_reason
 from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.frames import Buffer
 from corolla.wire.span import Span
 from corolla.wire.stream import between_servers
 from corolla.wire.tensors import describe_prompts, to_payload
@@ -32,7 +34,7 @@ _REPEATABLE = frozenset({PositionGap.reason, ChecksumMismatch.reason})
 @dataclass(frozen=True, slots=True)
 class _Part:
     frame: pb.HandoverTokens
-    copy: TokenCopy
+    payload: Buffer
 
 
 class HandoverSender:
@@ -108,12 +110,12 @@ class HandoverSender:
     ) -> int:
         num_bytes = 0
         while True:
-            part = await self._engine.copy(lambda: self._read(request.session_id, version, progress))
+            part = await self._next_part(request.session_id, version, progress)
             part.frame.transfer_id = transfer_id
-            answer = await link.request(part.frame, part.copy.payload)
+            answer = await link.request(part.frame, part.payload)
             self._note(answer, progress)
             if not answer.reason:
-                num_bytes += len(part.copy.payload)
+                num_bytes += len(part.payload)
                 if part.frame.is_last:
                     return num_bytes
             await asyncio.sleep(0)
@@ -124,8 +126,15 @@ class HandoverSender:
         if not progress.answered(answer.num_tokens, taken=not answer.reason):
             raise HopUnavailable("a handover makes no progress")
 
-    def _read(self, session_id: bytes, version: int, progress: HandoverProgress) -> _Part:
-        """Reads the next part, in the compute thread. The last part pauses the session."""
+    async def _next_part(self, session_id: bytes, version: int, progress: HandoverProgress) -> _Part:
+        """Copies the next part. Steps wait until the copy has begun, not until it ends."""
+        frame, finish = await self._engine.copy(lambda: self._read(session_id, version, progress))
+        return await asyncio.to_thread(_finished, frame, finish)
+
+    def _read(
+        self, session_id: bytes, version: int, progress: HandoverProgress
+    ) -> tuple[pb.HandoverTokens, Callable[[], TokenCopy]]:
+        """Begins to copy the next part, in the compute thread. The last part pauses the session."""
         session = self._sessions.in_version(session_id, version)
         cache, blocks = session.cache, session.request.blocks
         layers = self._span.indices(blocks)
@@ -133,15 +142,23 @@ class HandoverSender:
             1, min(self._max_part_tokens, self._max_part_bytes // max(1, token_bytes(cache.store, layers)))
         )
         start, num_tokens, is_last = progress.next_part(cache.num_tokens, cache.num_unchanged_tokens, max_tokens)
-        copy = read_tokens(cache, layers, start, num_tokens, has_states=is_last)
-        cache.num_unchanged_tokens = copy.end
+        finish = read_tokens(cache, layers, start, num_tokens, has_states=is_last)
+        cache.num_unchanged_tokens = start + num_tokens
         if is_last:
             session.apply(SessionEvent.LAST_PART_READ)
         frame = pb.HandoverTokens(
             session_id=session_id, epoch=session.request.epoch, position=start, num_tokens=num_tokens,
-            first_tokens=copy.first_tokens, checksum=zlib.crc32(copy.payload), is_last=is_last, is_idle=session.is_idle,
+            is_last=is_last, is_idle=session.is_idle,
         )  # fmt: skip
-        return _Part(frame, copy)
+        return frame, finish
+
+
+def _finished(frame: pb.HandoverTokens, finish: Callable[[], TokenCopy]) -> _Part:
+    """Waits for the copy of a part, in any thread."""
+    copy = finish()
+    frame.first_tokens.extend(copy.first_tokens)
+    frame.checksum = zlib.crc32(copy.payload)
+    return _Part(frame, copy.payload)
 
 
 def _offer(request: OpenRequest, transfer_id: bytes) -> tuple[pb.Handover, memoryview | bytes]:
