@@ -52,18 +52,18 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", quick(DTYPES, torch.float32))
-@pytest.mark.parametrize("has_unit_offset, multiplier", [(False, 1.0), (True, 1.0), (False, 0.22)])
-def test_sums_are_normalised(dtype: torch.dtype, has_unit_offset: bool, multiplier: float) -> None:
+@pytest.mark.parametrize("kind, multiplier", [("rounded", 1.0), ("offset", 1.0), ("wide", 1.0), ("rounded", 0.22)])
+def test_sums_are_normalised(dtype: torch.dtype, kind: str, multiplier: float) -> None:
     x, delta, weight = draw(5, 200, dtype=dtype), draw(6, 200, dtype=dtype)[:5], draw(200, dtype=dtype)
-    normed, total = add_rms_norm(x, delta, weight, 1e-6, multiplier=multiplier, has_unit_offset=has_unit_offset)
+    normed, total = add_rms_norm(x, delta, weight, 1e-6, multiplier=multiplier, kind=kind)
     sums = x.double() + delta.double() * multiplier
-    factor = weight.double() + float(has_unit_offset)
+    factor = weight.double() + float(kind == "offset")
     assert_near(total, sums)
     assert_near(normed, sums * torch.rsqrt(sums.pow(2).mean(-1, keepdim=True) + 1e-6) * factor)
-    alone = add_rms_norm(x[3:4], delta[3:4], weight, 1e-6, multiplier=multiplier, has_unit_offset=has_unit_offset)
+    alone = add_rms_norm(x[3:4], delta[3:4], weight, 1e-6, multiplier=multiplier, kind=kind)
     assert torch.equal(torch.cat(alone), torch.stack((normed[3], total[3])))
     # The first block of a span has nothing to add: what it normalises is what another server has added.
-    first, same = add_rms_norm(total, None, weight, 1e-6, has_unit_offset=has_unit_offset)
+    first, same = add_rms_norm(total, None, weight, 1e-6, kind=kind)
     assert torch.equal(first, normed)
     assert torch.equal(same, total)
 
@@ -109,24 +109,41 @@ def test_gates_activate_their_first_half(dtype: torch.dtype, name: str, activati
 
 @pytest.mark.parametrize("dtype", quick(DTYPES, torch.float32))
 @pytest.mark.parametrize("head", [64, 48])
-@pytest.mark.parametrize("rotates, normalises", [(True, False), (True, True), (False, False)])
-def test_keys_are_rotated_and_stored(dtype: torch.dtype, head: int, rotates: bool, normalises: bool) -> None:
+@pytest.mark.parametrize(
+    "rotates, kind, normalised",
+    [
+        (True, None, "heads"),
+        (True, "rounded", "heads"),
+        (True, "offset", "heads"),
+        (True, "wide", "all"),
+        (False, "rounded", "all"),
+        (False, None, "heads"),
+    ],
+)
+def test_keys_are_rotated_and_stored(
+    dtype: torch.dtype, head: int, rotates: bool, kind: str | None, normalised: str
+) -> None:
     heads, key_heads, tokens = 6, 2, 9
     qkv = draw(tokens, (heads + 2 * key_heads) * head, dtype=dtype)
     angles = draw(100, head // 2, dtype=torch.float32)
     table = torch.stack((angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), 1)), dim=1).to(dtype)
     positions, slots = torch.randperm(100)[:tokens], torch.randperm(40)[:tokens]
     keys, values = (torch.zeros(40, key_heads, head, dtype=dtype) for _ in range(2))
-    weights = draw(2, head, dtype=dtype)
-    norms = HeadNorms(weights[0], weights[1], 1e-6, 1e-5) if normalises else None
-    query = rotate_and_store(qkv, table, positions, slots, keys, values, rotates=rotates, norms=norms)
+    sizes = (heads * head, key_heads * head) if normalised == "all" else (head, head)
+    weights = [draw(size, dtype=dtype) for size in sizes]
+    norms = None if kind is None else HeadNorms(weights[0], weights[1], 1e-6, 1e-5, kind)
+    own = table if rotates else None
+    query = rotate_and_store(qkv.clone(), own, positions, slots, keys, values, norms=norms)
 
     split = qkv.double().view(tokens, -1, head)
     rotated = split[:, : heads + key_heads]
-    if normalises:
-        factors = torch.cat((weights[:1].repeat(heads, 1), weights[1:].repeat(key_heads, 1))).double()
-        epsilons = torch.tensor([1e-6] * heads + [1e-5] * key_heads, dtype=torch.float64)[:, None]
-        rotated = rotated * torch.rsqrt(rotated.pow(2).mean(-1, keepdim=True) + epsilons) * factors
+    if kind is not None:
+        parts = []
+        for part, weight, epsilon in zip((rotated[:, :heads], rotated[:, heads:]), weights, (1e-6, 1e-5), strict=True):
+            together = part.reshape(tokens, -1, len(weight))
+            unit = together * torch.rsqrt(together.pow(2).mean(-1, keepdim=True) + epsilon)
+            parts.append((unit * (weight.double() + float(kind == "offset"))).view(tokens, -1, head))
+        rotated = torch.cat(parts, dim=1)
     if rotates:
         cos, sin = table[positions].double().unbind(1)
         rotated = rotated * cos[:, None] + rotated.roll(head // 2, -1) * sin[:, None]
@@ -136,7 +153,7 @@ def test_keys_are_rotated_and_stored(dtype: torch.dtype, head: int, rotates: boo
     others = torch.ones(40, dtype=torch.bool).index_fill_(0, slots, False)
     assert not keys[others].any()
     assert not values[others].any()
-    alone = rotate_and_store(qkv[4:5], table, positions[4:5], slots[4:5], keys, values, rotates=rotates, norms=norms)
+    alone = rotate_and_store(qkv[4:5], own, positions[4:5], slots[4:5], keys, values, norms=norms)
     assert torch.equal(alone, query[4:5])
 
 
@@ -200,8 +217,7 @@ def test_what_is_stored_in_eight_bits_has_the_codes_of_the_codec(dtype: torch.dt
         numbers = torch.where(numbers.abs() < torch.finfo(dtype).tiny, 0.0, numbers)
     tokens = torch.arange(len(numbers))
     keys, values = (torch.empty(len(numbers), 1, codec.stored_size(head), dtype=torch.int8) for _ in range(2))
-    table = torch.zeros(1, 2, head, dtype=dtype)
-    rotate_and_store(numbers.flatten(1), table, tokens, tokens, keys, values, rotates=False, codec=kind)
+    rotate_and_store(numbers.flatten(1), None, tokens, tokens, keys, values, codec=kind)
     assert torch.equal(keys, codec.encode(numbers[:, 2:3]))
     assert torch.equal(values, codec.encode(numbers[:, 3:4]))
 

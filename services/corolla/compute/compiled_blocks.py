@@ -99,7 +99,9 @@ class CompiledBlocks:
         """
         output = torch.empty(hidden.shape, dtype=self._dtype)
         output.copy_(hidden)
-        table, numbers = self._span.rotary.numbered(position_ids, end, output)
+        # There is at most one; without one, no function reads a table.
+        rotary = next(iter(self._span.rotaries), None)
+        table, numbers = (output, None) if rotary is None else rotary.numbered(position_ids, end, output)
         if numbers is None:
             numbers = torch.arange(len(position_ids))
         buffers = self._buffers.of(len(hidden))
@@ -239,7 +241,9 @@ def objection(span: FusedSpan, store: KVStore, dtype: torch.dtype) -> str | None
         return "hidden states, keys or values are of a type, or pages of a size, that no function is made for"
     if len({(each.num_heads, each.num_key_heads, each.head_dim, each.scaling) for each in span.layers}) > 1:
         return "the heads of its layers differ"  # a job serves all layers of a group
-    if any(layer.rotates and (span.rotary.in_pairs or span.rotary.size != layer.head_dim) for layer in span.layers):
+    if len(span.rotaries) > 1:
+        return "its layers rotate by several tables"
+    if any(each.in_pairs or each.size != span.layers[0].head_dim for each in span.rotaries):
         return "heads are rotated in part, or in pairs"
     return next((found for layer in span.layers if (found := _objection_to(layer, dtype)) is not None), None)
 
@@ -251,13 +255,17 @@ def _objection_to(layer: FusedLayer, dtype: torch.dtype) -> str | None:
         return f"the activation {type(layer.mlp.activation).__name__} has no function"
     if not all(isinstance(norm, RmsNorm | None) for norm in _norms(layer)):
         return "a norm is not the usual one"
-    if layer.output_norm is not None or layer.softcap is not None:
-        return "norms of outputs, and bounds of scores, have no function"
+    if layer.attention_norm is None or layer.mlp_norm is None or layer.output_norm is not None:
+        return "norms stand elsewhere than before attention and MLP"
+    if layer.softcap is not None:
+        return "bounds of scores have no function"
+    if any(each is not None and len(each.weight) != layer.head_dim for each in (layer.query_norm, layer.key_norm)):
+        return "queries and keys are normalised over all heads"
     if (layer.query_norm is None) != (layer.key_norm is None):
         return "of queries and keys only one is normalised"
     if not all(map(_lies_in_panels, _projections(layer))):
         return "not all weights lie in panels"
-    sizes = (layer.head_dim // (2 if layer.rotates else 1), *_shape_of(layer, dtype).sizes["down"])
+    sizes = (layer.head_dim // (2 if layer.rotary is not None else 1), *_shape_of(layer, dtype).sizes["down"])
     if layer.head_dim % LANES or any(size % LANES for size in sizes):
         return "a size is not a multiple of 16"
     return None
@@ -287,17 +295,16 @@ def _mlp(layer: FusedLayer) -> GatedMlp:
 
 
 def _shape_of(layer: FusedLayer, dtype: torch.dtype) -> BlockShape:
-    norm: Any = layer.attention_norm
     return BlockShape(
         element=ELEMENTS[dtype],
-        hidden_size=len(norm.weight),
+        hidden_size=layer.hidden_size,
         num_heads=layer.num_heads,
         num_key_heads=layer.num_key_heads,
         head_size=layer.head_dim,
         num_gated=_mlp(layer).num_gated,
         has_bias=tuple(projection.bias is not None for projection in _projections(layer)),
         norms_heads=layer.query_norm is not None,
-        rotates=layer.rotates,
+        rotates=layer.rotary is not None,
         residual_multiplier=layer.residual_multiplier,
         multiplied=rows_of(dtype).value,
     )
@@ -390,7 +397,7 @@ def _difference(span: FusedSpan, index: int, dtype: torch.dtype, page_tokens: in
     The compiled functions and the modules run chunks and single tokens of two sessions.
     """
     layer = span.layers[index]
-    part = FusedSpan([layer], span.rotary)
+    part = FusedSpan([layer])
     generator = torch.Generator().manual_seed(0)
     most = sum(sum(tokens) for tokens in _CHECKED_TOKENS)
     stores = [KVStore(2 * (-(-most // page_tokens)), page_tokens, [layer.window]) for _ in range(2)]

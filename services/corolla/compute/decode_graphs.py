@@ -119,8 +119,9 @@ class DecodeGraphs:
             if self._low_rank is not None
         }
         self._sizes = sorted(sizes)
-        # The recordings hold this table's address, so it must stay alive when the blocks replace it for longer texts.
-        self._kept = fused.rotary_table
+        # The recordings hold the addresses of these tables, so they must stay alive when the blocks replace them for
+        # longer texts.
+        self._kept = fused.rotary_tables
 
     @property
     def max_rows(self) -> int:

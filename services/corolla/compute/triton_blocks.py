@@ -27,6 +27,7 @@ from corolla.models.invariant_norms import Norm
 from corolla.models.linear import TunedLinear
 from corolla.models.mixtures import Mixture
 from corolla.models.packed.modules import PackedLinear
+from corolla.models.rotary_table import RotaryTable
 
 if TYPE_CHECKING:
     from corolla.kernels.triton.launches import HeadNorms
@@ -46,7 +47,7 @@ _CODED_TOKENS: Final = 12
 
 def norm_of(norm: Any) -> Norm | None:
     """Returns a layer's norm as the kernels take it, or None if the layer has none or no kernel computes it."""
-    return Norm(norm.weight, norm.epsilon) if isinstance(norm, RmsNorm) else Norm.of(norm)
+    return Norm.of(norm.module if isinstance(norm, RmsNorm) else norm)
 
 
 def activation_of(module: nn.Module) -> str | None:
@@ -63,9 +64,9 @@ class _Plan:
     """A layer as the kernels take it."""
 
     layer: FusedLayer
-    attention_norm: Norm
+    attention_norm: Norm | None
     output_norm: Norm | None
-    mlp_norm: Norm
+    mlp_norm: Norm | None
     mlp_output_norm: Norm | None
     head_norms: "HeadNorms | None"
     mlp: "_GatedPlan | MixturePlan"
@@ -146,14 +147,11 @@ def unsupported(layer: FusedLayer, dtype: torch.dtype) -> str | None:
     for activation in _activations(layer.mlp):
         if activation_of(activation) is None:
             return f"there is no kernel for the activation {type(activation).__name__}"
-    for norm in filter(None, (layer.attention_norm, layer.output_norm, layer.mlp_norm, layer.mlp_output_norm)):
+    norms = (layer.attention_norm, layer.output_norm, layer.mlp_norm, layer.mlp_output_norm)
+    for norm in filter(None, (*norms, layer.query_norm, layer.key_norm)):
         of = norm_of(norm)
         if of is None or of.weight.dtype != dtype:
             return f"there is no kernel for the norm {type(norm).__name__}"
-    for head_norm in (layer.query_norm, layer.key_norm):
-        of = norm_of(head_norm)
-        if head_norm is not None and (of is None or of.has_unit_offset or of.weight.dtype != dtype):
-            return f"there is no kernel for the norm {type(head_norm).__name__} of heads"
     return None
 
 
@@ -170,12 +168,17 @@ def _plan_of(layer: FusedLayer) -> _Plan:
     query, key = norm_of(layer.query_norm), norm_of(layer.key_norm)
     norms = None
     if query is not None and key is not None:
-        norms = HeadNorms(query.weight, key.weight, query.epsilon, key.epsilon)
-    attention_norm, mlp_norm = cast(Norm, norm_of(layer.attention_norm)), cast(Norm, norm_of(layer.mlp_norm))
+        norms = HeadNorms(query.weight, key.weight, query.epsilon, key.epsilon, query.kind)
     mlp = layer.mlp
-    plan = _GatedPlan(mlp) if isinstance(mlp, GatedMlp) else MixturePlan(cast(Mixture, mlp.mixture))
-    output_norm, mlp_output_norm = norm_of(layer.output_norm), norm_of(layer.mlp_output_norm)
-    return _Plan(layer, attention_norm, output_norm, mlp_norm, mlp_output_norm, norms, plan)
+    return _Plan(
+        layer,
+        attention_norm=norm_of(layer.attention_norm),
+        output_norm=norm_of(layer.output_norm),
+        mlp_norm=norm_of(layer.mlp_norm),
+        mlp_output_norm=norm_of(layer.mlp_output_norm),
+        head_norms=norms,
+        mlp=_GatedPlan(mlp) if isinstance(mlp, GatedMlp) else MixturePlan(cast(Mixture, mlp.mixture)),
+    )
 
 
 class TritonBlocks:
@@ -196,7 +199,7 @@ class TritonBlocks:
         gated = [layer.mlp.num_gated for layer in layers if isinstance(layer.mlp, GatedMlp)]
         if len(gated) < len(layers):
             return ()
-        return len(self._plans[0].attention_norm.weight), layers[0].num_heads * layers[0].head_dim, gated[0]
+        return layers[0].hidden_size, layers[0].num_heads * layers[0].head_dim, gated[0]
 
     def forward(
         self,
@@ -220,28 +223,27 @@ class TritonBlocks:
         Returns:
             The output of the last layer, `[N, H]`, in the same dtype on the same device.
         """
-        from corolla.kernels.triton.launches import add_rms_norm, rotate_and_store
+        from corolla.kernels.triton.launches import rotate_and_store
 
         hidden = hidden.contiguous()
         codec = None if batch.store.codec is None else batch.store.codec.name
-        table, numbers = self._span.rotary.numbered(position_ids, end, hidden)
-        if numbers is None:
-            numbers = torch.arange(len(position_ids), device=hidden.device)
+        tables = {rotary: _table(rotary, position_ids, end, hidden) for rotary in self._span.rotaries}
         delta: Tensor | None = None
         multiplier = 1.0
         for index in layers:
             plan = self._plans[index]
             layer = plan.layer
-            normed, hidden = _added(add_rms_norm, hidden, delta, plan.attention_norm, multiplier)
+            normed, hidden = _added(hidden, delta, plan.attention_norm, multiplier)
             multiplier = layer.residual_multiplier
             projected = layer.query_key_value.forward(normed)
             if adapters is not None:
                 adapters.add(index, layer.places[0], normed, projected)
             like = projected.view(len(projected), -1, layer.head_dim)[:, : layer.num_key_heads]
             keys, values = batch.store.layer_like(index, like, like)
+            table, numbers = (None, position_ids) if layer.rotary is None else tables[layer.rotary]
             query = rotate_and_store(
-                projected, table, numbers, batch.slots(index, hidden.device), keys, values, rotates=layer.rotates,
-                in_pairs=self._span.rotary.in_pairs, norms=plan.head_norms, codec=codec,
+                projected, table, numbers, batch.slots(index, hidden.device), keys, values,
+                in_pairs=layer.rotary is not None and layer.rotary.in_pairs, norms=plan.head_norms, codec=codec,
             )  # fmt: skip
             attended = attend_stored(
                 batch, index, query, keys, values, scaling=layer.scaling, window=layer.window, softcap=layer.softcap
@@ -251,19 +253,27 @@ class TritonBlocks:
                 adapters.add(index, layer.places[1], attended, output)
             if plan.output_norm is not None:
                 output = plan.output_norm(output)
-            normed, hidden = _added(add_rms_norm, hidden, output, plan.mlp_norm, multiplier)
+            normed, hidden = _added(hidden, output, plan.mlp_norm, multiplier)
             delta = plan.mlp.forward(normed, index, adapters)
             if plan.mlp_output_norm is not None:
                 delta = plan.mlp_output_norm(delta)
-        if delta is None:
-            return hidden
-        return hidden + (delta if multiplier == 1.0 else delta * multiplier)
+        return _added(hidden, delta, None, multiplier)[1]
 
 
-def _added(add_rms_norm: Any, hidden: Tensor, delta: Tensor | None, norm: Norm, multiplier: float) -> Any:
-    return add_rms_norm(
-        hidden, delta, norm.weight, norm.epsilon, multiplier=multiplier, has_unit_offset=norm.has_unit_offset
-    )
+def _table(rotary: RotaryTable, position_ids: Tensor, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    table, numbers = rotary.numbered(position_ids, end, like)
+    return table, torch.arange(len(position_ids), device=like.device) if numbers is None else numbers
+
+
+def _added(hidden: Tensor, delta: Tensor | None, norm: Norm | None, multiplier: float) -> tuple[Tensor, Tensor]:
+    """The sum of `hidden` and `delta` times `multiplier`: normalised, and as it is."""
+    from corolla.kernels.triton.launches import add_rms_norm
+
+    if norm is not None:
+        return add_rms_norm(hidden, delta, norm.weight, norm.epsilon, multiplier=multiplier, kind=norm.kind)
+    if delta is not None:
+        hidden = hidden + (delta if multiplier == 1.0 else delta * multiplier)
+    return hidden, hidden
 
 
 def choose_triton_blocks(
@@ -299,7 +309,7 @@ def _failed_trial(span: FusedSpan, page_tokens: int, dtype: torch.dtype, codec: 
     tolerance = TOLERANCES[dtype] if codec is None else max(TOLERANCES[dtype], CODED_TOLERANCE)
     for layer in span.layers:
         shape = (
-            layer.num_heads, layer.num_key_heads, layer.head_dim, layer.window, layer.softcap, layer.rotates,
+            layer.num_heads, layer.num_key_heads, layer.head_dim, layer.window, layer.softcap, layer.rotary is None,
             _shape_of(layer.mlp), layer.residual_multiplier,
             *(getattr(each, "layout", None) for each in layer.projections),
         )  # fmt: skip
@@ -313,7 +323,7 @@ def _failed_trial(span: FusedSpan, page_tokens: int, dtype: torch.dtype, codec: 
 
             if (failure := failed_mixture_trial(cast(Mixture, layer.mlp.mixture), tuple(row_counts()))) is not None:
                 return failure
-        trial = _Trial(FusedSpan([layer], span.rotary), page_tokens, dtype, codec)
+        trial = _Trial(FusedSpan([layer]), page_tokens, dtype, codec)
         if not (difference := trial.difference()) <= tolerance:
             return f"their results differ by {difference:.1e} from those of the modules"
         if not trial.is_invariant():
@@ -326,11 +336,10 @@ def _stores_codes_of(codec: KVCodec, layer: FusedLayer, dtype: torch.dtype) -> b
 
     The heads of some tokens are far larger or smaller than others, so that codes of all kinds occur.
     """
-    device = cast(Norm, norm_of(layer.attention_norm)).weight.device
     sizes = 2.0 ** torch.arange(-_CODED_TOKENS, _CODED_TOKENS)
     num_outputs = (layer.num_heads + 2 * layer.num_key_heads) * layer.head_dim
     numbers = torch.randn(len(sizes), num_outputs, generator=torch.Generator().manual_seed(0))
-    stored, coded = stored_twice(codec, layer, (sizes[:, None] * numbers).to(device, dtype))
+    stored, coded = stored_twice(codec, layer, (sizes[:, None] * numbers).to(layer.device, dtype))
     return all(torch.equal(codec.encode(each), codes) for each, codes in zip(stored, coded, strict=True))
 
 
@@ -349,12 +358,12 @@ def stored_twice(codec: KVCodec, layer: FusedLayer, qkv: Tensor) -> tuple[list[T
     from corolla.kernels.triton.launches import rotate_and_store
 
     slots = torch.arange(len(qkv), device=qkv.device)
-    shape, table = (len(qkv), layer.num_key_heads), qkv.new_empty(1, 2, layer.head_dim)
+    shape = (len(qkv), layer.num_key_heads)
     stored = [qkv.new_empty(*shape, layer.head_dim) for _ in range(2)]
     size = codec.stored_size(layer.head_dim)
     coded = [torch.empty(*shape, size, dtype=torch.int8, device=qkv.device) for _ in range(2)]
     for name, (keys, values) in ((None, stored), (codec.name, coded)):
-        rotate_and_store(qkv, table, slots, slots, keys, values, rotates=False, codec=name)
+        rotate_and_store(qkv, None, slots, slots, keys, values, codec=name)
     return stored, coded
 
 
@@ -372,11 +381,10 @@ class _Trial:
         (layer,) = span.layers
         self._span, self._page_tokens, self._window, self._codec = span, page_tokens, layer.window, codec
         self._blocks, self._backend = TritonBlocks(span), PagedTriton()
-        weight = cast(Norm, norm_of(layer.attention_norm)).weight
         generator = torch.Generator().manual_seed(0)
         self._num_tokens = page_tokens + _AROUND_THE_END
-        numbers = torch.randn(self._num_tokens, len(weight), generator=generator)
-        self._hidden = numbers.to(device=weight.device, dtype=dtype)
+        numbers = torch.randn(self._num_tokens, layer.hidden_size, generator=generator)
+        self._hidden = numbers.to(device=layer.device, dtype=dtype)
         self._whole = self._run([(0, self._num_tokens)])
 
     def difference(self) -> float:

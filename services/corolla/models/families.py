@@ -53,6 +53,7 @@ class Family:
         is_fused: whether the blocks have the shape that the module `fused` implements.
         rotates_pairs: whether neighbours in a head are rotated together, not numbers half the rotary size apart; only
             for fused blocks.
+        rotates_windows: whether only layers with a window have a rotary embedding; only for fused blocks.
         has_rope_alpha: whether a rotary embedding of the type `dynamic` keeps no state if it has an `alpha`.
         begins_anew: whether `generate()` computes the whole text again once the text is too long for the short factors
             of a longrope embedding. In other families, `generate()` keeps the earlier keys.
@@ -77,6 +78,7 @@ class Family:
     keeps_states: bool = False
     is_fused: bool = False
     rotates_pairs: bool = False
+    rotates_windows: bool = False
     has_rope_alpha: bool = False
     begins_anew: bool = False
     required: Mapping[str, Any] = field(default_factory=dict)
@@ -100,14 +102,14 @@ _FAMILIES = (
     Family("qwen3", is_fused=True),
     Family("gemma", is_fused=True),
     Family("gemma2", is_fused=True),
-    Family("gemma3_text"),
+    Family("gemma3_text", is_fused=True),
     Family("phi", norm="final_layernorm"),
     Family("phi3", begins_anew=True, is_fused=True),
     Family("mixtral", is_fused=True),
     Family("qwen2_moe", is_fused=True),
     Family("qwen3_moe", is_fused=True),
-    Family("olmo2"),
-    Family("olmo3"),
+    Family("olmo2", is_fused=True),
+    Family("olmo3", is_fused=True),
     Family("granite", unit_scalars=("embedding_multiplier",), is_fused=True),
     Family("cohere2"),
     Family("smollm3", is_fused=True),
@@ -142,7 +144,7 @@ _FAMILIES = (
         # Checkpoints with other values, such as opt-350m, have no final norm.
         required={"do_layer_norm_before": True, "_remove_final_layer_norm": False},
     ),
-    Family("exaone4"),
+    Family("exaone4", is_fused=True, rotates_windows=True),
     Family("nemotron", packs_rows=False),
     Family("olmo"),
     Family("olmoe"),
@@ -171,7 +173,7 @@ _FAMILIES = (
     Family("ministral", is_fused=True),
     Family("ministral3"),
     Family("flex_olmo"),
-    Family("vaultgemma"),
+    Family("vaultgemma", is_fused=True),
     Family("exaone_moe"),
     Family("jais2"),
     Family("youtu", caches_latents=True),

@@ -1,14 +1,15 @@
 """Runs transformer blocks of the shape that most families share, with little overhead.
 
 The shared shape is: normalise, project to queries, keys and values, rotate, attend, project, add; normalise, gate,
-project, add. In place of gate and projection there may be a mixture of experts, which runs the family's own code. In
-small models, half of a decode step of `transformers` is Python code around these operations. Here, one product replaces
-the projections of the same input, the rotary table is made once for all layers, and there are no cache objects. The
-family's own modules are the reference for the results. They share the weights until tuning lays these out in another
-way. All tensors of a call are on the device of the weights.
+project, add. Norms may also stand before the sums only, or at both places. In place of gate and projection there may be
+a mixture of experts, which runs the family's own code. In small models, half of a decode step of `transformers` is
+Python code around these operations. Here, one product replaces the projections of the same input, the rotary table is
+made once for all layers, and there are no cache objects. The family's own modules are the reference for the results.
+They share the weights until tuning lays these out in another way. All tensors of a call are on the device of the
+weights.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, Protocol, Self, cast
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from corolla.models.adapters.products import AdapterBatch, Place
-from corolla.models.families import attention_windows
+from corolla.models.families import Family, attention_windows
 from corolla.models.linear import TunedLinear, is_plain, replace_linears
 from corolla.models.mixtures import Mixture
 from corolla.models.packed.modules import PackedLinear
@@ -27,6 +28,15 @@ _QUERY_KEY_VALUE: Final = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 _GATE_UP: Final = (("gate_proj", "up_proj"), ("gate_up_proj",))
 _OUTPUT_PLACE: Final = ("self_attn.o_proj",)
 _DOWN_PLACE: Final = ("mlp.down_proj",)
+# The norms of attention's input and output, and of the MLP's input and output, as families name them. None: a block has
+# no such norm. A block has the first of these rows of which it has all names.
+_NORMS: Final = (
+    ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+    ("input_layernorm", None, "pre_feedforward_layernorm", None),
+    ("input_layernorm", None, "post_attention_layernorm", None),
+    (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+)
 
 PLACES: Final[tuple[Place, ...]] = (
     tuple(f"self_attn.{name}" for name in _QUERY_KEY_VALUE[0]),
@@ -39,7 +49,18 @@ PLACES: Final[tuple[Place, ...]] = (
 """The linear layers of a block that are computed together, in all families."""
 
 
-_Norm = Callable[[Tensor], Tensor]
+class BlockNorm(Protocol):
+    """A norm of a block.
+
+    Attributes:
+        weight: `[H]` in the model's dtype, on its device: the factors of the numbers that are normalised together.
+    """
+
+    weight: Tensor
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Normalises the last dimension of `hidden`, `[..., H]`; returns the same shape and dtype."""
+        ...
 
 
 class Projection(Protocol):
@@ -86,26 +107,34 @@ class FusedSpan:
 
     Attributes:
         layers: the blocks in their order.
-        rotary: the rotary table of all blocks.
+        rotaries: the rotary tables of the blocks, each once.
     """
 
-    def __init__(self, layers: Sequence["FusedLayer"], rotary: RotaryTable) -> None:
+    def __init__(self, layers: Sequence["FusedLayer"]) -> None:
         self.layers = tuple(layers)
-        self.rotary = rotary
+        self.rotaries = tuple(dict.fromkeys(layer.rotary for layer in self.layers if layer.rotary is not None))
 
     @classmethod
-    def of(cls, layers: Sequence[nn.Module], rotary: nn.Module, config: Any, *, in_pairs: bool = False) -> Self:
+    def of(cls, layers: Sequence[nn.Module], rotary: nn.Module, config: Any, family: Family) -> Self:
         """Fuses the blocks of a family.
 
         Args:
             layers: the decoder layers, for which `fits` must hold; plain weights become views of the fused weights.
             rotary: the rotary embedding.
             config: the configuration.
-            in_pairs: see `Family.rotates_pairs`.
+            family: the family.
         """
         windows = attention_windows(config)
-        fused = [FusedLayer(layer, window) for layer, window in zip(layers, windows, strict=True)]
-        return cls(fused, RotaryTable(rotary, config, in_pairs=in_pairs))
+        kinds = getattr(config, "layer_types", None) or [None] * len(windows)
+        # Some families have a table for each kind of layer.
+        own = [kind if kind in config.rope_parameters else None for kind in kinds]
+        tables = {kind: RotaryTable(rotary, config, in_pairs=family.rotates_pairs, kind=kind) for kind in set(own)}
+        return cls(
+            [
+                FusedLayer(layer, window, tables[kind] if _rotates(layer, window, family) else None)
+                for layer, window, kind in zip(layers, windows, own, strict=True)
+            ]
+        )
 
     @property
     def linears(self) -> list[TunedLinear]:
@@ -114,12 +143,12 @@ class FusedSpan:
         return [each for each in projections if isinstance(each, TunedLinear)]
 
     @property
-    def rotary_table(self) -> Tensor:
-        """The table that `forward` reads in addition to weights and arguments; a higher `end` replaces it.
+    def rotary_tables(self) -> tuple[Tensor, ...]:
+        """The tables that `forward` reads in addition to weights and arguments; a higher `end` replaces them.
 
         See `RotaryTable.table`.
         """
-        return self.rotary.table
+        return tuple(rotary.table for rotary in self.rotaries)
 
     def forward(
         self,
@@ -143,9 +172,11 @@ class FusedSpan:
         Returns:
             The output of the last layer: `[N, H]` in the same dtype.
         """
-        cos, sin = self.rotary.rows(position_ids, end, hidden)
+        turns = {rotary: rotary.rows(position_ids, end, hidden) for rotary in self.rotaries}
         for index in layers:
-            hidden = self.layers[index].forward(hidden, cos, sin, self.rotary.in_pairs, index, attend, adapters)
+            layer = self.layers[index]
+            turn = None if layer.rotary is None else turns[layer.rotary]
+            hidden = layer.forward(hidden, turn, index, attend, adapters)
         return hidden
 
 
@@ -252,12 +283,14 @@ class FusedLayer:
     """One fused block.
 
     Attributes:
-        attention_norm: the norm of the block's input.
+        attention_norm: the norm of the block's input; None: there is none.
         output_norm: the norm of what attention adds; None in most families.
-        mlp_norm: the norm of the MLP's input.
+        mlp_norm: the norm of the MLP's input; None: there is none.
         mlp_output_norm: the norm of what the MLP adds; None in most families.
-        query_norm: the norm of each query head; None in most families.
-        key_norm: the norm of each key head; None in most families.
+        query_norm: the norm of each query head, or of all of them together; None in most families.
+        key_norm: likewise of key heads.
+        hidden_size: the width of hidden states.
+        device: the device of the weights.
         head_dim: the size of a head.
         num_heads: how many query heads there are.
         num_key_heads: how many key heads, and value heads, there are.
@@ -265,19 +298,23 @@ class FusedLayer:
         output: the projection of attention's output.
         places: the places of both projections.
         mlp: what follows the second norm.
-        rotates: whether queries and keys have a rotary embedding.
+        rotary: the table by which queries and keys are rotated; None: they are not.
         scaling: the factor of attention scores.
         window: how many tokens a token sees, itself included; None: it sees all tokens before it.
         softcap: the bound of the scores; None: they are not bounded.
         residual_multiplier: the factor of the outputs that are added to the hidden states.
     """
 
-    def __init__(self, layer: Any, window: int | None) -> None:
+    def __init__(self, layer: Any, window: int | None, rotary: RotaryTable | None) -> None:
         attention, mlp = layer.self_attn, _mlp_of(layer)
-        self.attention_norm = _norm(layer.input_layernorm)
-        self.output_norm, self.mlp_norm, self.mlp_output_norm = _later_norms(layer)
+        names_of_norms = next(row for row in _NORMS if all(name is None or hasattr(layer, name) for name in row))
+        self.attention_norm, self.output_norm, self.mlp_norm, self.mlp_output_norm = (
+            None if name is None else _norm(getattr(layer, name)) for name in names_of_norms
+        )
         self.query_norm = _norm(attention.q_norm) if hasattr(attention, "q_norm") else None
         self.key_norm = _norm(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self.hidden_size: int = attention.o_proj.out_features
+        self.device: torch.device = next(layer.parameters()).device
         self.head_dim: int = attention.head_dim
         names = _names(attention, _QUERY_KEY_VALUE)
         num_projected = sum(cast(Any, attention.get_submodule(name)).out_features for name in names)
@@ -287,7 +324,7 @@ class FusedLayer:
         self.places: tuple[Place, Place] = (tuple(f"self_attn.{name}" for name in names), _OUTPUT_PLACE)
         self.output = _tuned(attention.o_proj)
         self.mlp = MixtureMlp(mlp) if _has_experts(mlp) else GatedMlp(mlp)
-        self.rotates = bool(getattr(attention, "use_rope", True))
+        self.rotary = rotary
         self.scaling: float = attention.scaling
         self.window = window
         self.softcap: float | None = getattr(attention, "attn_logit_softcapping", None)
@@ -302,9 +339,7 @@ class FusedLayer:
     def forward(
         self,
         hidden: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        in_pairs: bool,
+        turn: tuple[Tensor, Tensor] | None,
         index: int,
         attend: Attend,
         adapters: AdapterBatch | None,
@@ -313,9 +348,8 @@ class FusedLayer:
 
         Args:
             hidden: `[N, H]`, in the model's dtype; it is not changed.
-            cos: `[N, 1, rotary size]` in the same dtype, see `RotaryTable.rows`.
-            sin: `[N, 1, rotary size]`, likewise.
-            in_pairs: see `RotaryTable`.
+            turn: the rows of `rotary` for the tokens, `[N, 1, rotary size]` each, in the same dtype or float32; None:
+                there is no such table.
             index: the layer's index within the span.
             attend: stores new keys and values, and attends.
             adapters: the rows' adapters; None where no row has one.
@@ -324,7 +358,7 @@ class FusedLayer:
             `[N, H]` in the same dtype.
         """
         num_tokens, num_rotated = hidden.shape[0], self.num_heads + self.num_key_heads
-        normed = self.attention_norm(hidden)
+        normed = _normed(self.attention_norm, hidden)
         projected = self.query_key_value.forward(normed)
         if adapters is not None:
             adapters.add(index, self.places[0], normed, projected)
@@ -332,9 +366,9 @@ class FusedLayer:
         rotated = heads.narrow(1, 0, num_rotated)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = torch.split(rotated, [self.num_heads, self.num_key_heads], dim=1)
-            rotated = torch.cat((self.query_norm(query), self.key_norm(key)), dim=1)
-        if self.rotates:
-            rotated = _rotated(rotated, cos, sin, in_pairs)
+            rotated = torch.cat((_normed_heads(self.query_norm, query), _normed_heads(self.key_norm, key)), dim=1)
+        if self.rotary is not None and turn is not None:
+            rotated = _rotated(rotated, *turn, self.rotary.in_pairs)
         attended = attend(
             index,
             rotated.narrow(1, 0, self.num_heads),
@@ -348,12 +382,28 @@ class FusedLayer:
         output = self.output.forward(attended)
         if adapters is not None:
             adapters.add(index, self.places[1], attended, output)
-        hidden = self._add(hidden, output if self.output_norm is None else self.output_norm(output))
-        change = self.mlp.forward(self.mlp_norm(hidden), index, adapters)
-        return self._add(hidden, change if self.mlp_output_norm is None else self.mlp_output_norm(change))
+        hidden = self._add(hidden, _normed(self.output_norm, output))
+        change = self.mlp.forward(_normed(self.mlp_norm, hidden), index, adapters)
+        return self._add(hidden, _normed(self.mlp_output_norm, change))
 
     def _add(self, residual: Tensor, change: Tensor) -> Tensor:
         return residual + change if self.residual_multiplier == 1.0 else residual + change * self.residual_multiplier
+
+
+def _rotates(layer: Any, window: int | None, family: Family) -> bool:
+    attention = layer.self_attn
+    if not family.rotates_windows:
+        return bool(getattr(attention, "use_rope", True))
+    return window is not None or attention.sliding_window is None
+
+
+def _normed(norm: BlockNorm | None, hidden: Tensor) -> Tensor:
+    return hidden if norm is None else norm(hidden)
+
+
+def _normed_heads(norm: BlockNorm, heads: Tensor) -> Tensor:
+    """Normalises `[N, heads, head_dim]`: each head, or all heads of a token together."""
+    return norm(heads.reshape(len(heads), -1, len(norm.weight))).view(heads.shape)
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, in_pairs: bool) -> Tensor:
@@ -361,7 +411,7 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, in_pairs: bool) -> Tensor:
     size, head_dim = cos.shape[-1], heads.shape[-1]
     turning = heads if size == head_dim else heads.narrow(-1, 0, size)
     other = turning.view(*turning.shape[:-1], -1, 2).flip(-1).flatten(-2) if in_pairs else turning.roll(size // 2, -1)
-    turned = torch.addcmul(turning * cos, other, sin)
+    turned = torch.addcmul(turning * cos, other, sin).to(heads.dtype)
     return turned if size == head_dim else torch.cat((turned, heads.narrow(-1, size, head_dim - size)), dim=-1)
 
 
@@ -419,39 +469,29 @@ def _joined_or_none(parameters: Sequence[Tensor | None]) -> nn.Parameter | None:
     return _joined(present) if present else None
 
 
-def _later_norms(layer: Any) -> tuple[_Norm | None, _Norm, _Norm | None]:
-    """The norms of attention's output, of the MLP's input and of its output; families name them in three ways."""
-    if hasattr(layer, "pre_feedforward_layernorm"):
-        names = ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-    elif hasattr(layer, "post_self_attn_layernorm"):
-        names = ("post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
-    else:
-        return None, _norm(layer.post_attention_layernorm), None
-    output, mlp, mlp_output = (_norm(getattr(layer, name)) for name in names)
-    return output, mlp, mlp_output
-
-
 class RmsNorm:
     """The root mean square norm of most families (RMSNorm, Zhang and Sennrich 2019). It is one kernel call in float32.
 
     Attributes:
         weight: `[H]`.
         epsilon: added to the mean of the squares.
+        module: the family's module.
     """
 
     def __init__(self, module: Any) -> None:
         self.weight: Tensor = module.weight
         self.epsilon: float = module.variance_epsilon
-        self._module = module
+        self.module = module
         self._shape = tuple(self.weight.shape)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Normalises the last dimension of `hidden`, `[..., H]`; returns the same shape and dtype."""
         if self.weight.dtype != torch.float32:
-            return cast(Tensor, self._module(hidden))
+            return cast(Tensor, self.module(hidden))
         return functional.rms_norm(hidden, self._shape, self.weight, self.epsilon)
 
 
-def _norm(module: Any) -> _Norm:
-    """A function with the results of a family's norm module, faster if the module is an RMS norm."""
-    return RmsNorm(module) if hasattr(module, "variance_epsilon") else cast(_Norm, module)
+def _norm(module: Any) -> BlockNorm:
+    """A norm with the results of a family's module, faster if the module is the usual RMS norm."""
+    is_usual = type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
+    return RmsNorm(module) if is_usual else cast(BlockNorm, module)

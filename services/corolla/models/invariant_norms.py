@@ -5,7 +5,7 @@ torch sums a row's squares in an order that depends on how many rows there are. 
 
 import logging
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, Final, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from corolla.models.invariant_products import TOLERANCES
 log = logging.getLogger(__name__)
 
 _CHECKED_ROWS = 3
+# transformers' classes of the kinds "offset" and "wide" of `launches.NORMS`.
+_OFFSET: Final = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "VaultGemmaRMSNorm")
+_WIDE: Final = ("FlexOlmoRMSNorm", "HeliumRMSNorm", "Olmo2RMSNorm", "Olmo3RMSNorm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,21 +28,21 @@ class Norm:
     Attributes:
         weight: `[H]` in the model's dtype, on its device.
         epsilon: added to the mean of the squares.
-        has_unit_offset: whether the weight is stored less one, as Gemma has it.
+        kind: one of `launches.NORMS`.
     """
 
     weight: Tensor
     epsilon: float
-    has_unit_offset: bool = False
+    kind: str = "rounded"
 
     @classmethod
     def of(cls, module: Any) -> Self | None:
         """The norm that a family's module computes, judged by its class; None: it is of another kind."""
         name = type(module).__name__
-        if name in ("GemmaRMSNorm", "Gemma2RMSNorm"):
-            return cls(module.weight, module.eps, has_unit_offset=True)
+        if name in _OFFSET:
+            return cls(module.weight, module.eps, "offset")
         if name.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-            return cls(module.weight, module.variance_epsilon)
+            return cls(module.weight, module.variance_epsilon, "wide" if name in _WIDE else "rounded")
         return None
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -47,9 +50,7 @@ class Norm:
         from corolla.kernels.triton.launches import add_rms_norm
 
         rows = hidden.reshape(-1, hidden.shape[-1])
-        normed, _ = add_rms_norm(
-            rows.contiguous(), None, self.weight, self.epsilon, has_unit_offset=self.has_unit_offset
-        )
+        normed, _ = add_rms_norm(rows.contiguous(), None, self.weight, self.epsilon, kind=self.kind)
         return normed.view(hidden.shape)
 
 

@@ -24,25 +24,30 @@ class RotaryTable:
         rotary: the family's rotary embedding.
         config: the family's configuration.
         in_pairs: whether a number is rotated with its neighbour, not with the one half the rotary size away.
+        kind: the kind of layers whose numbers these are, where the configuration has some for each kind; else None.
 
     Attributes:
         size: the rotary size: how many numbers of a head are rotated.
     """
 
-    def __init__(self, rotary: nn.Module, config: Any, *, in_pairs: bool = False) -> None:
+    def __init__(self, rotary: nn.Module, config: Any, *, in_pairs: bool = False, kind: str | None = None) -> None:
         self._rotary = rotary
         self.in_pairs = in_pairs
         own: Any = rotary.rotary if isinstance(rotary, LongRope) else rotary
-        self.size = 2 * len(own.inv_freq)
+        self.size = 2 * len(own.inv_freq if kind is None else getattr(own, f"{kind}_inv_freq"))
+        self._kinds = () if kind is None else (kind,)
         parameters = getattr(config, "rope_parameters", None) or {}
+        if kind is not None:
+            parameters = parameters[kind]
         self._is_lasting = parameters.get("rope_type", "default") in _BY_POSITION_ALONE
         self._table = torch.empty(0)
 
     @property
     def table(self) -> Tensor:
-        """The current table `[positions, 2, rotary size]`, in the dtype and on the device of hidden states.
+        """The current table `[positions, 2, rotary size]`, on the device of hidden states.
 
-        It is empty before the first call, and always if each call computes its own rows.
+        Its dtype is that of the family's module: that of hidden states, or float32. It is empty before the first call,
+        and always if each call computes its own rows.
         """
         return self._table
 
@@ -52,7 +57,7 @@ class RotaryTable:
         Args:
             position_ids: int64 `[N]`, all below `end`.
             end: the upper bound of the positions.
-            like: a tensor of any shape with the device and dtype of the result, the same ones in all calls.
+            like: a tensor of any shape with the device and dtype of hidden states, the same ones in all calls.
         """
         table, numbers = self.numbered(position_ids, end, like)
         if numbers is not None:
@@ -76,9 +81,9 @@ class RotaryTable:
 
     def _compute(self, position_ids: Tensor, like: Tensor) -> Tensor:
         """Computes the rows of positions, `[N, 2, rotary size]`."""
-        if like.is_meta:  # where the family's module could not compare the longest position
+        if like.is_meta and not self._is_lasting:  # the family's module could not compare the longest position
             return like.new_empty(len(position_ids), 2, self.size)
-        cos, sin = self._rotary(like, position_ids.unsqueeze(0))
+        cos, sin = self._rotary(like, position_ids.unsqueeze(0), *self._kinds)
         half = sin.shape[-1] // 2
         if self.in_pairs:
             cos, sin = cos[..., :half].repeat_interleave(2, -1), torch.stack((-sin, sin), -1)[..., :half, :].flatten(-2)

@@ -120,7 +120,7 @@ class SpanModel:
         layers = list(cast(nn.ModuleList, self._base.get_submodule(self.family.layers)))
         if self.family.is_fused and self.packs_rows and all(map(fits, layers)):
             rotary = self._base.get_submodule("rotary_emb")
-            self.fused = FusedSpan.of(layers, rotary, self.config, in_pairs=self.family.rotates_pairs)
+            self.fused = FusedSpan.of(layers, rotary, self.config, self.family)
         kept = self.family.read_weights
         tune(replace_linears(self._base, kept) if self.fused is None else self.fused.linears, budget_s=tuning_budget_s)
         if self.device.type == "cuda":

@@ -89,7 +89,9 @@ def test_a_batch_of_several_adapters_equals_peft(family: str, is_fused: bool, tm
     check(harness.run(harness.caches(30), 30, 35), harness.expected, 30, 35)
 
 
-@pytest.mark.parametrize("family", ["phi3", "falcon", "qwen3_moe", "gpt_neox", "cohere2", "opt", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["phi3", "olmo3", "falcon", "qwen3_moe", "gpt_neox", "cohere2", "opt", "deepseek_v3"]
+)
 def test_families_of_other_shapes(family: str, tmp_path: Path) -> None:
     targets = {"qwen3_moe": ["q_proj", "o_proj"], "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"]}
     kind = {"target_modules": targets[family]} if family in targets else {}

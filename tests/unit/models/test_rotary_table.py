@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Olmo3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
 from corolla.models.rotary_table import RotaryTable
 
@@ -52,3 +53,19 @@ def test_only_tables_that_do_not_depend_on_the_length_are_kept() -> None:
         table.rows(torch.tensor([40]), 41, LIKE)
     assert len(kept.__dict__["_table"]) == 1024
     assert len(not_kept.__dict__["_table"]) == 0
+
+
+def test_each_kind_of_layers_has_a_table_of_its_own() -> None:
+    """Half precision, too: this family rotates by numbers in float32."""
+    parameters = {"sliding_attention": SCALINGS["default"], "full_attention": {**SCALINGS["linear"], "rope_theta": 1e6}}
+    config = Olmo3Config(
+        hidden_size=32, num_attention_heads=2, num_hidden_layers=2, rope_parameters=parameters,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    module, position_ids, like = Olmo3RotaryEmbedding(config), torch.tensor([3, 70]), LIKE.bfloat16()
+    for kind in parameters:
+        cos, sin = RotaryTable(module, config, kind=kind).rows(position_ids, 71, like)
+        wanted_cos, wanted_sin = module(like, position_ids.unsqueeze(0), kind)
+        assert torch.equal(cos[:, 0], wanted_cos[0])
+        assert torch.equal(sin[:, 0, 8:], wanted_sin[0, :, 8:])
+        assert cos.dtype == torch.float32

@@ -25,9 +25,23 @@ _MERGED_AT_ONCE = tl.constexpr(8)
 
 
 @triton.jit
+def _scaled(unit, weight, dtype: tl.constexpr, NORM: tl.constexpr):
+    """Numbers whose squares have the mean 1, times a norm's weight, in float32."""
+    if NORM == "rounded":
+        scaled = unit.to(dtype).to(tl.float32) * weight.to(tl.float32)
+    elif NORM == "offset":
+        # Gemma's norm: the weight is stored less one, and the product is rounded once.
+        scaled = unit * (1.0 + weight.to(tl.float32))
+    else:
+        tl.static_assert(NORM == "wide", "a norm without a kernel")
+        scaled = unit * weight.to(tl.float32)
+    return scaled
+
+
+@triton.jit
 def add_rms_norm(
     x, delta, weight, out, total, eps, multiplier, width,
-    HAS_DELTA: tl.constexpr, HAS_MULTIPLIER: tl.constexpr, UNIT_OFFSET: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_DELTA: tl.constexpr, HAS_MULTIPLIER: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program for each row: the sum of `x` and `delta`, and its root mean square norm."""
     row = tl.program_id(0).to(tl.int64)
@@ -43,11 +57,7 @@ def add_rms_norm(
     wide = value.to(tl.float32)
     mean = tl.sum(wide * wide, 0) / width
     scale = tl.load(weight + at, mask=inside, other=0.0)
-    if UNIT_OFFSET:
-        # Gemma's norm: the weight is stored less one, and the product is rounded once.
-        normed = (wide * tl.rsqrt(mean + eps)) * (1.0 + scale.to(tl.float32))
-    else:
-        normed = (wide * tl.rsqrt(mean + eps)).to(value.dtype).to(tl.float32) * scale.to(tl.float32)
+    normed = _scaled(wide * tl.rsqrt(mean + eps), scale, value.dtype, NORM)
     tl.store(out + row * width + at, normed.to(value.dtype), mask=inside)
 
 
@@ -77,18 +87,42 @@ def gate(gates, ups, out, stride, width, ACTIVATION: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def _normed_head(value, squares, weight, eps, HEAD: tl.constexpr):
+def _norm_in_place(numbers, weight, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    value = tl.load(numbers + at, mask=inside, other=0.0)
+    wide = value.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+    scale = tl.load(weight + at, mask=inside, other=0.0)
+    tl.store(numbers + at, _scaled(wide * inverse, scale, value.dtype, NORM).to(value.dtype), mask=inside)
+
+
+@triton.jit
+def norm_projections(
+    qkv, query_weight, key_weight, query_eps, key_eps, stride, QUERY: tl.constexpr, QUERY_BLOCK: tl.constexpr,
+    KEY: tl.constexpr, KEY_BLOCK: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """A program for a token's QUERY numbers of all query heads, and one for its KEY numbers: their norm, in place."""
+    numbers = qkv + tl.program_id(0).to(tl.int64) * stride
+    if tl.program_id(1) == 0:
+        _norm_in_place(numbers, query_weight, query_eps, QUERY, QUERY_BLOCK, NORM)
+    else:
+        _norm_in_place(numbers + QUERY, key_weight, key_eps, KEY, KEY_BLOCK, NORM)
+
+
+@triton.jit
+def _normed_head(value, squares, weight, eps, HEAD: tl.constexpr, NORM: tl.constexpr):
     """A head's numbers `value`, normalised like the head `squares`, of which `value` may be another order."""
     wide = squares.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, 0) / HEAD + eps)
-    return ((value.to(tl.float32) * inverse).to(value.dtype).to(tl.float32) * weight.to(tl.float32)).to(value.dtype)
+    return _scaled(value.to(tl.float32) * inverse, weight, value.dtype, NORM).to(value.dtype)
 
 
 @triton.jit
 def rotate_and_store(
     qkv, table, positions, slots, query, keys, values, query_weight, key_weight, query_eps, key_eps,
     NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
-    ROTARY: tl.constexpr, IN_PAIRS: tl.constexpr, NORMALISES: tl.constexpr, CODEC: tl.constexpr, STORED: tl.constexpr,
+    ROTARY: tl.constexpr, IN_PAIRS: tl.constexpr, NORM: tl.constexpr, CODEC: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
     """A program for a token's head: norm, rotation, and the place in `query`, or in the pages.
 
@@ -108,7 +142,7 @@ def rotate_and_store(
         else:
             other = tl.where(at < ROTARY, (at + ROTARY // 2) % ROTARY, at)
         rolled = tl.load(source + other, mask=inside, other=0.0)
-        if NORMALISES:
+        if NORM != "":
             plain = value
             if head < NUM_HEADS:
                 weight = tl.load(query_weight + at, mask=inside, other=0.0)
@@ -118,8 +152,8 @@ def rotate_and_store(
                 weight = tl.load(key_weight + at, mask=inside, other=0.0)
                 rolled_weight = tl.load(key_weight + other, mask=inside, other=0.0)
                 eps = key_eps
-            value = _normed_head(value, plain, weight, eps, HEAD)
-            rolled = _normed_head(rolled, plain, rolled_weight, eps, HEAD)
+            value = _normed_head(value, plain, weight, eps, HEAD, NORM)
+            rolled = _normed_head(rolled, plain, rolled_weight, eps, HEAD, NORM)
         if ROTARY:
             position = tl.load(positions + token)
             turns = inside if ROTARY == HEAD else at < ROTARY

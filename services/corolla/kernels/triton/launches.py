@@ -21,6 +21,10 @@ Grid = tuple[int, ...]
 ACTIVATIONS: Final = ("silu", "gelu_tanh", "gelu")
 """The activations of `gate`: x times its logistic function; GELU by the hyperbolic tangent or the error function."""
 
+NORMS: Final = ("rounded", "offset", "wide")
+"""The kinds of norms: the number is rounded before it is multiplied by the weight; the weight is stored less one, as
+Gemma has it; neither."""
+
 _EXACT: Final[dict[str, Any]] = {"enable_fp_fusion": False}
 _LOG2E: Final = 1.4426950408889634
 _KEYS_OF_BLOCK: Final = 64
@@ -45,16 +49,19 @@ class HeadNorms:
     """The root mean square norms of query heads and key heads.
 
     Attributes:
-        query_weight: `[head_dim]` in the model's dtype.
-        key_weight: `[head_dim]` likewise.
-        query_epsilon: added to the mean of the squares of a query head.
-        key_epsilon: likewise of a key head.
+        query_weight: `[head_dim]` in the model's dtype, or `[heads * head_dim]` where all heads of a token are
+            normalised together.
+        key_weight: `[head_dim]` or `[key heads * head_dim]`, likewise.
+        query_epsilon: added to the mean of the squares of queries.
+        key_epsilon: likewise of keys.
+        kind: one of NORMS.
     """
 
     query_weight: Tensor
     key_weight: Tensor
     query_epsilon: float
     key_epsilon: float
+    kind: str = "rounded"
 
 
 def launch(kernel: Any, grid: Grid, *arguments: Any, **options: Any) -> None:
@@ -104,7 +111,7 @@ def add_rms_norm(
     epsilon: float,
     *,
     multiplier: float = 1.0,
-    has_unit_offset: bool = False,
+    kind: str = "rounded",
 ) -> tuple[Tensor, Tensor]:
     """Adds to the hidden states, and normalises the sum.
 
@@ -114,7 +121,7 @@ def add_rms_norm(
         weight: `[H]`, the norm's weight.
         epsilon: added to the mean of the squares.
         multiplier: the factor of `delta`.
-        has_unit_offset: whether the weight is stored less one, as Gemma has it.
+        kind: one of NORMS.
 
     Returns:
         The normalised sum, and the sum, `[N, H]` each.
@@ -124,8 +131,8 @@ def add_rms_norm(
     block = power_of_two(width)
     launch(
         device_code.add_rms_norm, (x.shape[0],), x, x if delta is None else delta, weight, out, total, epsilon,
-        multiplier, width, HAS_DELTA=delta is not None, HAS_MULTIPLIER=multiplier != 1.0, UNIT_OFFSET=has_unit_offset,
-        BLOCK=block, num_warps=min(16, max(4, block // 512)), **_EXACT,
+        multiplier, width, HAS_DELTA=delta is not None, HAS_MULTIPLIER=multiplier != 1.0, NORM=kind, BLOCK=block,
+        num_warps=min(16, max(4, block // 512)), **_EXACT,
     )  # fmt: skip
     return out, total
 
@@ -154,13 +161,12 @@ def gate(gate_up: Tensor, activation: str, up: Tensor | None = None) -> Tensor:
 
 def rotate_and_store(
     qkv: Tensor,
-    table: Tensor,
+    table: Tensor | None,
     positions: Tensor,
     slots: Tensor,
     keys: Tensor,
     values: Tensor,
     *,
-    rotates: bool = True,
     in_pairs: bool = False,
     norms: HeadNorms | None = None,
     codec: str | None = None,
@@ -168,15 +174,16 @@ def rotate_and_store(
     """Normalises and rotates queries and keys, and stores keys and values in their pages.
 
     Args:
-        qkv: `[N, (heads + 2 * key heads) * head_dim]`, the projections of the new tokens.
-        table: `[rows, 2, rotary size]`, cosines and signed sines of the first numbers of a head.
+        qkv: `[N, (heads + 2 * key heads) * head_dim]`, the projections of the new tokens; norms of all heads together
+            change it in place.
+        table: `[rows, 2, rotary size]` in the model's dtype or float32, cosines and signed sines of the first numbers
+            of a head; None: there is no rotary embedding.
         positions: int64 `[N]`, each token's row of the table.
         slots: int64 `[N]`, where each token's key and value go.
         keys: `[slots, key heads, head_dim]`, written in place; with a codec int8 `[slots, key heads, stored size]`.
         values: `[slots, key heads, head_dim]`, likewise.
-        rotates: whether there is a rotary embedding.
         in_pairs: whether a number is rotated with its neighbour, not with the one half the rotary size away.
-        norms: the norms of query and key heads; None: there are none.
+        norms: the norms of queries and keys; None: there are none.
         codec: the key of `cache.codecs.CODECS` by which keys and values are stored; None: as they are.
 
     Returns:
@@ -186,16 +193,29 @@ def rotate_and_store(
     head = _head_size(stored, codec)
     num_heads = qkv.shape[1] // head - 2 * num_key_heads
     query = qkv.new_empty(qkv.shape[0], num_heads, head)
+    if norms is not None and (len(norms.query_weight), len(norms.key_weight)) != (head, head):
+        _norm_projections(qkv, norms)
+        norms = None
     weights = (qkv, qkv) if norms is None else (norms.query_weight, norms.key_weight)
     epsilons = (0.0, 0.0) if norms is None else (norms.query_epsilon, norms.key_epsilon)
     launch(
         device_code.rotate_and_store, (qkv.shape[0], num_heads + 2 * num_key_heads),
-        qkv, table, positions, slots, query, keys, values, *weights, *epsilons,
+        qkv, qkv if table is None else table, positions, slots, query, keys, values, *weights, *epsilons,
         NUM_HEADS=num_heads, NUM_KEY_HEADS=num_key_heads, HEAD=head, BLOCK=power_of_two(head),
-        ROTARY=table.shape[-1] if rotates else 0, IN_PAIRS=in_pairs, NORMALISES=norms is not None, CODEC=codec or "",
-        STORED=stored, num_warps=1, **_EXACT,
+        ROTARY=0 if table is None else table.shape[-1], IN_PAIRS=in_pairs, NORM="" if norms is None else norms.kind,
+        CODEC=codec or "", STORED=stored, num_warps=1, **_EXACT,
     )  # fmt: skip
     return query
+
+
+def _norm_projections(qkv: Tensor, norms: HeadNorms) -> None:
+    sizes = len(norms.query_weight), len(norms.key_weight)
+    blocks = [power_of_two(size) for size in sizes]
+    launch(
+        device_code.norm_projections, (qkv.shape[0], 2), qkv, norms.query_weight, norms.key_weight,
+        norms.query_epsilon, norms.key_epsilon, qkv.shape[1], QUERY=sizes[0], QUERY_BLOCK=blocks[0], KEY=sizes[1],
+        KEY_BLOCK=blocks[1], NORM=norms.kind, num_warps=min(16, max(4, max(blocks) // 512)), **_EXACT,
+    )  # fmt: skip
 
 
 def _head_size(stored: int, codec: str | None) -> int:
