@@ -20,8 +20,9 @@ from corolla.kernels.triton.cache_code import decoded, store_head
 
 # The base of the exponentials is 2, so scores are multiplied by this number.
 _LOG2E = tl.constexpr(1.4426950408889634)
-# Merging one page after another waits for memory each time; loads of so many pages are under way together.
-_MERGED_AT_ONCE = tl.constexpr(8)
+# Merging pages: the factors of so many pages are computed together, and the loads of so many are under way together.
+_FACTORS = tl.constexpr(32)
+_MERGED_AT_ONCE = tl.constexpr(16)
 
 
 @triton.jit
@@ -323,37 +324,54 @@ def attend_pages(
 
 
 @triton.jit
+def _greater(one, other):
+    return tl.maximum(one, other)
+
+
+@triton.jit
 def merge_pages(
     parts, sums, maxima, out, num_keys, first_parts,
-    NUM_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, PAGE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    NUM_HEADS: tl.constexpr, HEAD: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Single tokens: merges the parts of a row's pages in their order, for one head."""
+    """Single tokens: merges the parts of a row's pages in their order, for COLUMNS numbers of one head.
+
+    Maxima are exact in any order, so each thread of a warp computes the factors of a page. The sums take the pages in
+    their order.
+    """
     head, row = tl.program_id(0), tl.program_id(1)
     held = tl.load(num_keys + row)
-    at = tl.arange(0, HEAD_BLOCK)
+    at = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     inside = at < HEAD
     place = tl.load(first_parts + row).to(tl.int64) * NUM_HEADS + head
     num_pages = tl.cdiv(held, PAGE)
-    greatest = tl.load(maxima + place)
-    total = tl.load(sums + place)
-    acc = tl.load(parts + place * HEAD + at, mask=inside, other=0.0)
-    for first in range(1, num_pages, _MERGED_AT_ONCE):
-        # The last page once more, with a score below all others, changes no bit.
-        for number in tl.static_range(_MERGED_AT_ONCE):
-            there = place + tl.minimum(first + number, num_pages - 1) * NUM_HEADS
-            m = tl.where(first + number < num_pages, tl.load(maxima + there), -float("inf"))
-            l = tl.load(sums + there)
-            a = tl.load(parts + there * HEAD + at, mask=inside, other=0.0)
-            new = tl.maximum(greatest, m)
-            safe = new
-            if HAS_WINDOW:
-                # No key of the first pages may be within the window.
-                safe = tl.where(new == -float("inf"), 0.0, new)
-            old, fresh = tl.exp2(greatest - safe), tl.exp2(m - safe)
-            total = total * old + l * fresh
-            acc = acc * old + a * fresh
-            greatest = new
+    lane = tl.arange(0, _FACTORS)
+    greatest = tl.full((), -float("inf"), tl.float32)
+    total = tl.zeros([COLUMNS], tl.float32)
+    acc = tl.zeros([COLUMNS], tl.float32)
+    for first in range(0, num_pages, _FACTORS):
+        number = first + lane
+        is_there = number < num_pages
+        m = tl.load(maxima + place + number * NUM_HEADS, mask=is_there, other=-float("inf"))
+        l = tl.load(sums + place + number * NUM_HEADS, mask=is_there, other=0.0)
+        has_earlier = (lane > 0) & (number <= num_pages)
+        earlier = tl.load(maxima + place + (number - 1) * NUM_HEADS, mask=has_earlier, other=-float("inf"))
+        earlier = tl.maximum(tl.associative_scan(earlier, 0, _greater), greatest)
+        new = tl.maximum(earlier, m)
+        # No key of the first pages may be within the window.
+        safe = tl.where(new == -float("inf"), 0.0, new)
+        old, fresh = tl.exp2(earlier - safe), tl.exp2(m - safe)
+        weighted = l * fresh
+        greatest = tl.max(new, 0)
+        for group in range(0, tl.minimum(num_pages - first, _FACTORS), _MERGED_AT_ONCE):
+            # A page that is not there leaves the sums as they are: its factors are one and zero.
+            for index in tl.static_range(_MERGED_AT_ONCE):
+                page = group + index
+                there = (place + (first + page) * NUM_HEADS) * HEAD + at
+                a = tl.load(parts + there, mask=inside & (first + page < num_pages), other=0.0)
+                chosen = tl.zeros([COLUMNS], tl.int32) + page
+                fade = tl.gather(old, chosen, 0)
+                total = total * fade + tl.gather(weighted, chosen, 0)
+                acc = acc * fade + a * tl.gather(fresh, chosen, 0)
     tl.store(out + (row * NUM_HEADS + head) * HEAD + at, (acc / total).to(out.dtype.element_ty), mask=inside)
 
 

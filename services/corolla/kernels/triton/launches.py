@@ -40,6 +40,9 @@ _LARGEST_TILE: Final = (128, 128, 64, 8, 4)
 # an H100, with the same bits.
 _LONG_STEP: Final = 256
 _LEAST_LONG_STEPS: Final = 3
+# Numbers of a head that a program of `merge_pages` merges. With one for each thread of its only warp, the threads take
+# the factors of pages from each other's registers.
+_MERGED_COLUMNS: Final = 32
 # Tokens of a row that a program of `keep_nucleus` looks at together.
 _NUCLEUS_BLOCK: Final = 4096
 
@@ -277,9 +280,9 @@ def attend(
             num_stages=stages_within(3, bytes_of_stage, query.device), **_EXACT,
         )  # fmt: skip
         launch(
-            device_code.merge_pages, (num_heads, num_rows), parts, sums, maxima, out, tables.num_keys,
-            tables.first_pages, NUM_HEADS=num_heads, HEAD=head, HEAD_BLOCK=shape["HEAD_BLOCK"], PAGE=page,
-            HAS_WINDOW=window is not None, num_warps=1, **_EXACT,
+            device_code.merge_pages, (num_heads, num_rows, -(-head // _MERGED_COLUMNS)), parts, sums, maxima, out,
+            tables.num_keys, tables.first_pages, NUM_HEADS=num_heads, HEAD=head, COLUMNS=_MERGED_COLUMNS, PAGE=page,
+            num_warps=1, **_EXACT,
         )  # fmt: skip
         return out
     group_block = power_of_two(group)

@@ -37,6 +37,16 @@ def test_backends_equal_the_definition_in_float64(
     assert largest_difference(BACKENDS[name](), CPU, dtype, page_tokens, AttentionShape(window=window)) <= tolerance
 
 
+@pytest.mark.parametrize("name", ["compiled", "sdpa"])
+@pytest.mark.parametrize("window", [None, 40])
+def test_the_trial_of_a_text_of_many_pages(name: str, window: int | None) -> None:
+    """More tokens than are compared."""
+    difference = largest_difference(
+        BACKENDS[name](), CPU, torch.float32, 16, AttentionShape(window=window), pages_of_text=40
+    )
+    assert difference <= 2e-6
+
+
 @pytest.mark.parametrize("window", [None, 4, 40])
 @pytest.mark.parametrize("page_tokens", [4, 32])
 def test_page_tables_lead_to_the_right_keys(window: int | None, page_tokens: int) -> None:
