@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from corolla.compute import graph_choice
-from corolla.compute.decode_graphs import CudaCapture
 from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.models.adapters.loading import load_adapter
 from corolla.models.adapters.products import SpanAdapter
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.cuda_capture import CudaCapture
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.adapters import AdaptedModel, make_adapter
@@ -74,7 +74,7 @@ def test_batches_of_adapters_equal_peft_and_rows_keep_their_bits_in_recorded_ste
     assert torch.equal(run([(0, length)], [0])[0], whole[0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph_choice, "SIZES", (4,))
-        graph_choice.choose_graphs(runner, record if DEVICE == "cpu" else CudaCapture(torch.device(DEVICE)))
+        graph_choice.choose_graphs(runner, lambda: record if DEVICE == "cpu" else CudaCapture(torch.device(DEVICE)))
     assert runner.decode_graphs is not None
     num_replays = runner.decode_graphs.num_replays
     singles = [(0, length - 2), (length - 2, length - 1), (length - 1, length)]

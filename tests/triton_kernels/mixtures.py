@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from corolla.compute.decode_graphs import CudaCapture
 from corolla.compute.mixture_trial import failed_mixture_trial
 from corolla.compute.triton_blocks import MixturePlan
 from corolla.kernels.expert_routing import Routing
@@ -16,6 +15,7 @@ from corolla.kernels.triton import expert_launches
 from corolla.kernels.triton.expert_launches import ChosenExperts, add_experts, choose_experts, multiply_experts
 from corolla.kernels.triton.launches import multiply
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.cuda_capture import CudaCapture
 from corolla.models.fused import MixtureMlp
 from corolla.models.invariant_products import InvariantProduct, triton_product
 from corolla.models.mixtures import Mixture

@@ -10,7 +10,6 @@ import torch
 from corolla.cache.codecs import CODECS
 from corolla.cache.store import SessionCache
 from corolla.compute import graph_choice
-from corolla.compute.decode_graphs import CudaCapture
 from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.kernels.triton import launches
 from corolla.kernels.triton.packed_launches import multiply_packed
@@ -18,6 +17,7 @@ from corolla.models import edges as edges_module
 from corolla.models import linear, span_model
 from corolla.models import quantization as quantization_module
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.cuda_capture import CudaCapture
 from corolla.models.edges import Edges, load_edges
 from corolla.models.invariant_products import InvariantProduct, triton_product
 from corolla.models.linear import TunedLinear
@@ -185,7 +185,7 @@ def test_packed_weights_run_by_the_kernels_and_in_replayed_steps(
     torch.testing.assert_close(whole, outputs(reference, [21]), rtol=1e-4, atol=1e-4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph_choice, "SIZES", (1,))
-        graph_choice.choose_graphs(runner, record if DEVICE == "cpu" else CudaCapture(torch.device(DEVICE)))
+        graph_choice.choose_graphs(runner, lambda: record if DEVICE == "cpu" else CudaCapture(torch.device(DEVICE)))
     assert runner.decode_graphs is not None
     num_replays = runner.decode_graphs.num_replays
     assert torch.equal(outputs(runner, [18, 1, 2]), whole)
@@ -243,7 +243,7 @@ def test_replayed_steps_have_the_bits_of_prompts(tmp_path: Path, case: tuple[str
         cache.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph_choice, "SIZES", (1, 2))
-        graph_choice.choose_graphs(runner, record if DEVICE == "cpu" else CudaCapture(torch.device(DEVICE)))
+        graph_choice.choose_graphs(runner, lambda: record if DEVICE == "cpu" else CudaCapture(torch.device(DEVICE)))
     assert runner.decode_graphs is not None
     caches = [opened() for _ in texts]
     first = PAGE_TOKENS - 2

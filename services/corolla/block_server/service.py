@@ -50,7 +50,6 @@ from corolla.chassis.tenant_limits import QuotaTable
 from corolla.chassis.tracing import spans
 from corolla.chassis.weight_formats import weight_format
 from corolla.compute.compute_thread import ComputeThread
-from corolla.compute.decode_graphs import CudaCapture
 from corolla.compute.device import (
     device_id,
     device_name,
@@ -68,6 +67,7 @@ from corolla.compute.span_runner import SpanRunner
 from corolla.compute.speed import Speed, measure_bandwidth, measure_decode_step, measure_speed, state_bytes
 from corolla.decoding.draft_model import DraftModel, num_weights
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.cuda_capture import CudaCapture
 from corolla.models.edges import Edges, fetch_edges, head_bytes, load_edges
 from corolla.models.families import attention_windows, pageless_layers
 from corolla.models.hub import Hub
@@ -579,7 +579,7 @@ class BlockServer:
         runner.warm_up()
         if (before := memory_of(model.device) if may_replay else None) is None:
             return runner, 0
-        choose_graphs(runner, CudaCapture(model.device))
+        choose_graphs(runner, partial(CudaCapture, model.device))
         after = memory_of(model.device)
         return runner, 0 if after is None else max(0, before.num_free - after.num_free)
 

@@ -17,6 +17,7 @@ from corolla.compute.decode_buffers import DecodeBuffers
 from corolla.compute.low_rank import NO_SLOT, RECORDED_RANK, LowRankBatch, LowRankTable
 from corolla.compute.triton_blocks import TritonBlocks
 from corolla.models.adapters.products import SpanAdapter
+from corolla.models.cuda_capture import Record
 from corolla.models.fused import FusedSpan
 
 SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 96, 128)
@@ -24,46 +25,6 @@ SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 96, 128)
 
 Up to 64 rows, memory bandwidth limits a GPU, so padding costs little. Beyond, a step has up to a third of padding.
 """
-
-Record = Callable[[Callable[[], None]], Callable[[], None]]
-"""Records the tensor operations of a step. Returns a function that runs them again on the tensors' current contents.
-
-The step computes with tensors only. It runs at least once before it is recorded, so that libraries can set up what they
-keep. RuntimeError is raised if the step does something that cannot be recorded.
-"""
-
-
-# Libraries choose kernels and take workspaces in their first calls, which a capture does not allow.
-_WARM_UP_STEPS: Final = 3
-
-
-class CudaCapture:
-    """Records steps as CUDA graphs, as torch's notes on CUDA graphs describe (warm-up on a side stream, then capture).
-
-    The recordings share one memory pool: they run one after another, and nothing in the pool outlives a step.
-
-    Args:
-        device: a CUDA device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
-        """See `Record`."""
-        with torch.cuda.device(self._device):
-            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(_WARM_UP_STEPS):
-                    step()
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            # The capture ignores the work of other threads of the process.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                step()
-        return graph.replay
 
 
 class DecodeGraphs:

@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -12,10 +12,11 @@ from corolla.cache.store import SessionCache
 from corolla.compute.attention.backends import TOLERANCES
 from corolla.compute.attention.page_tables import PagedBackend
 from corolla.compute.decode_buffers import DecodeBuffers
-from corolla.compute.decode_graphs import SIZES, DecodeGraphs, Record
+from corolla.compute.decode_graphs import SIZES, DecodeGraphs
 from corolla.compute.device import is_out_of_memory
 from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.models.adapters.products import LowRank, PlaceKey, SpanAdapter
+from corolla.models.cuda_capture import Record
 from corolla.models.fused import MixtureMlp
 from corolla.models.span_model import SpanModel
 
@@ -28,17 +29,17 @@ _ADAPTED: Final = "mlp.down_proj"
 _NO_MEMORY: Final = "they do not fit into the memory of the device"
 
 
-def choose_graphs(runner: SpanRunner, record: Record) -> None:
+def choose_graphs(runner: SpanRunner, new_record: Callable[[], Record]) -> None:
     """Lets a runner replay recorded decode steps from now on, if their results equal those of its ordinary steps.
 
     Args:
         runner: a runner that is warmed up, with a scratch page and without sessions.
-        record: see `Record`.
+        new_record: makes a `Record` for each attempt, since an attempt that fails gives its recordings up.
     """
     failure: str | None = _NO_MEMORY
     for num_sizes in range(len(SIZES), 0, -1):
         # Where the memory lacks room for the largest step, smaller ones may have room.
-        failure = _failure(runner, record, SIZES[:num_sizes])
+        failure = _failure(runner, new_record(), SIZES[:num_sizes])
         if failure != _NO_MEMORY:
             break
     if failure is not None:

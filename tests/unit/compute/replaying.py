@@ -12,9 +12,10 @@ from corolla.cache.store import SessionCache
 from corolla.compute import graph_choice
 from corolla.compute.attention import backends
 from corolla.compute.attention.paged_flash import PagedFlash
-from corolla.compute.decode_graphs import DecodeGraphs, Record
+from corolla.compute.decode_graphs import DecodeGraphs
 from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.cuda_capture import Record
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
@@ -44,7 +45,7 @@ def make_runner(folder: Path, span: Span = SPAN, **options: Any) -> SpanRunner:
 def choose(runner: SpanRunner, how: Record = record, sizes: Sequence[int] = SIZES) -> DecodeGraphs | None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph_choice, "SIZES", tuple(sizes))
-        graph_choice.choose_graphs(runner, how)
+        graph_choice.choose_graphs(runner, lambda: how)
     return runner.decode_graphs
 
 

@@ -1,15 +1,16 @@
 """CUDA graphs on a device: the server chooses recorded steps, which give the outputs of launched ones."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from corolla.compute.attention.backends import TOLERANCES
-from corolla.compute.decode_graphs import CudaCapture
 from corolla.compute.graph_choice import choose_graphs
 from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.cuda_capture import CudaCapture
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
@@ -35,7 +36,7 @@ def test_replays_give_the_outputs_of_launched_steps(tmp_path: Path, family: str)
     )  # fmt: skip
     for runner in (launching, replaying):
         runner.warm_up()
-    choose_graphs(replaying, CudaCapture(device))
+    choose_graphs(replaying, partial(CudaCapture, device))
     assert replaying.decode_graphs is not None
     caches = [[runner.new_cache() for _ in range(7)] for runner in (launching, replaying)]
     generator = torch.Generator().manual_seed(0)

@@ -15,8 +15,8 @@ from corolla.compute import graph_choice
 from corolla.compute.attention.batch import AttentionBatch, PackedRow
 from corolla.compute.attention.paged_flash import PagedFlash
 from corolla.compute.decode_buffers import DecodeBuffers
-from corolla.compute.decode_graphs import Record
 from corolla.compute.span_runner import RowWork, SpanRunner
+from corolla.models.cuda_capture import Record
 from tests.checkpoints import make_tiny_checkpoint
 from tests.paged_kernel import paged_definition
 from tests.recorded_steps import record

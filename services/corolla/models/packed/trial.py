@@ -12,6 +12,7 @@ from torch import Tensor
 from corolla.kernels.llvm_text import LANES
 from corolla.kernels.product_choice import rungs
 from corolla.kernels.repacking import unpack
+from corolla.models.cuda_capture import CudaCapture
 from corolla.models.invariant_products import TOLERANCES, try_product
 from corolla.models.packed.modules import PackedLinear
 
@@ -105,21 +106,17 @@ def _fastest_tile(layers: Sequence[PackedLinear], dtype: torch.dtype) -> "Tile |
 
 def _seconds(layers: Sequence[PackedLinear], row: Tensor, tile: "Tile | None") -> float:
     """The time of the layers' products, recorded, since launches take longer than products."""
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+
+    def multiply() -> None:
         for layer in layers:
             layer.with_tile(row, tile)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for layer in layers:
-            layer.with_tile(row, tile)
+
+    replay = CudaCapture(row.device)(multiply)
     found: list[float] = []
     for _ in range(_TIMED_ROUNDS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
-        graph.replay()
+        replay()
         end.record()
         end.synchronize()
         found.append(begin.elapsed_time(end) / 1e3)
