@@ -500,9 +500,8 @@ class _EarlyLogits:
         try:
             num_choices = [row.num_choices for row in rows]
             self._logits = logits_of(self._edges, rows, hidden if sum(num_choices) == len(hidden) else None)
-        except torch.AcceleratorError:
-            raise
         except Exception as failure:
+            error_of(failure)
             # Once it is known which outputs are finite, the head is tried again, and says what fails.
             log.warning("the head could not be launched early", extra={"where": call_path(failure)})
             return
@@ -569,10 +568,11 @@ def error_of(failure: Exception) -> CorollaError:
     """Returns the error for the clients of failed rows, without the exception's text, which may contain their data.
 
     Raises:
-        AcceleratorError: `failure` is one. Every later call of the device would fail, too, so the engine ends, and with
-            it the process; clients recover their sessions elsewhere.
+        AcceleratorError: `failure` is one, and says something else than that memory is too small. Every later call of
+            the device would fail, too, so the engine ends, and with it the process; clients recover their sessions
+            elsewhere.
     """
-    if isinstance(failure, torch.AcceleratorError):
+    if isinstance(failure, torch.AcceleratorError) and not is_out_of_memory(failure):
         # The driver's message contains no data of clients.
         log.critical("the device failed", extra={"failure": str(failure).partition("\n")[0]})
         raise failure

@@ -10,9 +10,9 @@ from corolla.chassis import heap
 from corolla.chassis.errors import StartupError
 from corolla.compute.device_memory import DeviceMemory
 
-# torch raises OutOfMemoryError only for the memory of GPUs. On the CPU, and in libraries below torch, only the text of
-# the error tells.
-_OUT_OF_MEMORY: Final = ("can't allocate memory", "not enough memory", "_ALLOC_FAILED")
+# torch raises OutOfMemoryError only where its own allocator lacks memory of a GPU. On the CPU, and where the driver or
+# a library takes memory (for a kernel that it loads, a recording, a workspace), only the text of the error tells.
+_OUT_OF_MEMORY: Final = ("can't allocate memory", "not enough memory", "out of memory", "_ALLOC_FAILED")
 
 
 def is_out_of_memory(failure: BaseException) -> bool:
@@ -24,6 +24,8 @@ def is_out_of_memory(failure: BaseException) -> bool:
 
 def open_device(name: str) -> torch.device:
     """The device of this name, after a first computation on it. From now on, torch rounds half-precision sums once.
+
+    The calling thread launches there what does not name a device, as Triton does: each thread has a device of its own.
 
     Args:
         name: a name that torch knows, such as `cpu`, `cuda` or `cuda:1`.
@@ -38,6 +40,8 @@ def open_device(name: str) -> torch.device:
             f"COROLLA_DEVICE={name} is not the name of a device: set it to cpu, cuda or cuda:1"
         ) from None
     try:
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)
         torch.ones(8, device=device).sum().item()
     except (RuntimeError, AssertionError, NotImplementedError) as failure:
         raise StartupError(f"COROLLA_DEVICE={name} cannot be used: {_reason(device, failure)}") from None

@@ -203,6 +203,8 @@ def test_a_non_finite_row_is_not_counted_as_a_device_failure(runner: SpanRunner)
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), OutOfMemory),
         (MemoryError(), OutOfMemory),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), OutOfMemory),
+        (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be"), OutOfMemory),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), OutOfMemory),
         (RuntimeError("CUDA error: device-side assert triggered"), StepFailed),
         (ValueError("not enough memory of what was said"), StepFailed),
         (OutOfPages("too few"), OutOfPages),

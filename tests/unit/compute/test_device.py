@@ -35,6 +35,17 @@ def test_a_device_that_cannot_be_used_ends_the_start(name: str, sentence: str) -
         open_device(name)
 
 
+def test_the_thread_that_opens_a_gpu_launches_there_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the device of the thread, whichever has the tensors."""
+    opened: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", opened.append)
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda size, device: opened.append(device) or ones(size))
+    device = torch.device("cuda", 1)
+    assert open_device("cuda:1") == device
+    assert opened == [device, device]
+
+
 def _too_much() -> None:
     torch.empty(1 << 60, dtype=torch.int8)
 
