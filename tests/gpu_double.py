@@ -151,7 +151,7 @@ class Stream:
 
 
 class StreamContext:
-    """What `torch.cuda.stream` returns; a context that nobody leaves keeps its stream."""
+    """Enters a stream as `torch.cuda.stream` does; if it is never left, the stream stays the current one."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -289,6 +289,11 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         assert tensor.cell.held is not None
         return tensor.cell.held
 
+    def has_made(self, tensor: Tensor) -> bool:
+        """True if the work that makes a tensor is done."""
+        assert isinstance(tensor, GpuTensor)
+        return tensor.cell.held is not None
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -389,7 +394,7 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._graph.refuse("a copy between host and device")
         if not self.is_pinned(host):
             if is_late and host is target:
-                raise BrokenRule("nobody knows when a copy to memory that is not pinned has ended")
+                raise BrokenRule("no event tells when a copy to memory that is not pinned has ended")
             is_late = False
         given = source if is_late or isinstance(source, GpuTensor) else source.clone()
         taker, giver = _cells((target, given))

@@ -19,6 +19,18 @@ TESTS: Final = ROOT / "tests"
 ALLOWED: Final[dict[tuple[str, str], str]] = {
     ("tests/charts/test_monitoring.py", "_collector_to_names"): "prometheus_client tells the names of samples only",
     ("tests/charts/test_monitoring.py", "_labelnames"): "prometheus_client tells labels only of samples that exist",
+    ("tests/gpu_double.py", "_local_scalar_dense"): "the name of an operator of torch",
+    ("tests/gpu_double.py", "_to_copy"): "the name of an operator of torch",
+    ("tests/gpu_double.py", "_schema"): "torch tells only there which arguments an operator changes",
+    ("tests/gpu_double.py", "_make_wrapper_subclass"): "torch makes a tensor without memory in no other way",
+    ("tests/gpu_double.py", "_C"): "torch takes its calls of CUDA from there",
+    ("tests/gpu_double.py", "_dispatch_has_kernel_for_dispatch_key"): "torch tells only there what is made of others",
+    ("tests/gpu_double.py", "_only_lift_cpu_tensors"): "otherwise torch itself brings numbers of Python to a device",
+    (
+        "tests/gpu_double.py",
+        "_set_only_lift_cpu_tensors",
+    ): "otherwise torch itself brings numbers of Python to a device",
+    ("tests/gpu_double.py", "_host_emptyCache"): "torch's build for processors lacks it",
     ("tests/integration/router/test_outages.py", "_writer"): "redis resets no connection on request",
     ("tests/recorded_steps.py", "_local_scalar_dense"): "the name of an operator of torch",
     ("tests/simulation/loop.py", "_scheduled"): "asyncio counts its timers in their handles",

@@ -30,7 +30,7 @@ from corolla.chassis.errors import InternalError, NonFiniteOutput
 from corolla.decoding.grammar import AnswerGrammar
 from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.random_jump import moved_on
-from corolla.wire.device_copies import begin_copy, empty_to_copy
+from corolla.wire.device_copies import begin_copy, empty_to_copy, to_device
 
 _STATE_HEADER = struct.Struct(">4sBI")
 _STATE_MAGIC = b"CRNG"
@@ -91,8 +91,8 @@ class TokenPenalties:
         return StackedPenalties([self], logits.device).apply(logits.unsqueeze(0))[0]
 
     def _move_to(self, device: torch.device) -> None:
-        self._is_seen = None if self._is_seen is None else _moved(self._is_seen, device)
-        self._counts = None if self._counts is None else _moved(self._counts, device)
+        self._is_seen = None if self._is_seen is None else to_device(self._is_seen, device, torch.bool)
+        self._counts = None if self._counts is None else to_device(self._counts, device, torch.float32)
 
     def add(self, token_id: int) -> None:
         """Counts the answer's next token."""
@@ -173,11 +173,6 @@ def on_device(values: tuple[float, ...] | tuple[int, ...], device: torch.device,
     the tensors are kept.
     """
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-
-
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    # `to` calls an operator even if there is nothing to move, which counts where it is done for each row of a batch.
-    return tensor if tensor.device == device else tensor.to(device)
 
 
 class QuickTopP(LogitsProcessor):
@@ -312,7 +307,7 @@ class Sampler:
             bias = torch.zeros(num_logits)
             token_ids, biases = zip(*self.params.logit_bias, strict=True)
             bias[list(token_ids)] = torch.tensor(biases)
-            self._bias = _moved(bias, device)
+            self._bias = to_device(bias, device, bias.dtype)
         return self._bias
 
     def penalties(self, vocabulary_size: int) -> TokenPenalties:
@@ -374,7 +369,7 @@ class Sampler:
         drawn, self._drawn_ahead = self._drawn_ahead, None
         if drawn is None:
             drawn = self._draw(num_logits)
-        return _moved(drawn if drawn.is_floating_point() else exponential_numbers(drawn), device)
+        return to_device(drawn if drawn.is_floating_point() else exponential_numbers(drawn), device, torch.float32)
 
     def random_outputs(self, num_logits: int, device: torch.device) -> Tensor:
         """The outputs of the generator for the next choice, int64 `[V]` on `device`; each call returns new ones.
@@ -383,7 +378,7 @@ class Sampler:
         times as long to compute these numbers as to draw the outputs.
         """
         drawn, self._drawn_ahead = self._drawn_ahead, None
-        return _moved(self._draw_outputs(num_logits, device) if drawn is None else drawn, device)
+        return to_device(self._draw_outputs(num_logits, device) if drawn is None else drawn, device, torch.int64)
 
     def skip(self, num_logits: int) -> None:
         """Skips the random numbers that other samplers drew; if nothing calls this before, the first choice does.
@@ -480,7 +475,7 @@ def barred(allowed: Sequence[bytes], num_logits: int, device: torch.device) -> T
     Returns:
         float32 `[R, V]` on `device`.
     """
-    groups = torch.frombuffer(bytearray(b"".join(allowed)), dtype=torch.uint8).to(device).int()
+    groups = to_device(torch.frombuffer(bytearray(b"".join(allowed)), dtype=torch.uint8), device, torch.uint8).int()
     return _barred_of_byte(device)[groups].view(len(allowed), -1)[:, :num_logits]
 
 

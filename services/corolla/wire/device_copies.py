@@ -50,17 +50,18 @@ def await_copies(device: torch.device) -> None:
         torch.cuda.current_stream(device).wait_stream(_stream(device, _Use.STEPS_WAIT))
 
 
-def to_device(hidden: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """`hidden`, of any shape, device and dtype, in `dtype` on `device`; the same tensor if nothing differs.
+def to_device(numbers: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """`numbers`, of any shape, device and dtype, in `dtype` on `device`; the same tensor if nothing differs.
 
-    The calling thread does not wait for a GPU. What it launches from now on sees the whole copy.
+    The calling thread waits for a GPU only if the numbers come from there. What it launches from now on sees the whole
+    copy.
     """
-    if hidden.dtype is dtype and hidden.device == device:
-        return hidden
-    if device.type == "cuda" and hidden.device.type == "cpu":
+    if numbers.dtype is dtype and numbers.device == device:
+        return numbers
+    if device.type == "cuda" and numbers.device.type == "cpu":
         # If the copy converted, it would do so in ordinary memory.
-        hidden = hidden.to(dtype).pin_memory()
-    return hidden.to(device=device, dtype=dtype, non_blocking=True)
+        numbers = numbers.to(dtype).pin_memory()
+    return numbers.to(device=device, dtype=dtype, non_blocking=device.type == "cuda")
 
 
 def begin_reading(numbers: Tensor) -> Callable[[], Tensor]:

@@ -44,9 +44,9 @@ def move(gpu: Gpu, modules: Iterable[nn.Module]) -> None:
     """Puts all parameters and buffers of modules on the GPU; tied ones stay tied."""
     moved: dict[int, nn.Parameter] = {}
     for module in modules:
-        for name, parameter in module.named_parameters(recurse=False):
+        for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in moved:
                 moved[id(parameter)] = nn.Parameter(gpu.put(parameter.data), requires_grad=False)
-            module._parameters[name] = moved[id(parameter)]
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = gpu.put(buffer)
+            setattr(module, name, moved[id(parameter)])
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, gpu.put(buffer))
