@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _MAX_FAILURES_IN_A_ROW: Final = 3
+_MOST_COPY_S: Final = 0.005
 
 
 class Failures:
@@ -213,8 +214,9 @@ class Engine:
     async def copy(self, work: Callable[[], Result]) -> Result:
         """Runs `work` in the compute thread while no session is computed or changed. Raises what `work` raises.
 
-        It is meant for copies of keys and values. Copies run in the order of the calls, with an iteration between two
-        of them. Steps wait while a copy runs, so it should be short.
+        It is meant for copies of keys and values, which should be short, since steps wait for them. Copies run in the
+        order of the calls. Between two iterations run those that wait already, as far as they take no longer than
+        `_MOST_COPY_S`.
         """
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._copies.append((work, future))
@@ -292,7 +294,7 @@ class Engine:
             self._is_waiting = False
             self._wake.clear()
             while True:
-                await self._make_copy()
+                await self._make_copies()
                 self._run_commands()
                 steps = self._scheduler.next_batch(takes_prompts=not self._executor.is_ahead)
                 if not steps and not self._copies and not await self._read_ahead():
@@ -314,10 +316,16 @@ class Engine:
         self._compute_thread.close()
         self._executor.close()
 
+    async def _make_copies(self) -> None:
+        """Makes the copies that wait, until steps have waited for long enough."""
+        until_s = self.clock() + _MOST_COPY_S
+        for _ in range(len(self._copies)):
+            await self._make_copy()
+            if self.clock() >= until_s:
+                break
+
     async def _make_copy(self) -> None:
-        """Makes the copy that has waited longest, if a copy waits."""
-        if not self._copies:
-            return
+        """Makes the copy that has waited longest."""
         work, future = self._copies.popleft()
         if future.done():
             return  # its caller was cancelled

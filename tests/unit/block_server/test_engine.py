@@ -147,3 +147,28 @@ async def test_measured_times_decide_how_many_prompt_tokens_an_iteration_takes(
         assert registry.get_sample_value("corolla_hop_memory_bound_seconds_total", {"kind": kind}) == seconds
     running.cancel()
     engine.close()
+
+
+@pytest.mark.parametrize("copy_s, found", [(0.0, [0, 1, 2, 3, "between"]), (0.002, [0, 1, 2, "between", 3])])
+async def test_copies_that_wait_run_together_until_steps_have_waited_long_enough(
+    runner: SpanRunner, copy_s: float, found: list[object]
+) -> None:
+    now_s, done = [0.0], list[object]()
+    peers = PeerTable()
+    engine = Engine(
+        runner, Scheduler(8, 8), SessionTable(runner.store.pool, runner.new_cache), BoundaryActivations(0), peers,
+        partial(Relay, "", peers), BlockServerMetrics(CollectorRegistry()), lambda: now_s[0], fail=lambda: None,
+    )  # fmt: skip
+
+    def copy(number: int) -> None:
+        now_s[0] += copy_s
+        done.append(number)
+
+    copies = [asyncio.create_task(engine.copy(partial(copy, number))) for number in range(4)]
+    await asyncio.sleep(0)
+    engine.between_iterations(lambda: done.append("between"))
+    running = asyncio.create_task(engine.run())
+    await asyncio.gather(*copies)
+    running.cancel()
+    engine.close()
+    assert done == found

@@ -1,7 +1,7 @@
 """Decides which server takes a session over, and which part is sent next. Pure."""
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from corolla.planning.candidates import has_room
@@ -11,6 +11,8 @@ from corolla.wire.span import Span
 
 MAX_REPEATS: Final = 8
 """A handover is given up after this many answers in a row without progress."""
+MAX_LAST_TOKENS: Final = 16
+"""A session in mid-answer waits for at most so many tokens to travel, unless it computes faster than they are sent."""
 
 
 def peers_for(
@@ -55,29 +57,68 @@ def peers_for(
 
 @dataclass(slots=True)
 class HandoverProgress:
-    """How far the handover of one session has come.
+    """How far the handover of one session to one receiver has come.
 
     Attributes:
-        num_received: how many tokens the receiver has.
+        num_received: how many tokens the receiver has, once it has all parts that are under way.
     """
 
     num_received: int = 0
+    _under_way: list[int] = field(default_factory=list)  # the first tokens of parts that are not answered
     _num_repeats: int = 0
+    _has_caught_up: bool = False
 
-    def next_part(self, num_held: int, num_unchanged: int, max_tokens: int) -> tuple[int, int, bool]:
+    def begin(self, num_held: int) -> None:
+        """Notes how many tokens the receiver holds as the handover begins, or goes on after its stream broke."""
+        # Parts that were not answered may have replaced tokens that have changed. The receiver may still hold these.
+        self.num_received = min([num_held, *self._under_way])
+        self._under_way.clear()
+
+    def next_part(
+        self, num_held: int, num_unchanged: int, max_tokens: int, *, is_idle: bool = False
+    ) -> tuple[int, int, bool]:
         """Returns the next part to send: its first token, its number of tokens, and whether it is the last part.
+
+        A session waits while its last part travels. So a large part is not the last one, though nothing follows it: the
+        session goes on meanwhile, and one more part has what it has computed.
 
         Args:
             num_held: how many tokens the session has here; it may have grown or been truncated since the last part.
             num_unchanged: how many of its first tokens have not changed since they were sent.
             max_tokens: the most tokens of a part.
+            is_idle: whether the session computes nothing now.
         """
         start = min(self.num_received, num_unchanged, num_held)
         num_tokens = min(max_tokens, num_held - start)
-        return start, num_tokens, start + num_tokens == num_held
+        is_last = start + num_tokens == num_held
+        if is_last and num_tokens > MAX_LAST_TOKENS and not is_idle and not self._has_caught_up:
+            is_last, self._has_caught_up = False, True
+        self.num_received = start + num_tokens
+        self._under_way.append(start)
+        return start, num_tokens, is_last
+
+    def part_ahead(self, num_held: int, num_unchanged: int, max_tokens: int) -> tuple[int, int] | None:
+        """Returns the first token and the number of tokens of the part after the one that is under way.
+
+        It returns None if that part would hold the newest token: it should be copied as late as possible.
+        """
+        if min(self.num_received, num_unchanged, num_held) + max_tokens >= num_held:
+            return None
+        start, num_tokens, _ = self.next_part(num_held, num_unchanged, max_tokens)
+        return start, num_tokens
 
     def answered(self, num_held: int, *, taken: bool) -> bool:
-        """Notes how many tokens the receiver holds. Returns False if the handover should be given up."""
-        self.num_received = num_held
-        self._num_repeats = 0 if taken else self._num_repeats + 1
+        """Notes how many tokens the receiver holds after the first part that was under way.
+
+        If it has not taken the part, the parts after it do not count either.
+
+        Returns:
+            False if the handover should be given up.
+        """
+        if taken:
+            del self._under_way[0]
+            self._num_repeats = 0
+        else:
+            self.begin(num_held)
+            self._num_repeats += 1
         return self._num_repeats < MAX_REPEATS

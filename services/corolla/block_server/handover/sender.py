@@ -10,7 +10,7 @@ from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import ID_BYTES
 from corolla.block_server.handover.link import HandoverLink
 from corolla.block_server.handover.plan import HandoverProgress
-from corolla.block_server.hop_session import OpenRequest, SessionEvent
+from corolla.block_server.hop_session import HopSession, OpenRequest, SessionEvent
 from corolla.block_server.sessions import SessionTable
 from corolla.cache.store import SessionCache
 from corolla.cache.transfer import TokenCopy, read_tokens, state_bytes, token_bytes
@@ -22,7 +22,7 @@ from corolla.wire.span import Span
 from corolla.wire.stream import between_servers
 from corolla.wire.tensors import describe_prompts, to_payload
 
-PART_BYTES = 1 << 20
+PART_BYTES = 4 << 20
 PART_BYTES_OF_GPUS = 16 << 20
 """Each part waits for the iteration that runs, which takes a GPU longer than to copy the part."""
 # What a frame may have in addition to a part and to recurrent states.
@@ -37,8 +37,12 @@ class _Part:
     payload: Buffer
 
 
+_Reading = tuple[pb.HandoverTokens, Callable[[], TokenCopy]]
+"""The frame of a part, without what only its copy tells, and a function that waits for the copy."""
+
+
 class HandoverSender:
-    """Copies sessions of this server to other servers in parts. Only one part of a session is under way at a time.
+    """Copies sessions of this server to other servers in parts. One part of a session travels, and one is copied.
 
     Args:
         span: the blocks of this server.
@@ -62,8 +66,9 @@ class HandoverSender:
         self._max_part_bytes = max_part_bytes
         # All recurrent states of a session travel in one frame, with the last part.
         self._max_state_bytes = between_servers().max_frame_bytes - max_part_bytes - _MARGIN_BYTES
-        # Maps each session whose handover broke off to the receiver's address and the transfer id to continue with.
-        self._begun: dict[bytes, tuple[str, bytes]] = {}
+        # Maps each session whose handover broke off to the receiver's address, and the transfer id and progress to
+        # continue with.
+        self._begun: dict[bytes, tuple[str, bytes, HandoverProgress]] = {}
 
     async def send(self, session_id: bytes, version: int, link: HandoverLink) -> int:
         """Hands a session over. Afterwards the session takes no steps here; after a failure it continues here.
@@ -84,21 +89,23 @@ class HandoverSender:
         request = session.request
         if state_bytes(session.cache.store, self._span.indices(request.blocks)) > self._max_state_bytes:
             raise MessageTooLarge("the recurrent states of a session are larger than a frame")
-        address, transfer_id = self._begun.pop(session_id, ("", b""))
+        address, transfer_id, progress = self._begun.pop(session_id, ("", b"", HandoverProgress()))
         if address != link.address:
-            transfer_id = secrets.token_bytes(ID_BYTES)
-        progress = HandoverProgress()
+            transfer_id, progress = secrets.token_bytes(ID_BYTES), HandoverProgress()
         is_taken = False
         try:
             offer, prompts = _offer(request, transfer_id)
-            self._note(await link.request(offer, prompts), progress)
+            answer = await link.request(offer, prompts)
+            if answer.reason:
+                raise from_reason(answer.reason, answer.message)
             is_taken = True
+            progress.begin(answer.num_tokens)
             num_bytes = await self._send(request, version, transfer_id, progress, link)
             self._sessions.in_version(session_id, version)
             return num_bytes
         except BaseException as failure:
             if isinstance(failure, HopUnavailable):
-                self._begun[session_id] = (link.address, transfer_id)
+                self._begun[session_id] = (link.address, transfer_id, progress)
             elif is_taken:
                 # A receiver that refused the offer gets no Close: it may hold the session from another source.
                 link.send(pb.Close(session_id=session_id, epoch=request.epoch))
@@ -109,15 +116,25 @@ class HandoverSender:
         self, request: OpenRequest, version: int, transfer_id: bytes, progress: HandoverProgress, link: HandoverLink
     ) -> int:
         num_bytes = 0
+        part: _Part | None = None
         while True:
-            part = await self._next_part(request.session_id, version, progress)
+            if part is None:
+                part = await self._next_part(request.session_id, version, progress)
             part.frame.transfer_id = transfer_id
-            answer = await link.request(part.frame, part.payload)
-            self._note(answer, progress)
-            if not answer.reason:
+            sent, following = await asyncio.gather(
+                link.request(part.frame, part.payload),
+                self._part_ahead(part, version, progress),
+                return_exceptions=True,  # neither goes on after the other
+            )
+            for failure in (sent, following):
+                if isinstance(failure, BaseException):
+                    raise failure
+            self._note(sent, progress)
+            if not sent.reason:
                 num_bytes += len(part.payload)
                 if part.frame.is_last:
                     return num_bytes
+            part = None if sent.reason else following
             await asyncio.sleep(0)
 
     def _note(self, answer: pb.HandoverAnswer, progress: HandoverProgress) -> None:
@@ -128,26 +145,43 @@ class HandoverSender:
 
     async def _next_part(self, session_id: bytes, version: int, progress: HandoverProgress) -> _Part:
         """Copies the next part. Steps wait until the copy has begun, not until it ends."""
-        frame, finish = await self._engine.copy(lambda: self._read(session_id, version, progress))
-        return await asyncio.to_thread(_finished, frame, finish)
 
-    def _read(
-        self, session_id: bytes, version: int, progress: HandoverProgress
-    ) -> tuple[pb.HandoverTokens, Callable[[], TokenCopy]]:
-        """Begins to copy the next part, in the compute thread. The last part pauses the session."""
-        session = self._sessions.in_version(session_id, version)
-        cache, blocks = session.cache, session.request.blocks
-        layers = self._span.indices(blocks)
-        max_tokens = max(
-            1, min(self._max_part_tokens, self._max_part_bytes // max(1, token_bytes(cache.store, layers)))
-        )
-        start, num_tokens, is_last = progress.next_part(cache.num_tokens, cache.num_unchanged_tokens, max_tokens)
-        finish = read_tokens(cache, layers, start, num_tokens, has_states=is_last)
+        def read() -> _Reading:
+            session = self._sessions.in_version(session_id, version)
+            part = progress.next_part(*self._state(session), is_idle=session.is_idle)
+            return self._read(session, *part)
+
+        return await asyncio.to_thread(_finished, *await self._engine.copy(read))
+
+    async def _part_ahead(self, part: _Part, version: int, progress: HandoverProgress) -> _Part | None:
+        """Copies the part after `part` while that travels; None if no part follows yet, or only the last one."""
+        if part.frame.is_last:
+            return None
+
+        def read() -> _Reading | None:
+            session = self._sessions.in_version(part.frame.session_id, version)
+            ahead = progress.part_ahead(*self._state(session))
+            return None if ahead is None else self._read(session, *ahead, is_last=False)
+
+        reading = await self._engine.copy(read)
+        return None if reading is None else await asyncio.to_thread(_finished, *reading)
+
+    def _state(self, session: HopSession[SessionCache]) -> tuple[int, int, int]:
+        """How many tokens a session holds, how many have not changed, and the most tokens of its parts."""
+        cache = session.cache
+        num_bytes = max(1, token_bytes(cache.store, self._span.indices(session.request.blocks)))
+        most = max(1, min(self._max_part_tokens, self._max_part_bytes // num_bytes))
+        return cache.num_tokens, cache.num_unchanged_tokens, most
+
+    def _read(self, session: HopSession[SessionCache], start: int, num_tokens: int, is_last: bool) -> _Reading:
+        """Begins to copy a part, in the compute thread. The last part pauses the session."""
+        request, cache = session.request, session.cache
+        finish = read_tokens(cache, self._span.indices(request.blocks), start, num_tokens, has_states=is_last)
         cache.num_unchanged_tokens = start + num_tokens
         if is_last:
             session.apply(SessionEvent.LAST_PART_READ)
         frame = pb.HandoverTokens(
-            session_id=session_id, epoch=session.request.epoch, position=start, num_tokens=num_tokens,
+            session_id=request.session_id, epoch=request.epoch, position=start, num_tokens=num_tokens,
             is_last=is_last, is_idle=session.is_idle,
         )  # fmt: skip
         return frame, finish

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corolla.block_server.handover.plan import MAX_REPEATS, HandoverProgress, peers_for
+from corolla.block_server.handover.plan import MAX_LAST_TOKENS, MAX_REPEATS, HandoverProgress, peers_for
 from corolla.v1 import common_pb2, router_pb2
 from corolla.wire.numerics import Numerics
 from corolla.wire.span import Span
@@ -54,48 +54,90 @@ def test_a_peer_that_computes_alike_comes_before_more_free_pages() -> None:
     assert [each.server.server_id for each in usable] == ["alike", "many", "full"]
 
 
+class Leaving:
+    """A session that computes while it is handed over. Tokens are numbered as they are computed, so none come twice."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.held = list(range(num_tokens))
+        self.num_unchanged = 0
+        self._next_token = num_tokens
+
+    def change(self, by: int) -> None:
+        """Computes tokens, or goes back by some and computes one anew."""
+        if by < 0:
+            del self.held[max(0, len(self.held) + by) :]
+            self.num_unchanged = min(self.num_unchanged, len(self.held))
+            by = 1
+        self.held += range(self._next_token, self._next_token + by)
+        self._next_token += by
+
+    def copy(self, start: int, count: int) -> tuple[int, list[int]]:
+        self.num_unchanged = start + count
+        return start, self.held[start : start + count]
+
+
 @given(
-    num_tokens=st.integers(0, 40),
-    max_tokens=st.integers(1, 9),
-    changes=st.lists(st.tuples(st.integers(-6, 6), st.booleans()), max_size=30),
+    num_tokens=st.integers(0, 60),
+    max_tokens=st.integers(1, 30),
+    changes=st.lists(
+        st.tuples(st.integers(-6, 6), st.integers(-6, 6), st.sampled_from(["taken", "refused", "broken", "no answer"])),
+        max_size=30,
+    ),
+    is_idle=st.booleans(),
 )
 def test_the_receiver_ends_with_exactly_the_senders_tokens(
-    num_tokens: int, max_tokens: int, changes: list[tuple[int, bool]]
+    num_tokens: int, max_tokens: int, changes: list[tuple[int, int, str]], is_idle: bool
 ) -> None:
-    """It grows or goes back between the parts, and parts are lost: tokens are numbered as they are computed."""
-    held = list(range(num_tokens))
+    """It changes between the parts and while they travel; parts are refused, and streams break before and after one."""
+    session, progress = Leaving(num_tokens), HandoverProgress()
     received: list[int] = []
-    next_token, num_unchanged = num_tokens, 0
-    progress = HandoverProgress()
+    ahead: tuple[int, list[int]] | None = None
+    has_caught_up = False
+    progress.begin(0)
     # In the end nothing happens any more, for as many parts as there may be tokens.
-    for change, is_lost in [*changes, *[(0, False)] * (40 + 6 * 30)]:
-        if change < 0:
-            del held[max(0, len(held) + change) :]
-            num_unchanged = min(num_unchanged, len(held))
-        else:
-            held += range(next_token, next_token + change)
-            next_token += change
-        start, count, is_last = progress.next_part(len(held), num_unchanged, max_tokens)
-        assert count <= max_tokens
-        assert start <= len(received)
-        num_unchanged = start + count
-        if is_lost:
-            # It kept a part of it at most; and it says what it holds.
-            progress.answered(min(len(received), start), taken=False)
-            received = received[: min(len(received), start)]
+    for before, meanwhile, fate in [*changes, *[(0, 0, "taken")] * (60 + 12 * 30)]:
+        session.change(before)
+        is_last = False
+        if ahead is None:
+            start, count, is_last = progress.next_part(
+                len(session.held), session.num_unchanged, max_tokens, is_idle=is_idle
+            )
+            if is_last and not is_idle:
+                assert count <= MAX_LAST_TOKENS or has_caught_up
+            has_caught_up |= start + count == len(session.held)
+            ahead = session.copy(start, count)
+        (start, tokens), ahead = ahead, None
+        assert len(tokens) <= max_tokens
+        if not is_last:
+            session.change(meanwhile)
+            following = progress.part_ahead(len(session.held), session.num_unchanged, max_tokens)
+            if following is not None:
+                assert sum(following) < len(session.held)
+                ahead = session.copy(*following)
+        if fate in ("taken", "no answer"):
+            assert start <= len(received)
+            received = received[:start] + tokens
+        if fate == "taken":
+            progress.answered(len(received), taken=True)
+            if is_last:
+                assert received == session.held
+                return
             continue
-        received = received[:start] + held[start : start + count]
-        progress.answered(len(received), taken=True)
-        if is_last:
-            assert received == held
-            return
+        ahead = None
+        if fate == "refused":
+            progress.answered(len(received), taken=False)
+        else:
+            progress.begin(len(received))
     raise AssertionError("it does not end")
 
 
 def test_a_receiver_that_takes_nothing_is_given_up() -> None:
     progress = HandoverProgress()
+    progress.next_part(5, 0, 1)
     assert all(progress.answered(0, taken=False) for _ in range(MAX_REPEATS - 1))
     assert not progress.answered(0, taken=False)
     # What is taken in between counts as getting on.
     progress = HandoverProgress()
-    assert all(progress.answered(0, taken=number % 2 == 0) for number in range(4 * MAX_REPEATS))
+    for number in range(4 * MAX_REPEATS):
+        progress.next_part(5, 0, 1)
+        assert progress.answered(0, taken=number % 2 == 0)
