@@ -126,9 +126,10 @@ class HandoverSender:
                 self._part_ahead(part, version, progress),
                 return_exceptions=True,  # neither goes on after the other
             )
-            for failure in (sent, following):
-                if isinstance(failure, BaseException):
-                    raise failure
+            if isinstance(sent, BaseException):
+                raise sent
+            if isinstance(following, BaseException):
+                raise following
             self._note(sent, progress)
             if not sent.reason:
                 num_bytes += len(part.payload)
