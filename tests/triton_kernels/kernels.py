@@ -10,13 +10,16 @@ from torch.nn import functional
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
+from transformers.models.olmo3.modeling_olmo3 import Olmo3RMSNorm
 
 from corolla.cache.codecs import CODECS
 from corolla.decoding import nucleus
 from corolla.decoding.nucleus import PROBABILITY_BITS, sorted_nucleus
 from corolla.kernels.triton.launches import (
     HeadNorms,
-    add_rms_norm,
+    activate,
+    add_norm,
     gate,
     multiply,
     rotate_and_store,
@@ -52,23 +55,39 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", quick(DTYPES, torch.float32))
-@pytest.mark.parametrize("kind, multiplier", [("rounded", 1.0), ("offset", 1.0), ("wide", 1.0), ("rounded", 0.22)])
-def test_sums_are_normalised(dtype: torch.dtype, kind: str, multiplier: float) -> None:
+@pytest.mark.parametrize(
+    "kind, multiplier, has_bias",
+    [
+        ("rounded", 1.0, False),
+        ("offset", 1.0, False),
+        ("wide", 1.0, False),
+        ("rounded", 0.22, False),
+        ("centred", 0.22, False),
+        ("centred", 1.0, True),
+    ],
+)
+def test_sums_are_normalised(dtype: torch.dtype, kind: str, multiplier: float, has_bias: bool) -> None:
     x, delta, weight = draw(5, 200, dtype=dtype), draw(6, 200, dtype=dtype)[:5], draw(200, dtype=dtype)
-    normed, total = add_rms_norm(x, delta, weight, 1e-6, multiplier=multiplier, kind=kind)
+    x = x + 3.0
+    bias = draw(2, 200, dtype=dtype)[1] if has_bias else None
+    normed, total = add_norm(x, delta, weight, 1e-6, multiplier=multiplier, kind=kind, bias=bias)
     sums = x.double() + delta.double() * multiplier
     factor = weight.double() + float(kind == "offset")
     assert_near(total, sums)
-    assert_near(normed, sums * torch.rsqrt(sums.pow(2).mean(-1, keepdim=True) + 1e-6) * factor)
-    alone = add_rms_norm(x[3:4], delta[3:4], weight, 1e-6, multiplier=multiplier, kind=kind)
+    if kind == "centred":
+        # The sum was rounded before.
+        sums = total.double() - total.double().mean(-1, keepdim=True)
+    unit = sums * torch.rsqrt(sums.pow(2).mean(-1, keepdim=True) + 1e-6)
+    assert_near(normed, unit * factor + (0.0 if bias is None else bias.double()))
+    alone = add_norm(x[3:4], delta[3:4], weight, 1e-6, multiplier=multiplier, kind=kind, bias=bias)
     assert torch.equal(torch.cat(alone), torch.stack((normed[3], total[3])))
     # The first block of a span has nothing to add: what it normalises is what another server has added.
-    first, same = add_rms_norm(total, None, weight, 1e-6, kind=kind)
+    first, same = add_norm(total, None, weight, 1e-6, kind=kind, bias=bias)
     assert torch.equal(first, normed)
     assert torch.equal(same, total)
 
 
-@pytest.mark.parametrize("kind", [LlamaRMSNorm, GemmaRMSNorm])
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, GemmaRMSNorm, Olmo3RMSNorm, CohereLayerNorm, nn.LayerNorm])
 def test_the_final_norm_of_a_row_has_the_same_bits_whatever_the_others(kind: Any) -> None:
     module = kind(72).requires_grad_(False)
     module.weight.copy_(draw(72, dtype=torch.float32))
@@ -86,7 +105,7 @@ def test_a_norm_of_another_kind_stays() -> None:
         def forward(self, hidden_states: Tensor) -> Tensor:
             return super().forward(hidden_states) + 0.01
 
-    for module in (CohereLayerNorm(72), nn.LayerNorm(72), ShiftedRMSNorm(72)):
+    for module in (OlmoLayerNorm(72), nn.LayerNorm(72, elementwise_affine=False), ShiftedRMSNorm(72)):
         with torch.device("cpu"):
             assert invariant_norm(module) is module
 
@@ -103,6 +122,7 @@ def test_a_norm_of_another_kind_stays() -> None:
 def test_gates_activate_their_first_half(dtype: torch.dtype, name: str, activation: Callable[[Tensor], Tensor]) -> None:
     gate_up = draw(3, 2 * 1100, dtype=dtype) * 3
     found = gate(gate_up, name)
+    assert_near(activate(gate_up, name), activation(gate_up.double()))
     assert_near(found, activation(gate_up[:, :1100].double()) * gate_up[:, 1100:].double())
     assert torch.equal(gate(gate_up[1:2], name), found[1:2])
 
@@ -117,6 +137,7 @@ def test_gates_activate_their_first_half(dtype: torch.dtype, name: str, activati
         (True, "offset", "heads"),
         (True, "wide", "all"),
         (False, "rounded", "all"),
+        (True, "centred", "heads"),
         (False, None, "heads"),
     ],
 )
@@ -131,6 +152,8 @@ def test_keys_are_rotated_and_stored(
     keys, values = (torch.zeros(40, key_heads, head, dtype=dtype) for _ in range(2))
     sizes = (heads * head, key_heads * head) if normalised == "all" else (head, head)
     weights = [draw(size, dtype=dtype) for size in sizes]
+    if kind == "centred":
+        weights = [draw(count, head, dtype=dtype) for count in (heads, key_heads)]
     norms = None if kind is None else HeadNorms(weights[0], weights[1], 1e-6, 1e-5, kind)
     own = table if rotates else None
     query = rotate_and_store(qkv.clone(), own, positions, slots, keys, values, norms=norms)
@@ -140,7 +163,9 @@ def test_keys_are_rotated_and_stored(
     if kind is not None:
         parts = []
         for part, weight, epsilon in zip((rotated[:, :heads], rotated[:, heads:]), weights, (1e-6, 1e-5), strict=True):
-            together = part.reshape(tokens, -1, len(weight))
+            together = part.reshape(tokens, -1, weight.shape[-1])
+            if kind == "centred":
+                together = together - together.mean(-1, keepdim=True)
             unit = together * torch.rsqrt(together.pow(2).mean(-1, keepdim=True) + epsilon)
             parts.append((unit * (weight.double() + float(kind == "offset"))).view(tokens, -1, head))
         rotated = torch.cat(parts, dim=1)

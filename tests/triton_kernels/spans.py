@@ -38,7 +38,8 @@ PROMPT = [7, 3, 9, 250, 31, 4, 4, 80, 12, 9, 77, 61, 5, 200, 18, 33, 2, 90, 41]
 NUM_TOKENS = 5
 # Their features: none, biases and windows, norms of heads, GELU and Gemma's norm, multipliers, layers without rotation,
 # a dense block among mixtures of experts, joined projections, norms of outputs and bounded scores, a rotary table for
-# each kind of layer, norms of outputs only and of all heads together, rotation in layers with a window only.
+# each kind of layer, norms of outputs only and of all heads together, rotation in layers with a window only, parallel
+# MLPs and LayerNorm with a weight for each head, and with biases beside MLPs without a gate.
 # A part of each head is rotated: of this family by halves, of glm in pairs.
 CONFIG_CHANGES = {
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
@@ -113,7 +114,7 @@ def test_a_chain_gives_the_tokens_of_transformers(tmp_path: Path, family: str) -
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["cohere2", "phi"])
+@pytest.mark.parametrize("family", ["afmoe", "gpt_neox"])
 def test_the_familys_own_code_attends_by_the_kernels(tmp_path: Path, family: str) -> None:
     """Windows, and halves of heads that are not rotated: transformers' modules, our attention and products."""
     checkpoint = make_checkpoint(tmp_path, family)

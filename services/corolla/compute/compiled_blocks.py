@@ -249,8 +249,8 @@ def objection(span: FusedSpan, store: KVStore, dtype: torch.dtype) -> str | None
 
 
 def _objection_to(layer: FusedLayer, dtype: torch.dtype) -> str | None:
-    if not isinstance(layer.mlp, GatedMlp):
-        return "a mixture of experts has no function"
+    if not isinstance(layer.mlp, GatedMlp) or not layer.mlp.gates:
+        return "a mixture of experts, or an MLP without a gate, has no function"
     if type(layer.mlp.activation).__name__ not in _SILU:
         return f"the activation {type(layer.mlp.activation).__name__} has no function"
     if not all(isinstance(norm, RmsNorm | None) for norm in _norms(layer)):
@@ -259,7 +259,7 @@ def _objection_to(layer: FusedLayer, dtype: torch.dtype) -> str | None:
         return "norms stand elsewhere than before attention and MLP"
     if layer.softcap is not None:
         return "bounds of scores have no function"
-    if any(each is not None and len(each.weight) != layer.head_dim for each in (layer.query_norm, layer.key_norm)):
+    if any(each is not None and each.weight.shape != (layer.head_dim,) for each in (layer.query_norm, layer.key_norm)):
         return "queries and keys are normalised over all heads"
     if (layer.query_norm is None) != (layer.key_norm is None):
         return "of queries and keys only one is normalised"

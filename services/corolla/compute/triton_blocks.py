@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
+from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
 
 from corolla.cache.codecs import KVCodec
 from corolla.cache.store import KVStore, SessionCache
@@ -54,7 +54,9 @@ def activation_of(module: nn.Module) -> str | None:
     """The name of an activation among `launches.ACTIVATIONS`; None: the kernels do not have it."""
     if isinstance(module, nn.SiLU | SiLUActivation):
         return "silu"
-    if isinstance(module, GELUTanh) or (isinstance(module, nn.GELU) and module.approximate == "tanh"):
+    if isinstance(module, GELUTanh | NewGELUActivation) or (
+        isinstance(module, nn.GELU) and module.approximate == "tanh"
+    ):
         return "gelu_tanh"
     return "gelu" if isinstance(module, nn.GELU | GELUActivation) else None
 
@@ -80,12 +82,12 @@ class _GatedPlan:
         self._activation = cast(str, activation_of(mlp.activation))
 
     def forward(self, normed: Tensor, index: int, adapters: AdapterBatch | LowRankBatch | None) -> Tensor:
-        from corolla.kernels.triton.launches import gate
+        from corolla.kernels.triton.launches import activate, gate
 
         gate_up = self._mlp.gate_up.forward(normed)
         if adapters is not None:
             adapters.add(index, self._mlp.places[0], normed, gate_up)
-        gated = gate(gate_up, self._activation)
+        gated = (gate if self._mlp.gates else activate)(gate_up, self._activation)
         delta = self._mlp.down.forward(gated)
         if adapters is not None:
             adapters.add(index, self._mlp.places[1], gated, delta)
@@ -152,6 +154,10 @@ def unsupported(layer: FusedLayer, dtype: torch.dtype) -> str | None:
         of = norm_of(norm)
         if of is None or of.weight.dtype != dtype:
             return f"there is no kernel for the norm {type(norm).__name__}"
+    for head_norm in filter(None, (layer.query_norm, layer.key_norm)):
+        of = cast(Norm, norm_of(head_norm))
+        if of.bias is not None or (of.weight.dim() == 2) != (of.kind == "centred"):
+            return f"there is no kernel for the norm {type(head_norm).__name__} of heads"
     return None
 
 
@@ -253,8 +259,8 @@ class TritonBlocks:
                 adapters.add(index, layer.places[1], attended, output)
             if plan.output_norm is not None:
                 output = plan.output_norm(output)
-            normed, hidden = _added(hidden, output, plan.mlp_norm, multiplier)
-            delta = plan.mlp.forward(normed, index, adapters)
+            later, hidden = _added(hidden, output, plan.mlp_norm, multiplier)
+            delta = plan.mlp.forward(normed if layer.is_parallel else later, index, adapters)
             if plan.mlp_output_norm is not None:
                 delta = plan.mlp_output_norm(delta)
         return _added(hidden, delta, None, multiplier)[1]
@@ -267,10 +273,10 @@ def _table(rotary: RotaryTable, position_ids: Tensor, end: int, like: Tensor) ->
 
 def _added(hidden: Tensor, delta: Tensor | None, norm: Norm | None, multiplier: float) -> tuple[Tensor, Tensor]:
     """The sum of `hidden` and `delta` times `multiplier`: normalised, and as it is."""
-    from corolla.kernels.triton.launches import add_rms_norm
+    from corolla.kernels.triton.launches import add_norm
 
     if norm is not None:
-        return add_rms_norm(hidden, delta, norm.weight, norm.epsilon, multiplier=multiplier, kind=norm.kind)
+        return add_norm(hidden, delta, norm.weight, norm.epsilon, multiplier=multiplier, kind=norm.kind, bias=norm.bias)
     if delta is not None:
         hidden = hidden + (delta if multiplier == 1.0 else delta * multiplier)
     return hidden, hidden

@@ -53,6 +53,8 @@ class Family:
         is_fused: whether the blocks have the shape that the module `fused` implements.
         rotates_pairs: whether neighbours in a head are rotated together, not numbers half the rotary size apart; only
             for fused blocks.
+        has_paired_angles: whether the family's rotary embedding itself repeats each angle for a pair, not for the two
+            halves of a head; only for fused blocks with `rotates_pairs`.
         rotates_windows: whether only layers with a window have a rotary embedding; only for fused blocks.
         has_rope_alpha: whether a rotary embedding of the type `dynamic` keeps no state if it has an `alpha`.
         begins_anew: whether `generate()` computes the whole text again once the text is too long for the short factors
@@ -78,6 +80,7 @@ class Family:
     keeps_states: bool = False
     is_fused: bool = False
     rotates_pairs: bool = False
+    has_paired_angles: bool = False
     rotates_windows: bool = False
     has_rope_alpha: bool = False
     begins_anew: bool = False
@@ -103,7 +106,7 @@ _FAMILIES = (
     Family("gemma", is_fused=True),
     Family("gemma2", is_fused=True),
     Family("gemma3_text", is_fused=True),
-    Family("phi", norm="final_layernorm"),
+    Family("phi", norm="final_layernorm", is_fused=True),
     Family("phi3", begins_anew=True, is_fused=True),
     Family("mixtral", is_fused=True),
     Family("qwen2_moe", is_fused=True),
@@ -111,9 +114,9 @@ _FAMILIES = (
     Family("olmo2", is_fused=True),
     Family("olmo3", is_fused=True),
     Family("granite", unit_scalars=("embedding_multiplier",), is_fused=True),
-    Family("cohere2"),
+    Family("cohere2", is_fused=True, rotates_pairs=True, has_paired_angles=True, rotates_windows=True),
     Family("smollm3", is_fused=True),
-    Family("starcoder2"),
+    Family("starcoder2", is_fused=True),
     # The attention of this family has sinks, which the batched kernels do not support.
     Family("gpt_oss", packs_rows=False),
     Family("gpt_neox", embedding="embed_in", norm="final_layer_norm"),
@@ -148,7 +151,7 @@ _FAMILIES = (
     Family("nemotron", packs_rows=False),
     Family("olmo"),
     Family("olmoe"),
-    Family("cohere"),
+    Family("cohere", is_fused=True, rotates_pairs=True, has_paired_angles=True),
     Family("granitemoe", unit_scalars=("embedding_multiplier",), is_fused=True),
     Family("granitemoeshared", unit_scalars=("embedding_multiplier",)),
     Family("arcee"),

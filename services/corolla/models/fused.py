@@ -9,6 +9,7 @@ They share the weights until tuning lays these out in another way. All tensors o
 weights.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, Protocol, Self, cast
 
@@ -25,9 +26,12 @@ from corolla.models.rotary_table import RotaryTable
 
 # Some families have one linear layer in place of several that read the same input.
 _QUERY_KEY_VALUE: Final = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
-_GATE_UP: Final = (("gate_proj", "up_proj"), ("gate_up_proj",))
-_OUTPUT_PLACE: Final = ("self_attn.o_proj",)
-_DOWN_PLACE: Final = ("mlp.down_proj",)
+_OUTPUT: Final = (("o_proj",), ("dense",))
+_GATE_UP: Final = (("gate_proj", "up_proj"), ("gate_up_proj",), ("fc1",), ("c_fc",))
+_DOWN: Final = (("down_proj",), ("fc2",), ("c_proj",))
+_ACTIVATION: Final = (("act_fn",), ("activation_fn",), ("act",))
+# Modules of an attention that a fused block has; with another one it would leave something out.
+_ATTENTION_PARTS: Final = frozenset(itertools.chain(("q_norm", "k_norm"), *_QUERY_KEY_VALUE, *_OUTPUT))
 # The norms of attention's input and output, and of the MLP's input and output, as families name them. None: a block has
 # no such norm. A block has the first of these rows of which it has all names.
 _NORMS: Final = (
@@ -36,15 +40,13 @@ _NORMS: Final = (
     ("input_layernorm", None, "pre_feedforward_layernorm", None),
     ("input_layernorm", None, "post_attention_layernorm", None),
     (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    ("input_layernorm", None, None, None),
 )
 
-PLACES: Final[tuple[Place, ...]] = (
-    tuple(f"self_attn.{name}" for name in _QUERY_KEY_VALUE[0]),
-    _OUTPUT_PLACE,
-    tuple(f"mlp.{name}" for name in _GATE_UP[0]),
-    tuple(f"self_attn.{name}" for name in _QUERY_KEY_VALUE[1]),
-    tuple(f"mlp.{name}" for name in _GATE_UP[1]),
-    _DOWN_PLACE,
+PLACES: Final[tuple[Place, ...]] = tuple(
+    tuple(f"{part}.{name}" for name in names)
+    for part, alternatives in (("self_attn", (*_QUERY_KEY_VALUE, *_OUTPUT)), ("mlp", (*_GATE_UP, *_DOWN)))
+    for names in alternatives
 )
 """The linear layers of a block that are computed together, in all families."""
 
@@ -53,7 +55,8 @@ class BlockNorm(Protocol):
     """A norm of a block.
 
     Attributes:
-        weight: `[H]` in the model's dtype, on its device: the factors of the numbers that are normalised together.
+        weight: `[H]` in the model's dtype, on its device: the factors of the numbers that are normalised together;
+            `[heads, head_dim]` where each head has its own.
     """
 
     weight: Tensor
@@ -128,7 +131,11 @@ class FusedSpan:
         kinds = getattr(config, "layer_types", None) or [None] * len(windows)
         # Some families have a table for each kind of layer.
         own = [kind if kind in config.rope_parameters else None for kind in kinds]
-        tables = {kind: RotaryTable(rotary, config, in_pairs=family.rotates_pairs, kind=kind) for kind in set(own)}
+        in_pairs, has_paired_angles = family.rotates_pairs, family.has_paired_angles
+        tables = {
+            kind: RotaryTable(rotary, config, in_pairs=in_pairs, has_paired_angles=has_paired_angles, kind=kind)
+            for kind in set(own)
+        }
         return cls(
             [
                 FusedLayer(layer, window, tables[kind] if _rotates(layer, window, family) else None)
@@ -181,12 +188,14 @@ class FusedSpan:
 
 
 def fits(layer: nn.Module) -> bool:
-    """Whether a decoder layer's projections can be fused: all are plain or packed, not quantised in another way."""
+    """Whether a decoder layer can be fused: attention has the usual parts, and projections are plain or packed."""
     attention, mlp = cast(Any, layer).self_attn, _mlp_of(layer)
-    projections = [attention.get_submodule(name) for name in (*_names(attention, _QUERY_KEY_VALUE), "o_proj")]
+    if not {name for name, _ in attention.named_children()} <= _ATTENTION_PARTS:
+        return False
+    projections = [_part(attention, each) for each in (_QUERY_KEY_VALUE, _OUTPUT)]
     if not _has_experts(mlp):
-        projections += [mlp.get_submodule(name) for name in (*_names(mlp, _GATE_UP), "down_proj")]
-    return all(is_plain(each) or isinstance(each, PackedLinear) for each in projections)
+        projections += [_part(mlp, each) for each in (_GATE_UP, _DOWN)]
+    return all(is_plain(each) or isinstance(each, PackedLinear) for each in itertools.chain(*projections))
 
 
 def _mlp_of(layer: Any) -> Any:
@@ -198,6 +207,15 @@ def _names(parent: nn.Module, alternatives: Sequence[tuple[str, ...]]) -> tuple[
     return next(names for names in alternatives if hasattr(parent, names[0]))
 
 
+def _part(parent: nn.Module, alternatives: Sequence[tuple[str, ...]]) -> list[Any]:
+    """The modules that have the first of these names that the parent has."""
+    return [parent.get_submodule(name) for name in _names(parent, alternatives)]
+
+
+def _place(name: str, parent: nn.Module, alternatives: Sequence[tuple[str, ...]]) -> Place:
+    return tuple(f"{name}.{each}" for each in _names(parent, alternatives))
+
+
 def _has_experts(mlp: Any) -> bool:
     return hasattr(mlp, "experts")
 
@@ -206,20 +224,21 @@ class GatedMlp:
     """The MLP of most families.
 
     Attributes:
-        gate_up: the two input projections as one.
+        gate_up: the input projections, gate first, as one.
         down: the output projection.
-        activation: the activation of the gate.
+        activation: the activation of the gate, or of the only input projection.
         num_gated: how many outputs the gate has.
+        gates: whether there is a gate.
         places: the places of both projections.
     """
 
     def __init__(self, mlp: Any) -> None:
-        names = _names(mlp, _GATE_UP)
-        self.gate_up = _fuse(mlp, names)
-        self.num_gated: int = mlp.down_proj.in_features
-        self.down = _tuned(mlp.down_proj)
-        self.activation = mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn
-        self.places: tuple[Place, Place] = (tuple(f"mlp.{name}" for name in names), _DOWN_PLACE)
+        (down,), (self.activation,) = _part(mlp, _DOWN), _part(mlp, _ACTIVATION)
+        self.num_gated: int = down.in_features
+        self.gates = sum(each.out_features for each in _part(mlp, _GATE_UP)) == 2 * self.num_gated
+        self.gate_up = _fuse(mlp, _names(mlp, _GATE_UP))
+        self.down = _tuned(down)
+        self.places: tuple[Place, Place] = (_place("mlp", mlp, _GATE_UP), _place("mlp", mlp, _DOWN))
 
     @property
     def projections(self) -> Iterator[Projection]:
@@ -240,9 +259,9 @@ class GatedMlp:
         gate_up = self.gate_up.forward(normed)
         if adapters is not None:
             adapters.add(index, self.places[0], normed, gate_up)
-        gated = self.activation(gate_up.narrow(1, 0, self.num_gated)) * gate_up.narrow(
-            1, self.num_gated, self.num_gated
-        )
+        gated: Tensor = self.activation(gate_up.narrow(1, 0, self.num_gated))
+        if self.gates:
+            gated = gated * gate_up.narrow(1, self.num_gated, self.num_gated)
         down = self.down.forward(gated)
         if adapters is not None:
             adapters.add(index, self.places[1], gated, down)
@@ -297,7 +316,8 @@ class FusedLayer:
         query_key_value: the projections to queries, keys and values as one.
         output: the projection of attention's output.
         places: the places of both projections.
-        mlp: what follows the second norm.
+        mlp: the MLP, or what stands in its place.
+        is_parallel: whether the MLP reads what attention reads, not what attention has changed.
         rotary: the table by which queries and keys are rotated; None: they are not.
         scaling: the factor of attention scores.
         window: how many tokens a token sees, itself included; None: it sees all tokens before it.
@@ -311,18 +331,22 @@ class FusedLayer:
         self.attention_norm, self.output_norm, self.mlp_norm, self.mlp_output_norm = (
             None if name is None else _norm(getattr(layer, name)) for name in names_of_norms
         )
+        self.is_parallel = names_of_norms == _NORMS[-1]
         self.query_norm = _norm(attention.q_norm) if hasattr(attention, "q_norm") else None
         self.key_norm = _norm(attention.k_norm) if hasattr(attention, "k_norm") else None
-        self.hidden_size: int = attention.o_proj.out_features
+        (output,) = _part(attention, _OUTPUT)
+        self.hidden_size: int = output.out_features
         self.device: torch.device = next(layer.parameters()).device
         self.head_dim: int = attention.head_dim
-        names = _names(attention, _QUERY_KEY_VALUE)
-        num_projected = sum(cast(Any, attention.get_submodule(name)).out_features for name in names)
-        self.num_heads: int = attention.o_proj.in_features // self.head_dim
+        num_projected = sum(each.out_features for each in _part(attention, _QUERY_KEY_VALUE))
+        self.num_heads: int = output.in_features // self.head_dim
         self.num_key_heads: int = (num_projected // self.head_dim - self.num_heads) // 2
-        self.query_key_value = _fuse(attention, names)
-        self.places: tuple[Place, Place] = (tuple(f"self_attn.{name}" for name in names), _OUTPUT_PLACE)
-        self.output = _tuned(attention.o_proj)
+        self.query_key_value = _fuse(attention, _names(attention, _QUERY_KEY_VALUE))
+        self.places: tuple[Place, Place] = (
+            _place("self_attn", attention, _QUERY_KEY_VALUE),
+            _place("self_attn", attention, _OUTPUT),
+        )
+        self.output = _tuned(output)
         self.mlp = MixtureMlp(mlp) if _has_experts(mlp) else GatedMlp(mlp)
         self.rotary = rotary
         self.scaling: float = attention.scaling
@@ -383,7 +407,7 @@ class FusedLayer:
         if adapters is not None:
             adapters.add(index, self.places[1], attended, output)
         hidden = self._add(hidden, _normed(self.output_norm, output))
-        change = self.mlp.forward(_normed(self.mlp_norm, hidden), index, adapters)
+        change = self.mlp.forward(normed if self.is_parallel else _normed(self.mlp_norm, hidden), index, adapters)
         return self._add(hidden, _normed(self.mlp_output_norm, change))
 
     def _add(self, residual: Tensor, change: Tensor) -> Tensor:
@@ -394,7 +418,8 @@ def _rotates(layer: Any, window: int | None, family: Family) -> bool:
     attention = layer.self_attn
     if not family.rotates_windows:
         return bool(getattr(attention, "use_rope", True))
-    return window is not None or attention.sliding_window is None
+    # EXAONE rotates all layers where the configuration has no window; Cohere has no such exception.
+    return window is not None or (hasattr(attention, "is_sliding") and attention.sliding_window is None)
 
 
 def _normed(norm: BlockNorm | None, hidden: Tensor) -> Tensor:
@@ -403,7 +428,7 @@ def _normed(norm: BlockNorm | None, hidden: Tensor) -> Tensor:
 
 def _normed_heads(norm: BlockNorm, heads: Tensor) -> Tensor:
     """Normalises `[N, heads, head_dim]`: each head, or all heads of a token together."""
-    return norm(heads.reshape(len(heads), -1, len(norm.weight))).view(heads.shape)
+    return norm(heads.reshape(len(heads), -1, norm.weight.shape[-1])).view(heads.shape)
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, in_pairs: bool) -> Tensor:

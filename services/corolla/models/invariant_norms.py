@@ -1,6 +1,6 @@
-"""Root mean square norms on GPUs, whose rows do not depend on the other rows of a call.
+"""Norms on GPUs, whose rows do not depend on the other rows of a call.
 
-torch sums a row's squares in an order that depends on how many rows there are. The Triton kernel sums each row alike.
+torch sums a row's numbers in an order that depends on how many rows there are. The Triton kernel sums each row alike.
 """
 
 import logging
@@ -16,29 +16,36 @@ from corolla.models.invariant_products import TOLERANCES
 log = logging.getLogger(__name__)
 
 _CHECKED_ROWS = 3
-# transformers' classes of the kinds "offset" and "wide" of `launches.NORMS`.
+# transformers' classes of the kinds "centred", "offset" and "wide" of `launches.NORMS`.
+_CENTRED: Final = ("CohereLayerNorm", "Cohere2LayerNorm")
 _OFFSET: Final = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "VaultGemmaRMSNorm")
 _WIDE: Final = ("FlexOlmoRMSNorm", "HeliumRMSNorm", "Olmo2RMSNorm", "Olmo3RMSNorm")
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A root mean square norm.
+    """A norm of the last dimension.
 
     Attributes:
-        weight: `[H]` in the model's dtype, on its device.
+        weight: `[H]` in the model's dtype, on its device; `[heads, head_dim]` where each head has its own.
         epsilon: added to the mean of the squares.
         kind: one of `launches.NORMS`.
+        bias: `[H]` likewise, what is added to the products; None: nothing.
     """
 
     weight: Tensor
     epsilon: float
     kind: str = "rounded"
+    bias: Tensor | None = None
 
     @classmethod
     def of(cls, module: Any) -> Self | None:
         """The norm that a family's module computes, judged by its class; None: it is of another kind."""
         name = type(module).__name__
+        if type(module) is nn.LayerNorm and module.elementwise_affine and len(module.normalized_shape) == 1:
+            return cls(module.weight, module.eps, "centred", module.bias)
+        if name in _CENTRED:
+            return cls(module.weight, module.variance_epsilon, "centred")
         if name in _OFFSET:
             return cls(module.weight, module.eps, "offset")
         if name.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
@@ -47,10 +54,10 @@ class Norm:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Normalises the last dimension of `hidden`, `[..., H]`; returns the same shape and dtype."""
-        from corolla.kernels.triton.launches import add_rms_norm
+        from corolla.kernels.triton.launches import add_norm
 
         rows = hidden.reshape(-1, hidden.shape[-1])
-        normed, _ = add_rms_norm(rows.contiguous(), None, self.weight, self.epsilon, kind=self.kind)
+        normed, _ = add_norm(rows.contiguous(), None, self.weight, self.epsilon, kind=self.kind, bias=self.bias)
         return normed.view(hidden.shape)
 
 

@@ -24,15 +24,25 @@ class RotaryTable:
         rotary: the family's rotary embedding.
         config: the family's configuration.
         in_pairs: whether a number is rotated with its neighbour, not with the one half the rotary size away.
+        has_paired_angles: see `Family.has_paired_angles`.
         kind: the kind of layers whose numbers these are, where the configuration has some for each kind; else None.
 
     Attributes:
         size: the rotary size: how many numbers of a head are rotated.
     """
 
-    def __init__(self, rotary: nn.Module, config: Any, *, in_pairs: bool = False, kind: str | None = None) -> None:
+    def __init__(
+        self,
+        rotary: nn.Module,
+        config: Any,
+        *,
+        in_pairs: bool = False,
+        has_paired_angles: bool = False,
+        kind: str | None = None,
+    ) -> None:
         self._rotary = rotary
         self.in_pairs = in_pairs
+        self._has_paired_angles = has_paired_angles
         own: Any = rotary.rotary if isinstance(rotary, LongRope) else rotary
         self.size = 2 * len(own.inv_freq if kind is None else getattr(own, f"{kind}_inv_freq"))
         self._kinds = () if kind is None else (kind,)
@@ -86,6 +96,7 @@ class RotaryTable:
         cos, sin = self._rotary(like, position_ids.unsqueeze(0), *self._kinds)
         half = sin.shape[-1] // 2
         if self.in_pairs:
-            cos, sin = cos[..., :half].repeat_interleave(2, -1), torch.stack((-sin, sin), -1)[..., :half, :].flatten(-2)
+            cos, sin = (each[..., ::2] if self._has_paired_angles else each[..., :half] for each in (cos, sin))
+            cos, sin = cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
             return torch.stack((cos[0], sin[0]), dim=1)
         return torch.stack((cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)), dim=1)

@@ -71,7 +71,7 @@ def test_a_product_with_packed_weights_takes_columns_as_one_with_expanded_weight
     ],
 )
 def test_what_cannot_be_compiled_is_one_sentence(tmp_path: Path, arguments: tuple[str, ...], sentence: str) -> None:
-    folder = make_tiny_checkpoint("phi", tmp_path / "model")
+    folder = make_tiny_checkpoint("gpt_neox", tmp_path / "model")
     done = build(tmp_path / "cache", "--model", str(folder), *arguments)
     assert done.returncode == 1
     assert sentence in done.stderr

@@ -34,7 +34,7 @@ def _scaled(unit, weight, dtype: tl.constexpr, NORM: tl.constexpr):
         # Gemma's norm: the weight is stored less one, and the product is rounded once.
         scaled = unit * (1.0 + weight.to(tl.float32))
     else:
-        tl.static_assert(NORM == "wide", "a norm without a kernel")
+        tl.static_assert(NORM == "wide" or NORM == "centred", "a norm without a kernel")
         scaled = unit * weight.to(tl.float32)
     return scaled
 
@@ -63,18 +63,44 @@ def add_rms_norm(
 
 
 @triton.jit
+def add_layer_norm(
+    x, delta, weight, bias, out, total, eps, multiplier, width,
+    HAS_DELTA: tl.constexpr, HAS_MULTIPLIER: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program for each row: the sum of `x` and `delta`, and its norm around the mean."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    value = tl.load(x + row * width + at, mask=inside, other=0.0)
+    if HAS_DELTA:
+        change = tl.load(delta + row * width + at, mask=inside, other=0.0)
+        if HAS_MULTIPLIER:
+            change = (change.to(tl.float32) * multiplier).to(value.dtype)
+        value = (value.to(tl.float32) + change.to(tl.float32)).to(value.dtype)
+        tl.store(total + row * width + at, value, mask=inside)
+    wide = value.to(tl.float32)
+    wide = tl.where(inside, wide - tl.sum(wide, 0) / width, 0.0)
+    variance = tl.sum(wide * wide, 0) / width
+    normed = wide * tl.rsqrt(variance + eps) * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        normed += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + at, normed.to(value.dtype), mask=inside)
+
+
+@triton.jit
 def _tanh(x):
     return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))
 
 
 @triton.jit
-def gate(gates, ups, out, stride, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """A program for a part of a row: the activation of the gate's numbers times the other ones."""
+def gate(gates, ups, out, stride, width, ACTIVATION: tl.constexpr, GATES: tl.constexpr, BLOCK: tl.constexpr):
+    """A program for a part of a row: the activation of the gate's numbers, times the other ones where it GATES."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = part * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
     gated = tl.load(gates + row * stride + at, mask=inside, other=0.0)
-    up = tl.load(ups + row * stride + at, mask=inside, other=0.0)
+    if GATES:
+        up = tl.load(ups + row * stride + at, mask=inside, other=0.0)
     wide = gated.to(tl.float32)
     if ACTIVATION == "silu":
         active = (wide / (1.0 + tl.exp(-wide))).to(gated.dtype)
@@ -84,7 +110,10 @@ def gate(gates, ups, out, stride, width, ACTIVATION: tl.constexpr, BLOCK: tl.con
     else:
         tl.static_assert(ACTIVATION == "gelu", "an activation without a kernel")
         active = (0.5 * wide * (1.0 + tl.erf(wide * 0.7071067811865476))).to(gated.dtype)
-    tl.store(out + row * width + at, (active.to(tl.float32) * up.to(tl.float32)).to(gated.dtype), mask=inside)
+    if GATES:
+        tl.store(out + row * width + at, (active.to(tl.float32) * up.to(tl.float32)).to(gated.dtype), mask=inside)
+    else:
+        tl.store(out + row * width + at, active, mask=inside)
 
 
 @triton.jit
@@ -112,11 +141,24 @@ def norm_projections(
 
 
 @triton.jit
-def _normed_head(value, squares, weight, eps, HEAD: tl.constexpr, NORM: tl.constexpr):
+def _normed_head(value, squares, weight, eps, inside, HEAD: tl.constexpr, NORM: tl.constexpr):
     """A head's numbers `value`, normalised like the head `squares`, of which `value` may be another order."""
     wide = squares.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(wide * wide, 0) / HEAD + eps)
-    return _scaled(value.to(tl.float32) * inverse, weight, value.dtype, NORM).to(value.dtype)
+    if NORM == "centred":
+        mean = tl.sum(wide, 0) / HEAD
+        wide = tl.where(inside, wide - mean, 0.0)
+        inverse = tl.rsqrt(tl.sum(wide * wide, 0) / HEAD + eps)
+        normed = (value.to(tl.float32) - mean) * inverse
+    else:
+        inverse = tl.rsqrt(tl.sum(wide * wide, 0) / HEAD + eps)
+        normed = value.to(tl.float32) * inverse
+    return _scaled(normed, weight, value.dtype, NORM).to(value.dtype)
+
+
+@triton.jit
+def _weight_of(weight, head, HEAD: tl.constexpr, NORM: tl.constexpr):
+    """Where the weight of a head's norm lies. Norms of the kind `centred` have one for each head."""
+    return weight + head * HEAD if NORM == "centred" else weight
 
 
 @triton.jit
@@ -146,15 +188,17 @@ def rotate_and_store(
         if NORM != "":
             plain = value
             if head < NUM_HEADS:
-                weight = tl.load(query_weight + at, mask=inside, other=0.0)
-                rolled_weight = tl.load(query_weight + other, mask=inside, other=0.0)
+                weight = tl.load(_weight_of(query_weight, head, HEAD, NORM) + at, mask=inside, other=0.0)
+                rolled_weight = tl.load(_weight_of(query_weight, head, HEAD, NORM) + other, mask=inside, other=0.0)
                 eps = query_eps
             else:
-                weight = tl.load(key_weight + at, mask=inside, other=0.0)
-                rolled_weight = tl.load(key_weight + other, mask=inside, other=0.0)
+                weight = tl.load(_weight_of(key_weight, head - NUM_HEADS, HEAD, NORM) + at, mask=inside, other=0.0)
+                rolled_weight = tl.load(
+                    _weight_of(key_weight, head - NUM_HEADS, HEAD, NORM) + other, mask=inside, other=0.0
+                )
                 eps = key_eps
-            value = _normed_head(value, plain, weight, eps, HEAD, NORM)
-            rolled = _normed_head(rolled, plain, rolled_weight, eps, HEAD, NORM)
+            value = _normed_head(value, plain, weight, eps, inside, HEAD, NORM)
+            rolled = _normed_head(rolled, plain, rolled_weight, eps, inside, HEAD, NORM)
         if ROTARY:
             position = tl.load(positions + token)
             turns = inside if ROTARY == HEAD else at < ROTARY

@@ -21,9 +21,10 @@ Grid = tuple[int, ...]
 ACTIVATIONS: Final = ("silu", "gelu_tanh", "gelu")
 """The activations of `gate`: x times its logistic function; GELU by the hyperbolic tangent or the error function."""
 
-NORMS: Final = ("rounded", "offset", "wide")
-"""The kinds of norms: the number is rounded before it is multiplied by the weight; the weight is stored less one, as
-Gemma has it; neither."""
+NORMS: Final = ("rounded", "offset", "wide", "centred")
+"""The kinds of norms. Three divide by the root of the mean square: with numbers that are rounded before they are
+multiplied by the weight, with a weight that is stored less one, as Gemma has it, and with neither. The last one
+subtracts the mean before (LayerNorm, Ba et al. 2016)."""
 
 _EXACT: Final[dict[str, Any]] = {"enable_fp_fusion": False}
 _LOG2E: Final = 1.4426950408889634
@@ -49,12 +50,12 @@ _NUCLEUS_BLOCK: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """The root mean square norms of query heads and key heads.
+    """The norms of query heads and key heads.
 
     Attributes:
         query_weight: `[head_dim]` in the model's dtype, or `[heads * head_dim]` where all heads of a token are
-            normalised together.
-        key_weight: `[head_dim]` or `[key heads * head_dim]`, likewise.
+            normalised together; of the kind `centred` `[heads, head_dim]`, one for each head.
+        key_weight: `[head_dim]`, `[key heads * head_dim]` or `[key heads, head_dim]`, likewise.
         query_epsilon: added to the mean of the squares of queries.
         key_epsilon: likewise of keys.
         kind: one of NORMS.
@@ -107,7 +108,7 @@ def precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-def add_rms_norm(
+def add_norm(
     x: Tensor,
     delta: Tensor | None,
     weight: Tensor,
@@ -115,6 +116,7 @@ def add_rms_norm(
     *,
     multiplier: float = 1.0,
     kind: str = "rounded",
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Adds to the hidden states, and normalises the sum.
 
@@ -125,6 +127,7 @@ def add_rms_norm(
         epsilon: added to the mean of the squares.
         multiplier: the factor of `delta`.
         kind: one of NORMS.
+        bias: `[H]`, what a norm of the kind `centred` adds; None: nothing.
 
     Returns:
         The normalised sum, and the sum, `[N, H]` each.
@@ -132,11 +135,17 @@ def add_rms_norm(
     out, total = torch.empty_like(x), (x if delta is None else torch.empty_like(x))
     width = x.shape[-1]
     block = power_of_two(width)
-    launch(
-        device_code.add_rms_norm, (x.shape[0],), x, x if delta is None else delta, weight, out, total, epsilon,
-        multiplier, width, HAS_DELTA=delta is not None, HAS_MULTIPLIER=multiplier != 1.0, NORM=kind, BLOCK=block,
-        num_warps=min(16, max(4, block // 512)), **_EXACT,
-    )  # fmt: skip
+    parts = (x, x if delta is None else delta, weight)
+    numbers = (out, total, epsilon, multiplier, width)
+    options: dict[str, Any] = {
+        "HAS_DELTA": delta is not None, "HAS_MULTIPLIER": multiplier != 1.0, "BLOCK": block,
+        "num_warps": min(16, max(4, block // 512)), **_EXACT,
+    }  # fmt: skip
+    if kind == "centred":
+        own = weight if bias is None else bias
+        launch(device_code.add_layer_norm, (x.shape[0],), *parts, own, *numbers, HAS_BIAS=bias is not None, **options)
+    else:
+        launch(device_code.add_rms_norm, (x.shape[0],), *parts, *numbers, NORM=kind, **options)
     return out, total
 
 
@@ -151,13 +160,29 @@ def gate(gate_up: Tensor, activation: str, up: Tensor | None = None) -> Tensor:
     Returns:
         `[N, G]`.
     """
-    stride = gate_up.shape[-1]
-    width = stride // 2 if up is None else stride
-    out = gate_up.new_empty(gate_up.shape[0], width)
+    width = gate_up.shape[-1] // 2 if up is None else gate_up.shape[-1]
+    return _activated(gate_up, gate_up[:, width:] if up is None else up, width, activation, gates=True)
+
+
+def activate(rows: Tensor, activation: str) -> Tensor:
+    """The activation of each number, where an MLP has no gate.
+
+    Args:
+        rows: `[N, G]`.
+        activation: one of ACTIVATIONS.
+
+    Returns:
+        `[N, G]`.
+    """
+    return _activated(rows, rows, rows.shape[-1], activation, gates=False)
+
+
+def _activated(rows: Tensor, ups: Tensor, width: int, activation: str, *, gates: bool) -> Tensor:
+    out = rows.new_empty(rows.shape[0], width)
     block = min(1024, power_of_two(width))
     launch(
-        device_code.gate, (gate_up.shape[0], -(-width // block)), gate_up, gate_up[:, width:] if up is None else up,
-        out, stride, width, ACTIVATION=activation, BLOCK=block, num_warps=4, **_EXACT,
+        device_code.gate, (rows.shape[0], -(-width // block)), rows, ups, out, rows.shape[-1], width,
+        ACTIVATION=activation, GATES=gates, BLOCK=block, num_warps=4, **_EXACT,
     )  # fmt: skip
     return out
 
@@ -196,7 +221,7 @@ def rotate_and_store(
     head = _head_size(stored, codec)
     num_heads = qkv.shape[1] // head - 2 * num_key_heads
     query = qkv.new_empty(qkv.shape[0], num_heads, head)
-    if norms is not None and (len(norms.query_weight), len(norms.key_weight)) != (head, head):
+    if norms is not None and (norms.query_weight.shape[-1], norms.key_weight.shape[-1]) != (head, head):
         _norm_projections(qkv, norms)
         norms = None
     weights = (qkv, qkv) if norms is None else (norms.query_weight, norms.key_weight)

@@ -1,0 +1,65 @@
+"""Every family that the table calls fused has blocks that fuse, and kernels for each of their parts."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from corolla.compute.triton_blocks import unsupported
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.families import FAMILIES
+from corolla.models.span_model import SpanModel, empty_span
+from corolla.wire.span import Span
+from tests.checkpoints import make_tiny_checkpoint
+from tests.tiers import quick
+
+SPAN = Span(0, 3)
+FUSED = sorted(name for name, family in FAMILIES.items() if family.is_fused)
+
+
+def model_of(family: str, folder: Path, **changes: object) -> SpanModel:
+    made = make_tiny_checkpoint(family, folder / family, num_blocks=len(SPAN), config_changes=changes)
+    return SpanModel(empty_span(Checkpoint.from_pretrained(str(made)), SPAN), SPAN, FAMILIES[family])
+
+
+@pytest.mark.parametrize("family", quick(FUSED, "cohere", "gemma3_text"))
+def test_blocks_of_fused_families_have_kernels(family: str, tmp_path: Path) -> None:
+    model = model_of(family, tmp_path)
+    model.make_fused(0.0)
+    assert model.fused is not None
+    assert [unsupported(layer, torch.float32) for layer in model.fused.layers] == [None] * len(SPAN)
+
+
+def test_an_attention_with_another_part_is_not_fused(tmp_path: Path) -> None:
+    model = model_of("phi", tmp_path, qk_layernorm=True)
+    model.make_fused(0.0)
+    assert model.fused is None
+
+
+@pytest.mark.parametrize(
+    "family, changes, rotates",
+    [
+        ("exaone4", {}, [True, False, False]),
+        ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}, [True] * 3),
+        ("cohere2", {}, [True, False, False]),
+        ("cohere2", {"layer_types": ["full_attention"] * 3}, [False] * 3),
+        ("smollm3", {}, [True, False, True]),
+    ],
+)
+def test_layers_without_a_window_may_not_rotate(
+    family: str, changes: dict[str, object], rotates: list[bool], tmp_path: Path
+) -> None:
+    model = model_of(family, tmp_path, **changes)
+    model.make_fused(0.0)
+    assert model.fused is not None
+    assert [layer.rotary is not None for layer in model.fused.layers] == rotates
+
+
+def test_each_kind_of_layer_has_its_own_table(tmp_path: Path) -> None:
+    model = model_of("gemma3_text", tmp_path)
+    model.make_fused(0.0)
+    assert model.fused is not None
+    first, second, third = (layer.rotary for layer in model.fused.layers)
+    assert first is not second
+    assert second is third
+    assert model.fused.rotaries == (first, second)
