@@ -39,7 +39,7 @@ from corolla.decoding.nucleus import keep_nucleus
 from corolla.models.adapters.products import SpanAdapter
 from corolla.models.edges import Edges
 from corolla.v1 import blocks_pb2 as pb
-from corolla.wire.device_copies import await_copies, begin_reading, to_device
+from corolla.wire.device_copies import await_copies, begin_reading, copied_numbers, to_device
 from corolla.wire.span import Span
 from corolla.wire.tensors import from_payload
 
@@ -355,7 +355,8 @@ class BatchExecutor:
                 token_ids.extend(row.token_ids)
                 positions.extend(range(row.position, row.position + row.num_tokens))
             lengths.append(len(token_ids) - sum(lengths))
-        return torch.split(self._edges.embed(torch.tensor(token_ids), torch.tensor(positions)), lengths)
+        numbers = [(token_ids, torch.int64), (positions, torch.int64)]
+        return torch.split(self._edges.embed(*copied_numbers(numbers, self._edges.device)), lengths)
 
     def _outputs(
         self, work: list[RowWork], hidden: Tensor, blocks: Span, meanwhile: Callable[[Tensor], None] | None = None

@@ -14,6 +14,7 @@ from torch import Tensor
 from corolla.models.adapters.products import LowRank, Place, SpanAdapter
 from corolla.models.fused import PLACES
 from corolla.models.invariant_products import TOLERANCES
+from corolla.wire.device_copies import copied_numbers
 
 log = logging.getLogger(__name__)
 
@@ -103,19 +104,26 @@ class LowRankBatch:
     @classmethod
     def of(cls, table: LowRankTable, rows: Sequence[tuple[SpanAdapter | None, int]]) -> "LowRankBatch | None":
         """The batch of rows, each with its adapter, or None, and its number of tokens; None: too many adapters."""
-        from corolla.kernels.triton.low_rank_launches import TILE_TOKENS
-
         slots = table.slots([adapter for adapter, _ in rows])
         if slots is None:
             return None
-        tiles: list[tuple[int, int, int]] = []
+        tiles = cls.tiles_of_rows(slots, [num_tokens for _, num_tokens in rows])
+        (copied,) = copied_numbers([(tiles, torch.int32)], table.entries.device)
+        return cls(table, copied.view(-1, 3), table.most_rank(slots))
+
+    @staticmethod
+    def tiles_of_rows(slots: Sequence[int], lengths: Sequence[int]) -> list[int]:
+        """The numbers of all tiles of rows with these slots and numbers of tokens, one tile after another."""
+        from corolla.kernels.triton.low_rank_launches import TILE_TOKENS
+
+        tiles: list[int] = []
         first = 0
-        for slot, (_, num_tokens) in zip(slots, rows, strict=True):
+        for slot, num_tokens in zip(slots, lengths, strict=True):
             if slot != NO_SLOT:
-                starts = range(0, num_tokens, TILE_TOKENS)
-                tiles += [(first + start, min(TILE_TOKENS, num_tokens - start), slot) for start in starts]
+                for start in range(0, num_tokens, TILE_TOKENS):
+                    tiles += (first + start, min(TILE_TOKENS, num_tokens - start), slot)
             first += num_tokens
-        return cls(table, torch.tensor(tiles, dtype=torch.int32, device=table.entries.device), table.most_rank(slots))
+        return tiles
 
     def add(self, layer: int, place: Place, rows: Tensor, output: Tensor) -> None:
         """Adds the products of the tokens' adapters at a place to `output`, in place; see `AdapterBatch.add`.

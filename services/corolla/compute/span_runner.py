@@ -18,6 +18,7 @@ from corolla.chassis.errors import NonFiniteOutput
 from corolla.compute.attention.backends import choose_backend
 from corolla.compute.attention.batch import RAGGED, AttentionBackend, AttentionBatch, PackedRow
 from corolla.compute.attention.latents import LATENT, PackedLatents, leave_latents
+from corolla.compute.attention.page_tables import PagedBackend, paged_batch
 from corolla.compute.attention.shapes import ShapeProbe
 from corolla.compute.compiled_blocks import choose_compiled_blocks
 from corolla.compute.decode_graphs import DecodeGraphs
@@ -29,7 +30,7 @@ from corolla.models.adapters.products import AdapterBatch, AdapterStacks, SpanAd
 from corolla.models.families import attention_windows, pageless_layers, recurrent_layers
 from corolla.models.linear import ways_by_shape
 from corolla.models.span_model import SpanModel
-from corolla.wire.device_copies import begin_reading, to_device
+from corolla.wire.device_copies import begin_reading, copied_numbers, to_device
 from corolla.wire.span import Span
 
 
@@ -354,10 +355,12 @@ class SpanRunner:
         low_rank = self._low_rank(rows)
         adapters = None if self.compiled is not None or low_rank is not None else self._adapters(rows)
         self._tell_factors(rows, device)
-        return _PackedStep(
-            rows, torch.tensor(positions, device=device), max(positions) + 1,
-            AttentionBatch(self.store, _packed(rows), self.backend), adapters, low_rank,
-        )  # fmt: skip
+        packed, numbers = _packed(rows), [(positions, torch.int64)]
+        if isinstance(self.backend, PagedBackend):
+            batch, (position_ids,) = paged_batch(self.store, packed, self.backend, device, numbers)
+        else:
+            batch, (position_ids,) = AttentionBatch(self.store, packed, self.backend), copied_numbers(numbers, device)
+        return _PackedStep(rows, position_ids, max(positions) + 1, batch, adapters, low_rank)
 
     def _forward_step(self, step: "_PackedStep", hidden: Tensor, blocks: Span) -> Tensor:
         layers, batch = self.span.indices(blocks), step.batch

@@ -6,14 +6,17 @@ by `begin_copy` run on a stream of their own, for which the stream that computes
 step waits, run on another one (`on_copy_stream`).
 """
 
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Final
 
 import torch
 from torch import Tensor
+
+_ALIGNED: Final = 16
 
 
 class _Use(Enum):
@@ -62,6 +65,28 @@ def to_device(numbers: Tensor, device: torch.device, dtype: torch.dtype) -> Tens
         # If the copy converted, it would do so in ordinary memory.
         numbers = numbers.to(dtype).pin_memory()
     return numbers.to(device=device, dtype=dtype, non_blocking=device.type == "cuda")
+
+
+def copied_numbers(parts: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device) -> list[Tensor]:
+    """Brings numbers of Python to `device`. For a GPU that is one copy, for which the calling thread does not wait.
+
+    Args:
+        parts: lists of numbers, each with an integer dtype.
+
+    Returns:
+        `[length]` of its dtype for each list. Those on a GPU are views of one tensor.
+    """
+    if device.type != "cuda":
+        return [torch.tensor(numbers, dtype=dtype, device=device) for numbers, dtype in parts]
+    sizes = [len(numbers) * dtype.itemsize for numbers, dtype in parts]
+    # Kernels are compiled for addresses that are multiples of 16, as those of tensors of their own are.
+    ends = list(itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes))
+    whole = empty_to_copy(ends[-1] if ends else 0, torch.uint8, device)
+    places = [slice(start, start + size) for start, size in zip((0, *ends), sizes, strict=False)]
+    for (numbers, dtype), place in zip(parts, places, strict=True):
+        whole[place].view(dtype).numpy()[:] = numbers
+    copied = whole.to(device, non_blocking=True)
+    return [copied[place].view(dtype) for (_, dtype), place in zip(parts, places, strict=True)]
 
 
 def begin_reading(numbers: Tensor) -> Callable[[], Tensor]:

@@ -7,12 +7,13 @@ from corolla.wire.device_copies import (
     await_copies,
     begin_copy,
     begin_reading,
+    copied_numbers,
     empty_to_copy,
     hand_to_steps,
     on_copy_stream,
     to_device,
 )
-from tests.gpu_double import GPU, BrokenRule, a_gpu
+from tests.gpu_double import GPU, BrokenRule, GpuTensor, a_gpu
 
 
 def test_what_goes_to_a_gpu_is_converted_first_and_then_pinned() -> None:
@@ -24,6 +25,20 @@ def test_what_goes_to_a_gpu_is_converted_first_and_then_pinned() -> None:
         given.zero_()
         assert not gpu.waits
         assert torch.equal(gpu.numbers(copied), hidden.to(torch.bfloat16))
+
+
+def test_numbers_of_python_come_by_one_copy_to_places_that_kernels_like() -> None:
+    lists = [([1, 2, 3], torch.int64), ([4], torch.int32), ([], torch.int64), ([-5, 6], torch.int32)]
+    with a_gpu() as gpu, torch.inference_mode():
+        copied = copied_numbers(lists, GPU)
+        assert not gpu.waits
+        assert len({id(each.cell.memory) for each in copied if isinstance(each, GpuTensor)}) == 1
+        for tensor, (numbers, dtype) in zip(copied, lists, strict=True):
+            held = gpu.numbers(tensor)
+            assert (held.tolist(), held.dtype) == (numbers, dtype)
+            assert held.storage_offset() * held.itemsize % 16 == 0
+    on_cpu = copied_numbers(lists, torch.device("cpu"))
+    assert [(each.tolist(), each.dtype) for each in on_cpu] == lists
 
 
 def test_what_comes_from_a_gpu_is_there() -> None:

@@ -149,8 +149,7 @@ class AttentionBatch:
         group = self.store.group_of(layer)
         slots = self._slots.get(group)
         if slots is None:
-            numbers = [slot for row in self.rows for slot in row.cache.slots(row.position, row.num_tokens, group)]
-            slots = self._slots[group] = torch.tensor(numbers, device=device)
+            slots = self._slots[group] = torch.tensor(slots_of(self.rows, group), device=device)
         return slots
 
     def extents(self, number: int, layer: int, start: int, end: int) -> tuple[tuple[int, int], ...]:
@@ -180,6 +179,11 @@ class AttentionBatch:
             bias = torch.zeros(unseen.shape, dtype=like.dtype, device=like.device).masked_fill_(unseen, -torch.inf)
             self._biases[kind] = bias if bool(unseen.any()) else None
         return self._biases[kind]
+
+
+def slots_of(rows: Sequence[PackedRow], group: int) -> list[int]:
+    """The slots of the new tokens of all rows in a group of layers."""
+    return [slot for row in rows for slot in row.cache.slots(row.position, row.num_tokens, group)]
 
 
 def ragged_attention(
