@@ -29,7 +29,12 @@ subtracts the mean before (LayerNorm, Ba et al. 2016)."""
 _EXACT: Final[dict[str, Any]] = {"enable_fp_fusion": False}
 _LOG2E: Final = 1.4426950408889634
 _KEYS_OF_BLOCK: Final = 64
-_LANES_OF_TILE: Final = 64
+# Rows of a chunk's tile, and warps: registers hold a tile's sums twice. Few heads are larger than so many numbers, and
+# products of float32 take registers for whole rows of both factors.
+_LARGE_HEAD: Final = 128
+_CHUNK_TILE: Final = (64, 4)
+_CHUNK_TILE_OF_LARGE_HEADS: Final = (32, 8)
+_CHUNK_TILE_OF_FLOAT32: Final = (16, 16)
 # A product's sides have 16 numbers or more.
 _LEAST_SIDE: Final = 16
 # About as many programs as a large GPU runs at a time. More of them only wait.
@@ -294,6 +299,9 @@ def attend(
     }  # fmt: skip
     # A step of the loops loads keys and values.
     bytes_of_stage = 2 * block * shape["HEAD_BLOCK"] * query.element_size()
+    lanes, warps = _CHUNK_TILE if shape["HEAD_BLOCK"] <= _LARGE_HEAD else _CHUNK_TILE_OF_LARGE_HEADS
+    if query.dtype == torch.float32:
+        lanes, warps = _CHUNK_TILE_OF_FLOAT32
     if tables.max_queries == 1:
         splits = max(1, min(width, _PROGRAMS // (num_rows * num_key_heads)))
         parts = torch.empty(tables.num_pages, num_heads, head, dtype=torch.float32, device=query.device)
@@ -301,7 +309,8 @@ def attend(
         launch(
             device_code.attend_pages, (splits, num_key_heads, num_rows),
             query, keys, values, parts, sums, maxima, tables.pages, tables.num_keys, tables.first_pages, *numbers,
-            splits, ROWS=max(_LEAST_SIDE, power_of_two(group)), **shape, num_warps=4,
+            splits, ROWS=max(_LEAST_SIDE, power_of_two(group)), **shape,
+            num_warps=warps if query.dtype == torch.float32 else _CHUNK_TILE[1],
             num_stages=stages_within(3, bytes_of_stage, query.device), **_EXACT,
         )  # fmt: skip
         launch(
@@ -311,11 +320,11 @@ def attend(
         )  # fmt: skip
         return out
     group_block = power_of_two(group)
-    tokens = max(1, _LANES_OF_TILE // group_block)
+    tokens = max(1, lanes // group_block)
     launch(
         device_code.attend_chunks, (-(-tables.max_queries // tokens), num_key_heads, num_rows),
         query, keys, values, out, tables.pages, tables.first_queries, tables.num_keys, *numbers,
-        TOKENS=tokens, GROUP_BLOCK=group_block, **shape, num_warps=4,
+        TOKENS=tokens, GROUP_BLOCK=group_block, **shape, num_warps=warps,
         num_stages=stages_within(2, bytes_of_stage, query.device), **_EXACT,
     )  # fmt: skip
     return out

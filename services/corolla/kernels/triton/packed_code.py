@@ -28,7 +28,7 @@ _OF_BYTES = tl.constexpr(BYTE_TURNS)
 _E4M3_FACTOR = tl.constexpr(2.0**120)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def multiply_packed(
     rows, words, scales, turns, bias, out, num_rows, num_outputs, num_blocks, layout: tl.constexpr,
     HAS_BIAS: tl.constexpr, COUNT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
@@ -63,7 +63,7 @@ def multiply_packed(
     tl.store(there, sums.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_ids", "num_rows"])
 def expand_packed(
     row_ids, words, scales, turns, out, num_rows, num_blocks, layout: tl.constexpr,
     COUNT: tl.constexpr, ROWS: tl.constexpr,
@@ -143,17 +143,19 @@ def _joined_bits(
     # A centred code of four bits is stored in two's complement, which has the highest bit the other way.
     FLIPPED: tl.constexpr = (1 << 22) if layout.bits == 4 and layout.is_centred else 0
     low = block + layout.low_at + unit * layout.low_bytes
-    codes = _part_of_codes(words, turns, low, lane, 4, LOWEST, 0, COUNT, ROWS) ^ (((127 + layout.bits) << 23) ^ FLIPPED)
+    codes = _part_of_codes(words, turns, low, lane, 4, LOWEST, 0, _ONES, COUNT, ROWS)
+    codes = codes ^ (((127 + layout.bits) << 23) ^ FLIPPED)
     if layout.high_bits:
         high = block + layout.high_at + unit * layout.high_bytes
-        codes = codes | _part_of_codes(words, turns, high, lane, layout.high_bits, LOWEST + 4, _HIGH, COUNT, ROWS)
+        more = _part_of_codes(words, turns, high, lane, layout.high_bits, LOWEST + 4, _HIGH, _ONES + 1, COUNT, ROWS)
+        codes = codes | more
     return codes
 
 
 @triton.jit
 def _part_of_codes(
     words, turns, start, lane, BITS: tl.constexpr, LOWEST: tl.constexpr, TURNS: tl.constexpr,
-    COUNT: tl.constexpr, ROWS: tl.constexpr,
+    ONES: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Bits of units that lie together, BITS for each column, from the bit LOWEST on: int32 `[COUNT * 32, ROWS]`.
 
@@ -164,7 +166,7 @@ def _part_of_codes(
     word = (tl.arange(0, NUM_WORDS) * _LANES)[None, :, None]
     loaded = tl.reshape(tl.load(words + ((start // 4 + lane)[:, None, :] + word)), (COUNT * NUM_WORDS, ROWS))
     by = tl.load(turns + TURNS + tl.arange(0, PER_WORD))[None, :, None]
-    codes = _rotated(loaded[:, None, :], by) & _mask(turns, ((1 << BITS) - 1) << LOWEST)[None, :, None]
+    codes = _rotated(loaded[:, None, :], by) & _mask(turns, ONES, ((1 << BITS) - 1) << LOWEST)[None, :, None]
     return tl.reshape(codes, (COUNT * _UNIT, ROWS))
 
 
@@ -188,7 +190,7 @@ def _octets(
     if layout.is_float:
         codes = (codes >> 4) & (-(1 << 31) | (0x7F << 20))
     else:
-        codes = (codes & _mask(turns, 0xFF << 15)[None, :]) ^ ((135 << 23) ^ (1 << 22))
+        codes = (codes & _mask(turns, _ONES, 0xFF << 15)[None, :]) ^ ((135 << 23) ^ (1 << 22))
     return codes
 
 
@@ -207,12 +209,13 @@ def _rotated(word, by):
 
 
 @triton.jit
-def _mask(turns, NUMBER: tl.constexpr):
-    """A number `[1]` that the compiler does not know, so that it stays in a register.
+def _mask(turns, AT: tl.constexpr, NUMBER: tl.constexpr):
+    """A number `[1]` that the compiler does not know, so that it stays in a register; `turns` has -1 at AT.
 
-    An operation takes one known number at most, and the compiler would copy a second one into a register each time.
+    An operation takes one known number at most, and the compiler would copy a second one into a register each time. Two
+    masks whose results meet need an AT each: of one load Triton wants one layout, and masks have two.
     """
-    return tl.load(turns + _ONES + tl.arange(0, 1)) & NUMBER
+    return tl.load(turns + AT + tl.arange(0, 1)) & NUMBER
 
 
 @triton.jit

@@ -35,10 +35,13 @@ class Tile:
 FEW_ROWS: Final = 16
 """Calls of up to so many rows take one of `CANDIDATES`."""
 CANDIDATES: Final = (Tile(16, 64, 8, 4), Tile(16, 32, 8, 4), Tile(16, 32, 8, 2), Tile(16, 64, 4, 4))
-"""Tiles of few rows, among which measurements on the device choose."""
+"""Tiles of few rows in half precision, among which measurements on the device choose."""
 # Tiles of calls of up to so many rows.
 _TILES: Final = ((32, Tile(32, 64, 4, 4)), (64, Tile(64, 64, 4, 4)))
 _LARGEST_TILE: Final = Tile(128, 128, 2, 8)
+# Products of float32 take registers for a round's columns of a tile, so a round has one unit, and there is no choice.
+_FLOAT32_TILES: Final = ((16, Tile(16, 32, 1, 4)), (32, Tile(32, 64, 1, 8)))
+_LARGEST_FLOAT32_TILE: Final = Tile(64, 64, 1, 8)
 # A large GPU has about so many multiprocessors; a tile of few rows is narrow where some would have nothing to do.
 _PROGRAMS: Final = 132
 _EXPANDED_ROWS: Final = 16
@@ -63,7 +66,7 @@ def multiply_packed(
         num_outputs: how many rows the matrix has; the panels may have more.
         bias: `[num_outputs]` in any of these dtypes; None: there is none.
         order: int32 `[in]`, see `Panels`, or None.
-        tile: one of `CANDIDATES`, for calls of few rows; None: one is chosen by the number of outputs.
+        tile: one of `CANDIDATES`, for few rows in half precision; None: one is chosen by the number of outputs.
 
     Returns:
         `[R, num_outputs]` in the dtype of the rows.
@@ -80,7 +83,7 @@ def multiply_packed(
     out = rows.new_empty(num_rows, num_outputs)
     if not num_rows:
         return out
-    tile = _tile(num_rows, num_outputs, tile)
+    tile = _tile(num_rows, num_outputs, rows.dtype, tile)
     launches.launch(
         packed_code.multiply_packed, (-(-num_rows // tile.height) * -(-num_outputs // tile.width),),
         rows, views.words, views.scales, views.turns, out if bias is None else bias, out,
@@ -117,7 +120,9 @@ def expand_packed(layout: Layout, row_ids: Tensor, panels: Tensor, dtype: torch.
     return rows
 
 
-def _tile(num_rows: int, num_outputs: int, of_few_rows: Tile | None) -> Tile:
+def _tile(num_rows: int, num_outputs: int, dtype: torch.dtype, of_few_rows: Tile | None) -> Tile:
+    if dtype == torch.float32:
+        return next((tile for most, tile in _FLOAT32_TILES if num_rows <= most), _LARGEST_FLOAT32_TILE)
     if num_rows <= FEW_ROWS:
         return of_few_rows or CANDIDATES[0 if num_outputs >= _PROGRAMS * CANDIDATES[0].width else 1]
     return next((tile for most, tile in _TILES if num_rows <= most), _LARGEST_TILE)
@@ -156,11 +161,11 @@ class PanelViews:
 
 @functools.cache
 def _turns(bits: int, is_float: bool, device: torch.device) -> Tensor:
-    """The table of `packed_code`: turns to the left that bring each code where a kernel needs it, int32 `[45]`.
+    """The table of `packed_code`: turns to the left that bring each code where a kernel needs it, int32 `[46]`.
 
     Codes become the highest bits of a float32's fraction. There are 8 numbers for the columns of a word of low bits, or
     4 for the bytes of a word, then 32 for the columns of a word of high bits, then 4 for bytes that become the highest.
-    All bits of the last number are set.
+    All bits of the last two numbers are set.
     """
     lowest = 23 - bits
     high = max(1, bits - 4)
@@ -169,4 +174,4 @@ def _turns(bits: int, is_float: bool, device: torch.device) -> Tensor:
         low = [lowest - 4 * column for column in range(8)]
     turns = [*low, *(lowest + 4 - high * column for column in range(UNIT)), *(24 - 8 * byte for byte in range(4))]
     with torch.inference_mode(False):
-        return torch.tensor([*(turn % 32 for turn in turns), -1], dtype=torch.int32, device=device)
+        return torch.tensor([*(turn % 32 for turn in turns), -1, -1], dtype=torch.int32, device=device)

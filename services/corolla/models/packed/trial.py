@@ -86,7 +86,7 @@ def _fastest_tile(layers: Sequence[PackedLinear], dtype: torch.dtype) -> "Tile |
     from corolla.kernels.triton.packed_launches import CANDIDATES
 
     device = cast(Tensor, layers[0].panels).device
-    if device.type != "cuda":
+    if device.type != "cuda" or dtype == torch.float32:
         return None
     row = torch.randn(1, layers[0].in_features, device=device).to(dtype)
     try:
