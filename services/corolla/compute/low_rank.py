@@ -141,18 +141,19 @@ class LowRankBatch:
 
 
 def choose_low_rank_table(
-    num_layers: int, widths: Sequence[int], dtype: torch.dtype, device: torch.device
+    num_layers: int, shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device
 ) -> LowRankTable | None:
     """The table, if the kernels' results hold on this device; None: the products are torch's.
 
     Args:
         num_layers: how many blocks the span has.
-        widths: the numbers of inputs of its linear layers.
+        shapes: inputs and outputs of its linear layers, neighbours as one. Each is tried, so that no kernel is compiled
+            when the first adapter runs.
         dtype: the dtype of the model.
         device: its device.
     """
     try:
-        failure = next((failed for each in dict.fromkeys(widths) if (failed := _failed_trial(each, dtype, device))), "")
+        failure = next((failed for shape in shapes if (failed := _failed_trial(*shape, dtype, device))), "")
     except Exception as error:
         # Compilers raise errors of many kinds. The server works without these kernels.
         failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -163,10 +164,10 @@ def choose_low_rank_table(
 
 
 @torch.inference_mode()
-def _failed_trial(width: int, dtype: torch.dtype, device: torch.device) -> str | None:
+def _failed_trial(width: int, num_outputs: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """Multiplies random rows with two adapters and none. Returns what failed, as a sentence's end, or None."""
     place = next(each for each in _PLACES if len(each) == 2)
-    outputs, generator = 96, torch.Generator().manual_seed(0)
+    outputs, generator = num_outputs // 2, torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
@@ -177,7 +178,7 @@ def _failed_trial(width: int, dtype: torch.dtype, device: torch.device) -> str |
 
     table, adapters = LowRankTable(1, device), [adapter(8), None, adapter(40)]
     sizes = (19, 2, 1)
-    rows, output = draw(sum(sizes), width), draw(sum(sizes), 2 * outputs)
+    rows, output = draw(sum(sizes), width), draw(sum(sizes), num_outputs)
 
     def added(parts: Sequence[tuple[SpanAdapter | None, int]], begin: int) -> Tensor:
         found = output[begin : begin + sum(size for _, size in parts)].clone()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from corolla.kernels.expert_routing import Routing
-from corolla.models.invariant_products import TOLERANCES
+from corolla.models.invariant_products import TOLERANCES, try_product
 from corolla.models.mixtures import Mixture
 
 # The product in float64 is computed for about so many outputs only; all weights in float64 may not fit into memory.
@@ -19,18 +19,23 @@ _SINGLE_TOKENS: Final = 16
 def failed_mixture_trial(mixture: Mixture, row_counts: tuple[int, ...]) -> str | None:
     """Returns what failed, as a sentence's end, or None if the products hold.
 
-    They hold if each pair has the same bits in calls of all sizes, near the numbers of float64.
+    They hold if each token and each pair has the same bits in calls of all sizes, near the numbers of float64. These
+    calls are of the kinds that steps have, so that Triton compiles nothing while a server serves.
 
     Args:
         mixture: the experts.
         row_counts: for how many rows of an expert a product takes each of its tiles, in rising order.
     """
     routing = Routing(mixture.routing.num_experts, mixture.routing.num_chosen, "chosen")
+    if (failure := _failed_router(mixture, (1, *row_counts))) is not None:
+        return failure
     sizes = [-(-count * routing.num_experts // routing.num_chosen) for count in row_counts]
-    for weights in (mixture.gate_up, mixture.down):
-        generator = torch.Generator().manual_seed(0)
-        rows = torch.randn(sizes[-1], weights.shape[-1], generator=generator).to(weights)
-        logits = torch.randn(sizes[-1], routing.num_experts, generator=generator).to(weights.device)
+    # A token's pairs share its row, and have rows of their own behind the gate.
+    for weights, rows_of_token in ((mixture.gate_up, 1), (mixture.down, routing.num_chosen)):
+        generator = torch.Generator(weights.device).manual_seed(0)
+        shape = (sizes[-1], rows_of_token, weights.shape[-1])
+        rows = torch.randn(shape, generator=generator, device=weights.device).to(weights.dtype)
+        logits = torch.randn(sizes[-1], routing.num_experts, generator=generator, device=weights.device)
         whole = _products(rows, logits, weights, routing)
         if not (error := _error(whole, rows, logits, weights)) <= TOLERANCES[weights.dtype]:
             return f"products of its experts differ by {error:.1e} from those in float64"
@@ -43,11 +48,22 @@ def failed_mixture_trial(mixture: Mixture, row_counts: tuple[int, ...]) -> str |
     return None
 
 
+def _failed_router(mixture: Mixture, ladder: tuple[int, ...]) -> str | None:
+    from corolla.kernels.triton.launches import multiply
+
+    # A router may be narrower than its rows; the trial draws rows like the weight.
+    weight = mixture.router_weight.float() if mixture.is_wide else mixture.router_weight
+    trial = try_product(lambda rows, *_: multiply(rows, mixture.router_weight), weight, None, ladder)
+    if trial.holds(TOLERANCES[weight.dtype]):
+        return None
+    return f"the product of its router differs by {trial.error:.1e} from float64, or depends on the batch"
+
+
 def _products(rows: Tensor, logits: Tensor, weights: Tensor, routing: Routing) -> Tensor:
     """The product of each token with each of its experts: `[N, chosen, out]`."""
     from corolla.kernels.triton.expert_launches import choose_experts, multiply_experts
 
-    found = multiply_experts(rows, weights, choose_experts(logits, routing))
+    found = multiply_experts(rows.flatten(0, 1), weights, choose_experts(logits, routing))
     return found.view(len(rows), routing.num_chosen, -1)
 
 
@@ -55,10 +71,11 @@ def _error(found: Tensor, rows: Tensor, logits: Tensor, weights: Tensor) -> floa
     """The largest difference from the product in float64, as a part of its largest number. NaN is infinite."""
     step = -(-weights.shape[1] // _CHECKED_OUTPUTS)
     ids = logits.topk(found.shape[1]).indices
+    rows = rows.expand(-1, found.shape[1], -1)
     found = found[..., ::step].double()
     expected = torch.empty_like(found)
     for expert in range(len(weights)):
         tokens, ranks = torch.where(ids == expert)
-        expected[tokens, ranks] = rows[tokens].double() @ weights[expert, ::step].double().T
+        expected[tokens, ranks] = rows[tokens, ranks].double() @ weights[expert, ::step].double().T
     error = (found - expected).abs().max() / expected.abs().max()
     return float(error.nan_to_num(torch.inf))

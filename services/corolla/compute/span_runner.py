@@ -155,8 +155,8 @@ class SpanRunner:
         self.compiled = choose_compiled_blocks(model.fused, self.store, self.backend, model.dtype)
         self.triton = choose_triton_blocks(model.fused, self.store, self.backend, model.dtype)
         self.low_rank: LowRankTable | None = None
-        if self.triton is not None and max_stack_bytes and self.triton.widths:
-            self.low_rank = choose_low_rank_table(len(model.span), self.triton.widths, model.dtype, model.device)
+        if self.triton is not None and max_stack_bytes and self.triton.shapes:
+            self.low_rank = choose_low_rank_table(len(model.span), self.triton.shapes, model.dtype, model.device)
 
     @torch.inference_mode()
     def _probe(self, probe: ShapeProbe) -> None:

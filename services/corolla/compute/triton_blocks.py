@@ -199,13 +199,18 @@ class TritonBlocks:
         self._plans = [_plan_of(layer) for layer in span.layers]
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        """The numbers of inputs of the linear layers; empty where a mixture takes its adapters by hooks."""
-        layers = [plan.layer for plan in self._plans]
-        gated = [layer.mlp.num_gated for layer in layers if isinstance(layer.mlp, GatedMlp)]
-        if len(gated) < len(layers):
-            return ()
-        return layers[0].hidden_size, layers[0].num_heads * layers[0].head_dim, gated[0]
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """The inputs and outputs of linear layers, neighbours as one; empty if a mixture takes adapters by hooks."""
+        found: dict[tuple[int, int], None] = {}
+        for plan in self._plans:
+            layer, mlp, width = plan.layer, plan.layer.mlp, plan.layer.hidden_size
+            if not isinstance(mlp, GatedMlp):
+                return ()
+            heads, keys = layer.num_heads * layer.head_dim, layer.num_key_heads * layer.head_dim
+            found |= dict.fromkeys(
+                ((width, heads + 2 * keys), (heads, width), (width, 2 * mlp.num_gated), (mlp.num_gated, width))
+            )
+        return tuple(found)
 
     def forward(
         self,
