@@ -39,7 +39,7 @@ def test_kernels_compute_what_they_are_for_and_no_row_depends_on_the_others() ->
 
 
 def test_packed_weights_are_the_numbers_of_a_processor() -> None:
-    interpret("not full", "packed")
+    interpret("not full", "packed", "specialisations")
 
 
 @pytest.mark.full
@@ -50,6 +50,11 @@ def test_products_with_packed_weights_of_every_layout() -> None:
 @pytest.mark.kind
 def test_spans_give_the_tokens_of_transformers_and_replayed_steps_the_bits_of_prompts() -> None:
     interpret("not full", "spans")
+
+
+@pytest.mark.full
+def test_a_start_compiles_what_serving_needs() -> None:
+    interpret("full", "specialisations")
 
 
 @pytest.mark.full

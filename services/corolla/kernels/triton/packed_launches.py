@@ -120,11 +120,16 @@ def expand_packed(layout: Layout, row_ids: Tensor, panels: Tensor, dtype: torch.
     return rows
 
 
+def usual_tile(num_outputs: int) -> Tile:
+    """The tile of few rows for weights with so many outputs where nothing was measured."""
+    return CANDIDATES[0 if num_outputs >= _PROGRAMS * CANDIDATES[0].width else 1]
+
+
 def _tile(num_rows: int, num_outputs: int, dtype: torch.dtype, of_few_rows: Tile | None) -> Tile:
     if dtype == torch.float32:
         return next((tile for most, tile in _FLOAT32_TILES if num_rows <= most), _LARGEST_FLOAT32_TILE)
     if num_rows <= FEW_ROWS:
-        return of_few_rows or CANDIDATES[0 if num_outputs >= _PROGRAMS * CANDIDATES[0].width else 1]
+        return of_few_rows or usual_tile(num_outputs)
     return next((tile for most, tile in _TILES if num_rows <= most), _LARGEST_TILE)
 
 

@@ -32,7 +32,7 @@ _MIN_GAIN: Final = 1.02
 
 @torch.inference_mode()
 def choose_packed_products(layers: Iterable[PackedLinear], dtype: torch.dtype) -> None:
-    """Tries a layer of each shape. Where the kernel fails, such layers get expanded weights; else the fastest tile.
+    """Tries the fastest tile with a layer of each shape. Where it fails, such layers get expanded weights.
 
     Args:
         layers: layers with panels, on one GPU.
@@ -44,7 +44,8 @@ def choose_packed_products(layers: Iterable[PackedLinear], dtype: torch.dtype) -
     for (layout, shape, *_), group in alike.items():
         facts = {"layout": layout.name, "shape": "x".join(map(str, shape))}
         try:
-            failure = failed_trial(group[0], dtype)
+            tile = _fastest_tile(group[:_TIMED_LAYERS], dtype)
+            failure = failed_trial(group[0], dtype, tile)
         except Exception as error:
             # Compilers raise errors of many kinds. Expanded weights need no kernel.
             failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -53,23 +54,24 @@ def choose_packed_products(layers: Iterable[PackedLinear], dtype: torch.dtype) -
             for layer in group:
                 layer.expand(dtype)
             continue
-        tile = _fastest_tile(group[:_TIMED_LAYERS], dtype)
         log.info("packed product chosen", extra={**facts, "tile": "usual" if tile is None else str(tile)})
         for layer in group:
             layer.tile = tile
 
 
-def failed_trial(layer: PackedLinear, dtype: torch.dtype) -> str | None:
+def failed_trial(layer: PackedLinear, dtype: torch.dtype, tile: "Tile | None" = None) -> str | None:
     """Multiplies many random rows in calls of all sizes. Returns what failed, as a sentence's end, or None.
 
     Args:
         layer: a layer with panels.
         dtype: the dtype of rows.
+        tile: see `multiply_packed`.
     """
     panels = cast(Tensor, layer.panels)[:_TRIED_PANELS].contiguous()
-    num_outputs = min(layer.out_features, len(panels) * LANES)
+    # Triton has another kernel where 16 does not divide the number of outputs; both numbers are of one kind.
+    num_outputs = len(panels) * LANES - -layer.out_features % LANES
     part = PackedLinear(layer.in_features, num_outputs, layer.layout)
-    part.panels, part.order = panels, layer.order
+    part.panels, part.order, part.tile = panels, layer.order, tile
     weight = unpack(panels, layer.layout, num_outputs).to(dtype)
     if not bool(weight.any()):
         return None  # made-up weights may be zero in this dtype
@@ -82,16 +84,16 @@ def failed_trial(layer: PackedLinear, dtype: torch.dtype) -> str | None:
 
 
 def _fastest_tile(layers: Sequence[PackedLinear], dtype: torch.dtype) -> "Tile | None":
-    """The fastest tile for one row, among those that give the same bits; None: the usual one."""
-    from corolla.kernels.triton.packed_launches import CANDIDATES
-
+    """The fastest tile for one row, among those that give the bits of the usual one; None: there is no choice."""
     device = cast(Tensor, layers[0].panels).device
     if device.type != "cuda" or dtype == torch.float32:
         return None
+    from corolla.kernels.triton.packed_launches import CANDIDATES, usual_tile
+
+    usual = usual_tile(layers[0].out_features)
     row = torch.randn(1, layers[0].in_features, device=device).to(dtype)
     try:
-        expected = layers[0].with_tile(row, None)
-        usual_s = _seconds(layers, row, None)
+        expected = layers[0].with_tile(row, usual)
         found = {
             tile: _seconds(layers, row, tile)
             for tile in CANDIDATES
@@ -99,9 +101,9 @@ def _fastest_tile(layers: Sequence[PackedLinear], dtype: torch.dtype) -> "Tile |
         }
     except RuntimeError as error:
         log.warning("tiles are not timed", extra={"failure": str(error).partition(chr(10))[0]})
-        return None
-    fastest = min(found, key=lambda tile: found[tile], default=None)
-    return fastest if fastest is not None and usual_s > _MIN_GAIN * found[fastest] else None
+        return usual
+    fastest = min(found, key=lambda tile: found[tile], default=usual)
+    return fastest if fastest in found and found[usual] > _MIN_GAIN * found[fastest] else usual
 
 
 def _seconds(layers: Sequence[PackedLinear], row: Tensor, tile: "Tile | None") -> float:

@@ -1,0 +1,138 @@
+"""A start compiles all kernels that serving needs: no launch of a step has a key that no launch at start had.
+
+Triton compiles a kernel anew for other types, constants and options, for tensors at addresses that 16 does not divide,
+and for whole numbers that are 1 or that 16 divides. A caller would wait for that, and a capture would fail.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from corolla.compute.span_runner import RowWork, SpanRunner
+from corolla.kernels.layouts import LAYOUTS
+from corolla.kernels.repacking import empty_panels
+from corolla.kernels.triton import expert_launches, launches
+from corolla.kernels.triton.packed_launches import expand_packed, usual_tile
+from corolla.models import linear, span_model
+from corolla.models.adapters.loading import load_adapter
+from corolla.models.adapters.products import SpanAdapter
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.invariant_products import InvariantProduct, choose_invariant_product, triton_product
+from corolla.models.linear import TunedLinear
+from corolla.models.packed.modules import PackedLinear
+from corolla.models.packed.trial import failed_trial
+from corolla.models.span_model import load_span
+from corolla.wire.span import Span
+from tests.adapters import make_adapter
+from tests.checkpoints import make_tiny_checkpoint
+from tests.triton_kernels import DEVICE
+from tests.triton_kernels.ordered_products import install
+
+SIZES = [*range(1, 20), 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 160, 255, 256, 257, 300]
+OUTPUTS = ("c", "out")
+
+
+class Keys:
+    """Stands before all launches, and knows the keys by which Triton keeps what it compiles.
+
+    Attributes:
+        found: the keys so far, each begins with the kernel's name.
+        runs: whether kernels run; otherwise what they write is zero.
+    """
+
+    def __init__(self, launch: Callable[..., None]) -> None:
+        self.found: set[tuple[str, str]] = set()
+        self.runs = True
+        self._launch = launch
+        self._backend = make_backend(GPUTarget("cuda", 90, 32))
+        self._binders: dict[str, Any] = {}
+
+    def __call__(self, kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
+        name = kernel.__name__
+        if name not in self._binders:
+            real = JITFunction(kernel.fn, **kernel.kwargs)
+            self._binders[name] = create_function_from_signature(real.signature, real.params, self._backend)
+        _, specialization, others = self._binders[name](*arguments, **options)
+        self.found.add((name, f"{specialization} {sorted(others.items())}"))
+        if self.runs:
+            self._launch(kernel, grid, *arguments, **options)
+        for output in OUTPUTS if not self.runs else ():
+            if output in kernel.arg_names:
+                arguments[kernel.arg_names.index(output)].zero_()
+
+
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[Keys]:
+    found = Keys(launches.launch)
+
+    def take_triton(layers: Iterable[TunedLinear], **_options: Any) -> None:
+        found.runs = False
+        for layer in layers:
+            choose_invariant_product(layer.weight, layer.bias, {"triton": triton_product})
+            layer.invariant = InvariantProduct("triton", triton_product, (1,))
+        found.runs = True
+
+    install(monkeypatch)
+    for module in (launches, expert_launches):
+        monkeypatch.setattr(module, "launch", found)
+    for other in (span_model, linear):
+        monkeypatch.setattr(other, "tune", take_triton)
+    with torch.device(DEVICE):
+        yield found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gemma2"])
+def test_steps_launch_what_the_start_has_launched(tmp_path: Path, keys: Keys, family: str) -> None:
+    folder = make_tiny_checkpoint(family, tmp_path / "model", num_blocks=2)
+    blocks = Span(0, 2)
+    span = load_span(Checkpoint.from_pretrained(str(folder)), blocks, dtype=torch.float32, device=DEVICE)
+    runner = SpanRunner(span, num_pages=200, page_tokens=8, attention="triton")
+    assert runner.kernel_choices.blocks == "triton"
+    adapters: list[SpanAdapter | None] = [None]
+    if runner.low_rank is not None:
+        adapters += [load_adapter(make_adapter(folder, tmp_path / "adapter"), span, 2)]
+    runner.warm_up()
+    known, keys.runs = set(keys.found), False
+    for adapter in adapters:
+        for parts in (*((size,) for size in SIZES), (1, 1), (1, 1, 1), (40, 1), (1, 70, 3)):
+            caches = [runner.new_cache() for _ in parts]
+            for cache, size in zip(caches, parts, strict=True):
+                cache.reserve(size + 1)
+            hidden = torch.zeros(sum(parts), span.hidden_size)
+            rows = [RowWork(cache, 0, size, adapter=adapter) for cache, size in zip(caches, parts, strict=True)]
+            runner.forward_each(rows, hidden, blocks)
+            for cache in caches:
+                cache.clear()
+    assert keys.found - known == set()
+    assert len({name for name, _ in known}) >= (8 if family == "mixtral" else 5)
+
+
+@pytest.mark.parametrize("num_outputs", [40, 1000, 9008])
+def test_packed_products_of_every_size_are_compiled_at_start(
+    keys: Keys, num_outputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A layer on a GPU does this.
+    monkeypatch.setattr(PackedLinear, "forward", lambda layer, rows: layer.with_tile(rows, layer.tile))
+    layout = LAYOUTS["Q6_K"]
+    layer = PackedLinear(256, num_outputs, layout)
+    layer.panels = empty_panels(num_outputs, 256, layout).fill_(0x11)
+    keys.runs = False
+    for dtype in (torch.float16, torch.float32):
+        failed_trial(layer, dtype, usual_tile(num_outputs))
+    ids = torch.zeros(400, dtype=torch.int64)
+    expand_packed(layout, ids[:1], layer.panels, torch.float16)
+    known = set(keys.found)
+    for size in SIZES:
+        for dtype in (torch.float16, torch.float32):
+            layer.with_tile(torch.zeros(size, 256, dtype=dtype), None)
+        # An address that 16 does not divide.
+        expand_packed(layout, ids[1 : 1 + size], layer.panels, torch.float16)
+    assert keys.found - known == set()
+    assert {name for name, _ in known} == {"multiply_packed", "expand_packed"}
