@@ -56,18 +56,20 @@ def spilled_bytes(code: bytes) -> int:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code)
         file.flush()
-        told = subprocess.check_output([os.fspath(TOOLS / "cuobjdump"), "--dump-resource-usage", file.name], text=True)
-    return int(re.findall(r"STACK:(\d+)", told)[0])
+        printed = subprocess.check_output(
+            [os.fspath(TOOLS / "cuobjdump"), "--dump-resource-usage", file.name], text=True
+        )
+    return int(re.findall(r"STACK:(\d+)", printed)[0])
 
 
-def tell(_compilation: Any, kernel: Any, grid: Any, arguments: Any, options: Any) -> None:
+def print_resources(_compilation: Any, kernel: Any, grid: Any, arguments: Any, options: Any) -> None:
     compiled = kernel.warmup(*arguments, grid=grid, **options)
     sys.stdout.write(f"{kernel.__name__} {compiled.metadata.shared} {spilled_bytes(compiled.asm['cubin'])}\n")
 
 
 if __name__ == "__main__":
     with pytest.MonkeyPatch.context() as patch, compilation.compiling(ARCH):
-        patch.setattr(compilation.Compilation, "compile", tell)
+        patch.setattr(compilation.Compilation, "compile", print_resources)
         for each in (torch.bfloat16, torch.float32):
             for size in (96, 128, 256):
                 attend_by(size, each)

@@ -47,7 +47,7 @@ def test_kernels_are_compiled_for_architectures_that_are_not_here(tmp_path: Path
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.cubin")} == binaries
 
 
-def told(module: str, cache: Path) -> list[str]:
+def printed(module: str, cache: Path) -> list[str]:
     """The lines that a module prints, which compiles kernels."""
     compiling = {**environment(), "TRITON_CACHE_DIR": str(cache)}
     del compiling["TRITON_INTERPRET"]
@@ -61,7 +61,7 @@ def told(module: str, cache: Path) -> list[str]:
 
 def test_kernels_fit_into_the_smallest_gpu(tmp_path: Path) -> None:
     """A kernel that asks for more shared memory is not launched; one that spills its sums is many times slower."""
-    found = [line.split() for line in told("resources", tmp_path)]
+    found = [line.split() for line in printed("resources", tmp_path)]
     assert {name for name, *_ in found} == {
         "attend_chunks", "attend_pages", "merge_pages", "multiply", "multiply_packed"
     }  # fmt: skip
@@ -71,7 +71,7 @@ def test_kernels_fit_into_the_smallest_gpu(tmp_path: Path) -> None:
 
 def test_a_product_with_packed_weights_takes_columns_as_one_with_expanded_weights_does(tmp_path: Path) -> None:
     """And each thread unpacks the weights that its own instructions take, in every layout."""
-    found = dict(line.split(": ") for line in told("instruction_columns", tmp_path))
+    found = dict(line.split(": ") for line in printed("instruction_columns", tmp_path))
     assert {found.pop(codec) for codec in CODECS} == {"2"}
     assert found.keys() >= {"Q4_0", "Q8_0", "Q6_K", "E4M3 of 128, float32"}
     assert set(found.values()) == {"2 0"}
