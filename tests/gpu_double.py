@@ -260,7 +260,8 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 work = stream.works[stream.num_done]
                 stream.works[stream.num_done] = _done
                 stream.num_done += 1
-                work()
+                with torch.inference_mode():
+                    work()
 
     def wait(self, clock: Clock, *, is_event: bool = False, what: str = "synchronize") -> None:
         if self.capture is not None:

@@ -1,7 +1,7 @@
 """A step that is launched before the present one's tokens are read changes no token, whatever comes in between.
 
 The device is a CPU that replays recorded operators (`tests.recorded_steps`), so all that is launched is computed at
-once.
+once; or a GPU that computes as late as it may (`tests.gpu_double`).
 """
 
 import asyncio
@@ -37,15 +37,19 @@ from corolla.chassis.errors import StepFailed
 from corolla.chassis.metrics import TaskMetrics, new_registry
 from corolla.chassis.tasks import TaskGroup
 from corolla.compute import span_runner
+from corolla.compute.compute_thread import ComputeThread
 from corolla.compute.span_runner import LaunchedBatch, SpanRunner
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.cuda_capture import CudaCapture
 from corolla.models.edges import Edges, load_edges
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.device_copies import begin_reading
 from corolla.wire.frames import Buffer, Frame
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
+from tests.gpu_double import GPU, Gpu, a_gpu
 from tests.tiers import quick
+from tests.unit.compute.on_gpu import move, runner_on
 from tests.unit.compute.replaying import choose, make_runner
 from tests.unread_stream import UnreadStream
 
@@ -87,15 +91,24 @@ class Tokens(UnreadStream):
 
 
 class Model:
-    """A tiny model: its ends, and a runner of all its blocks that replays its decode steps."""
+    """A tiny model: its ends, and a runner of all its blocks that replays its decode steps.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        gpu: where all of it lies; None: on the CPU.
+    """
+
+    def __init__(self, folder: Path, gpu: Gpu | None = None) -> None:
         path = make_tiny_checkpoint("llama", folder, num_blocks=NUM_BLOCKS)
         self.checkpoint = Checkpoint.from_pretrained(str(path))
         self.edges: Edges = load_edges(self.checkpoint, dtype=torch.float32)
         self._unsplit: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        self.runner = make_runner(path, span=WHOLE)
-        assert choose(self.runner) is not None
+        if gpu is None:
+            self.runner = make_runner(path, span=WHOLE)
+            assert choose(self.runner) is not None
+            return
+        move(gpu, [module for model in self.edges.modules for module in model.modules()])
+        self.runner = runner_on(gpu, path, WHOLE, num_pages=60)
+        assert choose(self.runner, CudaCapture(GPU), (1, 2, 4)) is not None
 
     def truth(self, name: int, **options: Any) -> list[int]:
         """The answer to a session's prompt: greedy, or drawn with the session's seed by the options."""
@@ -113,17 +126,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(tmp_path_factory.mktemp("model"))
 
 
+class Here(ComputeThread):
+    """Computes in the thread of the event loop: the double of a GPU is that of one thread."""
+
+    def run(self, work: Callable[..., Any], *arguments: Any, **options: Any) -> "asyncio.Future[Any]":
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        done.set_result(work(*arguments, **options))
+        return done
+
+
 class Server:
     """A block server without sockets that has the whole model."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, compute_thread: ComputeThread | None = None) -> None:
         checkpoint, runner = model.checkpoint, model.runner
         self.client, peers, metrics = Tokens(), PeerTable(), BlockServerMetrics(new_registry())
         sessions: SessionTable[SessionCache] = SessionTable(runner.store.pool, runner.new_cache)
         outputs = BoundaryActivations(0)
         self.engine = Engine(
             runner, Scheduler(64, 64), sessions, outputs, peers, partial(Relay, "", peers), metrics,
-            fail=lambda: None, edges=model.edges, use=ProcessorUse(samples_batched=True),
+            fail=lambda: None, edges=model.edges, use=ProcessorUse(samples_batched=True, compute_thread=compute_thread),
         )  # fmt: skip
         identity = Identity(
             server_id="s", span=WHOLE, model="m", fingerprint="", dtype_name="float32", dtype=pb.TENSOR_TYPE_FLOAT32,
@@ -178,8 +200,8 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(model: Model) -> AsyncIterator[Server]:
-    made = Server(model)
+async def serving(model: Model, compute_thread: ComputeThread | None = None) -> AsyncIterator[Server]:
+    made = Server(model, compute_thread)
     running = asyncio.create_task(made.engine.run())
     try:
         yield made
@@ -261,6 +283,25 @@ async def test_answers_that_are_drawn(model: Model, monkeypatch: pytest.MonkeyPa
         answers = await server.all_of(DRAWN)
     assert answers == {name: model.truth(name, **options)[: 18 + name] for name, options in DRAWN.items()}
     assert events.count("used") > NUM_TOKENS // 2
+
+
+@pytest.mark.full
+async def test_a_server_on_a_gpu_waits_for_its_tokens_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts, recorded steps and steps ahead of their tokens, some of which are drawn: no buffer is used too early."""
+    with a_gpu() as gpu:
+        model = Model(tmp_path, gpu)
+        truth = {name: model.truth(name, **DRAWN.get(name, {})) for name in range(4)}
+        events = counted(monkeypatch, model.runner)
+        gpu.waits.clear()
+        async with serving(model, Here()) as server:
+            for name in truth:
+                ids = prompt(name)
+                await server.open(name, **DRAWN.get(name, {}), token_ids=ids, num_prompt_tokens=len(ids))
+            for name in truth:
+                server.begin(name)
+            assert await server.all_of(truth) == truth
+        assert not gpu.waits
+        assert events.count("used") > NUM_TOKENS // 2
 
 
 async def test_a_step_that_fails_when_tokens_are_drawn_ends_with_a_fault(
