@@ -294,12 +294,12 @@ def fp8(block: tuple[int, int] | None = (32, 32), *, scale_type: torch.dtype = t
     return Made(config, pack)
 
 
-def fp8_of_outputs(method: str = "fbgemm_fp8") -> Made:
+def fp8_of_outputs(method: str = "fbgemm_fp8", kind: torch.dtype = torch.float8_e4m3fn) -> Made:
     """A scale for each output, as FBGEMM's."""
 
     def pack(weight: Tensor) -> Packed:
-        scales = weight.abs().amax(1, keepdim=True) / 448.0
-        numbers = (weight / scales).to(torch.float8_e4m3fn)
+        scales = weight.abs().amax(1, keepdim=True) / torch.finfo(kind).max
+        numbers = (weight / scales).to(kind)
         return {"weight": numbers, "weight_scale": scales}, numbers.float() * scales
 
     return Made({"quant_method": method, "activation_scale_ub": 1200.0}, pack)

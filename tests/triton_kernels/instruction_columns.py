@@ -32,6 +32,8 @@ GROUPS = [
     group_layout(32, Scale.BFLOAT16, has_minimum=True),
     group_layout(256, Scale.FLOAT32, number=Number.INT8),
     group_layout(128, Scale.FLOAT32, number=Number.E4M3),
+    group_layout(64, Scale.FLOAT32, number=Number.E5M2),
+    group_layout(128, Scale.FLOAT16, has_zeros=True, number=Number.INT8),
 ]
 
 

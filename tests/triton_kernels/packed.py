@@ -26,6 +26,8 @@ GROUPS = [
 GROUPS += [
     group_layout(256, Scale.FLOAT32, number=Number.INT8),
     group_layout(128, Scale.FLOAT32, number=Number.E4M3),
+    group_layout(64, Scale.FLOAT32, number=Number.E5M2),
+    group_layout(128, Scale.FLOAT16, has_zeros=True, number=Number.INT8),
     group_layout(32, Scale.BFLOAT16, has_minimum=True),
     group_layout(32, Scale.FLOAT32, has_minimum=True),
 ]
@@ -58,14 +60,15 @@ def _drawn_panels(layout: Layout, num_rows: int) -> Tensor:
     has_sub, per_block = layout.has_sub_scales, layout.units * layout.scales_per_unit
     codes = whole(0, 1 << layout.bits, NUM_COLUMNS, torch.uint8)
     if layout.is_float:
-        codes[codes % 128 == 127] = 0  # NaN
+        not_finite = 0x7F if layout.exponent_bits == 4 else 0x7C
+        codes[codes & not_finite == not_finite] = 0
     numbers = Numbers(
         codes,
         small(SCALES[layout.scale]),
         minima=small(SCALES[layout.scale]) if layout.has_minimum else None,
         sub_scales=whole(-128 if layout.is_centred else 0, 64, num_blocks * per_block) if has_sub else None,
         sub_minima=whole(0, 64, num_blocks * layout.units) if has_sub and layout.has_minimum else None,
-        zeros=whole(-8, 8, num_blocks) if layout.has_zeros else None,
+        zeros=whole(-layout.middle, layout.middle, num_blocks) if layout.has_zeros else None,
     )
 
     def read(first: int, end: int) -> Numbers:
@@ -82,7 +85,7 @@ def weights_of(layout: Layout, panels: Tensor) -> Tensor:
 
 # One of each number of bits, of each type of scale, with and without zero points, minima and sub-scales.
 QUICK_TYPES = [
-    TYPES[0], *(each for each in TYPES if each.name in ("Q5_1", "Q5_K", "Q6_K", "I8 of 256, float32")), *TYPES[9::2],
+    TYPES[0], *(each for each in TYPES if each.name in ("Q5_1", "Q5_K", "Q6_K")), *TYPES[9:14:2], *TYPES[14:],
 ]  # fmt: skip
 
 

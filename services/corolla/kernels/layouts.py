@@ -48,15 +48,15 @@ class Layout:
 
     Attributes:
         name: the type's name in GGUF, or the name that `group_layout` makes.
-        bits: the bits of a number: 4, 5, 6 or 8. Numbers of 8 bits are int8, or E4M3.
+        bits: the bits of a number: 4, 5, 6 or 8. Numbers of 8 bits are int8, or floats.
         is_centred: whether half of the range is subtracted from each number; int8 is centred.
         has_minimum: whether a minimum is added to each weight.
         block_weights: how many columns share a scale.
         sub_scale_weights: how many columns share a sub-scale, where a block has several; None: it has none.
         scale: the type of scales.
         has_zeros: whether a zero point is subtracted from each number.
-        is_float: whether numbers are floats of the type E4M3 (FP8), none of which is NaN, and scales are below
-            `MOST_FLOAT_SCALE`; otherwise they are integers.
+        exponent_bits: 0 for integers; the bits of the exponent of floats (FP8): 4 in E4M3, 5 in E5M2. These floats are
+            finite, and scales are below `MOST_FLOAT_SCALE`.
     """
 
     name: str
@@ -67,12 +67,22 @@ class Layout:
     sub_scale_weights: int | None = None
     scale: Scale = Scale.FLOAT16
     has_zeros: bool = False
-    is_float: bool = False
+    exponent_bits: int = 0
 
     @property
     def middle(self) -> int:
         """What is subtracted from each number, 0 unless it is centred."""
         return 1 << (self.bits - 1) if self.is_centred else 0
+
+    @property
+    def is_float(self) -> bool:
+        return self.exponent_bits > 0
+
+    @property
+    def float_factor(self) -> float:
+        """The factor of a float32 whose exponent and fraction end with those of a float of 8 bits."""
+        # The biases of both exponents differ by this power.
+        return float(2.0 ** (128 - (1 << (self.exponent_bits - 1))))
 
     @property
     def step(self) -> int:
@@ -189,6 +199,11 @@ class Number(enum.Enum):
     UINT4 = "U4"
     INT8 = "I8"
     E4M3 = "E4M3"
+    E5M2 = "E5M2"
+
+    @property
+    def exponent_bits(self) -> int:
+        return {Number.E4M3: 4, Number.E5M2: 5}.get(self, 0)
 
 
 def group_layout(
@@ -209,6 +224,6 @@ def group_layout(
     parts = [scale.name.lower(), *["zero points"] * has_zeros, *["minima"] * has_minimum]
     return Layout(
         f"{number.value} of {block_weights}, {', '.join(parts)}", 4 if number is Number.UINT4 else 8,
-        is_centred=number is not Number.E4M3, has_minimum=has_minimum, block_weights=block_weights, scale=scale,
-        has_zeros=has_zeros, is_float=number is Number.E4M3,
+        is_centred=not number.exponent_bits, has_minimum=has_minimum, block_weights=block_weights, scale=scale,
+        has_zeros=has_zeros, exponent_bits=number.exponent_bits,
     )  # fmt: skip

@@ -18,6 +18,9 @@ _CHUNK_WEIGHTS_OF_DEVICE: Final = 1 << 24
 # The least size for which huge pages are used: the bytes before the first huge page are wasted.
 _LEAST_BYTES_IN_HUGE_PAGES: Final = 8 * heap.HUGE_PAGE_BYTES
 
+# Numbers of 8 bits, by the bits of their exponent.
+_OCTETS: Final = {0: torch.int8, 4: torch.float8_e4m3fn, 5: torch.float8_e5m2}
+
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
@@ -26,7 +29,7 @@ class Numbers:
     Attributes that the type of the weights lacks have the value None.
 
     Attributes:
-        codes: uint8 `[R, K]`: the packed numbers; codes of eight bits are the bits of int8 or E4M3.
+        codes: uint8 `[R, K]`: the packed numbers; codes of eight bits are the bits of int8 or a float.
         scales: `[R, B]` in the layout's scale type, one for each block.
         minima: `[R, B]` in the layout's scale type, added to the weights; with `sub_minima`, the products of both
             are subtracted instead.
@@ -190,9 +193,7 @@ def unpack(panels: Tensor, layout: Layout, num_rows: int) -> Tensor:
         return ((words >> shifts) & ((1 << count) - 1)).flatten(2, 3)
 
     if layout.bits == 8:
-        numbers = part(
-            layout.low_at, layout.block_weights, torch.float8_e4m3fn if layout.is_float else torch.int8
-        ).float()
+        numbers = part(layout.low_at, layout.block_weights, _OCTETS[layout.exponent_bits]).float()
     else:
         codes = bits(layout.low_at, 4)
         if layout.bits == 4 and layout.is_centred:

@@ -52,7 +52,7 @@ class _Unit:
                 if layout.high_bits and column % (UNIT // layout.high_bits) == 0:
                     high = function.load(INTS, self._high, 4 * LANES * (column // (UNIT // layout.high_bits)))
                 code = self._code(low, high, column)
-            number = function.let(f"sitofp {INTS} {code} to {FLOATS}") if code else self._of_e4m3(octets)
+            number = function.let(f"sitofp {INTS} {code} to {FLOATS}") if code else self._of_float(octets)
             scale = scales[column // (layout.sub_scale_weights or UNIT)]
             if zeros and not minimum:
                 number = function.let(f"fsub {FLOATS} {number}, {zeros}")
@@ -78,10 +78,14 @@ class _Unit:
         whole = function.let(f"zext {_WORDS} {function.load(_WORDS, self._block, offset)} to {INTS}")
         return function.let(f"bitcast {INTS} {function.let(f'shl {INTS} {whole}, splat (i32 16)')} to {FLOATS}")
 
-    def _of_e4m3(self, octets: str) -> str:
-        """Writes the conversion of E4M3, whose bits in a half's place are the number divided by 256."""
+    def _of_float(self, octets: str) -> str:
+        """Writes the conversion of floats: E5M2 is a half's first byte; E4M3 in a half's place is divided by 256."""
         function = self._function
         words = function.let(f"sext {_BYTES} {octets} to {_WORDS}")
+        if self._layout.exponent_bits == 5:
+            words = function.let(f"shl {_WORDS} {words}, splat (i16 8)")
+            halves = function.let(f"bitcast {_WORDS} {words} to {_HALVES}")
+            return function.let(f"fpext {_HALVES} {halves} to {FLOATS}")
         size = function.let(f"and {_WORDS} {function.let(f'shl {_WORDS} {words}, splat (i16 7)')}, splat (i16 16256)")
         sign = function.let(f"and {_WORDS} {words}, splat (i16 -32768)")
         halves = function.let(f"bitcast {_WORDS} {function.let(f'or {_WORDS} {size}, {sign}')} to {_HALVES}")

@@ -10,9 +10,8 @@ from corolla.kernels.expert_routing import Routing
 from corolla.kernels.triton import expert_code
 from corolla.kernels.triton.launches import launch, power_of_two, precision, tile_of
 
-# Pairs that a program of `group_pairs` looks at together: of few pairs, and of the many of a prompt.
+# Pairs that a program of `group_pairs` looks at together.
 _PAIRS_BLOCK: Final = 1024
-_LARGE_PAIRS_BLOCK: Final = 8192
 # Numbers of a row that a program of `add_experts` adds.
 _SUM_BLOCK: Final = 1024
 

@@ -24,8 +24,6 @@ HIGH_TURNS, BYTE_TURNS = 8, 40
 _ONES = tl.constexpr(44)
 _HIGH = tl.constexpr(HIGH_TURNS)
 _OF_BYTES = tl.constexpr(BYTE_TURNS)
-# E4M3 has a bias of 7, float32 one of 127: E4M3's bits at the place of float32's are the number times 2^-120.
-_E4M3_FACTOR = tl.constexpr(2.0**120)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -110,7 +108,7 @@ def _weights(
         subs = _bytes(words, turns, at, lane[:, None, :])
         scale = tl.reshape(subs * scale[:, None, :], (COUNT * PARTS, ROWS))
     if layout.is_float:
-        weights = number * _repeated(scale * _E4M3_FACTOR, COUNT * PARTS, TIMES, ROWS)
+        weights = number * _repeated(scale * layout.float_factor, COUNT * PARTS, TIMES, ROWS)
     else:
         # What is added to each number: the power of two of `_joined_bits`, half of the range, the zero point.
         added = tl.zeros((COUNT * PARTS, ROWS), tl.float32) + (1 << layout.bits) + layout.middle
@@ -177,8 +175,8 @@ def _octets(
 ):  # fmt: skip
     """The bits of floats for codes of 8 bits, int32 `[COUNT * 32, ROWS]`.
 
-    These are 256 + 128 + code for integers, and the number times 2^-120 for E4M3. `at` `[COUNT, QUADS]` is a
-    word of each block.
+    These are 256 + 128 + code for integers, and for floats the number divided by `float_factor`. `at` `[COUNT, QUADS]`
+    is a word of each block.
     """
     column = (tl.arange(0, _UNIT) * _QUADS)[None, :, None]
     at = (at + layout.low_at // 4 + unit * (layout.low_bytes // 4))[:, None, :] + column
@@ -188,7 +186,7 @@ def _octets(
         loaded = tl.reshape(quad, (COUNT * _UNIT, ROWS))
     codes = _rotated(loaded, tl.load(turns + lane % 4))
     if layout.is_float:
-        codes = (codes >> 4) & (-(1 << 31) | (0x7F << 20))
+        codes = (codes >> (8 - layout.exponent_bits)) & (-(1 << 31) | (0x7F << (16 + layout.exponent_bits)))
     else:
         codes = (codes & _mask(turns, _ONES, 0xFF << 15)[None, :]) ^ ((135 << 23) ^ (1 << 22))
     return codes

@@ -13,11 +13,12 @@ from corolla.kernels.layouts import Layout
 from corolla.kernels.repacking import Numbers
 from corolla.models.quantized.floats import FLOATS
 from corolla.models.quantized.format import Format
-from corolla.models.quantized.groups import BITS, MIDDLE, layout_of_groups, numbers_of_blocks
+from corolla.models.quantized.groups import layout_of_groups, numbers_of_blocks
 from corolla.models.quantized.integers import unpacked
 from corolla.models.quantized.stored_tensors import StoredTensors, Unfit, allow, expect, shape_of
 
-_PER_WORD: Final = 32 // BITS
+_BITS: Final = 4
+_PER_WORD: Final = 32 // _BITS
 # The places of outputs 0, 1, ... within a word.
 _PLACES: Final = [0, 4, 1, 5, 2, 6, 3, 7]
 
@@ -51,17 +52,17 @@ class Awq(Format):
         return grouped.flatten(0, 1).T
 
     def likely_layout(self, roles: Collection[str], num_inputs: int) -> Layout:
-        return layout_of_groups(BITS, self._schemes[0].group_size, num_inputs, has_zeros=True)
+        return layout_of_groups(_BITS, self._schemes[0].group_size, num_inputs, has_zeros=True)
 
     def layout(self, stored: StoredTensors) -> Layout:
         num_inputs, dtype = stored["qweight"].get_shape()[0], stored["scales"].get_dtype()
-        return layout_of_groups(BITS, self._schemes[0].group_size, num_inputs, dtype, has_zeros=True)
+        return layout_of_groups(_BITS, self._schemes[0].group_size, num_inputs, dtype, has_zeros=True)
 
     def numbers(
         self, tensors: Mapping[str, Tensor], start: int, end: int, layout: Layout, order: Tensor | None
     ) -> Numbers:
         words = slice(start // _PER_WORD, end // _PER_WORD)
-        zeros = _in_order(tensors["qzeros"][:, words]).T.to(torch.int8) - MIDDLE
+        zeros = _in_order(tensors["qzeros"][:, words]).T.to(torch.int8) - layout.middle
         return numbers_of_blocks(
             _in_order(tensors["qweight"][:, words]).T, tensors["scales"][:, start:end].T, zeros, layout
         )
@@ -69,5 +70,5 @@ class Awq(Format):
 
 def _in_order(words: Tensor) -> Tensor:
     """Unpacks int32 `[R, W]` to uint8 `[R, 8 W]`, with the outputs in order."""
-    numbers = unpacked(words, BITS, words.shape[1] * _PER_WORD)
+    numbers = unpacked(words, _BITS, words.shape[1] * _PER_WORD)
     return numbers.view(len(words), -1, _PER_WORD)[..., _PLACES].flatten(1)

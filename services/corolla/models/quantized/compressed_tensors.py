@@ -15,7 +15,7 @@ from corolla.models.quantized.description import Scheme
 from corolla.models.quantized.floats import FLOATS, FLOATS_OF_8_BITS, SCALES, e2m1, scale_numbers
 from corolla.models.quantized.format import Format
 from corolla.models.quantized.fp8 import spread
-from corolla.models.quantized.groups import BITS, input_order, layout_of_groups, numbers_of_blocks
+from corolla.models.quantized.groups import NUMBERS, input_order, layout_of_groups, numbers_of_blocks
 from corolla.models.quantized.integers import num_words, unpacked
 from corolla.models.quantized.octets import layout_of_octets, numbers_of_octets
 from corolla.models.quantized.stored_tensors import StoredTensors, Unfit, allow, expect, need, shape_of
@@ -87,9 +87,9 @@ class CompressedTensors(Format):
         if "weight" in roles and (octets := next((each for each in self._schemes if each.bits == 8), None)):
             # The types of 8 bits have layouts of one size.
             return layout_of_octets("F8_E4M3", None, _columns(octets, num_inputs), num_inputs)
-        scheme = next((each for each in self._schemes if each.bits == BITS), None)
+        scheme = next((each for each in self._schemes if each.bits in NUMBERS), None)
         if "weight_shape" not in roles or scheme is None:
-            raise Unfit("is not of integers of four bits")
+            raise Unfit("is not of integers of four or eight bits")
         has_zeros = "weight_zero_point" in roles
         return layout_of_groups(scheme.bits, scheme.group_size, num_inputs, has_zeros=has_zeros)
 
@@ -97,7 +97,7 @@ class CompressedTensors(Format):
         if "weight" in stored:
             return self._layout_of_octets(stored)
         if "weight_shape" not in stored:
-            raise Unfit("is not of integers of four bits")
+            raise Unfit("is not of integers of four or eight bits")
         shape = _packed_shape(stored)
         schemes = self._packed_schemes(stored["weight_packed"].get_shape()[1], shape[1])
         scheme = self._scheme(stored, shape, schemes)
@@ -131,8 +131,8 @@ class CompressedTensors(Format):
             factors = self._factors(tensors, start, end, tensors["weight"].shape[1])
             return numbers_of_octets(tensors["weight"][start:end], factors, layout)
         num_outputs, num_inputs = (int(size) for size in tensors["weight_shape"])
-        codes = unpacked(tensors["weight_packed"][start:end], BITS, num_inputs)
-        zeros = self._zeros(tensors, BITS, num_outputs)
+        codes = unpacked(tensors["weight_packed"][start:end], layout.bits, num_inputs)
+        zeros = self._zeros(tensors, layout.bits, num_outputs)
         return numbers_of_blocks(
             codes if order is None else codes[:, order],
             _of_outputs(tensors["weight_scale"], start, end).expand(end - start, -1),

@@ -15,7 +15,7 @@ from corolla.kernels.repacking import Numbers
 from corolla.models.quantized.description import Scheme
 from corolla.models.quantized.floats import FLOATS
 from corolla.models.quantized.format import Format
-from corolla.models.quantized.groups import BITS, MIDDLE, input_order, layout_of_groups, numbers_of_blocks
+from corolla.models.quantized.groups import input_order, layout_of_groups, numbers_of_blocks
 from corolla.models.quantized.integers import num_words, unpacked
 from corolla.models.quantized.stored_tensors import StoredTensors, Unfit, allow, expect, need, shape_of
 
@@ -78,8 +78,8 @@ class Gptq(Format):
         self, tensors: Mapping[str, Tensor], start: int, end: int, layout: Layout, order: Tensor | None
     ) -> Numbers:
         scales, qweight = tensors["scales"], tensors["qweight"]
-        codes = unpacked(qweight[:, start:end].T, BITS, len(qweight) * 32 // BITS)
-        zeros = self._zeros(tensors["qzeros"], BITS, scales.shape[1])[:, start:end].T - MIDDLE
+        codes = unpacked(qweight[:, start:end].T, layout.bits, len(qweight) * 32 // layout.bits)
+        zeros = self._zeros(tensors["qzeros"], layout.bits, scales.shape[1])[:, start:end].T - layout.middle
         codes = codes if order is None else codes[:, order]
         return numbers_of_blocks(codes, scales[:, start:end].T, zeros, layout)
 

@@ -1,4 +1,4 @@
-"""Integers of four bits with a scale for each group of inputs, as in AWQ, GPTQ and compressed-tensors.
+"""Integers of four or eight bits with a scale for each group of inputs, as in AWQ, GPTQ and compressed-tensors.
 
 Kernels multiply by them without expanding them; see `corolla.kernels.layouts`. All tensors are on the CPU.
 """
@@ -9,13 +9,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from corolla.kernels.layouts import Layout, Scale, group_layout
+from corolla.kernels.layouts import Layout, Number, Scale, group_layout
 from corolla.kernels.repacking import Numbers
 from corolla.models.quantized.stored_tensors import Unfit
 
-BITS: Final = 4
-MIDDLE: Final = 1 << (BITS - 1)
-"""The middle of the range, which kernels subtract from numbers and zero points."""
+NUMBERS: Final[Mapping[int, Number]] = {4: Number.UINT4, 8: Number.INT8}
+"""The types of numbers that can stay packed, by their bits."""
 _SCALES: Final[Mapping[str, Scale]] = {"F16": Scale.FLOAT16, "BF16": Scale.BFLOAT16, "F32": Scale.FLOAT32}
 
 
@@ -23,7 +22,7 @@ def layout_of_groups(bits: int, group_size: int, num_inputs: int, scale: str = "
     """The layout in memory of a weight in which groups of inputs share a scale.
 
     Args:
-        bits: the bits of a number; kernels need four.
+        bits: the bits of a number; kernels need four or eight.
         group_size: how many inputs share a scale; 0: all of them.
         num_inputs: how many inputs the weight has.
         scale: safetensors' name of the type of scales.
@@ -32,12 +31,12 @@ def layout_of_groups(bits: int, group_size: int, num_inputs: int, scale: str = "
     Raises:
         Unfit: no kernel multiplies by such weights.
     """
-    if bits != BITS:
+    if bits not in NUMBERS:
         raise Unfit(f"has {bits} bits")
     if scale not in _SCALES:
         raise Unfit(f"has scales of the type {scale}")
     group_size = group_size or num_inputs
-    layout = group_layout(group_size, _SCALES[scale], has_zeros=has_zeros)
+    layout = group_layout(group_size, _SCALES[scale], has_zeros=has_zeros, number=NUMBERS[bits])
     if layout is None or num_inputs % group_size:
         raise Unfit(f"has groups of {group_size} of {num_inputs} inputs")
     return layout
@@ -67,10 +66,12 @@ def numbers_of_blocks(codes: Tensor, scales: Tensor, zeros: Tensor | None, layou
     Args:
         codes: uint8 `[R, in]`, in the order of `input_order`.
         scales: `[R, groups]` in the layout's scale type.
-        zeros: integers `[R, groups]`, the zero points; `MIDDLE` is already subtracted, unlike in `codes`. None: there
-            are no zero points.
+        zeros: integers `[R, groups]`, the zero points; `layout.middle` is already subtracted, unlike in `codes`.
+            None: there are no zero points.
         layout: the layout of the weight.
     """
+    if layout.bits == 8:
+        codes = codes ^ layout.middle  # as int8
     repeats = codes.shape[1] // layout.block_weights // scales.shape[1]
     scales = scales.repeat_interleave(repeats, dim=1)
     return Numbers(codes, scales, zeros=None if zeros is None else zeros.to(torch.int8).repeat_interleave(repeats, 1))

@@ -14,8 +14,11 @@ from corolla.kernels.layouts import MOST_FLOAT_SCALE, Layout, Number, Scale, gro
 from corolla.kernels.repacking import Numbers
 from corolla.models.quantized.stored_tensors import Unfit
 
-_NUMBERS: Final[Mapping[str, Number]] = {"F8_E4M3": Number.E4M3, "I8": Number.INT8}
-_MAGNITUDE: Final = 127
+_NUMBERS: Final[Mapping[str, Number]] = {
+    "F8_E4M3": Number.E4M3, "F8_E5M2": Number.E5M2, "I8": Number.INT8
+}  # fmt: skip
+_NOT_FINITE: Final = {4: 0x7F, 5: 0x7C}
+"""The bits that are all set in floats that are not finite, by the bits of the exponent."""
 
 
 def layout_of_octets(dtype: str, scales: Tensor | None, columns: int, num_inputs: int) -> Layout:
@@ -44,7 +47,7 @@ def numbers_of_octets(numbers: Tensor, scales: Tensor, layout: Layout) -> Number
     """The numbers of rows for `repack_numbers`.
 
     Args:
-        numbers: int8 or float8_e4m3fn `[R, in]`.
+        numbers: int8, float8_e4m3fn or float8_e5m2 `[R, in]`.
         scales: float32 `[R, in]`, `[R, 1]` or `[1, 1]`; the scale of each number.
         layout: the layout of the weight.
     """
@@ -52,6 +55,7 @@ def numbers_of_octets(numbers: Tensor, scales: Tensor, layout: Layout) -> Number
     of_blocks = scales.expand(numbers.shape)[:, :: layout.block_weights]
     if layout.is_float:
         # A kernel takes NaN for a number. The scale of its block becomes NaN instead, so that no product hides it.
-        is_nan = (codes & _MAGNITUDE == _MAGNITUDE).view(len(codes), -1, layout.block_weights).any(dim=2)
-        of_blocks = of_blocks.masked_fill(is_nan, torch.nan)
+        bits = _NOT_FINITE[layout.exponent_bits]
+        is_odd = (codes & bits == bits).view(len(codes), -1, layout.block_weights).any(dim=2)
+        of_blocks = of_blocks.masked_fill(is_odd, torch.nan)
     return Numbers(codes, of_blocks)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from corolla.chassis.weight_formats import weight_format
 from corolla.compute.span_runner import RowWork, SpanRunner
-from corolla.kernels.layouts import Scale, group_layout
+from corolla.kernels.layouts import Number, Scale, group_layout
 from corolla.kernels.products import NARROW, WIDE, Kernel, kernel_of
 from corolla.kernels.repacking import Numbers, repack_numbers, unpack
 from corolla.models.checkpoint import Checkpoint
@@ -27,18 +27,29 @@ from corolla.models.quantized.stored_tensors import Unfit
 from corolla.models.quantized.tensors import PackedWeight, packed_weights
 from corolla.models.span_model import load_span, make_span, weight_types
 from corolla.wire.span import Span
-from tests.quantized_checkpoints import FORMATS, Made, Packed, awq, compressed_tensors, gptq, make_packed_checkpoint
+from tests.quantized_checkpoints import (
+    FORMATS,
+    Made,
+    Packed,
+    awq,
+    compressed_tensors,
+    fp8_of_outputs,
+    gptq,
+    make_packed_checkpoint,
+)  # fmt: skip
 from tests.tiers import quick
 
 NUM_COLUMNS = 512
 SCALES = {Scale.FLOAT16: torch.float16, Scale.BFLOAT16: torch.bfloat16, Scale.FLOAT32: torch.float32}
 LAYOUTS = {
     layout.name: layout
-    for block, scale, has_zeros in (
-        (32, Scale.FLOAT16, True), (64, Scale.BFLOAT16, False), (128, Scale.FLOAT16, True), (128, Scale.FLOAT32, True),
-        (256, Scale.FLOAT32, False), (256, Scale.BFLOAT16, True),
+    for block, scale, has_zeros, number in (
+        (32, Scale.FLOAT16, True, Number.UINT4), (64, Scale.BFLOAT16, False, Number.UINT4),
+        (128, Scale.FLOAT16, True, Number.UINT4), (128, Scale.FLOAT32, True, Number.UINT4),
+        (256, Scale.FLOAT32, False, Number.UINT4), (256, Scale.BFLOAT16, True, Number.UINT4),
+        (128, Scale.FLOAT16, True, Number.INT8), (32, Scale.FLOAT32, True, Number.INT8),
     )
-    if (layout := group_layout(block, scale, has_zeros=has_zeros)) is not None
+    if (layout := group_layout(block, scale, has_zeros=has_zeros, number=number)) is not None
 }  # fmt: skip
 WHOLE = Span(0, 4)
 SPLITS = ([WHOLE], [Span(0, 2), Span(2, 4)], [Span(0, 1), Span(1, 3), Span(3, 4)])
@@ -46,6 +57,10 @@ _ct = partial(compressed_tensors, "pack-quantized", num_bits=4)
 KEPT: dict[str, Callable[[], Made]] = {
     **{f"awq of {size}": partial(awq, size) for size in (32, 64, 128)},
     **{f"gptq of {size}": partial(gptq, 4, size) for size in (32, 64, 128, -1)},
+    **{f"gptq of 8 bits, {size}": partial(gptq, 8, size) for size in (32, -1)},
+    "gptq of 8 bits with activation order": partial(gptq, 8, 64, is_ordered=True),
+    "fp8 E5M2 of outputs": partial(fp8_of_outputs, kind=torch.float8_e5m2),
+    "w8a16 with zero points": partial(_ct, num_bits=8, strategy="group", group_size=64, symmetric=False),
     "gptq with activation order": partial(gptq, 4, 64, is_ordered=True),
     "gptq without an index": partial(gptq, is_symmetric=True, has_g_idx=False),
     "gptq_v2": partial(gptq, layout="gptq_v2"),
@@ -58,7 +73,7 @@ KEPT: dict[str, Callable[[], Made]] = {
         name: FORMATS[name]
         for name in (
             "fp8-blocks", "fp8-blocks-bf16-scales", "fp8-one-scale", "fp8-outputs", "ct-fp8-outputs",
-            "ct-fp8-one-scale", "ct-mxfp8", "w8a8",
+            "ct-fp8-one-scale", "ct-mxfp8", "w8a8", "w8a16",
         )
     },
 }  # fmt: skip
@@ -78,10 +93,10 @@ def broken_groups() -> Made:
 
 
 EXPANDED: dict[str, tuple[Callable[[], Made], str]] = {
-    "eight bits": (partial(gptq, 8, -1), "has 8 bits"),
+    "three bits": (FORMATS["gptq-3-bits"], "has 3 bits"),
     "short groups": (partial(awq, 16), "has groups of 16 of 384 inputs"),
     "broken groups": (broken_groups, "has groups that are not all of 96 inputs"),
-    "floats": (FORMATS["ct-mxfp4"], "is not of integers of four bits"),
+    "floats": (FORMATS["ct-mxfp4"], "is not of integers of four or eight bits"),
     "floats in short blocks": (FORMATS["ct-fp8-blocks"], "has groups of 40 of 384 inputs"),
     "eight bits with zero points": (FORMATS["w8a8-asymmetric"], "is of eight bits with zero points"),
 }
@@ -92,14 +107,16 @@ def random_numbers(name: str, num_rows: int) -> tuple[Tensor, Tensor]:
     layout = LAYOUTS[name]
     generator = torch.Generator().manual_seed(0)
     shape = (num_rows, NUM_COLUMNS // layout.block_weights)
-    codes = torch.randint(0, 16, (num_rows, NUM_COLUMNS), generator=generator).to(torch.uint8)
+    codes = torch.randint(0, 1 << layout.bits, (num_rows, NUM_COLUMNS), generator=generator).to(torch.uint8)
     scales = (torch.randn(shape, generator=generator) / 64).to(SCALES[layout.scale])
-    zeros = torch.randint(-8, 8, shape, generator=generator).to(torch.int8) if layout.has_zeros else None
+    middle = layout.middle
+    zeros = torch.randint(-middle, middle, shape, generator=generator).to(torch.int8) if layout.has_zeros else None
+    stored = codes if layout.bits == 4 else codes ^ middle
 
     def read(start: int, end: int) -> Numbers:
-        return Numbers(codes[start:end], scales[start:end], zeros=None if zeros is None else zeros[start:end])
+        return Numbers(stored[start:end], scales[start:end], zeros=None if zeros is None else zeros[start:end])
 
-    numbers = (codes.float() - 8).view(*shape, -1)
+    numbers = (codes.float() - middle).view(*shape, -1)
     numbers = numbers if zeros is None else numbers - zeros.float()[..., None]
     weights = (numbers * scales.float()[..., None]).view(num_rows, NUM_COLUMNS)
     return repack_numbers(read, num_rows, NUM_COLUMNS, layout), weights
@@ -110,8 +127,7 @@ def test_every_bit_of_a_weight_is_that_of_its_integer_zero_point_and_scale(name:
     panels, weights = random_numbers(name, 100)
     row_ids = torch.randperm(100, generator=torch.Generator().manual_seed(1))
     assert torch.equal(kernel_of(LAYOUTS[name]).expand(row_ids, panels, NUM_COLUMNS), weights[row_ids])
-    assert len(LAYOUTS) == 6
-    assert len(LAYOUTS) == 6
+    assert len(LAYOUTS) == 8
     offsets = (LAYOUTS[name].minima_at, LAYOUTS[name].low_at, LAYOUTS[name].block_bytes)
     assert not any(offset % 16 for offset in offsets)
 
@@ -166,10 +182,20 @@ def test_a_packed_weight_is_what_its_library_expands(tmp_path: Path, name: str) 
     assert panels.nbytes <= 96 * 384 * (weight.layout().bits + 40 / 32) / 8
 
 
-def test_a_number_that_is_nan_makes_its_block_nan_and_large_scales_have_no_kernel() -> None:
-    layout = layout_of_octets("F8_E4M3", torch.tensor(127.0), 64, 128)
-    numbers = torch.randn(16, 128, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
-    numbers[3, 70] = torch.nan
+@pytest.mark.parametrize(
+    "kind, dtype, odd",
+    [
+        ("F8_E4M3", torch.float8_e4m3fn, torch.nan),
+        ("F8_E5M2", torch.float8_e5m2, torch.nan),
+        ("F8_E5M2", torch.float8_e5m2, -torch.inf),
+    ],
+)
+def test_a_number_that_is_not_finite_makes_its_block_nan_and_large_scales_have_no_kernel(
+    kind: str, dtype: torch.dtype, odd: float
+) -> None:
+    layout = layout_of_octets(kind, torch.tensor(127.0), 64, 128)
+    numbers = torch.randn(16, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
+    numbers[3, 70] = odd
 
     def read(start: int, end: int) -> Numbers:
         return numbers_of_octets(numbers[start:end], torch.tensor([[0.3]]), layout)
@@ -180,7 +206,7 @@ def test_a_number_that_is_nan_makes_its_block_nan_and_large_scales_have_no_kerne
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     for scale in (128.0, -200.0, torch.nan):
         with pytest.raises(Unfit, match="has a scale that is not below 128"):
-            layout_of_octets("F8_E4M3", torch.tensor([1.0, scale]), 64, 128)
+            layout_of_octets(kind, torch.tensor([1.0, scale]), 64, 128)
 
 
 @pytest.mark.parametrize("name", EXPANDED)
@@ -273,7 +299,7 @@ def test_inputs_come_in_the_order_of_the_columns_and_layers_of_one_order_are_joi
 
 
 def test_what_cannot_stay_packed_is_expanded_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Experts are parts of one tensor, not linear layers; and one of a model's several schemes may have eight bits."""
+    """Experts are parts of one tensor, not linear layers; and one of a model's several schemes may have three bits."""
     packed, expanded = checkpoint_of(tmp_path / "moe", "awq", "qwen3_moe", plain=("k_proj",))
     with caplog.at_level(logging.INFO, "corolla.models.packed.choice"):
         model = load_span(packed, WHOLE, dtype=torch.float32, quantization="packed")
@@ -286,6 +312,6 @@ def test_what_cannot_stay_packed_is_expanded_and_named(tmp_path: Path, caplog: p
     assert weight_types(packed, "none") == ([], ["awq"])
     dense, _ = checkpoint_of(tmp_path / "dense", "gptq")
     assert weight_format("float32", "packed", *weight_types(dense, "packed")) == "packed/fp32: gptq"
-    eight, plain = checkpoint_of(tmp_path / "eight", "w8a16")
-    assert weight_types(eight, "packed") == ([], ["compressed-tensors"])
+    three, plain = checkpoint_of(tmp_path / "three", "w3a16")
+    assert weight_types(three, "packed") == ([], ["compressed-tensors"])
     assert weight_types(plain, "none") == ([], [])
