@@ -232,6 +232,7 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         waits: what made the host wait for the device, other than events.
+        num_read: how many copies to the host were begun.
         workspaces: the streams for which products have taken a workspace.
         broken: rules that were broken when a tensor went away.
         uses: how many graphs use each pool, by what torch calls it.
@@ -246,6 +247,7 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.stream = Stream()
         self.host: Clock = {}
         self.waits: list[str] = []
+        self.num_read = 0
         self.workspaces: set[int] = set()
         self.broken: list[str] = []
         self.uses: dict[Any, int] = {}
@@ -404,6 +406,7 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             to, numbers = _held((taker, giver))
             to.copy_(numbers)
 
+        self.num_read += host is target
         touched = {device.cell.memory}
         self._queue(run, touched if host is target else set(), set() if host is target else touched)
         if not is_late:

@@ -39,7 +39,7 @@ from corolla.decoding.nucleus import keep_nucleus
 from corolla.models.adapters.products import SpanAdapter
 from corolla.models.edges import Edges
 from corolla.v1 import blocks_pb2 as pb
-from corolla.wire.device_copies import await_copies, begin_reading, copied_numbers, to_device
+from corolla.wire.device_copies import Reading, await_copies, begin_reading, copied_numbers, to_device
 from corolla.wire.span import Span
 from corolla.wire.tensors import from_payload
 
@@ -54,7 +54,7 @@ class BatchRunner(Protocol):
         rows: Sequence[RowWork],
         hidden: Tensor,
         blocks: Span,
-        meanwhile: Callable[[Tensor], None] | None = None,
+        meanwhile: Callable[[Tensor, Reading], None] | None = None,
     ) -> BatchOutput:
         """See `SpanRunner.forward_each`. `hidden` is `[sum of num_tokens, H]`, in any dtype and on any device.
 
@@ -241,8 +241,10 @@ class BatchExecutor:
             launched = self.runner.launch_next(work, partial(edges.embed, token_ids), blocks)
             if launched is not None:
                 has_likeliest = any((each := row.session.request.sampler) and each.takes_likeliest for row in rows)
-                head = likeliest_of if has_likeliest else all_logits_of
-                self._ahead = StepAhead(rows, launched, head(edges, launched.hidden))
+                hidden, reading = launched.hidden, launched.reading
+                head = likeliest_of(edges, hidden, reading) if has_likeliest else all_logits_of(edges, hidden)
+                reading.begin()
+                self._ahead = StepAhead(rows, launched, head)
                 self._ahead_runner = self.runner
         except Exception as failure:
             error_of(failure)
@@ -272,10 +274,10 @@ class BatchExecutor:
             work, hidden, embed_seconds = self._packed(admitted)
             copies = _HostCopies(admitted)
 
-            def meanwhile(output: Tensor) -> None:
+            def meanwhile(output: Tensor, reading: Reading) -> None:
                 copies.begin(output)
                 if early is not None:
-                    early(output)
+                    early(output, reading)
 
             outputs = copies.in_place_of(tuple(self._outputs(work, hidden, blocks, meanwhile)))
             return BatchResult(outputs, edge_seconds=embed_seconds)
@@ -359,7 +361,11 @@ class BatchExecutor:
         return torch.split(self._edges.embed(*copied_numbers(numbers, self._edges.device)), lengths)
 
     def _outputs(
-        self, work: list[RowWork], hidden: Tensor, blocks: Span, meanwhile: Callable[[Tensor], None] | None = None
+        self,
+        work: list[RowWork],
+        hidden: Tensor,
+        blocks: Span,
+        meanwhile: Callable[[Tensor, Reading], None] | None = None,
     ) -> Iterator[Tensor | CorollaError]:
         output = self.runner.forward_each(work, hidden, blocks, meanwhile)
         parts = (output.hidden,) if len(work) == 1 else torch.split(output.hidden, [row.num_tokens for row in work])
@@ -487,8 +493,11 @@ class _EarlyLogits:
         """True if samplers have chosen tokens, which they must not do again."""
         return self._logits is not None and len(self._logits.slow) > 0
 
-    def __call__(self, hidden: Tensor) -> None:
-        """Launches the head for the output of all rows, `[sum of num_tokens, H]` in the model's dtype on its device."""
+    def __call__(self, hidden: Tensor, reading: Reading) -> None:
+        """Launches the head for the output of all rows, `[sum of num_tokens, H]` in the model's dtype on its device.
+
+        The reading brings the most probable tokens, and begins before the next step is launched.
+        """
         pairs = [(row, batch.sampler_for(row, session)) for batch in self._admitted for row, session, _ in batch.rows]
         outputs = torch.split(hidden, [row.num_tokens for row, _ in pairs])
         rows = [
@@ -500,12 +509,14 @@ class _EarlyLogits:
             return
         try:
             num_choices = [row.num_choices for row in rows]
-            self._logits = logits_of(self._edges, rows, hidden if sum(num_choices) == len(hidden) else None)
+            whole = hidden if sum(num_choices) == len(hidden) else None
+            self._logits = logits_of(self._edges, rows, reading, whole)
         except Exception as failure:
             error_of(failure)
             # Once it is known which outputs are finite, the head is tried again, and says what fails.
             log.warning("the head could not be launched early", extra={"where": call_path(failure)})
             return
+        reading.begin()
         self._rows, self._num_choices = [row.row for row in rows], num_choices
         if len(rows) == len(pairs) == sum(num_choices):
             self._logits = self._on_launched(self._logits)

@@ -22,7 +22,7 @@ from corolla.decoding.speculation import MAX_DRAFT_TOKENS
 from corolla.decoding.speculator import Speculator, make_speculator
 from corolla.models.edges import Edges
 from corolla.v1 import blocks_pb2 as pb
-from corolla.wire.device_copies import begin_reading
+from corolla.wire.device_copies import Reading
 
 log = logging.getLogger(__name__)
 
@@ -347,10 +347,11 @@ def picked(every: Tensor, indices: Sequence[int]) -> Tensor:
     return every if len(indices) == len(every) else every[on_device(tuple(indices), every.device, torch.int64)]
 
 
-def logits_of(edges: Edges, rows: Sequence[SamplingRow], hidden: Tensor | None = None) -> RowLogits:
+def logits_of(edges: Edges, rows: Sequence[SamplingRow], reading: Reading, hidden: Tensor | None = None) -> RowLogits:
     """Launches the head for all rows.
 
     Args:
+        reading: brings the most probable tokens, if a row takes them.
         hidden: the rows' hidden states as one tensor, `[sum of num_choices, H]` in the model's dtype on its device, if
             there is one.
     """
@@ -358,7 +359,7 @@ def logits_of(edges: Edges, rows: Sequence[SamplingRow], hidden: Tensor | None =
         parts = [each.hidden for each in rows]
         hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
     if any(each.sampler.takes_likeliest for each in rows):
-        return likeliest_of(edges, hidden)
+        return likeliest_of(edges, hidden, reading)
     return all_logits_of(edges, hidden)
 
 
@@ -367,15 +368,15 @@ def all_logits_of(edges: Edges, hidden: Tensor) -> RowLogits:
     return RowLogits(edges.head(hidden))
 
 
-def likeliest_of(edges: Edges, hidden: Tensor) -> RowLogits:
+def likeliest_of(edges: Edges, hidden: Tensor, reading: Reading) -> RowLogits:
     """Launches the head for rows of hidden states, `[R, H]` in the model's dtype, and finds the most probable tokens.
 
-    The maximum is found on the device, so that only ids and scores are copied from there, both at once.
+    The maximum is found on the device, so that only ids and scores are copied from there, by `reading`.
     """
     logits = edges.head(hidden)
     best = logits.max(dim=-1)
     found = torch.stack((best.indices.double(), best.values.double()))
-    return RowLogits(logits, best.indices, begin_reading(found))
+    return RowLogits(logits, best.indices, reading.add(found))
 
 
 def sample_rows(
@@ -395,7 +396,7 @@ def sample_rows(
         is_batched: whether to choose the tokens of these rows in batches instead, on the device of the head.
         logits: the logits of the rows; None: they are computed.
     """
-    computed = logits_of(edges, rows) if logits is None else logits
+    computed = logits_of(edges, rows, Reading()) if logits is None else logits
     all_logits, likeliest, scores = computed.logits, None, None
     if computed.read_likeliest is not None:
         ids, scores = computed.read_likeliest().tolist()

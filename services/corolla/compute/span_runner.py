@@ -30,7 +30,7 @@ from corolla.models.adapters.products import AdapterBatch, AdapterStacks, SpanAd
 from corolla.models.families import attention_windows, pageless_layers, recurrent_layers
 from corolla.models.linear import ways_by_shape
 from corolla.models.span_model import SpanModel
-from corolla.wire.device_copies import begin_reading, copied_numbers, to_device
+from corolla.wire.device_copies import Reading, copied_numbers, to_device
 from corolla.wire.span import Span
 
 
@@ -80,11 +80,13 @@ class LaunchedBatch:
     Attributes:
         rows: the batch's rows.
         hidden: the output, `[sum of num_tokens, H]` in the model's dtype and on its device.
-        read_sum: waits until the batch is computed, and returns the sum of all its numbers, float32 `[]` on any device.
+        reading: what the host reads of the batch, with one copy: the sum of all its numbers, and what users add.
+        read_sum: waits until the batch is computed, and returns this sum, `[]` in any dtype on any device.
     """
 
     rows: Sequence[RowWork]
     hidden: Tensor
+    reading: Reading
     read_sum: Callable[[], Tensor]
 
 
@@ -227,7 +229,7 @@ class SpanRunner:
         rows: Sequence[RowWork],
         hidden: Tensor,
         blocks: Span,
-        meanwhile: Callable[[Tensor], None] | None = None,
+        meanwhile: Callable[[Tensor, Reading], None] | None = None,
     ) -> BatchOutput:
         """Runs `blocks` over the new tokens of all rows and stores their keys and values.
 
@@ -238,7 +240,8 @@ class SpanRunner:
             hidden: `[sum of num_tokens, H]`, any device and dtype: the input of the first of `blocks`, row after row.
             blocks: a run of blocks within the span; a session has the same run for all its life.
             meanwhile: gets the output, `[sum of num_tokens, H]` in the model's dtype on its device, before it is known
-                which rows are finite, so that a device has more to compute while the answer is on its way.
+                which rows are finite, so that a device has more to compute while the answer is on its way; and the
+                reading that will tell it, to which it may add.
 
         Returns:
             The output of the last of `blocks`, on the model's device and in its dtype, and which rows are finite.
@@ -257,7 +260,8 @@ class SpanRunner:
             output = self._forward_blocks(rows, hidden, blocks)
         launched = self._launched(rows, output)
         if meanwhile is not None:
-            meanwhile(output)
+            meanwhile(output, launched.reading)
+        launched.reading.begin()
         return BatchOutput(output, self._finished(launched, range(len(rows)), blocks))
 
     @torch.inference_mode()
@@ -275,7 +279,7 @@ class SpanRunner:
                 in the model's dtype.
 
         Returns:
-            None if no recorded step fits, or a row has no room for the token.
+            None if no recorded step fits, or a row has no room for the token. The batch's reading has not begun.
 
         Raises:
             OutOfPages: the pool has too few pages.
@@ -305,7 +309,8 @@ class SpanRunner:
 
     def _launched(self, rows: Sequence[RowWork], output: Tensor) -> LaunchedBatch:
         # If a row has NaN or Inf, the sum is not finite. It may also overflow, so then each row is checked by itself.
-        return LaunchedBatch(rows, output, begin_reading(output.sum(dtype=torch.float32)))
+        reading = Reading()
+        return LaunchedBatch(rows, output, reading, reading.add(output.sum(dtype=torch.float32)))
 
     def _finished(self, launched: LaunchedBatch, kept: Sequence[int], blocks: Span) -> tuple[bool, ...]:
         rows = [launched.rows[index] for index in kept]

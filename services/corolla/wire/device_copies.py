@@ -114,6 +114,41 @@ def begin_reading(numbers: Tensor) -> Callable[[], Tensor]:
     return finish
 
 
+class Reading:
+    """Numbers of one device that a single copy brings to the host, as `begin_reading` does."""
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+        self._read: Callable[[], Tensor] | None = None
+
+    def add(self, numbers: Tensor) -> Callable[[], Tensor]:
+        """Adds numbers, of any shape, dtype and device, which float64 can hold. The copy has not begun.
+
+        Returns:
+            A function that waits for the copy, or begins it before, and returns the numbers in the same shape; numbers
+            of a GPU come as float64.
+        """
+        if numbers.device.type != "cuda":
+            return lambda: numbers
+        start = sum(map(len, self._parts))
+        self._parts.append(numbers.double().flatten())
+        end, shape = start + len(self._parts[-1]), numbers.shape
+
+        def read() -> Tensor:
+            return self._begun()()[start:end].view(shape)
+
+        return read
+
+    def begin(self) -> None:
+        """Begins the copy, if it has not begun. Nothing may be added from now on."""
+        self._begun()
+
+    def _begun(self) -> Callable[[], Tensor]:
+        if self._read is None:
+            self._read = begin_reading(torch.cat(self._parts)) if self._parts else lambda: torch.empty(0)
+        return self._read
+
+
 @contextmanager
 def on_copy_stream(device: torch.device, *computed: Tensor) -> Iterator[None]:
     """What the calling thread launches within the context runs on a stream of its own, and steps do not wait for it.

@@ -29,6 +29,7 @@ from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, load_edges
 from corolla.models.span_model import load_span
 from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.device_copies import Reading
 from corolla.wire.span import Span
 from corolla.wire.tensors import to_payload
 from tests.checkpoints import make_tiny_checkpoint
@@ -334,11 +335,15 @@ class Doubling(Present):
     """Doubles each number, on a GPU; rows with NaN are not finite."""
 
     def forward_each(
-        self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span, meanwhile: Callable[[Tensor], None] | None = None
+        self,
+        rows: Sequence[RowWork],
+        hidden: Tensor,
+        blocks: Span,
+        meanwhile: Callable[[Tensor, Reading], None] | None = None,
     ) -> BatchOutput:
         output = (2 * hidden).as_subclass(OnGpu)
         assert meanwhile is not None
-        meanwhile(output)
+        meanwhile(output, Reading())
         parts = torch.split(output.as_subclass(torch.Tensor), [row.num_tokens for row in rows])
         return BatchOutput(output, tuple(bool(part.isfinite().all()) for part in parts))
 

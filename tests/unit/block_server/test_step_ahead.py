@@ -17,7 +17,6 @@ from google.protobuf.message import Message
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from corolla.block_server import row_sampling
 from corolla.block_server.admitted_step import AdmittedStep, StepWork
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine, ProcessorUse
@@ -36,14 +35,13 @@ from corolla.cache.store import SessionCache
 from corolla.chassis.errors import StepFailed
 from corolla.chassis.metrics import TaskMetrics, new_registry
 from corolla.chassis.tasks import TaskGroup
-from corolla.compute import span_runner
 from corolla.compute.compute_thread import ComputeThread
 from corolla.compute.span_runner import LaunchedBatch, SpanRunner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.cuda_capture import CudaCapture
 from corolla.models.edges import Edges, load_edges
 from corolla.v1 import blocks_pb2 as pb
-from corolla.wire.device_copies import begin_reading
+from corolla.wire.device_copies import Reading
 from corolla.wire.frames import Buffer, Frame
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
@@ -294,6 +292,12 @@ async def test_a_server_on_a_gpu_waits_for_its_tokens_alone(tmp_path: Path, monk
         events = counted(monkeypatch, model.runner)
         gpu.waits.clear()
         async with serving(model, Here()) as server:
+            gpu.num_read = 0
+            await server.open(9)
+            server.begin(9)
+            assert await server.all_of([9]) == {9: model.truth(9)}
+            # One copy tells a step's tokens, and which outputs are finite.
+            assert gpu.num_read == NUM_TOKENS
             for name in truth:
                 ids = prompt(name)
                 await server.open(name, **DRAWN.get(name, {}), token_ids=ids, num_prompt_tokens=len(ids))
@@ -330,8 +334,10 @@ async def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read(
 ) -> None:
     events = counted(monkeypatch, model.runner)
 
-    def noted(numbers: Tensor) -> Callable[[], Tensor]:
-        read = begin_reading(numbers)
+    add = Reading.add
+
+    def noted(reading: Reading, numbers: Tensor) -> Callable[[], Tensor]:
+        read = add(reading, numbers)
 
         def read_and_note() -> Tensor:
             events.append("read")
@@ -339,8 +345,7 @@ async def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read(
 
         return read_and_note
 
-    for module in (row_sampling, span_runner):
-        monkeypatch.setattr(module, "begin_reading", noted)
+    monkeypatch.setattr(Reading, "add", noted)
     async with serving(model) as server:
         await server.open(1, num_tokens_left=4)
         server.begin(1)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from corolla.wire.device_copies import (
+    Reading,
     await_copies,
     begin_copy,
     begin_reading,
@@ -60,6 +61,19 @@ def test_a_copy_from_a_gpu_is_read_once_the_work_before_it_has_ended() -> None:
         assert finish().tolist() == [2.0] * 3
         assert not gpu.waits
         assert not gpu.has_made(later)
+
+
+def test_one_copy_brings_all_numbers_of_a_reading() -> None:
+    with a_gpu() as gpu, torch.inference_mode():
+        reading, total = Reading(), torch.full((), 2.5, device=GPU)
+        reads = [
+            reading.add(total),
+            reading.add(torch.tensor([[7, 1 << 40]], pin_memory=True).to(GPU, non_blocking=True)),
+        ]
+        reading.begin()
+        later = total * 2
+        assert [read().tolist() for read in reads] == [2.5, [[7.0, float(1 << 40)]]]
+        assert (gpu.num_read, gpu.waits, gpu.has_made(later)) == (1, [], False)
 
 
 def test_copies_on_a_stream_of_their_own_are_seen_by_what_is_launched_after_the_wait() -> None:
