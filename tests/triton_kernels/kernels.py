@@ -247,13 +247,13 @@ def test_what_is_stored_in_eight_bits_has_the_codes_of_the_codec(dtype: torch.dt
     assert torch.equal(values, codec.encode(numbers[:, 3:4]))
 
 
-Case = tuple[int, tuple[int, int], int, int | None, float | None]
-"""Page tokens, (heads, key heads), head size, window, softcap."""
+Case = tuple[int, tuple[int, int], int, int | None, float | None, bool]
+"""Page tokens, (heads, key heads), head size, window, softcap, whether there are sinks."""
 CASES: list[Case] = [
-    (32, (4, 2), 16, 40, None),
-    (64, (8, 2), 64, None, None),
-    (48, (7, 1), 80, None, 20.0),
-    (4, (4, 2), 16, 9, 30.0),
+    (32, (4, 2), 16, 40, None, True),
+    (64, (8, 2), 64, None, None, False),
+    (48, (7, 1), 80, None, 20.0, True),
+    (4, (4, 2), 16, 9, 30.0, False),
 ]
 
 
@@ -265,18 +265,19 @@ ATTENTION_DTYPES = DTYPES if DEVICE != "cpu" else [torch.float32, torch.float16]
 @pytest.mark.parametrize("dtype", quick(ATTENTION_DTYPES, torch.float32))
 @pytest.mark.parametrize("kind", quick([None, *CODECS], None))
 def test_attention_has_the_same_bits_in_every_cut(case: Case, dtype: torch.dtype, kind: str | None) -> None:
-    page_tokens, heads, head, window, softcap = case
+    page_tokens, heads, head, window, softcap, has_sinks = case
+    sinks = 2 * draw(heads[0], dtype=dtype) if has_sinks else None
     lengths = (2 * page_tokens + 9, page_tokens + 2, 5)
 
     def texts() -> PagedTexts:
         codec = None if kind is None else CODECS[kind](dtype)
         return PagedTexts(lengths, page_tokens, heads, head, dtype, codec)
 
-    whole = [texts().step([(text, 0, length)], window, softcap)[0] for text, length in enumerate(lengths)]
+    whole = [texts().step([(text, 0, length)], window, softcap, sinks)[0] for text, length in enumerate(lengths)]
     for text in range(len(lengths)):
-        assert_near(whole[text], texts().definition(text, window, softcap))
+        assert_near(whole[text], texts().definition(text, window, softcap, sinks))
     own = texts()
-    together = own.step([(text, 0, length) for text, length in enumerate(lengths)], window, softcap)
+    together = own.step([(text, 0, length) for text, length in enumerate(lengths)], window, softcap, sinks)
     assert all(map(torch.equal, together, whole))
 
     # Chunks of several sizes, one of a single token, among chunks of the others.
@@ -291,18 +292,18 @@ def test_attention_has_the_same_bits_in_every_cut(case: Case, dtype: torch.dtype
         ]
         if not chunks:
             break
-        for (text, start, end), output in zip(chunks, mixed.step(chunks, window, softcap), strict=True):
+        for (text, start, end), output in zip(chunks, mixed.step(chunks, window, softcap, sinks), strict=True):
             found[text][start:end], at[text] = output, end
     assert all(map(torch.equal, found, whole))
 
     # Single tokens: alone, and with single tokens of the others, at the start and around the ends of pages.
     single = texts()
-    single.step([(text, 0, length) for text, length in enumerate(lengths)], window, softcap)
+    single.step([(text, 0, length) for text, length in enumerate(lengths)], window, softcap, sinks)
     ends = sorted({1, 2, page_tokens, page_tokens + 1, 2 * page_tokens, 2 * page_tokens + 1, lengths[0]})
     for end in ends:
         rows = [(text, min(end, length) - 1, min(end, length)) for text, length in enumerate(lengths)]
         for part in (rows[:1], rows, rows[::-1]):
-            for (text, start, stop), output in zip(part, single.step(part, window, softcap), strict=True):
+            for (text, start, stop), output in zip(part, single.step(part, window, softcap, sinks), strict=True):
                 assert torch.equal(output, whole[text][start:stop])
 
 

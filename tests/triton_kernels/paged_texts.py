@@ -53,7 +53,13 @@ class PagedTexts:
         nothing = torch.full(((sum(counts) + 1) * page_tokens, heads[1], head), torch.nan, dtype=dtype)
         self.keys, self.values = (self._stored(nothing).clone() for _ in range(2))
 
-    def step(self, rows: Sequence[tuple[int, int, int]], window: int | None, softcap: float | None) -> list[Tensor]:
+    def step(
+        self,
+        rows: Sequence[tuple[int, int, int]],
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None = None,
+    ) -> list[Tensor]:
         """Stores the tokens `[start, end)` of texts, given as (text, start, end), and attends for all in one call."""
         for text, start, end in rows:
             slots = [self._slot(text, position) for position in range(start, end)]
@@ -79,12 +85,12 @@ class PagedTexts:
         )
         query = torch.cat([self.texts[text][0][start:end] for text, start, end in rows])
         output = attend(
-            query, self.keys, self.values, tables, scaling=self.head**-0.5, window=window, softcap=softcap,
+            query, self.keys, self.values, tables, scaling=self.head**-0.5, window=window, softcap=softcap, sinks=sinks,
             codec=None if self._codec is None else self._codec.name,
         )  # fmt: skip
         return list(torch.split(output, [end - start for _, start, end in rows]))
 
-    def definition(self, text: int, window: int | None, softcap: float | None) -> Tensor:
+    def definition(self, text: int, window: int | None, softcap: float | None, sinks: Tensor | None = None) -> Tensor:
         """A text's attention by its definition, float64 `[T, heads, head_dim]`."""
         query, keys, values = (part.double() for part in self.texts[text])
         groups = query.shape[1] // self.num_key_heads
@@ -95,7 +101,10 @@ class PagedTexts:
         positions = torch.arange(len(keys))
         distance = positions[:, None] - positions[None, :]
         unseen = distance < 0 if window is None else (distance < 0) | (distance >= window)
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -torch.inf).softmax(dim=-1), values)
+        scores = scores.masked_fill(unseen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(query), 1)), dim=-1)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1)[..., : len(keys)], values)
 
     def _stored(self, numbers: Tensor) -> Tensor:
         return numbers if self._codec is None else self._codec.encode(numbers)

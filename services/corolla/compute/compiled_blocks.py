@@ -257,8 +257,8 @@ def _objection_to(layer: FusedLayer, dtype: torch.dtype) -> str | None:
         return "a norm is not the usual one"
     if layer.attention_norm is None or layer.mlp_norm is None or layer.output_norm is not None:
         return "norms stand elsewhere than before attention and MLP"
-    if layer.softcap is not None:
-        return "bounds of scores have no function"
+    if layer.softcap is not None or layer.sinks is not None:
+        return "bounds of scores, and sinks, have no function"
     if any(each is not None and each.weight.shape != (layer.head_dim,) for each in (layer.query_norm, layer.key_norm)):
         return "queries and keys are normalised over all heads"
     if (layer.query_norm is None) != (layer.key_norm is None):

@@ -257,7 +257,15 @@ class TritonBlocks:
                 in_pairs=layer.rotary is not None and layer.rotary.in_pairs, norms=plan.head_norms, codec=codec,
             )  # fmt: skip
             attended = attend_stored(
-                batch, index, query, keys, values, scaling=layer.scaling, window=layer.window, softcap=layer.softcap
+                batch,
+                index,
+                query,
+                keys,
+                values,
+                scaling=layer.scaling,
+                window=layer.window,
+                softcap=layer.softcap,
+                sinks=layer.sinks,
             ).view(len(projected), -1)
             output = layer.output.forward(attended)
             if adapters is not None:
@@ -320,8 +328,8 @@ def _failed_trial(span: FusedSpan, page_tokens: int, dtype: torch.dtype, codec: 
     tolerance = TOLERANCES[dtype] if codec is None else max(TOLERANCES[dtype], CODED_TOLERANCE)
     for layer in span.layers:
         shape = (
-            layer.num_heads, layer.num_key_heads, layer.head_dim, layer.window, layer.softcap, layer.rotary is None,
-            _shape_of(layer.mlp), layer.residual_multiplier,
+            layer.num_heads, layer.num_key_heads, layer.head_dim, layer.window, layer.softcap, layer.sinks is None,
+            layer.rotary is None, _shape_of(layer.mlp), layer.residual_multiplier,
             *(getattr(each, "layout", None) for each in layer.projections),
         )  # fmt: skip
         if shape in tried:

@@ -117,8 +117,7 @@ _FAMILIES = (
     Family("cohere2", is_fused=True, rotates_pairs=True, has_paired_angles=True, rotates_windows=True),
     Family("smollm3", is_fused=True),
     Family("starcoder2", is_fused=True),
-    # The attention of this family has sinks, which the batched kernels do not support.
-    Family("gpt_oss", packs_rows=False),
+    Family("gpt_oss"),
     Family("gpt_neox", embedding="embed_in", norm="final_layer_norm"),
     Family("gpt2", layers="h", embedding="wte", norm="ln_f", learned_positions="wpe"),
     Family(
@@ -198,10 +197,9 @@ _FAMILIES = (
     Family("axk1", caches_latents=True),
     # This family's mask picks the keys that each token sees, and packed calls do not use the mask.
     Family("doge", packs_rows=False),
-    # The attention of the next three families has sinks.
-    Family("granite_swa", unit_scalars=("embedding_multiplier",), packs_rows=False),
-    Family("granitemoe_swa", unit_scalars=("embedding_multiplier",), packs_rows=False),
-    Family("flint", packs_rows=False),
+    Family("granite_swa", unit_scalars=("embedding_multiplier",)),
+    Family("granitemoe_swa", unit_scalars=("embedding_multiplier",)),
+    Family("flint"),
     Family("lfm2", norm="embedding_norm", keeps_states=True),
     Family("lfm2_moe", norm="embedding_norm", keeps_states=True),
     Family("qwen3_next", keeps_states=True),

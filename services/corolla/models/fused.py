@@ -87,6 +87,7 @@ class Attend(Protocol):
         scaling: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Stores new keys and values and attends.
 
@@ -98,6 +99,8 @@ class Attend(Protocol):
             scaling: the factor of the scores.
             window: how many tokens a token sees, itself included; None: it sees all tokens before it.
             softcap: the bound of the scores; None: they are not bounded.
+            sinks: `[heads]` in the model's dtype or float32, the score of something in each softmax that has no value;
+                None: there is nothing.
 
         Returns:
             `[N, heads, head_dim]` in the same dtype.
@@ -322,6 +325,7 @@ class FusedLayer:
         scaling: the factor of attention scores.
         window: how many tokens a token sees, itself included; None: it sees all tokens before it.
         softcap: the bound of the scores; None: they are not bounded.
+        sinks: `[heads]` in the model's dtype or float32, on `device`; see `Attend`. None: there are none.
         residual_multiplier: the factor of the outputs that are added to the hidden states.
     """
 
@@ -352,6 +356,7 @@ class FusedLayer:
         self.scaling: float = attention.scaling
         self.window = window
         self.softcap: float | None = getattr(attention, "attn_logit_softcapping", None)
+        self.sinks: Tensor | None = getattr(attention, "sinks", None)
         self.residual_multiplier: float = getattr(layer, "residual_multiplier", 1.0)
 
     @property
@@ -401,6 +406,7 @@ class FusedLayer:
             scaling=self.scaling,
             window=self.window,
             softcap=self.softcap,
+            sinks=self.sinks,
         )
         attended = attended.reshape(num_tokens, -1)
         output = self.output.forward(attended)

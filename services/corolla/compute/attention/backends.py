@@ -129,6 +129,7 @@ def largest_difference(
     def draw(num_tokens: int, heads: int, size: int) -> Tensor:
         return torch.randn(num_tokens, heads, size, generator=generator).to(device=device, dtype=dtype)
 
+    sinks = draw(1, shape.num_heads, 1).flatten() if shape.has_sinks else None
     lengths = (pages_of_text * page_tokens + 3, 5)
     num_pages = sum(-(-(length + 3) // page_tokens) for length in lengths)
     store = KVStore(num_pages, page_tokens, [window], codec=codec)
@@ -150,19 +151,21 @@ def largest_difference(
             text.append((query, key, draw(num_tokens, shape.num_key_heads, shape.value_size)))
         query, key, value = (torch.cat([text[-1][part] for text in texts]) for part in range(3))
         output = AttentionBatch(store, rows, backend).attend(
-            0, query, key, value, scaling=shape.scaling, window=window, softcap=shape.softcap
+            0, query, key, value, scaling=shape.scaling, window=window, softcap=shape.softcap, sinks=sinks
         )
         for row, text in zip(rows, texts, strict=True):
             keys, values = (store.decoded(store.encoded(torch.cat([step[part] for step in text]))) for part in (1, 2))
             compared = min(row.num_tokens, _COMPARED_TOKENS)
-            expected = _definition(text[-1][0][-compared:], keys, values, shape, window)
+            expected = _definition(text[-1][0][-compared:], keys, values, shape, window, sinks)
             own = (output[row.end - compared : row.end] - expected).abs().max().nan_to_num(torch.inf)
             difference = max(difference, float(own))
             row.cache.commit(row.position + row.num_tokens)
     return difference
 
 
-def _definition(query: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape, window: int | None) -> Tensor:
+def _definition(
+    query: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape, window: int | None, sinks: Tensor | None
+) -> Tensor:
     """The attention of a text's last `T` tokens by its definition, float64 `[T, heads, value head size]`."""
     groups = query.shape[1] // keys.shape[1]
     keys, values = (tensor.double().repeat_interleave(groups, dim=1) for tensor in (keys, values))
@@ -172,4 +175,7 @@ def _definition(query: Tensor, keys: Tensor, values: Tensor, shape: AttentionSha
     positions = torch.arange(len(keys), device=keys.device)
     distance = positions[-len(query) :, None] - positions[None, :]
     unseen = distance < 0 if window is None else (distance < 0) | (distance >= window)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -torch.inf).softmax(dim=-1), values)
+    scores = scores.masked_fill(unseen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(query), 1)], dim=-1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1)[..., : len(keys)], values)

@@ -5,7 +5,7 @@ own session, in their pages. Rows never see each other. All tensors of a call ar
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -48,6 +48,8 @@ class LayerInput:
         scaling: the factor of the scores.
         window: how many tokens a token sees, itself included; None: it sees all tokens before it.
         softcap: the bound of the scores; None: they are not bounded.
+        sinks: `[heads]` in a dtype of any width, the score of something in each softmax that has no value; None: there
+            is nothing.
     """
 
     layer: int
@@ -57,11 +59,12 @@ class LayerInput:
     scaling: float
     window: int | None = None
     softcap: float | None = None
+    sinks: Tensor | None = None
 
     def part(self, row: PackedRow) -> "LayerInput":
         """The part of the inputs that belongs to one row."""
         query, key, value = (tensor[row.start : row.end] for tensor in (self.query, self.key, self.value))
-        return LayerInput(self.layer, query, key, value, self.scaling, self.window, self.softcap)
+        return replace(self, query=query, key=key, value=value)
 
 
 class AttentionBackend(Protocol):
@@ -119,13 +122,14 @@ class AttentionBatch:
         scaling: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Stores new keys and values and attends. See `LayerInput`.
 
         Returns:
             `[N, heads, value head size]` in the query's dtype, on its device.
         """
-        return self._backend.attend(self, LayerInput(layer, query, key, value, scaling, window, softcap))
+        return self._backend.attend(self, LayerInput(layer, query, key, value, scaling, window, softcap, sinks))
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Stores the new tokens of all rows.
@@ -197,6 +201,7 @@ def ragged_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_options: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls for the rows of a batch.
@@ -211,6 +216,7 @@ def ragged_attention(
         scaling: the factor of the scores; None: one over the square root of the head size.
         sliding_window: how many tokens a token sees, itself included; None: it sees all tokens before it.
         softcap: the bound of the scores; None: they are not bounded.
+        s_aux: `[heads]` in the model's dtype or float32, the sinks; None: there are none.
 
     Returns:
         The output `[1, N, heads, value head size]` in the query's dtype, and None.
@@ -224,6 +230,7 @@ def ragged_attention(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
         softcap=softcap,
+        sinks=s_aux,
     )
     # transformers' own functions return a contiguous tensor, and some families make a view of it.
     return output.contiguous().unsqueeze(0), None

@@ -173,7 +173,9 @@ def _shape_of(given: LayerInput) -> HeadShape | None:
     key_heads, key_size = given.key.shape[1:]
     value_size = given.value.shape[2]
     element = ELEMENTS.get(given.query.dtype)
-    if given.softcap is not None or element is None or key_size % LANES or value_size % LANES:
+    if given.softcap is not None or given.sinks is not None or element is None:
+        return None
+    if key_size % LANES or value_size % LANES:
         return None
     return HeadShape(element, key_size, value_size, given.query.shape[1] // key_heads, max_sums())
 

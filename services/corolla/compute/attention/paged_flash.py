@@ -32,12 +32,12 @@ class PagedFlash(PagedBackend):
 
     def __init__(self, kernel: PagedKernel = varlen_attn) -> None:
         self._kernel = kernel
-        self._capped = RunAttention("math", math)
+        self._other = RunAttention("math", math)
 
     def attend(self, batch: AttentionBatch, given: LayerInput) -> Tensor:
         """See `AttentionBatch.attend`."""
-        if given.softcap is not None:
-            return self._capped.attend(batch, given)
+        if given.softcap is not None or given.sinks is not None:
+            return self._other.attend(batch, given)
         keys, values = batch.write(given.layer, given.key, given.value)
         tables = tables_of(batch, given.layer, given.query.device)
         page_tokens = batch.store.pool.page_tokens

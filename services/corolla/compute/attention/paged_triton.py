@@ -34,7 +34,7 @@ class PagedTriton(PagedBackend):
         keys, values = batch.write(given.layer, given.key, given.value)
         return attend_stored(
             batch, given.layer, given.query.contiguous(), keys, values,
-            scaling=given.scaling, window=given.window, softcap=given.softcap,
+            scaling=given.scaling, window=given.window, softcap=given.softcap, sinks=given.sinks,
         )  # fmt: skip
 
 
@@ -48,6 +48,7 @@ def attend_stored(
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attends to keys and values that are stored already.
 
@@ -60,6 +61,7 @@ def attend_stored(
         scaling: the factor of the scores.
         window: how many tokens a token sees, itself included; None: it sees all tokens before it.
         softcap: the bound of the scores; None: they are not bounded.
+        sinks: `[heads]` in the model's dtype or float32, see `LayerInput`; None: there are none.
 
     Returns:
         `[N, heads, head_dim]` in the same dtype, on the device of all of them.
@@ -68,6 +70,6 @@ def attend_stored(
 
     tables, codec = tables_of(batch, layer, query.device), batch.store.codec
     return attend(
-        query, keys, values, tables, scaling=scaling, window=window, softcap=softcap,
+        query, keys, values, tables, scaling=scaling, window=window, softcap=softcap, sinks=sinks,
         codec=None if codec is None else codec.name,
     )  # fmt: skip

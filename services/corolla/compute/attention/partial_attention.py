@@ -108,6 +108,17 @@ def math(
     return torch.matmul(weights.to(values.dtype), values), log_sum
 
 
+def sink(sinks: Tensor, like: Part) -> Part:
+    """The part of a score without a value: it takes a share of the softmax, and adds nothing to the output.
+
+    Args:
+        sinks: the scores, of any shape and dtype that broadcast to the log-sum-exp of `like`.
+        like: another part of the same queries.
+    """
+    output, log_sum = like
+    return torch.zeros_like(output), sinks.to(log_sum.dtype).expand(log_sum.shape)
+
+
 def merge(parts: Sequence[Part]) -> Tensor:
     """The attention over the keys of all parts, `[1, H, Q, head_dim]` in their dtype.
 

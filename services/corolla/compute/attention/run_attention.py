@@ -8,7 +8,7 @@ from torch import Tensor
 
 from corolla.cache.codecs import KVCodec
 from corolla.compute.attention.batch import AttentionBatch, LayerInput
-from corolla.compute.attention.partial_attention import Kernel, Part, merge
+from corolla.compute.attention.partial_attention import Kernel, Part, merge, sink
 
 
 class RunAttention:
@@ -58,6 +58,8 @@ class RunAttention:
                 self._kernel(query, keys_of(*run), values_of(*run), scaling=own.scaling, softcap=own.softcap)
                 for run in batch.extents(number, own.layer, start, end)
             ]
+            if own.sinks is not None:
+                parts.append(sink(own.sinks.view(1, keys.shape[1], -1), parts[0]))
             outputs.append(merge(parts))
         joined = outputs[0] if num_rows == 1 else torch.cat(outputs)
         return joined.reshape(num_rows, num_heads, -1)
@@ -88,6 +90,9 @@ class RunAttention:
             first_key += run[1]
         output, log_sum = self._attend_own(batch, position, own)
         parts.append((output.reshape(1, num_key_heads, groups * num_tokens, -1), log_sum.reshape(*grouped.shape[:3])))
+        if own.sinks is not None:
+            sinks = own.sinks.view(1, num_key_heads, groups).repeat_interleave(num_tokens, dim=2)
+            parts.append(sink(sinks, parts[-1]))
         return merge(parts).reshape(num_heads, num_tokens, -1).transpose(0, 1)
 
     def _attend_own(self, batch: AttentionBatch, position: int, own: LayerInput) -> Part:

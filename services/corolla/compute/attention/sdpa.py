@@ -18,7 +18,7 @@ class SdpaAttention:
 
     def attend(self, batch: AttentionBatch, given: LayerInput) -> Tensor:
         """See `AttentionBatch.attend`."""
-        query, window, scaling, softcap = given.query, given.window, given.scaling, given.softcap
+        query, window, scaling = given.query, given.window, given.scaling
         tensors = batch.write(given.layer, given.key, given.value)
         outputs = []
         for number, row in enumerate(batch.rows):
@@ -28,12 +28,12 @@ class SdpaAttention:
             extents = batch.extents(number, given.layer, first_key, end)
             keys, values = (batch.store.decoded(gathered(tensor, extents)).unsqueeze(0) for tensor in tensors)
             mask = _mask(row, first_key, window, query.device)
-            if softcap is None:
+            if given.softcap is None and given.sinks is None:
                 # transformers' function reads only these attributes of an attention module.
                 module: Any = SimpleNamespace(num_key_value_groups=query.shape[1] // given.key.shape[1], is_causal=True)
                 output = sdpa_attention_forward(module, queries, keys, values, mask, scaling=scaling)[0]
             else:
-                output = _attend_capped(queries, keys, values, mask, scaling, softcap)
+                output = _attend_eagerly(queries, keys, values, mask, given)
             outputs.append(output[0])
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -54,17 +54,19 @@ def _mask(row: PackedRow, first_key: int, window: int | None, device: torch.devi
     return mask[None, None]
 
 
-def _attend_capped(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float, softcap: float
-) -> Tensor:
-    """Attention with bounded scores, computed like transformers' eager attention; torch's fused kernels lack bounds."""
+def _attend_eagerly(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, given: LayerInput) -> Tensor:
+    """Attention with bounded scores or sinks, like transformers' eager one; torch's fused kernels have neither."""
     groups = query.shape[1] // keys.shape[1]
     keys, values = repeat_kv(keys, groups), repeat_kv(values, groups)
-    scores = torch.matmul(query, keys.transpose(2, 3)) * scaling
-    scores = torch.tanh(scores / softcap) * softcap
+    scores = torch.matmul(query, keys.transpose(2, 3)) * given.scaling
+    if given.softcap is not None:
+        scores = torch.tanh(scores / given.softcap) * given.softcap
     if mask is None and query.shape[2] > 1:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    if given.sinks is not None:
+        sinks = given.sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)[..., : keys.shape[2]]
     return torch.matmul(weights, values).transpose(1, 2).contiguous()

@@ -19,6 +19,7 @@ class AttentionShape:
         scaling: the factor of the scores.
         window: how many tokens a token sees, itself included; None: it sees all tokens before it.
         softcap: the bound of the scores; None: they are not bounded.
+        has_sinks: whether each head has a sink, see `LayerInput`.
     """
 
     num_heads: int = 4
@@ -28,6 +29,7 @@ class AttentionShape:
     scaling: float = 0.125
     window: int | None = None
     softcap: float | None = None
+    has_sinks: bool = False
 
 
 class ShapeProbe:
@@ -47,7 +49,14 @@ class ShapeProbe:
         num_tokens, num_heads, key_size = given.query.shape
         num_key_heads, value_size = given.value.shape[1:]
         shape = AttentionShape(
-            num_heads, num_key_heads, key_size, value_size, given.scaling, given.window, given.softcap
+            num_heads,
+            num_key_heads,
+            key_size,
+            value_size,
+            given.scaling,
+            given.window,
+            given.softcap,
+            given.sinks is not None,
         )
         self.shapes[shape] = None
         return given.query.new_zeros(num_tokens, num_heads, value_size)

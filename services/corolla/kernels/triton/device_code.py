@@ -278,7 +278,7 @@ def _page(
 
 @triton.jit(do_not_specialize=["table_width", "window"])
 def attend_chunks(
-    query, keys, values, out, pages, first_queries, num_keys, scale, window, softcap, table_width,
+    query, keys, values, sinks, out, pages, first_queries, num_keys, scale, window, softcap, table_width,
     NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
@@ -313,6 +313,9 @@ def attend_chunks(
     greatest = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS, 16], tl.float32)
     acc = tl.zeros([ROWS, HEAD_BLOCK], tl.float32)
+    if sinks is not None:
+        greatest = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32) * _LOG2E
+        total += 1.0
     for number in range(first, tl.cdiv(end, PAGE)):
         base = tl.load(pages + row * table_width + number).to(tl.int64) * PAGE * STRIDE + key_head * STORED
         m, l, a = _page(
@@ -329,9 +332,20 @@ def attend_chunks(
     tl.store(out + where, (acc / weight[:, None]).to(out.dtype.element_ty), mask=there)
 
 
+@triton.jit
+def _with_sinks(sinks, are_there, greatest, total, acc):
+    """A page's part, with a score in the softmax that has no value."""
+    sink = tl.load(sinks, mask=are_there, other=-float("inf")).to(tl.float32) * _LOG2E
+    new = tl.maximum(greatest, sink)
+    safe = tl.where(new == -float("inf"), 0.0, new)
+    old, fresh = tl.exp2(greatest - safe), tl.exp2(sink - safe)
+    return new, total * old[:, None] + fresh[:, None], acc * old[:, None]
+
+
 @triton.jit(do_not_specialize=["table_width", "window", "splits"])
 def attend_pages(
-    query, keys, values, parts, sums, maxima, pages, num_keys, first_parts, scale, window, softcap, table_width, splits,
+    query, keys, values, sinks, parts, sums, maxima, pages, num_keys, first_parts, scale, window, softcap, table_width,
+    splits,
     NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
@@ -339,7 +353,8 @@ def attend_pages(
 ):  # fmt: skip
     """Single tokens: each page of one row by itself, for the GROUP heads that share a key head.
 
-    A program takes every `splits`th page. That decides who computes a page's part, and changes none.
+    A program takes every `splits`th page. That decides who computes a page's part, and changes none. The part of a
+    text's first page has the sinks.
     """
     split, key_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     held = tl.load(num_keys + row)
@@ -361,6 +376,8 @@ def attend_pages(
             q, keys + base, values + base, positions, number * PAGE, held, scale, window, softcap,
             STRIDE, ROWS, HEAD, HEAD_BLOCK, BLOCK, PAGE, HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODEC,
         )  # fmt: skip
+        if sinks is not None:
+            m, l, a = _with_sinks(sinks + key_head * GROUP + lane, inside & (number == 0), m, l, a)
         place = (first_part + number) * NUM_HEADS + key_head * GROUP + lane
         tl.store(maxima + place, m, mask=inside)
         tl.store(sums + place, tl.max(l, 1), mask=inside)

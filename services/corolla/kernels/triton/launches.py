@@ -265,6 +265,7 @@ def attend(
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     codec: str | None = None,
 ) -> Tensor:
     """Attention of all rows over their pages.
@@ -277,6 +278,8 @@ def attend(
         scaling: the factor of the scores.
         window: how many tokens a token sees, itself included; None: it sees all tokens before it.
         softcap: the bound of the scores; None: they are not bounded.
+        sinks: `[heads]` in the model's dtype or float32, the score of something in each softmax that has no value;
+            None: there is nothing.
         codec: the key of `cache.codecs.CODECS` by which keys and values are stored; None: as they are.
 
     Returns:
@@ -308,8 +311,8 @@ def attend(
         sums, maxima = (torch.empty(tables.num_pages, num_heads, device=query.device) for _ in range(2))
         launch(
             device_code.attend_pages, (splits, num_key_heads, num_rows),
-            query, keys, values, parts, sums, maxima, tables.pages, tables.num_keys, tables.first_pages, *numbers,
-            splits, ROWS=max(_LEAST_SIDE, power_of_two(group)), **shape,
+            query, keys, values, sinks, parts, sums, maxima, tables.pages, tables.num_keys, tables.first_pages,
+            *numbers, splits, ROWS=max(_LEAST_SIDE, power_of_two(group)), **shape,
             num_warps=warps if query.dtype == torch.float32 else _CHUNK_TILE[1],
             num_stages=stages_within(3, bytes_of_stage, query.device), **_EXACT,
         )  # fmt: skip
@@ -323,7 +326,7 @@ def attend(
     tokens = max(1, lanes // group_block)
     launch(
         device_code.attend_chunks, (-(-tables.max_queries // tokens), num_key_heads, num_rows),
-        query, keys, values, out, tables.pages, tables.first_queries, tables.num_keys, *numbers,
+        query, keys, values, sinks, out, tables.pages, tables.first_queries, tables.num_keys, *numbers,
         TOKENS=tokens, GROUP_BLOCK=group_block, **shape, num_warps=warps,
         num_stages=stages_within(2, bytes_of_stage, query.device), **_EXACT,
     )  # fmt: skip

@@ -28,13 +28,14 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", ["compiled", "flash", "sdpa"])
-@pytest.mark.parametrize("window", [None, 4, 40])
+@pytest.mark.parametrize("window, has_sinks", [(None, False), (4, False), (40, False), (None, True), (4, True)])
 @pytest.mark.parametrize("page_tokens", [4, 32])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 3e-2)])
 def test_backends_equal_the_definition_in_float64(
-    name: str, window: int | None, page_tokens: int, dtype: torch.dtype, tolerance: float
+    name: str, window: int | None, has_sinks: bool, page_tokens: int, dtype: torch.dtype, tolerance: float
 ) -> None:
-    assert largest_difference(BACKENDS[name](), CPU, dtype, page_tokens, AttentionShape(window=window)) <= tolerance
+    shape = AttentionShape(window=window, has_sinks=has_sinks)
+    assert largest_difference(BACKENDS[name](), CPU, dtype, page_tokens, shape) <= tolerance
 
 
 @pytest.mark.parametrize("name", ["compiled", "sdpa"])
@@ -47,14 +48,12 @@ def test_the_trial_of_a_text_of_many_pages(name: str, window: int | None) -> Non
     assert difference <= 2e-6
 
 
-@pytest.mark.parametrize("window", [None, 4, 40])
+@pytest.mark.parametrize("window, has_sinks", [(None, False), (4, False), (40, False), (40, True)])
 @pytest.mark.parametrize("page_tokens", [4, 32])
-def test_page_tables_lead_to_the_right_keys(window: int | None, page_tokens: int) -> None:
-    """The definition takes the place of the kernel, which runs on GPUs only."""
-    assert (
-        largest_difference(PagedFlash(paged_definition), CPU, torch.float32, page_tokens, AttentionShape(window=window))
-        <= 2e-6
-    )
+def test_page_tables_lead_to_the_right_keys(window: int | None, has_sinks: bool, page_tokens: int) -> None:
+    """The definition takes the place of the kernel, which runs on GPUs only, and has no sinks."""
+    shape = AttentionShape(window=window, has_sinks=has_sinks)
+    assert largest_difference(PagedFlash(paged_definition), CPU, torch.float32, page_tokens, shape) <= 2e-6
 
 
 def test_the_fastest_backend_is_chosen_unless_another_is_named() -> None:
