@@ -1,7 +1,6 @@
 """Compiles the Triton kernels of a model's blocks and head before a server of it starts, without a device."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from corolla.models.checkpoint import Checkpoint
 from corolla.models.families import attention_windows
 from corolla.models.fused import FusedSpan, MixtureMlp
 from corolla.models.invariant_products import InvariantProduct, triton_product
+from corolla.models.packed.modules import PackedLinear
 from corolla.models.span_model import SpanModel, empty_span
 from corolla.wire.span import Span
 
@@ -28,7 +28,12 @@ _META = torch.device("meta")
 
 
 def build_kernels(
-    checkpoint: Checkpoint, archs: list[int], dtype: torch.dtype, page_tokens: int, kv_cache_dtype: str = "auto"
+    checkpoint: Checkpoint,
+    archs: list[int],
+    dtype: torch.dtype,
+    page_tokens: int,
+    kv_cache_dtype: str = "auto",
+    quantization: str = "none",
 ) -> Iterator[Compilation]:
     """Compiles the kernels of all blocks and of the head, for single tokens and for chunks.
 
@@ -38,6 +43,7 @@ def build_kernels(
         dtype: the dtype of weights and hidden states.
         page_tokens: tokens of a page.
         kv_cache_dtype: how keys and values are stored; see `SpanRunner`.
+        quantization: see `load_span`.
 
     Yields:
         What was compiled for each architecture.
@@ -54,18 +60,18 @@ def build_kernels(
         raise StartupError(
             f"Kernels cannot be compiled for {unknown[0]}: choose from {', '.join(map(str, SHARED_MEMORY))}."
         )
-    span = _fused(checkpoint, dtype)
+    model, span = _fused(checkpoint, dtype, quantization)
     for arch in archs:
         with compiling(arch) as compilation:
             _run(span, checkpoint, dtype, page_tokens, kv_cache_dtype)
+            _try_tiles(model.packed_layers, dtype)
         yield compilation
 
 
-def _fused(checkpoint: Checkpoint, dtype: torch.dtype) -> FusedSpan:
-    """All blocks without weights, which multiply by the Triton kernel."""
+def _fused(checkpoint: Checkpoint, dtype: torch.dtype, quantization: str) -> tuple[SpanModel, FusedSpan]:
+    """All blocks without weights, which multiply by the Triton kernels."""
     whole = Span(0, checkpoint.num_blocks)
-    empty: Any = empty_span(checkpoint, whole)
-    model = SpanModel(empty.to(dtype), whole, checkpoint.family)
+    model = SpanModel(empty_span(checkpoint, whole, dtype, quantization), whole, checkpoint.family)
     model.make_fused(0.0)
     if model.fused is None:
         raise StartupError(f"There is nothing to compile: {checkpoint.name} runs with its family's own code.")
@@ -74,7 +80,7 @@ def _fused(checkpoint: Checkpoint, dtype: torch.dtype) -> FusedSpan:
             raise StartupError(f"There is nothing to compile for {checkpoint.name}: {failure}.")
     for linear in model.fused.linears:
         linear.invariant = InvariantProduct("triton", triton_product, (1,))
-    return model.fused
+    return model, model.fused
 
 
 @torch.inference_mode()
@@ -104,6 +110,15 @@ def _run(span: FusedSpan, checkpoint: Checkpoint, dtype: torch.dtype, page_token
                 store, (), backend, slots=dict.fromkeys(groups, positions), prepared=dict.fromkeys(groups, tables)
             )
             blocks.forward(hidden, positions, 1, range(len(span.layers)), batch, adapters)
+
+
+def _try_tiles(layers: Sequence[PackedLinear], dtype: torch.dtype) -> None:
+    """Launches the tiles among which a start measures."""
+    from corolla.kernels.triton.packed_launches import CANDIDATES
+
+    for layer in layers if dtype != torch.float32 else ():
+        for tile in CANDIDATES:
+            layer.with_tile(torch.empty(1, layer.in_features, dtype=dtype, device=_META), tile)
 
 
 def _tokens_of_mixtures(span: FusedSpan, row_counts: Sequence[int]) -> Iterator[int]:

@@ -208,8 +208,11 @@ class TritonBlocks:
                 return ()
             heads, keys = layer.num_heads * layer.head_dim, layer.num_key_heads * layer.head_dim
             found |= dict.fromkeys(
-                ((width, heads + 2 * keys), (heads, width), (width, 2 * mlp.num_gated), (mlp.num_gated, width))
-            )
+                (
+                    (width, heads + 2 * keys), (heads, width), (width, (1 + mlp.gates) * mlp.num_gated),
+                    (mlp.num_gated, width),
+                )
+            )  # fmt: skip
         return tuple(found)
 
     def forward(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from corolla.chassis.errors import CheckpointError, SettingsError, StartupError
 from corolla.chassis.weight_formats import PACKED
 from corolla.kernels.layouts import Layout, Number, Scale, group_layout
+from corolla.kernels.llvm_text import LANES
 from corolla.kernels.repacking import Numbers, repack_numbers
 from corolla.kernels.triton.availability import missing
 from corolla.models.packed.modules import PackedLinear
@@ -111,6 +112,27 @@ def _packer(model: nn.Module, layers: Collection[nn.Linear], quantization: str) 
             setattr(parent, name, packed(cast(nn.Linear, module), quantization))
 
     return pack_layer
+
+
+def pack_empty(model: nn.Module, quantization: str, kept: Collection[str] = ()) -> None:
+    """Packs a model without weights as a GPU holds it: layers that would be quantised, and packed layers, get panels.
+
+    Args:
+        model: the model on the meta device, in its final dtype.
+        quantization: see `quantize`.
+        kept: see `quantize`.
+    """
+    for path, module in list(model.named_modules()):
+        layer = module
+        if quantization in ("int8", "int4") and type(module) is nn.Linear and path.rpartition(".")[2] not in kept:
+            layout = layout_of(quantization, module)
+            if layout is not None:
+                bias = cast(nn.Parameter | None, module.bias)
+                layer = PackedLinear(module.in_features, module.out_features, layout, bias)
+                model.set_submodule(path, layer)
+        if isinstance(layer, PackedLinear):
+            shape = (-(-layer.out_features // LANES), layer.in_features // layer.layout.block_weights)
+            layer.panels = torch.empty(*shape, layer.layout.block_bytes, dtype=torch.uint8, device="meta")
 
 
 def packed(layer: nn.Linear, quantization: str) -> PackedLinear:

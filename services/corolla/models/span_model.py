@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 
 from corolla.chassis.errors import CheckpointError, InternalError
+from corolla.chassis.weight_formats import PACKED
 from corolla.kernels.layouts import Layout
 from corolla.models.adapters.products import AdapterBatch, Place
 from corolla.models.checkpoint import Checkpoint
@@ -31,7 +32,7 @@ from corolla.models.long_rope import LongRope
 from corolla.models.packed.choice import layouts_of, types_of
 from corolla.models.packed.modules import PackedLinear, make_up_packed, replace_packed
 from corolla.models.packed.trial import choose_packed_products
-from corolla.models.quantization import quantize, quantizer, stored_bytes
+from corolla.models.quantization import pack_empty, quantize, quantizer, stored_bytes
 from corolla.wire.span import Span
 
 # This layer reads the cached latents of all tokens at every step, so an adapter cannot change it for new tokens only.
@@ -385,10 +386,27 @@ def weight_types(checkpoint: Checkpoint, quantization: str) -> tuple[list[str], 
     return types_of(checkpoint, quantization, names, functools.partial(empty_span, checkpoint, largest))
 
 
-def empty_span(checkpoint: Checkpoint, span: Span) -> PreTrainedModel:
-    """The span's model without weights, on the meta device."""
-    config, cut = _cut_class_of(checkpoint, span, {}, torch.float32, torch.device("cpu"))
-    return without_weights(cut, config)
+def empty_span(
+    checkpoint: Checkpoint, span: Span, dtype: torch.dtype = torch.float32, quantization: str = "none"
+) -> PreTrainedModel:
+    """The span's model without weights, on the meta device; layers that a GPU packs are packed.
+
+    Args:
+        dtype: the dtype of weights.
+        quantization: see `load_span`.
+
+    Raises:
+        SettingsError: the checkpoint has no packed weights, or triton is not installed.
+    """
+    gpu = torch.device("cuda")
+    layouts: Mapping[str, Layout] = {}
+    if quantization == PACKED:
+        names = span_tensors(checkpoint, span)
+        layouts = layouts_of(checkpoint, names, quantization, gpu, functools.partial(empty_span, checkpoint, span))
+    config, cut = _cut_class_of(checkpoint, span, layouts, dtype, gpu)
+    base = cast(PreTrainedModel, cast(Any, without_weights(cut, config)).to(dtype))
+    pack_empty(base, quantization, checkpoint.family.read_weights)
+    return base
 
 
 def _cut_class_of(

@@ -10,6 +10,7 @@ import pytest
 from corolla.cache.codecs import CODECS
 from corolla.kernels.triton.compilation import SHARED_MEMORY
 from tests.checkpoints import make_tiny_checkpoint
+from tests.quantized_checkpoints import FORMATS, make_packed_checkpoint
 from tests.triton_kernels import PACKAGES, ROOT, environment
 
 pytestmark = [
@@ -77,9 +78,24 @@ def test_a_product_with_packed_weights_takes_columns_as_one_with_expanded_weight
     assert set(found.values()) == {"2 0"}
 
 
+@pytest.mark.parametrize("quantization", ["int8", "packed"])
+def test_kernels_of_packed_weights_are_compiled(tmp_path: Path, quantization: str) -> None:
+    changes = {"head_dim": 64}
+    if quantization == "packed":
+        folder, _ = make_packed_checkpoint("qwen3", tmp_path, FORMATS["awq"](), num_blocks=1, changes=changes)
+    else:
+        folder = make_tiny_checkpoint("qwen3", tmp_path / "model", num_blocks=1, config_changes=changes)
+    cache = tmp_path / "cache"
+    done = build(cache, "--model", str(folder), "--arch", "90", "--quantization", quantization)
+    assert done.returncode == 0, done.stderr
+    # The tiles of four heights, and those among which a start chooses.
+    assert len(list(cache.rglob("multiply_packed.cubin"))) >= 3 + 4
+
+
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
+        (("--arch", "90", "--quantization", "int3"), "--quantization int3 is unknown"),
         (("--arch", "91"), "Kernels cannot be compiled for 91: choose from 80"),
         (("--arch", "sm_90"), "--arch sm_90 has no compute capabilities"),
         (("--arch", "90", "--dtype", "int3"), "--dtype int3 is no dtype of weights"),
