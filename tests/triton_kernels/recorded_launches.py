@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from corolla.kernels.triton import expert_launches, launches
-from tests.recorded_steps import Recorder
+from tests.recorded_steps import PlacesOfTensors, Recorder, run_without_keeping
 
 
 def record(step: Callable[[], None]) -> Callable[[], None]:
@@ -17,7 +17,7 @@ def record(step: Callable[[], None]) -> Callable[[], None]:
         RuntimeError: the step does something that no capture allows.
         TypeError: a launch gets an argument that a GPU's launcher refuses.
     """
-    step()
+    run_without_keeping(step)
     launch = launches.launch
     recorder = Recorder()
 
@@ -28,7 +28,7 @@ def record(step: Callable[[], None]) -> Callable[[], None]:
         recorder.is_paused = False
         recorder.add(launch, (kernel, grid, *arguments), options)
 
-    with pytest.MonkeyPatch.context() as patch, recorder:
+    with pytest.MonkeyPatch.context() as patch, PlacesOfTensors(recorder), recorder:
         for module in (launches, expert_launches):
             patch.setattr(module, "launch", recorded)
         step()

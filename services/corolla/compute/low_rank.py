@@ -14,7 +14,7 @@ from torch import Tensor
 from corolla.models.adapters.products import LowRank, Place, SpanAdapter
 from corolla.models.fused import PLACES
 from corolla.models.invariant_products import TOLERANCES
-from corolla.wire.device_copies import copied_numbers
+from corolla.wire.device_copies import copied_numbers, to_device
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class LowRankTable:
                 entries[linear] = torch.tensor(_entry(product))
         self._ranks[slot] = int(entries[:, 2].max())
         # The copy comes after the steps that read what the slot held before.
-        self.entries[:, slot] = entries.to(self.entries.device)
+        self.entries[:, slot] = to_device(entries, self.entries.device, torch.int64)
         self._slots[adapter] = slot
 
 

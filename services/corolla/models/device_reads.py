@@ -110,7 +110,7 @@ class DeviceReader:
                         lines[start:end].copy_(read.result().to(self._device, non_blocking=self._is_pinned))
                         if self._is_pinned:
                             buffer.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                            buffer.copied.record()
+                            buffer.copied.record(torch.cuda.current_stream(self._device))
                         begin(buffer)
                     yield target
             finally:

@@ -152,13 +152,30 @@ def brings_a_tensor_from_python(output: Tensor, _batch: AttentionBatch) -> Tenso
     return output * torch.tensor([1.0])
 
 
-@pytest.mark.parametrize("attend", [waits_for_the_device, brings_a_tensor_from_python])
+def makes_a_tensor_on_the_cpu(output: Tensor, _batch: AttentionBatch) -> Tensor:
+    return output * torch.ones(1)
+
+
+@pytest.mark.parametrize("attend", [waits_for_the_device, brings_a_tensor_from_python, makes_a_tensor_on_the_cpu])
 def test_a_step_that_cannot_be_recorded_is_refused(
     caplog: pytest.LogCaptureFixture, folder: Path, attend: Callable[[Tensor, AttentionBatch], Tensor]
 ) -> None:
     runner = make_runner(folder)
     runner.backend = Odd(attend)
     assert_refused(caplog, runner, "not permitted when a stream is capturing")
+
+
+def test_a_step_whose_tensors_are_kept_is_refused(caplog: pytest.LogCaptureFixture, folder: Path) -> None:
+    """The next replay would write over them."""
+    kept: list[Tensor] = []
+
+    def keep(output: Tensor, _batch: AttentionBatch) -> Tensor:
+        kept.append(output * 2)
+        return kept[-1] / 2
+
+    runner = make_runner(folder)
+    runner.backend = Odd(keep)
+    assert_refused(caplog, runner, "is kept")
 
 
 def test_a_step_that_depends_on_more_than_its_buffers_is_refused(

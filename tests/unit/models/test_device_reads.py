@@ -174,7 +174,8 @@ def test_a_pinned_buffer_is_not_filled_while_the_device_still_copies_it(
             num_done = max(num_done, num_works)
 
     class Event:
-        def record(self) -> None:
+        def record(self, stream: str) -> None:
+            assert stream == "computing", "the stream of the thread's own device may be another one"
             self.num_works = len(work)
 
         def synchronize(self) -> None:
@@ -206,6 +207,7 @@ def test_a_pinned_buffer_is_not_filled_while_the_device_still_copies_it(
         shard = [ChunkedTensor(each, torch.float32) for each in opened.values()]
         reader = DeviceReader(CPU, is_pinned=True, num_threads=num_threads)
         monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", {CPU: "computing"}.__getitem__)
         monkeypatch.setattr(torch, "empty", empty)
         found = list(reader.read(shard if is_in_a_shard else [deferred(each) for each in numbers]))
     assert num_done < len(work), "nothing waits for the last copies"
