@@ -21,6 +21,8 @@ MAX_TENANT_CHARS: Final = 256
 
 _HEADER: Final = struct.Struct("<HBxII")
 _MAGIC: Final = 0x01C0
+_ROOM_BYTES: Final = 64 << 10
+_GROWTH: Final = 32
 
 CONTROL_CLASSES: Final[dict[int, type[Message]]] = {
     number: getattr(pb, name.removeprefix("FRAME_KIND_").title().replace("_", ""))
@@ -50,27 +52,48 @@ def encode(control: Message, payload: Buffer = b"") -> tuple[Buffer, ...]:
 class FrameParser:
     """Finds the frames in a stream of bytes, however it is cut into pieces.
 
+    Bytes are written into `room`, and `filled` finds the frames. Those of a large frame are received where they stay.
+
     Args:
         max_frame_bytes: the most bytes of a frame with its header. A frame whose header says more is refused at once.
     """
 
     def __init__(self, max_frame_bytes: int) -> None:
         self._max_frame_bytes = max_frame_bytes
-        self._pieces: list[bytes] = []
-        self._num_bytes = 0
         self._num_needed = _HEADER.size
+        # The first bytes of an incomplete frame; of a large frame the first `_num_bytes` of a buffer.
+        self._rest = b""
+        self._large: bytearray | None = None
+        self._num_bytes = 0
+        self._small = memoryview(bytearray(_ROOM_BYTES))
 
-    def feed(self, data: bytes) -> Iterator[Frame]:
-        """Yields the frames that `data` completes, in order. Consume all of them before the next call.
+    def room(self) -> memoryview:
+        """The memory for the next bytes; it is valid until the next call of `filled`, and never empty."""
+        if self._large is None:
+            return self._small
+        if self._num_bytes == len(self._large):
+            # The buffer grows with what has come, since a header alone must not make a process take much memory.
+            grown = bytearray(min(self._num_needed, _GROWTH * self._num_bytes))
+            grown[: self._num_bytes] = self._large
+            self._large = grown
+        return memoryview(self._large)[self._num_bytes :]
+
+    def filled(self, num_bytes: int) -> Iterator[Frame]:
+        """Yields the frames that the next bytes in `room` complete, in order. Consume all of them before the next call.
 
         Raises:
             MalformedMessage: a frame is too large, of an unknown kind or not of this protocol.
         """
-        self._pieces.append(data)
-        self._num_bytes += len(data)
-        if self._num_bytes < self._num_needed:
-            return
-        view = memoryview(data if len(self._pieces) == 1 else b"".join(self._pieces))
+        if self._large is not None:
+            self._num_bytes += num_bytes
+            if self._num_bytes < self._num_needed:
+                return
+            view, self._large = memoryview(self._large).toreadonly(), None
+        else:
+            self._rest += bytes(self._small[:num_bytes])
+            if len(self._rest) < self._num_needed:
+                return
+            view = memoryview(self._rest)
         offset = 0
         while True:
             frame, end = _read_frame(view, offset)
@@ -81,8 +104,19 @@ class FrameParser:
             yield frame
             offset = end
         # The bytes of the incomplete frame are copied, so that they do not keep the whole buffer alive.
-        self._pieces = [bytes(view[offset:])]
-        self._num_bytes, self._num_needed = len(view) - offset, end - offset
+        self._rest, self._num_needed = bytes(view[offset:]), end - offset
+        if self._num_needed > _ROOM_BYTES:
+            self._large, self._num_bytes = bytearray(max(len(self._rest), _ROOM_BYTES)), len(self._rest)
+            self._large[: self._num_bytes], self._rest = self._rest, b""
+
+    def feed(self, data: Buffer) -> Iterator[Frame]:
+        """Yields the frames that `data` completes, in order; see `filled`."""
+        view = memoryview(data)
+        while len(view):
+            room = self.room()
+            num_bytes = min(len(room), len(view))
+            room[:num_bytes], view = view[:num_bytes], view[num_bytes:]
+            yield from self.filled(num_bytes)
 
 
 def _read_frame(view: memoryview, offset: int) -> tuple[Frame | None, int]:

@@ -201,7 +201,7 @@ class Connect(Protocol):
         """Begins a stream to `host:port`. If no process answers there, the stream ends as lost."""
 
 
-class FrameStream(asyncio.Protocol):
+class FrameStream(asyncio.BufferedProtocol):
     """A `Stream` over TCP or TLS; `connect` and `StreamListener` make it.
 
     Args:
@@ -231,6 +231,7 @@ class FrameStream(asyncio.Protocol):
         self._limits = limits
         self._state = StreamState.GREETING
         self._parser = FrameParser(limits.max_frame_bytes)
+        self._room = self._parser.room()
         self._greeting = b""
         self._receive: Receiver | None = None
         self._transport: asyncio.Transport | None = None
@@ -310,13 +311,19 @@ class FrameStream(asyncio.Protocol):
         self._transport.write(_GREETING.pack(_MAGIC, VERSION, 0))
         self._timer = self._loop.call_later(self._limits.greeting_s, self._on_no_greeting)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        self._room = self._parser.room()
+        return self._room
+
+    def buffer_updated(self, nbytes: int) -> None:
         self._heard_s = self._loop.time()
         self._has_pinged = False
         try:
             if self._state is StreamState.GREETING:
-                data = self._greet(data)
-            for frame in self._parser.feed(data):
+                frames = self._parser.feed(self._greet(bytes(self._room[:nbytes])))
+            else:
+                frames = self._parser.filled(nbytes)
+            for frame in frames:
                 self._take(frame)
         except Exception as failure:
             self._on_refused(failure)

@@ -1,4 +1,5 @@
 import itertools
+import random
 from contextlib import suppress
 
 import pytest
@@ -87,11 +88,38 @@ def test_an_invalid_frame_is_refused(message: bytes) -> None:
         list(decode(message))
 
 
-def test_a_payload_is_a_view_into_the_message_not_a_copy() -> None:
-    message = join([encode(pb.Close(epoch=1), b"payload")])
-    (frame,) = decode(message)
+def test_a_large_payload_is_a_view_into_the_memory_where_it_was_received() -> None:
+    message = join([encode(pb.Close(epoch=1), bytes(8 << 20))])
+    parser, received, num_rooms = FrameParser(1 << 26), 0, 0
+    while received < len(message):
+        room = parser.room()
+        # What has come so far decides how much memory a header may ask for.
+        assert len(room) <= max(1 << 16, 32 * received)
+        num_bytes = min(len(room), len(message) - received)
+        room[:num_bytes] = message[received : received + num_bytes]
+        received += num_bytes
+        found = list(parser.filled(num_bytes))
+        num_rooms += 1
+    (frame,) = found
     assert isinstance(frame.payload, memoryview)
-    assert frame.payload.obj is message
+    assert frame.payload.readonly
+    assert frame.payload.obj is room.obj
+    assert bytes(frame.payload) == bytes(8 << 20)
+    assert num_rooms == 3
+
+
+@pytest.mark.parametrize("sizes", [(1 << 16, 70_000, 3, 1 << 21, 0, 1 << 16), (65_519, 65_520, 65_521, 65_522)])
+@pytest.mark.parametrize("most", [1_000, 1 << 16, 1 << 30])
+def test_large_and_small_frames_follow_each_other(sizes: tuple[int, ...], most: int) -> None:
+    sent = [(pb.Close(epoch=number), random.Random(number).randbytes(size)) for number, size in enumerate(sizes)]
+    message, parser = join(encode(*each) for each in sent), FrameParser(1 << 26)
+    cuts = [*range(0, len(message), most), len(message)]
+    found = [
+        (frame.control, bytes(frame.payload))
+        for start, end in itertools.pairwise(cuts)
+        for frame in parser.feed(message[start:end])
+    ]
+    assert found == sent
 
 
 def test_header_and_layout_are_those_of_the_protocol() -> None:

@@ -157,8 +157,8 @@ async def test_streams_run_over_tls(tmp_path: Path) -> None:
         assert (str(stream.peer), str((await acceptor.streams.get()).peer)) == (
             "spiffe://test/block/1", "spiffe://test/client/2",
         )  # fmt: skip
-        stream.send(step(1), b"secret" * 100_000)
-        assert bytes((await caller.frames.get()).payload) == b"secret" * 100_000
+        stream.send(step(1), b"secret" * 1_000_000)
+        assert bytes((await caller.frames.get()).payload) == b"secret" * 1_000_000
         stream.close()
         assert (await stream.ended).cause is StreamCause.CLOSED
         assert (await (await Caller().connect(acceptor.address, QUICK)).ended).cause is StreamCause.LOST
