@@ -1,4 +1,4 @@
-"""A start compiles all kernels that serving needs: no launch of a step has a key that no launch at start had.
+"""A start and `corolla kernels build` compile all that serving needs: steps launch no kernel with another key.
 
 Triton compiles a kernel anew for other types, constants and options, for tensors at addresses that 16 does not divide,
 and for whole numbers that are 1 or that 16 divides. A caller would wait for that, and a capture would fail.
@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from corolla.compute import kernel_build
 from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.kernels.layouts import LAYOUTS
 from corolla.kernels.repacking import empty_panels
@@ -72,11 +73,12 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[Keys]:
     found = Keys(launches.launch)
 
     def take_triton(layers: Iterable[TunedLinear], **_options: Any) -> None:
-        found.runs = False
+        runs, found.runs = found.runs, False
         for layer in layers:
-            choose_invariant_product(layer.weight, layer.bias, {"triton": triton_product})
+            if layer.weight.device.type != "meta":
+                choose_invariant_product(layer.weight, layer.bias, {"triton": triton_product})
             layer.invariant = InvariantProduct("triton", triton_product, (1,))
-        found.runs = True
+        found.runs = runs
 
     install(monkeypatch)
     for module in (launches, expert_launches):
@@ -89,17 +91,20 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[Keys]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gemma2"])
-def test_steps_launch_what_the_start_has_launched(tmp_path: Path, keys: Keys, family: str) -> None:
+def test_steps_launch_what_was_compiled_at_the_start_and_ahead(
+    tmp_path: Path, keys: Keys, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_tiny_checkpoint(family, tmp_path / "model", num_blocks=2)
     blocks = Span(0, 2)
-    span = load_span(Checkpoint.from_pretrained(str(folder)), blocks, dtype=torch.float32, device=DEVICE)
+    checkpoint = Checkpoint.from_pretrained(str(folder))
+    span = load_span(checkpoint, blocks, dtype=torch.float32, device=DEVICE)
     runner = SpanRunner(span, num_pages=200, page_tokens=8, attention="triton")
     assert runner.kernel_choices.blocks == "triton"
     adapters: list[SpanAdapter | None] = [None]
     if runner.low_rank is not None:
         adapters += [load_adapter(make_adapter(folder, tmp_path / "adapter"), span, 2)]
     runner.warm_up()
-    known, keys.runs = set(keys.found), False
+    known, keys.found, keys.runs = keys.found, set(), False
     for adapter in adapters:
         for parts in (*((size,) for size in SIZES), (1, 1), (1, 1, 1), (40, 1), (1, 70, 3)):
             caches = [runner.new_cache() for _ in parts]
@@ -110,8 +115,12 @@ def test_steps_launch_what_the_start_has_launched(tmp_path: Path, keys: Keys, fa
             runner.forward_each(rows, hidden, blocks)
             for cache in caches:
                 cache.clear()
-    assert keys.found - known == set()
-    assert len({name for name, _ in known}) >= (8 if family == "mixtral" else 5)
+    served, keys.found = keys.found, set()
+    assert served - known == set()
+    assert len({name for name, _ in served}) >= (8 if family == "mixtral" else 5)
+    monkeypatch.setattr(kernel_build, "is_interpreted", lambda: False)
+    assert len(list(kernel_build.build_kernels(checkpoint, [90], torch.float32, 8))) == 1
+    assert served - keys.found == set()
 
 
 @pytest.mark.parametrize("num_outputs", [40, 1000, 9008])
