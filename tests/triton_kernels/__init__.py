@@ -14,7 +14,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 DEVICE: Final = os.environ.get("COROLLA_KERNELS_DEVICE", "cpu")
 FAMILIES: Final = [
     "llama", "qwen2", "qwen3", "gemma", "granite", "smollm3", "qwen2_moe", "phi3", "glm", "gemma2", "gemma3_text",
-    "olmo3", "exaone4", "cohere", "phi", "cohere2", "starcoder2",
+    "olmo3", "exaone4", "cohere", "phi", "cohere2", "starcoder2", "gpt_oss",
 ]  # fmt: skip
 """Families whose chains run by the kernels: together they have every feature."""
 QUICK_FAMILY: Final = "qwen3"

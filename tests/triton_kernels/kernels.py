@@ -21,6 +21,7 @@ from corolla.kernels.triton.launches import (
     activate,
     add_norm,
     gate,
+    gate_neighbours,
     multiply,
     rotate_and_store,
 )
@@ -125,6 +126,15 @@ def test_gates_activate_their_first_half(dtype: torch.dtype, name: str, activati
     assert_near(activate(gate_up, name), activation(gate_up.double()))
     assert_near(found, activation(gate_up[:, :1100].double()) * gate_up[:, 1100:].double())
     assert torch.equal(gate(gate_up[1:2], name), found[1:2])
+
+
+@pytest.mark.parametrize("dtype", quick(DTYPES, torch.float32))
+def test_gates_may_stand_between_the_numbers_that_they_open(dtype: torch.dtype) -> None:
+    rows = draw(3, 2 * 1100, dtype=dtype) * 6
+    gates, ups = rows.double()[:, ::2].clamp(max=7.0), rows.double()[:, 1::2].clamp(-7.0, 7.0)
+    found = gate_neighbours(rows, 1.702, 7.0)
+    assert_near(found, (ups + 1) * gates * torch.sigmoid(gates * 1.702))
+    assert torch.equal(gate_neighbours(rows[1:2], 1.702, 7.0), found[1:2])
 
 
 @pytest.mark.parametrize("dtype", quick(DTYPES, torch.float32))

@@ -29,8 +29,9 @@ from tests.triton_kernels.recorded_launches import record
 
 # The interpreter cuts bfloat16 where a GPU rounds it.
 TOLERANCES = {torch.float32: 3e-6, torch.float16: 6e-3, torch.bfloat16: 6e-2}
-# Their features: float32 weights; a gated shared expert; norms over the chosen; the softmax of the chosen; groups.
-FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "dots1", "solar_open", "glm4_moe"]
+# Their features: float32 weights; a gated shared expert; norms over the chosen; the softmax of the chosen; groups;
+# biases, and gates beside their ups.
+FAMILIES = ["gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "dots1", "solar_open", "glm4_moe"]
 # More experts than a token gets groups of, so that groups, ties and a correction decide something.
 CHANGES = {
     "solar_open": {"n_routed_experts": 12, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 3},
@@ -68,6 +69,9 @@ def mixture_of(folder: Path, family: str) -> tuple[MixtureMlp, Mixture]:
         linear.invariant = InvariantProduct("triton", triton_product, (1,))
     if mlp.mixture.correction is not None:
         mlp.mixture.correction.copy_(draw(mlp.mixture.routing.num_experts) * 0.1)
+    for bias in (mlp.mixture.router_bias, mlp.mixture.gate_up_bias, mlp.mixture.down_bias):
+        if bias is not None:
+            bias.requires_grad_(False).copy_(draw(*bias.shape))
     return mlp, mlp.mixture
 
 
@@ -118,7 +122,12 @@ def test_a_pair_is_multiplied_by_its_expert(dtype: torch.dtype, sizes: tuple[int
     ids = logits.topk(num_chosen).indices.flatten()
     found = multiply_experts(rows, weights, chosen)
     each = rows.double().repeat_interleave(num_chosen, 0)
-    assert_near(found, torch.einsum("pi,poi->po", each, weights.double()[ids]))
+    expected = torch.einsum("pi,poi->po", each, weights.double()[ids])
+    assert_near(found, expected)
+    bias = draw(num_experts, outputs, dtype=dtype)
+    transposed = weights.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(multiply_experts(rows, transposed, chosen), found)
+    assert_near(multiply_experts(rows, transposed, chosen, bias), expected + bias.double()[ids])
     again = multiply_experts(found, weights.transpose(1, 2).contiguous(), chosen)
     assert_near(again, torch.einsum("pi,poi->po", found.double(), weights.double()[ids].transpose(1, 2)))
     shared, opening = draw(45, inputs, dtype=dtype), draw(45, 1, dtype=dtype)
@@ -134,11 +143,11 @@ def test_products_that_differ_or_depend_on_the_batch_are_not_taken(
     _, mixture = mixture_of(tmp_path, "mixtral")
     assert failed_mixture_trial(mixture, (2, 4)) is None
 
-    def inexact(rows: Tensor, weights: Tensor, chosen: ChosenExperts) -> Tensor:
-        return multiply_experts(rows, weights, chosen) * 1.001
+    def inexact(rows: Tensor, weights: Tensor, chosen: ChosenExperts, bias: None) -> Tensor:
+        return multiply_experts(rows, weights, chosen, bias) * 1.001
 
-    def dependent(rows: Tensor, weights: Tensor, chosen: ChosenExperts) -> Tensor:
-        return multiply_experts(rows, weights, chosen) * (1 + 1e-6 * (len(rows) > 1))
+    def dependent(rows: Tensor, weights: Tensor, chosen: ChosenExperts, bias: None) -> Tensor:
+        return multiply_experts(rows, weights, chosen, bias) * (1 + 1e-6 * (len(rows) > 1))
 
     for product, failure in ((inexact, "differ by 1.0e-03 from those in float64"), (dependent, "depend on the batch")):
         monkeypatch.setattr(expert_launches, "multiply_experts", product)

@@ -114,7 +114,7 @@ def test_a_chain_gives_the_tokens_of_transformers(tmp_path: Path, family: str) -
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["afmoe", "gpt_neox", "gpt_oss"])
+@pytest.mark.parametrize("family", ["afmoe", "gpt_neox", "granite_swa"])
 def test_the_familys_own_code_attends_by_the_kernels(tmp_path: Path, family: str) -> None:
     """Windows, halves of heads that are not rotated, sinks: transformers' modules, our attention and products."""
     checkpoint = make_checkpoint(tmp_path, family)

@@ -31,18 +31,19 @@ def failed_mixture_trial(mixture: Mixture, row_counts: tuple[int, ...]) -> str |
         return failure
     sizes = [-(-count * routing.num_experts // routing.num_chosen) for count in row_counts]
     # A token's pairs share its row, and have rows of their own behind the gate.
-    for weights, rows_of_token in ((mixture.gate_up, 1), (mixture.down, routing.num_chosen)):
+    products = ((mixture.gate_up, mixture.gate_up_bias, 1), (mixture.down, mixture.down_bias, routing.num_chosen))
+    for weights, bias, rows_of_token in products:
         generator = torch.Generator(weights.device).manual_seed(0)
         shape = (sizes[-1], rows_of_token, weights.shape[-1])
         rows = torch.randn(shape, generator=generator, device=weights.device).to(weights.dtype)
         logits = torch.randn(sizes[-1], routing.num_experts, generator=generator, device=weights.device)
-        whole = _products(rows, logits, weights, routing)
-        if not (error := _error(whole, rows, logits, weights)) <= TOLERANCES[weights.dtype]:
+        whole = _products(rows, logits, weights, bias, routing)
+        if not (error := _error(whole, rows, logits, weights, bias)) <= TOLERANCES[weights.dtype]:
             return f"products of its experts differ by {error:.1e} from those in float64"
         for size in (1, *sizes[:-1]):
             num_tokens = _SINGLE_TOKENS if size == 1 else len(rows)
             parts = zip(torch.split(rows[:num_tokens], size), torch.split(logits[:num_tokens], size), strict=True)
-            found = torch.cat([_products(part, own, weights, routing) for part, own in parts])
+            found = torch.cat([_products(part, own, weights, bias, routing) for part, own in parts])
             if not torch.equal(found, whole[:num_tokens]):
                 return "bits of products of its experts depend on the batch"
     return None
@@ -53,21 +54,22 @@ def _failed_router(mixture: Mixture, ladder: tuple[int, ...]) -> str | None:
 
     # A router may be narrower than its rows; the trial draws rows like the weight.
     weight = mixture.router_weight.float() if mixture.is_wide else mixture.router_weight
-    trial = try_product(lambda rows, *_: multiply(rows, mixture.router_weight), weight, None, ladder)
+    bias = mixture.router_bias
+    trial = try_product(lambda rows, *_: multiply(rows, mixture.router_weight, bias), weight, bias, ladder)
     if trial.holds(TOLERANCES[weight.dtype]):
         return None
     return f"the product of its router differs by {trial.error:.1e} from float64, or depends on the batch"
 
 
-def _products(rows: Tensor, logits: Tensor, weights: Tensor, routing: Routing) -> Tensor:
+def _products(rows: Tensor, logits: Tensor, weights: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
     """The product of each token with each of its experts: `[N, chosen, out]`."""
     from corolla.kernels.triton.expert_launches import choose_experts, multiply_experts
 
-    found = multiply_experts(rows.flatten(0, 1), weights, choose_experts(logits, routing))
+    found = multiply_experts(rows.flatten(0, 1), weights, choose_experts(logits, routing), bias)
     return found.view(len(rows), routing.num_chosen, -1)
 
 
-def _error(found: Tensor, rows: Tensor, logits: Tensor, weights: Tensor) -> float:
+def _error(found: Tensor, rows: Tensor, logits: Tensor, weights: Tensor, bias: Tensor | None) -> float:
     """The largest difference from the product in float64, as a part of its largest number. NaN is infinite."""
     step = -(-weights.shape[1] // _CHECKED_OUTPUTS)
     ids = logits.topk(found.shape[1]).indices
@@ -76,6 +78,7 @@ def _error(found: Tensor, rows: Tensor, logits: Tensor, weights: Tensor) -> floa
     expected = torch.empty_like(found)
     for expert in range(len(weights)):
         tokens, ranks = torch.where(ids == expert)
-        expected[tokens, ranks] = rows[tokens, ranks].double() @ weights[expert, ::step].double().T
+        own = rows[tokens, ranks].double() @ weights[expert, ::step].double().T
+        expected[tokens, ranks] = own if bias is None else own + bias[expert, ::step].double()
     error = (found - expected).abs().max() / expected.abs().max()
     return float(error.nan_to_num(torch.inf))

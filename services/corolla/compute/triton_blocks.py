@@ -25,7 +25,7 @@ from corolla.models.adapters.products import AdapterBatch
 from corolla.models.fused import FusedLayer, FusedSpan, GatedMlp, MixtureMlp, Projection, RmsNorm
 from corolla.models.invariant_norms import Norm
 from corolla.models.linear import TunedLinear
-from corolla.models.mixtures import Mixture
+from corolla.models.mixtures import Mixture, NeighbourGate
 from corolla.models.packed.modules import PackedLinear
 from corolla.models.rotary_table import RotaryTable
 
@@ -99,7 +99,9 @@ class MixturePlan:
 
     def __init__(self, mixture: Mixture) -> None:
         self._mixture = mixture
-        self._activation = cast(str, activation_of(mixture.activation))
+        gate = mixture.activation
+        self._neighbours = gate if isinstance(gate, NeighbourGate) else None
+        self._activation = "" if isinstance(gate, NeighbourGate) else cast(str, activation_of(gate))
         shared = mixture.shared
         self._shared_activation = None if shared is None else activation_of(shared.act_fn)
 
@@ -113,13 +115,17 @@ class MixturePlan:
             `[N, H]` in the same dtype.
         """
         from corolla.kernels.triton.expert_launches import add_experts, choose_experts, multiply_experts
-        from corolla.kernels.triton.launches import gate, multiply
+        from corolla.kernels.triton.launches import gate, gate_neighbours, multiply
 
         mixture, shared = self._mixture, self._mixture.shared
-        logits = multiply(normed.float() if mixture.is_wide else normed, mixture.router_weight)
+        logits = multiply(normed.float() if mixture.is_wide else normed, mixture.router_weight, mixture.router_bias)
         chosen = choose_experts(logits, mixture.routing, mixture.correction, mixture.weights_dtype)
-        gated = gate(multiply_experts(normed, mixture.gate_up, chosen), self._activation)
-        results = multiply_experts(gated, mixture.down, chosen)
+        gate_up = multiply_experts(normed, mixture.gate_up, chosen, mixture.gate_up_bias)
+        if self._neighbours is None:
+            gated = gate(gate_up, self._activation)
+        else:
+            gated = gate_neighbours(gate_up, self._neighbours.alpha, self._neighbours.limit)
+        results = multiply_experts(gated, mixture.down, chosen, mixture.down_bias)
         if shared is None:
             return add_experts(results, chosen)
         # Calls of modules, not of their method `forward`, run the hooks that add what adapters change.
@@ -165,7 +171,8 @@ def _activations(mlp: GatedMlp | MixtureMlp) -> list[nn.Module]:
     if isinstance(mlp, GatedMlp):
         return [mlp.activation]
     mixture = cast(Mixture, mlp.mixture)
-    return [mixture.activation] if mixture.shared is None else [mixture.activation, mixture.shared.act_fn]
+    found = [mixture.activation] if mixture.shared is None else [mixture.activation, mixture.shared.act_fn]
+    return [each for each in found if not isinstance(each, NeighbourGate)]
 
 
 def _plan_of(layer: FusedLayer) -> _Plan:

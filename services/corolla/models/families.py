@@ -117,7 +117,7 @@ _FAMILIES = (
     Family("cohere2", is_fused=True, rotates_pairs=True, has_paired_angles=True, rotates_windows=True),
     Family("smollm3", is_fused=True),
     Family("starcoder2", is_fused=True),
-    Family("gpt_oss"),
+    Family("gpt_oss", is_fused=True),
     Family("gpt_neox", embedding="embed_in", norm="final_layer_norm"),
     Family("gpt2", layers="h", embedding="wte", norm="ln_f", learned_positions="wpe"),
     Family(

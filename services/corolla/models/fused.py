@@ -298,7 +298,10 @@ class MixtureMlp:
         Returns:
             `[N, H]` in the same dtype.
         """
-        return cast(Tensor, self._module(normed.unsqueeze(0)))[0]
+        output: Any = self._module(normed.unsqueeze(0))
+        # Some families' modules return what their router found, too.
+        mixed: Tensor = output[0] if isinstance(output, tuple) else output
+        return mixed[0]
 
 
 class FusedLayer:

@@ -19,7 +19,7 @@ _CHECKED_ROWS = 3
 # transformers' classes of the kinds "centred", "offset" and "wide" of `launches.NORMS`.
 _CENTRED: Final = ("CohereLayerNorm", "Cohere2LayerNorm")
 _OFFSET: Final = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "VaultGemmaRMSNorm")
-_WIDE: Final = ("FlexOlmoRMSNorm", "HeliumRMSNorm", "Olmo2RMSNorm", "Olmo3RMSNorm")
+_WIDE: Final = ("FlexOlmoRMSNorm", "GptOssRMSNorm", "HeliumRMSNorm", "Olmo2RMSNorm", "Olmo3RMSNorm")
 
 
 @dataclass(frozen=True, slots=True)

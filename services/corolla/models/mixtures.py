@@ -49,6 +49,7 @@ _ROUTERS: Final[Mapping[str, _Router]] = {
     "MixtralTopKRouter": _Router(_of_softmax, is_wide=False, rounds_weights=False),
     "Qwen2MoeTopKRouter": _SOFTMAX,
     "Qwen3MoeTopKRouter": _SOFTMAX,
+    "GptOssTopKRouter": _Router(_of_chosen, is_wide=False, rounds_weights=True),
     "GraniteMoeTopKRouter": _Router(_of_chosen, is_wide=False, rounds_weights=True),
     "Dots1TopkRouter": _GROUPED,
     "Glm4MoeTopkRouter": _GROUPED,
@@ -60,17 +61,33 @@ _PARTS: Final = frozenset({"gate", "router", "experts", "shared_expert_gate", *_
 
 
 @dataclass(frozen=True, slots=True)
+class NeighbourGate:
+    """The gate of gpt-oss: each of its numbers stands before the one it is multiplied by; see `gate_neighbours`.
+
+    Attributes:
+        alpha: the factor in the logistic function.
+        limit: the bound of the gate from above, and of the other numbers on both sides.
+    """
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class Mixture:
     """A mixture of experts. Its tensors are on one device.
 
     Attributes:
         router_weight: `[experts, H]`, in the model's dtype, or in float32 where `is_wide`.
+        router_bias: `[experts]`, likewise; None: there is none.
         routing: the router's rule.
         correction: float32 `[experts]`, what is added to the scores for the choice; None: nothing.
         is_wide: whether the logits are computed in float32.
         weights_dtype: the dtype to which the weights of a token's experts are rounded.
-        gate_up: `[experts, 2 G, H]` in the model's dtype.
-        down: `[experts, H, G]` in the model's dtype.
+        gate_up: `[experts, 2 G, H]` in the model's dtype; of the last two dimensions, one is contiguous.
+        gate_up_bias: `[experts, 2 G]` in the model's dtype; None: there is none.
+        down: `[experts, H, G]` in the model's dtype, likewise.
+        down_bias: `[experts, H]` in the model's dtype; None: there is none.
         activation: the activation of the gate.
         shared: the MLP that all tokens share, with `gate_proj`, `up_proj`, `down_proj` and `act_fn`; None: there is
             none.
@@ -78,13 +95,16 @@ class Mixture:
     """
 
     router_weight: Tensor
+    router_bias: Tensor | None
     routing: Routing
     correction: Tensor | None
     is_wide: bool
     weights_dtype: torch.dtype
     gate_up: Tensor
+    gate_up_bias: Tensor | None
     down: Tensor
-    activation: nn.Module
+    down_bias: Tensor | None
+    activation: nn.Module | NeighbourGate
     shared: Any
     shared_gate: nn.Module | None
 
@@ -93,18 +113,27 @@ class Mixture:
         """The mixture that a family's module computes, judged by the classes of its parts; None: it is another one."""
         router, experts = getattr(module, "gate", getattr(module, "router", None)), getattr(module, "experts", None)
         kind = _ROUTERS.get(type(router).__name__)
-        if kind is None or not _are_usual(experts) or not {name for name, _ in module.named_children()} <= _PARTS:
+        if (
+            kind is None
+            or not (_are_usual(experts) or _has_neighbours(experts))
+            or not {name for name, _ in module.named_children()} <= _PARTS
+        ):
             return None
+        own, is_usual = cast(Any, experts), _are_usual(experts)
+        gate_up, down = own.gate_up_proj.detach(), own.down_proj.detach()
         weight = cast(Any, router).weight.detach()
         return cls(
             router_weight=weight,
+            router_bias=getattr(router, "bias", None),
             routing=kind.routing(router),
             correction=getattr(router, "e_score_correction_bias", None),
             is_wide=kind.is_wide,
             weights_dtype=weight.dtype if kind.rounds_weights else torch.float32,
-            gate_up=cast(Any, experts).gate_up_proj,
-            down=cast(Any, experts).down_proj,
-            activation=cast(Any, experts).act_fn,
+            gate_up=gate_up if is_usual else gate_up.transpose(1, 2),
+            gate_up_bias=getattr(own, "gate_up_proj_bias", None),
+            down=down if is_usual else down.transpose(1, 2),
+            down_bias=getattr(own, "down_proj_bias", None),
+            activation=own.act_fn if is_usual else NeighbourGate(own.alpha, own.limit),
             shared=next((getattr(module, name) for name in _SHARED if hasattr(module, name)), None),
             shared_gate=getattr(module, "shared_expert_gate", None),
         )
@@ -120,3 +149,8 @@ def _are_usual(experts: Any) -> bool:
         and experts.is_concatenated
         and not (experts.is_transposed or experts.has_bias or experts.has_post_expert_norm)
     )
+
+
+def _has_neighbours(experts: Any) -> bool:
+    """Returns True for the experts of gpt-oss: gate and up are neighbours, weights are `[experts, in, out]`."""
+    return type(experts).__name__ == "GptOssExperts"

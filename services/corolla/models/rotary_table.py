@@ -94,6 +94,8 @@ class RotaryTable:
         if like.is_meta and not self._is_lasting:  # the family's module could not compare the longest position
             return like.new_empty(len(position_ids), 2, self.size)
         cos, sin = self._rotary(like, position_ids.unsqueeze(0), *self._kinds)
+        if cos.shape[-1] < self.size:  # each angle is given once, for both halves
+            cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
         half = sin.shape[-1] // 2
         if self.in_pairs:
             cos, sin = (each[..., ::2] if self._has_paired_angles else each[..., :half] for each in (cos, sin))

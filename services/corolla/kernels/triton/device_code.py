@@ -117,6 +117,21 @@ def gate(gates, ups, out, stride, width, ACTIVATION: tl.constexpr, GATES: tl.con
 
 
 @triton.jit
+def gate_neighbours(rows, out, width, alpha, limit, BLOCK: tl.constexpr):
+    """A program for a part of a row: each gate times its logistic function, times the number after it and one."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    gated = tl.load(rows + (row * width + at) * 2, mask=inside, other=0.0)
+    up = tl.load(rows + (row * width + at) * 2 + 1, mask=inside, other=0.0).to(tl.float32)
+    wide = gated.to(tl.float32)
+    # Comparisons, unlike minima, leave what is not a number as it is.
+    wide = tl.where(wide > limit, limit, wide)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    tl.store(out + row * width + at, ((up + 1.0) * (wide / (1.0 + tl.exp(-wide * alpha)))).to(gated.dtype), mask=inside)
+
+
+@triton.jit
 def _norm_in_place(numbers, weight, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr):
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH

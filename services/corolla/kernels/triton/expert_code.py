@@ -111,14 +111,14 @@ def group_pairs(ids, pairs, firsts, num_pairs, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def multiply_experts(
-    rows, weights, out, pairs, firsts, num_tiles, N, K,
+    rows, weights, bias, out, pairs, firsts, num_tiles, N, K,
     NUM_EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, NUM_SHARING: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GM: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of pairs of one expert times a tile of its weights `[N, K]`, as `device_code.multiply` does it.
 
-    NUM_SHARING pairs that follow each other have one row.
+    NUM_SHARING pairs that follow each other have one row. TRANSPOSED weights lie as `[K, N]`.
     """
     pid = tl.program_id(0)
     num_n = tl.cdiv(N, BN)
@@ -139,7 +139,10 @@ def multiply_experts(
     pair = tl.load(pairs + tl.where(inside, place, start)).to(tl.int64)
     rn, rk = pn * BN + tl.arange(0, BN), tl.arange(0, BK)
     pa = rows + (pair // NUM_SHARING)[:, None] * K + rk[None, :]
-    pb = weights + expert.to(tl.int64) * N * K + (rn % N).to(tl.int64)[None, :] * K + rk[:, None]
+    if TRANSPOSED:
+        pb = weights + expert.to(tl.int64) * N * K + rk.to(tl.int64)[:, None] * N + (rn % N)[None, :]
+    else:
+        pb = weights + expert.to(tl.int64) * N * K + (rn % N).to(tl.int64)[None, :] * K + rk[:, None]
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for inner in range(0, K, BK):
         if EVEN_K:
@@ -149,7 +152,9 @@ def multiply_experts(
             right = tl.load(pb, mask=(inner + rk < K)[:, None], other=0.0)
             acc = tl.dot(left, right, acc, input_precision=PRECISION)
         pa += BK
-        pb += BK
+        pb += BK * N if TRANSPOSED else BK
+    if bias is not None:
+        acc += tl.load(bias + expert * N + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
     where = out + pair[:, None] * N + rn[None, :]
     tl.store(where, acc.to(out.dtype.element_ty), mask=inside[:, None] & (rn < N)[None, :])
 

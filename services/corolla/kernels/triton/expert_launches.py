@@ -63,13 +63,14 @@ def choose_experts(
     return ChosenExperts(weights, pairs, firsts)
 
 
-def multiply_experts(rows: Tensor, weights: Tensor, chosen: ChosenExperts) -> Tensor:
+def multiply_experts(rows: Tensor, weights: Tensor, chosen: ChosenExperts, bias: Tensor | None = None) -> Tensor:
     """Multiplies the row of each pair by the weights of its expert, so that no pair depends on the others.
 
     Args:
         rows: `[N, in]`, a row for each token, or `[pairs, in]`, one for each pair.
-        weights: `[experts, out, in]` in the same dtype.
+        weights: `[experts, out, in]` in the same dtype; of the last two dimensions, one is contiguous.
         chosen: the pairs.
+        bias: `[experts, out]` in the same dtype; None: there is none.
 
     Returns:
         `[pairs, out]` in the same dtype.
@@ -83,7 +84,8 @@ def multiply_experts(rows: Tensor, weights: Tensor, chosen: ChosenExperts) -> Te
     num_tiles = num_used + (num_pairs - num_used) // tile.height
     launch(
         expert_code.multiply_experts, (num_tiles * -(-num_outputs // tile.width),),
-        rows, weights, out, chosen.pairs, chosen.firsts, num_tiles, num_outputs, num_inputs, NUM_EXPERTS=num_experts,
+        rows, weights, bias, out, chosen.pairs, chosen.firsts, num_tiles, num_outputs, num_inputs,
+        NUM_EXPERTS=num_experts, TRANSPOSED=weights.stride(2) != 1,
         EXPERT_BLOCK=power_of_two(num_experts), NUM_SHARING=num_pairs // len(rows), BM=tile.height, BN=tile.width,
         BK=tile.depth, GM=8, EVEN_K=num_inputs % tile.depth == 0, PRECISION=precision(rows.dtype),
         num_warps=tile.warps, num_stages=tile.stages,

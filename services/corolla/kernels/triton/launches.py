@@ -192,6 +192,27 @@ def _activated(rows: Tensor, ups: Tensor, width: int, activation: str, *, gates:
     return out
 
 
+def gate_neighbours(rows: Tensor, alpha: float, limit: float) -> Tensor:
+    """The gate of gpt-oss: `(up + 1) * gate * logistic(alpha * gate)`.
+
+    Args:
+        rows: `[N, 2 G]`; each gate stands before its up.
+        alpha: the factor in the logistic function.
+        limit: the bound of gates from above, and of ups on both sides.
+
+    Returns:
+        `[N, G]`.
+    """
+    width = rows.shape[-1] // 2
+    out = rows.new_empty(rows.shape[0], width)
+    block = min(1024, power_of_two(width))
+    launch(
+        device_code.gate_neighbours, (rows.shape[0], -(-width // block)), rows, out, width, alpha, limit, BLOCK=block,
+        num_warps=4, **_EXACT,
+    )  # fmt: skip
+    return out
+
+
 def rotate_and_store(
     qkv: Tensor,
     table: Tensor | None,
