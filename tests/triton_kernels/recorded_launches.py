@@ -44,5 +44,5 @@ def _check(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
         if isinstance(each, torch.Tensor):
             if not each.numel():
                 raise TypeError("a kernel gets a tensor without memory")
-        elif not isinstance(each, int | float):
+        elif each is not None and not isinstance(each, int | float):  # None is a constant of the kernel
             raise TypeError(f"a kernel gets no {type(each).__name__}")

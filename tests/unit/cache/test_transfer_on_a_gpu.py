@@ -25,7 +25,7 @@ def session_of(store: KVStore, texts: Sequence[tuple[Tensor, Tensor]]) -> Sessio
     return cache
 
 
-def test_a_part_is_read_and_written_beside_steps() -> None:
+def test_steps_go_on_while_a_part_is_copied() -> None:
     with a_gpu() as gpu, torch.inference_mode():
         generator = torch.Generator().manual_seed(0)
         drawn = [[torch.randn(NUM_TOKENS, 2, 4, generator=generator) for _ in range(2)] for _ in range(4)]
