@@ -164,6 +164,29 @@ async def test_streams_run_over_tls(tmp_path: Path) -> None:
         assert (await (await Caller().connect(acceptor.address, QUICK)).ended).cause is StreamCause.LOST
 
 
+@pytest.mark.parametrize("is_secure", [False, True])
+async def test_large_frames_that_wait_keep_their_place(tmp_path: Path, is_secure: bool) -> None:
+    """The transport takes pieces as it writes them; small frames and the end come behind."""
+    block, client = networks(Identities(tmp_path), (Role.BLOCK, "1"), (Role.CLIENT, "2"))
+    async with accepting(trust=block.callers if is_secure else None) as acceptor:
+        caller = Caller()
+        stream = await caller.connect(acceptor.address, trust=client.servers if is_secure else None)
+        other = await acceptor.streams.get()
+        sent = [(step(number), bytes([number]) * size) for number, size in enumerate((3 << 20, 5, 2 << 20, 0, 1 << 18))]
+        for control, payload in sent:
+            other.send(control, payload)
+        for control, payload in sent:
+            frame = await caller.frames.get()
+            assert (frame.control, bytes(frame.payload)) == (control, payload)
+        for control, payload in sent:
+            other.send(control, payload)
+        other.close()
+        for control, payload in sent:
+            frame = await caller.frames.get()
+            assert (frame.control, bytes(frame.payload)) == (control, payload)
+        assert (await stream.ended).cause is StreamCause.CLOSED
+
+
 async def test_a_certificate_of_another_authority_gets_no_connection(tmp_path: Path) -> None:
     (block,) = networks(Identities(tmp_path / "own"), (Role.BLOCK, "1"))
     (client,) = networks(Identities(tmp_path / "foreign"), (Role.CLIENT, "2"))
