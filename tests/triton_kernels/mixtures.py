@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,10 +32,23 @@ from tests.triton_kernels.recorded_launches import record
 TOLERANCES = {torch.float32: 3e-6, torch.float16: 6e-3, torch.bfloat16: 6e-2}
 # Their features: float32 weights; a gated shared expert; norms over the chosen; the softmax of the chosen; groups;
 # biases, and gates beside their ups.
-FAMILIES = ["gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "dots1", "solar_open", "glm4_moe"]
+FAMILIES = [
+    "gpt_oss",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "granitemoe",
+    "dots1",
+    "solar_open",
+    "glm4_moe",
+    "olmoe",
+    "minimax_m2",
+    "exaone_moe",
+]
 # More experts than a token gets groups of, so that groups, ties and a correction decide something.
-CHANGES = {
+CHANGES: dict[str, dict[str, Any]] = {
     "solar_open": {"n_routed_experts": 12, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 3},
+    "olmoe": {"clip_qkv": None},
     "qwen3_moe": {"num_experts": 12, "num_experts_per_tok": 3, "norm_topk_prob": True},
 }
 

@@ -195,6 +195,8 @@ def fits(layer: nn.Module) -> bool:
     attention, mlp = cast(Any, layer).self_attn, _mlp_of(layer)
     if not {name for name, _ in attention.named_children()} <= _ATTENTION_PARTS:
         return False
+    if getattr(attention.config, "clip_qkv", None) is not None:
+        return False
     projections = [_part(attention, each) for each in (_QUERY_KEY_VALUE, _OUTPUT)]
     if not _has_experts(mlp):
         projections += [_part(mlp, each) for each in (_GATE_UP, _DOWN)]

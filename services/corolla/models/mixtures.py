@@ -34,6 +34,10 @@ def _of_groups(router: Any) -> Routing:
     )  # fmt: skip
 
 
+def _of_sigmoid(router: Any) -> Routing:
+    return Routing(router.num_experts, router.top_k, "sigmoid", normalises=True)
+
+
 @dataclass(frozen=True, slots=True)
 class _Router:
     """A class of routers: its rule, and in which types it computes logits and weights."""
@@ -52,9 +56,14 @@ _ROUTERS: Final[Mapping[str, _Router]] = {
     "GptOssTopKRouter": _Router(_of_chosen, is_wide=False, rounds_weights=True),
     "GraniteMoeTopKRouter": _Router(_of_chosen, is_wide=False, rounds_weights=True),
     "Dots1TopkRouter": _GROUPED,
+    "ExaoneMoeTopkRouter": _GROUPED,
+    "FlexOlmoTopKRouter": _SOFTMAX,
     "Glm4MoeTopkRouter": _GROUPED,
+    "MiniMaxM2TopKRouter": _Router(_of_sigmoid, is_wide=False, rounds_weights=False),
+    "OlmoeTopKRouter": _SOFTMAX,
     "SolarOpenTopkRouter": _GROUPED,
 }
+_CORRECTION: Final = "e_score_correction_bias"
 _SHARED: Final = ("shared_expert", "shared_experts")
 # Modules of a mixture that `Mixture` knows; with another one it would leave something out.
 _PARTS: Final = frozenset({"gate", "router", "experts", "shared_expert_gate", *_SHARED})
@@ -126,7 +135,7 @@ class Mixture:
             router_weight=weight,
             router_bias=getattr(router, "bias", None),
             routing=kind.routing(router),
-            correction=getattr(router, "e_score_correction_bias", None),
+            correction=getattr(router, _CORRECTION, getattr(module, _CORRECTION, None)),
             is_wide=kind.is_wide,
             weights_dtype=weight.dtype if kind.rounds_weights else torch.float32,
             gate_up=gate_up if is_usual else gate_up.transpose(1, 2),

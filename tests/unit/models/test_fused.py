@@ -24,7 +24,8 @@ def model_of(family: str, folder: Path, **changes: object) -> SpanModel:
 
 @pytest.mark.parametrize("family", quick(FUSED, "cohere", "gemma3_text"))
 def test_blocks_of_fused_families_have_kernels(family: str, tmp_path: Path) -> None:
-    model = model_of(family, tmp_path)
+    # Projections that are cut at a bound run by the family's own code.
+    model = model_of(family, tmp_path, **({"clip_qkv": None} if family == "olmoe" else {}))
     model.make_fused(0.0)
     assert model.fused is not None
     assert [unsupported(layer, torch.float32) for layer in model.fused.layers] == [None] * len(SPAN)
