@@ -169,7 +169,7 @@ def _held_tokens(suite: Suite, chain: Chain, leaving: ManagedProcess) -> int:
     """The tokens of each conversation, so that the hop holds the wanted size of keys and values, if it has room."""
     options, shape = suite.options, SHAPES[suite.options.size]
     held_gib = options.handover_gib or (_HELD_GIB_OF_TINY if options.size == "tiny" else _HELD_GIB)
-    head_size = shape["hidden_size"] // shape["num_attention_heads"]
+    head_size = shape.get("head_dim", shape["hidden_size"] // shape["num_attention_heads"])
     num_blocks = len(Span.parse(leaving.blocks))
     token_bytes = 2 * num_blocks * shape["num_key_value_heads"] * head_size * DTYPES[options.dtype].itemsize
     status = chain.status(leaving)

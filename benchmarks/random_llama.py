@@ -17,6 +17,9 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
     "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 1024, "max_position_embeddings": 8192,
              "tie_word_embeddings": True},
+    "wide": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 32,
+             "num_key_value_heads": 32, "head_dim": 128, "vocab_size": 1024, "max_position_embeddings": 8192,
+             "tie_word_embeddings": True},
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
            "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
            "tie_word_embeddings": True},
@@ -27,7 +30,11 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
            "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
            "tie_word_embeddings": False},
 }  # fmt: skip
-"""Llama 3.2 1B and 3B, and Llama 3.1 8B; `tiny` is for smoke tests."""
+"""Llama 3.2 1B and 3B, and Llama 3.1 8B; `tiny` is for smoke tests.
+
+A token of `wide` has as many keys and values in float32 as one of `8b` in bfloat16, and hardly any weights, so that a
+handover of gigabytes can be rehearsed without a GPU.
+"""
 
 _INDEX: Final = "model.safetensors.index.json"
 _EMBEDDING: Final = "embedding.safetensors"
