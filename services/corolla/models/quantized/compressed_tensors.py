@@ -3,6 +3,7 @@
 Activations keep their dtype, also if the checkpoint was made to be served with quantised activations (w8a8, fp8).
 """
 
+import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import ClassVar, Final
 
@@ -110,14 +111,15 @@ class CompressedTensors(Format):
         return layout
 
     def _layout_of_octets(self, stored: StoredTensors) -> Layout:
-        if "weight_zero_point" in stored:
-            raise Unfit("is of eight bits with zero points")
         if "weight_g_idx" in stored and not _is_unset(stored["weight_g_idx"][...]):
             raise Unfit("is of eight bits with an order of inputs")
         shape = tuple(stored["weight"].get_shape())
         columns = _columns(self._scheme(stored, shape, self._schemes), shape[1])
         scales = scale_numbers(stored["weight_scale"][...])
-        return layout_of_octets(stored["weight"].get_dtype(), scales, columns, shape[1])
+        has_zeros = "weight_zero_point" in stored
+        if has_zeros and {stored[role].get_dtype() for role in ("weight", "weight_zero_point")} != {"I8"}:
+            raise Unfit("is of floats of eight bits with zero points")
+        return layout_of_octets(stored["weight"].get_dtype(), scales, columns, shape[1], has_zeros=has_zeros)
 
     def order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         if "weight" in tensors or "weight_g_idx" not in tensors:
@@ -128,8 +130,12 @@ class CompressedTensors(Format):
         self, tensors: Mapping[str, Tensor], start: int, end: int, layout: Layout, order: Tensor | None
     ) -> Numbers:
         if "weight" in tensors:
-            factors = self._factors(tensors, start, end, tensors["weight"].shape[1])
-            return numbers_of_octets(tensors["weight"][start:end], factors, layout)
+            of_rows = functools.partial(self._of_rows, tensors, start, end)
+            zeros = tensors.get("weight_zero_point")
+            return numbers_of_octets(
+                tensors["weight"][start:end], of_rows(scale_numbers(tensors["weight_scale"])), layout,
+                None if zeros is None else of_rows(zeros),
+            )  # fmt: skip
         num_outputs, num_inputs = (int(size) for size in tensors["weight_shape"])
         codes = unpacked(tensors["weight_packed"][start:end], layout.bits, num_inputs)
         zeros = self._zeros(tensors, layout.bits, num_outputs)
@@ -140,13 +146,13 @@ class CompressedTensors(Format):
             layout,
         )
 
-    def _factors(self, tensors: Mapping[str, Tensor], start: int, end: int, num_inputs: int) -> Tensor:
-        """The scales of rows of eight bits: `[R, in]`, `[R, 1]` or `[1, 1]`."""
-        scales = tensors["weight_scale"]
-        scheme = _fitting(tuple(scales.shape), tuple(tensors["weight"].shape), self._schemes)
+    def _of_rows(self, tensors: Mapping[str, Tensor], start: int, end: int, part: Tensor) -> Tensor:
+        """The scales or zero points, `part`, of rows of eight bits: `[R, in]`, `[R, 1]` or `[1, 1]`."""
+        shape = tuple(tensors["weight"].shape)
+        scheme = _fitting(tuple(part.shape), shape, self._schemes)
         if scheme.block is not None:
-            return spread(scale_numbers(scales), scheme.block, range(start, end), num_inputs)
-        return _of_inputs(scale_numbers(_of_outputs(scales, start, end)), scheme, None)
+            return spread(part, scheme.block, range(start, end), shape[1])
+        return _of_inputs(_of_outputs(part, start, end), scheme, None)
 
     def _zeros(self, tensors: Mapping[str, Tensor], bits: int, num_outputs: int) -> Tensor | None:
         """The zero points of packed integers, in the shape of the scales, relative to the middle of the range."""

@@ -21,7 +21,9 @@ _NOT_FINITE: Final = {4: 0x7F, 5: 0x7C}
 """The bits that are all set in floats that are not finite, by the bits of the exponent."""
 
 
-def layout_of_octets(dtype: str, scales: Tensor | None, columns: int, num_inputs: int) -> Layout:
+def layout_of_octets(
+    dtype: str, scales: Tensor | None, columns: int, num_inputs: int, *, has_zeros: bool = False
+) -> Layout:
     """The layout in memory of a weight of 8 bits. Scales are kept in float32.
 
     Args:
@@ -29,13 +31,14 @@ def layout_of_octets(dtype: str, scales: Tensor | None, columns: int, num_inputs
         scales: all scales, float32 of any shape; None: they are not known.
         columns: how many neighbouring columns share a scale; the last ones of a row may be fewer.
         num_inputs: how many columns the weight has.
+        has_zeros: whether there are zero points, which only integers may have.
 
     Raises:
         Unfit: no kernel multiplies by such weights.
     """
     if dtype not in _NUMBERS:
         raise Unfit(f"is of the type {dtype}")
-    layout = group_layout(math.gcd(columns, num_inputs), Scale.FLOAT32, number=_NUMBERS[dtype])
+    layout = group_layout(math.gcd(columns, num_inputs), Scale.FLOAT32, number=_NUMBERS[dtype], has_zeros=has_zeros)
     if layout is None:
         raise Unfit(f"has groups of {columns} of {num_inputs} inputs")
     if layout.is_float and scales is not None and not bool((scales.abs() < MOST_FLOAT_SCALE).all()):
@@ -43,13 +46,14 @@ def layout_of_octets(dtype: str, scales: Tensor | None, columns: int, num_inputs
     return layout
 
 
-def numbers_of_octets(numbers: Tensor, scales: Tensor, layout: Layout) -> Numbers:
+def numbers_of_octets(numbers: Tensor, scales: Tensor, layout: Layout, zeros: Tensor | None = None) -> Numbers:
     """The numbers of rows for `repack_numbers`.
 
     Args:
         numbers: int8, float8_e4m3fn or float8_e5m2 `[R, in]`.
         scales: float32 `[R, in]`, `[R, 1]` or `[1, 1]`; the scale of each number.
         layout: the layout of the weight.
+        zeros: int8 `[R, in]`, `[R, 1]` or `[1, 1]`, the zero point of each number; None: there are none.
     """
     codes = numbers.contiguous().view(torch.uint8)
     of_blocks = scales.expand(numbers.shape)[:, :: layout.block_weights]
@@ -58,4 +62,5 @@ def numbers_of_octets(numbers: Tensor, scales: Tensor, layout: Layout) -> Number
         bits = _NOT_FINITE[layout.exponent_bits]
         is_odd = (codes & bits == bits).view(len(codes), -1, layout.block_weights).any(dim=2)
         of_blocks = of_blocks.masked_fill(is_odd, torch.nan)
-    return Numbers(codes, of_blocks)
+    of_zeros = None if zeros is None else zeros.expand(numbers.shape)[:, :: layout.block_weights]
+    return Numbers(codes, of_blocks, zeros=of_zeros)

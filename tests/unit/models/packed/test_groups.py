@@ -73,7 +73,7 @@ KEPT: dict[str, Callable[[], Made]] = {
         name: FORMATS[name]
         for name in (
             "fp8-blocks", "fp8-blocks-bf16-scales", "fp8-one-scale", "fp8-outputs", "ct-fp8-outputs",
-            "ct-fp8-one-scale", "ct-mxfp8", "w8a8", "w8a16",
+            "ct-fp8-one-scale", "ct-mxfp8", "w8a8", "w8a8-asymmetric", "w8a16",
         )
     },
 }  # fmt: skip
@@ -98,7 +98,6 @@ EXPANDED: dict[str, tuple[Callable[[], Made], str]] = {
     "broken groups": (broken_groups, "has groups that are not all of 96 inputs"),
     "floats": (FORMATS["ct-mxfp4"], "is not of integers of four or eight bits"),
     "floats in short blocks": (FORMATS["ct-fp8-blocks"], "has groups of 40 of 384 inputs"),
-    "eight bits with zero points": (FORMATS["w8a8-asymmetric"], "is of eight bits with zero points"),
 }
 
 
