@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 _MAX_WAITING_BYTES: Final = 1 << 30
 _LEAST_PART_BYTES: Final = 4 << 20
 """A waiting part counts as so many bytes at least."""
+_MAX_CHECKED_PARTS: Final = 4
+"""So many parts at most take memory of the device, in addition to pages."""
 
 
 class HandoverReceiver:
@@ -59,6 +61,7 @@ class HandoverReceiver:
         self._tasks = tasks
         self._max_part_tokens = max_part_tokens
         self._num_waiting_bytes = 0
+        self._room = asyncio.Semaphore(_MAX_CHECKED_PARTS)
 
     def on_offer(self, request: OpenRequest, transfer_id: bytes, peer: Peer) -> None:
         """Reserves pages for an offered session, or refuses it. Must be called between iterations."""
@@ -79,10 +82,11 @@ class HandoverReceiver:
     async def _receive(self, control: pb.HandoverTokens, payload: Buffer, peer: Peer) -> None:
         answer = pb.HandoverAnswer(session_id=control.session_id, epoch=control.epoch)
         try:
-            # Steps wait for the last line only.
-            store, layers = self._check(control)
-            checked = await asyncio.to_thread(_checked, store, layers, control, payload)
-            answer.num_tokens = await self._engine.copy(lambda: self._write(control, checked))
+            async with self._room:
+                store, layers = self._check(control)
+                checked = await asyncio.to_thread(_checked, store, layers, control, payload)
+                # Steps wait for this only.
+                answer.num_tokens = await self._engine.copy(lambda: self._write(control, checked))
             self._metrics.handover_bytes.labels("in").inc(len(payload))
         except PositionGap as error:
             answer.reason, answer.message, answer.num_tokens = error.reason, error.message, error.held
