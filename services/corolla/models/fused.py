@@ -55,8 +55,8 @@ class BlockNorm(Protocol):
     """A norm of a block.
 
     Attributes:
-        weight: `[H]` in the model's dtype, on its device: the factors of the numbers that are normalised together;
-            `[heads, head_dim]` where each head has its own.
+        weight: `[H]` in the model's dtype or float32, on its device: the factors of the numbers that are normalised
+            together; `[heads, head_dim]` where each head has its own.
     """
 
     weight: Tensor
@@ -522,7 +522,7 @@ class RmsNorm:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Normalises the last dimension of `hidden`, `[..., H]`; returns the same shape and dtype."""
-        if self.weight.dtype != torch.float32:
+        if not hidden.dtype == self.weight.dtype == torch.float32:
             return cast(Tensor, self.module(hidden))
         return functional.rms_norm(hidden, self._shape, self.weight, self.epsilon)
 

@@ -27,7 +27,7 @@ class Norm:
     """A norm of the last dimension.
 
     Attributes:
-        weight: `[H]` in the model's dtype, on its device; `[heads, head_dim]` where each head has its own.
+        weight: `[H]` in the model's dtype or float32, on its device; `[heads, head_dim]` where each head has its own.
         epsilon: added to the mean of the squares.
         kind: one of `launches.NORMS`.
         bias: `[H]` likewise, what is added to the products; None: nothing.

@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 
 from corolla.compute.triton_blocks import unsupported
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.families import FAMILIES
+from corolla.models.fused import RmsNorm
 from corolla.models.span_model import SpanModel, empty_span
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
@@ -29,6 +31,14 @@ def test_blocks_of_fused_families_have_kernels(family: str, tmp_path: Path) -> N
     model.make_fused(0.0)
     assert model.fused is not None
     assert [unsupported(layer, torch.float32) for layer in model.fused.layers] == [None] * len(SPAN)
+
+
+def test_a_norm_may_have_wider_weights_than_hidden_states() -> None:
+    module = GptOssRMSNorm(8).requires_grad_(False)
+    module.weight.copy_(torch.linspace(0.5, 1.5, 8))
+    hidden = torch.randn(3, 8).half()
+    assert torch.equal(RmsNorm(module)(hidden), module(hidden))
+    assert RmsNorm(module)(hidden).dtype == torch.float16
 
 
 def test_an_attention_with_another_part_is_not_fused(tmp_path: Path) -> None:
