@@ -19,6 +19,7 @@ from corolla.cache.codecs import CODECS
 from corolla.kernels.layouts import LAYOUTS, Layout, Number, Scale, group_layout
 from corolla.kernels.page_tables import PageTables
 from corolla.kernels.triton import compilation
+from corolla.kernels.triton.expert_launches import ChosenExperts, multiply_packed_experts
 from corolla.kernels.triton.launches import attend
 from corolla.kernels.triton.packed_launches import multiply_packed
 
@@ -38,9 +39,18 @@ GROUPS = [
 
 
 def columns_of(layout: Layout, arch: int) -> tuple[set[str], int]:
+    """What the product of a layer, and that of experts, has: both have the same."""
     panels = torch.empty(NUM_OUTPUTS // 16, NUM_COLUMNS // layout.block_weights, layout.block_bytes, device="meta")
+    panels = panels.to(torch.uint8)
     rows = torch.empty(1, NUM_COLUMNS, dtype=torch.float16, device="meta")
-    text = text_of(lambda: multiply_packed(layout, rows, panels.to(torch.uint8), NUM_OUTPUTS), arch)
+    chosen = ChosenExperts(rows[:, :1], *(torch.empty(size, dtype=torch.int32, device="meta") for size in (1, 3)))
+    of_layer = _columns_in(text_of(lambda: multiply_packed(layout, rows, panels, NUM_OUTPUTS), arch))
+    of_experts = text_of(lambda: multiply_packed_experts(layout, rows, panels, NUM_OUTPUTS // 2, chosen), arch)
+    assert _columns_in(of_experts) == of_layer, layout.name
+    return of_layer
+
+
+def _columns_in(text: str) -> tuple[set[str], int]:
     exchanges = re.findall(r"ttg\.(?:convert_layout|local_alloc|local_store) %.*?tensor<([\dx]+)x", text)
     num_large = sum(math.prod(map(int, shape.split("x"))) >= LEAST_WEIGHTS for shape in exchanges)
     return widths_in(text), num_large

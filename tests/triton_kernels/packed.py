@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from corolla.kernels.expert_routing import Routing
 from corolla.kernels.layouts import LAYOUTS, Layout, Number, Scale, group_layout
 from corolla.kernels.products import kernel_of
 from corolla.kernels.repacking import Numbers, repack_numbers
+from corolla.kernels.triton.expert_launches import choose_experts, multiply_experts, multiply_packed_experts
 from corolla.kernels.triton.launches import multiply
 from corolla.kernels.triton.packed_launches import CANDIDATES, SCALES, expand_packed, multiply_packed
 from tests.tiers import quick
@@ -41,14 +43,14 @@ def one_order() -> Iterator[None]:
         yield
 
 
-def drawn_panels(layout: Layout, num_rows: int = NUM_OUTPUTS) -> Tensor:
+def drawn_panels(layout: Layout, num_rows: int = NUM_OUTPUTS, seed: int = 1) -> Tensor:
     """Returns panels of arbitrary numbers and scales; each part of a block takes all of its values."""
     with torch.device("cpu"):
-        return _drawn_panels(layout, num_rows)
+        return _drawn_panels(layout, num_rows, seed)
 
 
-def _drawn_panels(layout: Layout, num_rows: int) -> Tensor:
-    source = torch.Generator().manual_seed(1)
+def _drawn_panels(layout: Layout, num_rows: int, seed: int) -> Tensor:
+    source = torch.Generator().manual_seed(seed)
     num_blocks = NUM_COLUMNS // layout.block_weights
 
     def whole(least: int, end: int, columns: int, kind: torch.dtype = torch.int8) -> Tensor:
@@ -126,6 +128,40 @@ def test_a_product_has_the_bits_of_the_product_of_expanded_weights(case: tuple[L
     assert torch.equal(multiply_packed(layout, shuffled[:2], panels, NUM_OUTPUTS, bias, order.int()), whole[:2])
 
 
+NUM_EXPERTS, NUM_CHOSEN, NUM_TOKENS = 5, 2, 45
+
+
+@pytest.mark.parametrize(
+    "case", quick(CASES, *QUICK), ids=lambda case: f"{case[0].name}, {str(case[1]).removeprefix('torch.')}"
+)
+def test_a_product_of_experts_has_the_bits_of_that_of_expanded_experts(case: tuple[Layout, torch.dtype]) -> None:
+    """More pairs of one expert than a tile has, an expert without a token, and panels with too many rows."""
+    layout, dtype = case
+    panels = torch.cat([drawn_panels(layout, seed=seed) for seed in range(NUM_EXPERTS)])
+    expanded = torch.stack([weights_of(layout, each) for each in panels.chunk(NUM_EXPERTS)]).to(DEVICE, dtype)
+    panels = panels.to(DEVICE)
+    source = torch.Generator().manual_seed(4)
+    rows = torch.randn(NUM_TOKENS, NUM_COLUMNS, generator=source, device="cpu").to(DEVICE, dtype)
+    logits = torch.randn(NUM_TOKENS, NUM_EXPERTS, generator=source, device="cpu")
+    logits[:, 0] = -100
+    logits[5:40, 1] = 100
+    logits, routing = logits.to(DEVICE), Routing(NUM_EXPERTS, NUM_CHOSEN, "softmax")
+    chosen = choose_experts(logits, routing)
+    whole = multiply_packed_experts(layout, rows, panels, NUM_OUTPUTS, chosen)
+    assert torch.equal(whole, multiply_experts(rows, expanded, chosen))
+    # A row for each pair, as the second product of an expert has it.
+    each = rows.repeat_interleave(NUM_CHOSEN, 0)
+    assert torch.equal(multiply_packed_experts(layout, each, panels, NUM_OUTPUTS, chosen), whole)
+    for start, end in ((0, 1), (3, 20)):
+        part = choose_experts(logits[start:end], routing)
+        found = multiply_packed_experts(layout, rows[start:end], panels, NUM_OUTPUTS, part)
+        assert torch.equal(found, whole[start * NUM_CHOSEN : end * NUM_CHOSEN])
+
+
 def test_rows_of_another_length_are_refused() -> None:
+    panels, rows = drawn_panels(LAYOUTS["Q4_0"]), torch.ones(1, NUM_COLUMNS + 32)
     with pytest.raises(ValueError, match="do not fit"):
-        multiply_packed(LAYOUTS["Q4_0"], torch.ones(1, NUM_COLUMNS + 32), drawn_panels(LAYOUTS["Q4_0"]), NUM_OUTPUTS)
+        multiply_packed(LAYOUTS["Q4_0"], rows, panels, NUM_OUTPUTS)
+    chosen = choose_experts(torch.zeros(1, 1), Routing(1, 1, "softmax"))
+    with pytest.raises(ValueError, match="do not fit"):
+        multiply_packed_experts(LAYOUTS["Q4_0"], rows, panels, NUM_OUTPUTS, chosen)

@@ -11,6 +11,10 @@ and a token's results are added in the order of their ranks.
 import triton
 import triton.language as tl
 
+from corolla.kernels.layouts import UNIT
+from corolla.kernels.triton.packed_code import sums_of_tile
+
+_UNIT = tl.constexpr(UNIT)
 # Below all scores of experts, and above those of the lanes that stand for no expert.
 _LOWEST = tl.constexpr(-3.0e38)
 
@@ -109,6 +113,37 @@ def group_pairs(ids, pairs, firsts, num_pairs, BLOCK: tl.constexpr):
         first += tl.sum(count, 0)
 
 
+@triton.jit
+def _tile_of_program(
+    firsts, num_tiles, num_n, NUM_EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, BM: tl.constexpr, GM: tl.constexpr
+):
+    """The tile that a program computes: its expert, where its BM pairs begin, and which of `num_n` tiles of outputs.
+
+    The expert is NUM_EXPERTS or more where there is no tile for the program.
+    """
+    pid = tl.program_id(0)
+    first = (pid // (GM * num_n)) * GM
+    height = tl.minimum(num_tiles - first, GM)
+    tile = first + (pid % (GM * num_n)) % height
+    pn = (pid % (GM * num_n)) // height
+    experts = tl.arange(0, EXPERT_BLOCK)
+    begin = tl.load(firsts + experts, mask=experts < NUM_EXPERTS, other=0)
+    end = tl.load(firsts + experts + 1, mask=experts < NUM_EXPERTS, other=0)
+    tiles = (end - begin + BM - 1) // BM
+    expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+    before = tl.sum(tl.where(experts < expert, tiles, 0), 0)
+    start = tl.sum(tl.where(experts == expert, begin, 0), 0) + (tile - before) * BM
+    return expert, start, pn
+
+
+@triton.jit
+def _pairs_of_tile(pairs, firsts, expert, start, BM: tl.constexpr):
+    """The numbers of the pairs of a tile, int64 `[BM]`, and which of them are of the expert."""
+    place = start + tl.arange(0, BM)
+    inside = place < tl.load(firsts + expert + 1)
+    return tl.load(pairs + tl.where(inside, place, start)).to(tl.int64), inside
+
+
 @triton.jit(do_not_specialize=["num_tiles"])
 def multiply_experts(
     rows, weights, bias, out, pairs, firsts, num_tiles, N, K,
@@ -120,23 +155,10 @@ def multiply_experts(
 
     NUM_SHARING pairs that follow each other have one row. TRANSPOSED weights lie as `[K, N]`.
     """
-    pid = tl.program_id(0)
-    num_n = tl.cdiv(N, BN)
-    first = (pid // (GM * num_n)) * GM
-    height = tl.minimum(num_tiles - first, GM)
-    tile = first + (pid % (GM * num_n)) % height
-    pn = (pid % (GM * num_n)) // height
-    experts = tl.arange(0, EXPERT_BLOCK)
-    begin = tl.load(firsts + experts, mask=experts < NUM_EXPERTS, other=0)
-    end = tl.load(firsts + experts + 1, mask=experts < NUM_EXPERTS, other=0)
-    tiles = (end - begin + BM - 1) // BM
-    expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+    expert, start, pn = _tile_of_program(firsts, num_tiles, tl.cdiv(N, BN), NUM_EXPERTS, EXPERT_BLOCK, BM, GM)
     if expert >= NUM_EXPERTS:
         return
-    start = tl.load(firsts + expert) + (tile - tl.sum(tl.where(experts < expert, tiles, 0), 0)) * BM
-    place = start + tl.arange(0, BM)
-    inside = place < tl.load(firsts + expert + 1)
-    pair = tl.load(pairs + tl.where(inside, place, start)).to(tl.int64)
+    pair, inside = _pairs_of_tile(pairs, firsts, expert, start, BM)
     rn, rk = pn * BN + tl.arange(0, BN), tl.arange(0, BK)
     pa = rows + (pair // NUM_SHARING)[:, None] * K + rk[None, :]
     if TRANSPOSED:
@@ -157,6 +179,32 @@ def multiply_experts(
         acc += tl.load(bias + expert * N + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
     where = out + pair[:, None] * N + rn[None, :]
     tl.store(where, acc.to(out.dtype.element_ty), mask=inside[:, None] & (rn < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def multiply_packed_experts(
+    rows, words, scales, turns, out, pairs, firsts, num_tiles, num_outputs, num_panels, num_blocks,
+    layout: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, NUM_SHARING: tl.constexpr,
+    COUNT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of pairs of one expert times a tile of its packed weights, of which each expert has `num_panels` panels.
+
+    NUM_SHARING pairs that follow each other have one row.
+    """
+    expert, start, tile = _tile_of_program(
+        firsts, num_tiles, tl.cdiv(num_outputs, WIDTH), NUM_EXPERTS, EXPERT_BLOCK, HEIGHT, GROUP
+    )
+    if expert >= NUM_EXPERTS:
+        return
+    pair, inside = _pairs_of_tile(pairs, firsts, expert, start, HEIGHT)
+    at = rows + (pair // NUM_SHARING)[:, None] * (num_blocks * layout.units * _UNIT)
+    sums = sums_of_tile(
+        at, words, scales, turns, expert * num_panels, num_panels, tile, num_blocks, layout,
+        COUNT, HEIGHT, WIDTH, PRECISION,
+    )  # fmt: skip
+    output = tile * WIDTH + tl.arange(0, WIDTH)
+    there = out + pair[:, None] * num_outputs + output[None, :]
+    tl.store(there, sums.to(out.dtype.element_ty), mask=inside[:, None] & (output < num_outputs)[None, :])
 
 
 @triton.jit

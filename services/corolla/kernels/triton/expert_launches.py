@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from corolla.kernels.expert_routing import Routing
-from corolla.kernels.triton import expert_code
+from corolla.kernels.layouts import Layout
+from corolla.kernels.triton import expert_code, packed_launches
 from corolla.kernels.triton.launches import launch, power_of_two, precision, tile_of
+from corolla.kernels.triton.packed_launches import PanelViews, units_of_round
 
 # Pairs that a program of `group_pairs` looks at together.
 _PAIRS_BLOCK: Final = 1024
@@ -79,9 +81,7 @@ def multiply_experts(rows: Tensor, weights: Tensor, chosen: ChosenExperts, bias:
     num_pairs = len(chosen.pairs)
     out = rows.new_empty(num_pairs, num_outputs)
     tile = tile_of(-(-num_pairs // num_experts), num_inputs, rows.dtype, rows.device)
-    # Each expert that has pairs may have one tile that is not full.
-    num_used = min(num_pairs, num_experts)
-    num_tiles = num_used + (num_pairs - num_used) // tile.height
+    num_tiles = _num_tiles(chosen, tile.height)
     launch(
         expert_code.multiply_experts, (num_tiles * -(-num_outputs // tile.width),),
         rows, weights, bias, out, chosen.pairs, chosen.firsts, num_tiles, num_outputs, num_inputs,
@@ -91,6 +91,50 @@ def multiply_experts(rows: Tensor, weights: Tensor, chosen: ChosenExperts, bias:
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
+
+
+def multiply_packed_experts(
+    layout: Layout, rows: Tensor, panels: Tensor | PanelViews, num_outputs: int, chosen: ChosenExperts
+) -> Tensor:
+    """Does what `multiply_experts` does, with packed weights.
+
+    Args:
+        layout: the layout of the panels.
+        rows: `[N, in]`, a row for each token, or `[pairs, in]`, one for each pair, in float32, bfloat16 or float16.
+        panels: uint8 `[experts * panels of an expert, blocks, bytes of a block]`, or the views of such panels.
+        num_outputs: how many outputs an expert has; its panels may have more.
+        chosen: the pairs.
+
+    Returns:
+        `[pairs, num_outputs]` in the dtype of the rows.
+
+    Raises:
+        ValueError: rows and panels do not fit each other.
+    """
+    views = PanelViews.fitting(rows, panels, layout)
+    num_panels, num_blocks, _ = views.panels.shape
+    num_experts, num_pairs = chosen.num_experts, len(chosen.pairs)
+    out = rows.new_empty(num_pairs, num_outputs)
+    # Programs of few rows are as many as the experts that have pairs make them.
+    num_used = min(num_pairs, num_experts)
+    tile = packed_launches.tile_of(-(-num_pairs // num_experts), num_used * num_outputs, rows.dtype)
+    launch(
+        expert_code.multiply_packed_experts, (_num_tiles(chosen, tile.height) * -(-num_outputs // tile.width),),
+        rows.contiguous(), views.words, views.scales, views.turns, out, chosen.pairs, chosen.firsts,
+        _num_tiles(chosen, tile.height), num_outputs, num_panels // num_experts, num_blocks,
+        layout=layout, NUM_EXPERTS=num_experts, EXPERT_BLOCK=power_of_two(num_experts),
+        NUM_SHARING=num_pairs // len(rows), COUNT=units_of_round(num_blocks * layout.units, tile.units),
+        HEIGHT=tile.height, WIDTH=tile.width, GROUP=8, PRECISION=precision(rows.dtype),
+        num_warps=tile.warps, num_stages=3, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def _num_tiles(chosen: ChosenExperts, height: int) -> int:
+    """How many tiles of so many pairs the worst choice of experts fills: each expert may have one that is not full."""
+    num_pairs = len(chosen.pairs)
+    num_used = min(num_pairs, chosen.num_experts)
+    return num_used + (num_pairs - num_used) // height
 
 
 def add_experts(

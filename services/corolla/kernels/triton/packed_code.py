@@ -40,25 +40,43 @@ def multiply_packed(
     row = (first + (pid % (GROUP * tiles_of_outputs)) % group) * HEIGHT + tl.arange(0, HEIGHT)
     tile = (pid % (GROUP * tiles_of_outputs)) // group
     output = tile * WIDTH + tl.arange(0, WIDTH)
+    at = rows + (row % num_rows).to(tl.int64)[:, None] * (num_blocks * layout.units * _UNIT)
+    sums = sums_of_tile(
+        at, words, scales, turns, 0, tl.cdiv(num_outputs, _LANES), tile, num_blocks, layout,
+        COUNT, HEIGHT, WIDTH, PRECISION,
+    )  # fmt: skip
+    inside = (row[:, None] < num_rows) & (output[None, :] < num_outputs)
+    if HAS_BIAS:
+        sums += tl.load(bias + output, mask=output < num_outputs, other=0.0).to(tl.float32)[None, :]
+    there = out + row.to(tl.int64)[:, None] * num_outputs + output[None, :]
+    tl.store(there, sums.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def sums_of_tile(
+    at, words, scales, turns, first_panel, num_panels, tile, num_blocks, layout: tl.constexpr,
+    COUNT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """HEIGHT rows, whose first numbers are at `at` `[HEIGHT, 1]`, times a tile of weights: float32 `[HEIGHT, WIDTH]`.
+
+    The weights are those of the outputs from `tile * WIDTH` on, in `num_panels` panels from `first_panel` on.
+    """
+    output = tile * WIDTH + tl.arange(0, WIDTH)
     num_units = num_blocks * layout.units
-    at = rows + (row % num_rows).to(tl.int64)[:, None] * (num_units * _UNIT) + tl.arange(0, COUNT * _UNIT)[None, :]
+    at = at + tl.arange(0, COUNT * _UNIT)[None, :]
     # Outputs that are too many read a panel that is there; their sums are not stored.
-    num_panels = tl.cdiv(num_outputs, _LANES)
-    panel = ((output // _LANES) % num_panels).to(tl.int64) * num_blocks * layout.block_bytes
+    panel = (first_panel + (output // _LANES) % num_panels).to(tl.int64) * num_blocks * layout.block_bytes
     QUADS: tl.constexpr = WIDTH // 4
     quad = tile * QUADS + tl.arange(0, QUADS)
-    quad_at = ((quad // _QUADS) % num_panels).to(tl.int64) * num_blocks * (layout.block_bytes // 4) + quad % _QUADS
+    quad_panel = (first_panel + (quad // _QUADS) % num_panels).to(tl.int64)
+    quad_at = quad_panel * num_blocks * (layout.block_bytes // 4) + quad % _QUADS
     sums = tl.zeros((HEIGHT, WIDTH), dtype=tl.float32)
     for unit in range(0, num_units, COUNT):
         weights = _weights(words, scales, turns, panel, output % _LANES, quad_at, unit, layout, COUNT, WIDTH, QUADS)
         values = tl.load(at)
         sums = tl.dot(values, weights.to(values.dtype), sums, input_precision=PRECISION)
         at += COUNT * _UNIT
-    inside = (row[:, None] < num_rows) & (output[None, :] < num_outputs)
-    if HAS_BIAS:
-        sums += tl.load(bias + output, mask=output < num_outputs, other=0.0).to(tl.float32)[None, :]
-    there = out + row.to(tl.int64)[:, None] * num_outputs + output[None, :]
-    tl.store(there, sums.to(out.dtype.element_ty), mask=inside)
+    return sums
 
 
 @triton.jit(do_not_specialize=["row_ids", "num_rows"])

@@ -74,21 +74,18 @@ def multiply_packed(
     Raises:
         ValueError: rows and panels do not fit each other.
     """
-    views = panels if isinstance(panels, PanelViews) else PanelViews.of(panels, layout)
-    num_blocks = views.panels.shape[1]
-    num_rows, num_columns = rows.shape
-    if num_blocks * layout.block_weights != num_columns:
-        raise ValueError(f"rows of {num_columns} numbers do not fit {num_blocks} blocks of {layout.name}")
+    views = PanelViews.fitting(rows, panels, layout)
+    num_blocks, num_rows = views.panels.shape[1], len(rows)
     rows = rows.contiguous() if order is None else rows.index_select(1, order)
     out = rows.new_empty(num_rows, num_outputs)
     if not num_rows:
         return out
-    tile = _tile(num_rows, num_outputs, rows.dtype, tile)
+    tile = tile_of(num_rows, num_outputs, rows.dtype, tile)
     launches.launch(
         packed_code.multiply_packed, (-(-num_rows // tile.height) * -(-num_outputs // tile.width),),
         rows, views.words, views.scales, views.turns, out if bias is None else bias, out,
         num_rows, num_outputs, num_blocks,
-        layout=layout, HAS_BIAS=bias is not None, COUNT=_units_of_round(num_blocks * layout.units, tile.units),
+        layout=layout, HAS_BIAS=bias is not None, COUNT=units_of_round(num_blocks * layout.units, tile.units),
         HEIGHT=tile.height, WIDTH=tile.width, GROUP=8, PRECISION=precision(rows.dtype),
         num_warps=tile.warps, num_stages=3, enable_fp_fusion=False,
     )  # fmt: skip
@@ -111,7 +108,7 @@ def expand_packed(layout: Layout, row_ids: Tensor, panels: Tensor, dtype: torch.
     num_units = num_blocks * layout.units
     rows = torch.empty(len(row_ids), num_blocks * layout.block_weights, dtype=dtype, device=panels.device)
     if len(row_ids):
-        count, views = _units_of_round(num_units, _EXPANDED_UNITS), PanelViews.of(panels, layout)
+        count, views = units_of_round(num_units, _EXPANDED_UNITS), PanelViews.of(panels, layout)
         launches.launch(
             packed_code.expand_packed, (-(-len(row_ids) // _EXPANDED_ROWS), num_units // count),
             row_ids, views.words, views.scales, views.turns, rows, len(row_ids), num_blocks, layout=layout, COUNT=count,
@@ -125,7 +122,8 @@ def usual_tile(num_outputs: int) -> Tile:
     return CANDIDATES[0 if num_outputs >= _PROGRAMS * CANDIDATES[0].width else 1]
 
 
-def _tile(num_rows: int, num_outputs: int, dtype: torch.dtype, of_few_rows: Tile | None) -> Tile:
+def tile_of(num_rows: int, num_outputs: int, dtype: torch.dtype, of_few_rows: Tile | None = None) -> Tile:
+    """The tile of a product; no bit depends on it. `of_few_rows` is taken for few rows in half precision."""
     if dtype == torch.float32:
         return next((tile for most, tile in _FLOAT32_TILES if num_rows <= most), _LARGEST_FLOAT32_TILE)
     if num_rows <= FEW_ROWS:
@@ -133,7 +131,7 @@ def _tile(num_rows: int, num_outputs: int, dtype: torch.dtype, of_few_rows: Tile
     return next((tile for most, tile in _TILES if num_rows <= most), _LARGEST_TILE)
 
 
-def _units_of_round(num_units: int, most: int) -> int:
+def units_of_round(num_units: int, most: int) -> int:
     """How many units of 32 columns a round takes: a power of 2 up to `most` that divides their number."""
     while num_units % most:
         most //= 2
@@ -162,6 +160,15 @@ class PanelViews:
         flat = panels.view(-1)
         turns = _turns(layout.bits, layout.is_float, panels.device)
         return cls(panels, flat.view(torch.int32), flat.view(SCALES[layout.scale]), turns)
+
+    @classmethod
+    def fitting(cls, rows: Tensor, panels: "Tensor | PanelViews", layout: Layout) -> "PanelViews":
+        """The views of panels, as of `of`, by which `rows`, `[R, in]`, can be multiplied. Raises ValueError."""
+        views = panels if isinstance(panels, PanelViews) else cls.of(panels, layout)
+        num_blocks = views.panels.shape[1]
+        if num_blocks * layout.block_weights != rows.shape[1]:
+            raise ValueError(f"rows of {rows.shape[1]} numbers do not fit {num_blocks} blocks of {layout.name}")
+        return views
 
 
 @functools.cache
