@@ -20,12 +20,12 @@ from corolla.cache.store import KVStore, SessionCache
 from corolla.compute.attention.batch import AttentionBackend, AttentionBatch, PackedRow
 from corolla.compute.attention.paged_triton import PagedTriton, attend_stored
 from corolla.compute.low_rank import LowRankBatch
-from corolla.compute.mixture_trial import failed_mixture_trial
 from corolla.models.adapters.products import AdapterBatch
 from corolla.models.fused import FusedLayer, FusedSpan, GatedMlp, MixtureMlp, Projection, RmsNorm
 from corolla.models.invariant_norms import Norm
 from corolla.models.linear import TunedLinear
-from corolla.models.mixtures import Mixture, NeighbourGate
+from corolla.models.mixture_trial import failed_mixture_trial
+from corolla.models.mixtures import Mixture, NeighbourGate, multiply_experts
 from corolla.models.packed.modules import PackedLinear
 from corolla.models.rotary_table import RotaryTable
 
@@ -114,7 +114,7 @@ class MixturePlan:
         Returns:
             `[N, H]` in the same dtype.
         """
-        from corolla.kernels.triton.expert_launches import add_experts, choose_experts, multiply_experts
+        from corolla.kernels.triton.expert_launches import add_experts, choose_experts
         from corolla.kernels.triton.launches import gate, gate_neighbours, multiply
 
         mixture, shared = self._mixture, self._mixture.shared
@@ -351,7 +351,8 @@ def _failed_trial(span: FusedSpan, page_tokens: int, dtype: torch.dtype, codec: 
         if isinstance(layer.mlp, MixtureMlp):
             from corolla.kernels.triton.launches import row_counts
 
-            if (failure := failed_mixture_trial(cast(Mixture, layer.mlp.mixture), tuple(row_counts()))) is not None:
+            mixture = cast(Mixture, layer.mlp.mixture)
+            if (failure := failed_mixture_trial(mixture, dtype, row_counts())) is not None:
                 return failure
         trial = _Trial(FusedSpan([layer]), page_tokens, dtype, codec)
         if not (difference := trial.difference()) <= tolerance:
@@ -401,7 +402,11 @@ def _shape_of(mlp: GatedMlp | MixtureMlp) -> Any:
     if isinstance(mlp, GatedMlp):
         return mlp.num_gated
     mixture = cast(Mixture, mlp.mixture)
-    return (mixture.gate_up.shape, mixture.routing)
+    return (
+        mixture.gate_up.shape,
+        mixture.routing,
+        *(getattr(w, "layout", None) for w in (mixture.gate_up, mixture.down)),
+    )
 
 
 class _Trial:

@@ -11,18 +11,17 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import logging as transformers_logging
 
 from corolla.chassis.errors import CheckpointError
+from corolla.chassis.weight_formats import PACKED
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.chunked_reads import ChunkedTensor
 from corolla.models.device_reads import read_deferred
 from corolla.models.families import Family, recurrent_layers
 from corolla.models.leftovers import refuse_leftovers
 from corolla.models.loading import LOADING
-from corolla.models.merged_experts import merged
+from corolla.models.merged_experts import merged, renamed_by
 from corolla.models.packed.choice import fill, layouts_of
 from corolla.models.packed.modules import replace_packed
 
@@ -36,7 +35,6 @@ PER_LAYER_LISTS = (
     "num_attention_heads_per_layer",
 )
 CPU: Final = torch.device("cpu")
-_OF_EXPERT: Final = re.compile(r"\.experts\.\d+\.")
 LAYER_INDEX_NAMES = ("layer_idx", "layer_id")
 # The standard deviation of random weights; most families are initialised with it.
 _SPREAD: Final = 0.02
@@ -93,8 +91,8 @@ def build(
         settings, advice = "settings", "convert the model again, or give it as safetensors"
     try:
         with _quietly():
-            merged_tensors = _merged(model_class, config, tensors)
-            chunked = {name: ChunkedTensor(stored, dtype) for name, stored in merged_tensors.items()}
+            tensors = merged(without_weights(model_class, config), tensors)
+            chunked = {name: ChunkedTensor(stored, dtype) for name, stored in tensors.items()}
             prepare = functools.partial(_prepare, chunked=chunked, dtype=dtype, device=device)
             model, report = _fill(cut_class(model_class, prepare), config, chunked, dtype, attention)
     except RuntimeError as error:
@@ -109,15 +107,6 @@ def build(
     if device != CPU:
         read_deferred(model, chunked.values(), device, when_read)
     return model
-
-
-def _merged(
-    model_class: type[PreTrainedModel], config: PretrainedConfig, tensors: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    if not any(_OF_EXPERT.search(name) for name in tensors):
-        return tensors
-    empty = without_weights(model_class, config)
-    return merged(empty, _renamed(empty), tensors)
 
 
 def ignored_names(model_class: type[PreTrainedModel]) -> frozenset[str]:
@@ -149,13 +138,15 @@ def build_cut(
 
     empty = functools.partial(without_weights, cut_class(model_class, cut_to), config)
     with checkpoint.open_tensors(names, dtype) as tensors:
+        if checkpoint.gguf is None and quantization == PACKED:
+            tensors = merged(empty(), tensors)
         layouts = layouts_of(checkpoint, names, quantization, device, empty, tensors)
         expanded = {name: tensor for name, tensor in tensors.items() if name not in layouts}
         model = build(
             checkpoint, cut_class(model_class, cut), config, expanded,
             dtype=dtype, attention=attention, device=device, when_read=when_read,
         )  # fmt: skip
-        fill(model, checkpoint, layouts, names, tensors)
+        fill(model, checkpoint, layouts, names, tensors, device)
     return cast(PreTrainedModel, cast(Any, model).to(device))
 
 
@@ -166,7 +157,7 @@ def _prepare(
     _widen(model, chunked, dtype)
     if device == CPU:
         return
-    renamed = _renamed(model)
+    renamed = renamed_by(model)
     for stored, tensor in chunked.items():
         # Where several tensors become one, transformers needs their numbers.
         tensor.is_deferred = renamed(stored)[1] is None
@@ -190,18 +181,8 @@ def _widen(model: PreTrainedModel, chunked: Mapping[str, ChunkedTensor], dtype: 
 
 def renaming(model: PreTrainedModel) -> Callable[[str], str]:
     """Returns a function that maps a tensor's name in the files, which may be an older name, to that in the model."""
-    renamed = _renamed(model)
+    renamed = renamed_by(model)
     return lambda stored: renamed(stored)[0]
-
-
-def _renamed(model: PreTrainedModel) -> Callable[[str], tuple[str, str | None]]:
-    """Like `renaming`, but adds which conversion makes the model's tensor of this one and others; None: none does."""
-    conversions = get_model_conversion_mapping(model)
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
-    state = model.state_dict()
-
-    return lambda stored: rename_source_key(stored, renamings, converters, model.base_model_prefix, state)
 
 
 def make_up(

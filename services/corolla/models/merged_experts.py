@@ -5,19 +5,29 @@ Transformers would read all experts, stack them, and join the stacks, each in me
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 
+from corolla.kernels.layouts import Layout
+from corolla.kernels.llvm_text import LANES
+from corolla.kernels.repacking import Panels, empty_panels
 from corolla.models.chunked_reads import Room
+from corolla.models.quantized.stored_tensors import Unfit
+from corolla.models.quantized.tensors import PackedWeight
 
-Renamed = Callable[[str], tuple[str, str | None]]
-"""Maps a stored name to the model's, and to the pattern of the conversion that needs it together with others."""
+_OF_EXPERT: Final = re.compile(r"\.experts\.\d+\.")
 
 
 class MergedExperts:
@@ -83,18 +93,85 @@ class MergedExperts:
         return cast(Tensor, memory).view(read[0].dtype).view(end - start, self._num_columns)
 
 
+class MergedPackedExperts(MergedExperts):
+    """Packed matrices of files that are one tensor of a model; see MergedExperts, and PackedWeight for attributes."""
+
+    def __init__(self, experts: Sequence[Sequence[PackedWeight]]) -> None:
+        super().__init__(experts)
+        self.method, self.dtype = experts[0][0].method, experts[0][0].dtype
+        self._parts = [part for parts in experts for part in parts]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.get_shape())
+
+    def layout(self) -> Layout:
+        """The layout of all experts. Raises Unfit."""
+        layouts = {part.layout() for part in self._parts}
+        if len(layouts) > 1:
+            raise Unfit("has experts of several layouts")
+        if any(part.has_order for part in self._parts):
+            raise Unfit("has experts with an order of inputs")
+        return layouts.pop()
+
+    def panels(self) -> Panels:
+        """The panels of one expert after those of another. Raises Unfit."""
+        num_experts, num_rows, num_columns = self.shape
+        panels = empty_panels(num_experts * num_rows, num_columns, self.layout())
+        first = 0
+        for part in self._parts:
+            end = first + part.shape[0] // LANES
+            panels[first:end] = part.panels().panels
+            first = end
+        return Panels(panels)
+
+
 def _shape(part: Any) -> tuple[int, ...]:
     return tuple(part.get_shape() if hasattr(part, "get_shape") else part.shape)
 
 
-def merged(model: PreTrainedModel, renamed: Renamed, tensors: Mapping[str, Any]) -> dict[str, Any]:
+def renamed_by(model: PreTrainedModel) -> Callable[[str], tuple[str, str | None]]:
+    """Returns a function that maps a stored name to the model's, and to the conversion that makes the tensor of others.
+
+    The conversion is None where the tensor is only renamed.
+    """
+    conversions = get_model_conversion_mapping(model)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    state = model.state_dict()
+
+    return lambda stored: rename_source_key(stored, renamings, converters, model.base_model_prefix, state)
+
+
+def merged(model: PreTrainedModel, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The tensors, of which those that the model has as one tensor become one. What does not fit stays as it is.
 
     Args:
         model: the model, which may be without weights.
-        renamed: what becomes of a stored name.
         tensors: stored tensors by name.
     """
+    kept = dict(tensors)
+    for target, names in merged_names(model, tensors).items():
+        if len({tuple(_shape(tensors[name]) for name in own) for own in names}) != 1:
+            continue
+        if any(len(_shape(tensors[name])) != 2 for name in names[0]):
+            continue
+        experts = [[kept.pop(name) for name in own] for own in names]
+        are_packed = all(isinstance(part, PackedWeight) for parts in experts for part in parts)
+        kept[target] = MergedPackedExperts(experts) if are_packed else MergedExperts(experts)
+    return kept
+
+
+def merged_names(model: PreTrainedModel, stored: Collection[str]) -> dict[str, list[list[str]]]:
+    """Maps names of tensors that a model has as one to the stored names of each expert's matrices, in their order.
+
+    Args:
+        model: the model, which may be without weights.
+        stored: the names of stored tensors.
+    """
+    if not any(_OF_EXPERT.search(name) for name in stored):
+        return {}
+    renamed = renamed_by(model)
     converters = {
         pattern: converter
         for converter in get_model_conversion_mapping(model)
@@ -102,23 +179,18 @@ def merged(model: PreTrainedModel, renamed: Renamed, tensors: Mapping[str, Any])
         for pattern in converter.source_patterns
     }
     found: defaultdict[str, defaultdict[str, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
-    for name in tensors:
+    for name in stored:
         target, pattern = renamed(name)
         if pattern in converters and (match := re.search(r".*\.(\d+)\.", name)) is not None:
             found[target][pattern][int(match[1])] = name
-    kept = dict(tensors)
+    names: dict[str, list[list[str]]] = {}
     for target, by_pattern in found.items():
         patterns = converters[next(iter(by_pattern))].source_patterns
         numbers = range(len(by_pattern[patterns[0]]))
         if renamed(target) != (target, None) or any(sorted(by_pattern[each]) != list(numbers) for each in patterns):
             continue
-        names = [[by_pattern[pattern][number] for pattern in patterns] for number in numbers]
-        if len({tuple(_shape(tensors[name]) for name in own) for own in names}) != 1:
-            continue
-        if any(len(_shape(tensors[name])) != 2 for name in names[0]):
-            continue
-        kept[target] = MergedExperts([[kept.pop(name) for name in own] for own in names])
-    return kept
+        names[target] = [[by_pattern[pattern][number] for pattern in patterns] for number in numbers]
+    return names
 
 
 def _only_merges(converter: WeightConverter) -> bool:

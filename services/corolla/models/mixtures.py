@@ -6,17 +6,49 @@ rule, the experts' weights as they lie in the module, and the layers that all to
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Self, cast
+from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from corolla.kernels.expert_routing import Routing
+from corolla.models.packed.experts import PackedExperts, PackedExpertWeights, are_usual
+
+if TYPE_CHECKING:
+    from corolla.kernels.triton.expert_launches import ChosenExperts
 
 # What transformers adds to the sum of a token's weights in routers that began with DeepSeek-V3.
 _EPSILON: Final = 1e-20
-# The module of transformers that gives experts their usual gate.
-_LIBRARY: Final = "transformers.integrations.moe"
+
+
+ExpertWeights = Tensor | PackedExpertWeights
+"""The weights of experts: `[experts, out, in]` in the model's dtype, on its device, or packed."""
+
+
+def multiply_experts(
+    rows: Tensor, weights: ExpertWeights, chosen: "ChosenExperts", bias: Tensor | None = None
+) -> Tensor:
+    """Multiplies the row of each pair by the weights of its expert; see `expert_launches.multiply_experts`.
+
+    Args:
+        rows: `[N, in]` or `[pairs, in]` in the model's dtype, on the device of the weights.
+        weights: the weights.
+        chosen: the pairs.
+        bias: `[experts, out]` in the same dtype; None: there is none, as of packed weights.
+
+    Returns:
+        `[pairs, out]` in the same dtype.
+    """
+    from corolla.kernels.triton import expert_launches
+
+    if isinstance(weights, PackedExpertWeights):
+        return weights.multiply(rows, chosen)
+    return expert_launches.multiply_experts(rows, weights, chosen, bias)
+
+
+def matrix_of(weights: ExpertWeights, expert: int, dtype: torch.dtype) -> Tensor:
+    """The weights of one expert, `[out, in]` in `dtype`, on their device."""
+    return weights.matrix(expert, dtype) if isinstance(weights, PackedExpertWeights) else weights[expert].to(dtype)
 
 
 def _of_softmax(router: Any) -> Routing:
@@ -93,10 +125,10 @@ class Mixture:
         correction: float32 `[experts]`, what is added to the scores for the choice; None: nothing.
         is_wide: whether the logits are computed in float32.
         weights_dtype: the dtype to which the weights of a token's experts are rounded.
-        gate_up: `[experts, 2 G, H]` in the model's dtype; of the last two dimensions, one is contiguous.
-        gate_up_bias: `[experts, 2 G]` in the model's dtype; None: there is none.
-        down: `[experts, H, G]` in the model's dtype, likewise.
-        down_bias: `[experts, H]` in the model's dtype; None: there is none.
+        gate_up: `[experts, 2 G, H]` in the model's dtype; of the last two dimensions, one is contiguous. Or packed.
+        gate_up_bias: `[experts, 2 G]` in the model's dtype; None: there is none, as of packed weights.
+        down: `[experts, H, G]`, likewise.
+        down_bias: `[experts, H]`, likewise.
         activation: the activation of the gate.
         shared: the MLP that all tokens share, with `gate_proj`, `up_proj`, `down_proj` and `act_fn`; None: there is
             none.
@@ -109,9 +141,9 @@ class Mixture:
     correction: Tensor | None
     is_wide: bool
     weights_dtype: torch.dtype
-    gate_up: Tensor
+    gate_up: ExpertWeights
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: ExpertWeights
     down_bias: Tensor | None
     activation: nn.Module | NeighbourGate
     shared: Any
@@ -122,14 +154,15 @@ class Mixture:
         """The mixture that a family's module computes, judged by the classes of its parts; None: it is another one."""
         router, experts = getattr(module, "gate", getattr(module, "router", None)), getattr(module, "experts", None)
         kind = _ROUTERS.get(type(router).__name__)
+        is_usual = isinstance(experts, PackedExperts) or are_usual(experts)
         if (
             kind is None
-            or not (_are_usual(experts) or _has_neighbours(experts))
+            or not (is_usual or _has_neighbours(experts))
             or not {name for name, _ in module.named_children()} <= _PARTS
         ):
             return None
-        own, is_usual = cast(Any, experts), _are_usual(experts)
-        gate_up, down = own.gate_up_proj.detach(), own.down_proj.detach()
+        own = cast(Any, experts)
+        gate_up, down = own.gate_up_proj, own.down_proj
         weight = cast(Any, router).weight.detach()
         return cls(
             router_weight=weight,
@@ -138,26 +171,14 @@ class Mixture:
             correction=getattr(router, _CORRECTION, getattr(module, _CORRECTION, None)),
             is_wide=kind.is_wide,
             weights_dtype=weight.dtype if kind.rounds_weights else torch.float32,
-            gate_up=gate_up if is_usual else gate_up.transpose(1, 2),
+            gate_up=gate_up if is_usual else gate_up.detach().transpose(1, 2),
             gate_up_bias=getattr(own, "gate_up_proj_bias", None),
-            down=down if is_usual else down.transpose(1, 2),
+            down=down if is_usual else down.detach().transpose(1, 2),
             down_bias=getattr(own, "down_proj_bias", None),
             activation=own.act_fn if is_usual else NeighbourGate(own.alpha, own.limit),
             shared=next((getattr(module, name) for name in _SHARED if hasattr(module, name)), None),
             shared_gate=getattr(module, "shared_expert_gate", None),
         )
-
-
-def _are_usual(experts: Any) -> bool:
-    """Returns True if experts have gate and up in one tensor, `[experts, out, in]`, and nothing else."""
-    # A family with another gate brings a function of its own.
-    gate = getattr(type(experts), "_apply_gate", None)
-    return (
-        getattr(gate, "__module__", None) == _LIBRARY
-        and experts.has_gate
-        and experts.is_concatenated
-        and not (experts.is_transposed or experts.has_bias or experts.has_post_expert_norm)
-    )
 
 
 def _has_neighbours(experts: Any) -> bool:

@@ -1,5 +1,6 @@
 """Finds what a checkpoint takes in memory from its configuration and tensor index; it reads no weights."""
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, Final
@@ -121,7 +122,7 @@ def _block_bytes(
         )
         held = plain
         if quantization == PACKED and name in layouts:
-            held = plain = layouts[name].num_bytes(*tensor.shape)
+            held = plain = layouts[name].num_bytes(math.prod(tensor.shape[:-1]), tensor.shape[-1])
         elif name in linears:
             held = _quantised_bytes(tensor.shape, dtype, quantization)
         loaded[block] += held

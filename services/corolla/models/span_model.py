@@ -30,6 +30,7 @@ from corolla.models.fused import PLACES, FusedSpan, MixtureMlp, fits
 from corolla.models.linear import TunedLinear, replace_linears, tune
 from corolla.models.long_rope import LongRope
 from corolla.models.packed.choice import layouts_of, types_of
+from corolla.models.packed.experts import PackedExpertWeights
 from corolla.models.packed.modules import PackedLinear, make_up_packed, replace_packed
 from corolla.models.packed.trial import choose_packed_products
 from corolla.models.quantization import pack_empty, quantize, quantizer, stored_bytes
@@ -128,12 +129,13 @@ class SpanModel:
             choose_packed_products(self.packed_layers, self.dtype)
 
     @property
-    def packed_layers(self) -> list[PackedLinear]:
-        """The layers that multiply by packed weights; those that fused ones have joined do not."""
+    def packed_layers(self) -> list[PackedLinear | PackedExpertWeights]:
+        """The layers and experts that multiply by packed weights; layers that fused ones have joined do not."""
+        experts = [each for each in self.modules() if isinstance(each, PackedExpertWeights)]
         layers: Iterable[object] = self.modules()
         if self.fused is not None:
             layers = (each for layer in self.fused.layers for each in layer.projections)
-        return [each for each in layers if isinstance(each, PackedLinear)]
+        return [*(each for each in layers if isinstance(each, PackedLinear)), *experts]
 
     def linear_place(self, layer: int, path: str) -> LinearPlace | None:
         """The place of a linear layer; None where the block has no such layer that sees each token exactly once.

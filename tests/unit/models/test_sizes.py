@@ -16,6 +16,7 @@ from corolla.models.sizes import model_size
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
+from tests.quantized_checkpoints import FORMATS, make_packed_checkpoint
 from tests.tiers import quick
 
 # A mask of this family's base model stands in every span of it, and in no block.
@@ -71,6 +72,20 @@ def test_a_gguf_files_blocks_and_ends_have_the_planned_size(quantization: str, d
     )
     head = load_edges(checkpoint, has_embedding=False, **options).nbytes
     assert model.head_bytes == pytest.approx(head, rel=0.01)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("llama", marks=pytest.mark.full)])
+def test_packed_blocks_of_safetensors_have_the_planned_size(tmp_path: Path, family: str) -> None:
+    folder, _ = make_packed_checkpoint(family, tmp_path, FORMATS["fp8-blocks"]())
+    checkpoint = Checkpoint.from_pretrained(str(folder))
+    model = model_size(checkpoint, torch.float32, "packed", "auto")
+    assert [each.weight_bytes for each in model.blocks] == pytest.approx(
+        held(checkpoint, quantization="packed"), rel=0.01
+    )
+    expanded = model_size(checkpoint, torch.float32, "none", "auto")
+    assert all(
+        2 * own.weight_bytes < each.weight_bytes for own, each in zip(model.blocks, expanded.blocks, strict=True)
+    )
 
 
 def test_quantised_blocks_have_the_planned_size_and_are_larger_while_they_are_read(

@@ -4,9 +4,10 @@ transformers and the package `gguf` know the tensors' names, and how llama.cpp c
 rows of some queries and keys, and adds one to some norms). llama.cpp defines the packed types in `ggml-common.h`.
 """
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, cast
 
 import numpy as np
@@ -21,7 +22,7 @@ from corolla.kernels.layouts import LAYOUTS, Layout
 from corolla.kernels.repacking import Panels, repack
 from corolla.models.gguf.header import TYPES, GgufHeader, GgufTensor, raw_bytes
 from corolla.models.loading import LOADING
-from corolla.models.packed.modules import can_be_packed
+from corolla.models.packed.modules import packable_weights
 
 _PLAIN: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ENDING: Final = re.compile(r"\.(weight|bias)$")
@@ -77,53 +78,60 @@ class GgufTensors(Mapping[str, "LazyTensor | Tensor"]):
     def layout(self, name: str) -> Layout | None:
         """The layout in memory of a weight that stays packed.
 
-        None: the weight must be expanded, since its type has no kernel, or it is not the matrix of a linear layer or an
-        embedding, stored as one tensor.
+        None: the weight must be expanded, since its type has no kernel, or it is neither the matrix of a linear layer
+        or an embedding, nor experts whose gate and up have one type.
         """
         tensors = self.stored(name)
-        if name not in self._packable or len(tensors) != 1 or len(tensors[0].shape) != 2:
-            return None
-        return LAYOUTS.get(tensors[0].type_name)
+        types = {tensor.type_name for tensor in tensors}
+        return LAYOUTS.get(types.pop()) if name in self._packable and len(types) == 1 else None
 
-    def panels(self, name: str, shape: tuple[int, int]) -> Panels:
+    def panels(self, name: str, shape: tuple[int, ...]) -> Panels:
         """The panels of a weight with a `layout`, as `repack` returns them.
 
         Args:
             name: transformers' name of the weight.
-            shape: its shape in the model, `[out, in]`.
+            shape: its shape in the model, `[out, in]` or `[experts, out, in]`.
 
         Raises:
             CheckpointError: the file cannot be read, or the stored shape differs.
         """
-        (stored,) = self._stored[name]
-        tensor = self.header.tensors[stored]
-        if tensor.shape != shape:
-            raise CheckpointError(
-                f"{tensor.path} has {stored!r} of the shape {list(tensor.shape)} where its model has {list(shape)}; "
-                "fetch it again."
-            )
-        num_rows, num_columns = shape
-        row_bytes = tensor.num_bytes // num_rows
-        order = self._row_order(stored, num_rows)
+        stored = self._stored[name]
+        tensors = self.stored(name)
+        for each, tensor in zip(stored, tensors, strict=True):
+            # The rows of experts may be in several tensors.
+            own = (*shape[:-2], shape[-2] // len(tensors), shape[-1])
+            if tensor.shape != own:
+                raise CheckpointError(
+                    f"{tensor.path} has {each!r} of the shape {list(tensor.shape)} where its model has {list(own)}; "
+                    "fetch it again."
+                )
+        num_rows = math.prod(shape[:-1])
+        row_bytes = sum(tensor.num_bytes for tensor in tensors) // num_rows
+        order = self._row_order(stored)
 
         def read(first: int, end: int) -> Tensor:
             if order is None:
-                return _raw(tensor, first * row_bytes, (end - first) * row_bytes).view(end - first, row_bytes)
+                return _raw(tensors[0], first * row_bytes, (end - first) * row_bytes).view(end - first, row_bytes)
             return whole[order[first:end]]
 
-        whole = _raw(tensor, 0, tensor.num_bytes).view(num_rows, row_bytes) if order is not None else torch.empty(0)
-        return Panels(repack(read, num_rows, num_columns, LAYOUTS[tensor.type_name]))
+        parts = [_raw(tensor, 0, tensor.num_bytes).view(-1, row_bytes) for tensor in tensors if order is not None]
+        whole = torch.cat(parts) if len(parts) > 1 else next(iter(parts), torch.empty(0))
+        del parts
+        return Panels(repack(read, num_rows, shape[-1], LAYOUTS[tensors[0].type_name]))
 
-    def _row_order(self, stored: str, num_rows: int) -> Tensor | None:
-        """The number in the file of each row of the model, int64 `[out]`; None: both have the same order."""
-        numbers = np.arange(num_rows, dtype=np.float64)
-        result = self._processor.process(
-            weights=numbers[:, None], name=stored, tensor_key_mapping=self._names, parsed_parameters={"tensors": {}}
-        )
-        if not np.array_equal(np.sort(result.weights, axis=None), numbers):
-            raise InternalError(f"{stored!r} does not only change the order of its rows")
-        order = result.weights[:, 0].astype(np.int64)
-        return None if np.array_equal(order, numbers) else torch.from_numpy(order)
+    def _row_order(self, names: Sequence[str]) -> Tensor | None:
+        """The number in the file of each row of the model, int64 `[rows]`; None: both have the same order.
+
+        The rows of several stored tensors are numbered one tensor after the other.
+        """
+        shapes = [self.header.tensors[name].shape[:-1] for name in names]
+        numbers = np.arange(sum(map(math.prod, shapes)), dtype=np.float64)
+        parts = np.split(numbers, np.cumsum([math.prod(shape) for shape in shapes])[:-1])
+        numbered = {name: part.reshape(*shape, 1) for name, shape, part in zip(names, shapes, parts, strict=True)}
+        found = self._processed(names, numbered.__getitem__).double().flatten()
+        if not np.array_equal(np.sort(found.numpy()), numbers):
+            raise InternalError(f"{names[0]!r} does not only change the order of its rows")
+        return None if np.array_equal(found.numpy(), numbers) else found.long()
 
     def read(self, names: Sequence[str]) -> Tensor:
         """The tensor that the stored tensors `names` make up, float32 on the CPU, in the shape of the model's tensor.
@@ -131,11 +139,14 @@ class GgufTensors(Mapping[str, "LazyTensor | Tensor"]):
         Raises:
             CheckpointError: the file cannot be read.
         """
+        return self._processed(names, lambda name: expanded(self.header.tensors[name]).numpy())
+
+    def _processed(self, names: Sequence[str], numbers: Callable[[str], Any]) -> Tensor:
+        """What transformers makes of the stored tensors `names`, whose numbers are those of the arrays `numbers`."""
         parsed: dict[str, Any] = {"tensors": {}}
         for name in names:
-            weights = expanded(self.header.tensors[name])
             result = self._processor.process(
-                weights=weights.numpy(), name=name, tensor_key_mapping=self._names, parsed_parameters=parsed
+                weights=numbers(name), name=name, tensor_key_mapping=self._names, parsed_parameters=parsed
             )
             if result.name is not None and result.name in self._names:
                 return torch.from_numpy(np.ascontiguousarray(result.weights))
@@ -234,5 +245,8 @@ def _names(
             processor.perform_fallback_tensor_mapping(names, ending, "", own)
         else:
             names[stored + ending] = own
-    packable = frozenset(f"{path}.weight" for path, module in empty.named_modules() if can_be_packed(module))
-    return names, packable, {name: tuple(state[name].shape) for name in names.values() if name.endswith(".bias")}
+    return (
+        names,
+        frozenset(packable_weights(empty)),
+        {name: tuple(state[name].shape) for name in names.values() if name.endswith(".bias")},
+    )

@@ -1,5 +1,6 @@
 """Layers that keep their weights packed as in the file, on a CPU or a GPU."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
@@ -12,6 +13,7 @@ from corolla.kernels.layouts import Layout
 from corolla.kernels.llvm_text import LANES
 from corolla.kernels.products import kernel_of, multiplied
 from corolla.kernels.repacking import Panels, empty_panels, unpack
+from corolla.models.packed.experts import EXPERT_WEIGHTS, PackedExperts, PackedExpertWeights, are_usual
 
 if TYPE_CHECKING:
     from corolla.kernels.triton.packed_launches import PanelViews, Tile
@@ -193,20 +195,30 @@ def _are_equal(order: Tensor | None, other: Tensor | None) -> bool:
     return order is other or (order is not None and other is not None and torch.equal(order, other))
 
 
-PackedModule = PackedLinear | PackedEmbedding
+PackedModule = PackedLinear | PackedEmbedding | PackedExpertWeights
 
 
-def can_be_packed(module: nn.Module) -> bool:
-    """Whether `replace_packed` can replace a module."""
-    return type(module) in (nn.Linear, nn.Embedding) or (isinstance(module, nn.Embedding) and hasattr(module, _SCALE))
+def packable_weights(root: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Maps the names of the weights that `replace_packed` can replace to their shapes."""
+    found: dict[str, tuple[int, ...]] = {}
+    for path, module in root.named_modules():
+        is_scaled = isinstance(module, nn.Embedding) and hasattr(module, _SCALE)
+        if is_scaled or type(module) in (nn.Linear, nn.Embedding):
+            found[f"{path}.weight"] = tuple(cast(nn.Linear, module).weight.shape)
+        elif are_usual(module):
+            shapes = {f"{path}.{name}": tuple(getattr(module, name).shape) for name in EXPERT_WEIGHTS}
+            # Each expert's gate, and what is multiplied by it, has panels of its own.
+            if not any(shape[1] % (2 * LANES) for shape in shapes.values()):
+                found |= shapes
+    return found
 
 
 def replace_packed(root: nn.Module, layouts: Mapping[str, Layout], dtype: torch.dtype, device: torch.device) -> None:
-    """Replaces layers whose weights are packed by packed layers without weights; for a CPU it compiles their kernels.
+    """Replaces what has packed weights by packed modules without weights; for a CPU it compiles their kernels.
 
     Args:
         root: the model, on any device, including the meta device.
-        layouts: maps names of weights in `root` to their layouts; `can_be_packed` must be true for the weights' layers.
+        layouts: maps names of weights in `root` to their layouts; `packable_weights` must have them.
         dtype: the dtype of hidden states.
         device: where the model will be computed.
 
@@ -219,9 +231,16 @@ def replace_packed(root: nn.Module, layouts: Mapping[str, Layout], dtype: torch.
     for name, layout in layouts.items():
         path = name.removesuffix(".weight")
         parent_path, _, child_name = path.rpartition(".")
-        child = root.get_submodule(path)
+        parent: Any = root.get_submodule(parent_path)
+        child = getattr(parent, child_name)
         packed: PackedModule
-        if isinstance(child, nn.Embedding):
+        if isinstance(child, nn.Parameter):
+            if not isinstance(parent, PackedExperts):
+                parent = PackedExperts(parent)
+                root.set_submodule(parent_path, parent)
+            delattr(parent, child_name)
+            packed = PackedExpertWeights(cast(tuple[int, int, int], tuple(child.shape)), layout)
+        elif isinstance(child, nn.Embedding):
             scale = getattr(child, _SCALE, 1.0)
             packed = PackedEmbedding(child.num_embeddings, child.embedding_dim, layout, dtype, scale)
         else:
@@ -229,35 +248,42 @@ def replace_packed(root: nn.Module, layouts: Mapping[str, Layout], dtype: torch.
             bias = cast(nn.Parameter | None, plain.bias)
             packed = PackedLinear(plain.in_features, plain.out_features, layout, bias)
         # The kernel reads whole blocks without a check.
-        if packed.shape[1] % layout.block_weights:
+        if packed.shape[-1] % layout.block_weights:
             raise CheckpointError(
                 f"The file has {path!r} as {layout.name}, whose blocks have {layout.block_weights} columns, and "
-                f"its model has {packed.shape[1]} there; fetch it again."
+                f"its model has {packed.shape[-1]} there; fetch it again."
             )
-        setattr(root.get_submodule(parent_path), child_name, packed)
+        setattr(parent, child_name, packed)
 
 
-def fill_packed(root: nn.Module, names: Mapping[str, str], read: Callable[[str, tuple[int, int]], Panels]) -> None:
-    """Reads the weights of packed layers; layers with the same stored weight share its memory.
+def fill_packed(
+    root: nn.Module,
+    names: Mapping[str, str],
+    read: Callable[[str, tuple[int, ...]], Panels],
+    device: torch.device | None = None,
+) -> None:
+    """Reads the weights of packed modules; those with the same stored weight share its memory.
 
     Args:
         root: the model.
         names: maps the names of packed weights in `root` to names in the files.
-        read: returns the panels for a name in the files; the matrix must have the given shape.
+        read: returns the panels for a name in the files; the weight must have the given shape.
+        device: where the panels shall be; None: on the CPU.
     """
     held: dict[str, Panels] = {}
     for name, stored in names.items():
         module: Any = root.get_submodule(name.removesuffix(".weight"))
         if stored not in held:
-            held[stored] = read(stored, module.shape)
+            panels, order = read(stored, module.shape)
+            held[stored] = Panels(panels.to(device), None if order is None else order.to(device))
         module.panels = held[stored].panels
         if held[stored].order is not None:
             module.order = held[stored].order
 
 
 def make_up_packed(root: nn.Module) -> None:
-    """Fills all packed linear layers with arbitrary weights."""
+    """Fills all packed linear layers and experts with arbitrary weights."""
     for module in root.modules():
-        if isinstance(module, PackedLinear):
-            panels = empty_panels(module.out_features, module.in_features, module.layout)
+        if isinstance(module, PackedLinear | PackedExpertWeights):
+            panels = empty_panels(math.prod(module.shape[:-1]), module.shape[-1], module.layout)
             module.panels = panels.fill_(_MADE_UP_BYTE)

@@ -14,6 +14,8 @@ from corolla.kernels.product_choice import rungs
 from corolla.kernels.repacking import unpack
 from corolla.models.cuda_capture import CudaCapture
 from corolla.models.invariant_products import TOLERANCES, try_product
+from corolla.models.mixture_trial import failed_experts_trial
+from corolla.models.packed.experts import PackedExpertWeights
 from corolla.models.packed.modules import PackedLinear
 
 if TYPE_CHECKING:
@@ -26,26 +28,30 @@ _TRIED_PANELS: Final = 16
 # Layers of one shape that are timed in turn, since weights of real steps are in memory, not in caches.
 _TIMED_LAYERS: Final = 16
 _TIMED_ROUNDS: Final = 5
+# How many experts a token of a trial gets.
+_CHOSEN: Final = 8
 # Another tile than the usual one has to be faster by more than this factor.
 _MIN_GAIN: Final = 1.02
 
 
 @torch.inference_mode()
-def choose_packed_products(layers: Iterable[PackedLinear], dtype: torch.dtype) -> None:
+def choose_packed_products(layers: Iterable[PackedLinear | PackedExpertWeights], dtype: torch.dtype) -> None:
     """Tries the fastest tile with a layer of each shape. Where it fails, such layers get expanded weights.
 
     Args:
-        layers: layers with panels, on one GPU.
+        layers: layers and experts with panels, on one GPU.
         dtype: the dtype of rows.
     """
-    alike: defaultdict[Any, list[PackedLinear]] = defaultdict(list)
+    alike: defaultdict[Any, list[PackedLinear | PackedExpertWeights]] = defaultdict(list)
     for layer in layers:
-        alike[layer.layout, layer.shape, layer.bias is None, layer.order is None].append(layer)
+        others = (layer.bias is None, layer.order is None) if isinstance(layer, PackedLinear) else ()
+        alike[layer.layout, layer.shape, *others].append(layer)
     for (layout, shape, *_), group in alike.items():
         facts = {"layout": layout.name, "shape": "x".join(map(str, shape))}
         try:
-            tile = _fastest_tile(group[:_TIMED_LAYERS], dtype)
-            failure = failed_trial(group[0], dtype, tile)
+            linears = [layer for layer in group if isinstance(layer, PackedLinear)]
+            tile = _fastest_tile(linears[:_TIMED_LAYERS], dtype) if linears else None
+            failure = _failed(group[0], dtype, tile)
         except Exception as error:
             # Compilers raise errors of many kinds. Expanded weights need no kernel.
             failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -55,8 +61,21 @@ def choose_packed_products(layers: Iterable[PackedLinear], dtype: torch.dtype) -
                 layer.expand(dtype)
             continue
         log.info("packed product chosen", extra={**facts, "tile": "usual" if tile is None else str(tile)})
-        for layer in group:
-            layer.tile = tile
+        for linear in linears:
+            linear.tile = tile
+
+
+def _failed(layer: PackedLinear | PackedExpertWeights, dtype: torch.dtype, tile: "Tile | None") -> str | None:
+    """Experts are tried as one layer, as the family's own code calls them, and together."""
+    if isinstance(layer, PackedLinear):
+        return failed_trial(layer, dtype, tile)
+    from corolla.kernels.triton.launches import row_counts
+
+    num_experts, num_outputs, num_inputs = layer.shape
+    first = PackedLinear(num_inputs, num_outputs, layer.layout)
+    first.panels = layer.panels_of(0)
+    num_chosen = min(_CHOSEN, num_experts)
+    return failed_trial(first, dtype) or failed_experts_trial(layer, dtype, num_chosen, row_counts())
 
 
 def failed_trial(layer: PackedLinear, dtype: torch.dtype, tile: "Tile | None" = None) -> str | None:

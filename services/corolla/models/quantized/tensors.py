@@ -34,7 +34,8 @@ _UNUSED: Final = (
     ".input_scale", ".input_zero_point", ".input_global_scale", ".input_scale_ub", ".activation_scale", ".output_scale",
     ".output_zero_point", ".k_scale", ".v_scale", ".q_scale",
 )  # fmt: skip
-
+# The parts of a weight of four bits that are nearly all of it.
+_NUMBERS: Final = ("qweight", "weight_packed")
 
 FORMATS: Final[Mapping[str, Callable[[Quantization], Format]]] = {
     "awq": Awq,
@@ -80,6 +81,14 @@ class PackedWeight:
             return self._format.numbers(tensors, start, end, layout, order)
 
         return Panels(repack_numbers(read, self.shape[0], self.shape[1], layout), order)
+
+    @property
+    def has_order(self) -> bool:
+        """True if the panels have columns in another order than that of the inputs. Reads all but the numbers."""
+        if not any(role.endswith("g_idx") for role in self._stored):
+            return False
+        parts = {role: stored[...] for role, stored in self._stored.items() if role not in _NUMBERS}
+        return self._format.order(parts) is not None
 
     def __getitem__(self, index: Any) -> Tensor:
         """The numbers at `index`, in `dtype` on the CPU, in the same shape as indexing a tensor would give."""
@@ -148,6 +157,11 @@ def likely_layouts(
         with contextlib.suppress(Unfit):
             found[name] = unpack.likely_layout(packed[name], shapes[name][1])
     return found
+
+
+def weight_names(quantization: Quantization, names: Collection[str]) -> Collection[str]:
+    """The names of the weights whose parts are stored under `names`."""
+    return grouped(names, FORMATS[quantization.method](quantization).endings).keys()
 
 
 def refuse_packed(stored: Mapping[str, Stored]) -> None:

@@ -20,6 +20,7 @@ from corolla.kernels.repacking import Numbers, repack_numbers, unpack
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.chunked_reads import open_tensors
 from corolla.models.edges import head_bytes, load_edges
+from corolla.models.packed.experts import EXPERT_WEIGHTS, PackedExperts, PackedExpertWeights, are_usual
 from corolla.models.packed.modules import PackedLinear
 from corolla.models.quantized.description import quantization_of
 from corolla.models.quantized.octets import layout_of_octets, numbers_of_octets
@@ -252,6 +253,32 @@ def test_a_packed_chain_equals_itself_unsplit_and_the_expanded_one_up_to_roundin
         assert torch.equal(logits(packed, spans, "packed", dtype), unsplit)
 
 
+@pytest.mark.parametrize(
+    "case",
+    quick(
+        [("awq", "qwen3_moe"), ("gptq", "qwen2_moe"), ("w4a16", "mixtral"), ("fp8-blocks", "qwen3_moe")],
+        ("awq", "qwen3_moe"),
+    ),
+)
+def test_experts_stay_packed_and_have_the_numbers_of_expanded_ones(tmp_path: Path, case: tuple[str, str]) -> None:
+    """Gate and up of one expert, and then those of the next, are one tensor, though the files have them one by one."""
+    packed, expanded = checkpoint_of(tmp_path, *case)
+    model = load_span(packed, WHOLE, dtype=torch.float32, quantization="packed")
+    held = [module for module in model.modules() if isinstance(module, PackedExperts)]
+    plain: list[Any] = list(filter(are_usual, load_span(expanded, WHOLE, dtype=torch.float32).modules()))
+    assert held
+    for experts, reference in zip(held, plain, strict=True):
+        for attribute in EXPERT_WEIGHTS:
+            weights, expected = getattr(experts, attribute), getattr(reference, attribute)
+            assert isinstance(weights, PackedExpertWeights)
+            found = torch.stack([weights.matrix(expert, torch.float32) for expert in range(len(expected))])
+            torch.testing.assert_close(found, expected.data, rtol=1e-6, atol=1e-6)
+    unsplit = logits(packed, [WHOLE], "packed")
+    torch.testing.assert_close(unsplit, logits(expanded, [WHOLE], "none"), rtol=1e-4, atol=1e-4)
+    assert torch.equal(logits(packed, SPLITS[1], "packed"), unsplit)
+    assert weight_types(packed, "packed")[1] == []
+
+
 @pytest.mark.parametrize("name", ["awq", "gptq-act-order", "w4a16"])
 def test_a_span_takes_the_memory_of_its_packed_weights(tmp_path: Path, name: str) -> None:
     packed, expanded = checkpoint_of(tmp_path, name, with_head=True)
@@ -298,17 +325,18 @@ def test_inputs_come_in_the_order_of_the_columns_and_layers_of_one_order_are_joi
 
 
 def test_what_cannot_stay_packed_is_expanded_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Experts are parts of one tensor, not linear layers; and one of a model's several schemes may have three bits."""
-    packed, expanded = checkpoint_of(tmp_path / "moe", "awq", "qwen3_moe", plain=("k_proj",))
+    """Each expert may have another order of inputs; and one of a model's several schemes may have three bits."""
+    packed, expanded = checkpoint_of(tmp_path / "moe", "gptq-act-order", "qwen3_moe", plain=("k_proj",))
     with caplog.at_level(logging.INFO, "corolla.models.packed.choice"):
         model = load_span(packed, WHOLE, dtype=torch.float32, quantization="packed")
     (record,) = caplog.records
     assert record.message == "expanding weights that cannot stay packed"
-    assert record.reason == "it is not that of a linear layer that is only called"  # type: ignore[attr-defined]
+    assert record.reason == "it has experts with an order of inputs"  # type: ignore[attr-defined]
     assert sum(isinstance(module, PackedLinear) for module in model.modules()) == 4 * 3 + 3  # one block has no experts
+    kept = [module for module in model.modules() if isinstance(module, PackedExpertWeights)]
+    assert [weights.shape[2] for weights in kept] == [32] * 3, "one group has no order"
     torch.testing.assert_close(logits(packed, [WHOLE], "packed"), logits(expanded, [WHOLE], "none"))
-    assert weight_types(packed, "packed") == (["awq"], ["awq"])
-    assert weight_types(packed, "none") == ([], ["awq"])
+    assert weight_types(packed, "none") == ([], ["gptq"])
     dense, _ = checkpoint_of(tmp_path / "dense", "gptq")
     assert weight_format("float32", "packed", *weight_types(dense, "packed")) == "packed/fp32: gptq"
     three, plain = checkpoint_of(tmp_path / "three", "w3a16")

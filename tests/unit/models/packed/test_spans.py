@@ -3,6 +3,7 @@
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,11 +14,12 @@ from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.kernels.layouts import LAYOUTS
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import head_bytes, load_edges
+from corolla.models.packed.experts import PackedExpertWeights
 from corolla.models.packed.modules import PackedLinear, replace_packed
 from corolla.models.span_model import load_span, make_span, weight_types
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
-from tests.gguf_files import ARCHITECTURES, make_tiny_gguf
+from tests.gguf_files import ARCHITECTURES, make_tiny_gguf, rewrite_gguf
 from tests.tiers import quick
 
 TOKEN_IDS = torch.arange(5, 45)
@@ -88,9 +90,9 @@ def test_a_row_is_the_same_alone_and_among_others(tmp_path: Path) -> None:
     assert torch.equal(together, alone)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
-def test_blocks_take_the_memory_that_they_take_in_the_file(tmp_path: Path, kind: str) -> None:
-    checkpoint = file_of(tmp_path, kind=kind)
+@pytest.mark.parametrize("family, kind", [("llama", "Q4_0"), ("llama", "Q8_0"), ("qwen3_moe", "Q4_0")])
+def test_blocks_take_the_memory_that_they_take_in_the_file(tmp_path: Path, family: str, kind: str) -> None:
+    checkpoint = file_of(tmp_path, family, kind)
     model = load_span(checkpoint, WHOLE, dtype=torch.float32, quantization="packed")
     assert checkpoint.gguf is not None
     stored = [checkpoint.gguf.tensors.stored(name) for name in checkpoint.weight_index if "layers." in name]
@@ -119,10 +121,18 @@ def test_tied_ends_share_their_weights(tmp_path: Path) -> None:
 
 
 def test_what_has_no_kernel_is_expanded_and_named(tmp_path: Path) -> None:
-    checkpoint = file_of(tmp_path, "qwen3_moe", "Q8_0")
+    path = make_tiny_gguf("qwen3_moe", tmp_path, kind="Q8_0")[1]
+    whole = load_span(Checkpoint.from_pretrained(str(path)), WHOLE, dtype=torch.float32, quantization="packed")
+    of_whole = [type(module) for module in whole.modules()]
+    # Gate and up of the experts of one block have no type in common.
+    ups = np.ones((4, 32, 64), dtype=np.float32)
+    path = rewrite_gguf(path, tmp_path / "other.gguf", tensors={"blk.1.ffn_up_exps.weight": ups})
+    checkpoint = Checkpoint.from_pretrained(str(path))
     model = load_span(checkpoint, WHOLE, dtype=torch.float32, quantization="packed")
-    packed = {type(module) for module in model.modules()}
-    assert PackedLinear in packed  # the projections of attention; experts lie together, and are expanded
+    packed = [type(module) for module in model.modules()]
+    assert packed.count(PackedExpertWeights) == of_whole.count(PackedExpertWeights) - 1 > 0
+    assert packed.count(PackedLinear) == of_whole.count(PackedLinear)
+    assert torch.equal(logits(checkpoint, SPLITS[1], "packed"), logits(checkpoint, [WHOLE], "packed"))
     assert weight_types(checkpoint, "packed") == (["Q8_0"], ["Q8_0"])
     assert weight_types(checkpoint, "none") == ([], ["Q8_0"])
     assert weight_types(file_of(tmp_path / "plain", kind="F16"), "packed") == ([], [])
