@@ -9,17 +9,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from corolla.compute.mixture_trial import failed_mixture_trial
 from corolla.compute.triton_blocks import MixturePlan
 from corolla.kernels.expert_routing import Routing
-from corolla.kernels.triton import expert_launches
-from corolla.kernels.triton.expert_launches import ChosenExperts, add_experts, choose_experts, multiply_experts
+from corolla.kernels.layouts import LAYOUTS
+from corolla.kernels.triton import expert_launches, launches
+from corolla.kernels.triton.expert_launches import (
+    ChosenExperts,
+    add_experts,
+    choose_experts,
+    multiply_experts,
+    multiply_packed_experts,
+)
 from corolla.kernels.triton.launches import multiply
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.cuda_capture import CudaCapture
 from corolla.models.fused import MixtureMlp
 from corolla.models.invariant_products import InvariantProduct, triton_product
+from corolla.models.mixture_trial import failed_mixture_trial
 from corolla.models.mixtures import Mixture
+from corolla.models.packed.experts import PackedExpertWeights
+from corolla.models.packed.trial import choose_packed_products
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
@@ -155,7 +164,8 @@ def test_products_that_differ_or_depend_on_the_batch_are_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, mixture = mixture_of(tmp_path, "mixtral")
-    assert failed_mixture_trial(mixture, (2, 4)) is None
+
+    assert failed_mixture_trial(mixture, torch.float32, (2, 4)) is None
 
     def inexact(rows: Tensor, weights: Tensor, chosen: ChosenExperts, bias: None) -> Tensor:
         return multiply_experts(rows, weights, chosen, bias) * 1.001
@@ -165,7 +175,31 @@ def test_products_that_differ_or_depend_on_the_batch_are_not_taken(
 
     for product, failure in ((inexact, "differ by 1.0e-03 from those in float64"), (dependent, "depend on the batch")):
         monkeypatch.setattr(expert_launches, "multiply_experts", product)
-        assert failure in (failed_mixture_trial(mixture, (2,)) or "")
+        assert failure in (failed_mixture_trial(mixture, torch.float32, (2,)) or "")
+
+
+def test_packed_experts_whose_products_fail_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, num_experts = LAYOUTS["Q4_0"], 3
+    monkeypatch.setattr(launches, "row_counts", lambda: (2, 4))
+    panels = torch.randint(0, 256, (num_experts * 2, 2, layout.block_bytes), generator=torch.Generator().manual_seed(0))
+    # Scales of such bytes are small numbers.
+    panels[:, :, : layout.low_at] = 0x11
+    weights = PackedExpertWeights((num_experts, 32, 64), layout)
+    weights.panels = panels.to(DEVICE, torch.uint8)
+    rows = draw(9, 64)
+    chosen = choose_experts(draw(9, num_experts), Routing(num_experts, 2, "softmax"))
+    choose_packed_products([weights], torch.float32)
+    assert weights.expanded is None
+    found = weights.multiply(rows, chosen)
+
+    def inexact(*arguments: Any) -> Tensor:
+        return multiply_packed_experts(*arguments) * 1.001
+
+    monkeypatch.setattr(expert_launches, "multiply_packed_experts", inexact)
+    choose_packed_products([weights], torch.float32)
+    assert weights.panels is None
+    assert torch.equal(weights.multiply(rows, chosen), found)
+    torch.testing.assert_close(weights(1, rows), rows @ weights.matrix(1, torch.float32).T)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "chosen"])

@@ -21,7 +21,7 @@ from corolla.models.cuda_capture import CudaCapture
 from corolla.models.edges import Edges, load_edges
 from corolla.models.invariant_products import InvariantProduct, triton_product
 from corolla.models.linear import TunedLinear
-from corolla.models.packed import modules
+from corolla.models.packed import experts, modules
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
@@ -64,14 +64,14 @@ def products() -> Iterator[None]:
         yield
 
 
-def make_runner(checkpoint: Checkpoint, span: Span, **options: Any) -> SpanRunner:
+def make_runner(checkpoint: Checkpoint, span: Span, quantization: str = "none", **options: Any) -> SpanRunner:
     runner = SpanRunner(
-        load_span(checkpoint, span, dtype=torch.float32, device=DEVICE),
+        load_span(checkpoint, span, dtype=torch.float32, device=DEVICE, quantization=quantization),
         # No adapters, whose kernels take seconds for their trial here.
         **{"num_pages": 60, "page_tokens": PAGE_TOKENS, "attention": "triton", "max_stack_bytes": 0, **options},
     )
     assert runner.kernel_choices.blocks == "triton"
-    assert set(runner.kernel_choices.products.values()) == {"triton"}
+    assert set(runner.kernel_choices.products.values()) == ({"triton"} if quantization == "none" else set())
     return runner
 
 
@@ -84,8 +84,8 @@ def make_checkpoint(folder: Path, family: str) -> Checkpoint:
 class Chain:
     """Servers of a whole model, without the network between them."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._runners = [make_runner(checkpoint, span) for span in SPANS]
+    def __init__(self, checkpoint: Checkpoint, quantization: str = "none") -> None:
+        self._runners = [make_runner(checkpoint, span, quantization) for span in SPANS]
         self._edges: Edges = load_edges(checkpoint, dtype=torch.float32, device=DEVICE)
         self._edges.tune_head()
         assert set(self._edges.product_ways.values()) == {"triton"}
@@ -145,13 +145,35 @@ def quantised(folder: Path, kind: str) -> tuple[Checkpoint, str]:
     """A checkpoint, and the quantisation with which its weights are of a kind: a type of GGUF, int8, int4 or FP8."""
     if kind in ("int8", "int4"):
         return make_checkpoint(folder, "llama"), kind
+    family, _, kind = kind.rpartition(" ")
     if kind in FORMATS:
-        return Checkpoint.from_pretrained(str(make_packed_checkpoint("llama", folder, FORMATS[kind]())[0])), "packed"
-    return Checkpoint.from_pretrained(str(make_tiny_gguf("llama", folder, kind=kind)[1])), "packed"
+        made = make_packed_checkpoint(family or "llama", folder, FORMATS[kind](), num_blocks=SPANS[-1].end)[0]
+    else:
+        made = make_tiny_gguf(family or "llama", folder, kind=kind, num_blocks=SPANS[-1].end)[1]
+    return Checkpoint.from_pretrained(str(made)), "packed"
+
+
+def take_packed_product(patch: pytest.MonkeyPatch) -> None:
+    """Makes the interpreter multiply by the product that packed layers and experts take by themselves on a GPU."""
+    if DEVICE == "cpu":
+        for module in (modules, experts):
+            patch.setattr(module, "multiplied", multiply_packed)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["Q4_0", "int8", "int4", "fp8-blocks"])
+@pytest.mark.parametrize("kind", ["qwen3_moe Q4_0", "mixtral fp8-blocks"])
+def test_a_chain_of_packed_experts_gives_the_tokens_of_expanded_ones(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COROLLA_CACHE", str(tmp_path / "cache"))
+    checkpoint, _ = quantised(tmp_path, kind)
+    expected = Chain(checkpoint).answer(PROMPT, NUM_TOKENS)
+    take_packed_product(monkeypatch)
+    assert Chain(checkpoint, "packed").answer(PROMPT, NUM_TOKENS) == expected
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["Q4_0", "int8", "int4", "fp8-blocks", "qwen3_moe Q8_0"])
 def test_packed_weights_run_by_the_kernels_and_in_replayed_steps(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,13 +187,15 @@ def test_packed_weights_run_by_the_kernels_and_in_replayed_steps(
     )
     with torch.device("cpu"):
         reference = SpanRunner(plain, attention="sdpa", **options)
+    take_packed_product(monkeypatch)
     if DEVICE == "cpu":
-        # The layers take this product by themselves on a GPU, and quantised weights become panels.
-        monkeypatch.setattr(modules, "multiplied", multiply_packed)
+        # On a GPU, quantised weights become panels.
         monkeypatch.setattr(quantization_module, "packs", lambda _device: True)
     packed = load_span(checkpoint, span, dtype=torch.float32, device=DEVICE, quantization=quantization)
     runner = SpanRunner(packed, attention="triton", has_scratch_page=True, **options)
     assert runner.kernel_choices.blocks == "triton"
+    kept = [module for module in packed.modules() if isinstance(module, experts.PackedExpertWeights)]
+    assert len(kept) == (2 if "moe" in kind else 0)
     hidden = torch.randn(21, runner.model.hidden_size, generator=torch.Generator().manual_seed(0))
 
     def outputs(of: SpanRunner, sizes: list[int]) -> torch.Tensor:
