@@ -75,6 +75,11 @@ def make_runner(checkpoint: Checkpoint, span: Span, quantization: str = "none", 
     return runner
 
 
+def num_packed_experts(runner: SpanRunner) -> int:
+    """How many weights of experts stay packed."""
+    return sum(isinstance(module, experts.PackedExpertWeights) for module in runner.model.modules())
+
+
 def make_checkpoint(folder: Path, family: str) -> Checkpoint:
     changes: dict[str, Any] = CONFIG_CHANGES.get(family, {})
     made = make_tiny_checkpoint(family, folder / family, num_blocks=SPANS[-1].end, config_changes=changes)
@@ -89,6 +94,10 @@ class Chain:
         self._edges: Edges = load_edges(checkpoint, dtype=torch.float32, device=DEVICE)
         self._edges.tune_head()
         assert set(self._edges.product_ways.values()) == {"triton"}
+
+    @property
+    def num_packed_experts(self) -> int:
+        return sum(map(num_packed_experts, self._runners))
 
     def answer(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
         caches = [runner.new_cache() for runner in self._runners]
@@ -161,19 +170,19 @@ def take_packed_product(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["qwen3_moe Q4_0", "mixtral fp8-blocks"])
-def test_a_chain_of_packed_experts_gives_the_tokens_of_expanded_ones(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+def test_a_chain_of_packed_experts_gives_the_tokens_of_transformers_with_expanded_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COROLLA_CACHE", str(tmp_path / "cache"))
-    checkpoint, _ = quantised(tmp_path, kind)
-    expected = Chain(checkpoint).answer(PROMPT, NUM_TOKENS)
+    made = make_packed_checkpoint("mixtral", tmp_path, FORMATS["fp8-blocks"](), num_blocks=SPANS[-1].end)
+    expected = Unsplit(made[1]).generate(PROMPT, NUM_TOKENS, ignore_eos=True).token_ids
     take_packed_product(monkeypatch)
-    assert Chain(checkpoint, "packed").answer(PROMPT, NUM_TOKENS) == expected
+    chain = Chain(Checkpoint.from_pretrained(str(made[0])), "packed")
+    assert chain.num_packed_experts == 2 * SPANS[-1].end
+    assert chain.answer(PROMPT, NUM_TOKENS) == expected
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["Q4_0", "int8", "int4", "fp8-blocks", "qwen3_moe Q8_0"])
+@pytest.mark.parametrize("kind", ["Q4_0", "int8", "int4", "fp8-blocks", "qwen3_moe Q4_0"])
 def test_packed_weights_run_by_the_kernels_and_in_replayed_steps(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,13 +198,12 @@ def test_packed_weights_run_by_the_kernels_and_in_replayed_steps(
         reference = SpanRunner(plain, attention="sdpa", **options)
     take_packed_product(monkeypatch)
     if DEVICE == "cpu":
-        # On a GPU, quantised weights become panels.
+        # Quantised weights become panels on a GPU.
         monkeypatch.setattr(quantization_module, "packs", lambda _device: True)
     packed = load_span(checkpoint, span, dtype=torch.float32, device=DEVICE, quantization=quantization)
     runner = SpanRunner(packed, attention="triton", has_scratch_page=True, **options)
     assert runner.kernel_choices.blocks == "triton"
-    kept = [module for module in packed.modules() if isinstance(module, experts.PackedExpertWeights)]
-    assert len(kept) == (2 if "moe" in kind else 0)
+    assert num_packed_experts(runner) == (2 if "moe" in kind else 0)
     hidden = torch.randn(21, runner.model.hidden_size, generator=torch.Generator().manual_seed(0))
 
     def outputs(of: SpanRunner, sizes: list[int]) -> torch.Tensor:

@@ -131,9 +131,10 @@ def _shape(part: Any) -> tuple[int, ...]:
 
 
 def renamed_by(model: PreTrainedModel) -> Callable[[str], tuple[str, str | None]]:
-    """Returns a function that maps a stored name to the model's, and to the conversion that makes the tensor of others.
+    """Returns a function that maps a stored name to the model's, and to the pattern of a conversion.
 
-    The conversion is None where the tensor is only renamed.
+    Such a conversion makes the model's tensor of this one and others. If the tensor is only renamed, the pattern is
+    None.
     """
     conversions = get_model_conversion_mapping(model)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]

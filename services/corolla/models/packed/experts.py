@@ -59,7 +59,7 @@ class PackedExpertWeights(nn.Module):
         self._views: PanelViews | None = None
 
     def panels_of(self, expert: int) -> Tensor:
-        """The panels of one expert, as a view."""
+        """The panels of one expert, uint8 `[panels of an expert, blocks, bytes of a block]`: a view of `panels`."""
         num_panels = self.shape[1] // LANES
         return cast(Tensor, self.panels).narrow(0, expert * num_panels, num_panels)
 
