@@ -20,6 +20,7 @@ from corolla.models.checkpoint import Checkpoint
 from corolla.models.families import attention_windows
 from corolla.models.fused import FusedSpan, MixtureMlp
 from corolla.models.invariant_products import InvariantProduct, triton_product
+from corolla.models.packed.experts import PackedExpertWeights
 from corolla.models.packed.modules import PackedLinear
 from corolla.models.span_model import SpanModel, empty_span
 from corolla.wire.span import Span
@@ -112,11 +113,12 @@ def _run(span: FusedSpan, checkpoint: Checkpoint, dtype: torch.dtype, page_token
             blocks.forward(hidden, positions, 1, range(len(span.layers)), batch, adapters)
 
 
-def _try_tiles(layers: Sequence[PackedLinear], dtype: torch.dtype) -> None:
+def _try_tiles(layers: Sequence[PackedLinear | PackedExpertWeights], dtype: torch.dtype) -> None:
     """Launches the tiles among which a start measures."""
     from corolla.kernels.triton.packed_launches import CANDIDATES
 
-    for layer in layers if dtype != torch.float32 else ():
+    linears = [layer for layer in layers if isinstance(layer, PackedLinear)]
+    for layer in linears if dtype != torch.float32 else ():
         for tile in CANDIDATES:
             layer.with_tile(torch.empty(1, layer.in_features, dtype=dtype, device=_META), tile)
 

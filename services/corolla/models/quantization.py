@@ -5,6 +5,7 @@ layer keeps its class and gets another kind of tensor as its weight, so the fami
 with Triton the same numbers become panels, and the layer a PackedLinear, like one of a packed checkpoint.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, cast
 
@@ -17,6 +18,7 @@ from corolla.kernels.layouts import Layout, Number, Scale, group_layout
 from corolla.kernels.llvm_text import LANES
 from corolla.kernels.repacking import Numbers, repack_numbers
 from corolla.kernels.triton.availability import missing
+from corolla.models.packed.experts import PackedExpertWeights
 from corolla.models.packed.modules import PackedLinear
 
 INT4_GROUP_SIZE: Final = 32
@@ -130,8 +132,8 @@ def pack_empty(model: nn.Module, quantization: str, kept: Collection[str] = ()) 
                 bias = cast(nn.Parameter | None, module.bias)
                 layer = PackedLinear(module.in_features, module.out_features, layout, bias)
                 model.set_submodule(path, layer)
-        if isinstance(layer, PackedLinear):
-            shape = (-(-layer.out_features // LANES), layer.in_features // layer.layout.block_weights)
+        if isinstance(layer, PackedLinear | PackedExpertWeights):
+            shape = (-(-math.prod(layer.shape[:-1]) // LANES), layer.shape[-1] // layer.layout.block_weights)
             layer.panels = torch.empty(*shape, layer.layout.block_bytes, dtype=torch.uint8, device="meta")
 
 

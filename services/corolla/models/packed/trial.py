@@ -28,8 +28,6 @@ _TRIED_PANELS: Final = 16
 # Layers of one shape that are timed in turn, since weights of real steps are in memory, not in caches.
 _TIMED_LAYERS: Final = 16
 _TIMED_ROUNDS: Final = 5
-# How many experts a token of a trial gets.
-_CHOSEN: Final = 8
 # Another tile than the usual one has to be faster by more than this factor.
 _MIN_GAIN: Final = 1.02
 
@@ -71,11 +69,10 @@ def _failed(layer: PackedLinear | PackedExpertWeights, dtype: torch.dtype, tile:
         return failed_trial(layer, dtype, tile)
     from corolla.kernels.triton.launches import row_counts
 
-    num_experts, num_outputs, num_inputs = layer.shape
+    _, num_outputs, num_inputs = layer.shape
     first = PackedLinear(num_inputs, num_outputs, layer.layout)
     first.panels = layer.panels_of(0)
-    num_chosen = min(_CHOSEN, num_experts)
-    return failed_trial(first, dtype) or failed_experts_trial(layer, dtype, num_chosen, row_counts())
+    return failed_trial(first, dtype) or failed_experts_trial(layer, dtype, 1, row_counts())
 
 
 def failed_trial(layer: PackedLinear, dtype: torch.dtype, tile: "Tile | None" = None) -> str | None:
