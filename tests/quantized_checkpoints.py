@@ -30,6 +30,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from tests.checkpoints import make_tiny_checkpoint
 
 INDEX = "model.safetensors.index.json"
+# Mixtral's experts have these numbers.
+_LINEAR = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 
 Packed = tuple[dict[str, Tensor], Tensor]
 """The parts, by what stands behind the module's name and a dot, and the weights that they stand for."""
@@ -103,7 +105,7 @@ def _parts_of(name: str, weight: Tensor, made: Made, plain: tuple[str, ...], wit
         parts, whole = made.experts(weight)
         return {f"{name}_{ending}": part for ending, part in parts.items()}, whole
     is_head = with_head and name == "lm_head.weight"
-    if made.pack is not None and weight.dim() == 2 and (name.endswith("_proj.weight") or is_head):
+    if made.pack is not None and weight.dim() == 2 and (name.endswith(_LINEAR) or is_head):
         parts, whole = made.pack(weight)
         module = name.removesuffix(".weight")
         return {f"{module}.{ending}": part for ending, part in parts.items()}, whole.float()

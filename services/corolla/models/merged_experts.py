@@ -133,8 +133,7 @@ def _shape(part: Any) -> tuple[int, ...]:
 def renamed_by(model: PreTrainedModel) -> Callable[[str], tuple[str, str | None]]:
     """Returns a function that maps a stored name to the model's, and to the pattern of a conversion.
 
-    Such a conversion makes the model's tensor of this one and others. If the tensor is only renamed, the pattern is
-    None.
+    Such a conversion makes the model's tensor of this one and others; a tensor that is only renamed has no pattern.
     """
     conversions = get_model_conversion_mapping(model)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]

@@ -82,7 +82,7 @@ def test_a_product_with_packed_weights_takes_columns_as_one_with_expanded_weight
 def test_kernels_of_packed_weights_are_compiled(tmp_path: Path, quantization: str) -> None:
     changes = {"head_dim": 64}
     if quantization == "packed":
-        folder, _ = make_packed_checkpoint("qwen3", tmp_path, FORMATS["awq"](), num_blocks=1, changes=changes)
+        folder, _ = make_packed_checkpoint("mixtral", tmp_path, FORMATS["awq"](), num_blocks=1, changes=changes)
     else:
         folder = make_tiny_checkpoint("qwen3", tmp_path / "model", num_blocks=1, config_changes=changes)
     cache = tmp_path / "cache"
@@ -90,6 +90,8 @@ def test_kernels_of_packed_weights_are_compiled(tmp_path: Path, quantization: st
     assert done.returncode == 0, done.stderr
     # The tiles of four heights, and those among which a start chooses.
     assert len(list(cache.rglob("multiply_packed.cubin"))) >= 3 + 4
+    # Gate and up, and down, in four heights.
+    assert len(list(cache.rglob("multiply_packed_experts.cubin"))) == (2 * 4 if quantization == "packed" else 0)
 
 
 @pytest.mark.parametrize(
