@@ -54,7 +54,7 @@ def failed_experts_trial(
         num_chosen: how many experts a token gets.
         row_counts: for how many rows of an expert a product takes each of its tiles, in rising order.
         rows_of_token: 1, or `num_chosen`: each pair has a row of its own.
-        bias: `[experts, out]` in `dtype`; None: there is none.
+        bias: `[experts, out]` in `dtype`, on the device of the weights; None: there is none.
     """
     num_experts, _, num_inputs = weights.shape
     device = matrix_of(weights, 0, dtype).device
