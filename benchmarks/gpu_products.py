@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from benchmarks.figures import Figure, Spread, failure, figure
 from corolla.kernels.layouts import LAYOUTS, Layout, Number, Scale, group_layout
+from corolla.models.cuda_capture import CudaCapture
 
 Operand = TypeVar("Operand")
 
@@ -107,20 +108,17 @@ def _microseconds(product: Callable[[Operand], Tensor], operands: Sequence[Opera
         return [(time.perf_counter() - started_s) * 1e6]
     product(operands[0])
     turns = -(-_LEAST_LAUNCHES // len(operands))
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(side):
-        product(operands[0])
-    torch.cuda.current_stream().wait_stream(side)
-    with torch.cuda.graph(graph):
+
+    def multiply_all() -> None:
         for operand in [*operands] * turns:
             product(operand)
+
+    replay = CudaCapture(torch.device("cuda", torch.cuda.current_device()))(multiply_all)
     found = []
     for _ in range(rounds + 1):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
-        graph.replay()
+        replay()
         end.record()
         end.synchronize()
         found.append(begin.elapsed_time(end) * 1e3 / (turns * len(operands)))
