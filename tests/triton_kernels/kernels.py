@@ -120,6 +120,7 @@ def test_a_norm_of_another_kind_stays() -> None:
     [
         ("silu", functional.silu),
         ("gelu", functional.gelu),
+        ("relu2", lambda x: functional.relu(x).square()),
         ("gelu_tanh", lambda x: functional.gelu(x, approximate="tanh")),
     ],
 )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
+from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, ReLUSquaredActivation, SiLUActivation
 
 from corolla.cache.codecs import KVCodec
 from corolla.cache.store import KVStore, SessionCache
@@ -58,6 +58,8 @@ def activation_of(module: nn.Module) -> str | None:
         isinstance(module, nn.GELU) and module.approximate == "tanh"
     ):
         return "gelu_tanh"
+    if isinstance(module, ReLUSquaredActivation):
+        return "relu2"
     return "gelu" if isinstance(module, nn.GELU | GELUActivation) else None
 
 

@@ -27,7 +27,7 @@ from corolla.models.rotary_table import RotaryTable
 # Some families have one linear layer in place of several that read the same input.
 _QUERY_KEY_VALUE: Final = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 _OUTPUT: Final = (("o_proj",), ("dense",))
-_GATE_UP: Final = (("gate_proj", "up_proj"), ("gate_up_proj",), ("fc1",), ("c_fc",))
+_GATE_UP: Final = (("gate_proj", "up_proj"), ("gate_up_proj",), ("up_proj",), ("fc1",), ("c_fc",))
 _DOWN: Final = (("down_proj",), ("fc2",), ("c_proj",))
 _ACTIVATION: Final = (("act_fn",), ("activation_fn",), ("act",))
 # Modules of an attention that a fused block has; with another one it would leave something out.
@@ -37,6 +37,7 @@ _ATTENTION_PARTS: Final = frozenset(itertools.chain(("q_norm", "k_norm"), *_QUER
 _NORMS: Final = (
     ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+    ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
     ("input_layernorm", None, "pre_feedforward_layernorm", None),
     ("input_layernorm", None, "post_attention_layernorm", None),
     (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
@@ -527,7 +528,9 @@ class RmsNorm:
         return functional.rms_norm(hidden, self._shape, self.weight, self.epsilon)
 
 
-def _norm(module: Any) -> BlockNorm:
-    """A norm with the results of a family's module, faster if the module is the usual RMS norm."""
+def _norm(module: Any) -> BlockNorm | None:
+    """A norm with the results of a family's module, faster if that is the usual RMS norm; None: it changes nothing."""
+    if isinstance(module, nn.Identity):
+        return None
     is_usual = type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
     return RmsNorm(module) if is_usual else cast(BlockNorm, module)

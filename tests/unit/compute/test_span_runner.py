@@ -173,6 +173,7 @@ def test_the_fast_way_gives_the_same_tokens(make_chain: MakeChain, family: str) 
         pytest.param("deepseek_v2", {"q_lora_rank": None, "topk_method": "greedy"}, id="deepseek_v2 lite"),
         pytest.param("deepseek_v3", {"rope_parameters": YARN}, id="deepseek_v3 with far positions"),
         pytest.param("olmoe", {"clip_qkv": None}, id="olmoe with whole blocks"),
+        pytest.param("hyperclovax", {"use_post_norm": True}, id="hyperclovax with norms of outputs"),
         pytest.param("ernie4_5_moe", {"moe_layer_interval": 2}, id="ernie4_5_moe with every other block dense"),
         pytest.param(
             "llama",

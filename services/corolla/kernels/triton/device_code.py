@@ -107,6 +107,9 @@ def gate(gates, ups, out, stride, width, ACTIVATION: tl.constexpr, GATES: tl.con
     elif ACTIVATION == "gelu_tanh":
         inner = 0.7978845608028654 * (wide + 0.044715 * wide * wide * wide)
         active = (0.5 * wide * (1.0 + _tanh(inner))).to(gated.dtype)
+    elif ACTIVATION == "relu2":
+        positive = tl.where(wide < 0.0, 0.0, wide)
+        active = (positive * positive).to(gated.dtype)
     else:
         tl.static_assert(ACTIVATION == "gelu", "an activation without a kernel")
         active = (0.5 * wide * (1.0 + tl.erf(wide * 0.7071067811865476))).to(gated.dtype)

@@ -18,8 +18,9 @@ from corolla.kernels.triton.compilation import SHARED_MEMORY, current
 
 Grid = tuple[int, ...]
 
-ACTIVATIONS: Final = ("silu", "gelu_tanh", "gelu")
-"""The activations of `gate`: x times its logistic function; GELU by the hyperbolic tangent or the error function."""
+ACTIVATIONS: Final = ("silu", "gelu_tanh", "gelu", "relu2")
+"""The activations of `gate`: x times its logistic function; GELU by the hyperbolic tangent or the error function; the
+square of what is positive."""
 
 NORMS: Final = ("rounded", "offset", "wide", "centred")
 """The kinds of norms. Three divide by the root of the mean square: with numbers that are rounded before they are
