@@ -174,11 +174,12 @@ def test_a_chain_of_packed_experts_gives_the_tokens_of_transformers_with_expande
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = make_packed_checkpoint("mixtral", tmp_path, FORMATS["fp8-blocks"](), num_blocks=SPANS[-1].end)
-    expected = Unsplit(made[1]).generate(PROMPT, NUM_TOKENS, ignore_eos=True).token_ids
+    num_tokens = 3
+    expected = Unsplit(made[1]).generate(PROMPT, num_tokens, ignore_eos=True).token_ids
     take_packed_product(monkeypatch)
     chain = Chain(Checkpoint.from_pretrained(str(made[0])), "packed")
     assert chain.num_packed_experts == 2 * SPANS[-1].end
-    assert chain.answer(PROMPT, NUM_TOKENS) == expected
+    assert chain.answer(PROMPT, num_tokens) == expected
 
 
 @pytest.mark.full

@@ -83,7 +83,11 @@ class GgufTensors(Mapping[str, "LazyTensor | Tensor"]):
         """
         tensors = self.stored(name)
         types = {tensor.type_name for tensor in tensors}
-        return LAYOUTS.get(types.pop()) if name in self._packable and len(types) == 1 else None
+        is_matrix = len(tensors) == 1 and len(tensors[0].shape) == 2
+        are_experts = all(len(tensor.shape) == 3 for tensor in tensors)
+        if name not in self._packable or len(types) != 1 or not (is_matrix or are_experts):
+            return None
+        return LAYOUTS.get(types.pop())
 
     def panels(self, name: str, shape: tuple[int, ...]) -> Panels:
         """The panels of a weight with a `layout`, as `repack` returns them.
