@@ -178,6 +178,7 @@ def test_products_that_differ_or_depend_on_the_batch_are_not_taken(
         assert failure in (failed_mixture_trial(mixture, torch.float32, (2,)) or "")
 
 
+@pytest.mark.full
 def test_packed_experts_whose_products_fail_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     layout, num_experts = LAYOUTS["Q4_0"], 3
     monkeypatch.setattr(launches, "row_counts", lambda: (2, 4))
