@@ -40,7 +40,12 @@ def test_the_thread_that_opens_a_gpu_launches_there_from_then_on(monkeypatch: py
     opened: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", opened.append)
     ones = torch.ones
-    monkeypatch.setattr(torch, "ones", lambda size, device: opened.append(device) or ones(size))
+
+    def ones_there(size: int, device: torch.device) -> torch.Tensor:
+        opened.append(device)
+        return ones(size)
+
+    monkeypatch.setattr(torch, "ones", ones_there)
     device = torch.device("cuda", 1)
     assert open_device("cuda:1") == device
     assert opened == [device, device]

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, Olmo3Config
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.olmo3.configuration_olmo3 import Olmo3Config
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
 from corolla.models.rotary_table import RotaryTable
