@@ -1,5 +1,6 @@
 """Opens the device that a server computes with, and reports what does not fit into its memory."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -119,6 +120,13 @@ def memory_of(device: torch.device) -> DeviceMemory | None:
     heap.release()
     torch.cuda.empty_cache()
     return memory_now(device)
+
+
+def give_back(device: torch.device) -> None:
+    """Gives memory back that this process no longer uses, also what only the frames of an exception still hold."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def memory_now(device: torch.device) -> DeviceMemory:

@@ -13,7 +13,7 @@ from corolla.compute.attention.backends import TOLERANCES
 from corolla.compute.attention.page_tables import PagedBackend
 from corolla.compute.decode_buffers import DecodeBuffers
 from corolla.compute.decode_graphs import SIZES, DecodeGraphs
-from corolla.compute.device import is_out_of_memory
+from corolla.compute.device import give_back, is_out_of_memory
 from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.models.adapters.products import LowRank, PlaceKey, SpanAdapter
 from corolla.models.cuda_capture import Record
@@ -42,6 +42,7 @@ def choose_graphs(runner: SpanRunner, new_record: Callable[[], Record]) -> None:
         failure = _failure(runner, new_record(), SIZES[:num_sizes])
         if failure != _NO_MEMORY:
             break
+        give_back(runner.model.device)
     if failure is not None:
         runner.decode_graphs = None
         log.warning("not using CUDA graphs for decode steps", extra={"failure": failure})
