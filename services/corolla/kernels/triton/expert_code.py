@@ -117,7 +117,7 @@ def group_pairs(ids, pairs, firsts, num_pairs, BLOCK: tl.constexpr):
 def _tile_of_program(
     firsts, num_tiles, num_n, NUM_EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, BM: tl.constexpr, GM: tl.constexpr
 ):
-    """The tile that a program computes: its expert, where its BM pairs begin, and which of `num_n` tiles of outputs.
+    """The tile of a program: its expert, the tiles of each expert, its number, and which of `num_n` tiles of outputs.
 
     The expert is NUM_EXPERTS or more where there is no tile for the program.
     """
@@ -131,14 +131,14 @@ def _tile_of_program(
     end = tl.load(firsts + experts + 1, mask=experts < NUM_EXPERTS, other=0)
     tiles = (end - begin + BM - 1) // BM
     expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
-    before = tl.sum(tl.where(experts < expert, tiles, 0), 0)
-    start = tl.sum(tl.where(experts == expert, begin, 0), 0) + (tile - before) * BM
-    return expert, start, pn
+    return expert, tiles, tile, pn
 
 
 @triton.jit
-def _pairs_of_tile(pairs, firsts, expert, start, BM: tl.constexpr):
+def _pairs_of_tile(pairs, firsts, expert, tiles, tile, EXPERT_BLOCK: tl.constexpr, BM: tl.constexpr):
     """The numbers of the pairs of a tile, int64 `[BM]`, and which of them are of the expert."""
+    before = tl.sum(tl.where(tl.arange(0, EXPERT_BLOCK) < expert, tiles, 0), 0)
+    start = tl.load(firsts + expert) + (tile - before) * BM
     place = start + tl.arange(0, BM)
     inside = place < tl.load(firsts + expert + 1)
     return tl.load(pairs + tl.where(inside, place, start)).to(tl.int64), inside
@@ -155,10 +155,10 @@ def multiply_experts(
 
     NUM_SHARING pairs that follow each other have one row. TRANSPOSED weights lie as `[K, N]`.
     """
-    expert, start, pn = _tile_of_program(firsts, num_tiles, tl.cdiv(N, BN), NUM_EXPERTS, EXPERT_BLOCK, BM, GM)
+    expert, tiles, tile, pn = _tile_of_program(firsts, num_tiles, tl.cdiv(N, BN), NUM_EXPERTS, EXPERT_BLOCK, BM, GM)
     if expert >= NUM_EXPERTS:
         return
-    pair, inside = _pairs_of_tile(pairs, firsts, expert, start, BM)
+    pair, inside = _pairs_of_tile(pairs, firsts, expert, tiles, tile, EXPERT_BLOCK, BM)
     rn, rk = pn * BN + tl.arange(0, BN), tl.arange(0, BK)
     pa = rows + (pair // NUM_SHARING)[:, None] * K + rk[None, :]
     if TRANSPOSED:
@@ -191,18 +191,18 @@ def multiply_packed_experts(
 
     NUM_SHARING pairs that follow each other have one row.
     """
-    expert, start, tile = _tile_of_program(
+    expert, tiles, tile, part = _tile_of_program(
         firsts, num_tiles, tl.cdiv(num_outputs, WIDTH), NUM_EXPERTS, EXPERT_BLOCK, HEIGHT, GROUP
     )
     if expert >= NUM_EXPERTS:
         return
-    pair, inside = _pairs_of_tile(pairs, firsts, expert, start, HEIGHT)
+    pair, inside = _pairs_of_tile(pairs, firsts, expert, tiles, tile, EXPERT_BLOCK, HEIGHT)
     at = rows + (pair // NUM_SHARING)[:, None] * (num_blocks * layout.units * _UNIT)
     sums = sums_of_tile(
-        at, words, scales, turns, expert * num_panels, num_panels, tile, num_blocks, layout,
+        at, words, scales, turns, expert * num_panels, num_panels, part, num_blocks, layout,
         COUNT, HEIGHT, WIDTH, PRECISION,
     )  # fmt: skip
-    output = tile * WIDTH + tl.arange(0, WIDTH)
+    output = part * WIDTH + tl.arange(0, WIDTH)
     there = out + pair[:, None] * num_outputs + output[None, :]
     tl.store(there, sums.to(out.dtype.element_ty), mask=inside[:, None] & (output < num_outputs)[None, :])
 
