@@ -17,6 +17,7 @@ from torch import Tensor
 from corolla.kernels.layouts import LAYOUTS
 from corolla.kernels.page_tables import PageTables
 from corolla.kernels.triton import compilation
+from corolla.kernels.triton.expert_launches import ChosenExperts, multiply_packed_experts
 from corolla.kernels.triton.launches import attend, multiply
 from corolla.kernels.triton.packed_launches import multiply_packed
 from tests.triton_kernels import PACKAGES
@@ -50,6 +51,8 @@ def multiply_all(dtype: torch.dtype) -> None:
         rows = empty(num_rows, 4096, dtype=dtype)
         multiply(rows, empty(4096, 4096, dtype=dtype))
         multiply_packed(layout, rows, panels, 4096)
+        integers = (empty(count, dtype=torch.int32) for count in (num_rows, 2))
+        multiply_packed_experts(layout, rows, panels, 4096, ChosenExperts(rows[:, :1], *integers))
 
 
 def spilled_bytes(code: bytes) -> int:

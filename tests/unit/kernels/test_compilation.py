@@ -64,7 +64,7 @@ def test_kernels_fit_into_the_smallest_gpu(tmp_path: Path) -> None:
     """A kernel that asks for more shared memory is not launched; one that spills its sums is many times slower."""
     found = [line.split() for line in printed("resources", tmp_path)]
     assert {name for name, *_ in found} == {
-        "attend_chunks", "attend_pages", "merge_pages", "multiply", "multiply_packed"
+        "attend_chunks", "attend_pages", "merge_pages", "multiply", "multiply_packed", "multiply_packed_experts"
     }  # fmt: skip
     assert max(int(shared) for _, shared, _ in found) <= min(SHARED_MEMORY.values())
     assert max(int(spilled) for *_, spilled in found) <= MOST_SPILLED_BYTES

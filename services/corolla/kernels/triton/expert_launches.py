@@ -115,9 +115,9 @@ def multiply_packed_experts(
     num_panels, num_blocks, _ = views.panels.shape
     num_experts, num_pairs = chosen.num_experts, len(chosen.pairs)
     out = rows.new_empty(num_pairs, num_outputs)
-    # Programs of few rows are as many as the experts that have pairs make them.
-    num_used = min(num_pairs, num_experts)
-    tile = packed_launches.tile_of(-(-num_pairs // num_experts), num_used * num_outputs, rows.dtype)
+    # A single token's experts are as many outputs together; one tile for all calls of few rows is compiled once.
+    num_together = num_outputs * chosen.weights.shape[1]
+    tile = packed_launches.tile_of(-(-num_pairs // num_experts), num_together, rows.dtype)
     launch(
         expert_code.multiply_packed_experts, (_num_tiles(chosen, tile.height) * -(-num_outputs // tile.width),),
         rows.contiguous(), views.words, views.scales, views.turns, out, chosen.pairs, chosen.firsts,
