@@ -36,7 +36,7 @@ TOLERANCES: Final[Mapping[torch.dtype, float]] = {torch.float32: 1e-5, torch.bfl
 """The largest absolute error allowed in a result, for inputs that are standard normal numbers."""
 # A GPU merges the pages of a text in groups, so a trial there has more pages than a group, as far as tokens allow.
 _PAGES_OF_TRIAL: Final = 40
-_TOKENS_OF_TRIAL: Final = 4096
+_TOKENS_OF_TRIAL: Final = 3072
 # Tokens of a chunk that are compared, counted from its end.
 _COMPARED_TOKENS: Final = 64
 
@@ -132,7 +132,7 @@ def largest_difference(
     sinks = draw(1, shape.num_heads, 1).flatten() if shape.has_sinks else None
     lengths = (pages_of_text * page_tokens + 3, 5)
     num_pages = sum(-(-(length + 3) // page_tokens) for length in lengths)
-    store = KVStore(num_pages, page_tokens, [window], codec=codec)
+    store = KVStore(num_pages, page_tokens, [window], max_step_tokens=max(lengths), codec=codec)
     caches = [store.new_cache() for _ in lengths]
     for cache, length in zip(caches, lengths, strict=True):
         cache.reserve(length + 3)
