@@ -451,7 +451,7 @@ class Engine:
             lengths = [row.num_tokens for batch in admitted for row, _, _ in batch.rows]
             num_tokens, num_decoded = sum(lengths), lengths.count(1)
         if (share := self._use.prompt_share) is not None:
-            share.observe(num_tokens, seconds)
+            share.observe(num_tokens - num_decoded, seconds)
             self._scheduler.max_prefill_tokens_during_decode = share.num_tokens
         metrics.tokens["decode"].inc(num_decoded)
         if num_tokens > num_decoded:

@@ -128,8 +128,8 @@ async def test_measured_times_decide_how_many_prompt_tokens_an_iteration_takes(
     )  # fmt: skip
     held = sessions.open(replace(REQUEST, max_tokens=8), engine.clock())
     running = asyncio.create_task(engine.run())
-    for number, (position, num_tokens) in enumerate(((0, 4), (4, 1)), start=1):
-        assert scheduler.max_prefill_tokens_during_decode == 2
+    for number, (position, num_tokens, share_before) in enumerate(((0, 4, 2), (4, 1, 8)), start=1):
+        assert scheduler.max_prefill_tokens_during_decode == share_before
         hidden = torch.zeros(num_tokens, runner.model.hidden_size)
         row = pb.StepRow(session_id=b"a", epoch=1, position=position, num_tokens=num_tokens, num_result_tokens=1)
         step = pb.Step(
