@@ -95,9 +95,6 @@ _SHARE_OF_ACTIVATIONS: Final = 8
 _MAX_QUEUED_STEPS: Final = 1024
 """The most steps that wait; the server refuses more. The sessions for which there are pages queue far fewer steps."""
 
-_LONGEST_MIXED_STEP_S: Final = 0.05
-"""How long an iteration on a GPU may take while sessions decode: they still get twenty tokens a second."""
-
 _MOST_LOOKS: Final = 60
 """After as many seconds in one step, a device counts as hung."""
 
@@ -606,7 +603,9 @@ class BlockServer:
             most_looks=0 if on_cpu else _MOST_LOOKS,
             prompt_share=None
             if on_cpu
-            else PromptShare(_LONGEST_MIXED_STEP_S, settings.num_batch_tokens, settings.prefill_tokens_during_decode),
+            else PromptShare(
+                settings.max_mixed_step_ms / 1e3, settings.num_batch_tokens, settings.prefill_tokens_during_decode
+            ),
         )
 
     def _load_edges(self, checkpoint: Checkpoint, span: Span) -> Edges | None:
