@@ -13,7 +13,7 @@ _STEP: Final = 0.5
 
 
 class PromptShare:
-    """Moves the number of prompt tokens towards the one with which an iteration takes as long as it may.
+    """Moves the number of prompt tokens until iterations take as long as they may.
 
     If an iteration of p prompt tokens takes t = a + b p seconds and may take L, one of p L / t tokens takes
     L - a (L / t - 1): less than L if t is. So short iterations let the number grow, and never beyond its goal; long

@@ -186,7 +186,7 @@ def _parts(tensors: Iterable[Tensor], payload: Tensor) -> Iterator[tuple[Tensor,
 
 
 def _sent_runs(store: KVStore, layers: range, copy: TokenCopy) -> Iterator[tuple[int, int]]:
-    """Yields each layer of which a copy has tokens, and the first of these tokens."""
+    """Yields each layer that has tokens in a copy, and the first of these tokens."""
     for layer, first in _paged_firsts(store, layers, copy):
         if (start := max(copy.position, first)) < copy.end:
             yield layer, start

@@ -293,7 +293,7 @@ class Sampler:
         return scores
 
     def allowed(self) -> bytes | None:
-        """Returns a bit for each token, set if the grammar allows the token next; None if there is no grammar.
+        """Returns a bit for each token: 1 if the grammar allows the token next. Returns None if there is no grammar.
 
         Raises:
             InvalidRequest: the grammar has become too complex.

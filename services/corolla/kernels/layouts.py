@@ -80,7 +80,7 @@ class Layout:
 
     @property
     def float_factor(self) -> float:
-        """The factor of a float32 whose exponent and fraction end with those of a float of 8 bits."""
+        """A float of 8 bits is this factor times the float32 whose exponent and fraction end with its own."""
         # The biases of both exponents differ by this power.
         return float(2.0 ** (128 - (1 << (self.exponent_bits - 1))))
 

@@ -32,7 +32,7 @@ _MAX_WAITING_BYTES: Final = 1 << 30
 _LEAST_PART_BYTES: Final = 4 << 20
 """A waiting part counts as so many bytes at least."""
 _MAX_CHECKED_PARTS: Final = 4
-"""So many parts at most take memory of the device, in addition to pages."""
+"""At most so many parts take memory of the device, in addition to pages."""
 
 
 class HandoverReceiver:

@@ -119,7 +119,7 @@ def _tile_of_program(
 ):
     """The tile of a program: its expert, the tiles of each expert, its number, and which of `num_n` tiles of outputs.
 
-    The expert is NUM_EXPERTS or more where there is no tile for the program.
+    A program without a tile gets NUM_EXPERTS or a greater number as its expert.
     """
     pid = tl.program_id(0)
     first = (pid // (GM * num_n)) * GM
@@ -187,9 +187,9 @@ def multiply_packed_experts(
     layout: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, NUM_SHARING: tl.constexpr,
     COUNT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of pairs of one expert times a tile of its packed weights, of which each expert has `num_panels` panels.
+    """A tile of pairs of one expert times a tile of its packed weights.
 
-    NUM_SHARING pairs that follow each other have one row.
+    Each expert has `num_panels` panels. NUM_SHARING pairs that follow each other have one row.
     """
     expert, tiles, tile, part = _tile_of_program(
         firsts, num_tiles, tl.cdiv(num_outputs, WIDTH), NUM_EXPERTS, EXPERT_BLOCK, HEIGHT, GROUP

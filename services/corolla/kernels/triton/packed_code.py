@@ -59,7 +59,7 @@ def sums_of_tile(
 ):  # fmt: skip
     """HEIGHT rows, whose first numbers are at `at` `[HEIGHT, 1]`, times a tile of weights: float32 `[HEIGHT, WIDTH]`.
 
-    The weights are those of the outputs from `tile * WIDTH` on, in `num_panels` panels from `first_panel` on.
+    The tile begins with output `tile * WIDTH`. The weights lie in `num_panels` panels, `first_panel` is the first one.
     """
     output = tile * WIDTH + tl.arange(0, WIDTH)
     num_units = num_blocks * layout.units
