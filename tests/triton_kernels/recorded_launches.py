@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from corolla.kernels.triton import expert_launches, launches
+from corolla.kernels.triton.variants import Grid, Variant
 from tests.recorded_steps import PlacesOfTensors, Recorder, run_without_keeping
 
 
@@ -21,12 +22,12 @@ def record(step: Callable[[], None]) -> Callable[[], None]:
     launch = launches.launch
     recorder = Recorder()
 
-    def recorded(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    def recorded(of: Variant, grid: Grid, *arguments: Any) -> None:
         _check(grid, arguments)
         recorder.is_paused = True
-        launch(kernel, grid, *arguments, **options)
+        launch(of, grid, *arguments)
         recorder.is_paused = False
-        recorder.add(launch, (kernel, grid, *arguments), options)
+        recorder.add(launch, (of, grid, *arguments), {})
 
     with pytest.MonkeyPatch.context() as patch, PlacesOfTensors(recorder), recorder:
         for module in (launches, expert_launches):
@@ -35,7 +36,7 @@ def record(step: Callable[[], None]) -> Callable[[], None]:
     return recorder.replay
 
 
-def _check(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+def _check(grid: Grid, arguments: tuple[Any, ...]) -> None:
     if not 1 <= len(grid) <= 3 or any(type(size) is not int or size < 1 for size in grid):
         raise TypeError(f"a grid has one to three positive sizes, not {grid}")
     if any(size > 65_535 for size in grid[1:]):

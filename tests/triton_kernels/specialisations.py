@@ -2,6 +2,7 @@
 
 Triton compiles a kernel anew for other types, constants and options, for tensors at addresses that 16 does not divide,
 and for whole numbers that are 1 or that 16 divides. A caller would wait for that, and a capture would fail.
+Launches of one kind, for which a variant asks Triton once, have one key.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,8 +19,10 @@ from corolla.compute import kernel_build
 from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.kernels.layouts import LAYOUTS
 from corolla.kernels.repacking import empty_panels
-from corolla.kernels.triton import expert_launches, launches
+from corolla.kernels.triton import expert_launches, launches, packed_code
+from corolla.kernels.triton.device_code import add_rms_norm
 from corolla.kernels.triton.packed_launches import expand_packed, usual_tile
+from corolla.kernels.triton.variants import Variant, described, variant
 from corolla.models import linear, span_model
 from corolla.models.adapters.loading import load_adapter
 from corolla.models.adapters.products import SpanAdapter
@@ -53,16 +56,24 @@ class Keys:
         self._launch = launch
         self._backend = make_backend(GPUTarget("cuda", 90, 32))
         self._binders: dict[str, Any] = {}
+        self._kinds: dict[tuple[Variant, Any], str] = {}
 
-    def __call__(self, kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
+    def key(self, kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
+        """Triton's key of a launch, by Triton's own function."""
         name = kernel.__name__
         if name not in self._binders:
             real = JITFunction(kernel.fn, **kernel.kwargs)
             self._binders[name] = create_function_from_signature(real.signature, real.params, self._backend)
         _, specialization, others = self._binders[name](*arguments, **options)
-        self.found.add((name, f"{specialization} {sorted(others.items())}"))
+        return f"{specialization} {sorted(others.items())}"
+
+    def __call__(self, of: Variant, grid: Any, *arguments: Any) -> None:
+        kernel, key = of.kernel, self.key(of.kernel, arguments, of.options)
+        self.found.add((kernel.__name__, key))
+        kind, _ = described(0, arguments)
+        assert kind is None or self._kinds.setdefault((of, kind), key) == key
         if self.runs:
-            self._launch(kernel, grid, *arguments, **options)
+            self._launch(of, grid, *arguments)
         for output in OUTPUTS if not self.runs else ():
             if output in kernel.arg_names:
                 arguments[kernel.arg_names.index(output)].zero_()
@@ -145,3 +156,28 @@ def test_packed_products_of_every_size_are_compiled_at_start(
         expand_packed(layout, ids[1 : 1 + size], layer.panels, torch.float16)
     assert keys.found - known == set()
     assert {name for name, _ in known} == {"multiply_packed", "expand_packed"}
+
+
+NUMBERS = [0, 1, 2, 15, 16, 17, 32, -1, -16, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**63, True, False, 1.0, 16.0]
+
+
+def test_launches_of_one_kind_have_one_key_in_triton(keys: Keys) -> None:
+    whole = torch.zeros(64, dtype=torch.uint8)
+    tensors = [whole, whole[16:], whole[8:], whole[1:], whole.float(), whole.float()[1:], whole.int(), None]
+    kinds: dict[Any, set[str]] = {}
+    for kernel, count, names in (
+        (add_rms_norm, 8, ("HAS_DELTA", "HAS_MULTIPLIER", "NORM", "BLOCK")),
+        # Triton does not look at addresses or values of two parameters.
+        (packed_code.expand_packed, 7, ("layout", "COUNT", "ROWS")),
+    ):
+        of = variant(kernel, **dict.fromkeys(names, 1), num_warps=4)
+        plain = [whole] * count
+        for place in range(count):
+            for each in (*tensors, *NUMBERS):
+                arguments = (*plain[:place], each, *plain[place + 1 :])
+                kind, _ = described(0, arguments)
+                if kind is not None:
+                    kinds.setdefault((of, kind), set()).add(keys.key(kernel, arguments, of.options))
+    assert {len(found) for found in kinds.values()} == {1}
+    # Each dtype, a float, None, and three kinds of whole numbers, at each place.
+    assert len(kinds) == 2 + (8 + 7) * 7

@@ -48,21 +48,23 @@ def test_kernels_are_compiled_for_architectures_that_are_not_here(tmp_path: Path
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.cubin")} == binaries
 
 
-def printed(module: str, cache: Path) -> list[str]:
+def printed(cache: Path, *module: str) -> list[str]:
     """The lines that a module prints, which compiles kernels."""
     compiling = {**environment(), "TRITON_CACHE_DIR": str(cache)}
     del compiling["TRITON_INTERPRET"]
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.triton_kernels.{module}"],
-        env=compiling, cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = subprocess.run([sys.executable, "-m", *module], env=compiling, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
     return done.stdout.splitlines()
+
+
+def test_a_repeated_launch_gives_the_device_what_triton_gives_it(tmp_path: Path) -> None:
+    module = ("pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "tests/triton_kernels/repeated_launches.py")
+    assert "4 passed" in printed(tmp_path, *module)[-1]
 
 
 def test_kernels_fit_into_the_smallest_gpu(tmp_path: Path) -> None:
     """A kernel that asks for more shared memory is not launched; one that spills its sums is many times slower."""
-    found = [line.split() for line in printed("resources", tmp_path)]
+    found = [line.split() for line in printed(tmp_path, "tests.triton_kernels.resources")]
     assert {name for name, *_ in found} == {
         "attend_chunks", "attend_pages", "merge_pages", "multiply", "multiply_packed", "multiply_packed_experts"
     }  # fmt: skip
@@ -72,7 +74,7 @@ def test_kernels_fit_into_the_smallest_gpu(tmp_path: Path) -> None:
 
 def test_a_product_with_packed_weights_takes_columns_as_one_with_expanded_weights_does(tmp_path: Path) -> None:
     """And each thread unpacks the weights that its own instructions take, in every layout."""
-    found = dict(line.split(": ") for line in printed("instruction_columns", tmp_path))
+    found = dict(line.split(": ") for line in printed(tmp_path, "tests.triton_kernels.instruction_columns"))
     assert {found.pop(codec) for codec in CODECS} == {"2"}
     assert found.keys() >= {"Q4_0", "Q8_0", "Q6_K", "E4M3 of 128, float32"}
     assert set(found.values()) == {"2 0"}

@@ -11,6 +11,7 @@ from corolla.kernels.layouts import Layout
 from corolla.kernels.triton import expert_code, packed_launches
 from corolla.kernels.triton.launches import launch, power_of_two, precision, tile_of
 from corolla.kernels.triton.packed_launches import PanelViews, units_of_round
+from corolla.kernels.triton.variants import variant
 
 # Pairs that a program of `group_pairs` looks at together.
 _PAIRS_BLOCK: Final = 1024
@@ -52,16 +53,20 @@ def choose_experts(
     num_pairs = num_tokens * routing.num_chosen
     ids = torch.empty(num_pairs, dtype=torch.int32, device=logits.device)
     weights = torch.empty(num_tokens, routing.num_chosen, dtype=dtype, device=logits.device)
-    launch(
-        expert_code.choose_experts, (num_tokens,), logits, logits if correction is None else correction, ids, weights,
-        routing.epsilon, routing.scaling, NUM_EXPERTS=num_experts, BLOCK=power_of_two(num_experts),
+    choice = variant(
+        expert_code.choose_experts, NUM_EXPERTS=num_experts, BLOCK=power_of_two(num_experts),
         NUM_CHOSEN=routing.num_chosen, CHOSEN_BLOCK=power_of_two(routing.num_chosen), SCORE=routing.score,
         HAS_CORRECTION=correction is not None, NORMALISES=routing.normalises, NUM_GROUPS=routing.num_groups,
         NUM_CHOSEN_GROUPS=routing.num_chosen_groups, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
+    launch(
+        choice, (num_tokens,), logits, logits if correction is None else correction, ids, weights, routing.epsilon,
+        routing.scaling,
+    )  # fmt: skip
     pairs = torch.empty_like(ids)
     firsts = torch.empty(num_experts + 1, dtype=torch.int32, device=logits.device)
-    launch(expert_code.group_pairs, (num_experts + 1,), ids, pairs, firsts, num_pairs, BLOCK=_PAIRS_BLOCK, num_warps=4)
+    grouping = variant(expert_code.group_pairs, BLOCK=_PAIRS_BLOCK, num_warps=4)
+    launch(grouping, (num_experts + 1,), ids, pairs, firsts, num_pairs)
     return ChosenExperts(weights, pairs, firsts)
 
 
@@ -82,13 +87,15 @@ def multiply_experts(rows: Tensor, weights: Tensor, chosen: ChosenExperts, bias:
     out = rows.new_empty(num_pairs, num_outputs)
     tile = tile_of(-(-num_pairs // num_experts), num_inputs, rows.dtype, rows.device)
     num_tiles = _num_tiles(chosen, tile.height)
-    launch(
-        expert_code.multiply_experts, (num_tiles * -(-num_outputs // tile.width),),
-        rows, weights, bias, out, chosen.pairs, chosen.firsts, num_tiles, num_outputs, num_inputs,
-        NUM_EXPERTS=num_experts, TRANSPOSED=weights.stride(2) != 1,
+    product = variant(
+        expert_code.multiply_experts, NUM_EXPERTS=num_experts, TRANSPOSED=weights.stride(2) != 1,
         EXPERT_BLOCK=power_of_two(num_experts), NUM_SHARING=num_pairs // len(rows), BM=tile.height, BN=tile.width,
         BK=tile.depth, GM=8, EVEN_K=num_inputs % tile.depth == 0, PRECISION=precision(rows.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    launch(
+        product, (num_tiles * -(-num_outputs // tile.width),),
+        rows, weights, bias, out, chosen.pairs, chosen.firsts, num_tiles, num_outputs, num_inputs,
     )  # fmt: skip
     return out
 
@@ -118,14 +125,17 @@ def multiply_packed_experts(
     # A single token's experts are as many outputs together; one tile for all calls of few rows is compiled once.
     num_together = num_outputs * chosen.weights.shape[1]
     tile = packed_launches.tile_of(-(-num_pairs // num_experts), num_together, rows.dtype)
+    product = variant(
+        expert_code.multiply_packed_experts, layout=layout, NUM_EXPERTS=num_experts,
+        EXPERT_BLOCK=power_of_two(num_experts), NUM_SHARING=num_pairs // len(rows),
+        COUNT=units_of_round(num_blocks * layout.units, tile.units), HEIGHT=tile.height, WIDTH=tile.width, GROUP=8,
+        PRECISION=precision(rows.dtype), num_warps=tile.warps, num_stages=3, enable_fp_fusion=False,
+    )  # fmt: skip
+    num_tiles = _num_tiles(chosen, tile.height)
     launch(
-        expert_code.multiply_packed_experts, (_num_tiles(chosen, tile.height) * -(-num_outputs // tile.width),),
-        rows.contiguous(), views.words, views.scales, views.turns, out, chosen.pairs, chosen.firsts,
-        _num_tiles(chosen, tile.height), num_outputs, num_panels // num_experts, num_blocks,
-        layout=layout, NUM_EXPERTS=num_experts, EXPERT_BLOCK=power_of_two(num_experts),
-        NUM_SHARING=num_pairs // len(rows), COUNT=units_of_round(num_blocks * layout.units, tile.units),
-        HEIGHT=tile.height, WIDTH=tile.width, GROUP=8, PRECISION=precision(rows.dtype),
-        num_warps=tile.warps, num_stages=3, enable_fp_fusion=False,
+        product, (num_tiles * -(-num_outputs // tile.width),),
+        rows.contiguous(), views.words, views.scales, views.turns, out, chosen.pairs, chosen.firsts, num_tiles,
+        num_outputs, num_panels // num_experts, num_blocks,
     )  # fmt: skip
     return out
 
@@ -155,10 +165,12 @@ def add_experts(
     width = results.shape[-1]
     out = results.new_empty(num_tokens, width)
     block = min(_SUM_BLOCK, power_of_two(width))
+    addition = variant(
+        expert_code.add_experts, NUM_CHOSEN=num_chosen, HAS_SHARED=shared is not None, HAS_GATE=shared_gate is not None,
+        BLOCK=block, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
     launch(
-        expert_code.add_experts, (num_tokens, -(-width // block)), results, chosen.weights,
-        results if shared is None else shared, results if shared_gate is None else shared_gate, out, width,
-        NUM_CHOSEN=num_chosen, HAS_SHARED=shared is not None, HAS_GATE=shared_gate is not None, BLOCK=block,
-        num_warps=4, enable_fp_fusion=False,
+        addition, (num_tokens, -(-width // block)), results, chosen.weights, results if shared is None else shared,
+        results if shared_gate is None else shared_gate, out, width,
     )  # fmt: skip
     return out

@@ -7,7 +7,7 @@ int64; other tensors have the model's dtype: bfloat16, float16 or float32.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,7 @@ from torch import Tensor
 from corolla.kernels.page_tables import PageTables
 from corolla.kernels.triton import device_code
 from corolla.kernels.triton.compilation import SHARED_MEMORY, current
-
-Grid = tuple[int, ...]
+from corolla.kernels.triton.variants import Grid, Variant, variant
 
 ACTIVATIONS: Final = ("silu", "gelu_tanh", "gelu", "relu2")
 """The activations of `gate`: x times its logistic function; GELU by the hyperbolic tangent or the error function; the
@@ -50,6 +49,8 @@ _LEAST_LONG_STEPS: Final = 3
 # Numbers of a head that a program of `merge_pages` merges. With one for each thread of its only warp, the threads take
 # the factors of pages from each other's registers.
 _MERGED_COLUMNS: Final = 32
+# Columns of a row that a program of `gate` computes.
+_COLUMNS_OF_GATE: Final = 1024
 # Tokens of a row that a program of `keep_nucleus` looks at together.
 _NUCLEUS_BLOCK: Final = 4096
 
@@ -74,12 +75,18 @@ class HeadNorms:
     kind: str = "rounded"
 
 
-def launch(kernel: Any, grid: Grid, *arguments: Any, **options: Any) -> None:
-    """Launches a kernel, or only compiles it within `compilation.compiling`; all launches come through here."""
+def launch(of: Variant, grid: Grid, *arguments: Any) -> None:
+    """Launches a kernel, or only compiles it within `compilation.compiling`; all launches come through here.
+
+    Args:
+        of: the kernel with its constants.
+        grid: one to three sizes.
+        arguments: see `Variant.launch`.
+    """
     if (compilation := current.get()) is not None:
-        compilation.compile(kernel, grid, arguments, options)
+        compilation.compile(of.kernel, grid, arguments, of.options)
     else:
-        kernel[grid](*arguments, **options)
+        of.launch(grid, arguments)
 
 
 def stages_within(most: int, bytes_of_stage: int, device: torch.device) -> int:
@@ -87,20 +94,22 @@ def stages_within(most: int, bytes_of_stage: int, device: torch.device) -> int:
 
     The number changes no bit of a result.
     """
-    return max(1, min(most, _shared_memory(device) // bytes_of_stage))
+    return _stages(most, bytes_of_stage, _shared_memory(device))
+
+
+def _stages(most: int, bytes_of_stage: int, shared_memory: int) -> int:
+    return max(1, min(most, shared_memory // bytes_of_stage))
 
 
 def _shared_memory(device: torch.device) -> int:
-    if (compilation := current.get()) is not None:
-        return SHARED_MEMORY[compilation.arch]
-    if device.type != "cuda":
-        return max(SHARED_MEMORY.values())
-    return _shared_memory_of(device.index or 0)
+    return _shared_memory_of(device) if (compilation := current.get()) is None else SHARED_MEMORY[compilation.arch]
 
 
 @functools.cache
-def _shared_memory_of(index: int) -> int:
-    major, minor = torch.cuda.get_device_capability(index)
+def _shared_memory_of(device: torch.device) -> int:
+    if device.type != "cuda":
+        return max(SHARED_MEMORY.values())
+    major, minor = torch.cuda.get_device_capability(device)
     return SHARED_MEMORY.get(10 * major + minor, min(SHARED_MEMORY.values()))
 
 
@@ -139,20 +148,24 @@ def add_norm(
         The normalised sum, and the sum, `[N, H]` each.
     """
     out, total = torch.empty_like(x), (x if delta is None else torch.empty_like(x))
-    width = x.shape[-1]
+    num_rows, width = x.shape
+    norm = _norm(kind, width, delta is not None, multiplier != 1.0, bias is not None)
+    biases = (weight if bias is None else bias,) if kind == "centred" else ()
+    arguments = (x, x if delta is None else delta, weight, *biases, out, total, epsilon, multiplier, width)
+    launch(norm, (num_rows,), *arguments)
+    return out, total
+
+
+@functools.cache
+def _norm(kind: str, width: int, has_delta: bool, has_multiplier: bool, has_bias: bool) -> Variant:
     block = power_of_two(width)
-    parts = (x, x if delta is None else delta, weight)
-    numbers = (out, total, epsilon, multiplier, width)
     options: dict[str, Any] = {
-        "HAS_DELTA": delta is not None, "HAS_MULTIPLIER": multiplier != 1.0, "BLOCK": block,
+        "HAS_DELTA": has_delta, "HAS_MULTIPLIER": has_multiplier, "BLOCK": block,
         "num_warps": min(16, max(4, block // 512)), **_EXACT,
     }  # fmt: skip
     if kind == "centred":
-        own = weight if bias is None else bias
-        launch(device_code.add_layer_norm, (x.shape[0],), *parts, own, *numbers, HAS_BIAS=bias is not None, **options)
-    else:
-        launch(device_code.add_rms_norm, (x.shape[0],), *parts, *numbers, NORM=kind, **options)
-    return out, total
+        return variant(device_code.add_layer_norm, HAS_BIAS=has_bias, **options)
+    return variant(device_code.add_rms_norm, NORM=kind, **options)
 
 
 def gate(gate_up: Tensor, activation: str, up: Tensor | None = None) -> Tensor:
@@ -185,12 +198,19 @@ def activate(rows: Tensor, activation: str) -> Tensor:
 
 def _activated(rows: Tensor, ups: Tensor, width: int, activation: str, *, gates: bool) -> Tensor:
     out = rows.new_empty(rows.shape[0], width)
-    block = min(1024, power_of_two(width))
-    launch(
-        device_code.gate, (rows.shape[0], -(-width // block)), rows, ups, out, rows.shape[-1], width,
-        ACTIVATION=activation, GATES=gates, BLOCK=block, num_warps=4, **_EXACT,
-    )  # fmt: skip
+    block = _columns_of_gate(width)
+    grid = (rows.shape[0], -(-width // block))
+    launch(_gate(activation, gates, block), grid, rows, ups, out, rows.shape[-1], width)
     return out
+
+
+@functools.cache
+def _gate(activation: str, gates: bool, block: int) -> Variant:
+    return variant(device_code.gate, ACTIVATION=activation, GATES=gates, BLOCK=block, num_warps=4, **_EXACT)
+
+
+def _columns_of_gate(width: int) -> int:
+    return min(_COLUMNS_OF_GATE, power_of_two(width))
 
 
 def gate_neighbours(rows: Tensor, alpha: float, limit: float) -> Tensor:
@@ -206,11 +226,9 @@ def gate_neighbours(rows: Tensor, alpha: float, limit: float) -> Tensor:
     """
     width = rows.shape[-1] // 2
     out = rows.new_empty(rows.shape[0], width)
-    block = min(1024, power_of_two(width))
-    launch(
-        device_code.gate_neighbours, (rows.shape[0], -(-width // block)), rows, out, width, alpha, limit, BLOCK=block,
-        num_warps=4, **_EXACT,
-    )  # fmt: skip
+    block = _columns_of_gate(width)
+    gating = variant(device_code.gate_neighbours, BLOCK=block, num_warps=4, **_EXACT)
+    launch(gating, (rows.shape[0], -(-width // block)), rows, out, width, alpha, limit)
     return out
 
 
@@ -253,23 +271,36 @@ def rotate_and_store(
         norms = None
     weights = (qkv, qkv) if norms is None else (norms.query_weight, norms.key_weight)
     epsilons = (0.0, 0.0) if norms is None else (norms.query_epsilon, norms.key_epsilon)
+    rotary, norm = 0 if table is None else table.shape[-1], "" if norms is None else norms.kind
     launch(
-        device_code.rotate_and_store, (qkv.shape[0], num_heads + 2 * num_key_heads),
+        _rotation(num_heads, num_key_heads, head, rotary, in_pairs, norm, codec or "", stored),
+        (qkv.shape[0], num_heads + 2 * num_key_heads),
         qkv, qkv if table is None else table, positions, slots, query, keys, values, *weights, *epsilons,
-        NUM_HEADS=num_heads, NUM_KEY_HEADS=num_key_heads, HEAD=head, BLOCK=power_of_two(head),
-        ROTARY=0 if table is None else table.shape[-1], IN_PAIRS=in_pairs, NORM="" if norms is None else norms.kind,
-        CODEC=codec or "", STORED=stored, num_warps=1, **_EXACT,
     )  # fmt: skip
     return query
+
+
+@functools.cache
+def _rotation(
+    num_heads: int, num_key_heads: int, head: int, rotary: int, in_pairs: bool, norm: str, codec: str, stored: int
+) -> Variant:
+    return variant(
+        device_code.rotate_and_store, NUM_HEADS=num_heads, NUM_KEY_HEADS=num_key_heads, HEAD=head,
+        BLOCK=power_of_two(head), ROTARY=rotary, IN_PAIRS=in_pairs, NORM=norm, CODEC=codec, STORED=stored, num_warps=1,
+        **_EXACT,
+    )  # fmt: skip
 
 
 def _norm_projections(qkv: Tensor, norms: HeadNorms) -> None:
     sizes = len(norms.query_weight), len(norms.key_weight)
     blocks = [power_of_two(size) for size in sizes]
+    norm = variant(
+        device_code.norm_projections, QUERY=sizes[0], QUERY_BLOCK=blocks[0], KEY=sizes[1], KEY_BLOCK=blocks[1],
+        NORM=norms.kind, num_warps=min(16, max(4, max(blocks) // 512)), **_EXACT,
+    )  # fmt: skip
     launch(
-        device_code.norm_projections, (qkv.shape[0], 2), qkv, norms.query_weight, norms.key_weight,
-        norms.query_epsilon, norms.key_epsilon, qkv.shape[1], QUERY=sizes[0], QUERY_BLOCK=blocks[0], KEY=sizes[1],
-        KEY_BLOCK=blocks[1], NORM=norms.kind, num_warps=min(16, max(4, max(blocks) // 512)), **_EXACT,
+        norm, (qkv.shape[0], 2), qkv, norms.query_weight, norms.key_weight, norms.query_epsilon, norms.key_epsilon,
+        qkv.shape[1],
     )  # fmt: skip
 
 
@@ -307,52 +338,115 @@ def attend(
     Returns:
         `[N, heads, head_dim]`.
     """
-    num_heads, head = query.shape[1:]
     num_rows, width = tables.pages.shape
+    _, num_heads, head = query.shape
     _, num_key_heads, stored = keys.shape
-    group = num_heads // num_key_heads
+    heads = _Heads(
+        num_heads, head, num_key_heads, stored, query.dtype, codec or "", tables.page_tokens, window is not None,
+        softcap is not None, _shared_memory(query.device),
+    )  # fmt: skip
     out = torch.empty_like(query)
     scale = scaling * (1.0 if softcap is not None else _LOG2E)
-    numbers = (scale, window or 0, softcap or 0.0, tables.pages.stride(0))
-    page = tables.page_tokens
-    block = min(_KEYS_OF_BLOCK, max(_LEAST_SIDE, power_of_two(page)))
-    shape: dict[str, Any] = {
-        "NUM_HEADS": num_heads, "NUM_KEY_HEADS": num_key_heads, "HEAD": head,
-        "HEAD_BLOCK": max(_LEAST_SIDE, power_of_two(head)), "GROUP": group, "BLOCK": block, "PAGE": page,
-        "HAS_WINDOW": window is not None, "HAS_SOFTCAP": softcap is not None, "PRECISION": precision(query.dtype),
-        "CODEC": codec or "", "STORED": stored,
-    }  # fmt: skip
-    # A step of the loops loads keys and values.
-    bytes_of_stage = 2 * block * shape["HEAD_BLOCK"] * query.element_size()
-    lanes, warps = _CHUNK_TILE if shape["HEAD_BLOCK"] <= _LARGE_HEAD else _CHUNK_TILE_OF_LARGE_HEADS
-    if query.dtype == torch.float32:
-        lanes, warps = _CHUNK_TILE_OF_FLOAT32
+    numbers = (scale, window or 0, softcap or 0.0, width)
     if tables.max_queries == 1:
         splits = max(1, min(width, _PROGRAMS // (num_rows * num_key_heads)))
         parts = torch.empty(tables.num_pages, num_heads, head, dtype=torch.float32, device=query.device)
         sums, maxima = (torch.empty(tables.num_pages, num_heads, device=query.device) for _ in range(2))
+        attending, merging = _attention_of_tokens(heads)
         launch(
-            device_code.attend_pages, (splits, num_key_heads, num_rows),
-            query, keys, values, sinks, parts, sums, maxima, tables.pages, tables.num_keys, tables.first_pages,
-            *numbers, splits, ROWS=max(_LEAST_SIDE, power_of_two(group)), **shape,
-            num_warps=warps if query.dtype == torch.float32 else _CHUNK_TILE[1],
-            num_stages=stages_within(3, bytes_of_stage, query.device), **_EXACT,
+            attending, (splits, num_key_heads, num_rows), query, keys, values, sinks, parts, sums, maxima, tables.pages,
+            tables.num_keys, tables.first_pages, *numbers, splits,
         )  # fmt: skip
         launch(
-            device_code.merge_pages, (num_heads, num_rows, -(-head // _MERGED_COLUMNS)), parts, sums, maxima, out,
-            tables.num_keys, tables.first_pages, NUM_HEADS=num_heads, HEAD=head, COLUMNS=_MERGED_COLUMNS, PAGE=page,
-            num_warps=1, **_EXACT,
+            merging, (num_heads, num_rows, -(-head // _MERGED_COLUMNS)), parts, sums, maxima, out,
+            tables.num_keys, tables.first_pages,
         )  # fmt: skip
         return out
-    group_block = power_of_two(group)
-    tokens = max(1, lanes // group_block)
+    tokens, attending = _attention_of_chunks(heads)
     launch(
-        device_code.attend_chunks, (-(-tables.max_queries // tokens), num_key_heads, num_rows),
-        query, keys, values, sinks, out, tables.pages, tables.first_queries, tables.num_keys, *numbers,
-        TOKENS=tokens, GROUP_BLOCK=group_block, **shape, num_warps=warps,
-        num_stages=stages_within(2, bytes_of_stage, query.device), **_EXACT,
+        attending, (-(-tables.max_queries // tokens), num_key_heads, num_rows), query, keys, values, sinks, out,
+        tables.pages, tables.first_queries, tables.num_keys, *numbers,
     )  # fmt: skip
     return out
+
+
+class _Heads(NamedTuple):
+    """What the constants of attention depend on; see `attend`.
+
+    Attributes:
+        shared_memory: how many bytes of shared memory a program may take.
+    """
+
+    num_heads: int
+    size: int
+    num_key_heads: int
+    stored: int
+    dtype: torch.dtype
+    codec: str
+    page_tokens: int
+    has_window: bool
+    has_softcap: bool
+    shared_memory: int
+
+    @property
+    def block(self) -> int:
+        """How many keys are loaded together."""
+        return min(_KEYS_OF_BLOCK, max(_LEAST_SIDE, power_of_two(self.page_tokens)))
+
+    @property
+    def head_block(self) -> int:
+        return max(_LEAST_SIDE, power_of_two(self.size))
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_key_heads
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {
+            "NUM_HEADS": self.num_heads, "NUM_KEY_HEADS": self.num_key_heads, "HEAD": self.size,
+            "HEAD_BLOCK": self.head_block, "GROUP": self.group, "BLOCK": self.block, "PAGE": self.page_tokens,
+            "HAS_WINDOW": self.has_window, "HAS_SOFTCAP": self.has_softcap, "PRECISION": precision(self.dtype),
+            "CODEC": self.codec, "STORED": self.stored, **_EXACT,
+        }  # fmt: skip
+
+    def stages(self, most: int) -> int:
+        # A step of the loops loads keys and values.
+        return _stages(most, 2 * self.block * self.head_block * self.dtype.itemsize, self.shared_memory)
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows of a chunk's tile, and warps."""
+        if self.dtype == torch.float32:
+            return _CHUNK_TILE_OF_FLOAT32
+        return _CHUNK_TILE if self.head_block <= _LARGE_HEAD else _CHUNK_TILE_OF_LARGE_HEADS
+
+
+@functools.cache
+def _attention_of_tokens(heads: _Heads) -> tuple[Variant, Variant]:
+    """What attends to each page, and what merges the pages."""
+    attending = variant(
+        device_code.attend_pages, ROWS=max(_LEAST_SIDE, power_of_two(heads.group)), **heads.constants,
+        num_warps=heads.tile[1] if heads.dtype == torch.float32 else _CHUNK_TILE[1], num_stages=heads.stages(3),
+    )  # fmt: skip
+    merging = variant(
+        device_code.merge_pages, NUM_HEADS=heads.num_heads, HEAD=heads.size, COLUMNS=_MERGED_COLUMNS,
+        PAGE=heads.page_tokens, num_warps=1, **_EXACT,
+    )  # fmt: skip
+    return attending, merging
+
+
+@functools.cache
+def _attention_of_chunks(heads: _Heads) -> tuple[int, Variant]:
+    """How many tokens a tile has, and what attends."""
+    group_block = power_of_two(heads.group)
+    lanes, warps = heads.tile
+    tokens = max(1, lanes // group_block)
+    attending = variant(
+        device_code.attend_chunks, TOKENS=tokens, GROUP_BLOCK=group_block, **heads.constants, num_warps=warps,
+        num_stages=heads.stages(2),
+    )  # fmt: skip
+    return tokens, attending
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,12 +495,14 @@ def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     num_outputs = weight.shape[0]
     out = rows.new_empty(num_rows, num_outputs)
     tile = tile_of(num_rows, num_inputs, rows.dtype, rows.device)
-    launch(
-        device_code.multiply, (-(-num_rows // tile.height) * -(-num_outputs // tile.width),),
-        rows, weight, out, out if bias is None else bias, num_rows, num_outputs, num_inputs,
-        BM=tile.height, BN=tile.width, BK=tile.depth, GM=8, HAS_BIAS=bias is not None,
+    product = variant(
+        device_code.multiply, BM=tile.height, BN=tile.width, BK=tile.depth, GM=8, HAS_BIAS=bias is not None,
         EVEN_K=num_inputs % tile.depth == 0, PRECISION=precision(rows.dtype), num_warps=tile.warps,
         num_stages=tile.stages,
+    )  # fmt: skip
+    launch(
+        product, (-(-num_rows // tile.height) * -(-num_outputs // tile.width),),
+        rows, weight, out, out if bias is None else bias, num_rows, num_outputs, num_inputs,
     )  # fmt: skip
     return out
 
@@ -426,10 +522,9 @@ def keep_nucleus(scores: Tensor, probabilities: Tensor, shares: Tensor, bits: in
         float32 `[R, V]`: the scores, with minus Inf for excluded tokens.
     """
     out = torch.empty_like(scores)
-    launch(
-        device_code.keep_nucleus, (scores.shape[0],), scores, probabilities, shares, out, scores.shape[1], BITS=bits,
-        BLOCK=min(_NUCLEUS_BLOCK, power_of_two(scores.shape[1])), num_warps=16, **_EXACT,
-    )  # fmt: skip
+    block = min(_NUCLEUS_BLOCK, power_of_two(scores.shape[1]))
+    nucleus = variant(device_code.keep_nucleus, BITS=bits, BLOCK=block, num_warps=16, **_EXACT)
+    launch(nucleus, (scores.shape[0],), scores, probabilities, shares, out, scores.shape[1])
     return out
 
 

@@ -1,12 +1,13 @@
 """Runs the kernels for adapters' low-rank products on tensors, which are contiguous and on one device."""
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from corolla.kernels.triton import launches, low_rank_code
 from corolla.kernels.triton.launches import precision
+from corolla.kernels.triton.variants import variant
 
 TILE_TOKENS: Final = 16
 """The most tokens of a tile."""
@@ -40,15 +41,12 @@ def add_low_rank(
     stored = -(-most_rank // _RANKS) * _RANKS
     inner = torch.empty(num_linears, splits, num_tokens, stored, dtype=torch.float32, device=rows.device)
     numbers = (num_tokens, stored, first_linear, table.shape[1])
-    options = {
+    options: dict[str, Any] = {
         "SPLITS": splits, "HEIGHT": TILE_TOKENS, "RANKS": _RANKS,
         "PRECISION": precision(rows.dtype), "num_warps": 4, "enable_fp_fusion": False,
     }  # fmt: skip
-    launches.launch(
-        low_rank_code.shrink, (len(tiles), splits, num_linears), rows, tiles, table, inner, *numbers, WIDTH=width,
-        BLOCK=_COLUMNS, **options,
-    )  # fmt: skip
-    launches.launch(
-        low_rank_code.expand, (len(tiles), -(-output.shape[1] // _OUTPUTS), num_linears), inner, tiles, table, output,
-        *numbers, WIDTH=output.shape[1], BLOCK=_OUTPUTS, **options,
-    )  # fmt: skip
+    shrinking = variant(low_rank_code.shrink, WIDTH=width, BLOCK=_COLUMNS, **options)
+    expanding = variant(low_rank_code.expand, WIDTH=output.shape[1], BLOCK=_OUTPUTS, **options)
+    launches.launch(shrinking, (len(tiles), splits, num_linears), rows, tiles, table, inner, *numbers)
+    grid = (len(tiles), -(-output.shape[1] // _OUTPUTS), num_linears)
+    launches.launch(expanding, grid, inner, tiles, table, output, *numbers)

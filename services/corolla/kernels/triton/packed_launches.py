@@ -10,6 +10,7 @@ from torch import Tensor
 from corolla.kernels.layouts import UNIT, Layout, Scale
 from corolla.kernels.triton import launches, packed_code
 from corolla.kernels.triton.launches import precision
+from corolla.kernels.triton.variants import variant
 
 SCALES: Final = {Scale.FLOAT16: torch.float16, Scale.BFLOAT16: torch.bfloat16, Scale.FLOAT32: torch.float32}
 """The dtypes of scales."""
@@ -81,13 +82,14 @@ def multiply_packed(
     if not num_rows:
         return out
     tile = tile_of(num_rows, num_outputs, rows.dtype, tile)
+    product = variant(
+        packed_code.multiply_packed, layout=layout, HAS_BIAS=bias is not None,
+        COUNT=units_of_round(num_blocks * layout.units, tile.units), HEIGHT=tile.height, WIDTH=tile.width, GROUP=8,
+        PRECISION=precision(rows.dtype), num_warps=tile.warps, num_stages=3, enable_fp_fusion=False,
+    )  # fmt: skip
     launches.launch(
-        packed_code.multiply_packed, (-(-num_rows // tile.height) * -(-num_outputs // tile.width),),
-        rows, views.words, views.scales, views.turns, out if bias is None else bias, out,
-        num_rows, num_outputs, num_blocks,
-        layout=layout, HAS_BIAS=bias is not None, COUNT=units_of_round(num_blocks * layout.units, tile.units),
-        HEIGHT=tile.height, WIDTH=tile.width, GROUP=8, PRECISION=precision(rows.dtype),
-        num_warps=tile.warps, num_stages=3, enable_fp_fusion=False,
+        product, (-(-num_rows // tile.height) * -(-num_outputs // tile.width),), rows, views.words, views.scales,
+        views.turns, out if bias is None else bias, out, num_rows, num_outputs, num_blocks,
     )  # fmt: skip
     return out
 
@@ -109,10 +111,13 @@ def expand_packed(layout: Layout, row_ids: Tensor, panels: Tensor, dtype: torch.
     rows = torch.empty(len(row_ids), num_blocks * layout.block_weights, dtype=dtype, device=panels.device)
     if len(row_ids):
         count, views = units_of_round(num_units, _EXPANDED_UNITS), PanelViews.of(panels, layout)
+        expansion = variant(
+            packed_code.expand_packed, layout=layout, COUNT=count, ROWS=_EXPANDED_ROWS, num_warps=4,
+            enable_fp_fusion=False,
+        )  # fmt: skip
         launches.launch(
-            packed_code.expand_packed, (-(-len(row_ids) // _EXPANDED_ROWS), num_units // count),
-            row_ids, views.words, views.scales, views.turns, rows, len(row_ids), num_blocks, layout=layout, COUNT=count,
-            ROWS=_EXPANDED_ROWS, num_warps=4, enable_fp_fusion=False,
+            expansion, (-(-len(row_ids) // _EXPANDED_ROWS), num_units // count), row_ids, views.words, views.scales,
+            views.turns, rows, len(row_ids), num_blocks,
         )  # fmt: skip
     return rows
 
