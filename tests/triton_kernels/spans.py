@@ -10,6 +10,7 @@ import torch
 from corolla.cache.codecs import CODECS
 from corolla.cache.store import SessionCache
 from corolla.compute import graph_choice
+from corolla.compute.attention import paged_triton
 from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.kernels.triton import launches
 from corolla.kernels.triton.packed_launches import multiply_packed
@@ -297,3 +298,44 @@ def test_replayed_steps_have_the_bits_of_prompts(tmp_path: Path, case: tuple[str
             )  # fmt: skip
         assert torch.equal(found, torch.stack([outputs[position] for outputs in whole]))
     assert runner.decode_graphs.num_replays > num_replays + num_tokens - first - 1
+
+
+def test_short_rows_before_a_chunk_have_the_kernel_of_single_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    span = Span(0, 1)
+    runner = make_runner(make_checkpoint(tmp_path, "mistral"), span)
+    num_tokens = 2 * PAGE_TOKENS + 3
+    text = torch.randn(num_tokens, runner.model.hidden_size, generator=torch.Generator().manual_seed(0))
+    caches = [runner.new_cache() for _ in range(3)]
+    for cache in caches:
+        cache.allocate(num_tokens)
+    whole = runner.forward([RowWork(caches[0], 0, num_tokens)], text, span)
+    ranges = [(num_tokens - 1, num_tokens), (num_tokens - 4, num_tokens - 1), (1, 11)]
+    for cache, (begin, _) in zip(caches, ranges, strict=True):
+        runner.forward([RowWork(cache, 0, begin)], text[:begin], span)
+    launched: list[tuple[str, int]] = []
+
+    def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        if kernel.__name__ in ("attend_pages", "attend_chunks"):
+            launched.append((kernel.__name__, grid[-1]))
+        launch_it(kernel, grid, *arguments, **options)
+
+    launch_it = launches.launch
+    monkeypatch.setattr(launches, "launch", launch)
+
+    def run(order: Sequence[int]) -> list[tuple[str, int]]:
+        launched.clear()
+        rows = [RowWork(caches[each], ranges[each][0], ranges[each][1] - ranges[each][0]) for each in order]
+        parts = [slice(*ranges[each]) for each in order]
+        found = runner.forward(rows, torch.cat([text[part] for part in parts]), span)
+        assert torch.equal(found, torch.cat([whole[part] for part in parts]))
+        return list(launched)
+
+    assert run([0, 1, 2]) == [("attend_pages", 1 + 3), ("attend_chunks", 1)]
+    # Rows keep their order: one that follows a chunk is computed with it.
+    assert run([1, 2, 0]) == [("attend_pages", 3), ("attend_chunks", 2)]
+    assert run([2, 0]) == [("attend_chunks", 2)]
+    # The results of all pages of so many keys would take too much memory.
+    monkeypatch.setattr(paged_triton, "MOST_KEYS_OF_SHORT_ROWS", num_tokens)
+    assert run([0, 1, 2]) == [("attend_pages", 1), ("attend_chunks", 2)]

@@ -130,7 +130,8 @@ class DecodeBuffers:
             for group, pages in enumerate(self._pages)
         }
         slots = {group: columns[1 + 2 * group] for group in tables}
-        return AttentionBatch(self._store, (), backend, slots=slots, prepared=tables)
+        prepared = {group: (each,) for group, each in tables.items()}
+        return AttentionBatch(self._store, (), backend, slots=slots, prepared=prepared)
 
     def _num_pages(self, rows: Sequence[PackedRow]) -> int:
         """The most pages with keys that the rows and the padding have in a group of layers."""

@@ -108,7 +108,7 @@ def _run(span: FusedSpan, checkpoint: Checkpoint, dtype: torch.dtype, page_token
         for max_queries in (1, num_rows):
             tables = _tables(num_rows // max_queries, max_queries, page_tokens)
             batch = AttentionBatch(
-                store, (), backend, slots=dict.fromkeys(groups, positions), prepared=dict.fromkeys(groups, tables)
+                store, (), backend, slots=dict.fromkeys(groups, positions), prepared=dict.fromkeys(groups, (tables,))
             )
             blocks.forward(hidden, positions, 1, range(len(span.layers)), batch, adapters)
 

@@ -440,14 +440,13 @@ class _Trial:
         """Whether all cuts give every token the same bits."""
         half, last = self._page_tokens // 2 + 1, self._num_tokens - 2 * _AROUND_THE_END
         singles = [(start, start + 1) for start in range(max(last, 0), self._num_tokens)]
-        cuts = [
-            [(0, half), (half, self._num_tokens)],
-            [(0, max(last, 0)), *singles] if last > 0 else singles,
-        ]
-        return all(torch.equal(self._run(cut, company), self._whole) for cut in cuts for company in (False, True))
+        parts, tokens = [(0, half), (half, self._num_tokens)], [(0, max(last, 0)), *singles] if last > 0 else singles
+        # Next to a chunk, a single token has the kernel of single tokens, and a companion of two tokens has not.
+        runs = ((parts, 0), (parts, 1), (tokens, 0), (tokens, 2))
+        return all(torch.equal(self._run(cut, company), self._whole) for cut, company in runs)
 
-    def _run(self, cut: Sequence[tuple[int, int]], company: bool = False, by_modules: bool = False) -> Tensor:
-        """The text's outputs, `[T, H]`, computed chunk by chunk; `company`: another session runs along."""
+    def _run(self, cut: Sequence[tuple[int, int]], company: int = 0, by_modules: bool = False) -> Tensor:
+        """The text's outputs, `[T, H]`, computed chunk by chunk; another session runs along with `company` tokens."""
         count = 2 if company else 1
         num_pages = count * (-(-self._num_tokens // self._page_tokens))
         store = KVStore(num_pages, self._page_tokens, [self._window], codec=self._codec)
@@ -457,7 +456,7 @@ class _Trial:
         outputs: list[Tensor] = []
         for start, end in cut:
             # The companion is before the text, with another number of tokens.
-            parts = [(caches[-1], 0, min(2, self._num_tokens))] if company else []
+            parts = [(caches[-1], 0, min(company, self._num_tokens))] if company else []
             outputs.append(self._step(store, [*parts, (caches[0], start, end)], by_modules)[-(end - start) :])
         return torch.cat(outputs)
 

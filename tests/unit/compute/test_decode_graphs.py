@@ -118,7 +118,7 @@ def test_padding_reads_and_writes_the_scratch_page_alone(llama: Pair) -> None:
     llama.step([(session, 0, 9) for session in sessions])
     llama.decode(sessions)
     llama.decode(sessions[:3])
-    (tables,) = graphs.buffers.batch(4, llama.replaying.backend).prepared.values()
+    ((tables,),) = graphs.buffers.batch(4, llama.replaying.backend).prepared.values()
     assert tables.pages[3, 0] == store.scratch_page == store.pool.num_pages
     assert tables.num_keys.tolist() == [11, 11, 11, 1]
     held = {page for session in sessions for page in session.replayed.tables[0].pages}

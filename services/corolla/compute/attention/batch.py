@@ -105,7 +105,7 @@ class AttentionBatch:
     ) -> None:
         self.store = store
         self.rows = tuple(rows)
-        self._backend = backend
+        self.backend = backend
         self._slots: dict[int, Tensor] = dict(slots or {})
         self._extents: dict[tuple[int, int, int, int], tuple[tuple[int, int], ...]] = {}
         self._biases: dict[tuple[int, int, int, int, int], Tensor | None] = {}
@@ -129,7 +129,7 @@ class AttentionBatch:
         Returns:
             `[N, heads, value head size]` in the query's dtype, on its device.
         """
-        return self._backend.attend(self, LayerInput(layer, query, key, value, scaling, window, softcap, sinks))
+        return self.backend.attend(self, LayerInput(layer, query, key, value, scaling, window, softcap, sinks))
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Stores the new tokens of all rows.

@@ -1,7 +1,7 @@
 """Backends that find keys by page tables, and the tables of a batch."""
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
@@ -21,14 +21,23 @@ class PagedBackend:
         """See `AttentionBatch.attend`."""
         raise NotImplementedError
 
+    def parts(self, rows: Sequence[PackedRow]) -> Sequence[Sequence[PackedRow]]:
+        """The rows in the parts that have page tables of their own, in order; no part is empty.
 
-def tables_of(batch: AttentionBatch, layer: int, device: torch.device) -> PageTables:
-    """The tables of a batch for a layer; all layers of a group share them."""
+        Several consecutive rows of one session may stand for a row.
+        """
+        return (rows,)
+
+
+def tables_of(batch: AttentionBatch, layer: int, device: torch.device) -> Sequence[PageTables]:
+    """The tables of a batch for a layer, one for each part of its rows; all layers of a group share them."""
     group = batch.store.group_of(layer)
-    tables: PageTables | None = batch.prepared.get(group)
+    tables: Sequence[PageTables] | None = batch.prepared.get(group)
     if tables is None:
-        numbers = _Numbers(batch.rows, group, batch.store.pool.page_tokens)
-        tables = batch.prepared[group] = numbers.tables(copied_numbers(numbers.parts, device))
+        parts = batch.backend.parts(batch.rows) if isinstance(batch.backend, PagedBackend) else (batch.rows,)
+        numbers = [_Numbers(part, group, batch.store.pool.page_tokens) for part in parts]
+        copied = iter(copied_numbers([each for part in numbers for each in part.lists], device))
+        tables = batch.prepared[group] = tuple(part.tables(copied) for part in numbers)
     return tables
 
 
@@ -51,20 +60,21 @@ def paged_batch(
     Returns:
         The batch, and the other numbers on the device, `[length]` of their dtypes.
     """
-    numbers = [_Numbers(rows, group, store.pool.page_tokens) for group in range(len(store.rules))]
-    slots = [(slots_of(rows, group), torch.int64) for group in range(len(numbers))]
-    copied = copied_numbers([*others, *slots, *(part for each in numbers for part in each.parts)], device)
-    given, copied = copied[: len(others)], copied[len(others) :]
-    rest = iter(copied[len(slots) :])
-    tables = {group: each.tables([next(rest) for _ in each.parts]) for group, each in enumerate(numbers)}
-    return AttentionBatch(store, rows, backend, slots=dict(enumerate(copied[: len(slots)])), prepared=tables), given
+    groups, parts = range(len(store.rules)), backend.parts(rows)
+    numbers = [[_Numbers(part, group, store.pool.page_tokens) for part in parts] for group in groups]
+    slots = [(slots_of(rows, group), torch.int64) for group in groups]
+    lists = [each for of_group in numbers for part in of_group for each in part.lists]
+    copied = iter(copied_numbers([*others, *slots, *lists], device))
+    given, copied_slots = [next(copied) for _ in others], {group: next(copied) for group in groups}
+    tables = {group: tuple(part.tables(copied) for part in numbers[group]) for group in groups}
+    return AttentionBatch(store, rows, backend, slots=copied_slots, prepared=tables), given
 
 
 class _Numbers:
     """The numbers of the page tables of rows for one group of layers.
 
     Attributes:
-        parts: what `tables` takes, each with its dtype; the pages of all rows follow one another.
+        lists: what `tables` takes, each with its dtype; the pages of all rows follow one another.
     """
 
     def __init__(self, rows: Sequence[PackedRow], group: int, page_tokens: int) -> None:
@@ -73,14 +83,15 @@ class _Numbers:
         self._longest = max(len(table.pages) for table in tables)
         ends = list(accumulate(-(-keys // page_tokens) for keys in num_keys))
         pages = [page for table in tables for page in (*table.pages, *[0] * (self._longest - len(table.pages)))]
-        lists = ([0, *(row.end for row in rows)], [0, *accumulate(num_keys)], [0, *ends[:-1]], num_keys, pages)
-        self.parts = [(each, torch.int32) for each in lists]
+        first_queries = [rows[0].start, *(row.end for row in rows)]
+        lists = (first_queries, [0, *accumulate(num_keys)], [0, *ends[:-1]], num_keys, pages)
+        self.lists = [(each, torch.int32) for each in lists]
         self._max_queries, self._max_keys = max(row.num_tokens for row in rows), max(num_keys)
         self._num_pages, self._page_tokens = ends[-1], page_tokens
 
-    def tables(self, copied: Sequence[Tensor]) -> PageTables:
-        """The tables; `copied` are the parts as int32 `[length]` on a device."""
-        first_queries, first_keys, first_pages, num_keys, pages = copied
+    def tables(self, copied: Iterator[Tensor]) -> PageTables:
+        """The tables; `copied` yields the lists as int32 `[length]` on a device, and those of others after them."""
+        first_queries, first_keys, first_pages, num_keys, pages = islice(copied, len(self.lists))
         return PageTables(
             first_queries=first_queries,
             first_keys=first_keys,

@@ -39,7 +39,7 @@ class PagedFlash(PagedBackend):
         if given.softcap is not None or given.sinks is not None:
             return self._other.attend(batch, given)
         keys, values = batch.write(given.layer, given.key, given.value)
-        tables = tables_of(batch, given.layer, given.query.device)
+        (tables,) = tables_of(batch, given.layer, given.query.device)
         page_tokens = batch.store.pool.page_tokens
         output: Tensor = self._kernel(
             given.query.contiguous(),

@@ -1,13 +1,23 @@
 """Attention over pages of any size by Triton kernels, with the same bits for a token whatever else is in the batch."""
 
+from collections.abc import Sequence
+from typing import Final
+
+import torch
 from torch import Tensor
 
 from corolla.chassis.errors import StartupError
-from corolla.compute.attention.batch import AttentionBatch, LayerInput
+from corolla.compute.attention.batch import AttentionBatch, LayerInput, PackedRow
 from corolla.compute.attention.page_tables import PagedBackend, tables_of
 from corolla.compute.attention.partial_attention import math
 from corolla.compute.attention.run_attention import RunAttention
 from corolla.kernels.triton.availability import missing
+
+# About half a tile of the kernel for chunks.
+_MOST_TOKENS_OF_SHORT_ROW: Final = 8
+MOST_KEYS_OF_SHORT_ROWS: Final = 2**19
+"""How many keys the tokens of short rows read at most, counted for each of them. The results of their pages take 128
+MiB, if a model has 32 heads of 128 numbers, and a page 64 tokens."""
 
 
 class PagedTriton(PagedBackend):
@@ -27,6 +37,24 @@ class PagedTriton(PagedBackend):
             raise StartupError(lack)
         self._other = RunAttention("math", math)
 
+    def parts(self, rows: Sequence[PackedRow]) -> Sequence[Sequence[PackedRow]]:
+        """See `PagedBackend.parts`: single tokens, and the chunks from the first one on.
+
+        A program for chunks reads all pages of its tokens one after another. A row of few tokens, such as one that
+        checks drafts, has few of these programs, so its tokens count as single ones; but only as many of them as the
+        results of all pages have room for.
+        """
+        num_short = _num_leading(rows, _MOST_TOKENS_OF_SHORT_ROW)
+        singles = [
+            PackedRow(row.cache, row.position + index, row.start + index, row.start + index + 1)
+            for row in rows[:num_short]
+            for index in range(row.num_tokens)
+        ]
+        if len(singles) > num_short and sum(row.position for row in singles) > MOST_KEYS_OF_SHORT_ROWS:
+            num_short = _num_leading(rows, 1)
+            singles = list(rows[:num_short])
+        return tuple(part for part in (singles, rows[num_short:]) if part)
+
     def attend(self, batch: AttentionBatch, given: LayerInput) -> Tensor:
         """See `AttentionBatch.attend`."""
         if given.key.shape[-1] != given.value.shape[-1]:
@@ -36,6 +64,11 @@ class PagedTriton(PagedBackend):
             batch, given.layer, given.query.contiguous(), keys, values,
             scaling=given.scaling, window=given.window, softcap=given.softcap, sinks=given.sinks,
         )  # fmt: skip
+
+
+def _num_leading(rows: Sequence[PackedRow], most_tokens: int) -> int:
+    """How many rows there are before the first one of more tokens."""
+    return next((index for index, row in enumerate(rows) if row.num_tokens > most_tokens), len(rows))
 
 
 def attend_stored(
@@ -68,8 +101,10 @@ def attend_stored(
     """
     from corolla.kernels.triton.launches import attend
 
-    tables, codec = tables_of(batch, layer, query.device), batch.store.codec
-    return attend(
-        query, keys, values, tables, scaling=scaling, window=window, softcap=softcap, sinks=sinks,
-        codec=None if codec is None else codec.name,
-    )  # fmt: skip
+    codec, out = batch.store.codec, torch.empty_like(query)
+    for tables in tables_of(batch, layer, query.device):
+        attend(
+            query, keys, values, tables, scaling=scaling, window=window, softcap=softcap, sinks=sinks,
+            codec=None if codec is None else codec.name, out=out,
+        )  # fmt: skip
+    return out

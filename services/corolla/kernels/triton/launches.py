@@ -320,20 +320,22 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     codec: str | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Attention of all rows over their pages.
+    """Attention of all rows of some tables over their pages.
 
     Args:
         query: `[N, heads, head_dim]` of the new tokens of all rows, whose keys and values are stored.
         keys: `[slots, key heads, head_dim]`; with a codec int8 `[slots, key heads, stored size]`.
         values: `[slots, key heads, head_dim]`, likewise.
-        tables: the rows.
+        tables: rows of these new tokens; rows of one token each begin with the first of them.
         scaling: the factor of the scores.
         window: how many tokens a token sees, itself included; None: it sees all tokens before it.
         softcap: the bound of the scores; None: they are not bounded.
         sinks: `[heads]` in the model's dtype or float32, the score of something in each softmax that has no value;
             None: there is nothing.
         codec: the key of `cache.codecs.CODECS` by which keys and values are stored; None: as they are.
+        out: `[N, heads, head_dim]`; gets the results of these rows, and keeps its other tokens; None: a new tensor.
 
     Returns:
         `[N, heads, head_dim]`.
@@ -345,7 +347,7 @@ def attend(
         num_heads, head, num_key_heads, stored, query.dtype, codec or "", tables.page_tokens, window is not None,
         softcap is not None, _shared_memory(query.device),
     )  # fmt: skip
-    out = torch.empty_like(query)
+    out = torch.empty_like(query) if out is None else out
     scale = scaling * (1.0 if softcap is not None else _LOG2E)
     numbers = (scale, window or 0, softcap or 0.0, width)
     if tables.max_queries == 1:
