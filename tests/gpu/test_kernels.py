@@ -14,7 +14,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("module", ["adapters", "kernels", "mixtures", "packed", "spans"])
+@pytest.mark.parametrize("module", ["adapters", "choices", "kernels", "mixtures", "packed", "spans"])
 def test_kernels_on_the_device(module: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "full or not full",

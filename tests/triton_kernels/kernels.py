@@ -14,7 +14,6 @@ from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RMSNorm
 
 from corolla.cache.codecs import CODECS
-from corolla.decoding import nucleus
 from corolla.decoding.nucleus import PROBABILITY_BITS, sorted_nucleus
 from corolla.kernels.triton.launches import (
     HeadNorms,
@@ -366,17 +365,3 @@ def test_a_nucleus_is_that_of_a_sort_and_no_row_depends_on_the_others(width: int
     for index in range(len(shares)):
         own = slice(index, index + 1)
         assert torch.equal(found[own], kept(scores[own].contiguous(), shares[own]))
-
-
-def test_a_kernel_for_top_p_that_fails_or_differs_gives_way_to_a_sort(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device(DEVICE)
-    with torch.device("cpu"):
-        assert nucleus.failed_trial(device) is None
-        monkeypatch.setattr(nucleus, "launched_nucleus", lambda scores, shares: scores)
-        assert nucleus.failed_trial(device) == "its results differ"
-
-        def failing(_scores: Tensor, _shares: Tensor) -> Tensor:
-            raise NotImplementedError("no such instruction\nat line 7")
-
-        monkeypatch.setattr(nucleus, "launched_nucleus", failing)
-        assert nucleus.failed_trial(device) == "NotImplementedError: no such instruction"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -35,7 +35,9 @@ from corolla.chassis.handlers import call_path
 from corolla.compute.device import is_out_of_memory
 from corolla.compute.span_runner import BatchOutput, LaunchedBatch, RowWork
 from corolla.compute.threads import single_threaded_pool
-from corolla.decoding.nucleus import keep_nucleus
+from corolla.decoding.batched_sampling import sample_together
+from corolla.decoding.parameters import SamplingParams
+from corolla.decoding.sampling import Sampler
 from corolla.models.adapters.products import SpanAdapter
 from corolla.models.edges import Edges
 from corolla.v1 import blocks_pb2 as pb
@@ -44,6 +46,9 @@ from corolla.wire.span import Span
 from corolla.wire.tensors import from_payload
 
 log = logging.getLogger(__name__)
+
+
+_EVERY_KERNEL: Final = (SamplingParams(1.0, top_p=0.5, seed=0), SamplingParams(1.0, top_p=0.5, min_p=0.1, seed=0))
 
 
 class BatchRunner(Protocol):
@@ -264,7 +269,7 @@ class BatchExecutor:
             self._sampling_threads.submit(sampler.prepare_choice, device)
             for batch in admitted
             for row, session, _ in batch.rows
-            if (sampler := batch.sampler_for(row, session)) is not None and not sampler.takes_likeliest
+            if (sampler := batch.sampler_for(row, session)) is not None and sampler.prepares_choice(device)
         ]
 
     def _compute_rows(
@@ -318,8 +323,8 @@ class BatchExecutor:
         if self._edges.has_head:
             logits = self._edges.head(torch.zeros(1, self._edges.hidden_size))
             if self._samples_batched:
-                # Its kernel is compiled now, not while the first caller waits.
-                logits = keep_nucleus(logits, torch.full((1, 1), 0.5, device=logits.device))
+                # The kernels are compiled now, not while the first caller waits.
+                sample_together([Sampler(params, ()) for params in _EVERY_KERNEL], logits.expand(2, -1).contiguous())
             logits.cpu()
 
     def _packed(self, admitted: Sequence[AdmittedStep]) -> tuple[list[RowWork], Tensor, float]:

@@ -17,6 +17,7 @@ from corolla.chassis.handlers import call_path
 from corolla.decoding.batched_sampling import launch_choice, sample_together
 from corolla.decoding.draft_model import DraftModel
 from corolla.decoding.parameters import SampledToken, SamplingParams
+from corolla.decoding.random_streams import streams_of
 from corolla.decoding.sampling import Sampler, on_device
 from corolla.decoding.speculation import MAX_DRAFT_TOKENS
 from corolla.decoding.speculator import Speculator, make_speculator
@@ -147,9 +148,14 @@ class SessionSampler:
         """Advances the random stream past the choices that earlier samplers of the session made."""
         self.sampler.skip(self.vocab_size)
 
+    def prepares_choice(self, device: torch.device) -> bool:
+        """Whether a thread can prepare a choice on `device`: if the CPU draws for it, or a grammar bars tokens."""
+        return self.sampler.has_grammar or not (self.sampler.params.is_greedy or streams_of(device))
+
     def prepare_choice(self, device: torch.device) -> None:
         """Prepares the next choice before its logits exist on `device`. Any thread may call this, one at a time."""
-        self.sampler.draw_ahead(self.vocab_size, device)
+        if streams_of(device) is None:
+            self.sampler.draw_ahead(self.vocab_size, device)
         self.sampler.bar_ahead()
 
     @property
@@ -482,8 +488,9 @@ def _sampled(sampler: Sampler, logits: Tensor) -> Callable[[int], SampledToken]:
 
 
 def _to_message(token: SampledToken) -> pb.SampledToken:
-    message = pb.SampledToken(token_id=token.token_id, logprob=token.logprob)
-    for token_id, logprob in token.top_logprobs:
-        message.top_token_ids.append(token_id)
-        message.top_logprobs.append(logprob)
-    return message
+    if not token.top_logprobs:
+        return pb.SampledToken(token_id=token.token_id, logprob=token.logprob)
+    token_ids, logprobs = zip(*token.top_logprobs, strict=True)
+    return pb.SampledToken(
+        token_id=token.token_id, logprob=token.logprob, top_token_ids=token_ids, top_logprobs=logprobs
+    )

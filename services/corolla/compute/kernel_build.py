@@ -13,6 +13,7 @@ from corolla.compute.attention.paged_triton import PagedTriton
 from corolla.compute.low_rank import RECORDED_RANK, LowRankBatch, LowRankTable
 from corolla.compute.triton_blocks import TritonBlocks, stored_twice, unsupported
 from corolla.decoding.nucleus import PROBABILITY_BITS
+from corolla.decoding.random_streams import STREAM_WIDTH
 from corolla.kernels.page_tables import PageTables
 from corolla.kernels.triton.availability import is_interpreted, missing
 from corolla.kernels.triton.compilation import SHARED_MEMORY, Compilation, compiling
@@ -86,6 +87,7 @@ def _fused(checkpoint: Checkpoint, dtype: torch.dtype, quantization: str) -> tup
 
 @torch.inference_mode()
 def _run(span: FusedSpan, checkpoint: Checkpoint, dtype: torch.dtype, page_tokens: int, kv_cache_dtype: str) -> None:
+    from corolla.kernels.triton.choice_launches import draw_negated, draw_tokens
     from corolla.kernels.triton.launches import keep_nucleus, row_counts
 
     blocks, backend = TritonBlocks(span), PagedTriton()
@@ -98,7 +100,10 @@ def _run(span: FusedSpan, checkpoint: Checkpoint, dtype: torch.dtype, page_token
     head = torch.empty(checkpoint.vocab_size, checkpoint.hidden_size, dtype=dtype, device=_META)
     groups, table = range(len(store.rules)), LowRankTable(len(span.layers), _META)
     scores = torch.empty(1, checkpoint.vocab_size, device=_META)
-    keep_nucleus(scores, scores, torch.empty(1, dtype=torch.int64, device=_META), PROBABILITY_BITS)
+    numbers = torch.empty(1, dtype=torch.int64, device=_META)
+    keep_nucleus(scores, scores, numbers, PROBABILITY_BITS)
+    draw_tokens(scores, scores, scores, numbers, PROBABILITY_BITS)
+    draw_negated(torch.empty(1, STREAM_WIDTH, dtype=torch.int32, device=_META), numbers, checkpoint.vocab_size)
     for num_rows in sorted({*row_counts(), *_tokens_of_mixtures(span, row_counts())}):
         hidden = torch.empty(num_rows, checkpoint.hidden_size, dtype=dtype, device=_META)
         triton_product(hidden, head, None)

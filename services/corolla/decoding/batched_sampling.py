@@ -17,9 +17,17 @@ import torch
 from torch import Tensor
 
 from corolla.chassis.errors import CorollaError, NonFiniteOutput
-from corolla.decoding.nucleus import keep_nucleus
+from corolla.decoding.nucleus import NO_SHARE, drawn_from_nucleus, keep_nucleus
 from corolla.decoding.parameters import SampledToken, SamplingParams
-from corolla.decoding.sampling import Sampler, StackedPenalties, barred, exponential_numbers, on_device
+from corolla.decoding.random_streams import streams_of
+from corolla.decoding.sampling import (
+    Sampler,
+    StackedPenalties,
+    barred,
+    exponential_numbers,
+    exponential_of,
+    on_device,
+)
 from corolla.wire.device_copies import begin_reading
 
 Logprobs = tuple[float, tuple[tuple[int, float], ...]]
@@ -70,12 +78,11 @@ def launch_choice(samplers: Sequence[Sampler], logits: Tensor, *, like_gpu: bool
     drawing = [
         index for index, sampler in enumerate(samplers) if not sampler.params.is_greedy and index not in scores.failures
     ]
+    follow_streams = _nothing
     if drawing:
-        numbers = _random_numbers([samplers[index] for index in drawing], logits, like_gpu=like_gpu)
-        filtered = _filtered(
-            _rows(scores.rows, drawing), [samplers[index].params for index in drawing], like_gpu=like_gpu
-        )
-        drawn = (filtered.softmax(dim=-1) / numbers).argmax(dim=-1)
+        numbers, follow_streams = _random_numbers([samplers[index] for index in drawing], logits, like_gpu=like_gpu)
+        params = [samplers[index].params for index in drawing]
+        drawn = _drawn(_rows(scores.rows, drawing), params, numbers, like_gpu=like_gpu)
         token_ids = _with_rows(token_ids, drawing, drawn)
     logprobs = _Logprobs(samplers, logits, token_ids)
     # float64 holds every token id and every float32, so one copy brings all that the device found.
@@ -84,6 +91,7 @@ def launch_choice(samplers: Sequence[Sampler], logits: Tensor, *, like_gpu: bool
 
     def finish() -> list[SampledToken | CorollaError]:
         found = read().tolist()
+        follow_streams()
         logprobs_of = logprobs.read(found[2 * len(samplers) :])
         chosen: list[SampledToken | CorollaError] = []
         for index, sampler in enumerate(samplers):
@@ -100,12 +108,33 @@ def launch_choice(samplers: Sequence[Sampler], logits: Tensor, *, like_gpu: bool
     return LaunchedChoice(token_ids, finish)
 
 
-def _random_numbers(samplers: Sequence[Sampler], logits: Tensor, *, like_gpu: bool) -> Tensor:
-    """The random numbers of the samplers' next choices, float32 `[samplers, V]` on the device of `logits`."""
+def _nothing() -> None:
+    """Does what is left to do where a CPU draws."""
+
+
+def _random_numbers(
+    samplers: Sequence[Sampler], logits: Tensor, *, like_gpu: bool
+) -> tuple[Tensor, Callable[[], None]]:
+    """The random numbers of the samplers' next choices, float32 `[samplers, V]` on the device of `logits`.
+
+    Returns also a function that waits for the device, and tells the samplers where their streams are now.
+    """
     num_logits, device = logits.shape[-1], logits.device
     if not like_gpu:
-        return torch.stack([sampler.random_numbers(num_logits, device) for sampler in samplers])
-    return exponential_numbers(torch.stack([sampler.random_outputs(num_logits, device) for sampler in samplers]))
+        return torch.stack([sampler.random_numbers(num_logits, device) for sampler in samplers]), _nothing
+    if (streams := streams_of(device)) is not None:
+        begun = [sampler.stream(streams.begin, num_logits) for sampler in samplers]
+        slots = [each for each in begun if each is not None]
+        if len(slots) == len(samplers):
+            drawn, moved = streams.draw(slots, num_logits)
+
+            def follow() -> None:
+                for sampler, (words, num_used) in zip(samplers, moved(), strict=True):
+                    sampler.follow_stream(words, num_used)
+
+            return exponential_of(drawn), follow
+    outputs = torch.stack([sampler.random_outputs(num_logits, device) for sampler in samplers])
+    return exponential_numbers(outputs), _nothing
 
 
 class _Logprobs:
@@ -185,8 +214,11 @@ class _Scores:
         self._penalties.add(_rows(token_ids, self._penalised), _rows(are_finite, self._penalised))
 
 
-def _filtered(scores: Tensor, params: Sequence[SamplingParams], *, like_gpu: bool) -> Tensor:
-    """The scores, with minus Inf for tokens that the filters of `transformers`, in its order, exclude."""
+def _drawn(scores: Tensor, params: Sequence[SamplingParams], numbers: Tensor, *, like_gpu: bool) -> Tensor:
+    """The tokens drawn by the numbers, int64 `[R]`, among those that the filters of `transformers`, in its order, keep.
+
+    A GPU draws without a filter for top-p where no other one follows.
+    """
     vocabulary_size = scores.shape[-1]
 
     def column(values: Iterable[float]) -> Tensor:
@@ -214,8 +246,12 @@ def _filtered(scores: Tensor, params: Sequence[SamplingParams], *, like_gpu: boo
 
     scores = scores / column(each.temperature for each in params)
     scores = _where(scores, params, lambda each: each.top_k != 0, within_top_k)
-    scores = _where(scores, params, lambda each: each.top_p < 1, within_top_p)
-    return _where(scores, params, lambda each: each.min_p > 0, above_min_p)
+    scores = _where(scores, params, lambda each: each.top_p < 1 and not (like_gpu and each.min_p == 0), within_top_p)
+    scores = _where(scores, params, lambda each: each.min_p > 0, above_min_p)
+    if like_gpu:
+        shares = tuple(NO_SHARE if each.min_p > 0 or each.top_p == 1 else 1 - each.top_p for each in params)
+        return drawn_from_nucleus(scores, numbers, shares)
+    return (scores.softmax(dim=-1) / numbers).argmax(dim=-1)
 
 
 def _where(

@@ -31,15 +31,26 @@ _END: Final = _HEAD.size + 8 * _NUM_WORDS
 
 def moved_on(state: bytes, num_outputs: int) -> bytes:
     """The state that a generator of torch has after `num_outputs` more outputs of 32 bits each."""
-    seed, _, is_seeded, num_used = _HEAD.unpack_from(state)
-    words = np.frombuffer(state[_HEAD.size : _END], np.uint64).astype(np.uint32)
-    # The generator computes a block when its first word is needed. The block that a seed fills gives no outputs.
-    num_used = (num_used or _NUM_WORDS) + num_outputs
+    words, num_used = words_of(state)
+    num_used += num_outputs
     num_blocks = (num_used - 1) // _NUM_WORDS
     num_used -= num_blocks * _NUM_WORDS
     if num_blocks:
         # The first word that a seed fills does not follow the recurrence. All words of the next block do.
         words = _jumped(_continued(words, _NUM_WORDS)[_NUM_WORDS:], (num_blocks - 1) * _NUM_WORDS)
+    return with_words(state, words, num_used)
+
+
+def words_of(state: bytes) -> tuple[Words, int]:
+    """The block of a generator's state, uint32 `[624]`, and how many of its words were used, from 1 to 624."""
+    num_used: int = _HEAD.unpack_from(state)[3]
+    # The generator computes a block when its first word is needed. The block that a seed fills gives no outputs.
+    return np.frombuffer(state[_HEAD.size : _END], np.uint64).astype(np.uint32), num_used or _NUM_WORDS
+
+
+def with_words(state: bytes, words: Words, num_used: int) -> bytes:
+    """The state of a generator that has another block, of which `num_used` words were used, as `words_of` has them."""
+    seed, _, is_seeded, _ = _HEAD.unpack_from(state)
     head = _HEAD.pack(seed, _NUM_WORDS + 1 - num_used, is_seeded, num_used)
     return head + words.astype(np.uint64).tobytes() + state[_END:]
 

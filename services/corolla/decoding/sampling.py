@@ -10,7 +10,7 @@ import copy
 import functools
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -27,9 +27,10 @@ from transformers.generation.logits_process import (
 )
 
 from corolla.chassis.errors import InternalError, NonFiniteOutput
+from corolla.decoding.device_rows import Slot
 from corolla.decoding.grammar import AnswerGrammar
 from corolla.decoding.parameters import SampledToken, SamplingParams
-from corolla.decoding.random_jump import moved_on
+from corolla.decoding.random_jump import Words, moved_on, with_words
 from corolla.wire.device_copies import begin_copy, empty_to_copy, to_device
 
 _STATE_HEADER = struct.Struct(">4sBI")
@@ -243,6 +244,9 @@ class Sampler:
         self._generator: torch.Generator | None = None
         # Random numbers, or on a device other than a CPU the outputs of the generator that become these.
         self._drawn_ahead: Tensor | None = None
+        # The stream's place on a device that draws from it, and where it was when the device last chose a token.
+        self._slot: Slot | None = None
+        self._moved: tuple[Words, int] | None = None
         self.num_skipped = 0 if params.is_greedy else num_skipped
         if state is not None:
             self._generator = _decode_state(state)
@@ -273,7 +277,12 @@ class Sampler:
     @property
     def adjusts_logits(self) -> bool:
         """Whether tokens are chosen by other scores than the model's own."""
-        return self._grammar is not None or self.params.has_penalties or bool(self.params.logit_bias)
+        return self.has_grammar or self.params.has_penalties or bool(self.params.logit_bias)
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether a grammar bars tokens."""
+        return self._grammar is not None
 
     def scores(self, logits: Tensor) -> Tensor:
         """The scores, float32 `[V]`, by which the next token is chosen, on the device of `logits`, float32 `[V]`.
@@ -386,10 +395,10 @@ class Sampler:
         The size of a draw depends only on the vocabulary: `torch.multinomial` takes 64 bits for each logit. Skipping
         takes about ten milliseconds, whatever the number of choices.
         """
+        self._take_back()
         num_outputs = _OUTPUTS_PER_LOGIT * num_logits * self.num_skipped
         if self._generator is not None and num_outputs > _MOST_DRAWN:
-            state = moved_on(self._generator.get_state().numpy().tobytes(), num_outputs)
-            self._generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+            self._generator.set_state(_tensor_of(moved_on(self._stream_state(), num_outputs)))
         elif num_outputs:
             torch.empty(num_outputs // _OUTPUTS_PER_LOGIT, dtype=torch.int64).random_(generator=self._generator)
         self.num_skipped = 0
@@ -403,12 +412,45 @@ class Sampler:
         if self._grammar is not None:
             copied._grammar = self._grammar.fork()
         if self._generator is not None:
-            copied._generator = torch.Generator().set_state(self._generator.get_state())
+            copied._generator = torch.Generator().set_state(_tensor_of(self._stream_state()))
+            copied._slot = copied._moved = None
         return copied
+
+    def stream(self, begin: Callable[[bytes], Slot], num_logits: int) -> Slot | None:
+        """The place of the random stream on a device, which draws the next numbers from it.
+
+        Args:
+            begin: copies a stream, by the state of its generator, to the device.
+
+        Returns:
+            None if the next numbers are drawn already, or none are needed.
+        """
+        if self._drawn_ahead is not None or self._generator is None:
+            return None
+        if self._slot is None:
+            if self.num_skipped:
+                self.skip(num_logits)
+            self._slot = begin(self._stream_state())
+        return self._slot
+
+    def follow_stream(self, words: Words, num_used: int) -> None:
+        """Notes where the stream is after the device has drawn; see `random_jump.words_of`."""
+        self._moved = words, num_used
+
+    def _stream_state(self) -> bytes:
+        generator = cast(torch.Generator, self._generator)
+        state = generator.get_state().numpy().tobytes()
+        return state if self._moved is None else with_words(state, *self._moved)
+
+    def _take_back(self) -> None:
+        """Moves the generator to where a device has moved the stream, which then draws from it no more."""
+        if self._moved is not None and self._generator is not None:
+            self._generator.set_state(_tensor_of(self._stream_state()))
+        self._slot = self._moved = None
 
     def state(self) -> bytes:
         """The state of the random stream: 9 bytes for a greedy sampler, else about 5 KB, without text or tokens."""
-        stream = b"" if self._generator is None else self._generator.get_state().numpy().tobytes()
+        stream = b"" if self._generator is None else self._stream_state()
         return _STATE_HEADER.pack(_STATE_MAGIC, _STATE_VERSION, len(stream)) + stream
 
     def _greedy(self, scores: Tensor) -> int:
@@ -429,12 +471,14 @@ class Sampler:
 
     def _draw(self, num_logits: int) -> Tensor:
         numbers = torch.empty(num_logits)
+        self._take_back()
         if self.num_skipped:
             self.skip(num_logits)
         return numbers.exponential_(generator=self._generator)
 
     def _draw_outputs(self, num_logits: int, device: torch.device) -> Tensor:
         outputs = empty_to_copy(num_logits, torch.int64, device)
+        self._take_back()
         if self.num_skipped:
             self.skip(num_logits)
         return outputs.random_(generator=self._generator)
@@ -462,8 +506,19 @@ def exponential_numbers(outputs: Tensor) -> Tensor:
         float32 of the same shape and device. The logarithm is computed in float64, so that devices whose last bit
         differs there give the same float32, except for about one number in 2 to the power of 28.
     """
-    uniform = (outputs & ((1 << _NUM_BITS) - 1)).double() / (1 << _NUM_BITS)
-    return torch.log1p(-uniform).neg().float()
+    return exponential_of((outputs & ((1 << _NUM_BITS) - 1)).double() / -(1 << _NUM_BITS))
+
+
+def exponential_of(negated: Tensor) -> Tensor:
+    """The exponentially distributed numbers, float32, of evenly drawn numbers between -1 and 0.
+
+    `negated` are float64 of any shape, on any device.
+    """
+    return torch.log1p(negated).neg().float()
+
+
+def _tensor_of(state: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 def barred(allowed: Sequence[bytes], num_logits: int, device: torch.device) -> Tensor:
@@ -518,7 +573,7 @@ def _decode_state(state: bytes) -> torch.Generator | None:
         return None
     generator = torch.Generator()
     try:
-        generator.set_state(torch.frombuffer(bytearray(stream), dtype=torch.uint8))
+        generator.set_state(_tensor_of(stream))
     except RuntimeError as error:
         raise unreadable from error
     return generator

@@ -35,7 +35,7 @@ def interpret(marks: str, *modules: str, case: str = "", but: str = "") -> None:
 
 
 def test_kernels_compute_what_they_are_for_and_no_row_depends_on_the_others() -> None:
-    interpret("not full", "kernels", "mixtures")
+    interpret("not full", "kernels", "mixtures", "choices")
 
 
 def test_packed_weights_are_the_numbers_of_a_processor() -> None:
@@ -74,8 +74,8 @@ def test_spans_with_packed_weights_and_with_families_own_blocks() -> None:
 
 
 @pytest.mark.full
-def test_attention_over_pages_of_every_kind() -> None:
-    interpret("full", "kernels")
+def test_attention_over_pages_of_every_kind_and_draws_of_every_width() -> None:
+    interpret("full", "kernels", "choices")
 
 
 @pytest.mark.full

@@ -1,0 +1,62 @@
+"""Runs the kernels that draw tokens on tensors, which are on one device and contiguous."""
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from corolla.kernels.triton import choice_code
+from corolla.kernels.triton.launches import launch, power_of_two
+
+_WORDS_OF_BLOCK: Final = 624
+_OUTPUTS_OF_NUMBER: Final = 2
+_EXACT: Final[dict[str, Any]] = {"enable_fp_fusion": False}
+
+
+def draw_negated(streams: Tensor, slots: Tensor, width: int) -> Tensor:
+    """Draws the next numbers of some streams, and moves the streams.
+
+    Args:
+        streams: int32 `[S, W]`: in each row a block of 624 words of MT19937, then how many of its words were used, from
+            1 to 624.
+        slots: int64 `[R]`: the rows' streams; each occurs once.
+        width: how many numbers a row gets.
+
+    Returns:
+        float64 `[R, width]`: the numbers, as `torch.rand` draws them of the same generator on a CPU, times -1.
+    """
+    num_rows, num_drawn = len(slots), _OUTPUTS_OF_NUMBER * width
+    num_blocks = -(-(num_drawn + _WORDS_OF_BLOCK - 1) // _WORDS_OF_BLOCK)
+    words = torch.empty(num_rows, (num_blocks + 1) * _WORDS_OF_BLOCK + 16, dtype=torch.int32, device=streams.device)
+    launch(
+        choice_code.continue_streams, (num_rows,), streams, slots, words, num_blocks, num_drawn,
+        STREAM=streams.shape[1], LANES=256, num_warps=8,
+    )  # fmt: skip
+    out = torch.empty(num_rows, width, dtype=torch.float64, device=streams.device)
+    block = min(1024, power_of_two(width))
+    launch(
+        choice_code.negated_shares, (num_rows, -(-width // block)), words, out, width, num_blocks, BLOCK=block,
+        num_warps=4, **_EXACT,
+    )  # fmt: skip
+    return out
+
+
+def draw_tokens(scores: Tensor, probabilities: Tensor, numbers: Tensor, shares: Tensor, bits: int) -> Tensor:
+    """Draws a token for each row, among the tokens that `launches.keep_nucleus` keeps.
+
+    Args:
+        scores: float32 `[R, V]`, which say which tokens are excluded first.
+        probabilities: float32 `[R, V]`; equal scores of a row have equal ones.
+        numbers: float32 `[R, V]`: the token with the largest quotient of probability and number is drawn.
+        shares: int64 `[R]`, as those of `launches.keep_nucleus`; below 0 no token is excluded.
+        bits: see `launches.keep_nucleus`.
+
+    Returns:
+        int64 `[R]`; of equal quotients, the first token is drawn. A row with NaN gets any token.
+    """
+    out = torch.empty(len(scores), dtype=torch.int64, device=scores.device)
+    launch(
+        choice_code.draw_tokens, (len(scores),), scores, probabilities, numbers, shares, out, scores.shape[1],
+        BITS=bits, BLOCK=min(4096, power_of_two(scores.shape[1])), num_warps=16, **_EXACT,
+    )  # fmt: skip
+    return out
