@@ -1,5 +1,6 @@
 """Runs the kernels that draw tokens on tensors, which are on one device and contiguous."""
 
+import functools
 from typing import Any, Final
 
 import torch
@@ -7,9 +8,13 @@ from torch import Tensor
 
 from corolla.kernels.triton import choice_code
 from corolla.kernels.triton.launches import launch, power_of_two
+from corolla.kernels.triton.variants import Variant, variant
 
 _WORDS_OF_BLOCK: Final = 624
 _OUTPUTS_OF_NUMBER: Final = 2
+# Numbers of a row that a program of `negated_shares` makes, and tokens that one of `draw_tokens` looks at together.
+_SHARES_BLOCK: Final = 1024
+_TOKENS_BLOCK: Final = 4096
 _EXACT: Final[dict[str, Any]] = {"enable_fp_fusion": False}
 
 
@@ -28,16 +33,10 @@ def draw_negated(streams: Tensor, slots: Tensor, width: int) -> Tensor:
     num_rows, num_drawn = len(slots), _OUTPUTS_OF_NUMBER * width
     num_blocks = -(-(num_drawn + _WORDS_OF_BLOCK - 1) // _WORDS_OF_BLOCK)
     words = torch.empty(num_rows, (num_blocks + 1) * _WORDS_OF_BLOCK + 16, dtype=torch.int32, device=streams.device)
-    launch(
-        choice_code.continue_streams, (num_rows,), streams, slots, words, num_blocks, num_drawn,
-        STREAM=streams.shape[1], LANES=256, num_warps=8,
-    )  # fmt: skip
+    launch(_streams(streams.shape[1]), (num_rows,), streams, slots, words, num_blocks, num_drawn)
     out = torch.empty(num_rows, width, dtype=torch.float64, device=streams.device)
-    block = min(1024, power_of_two(width))
-    launch(
-        choice_code.negated_shares, (num_rows, -(-width // block)), words, out, width, num_blocks, BLOCK=block,
-        num_warps=4, **_EXACT,
-    )  # fmt: skip
+    shares = _shares(min(_SHARES_BLOCK, power_of_two(width)))
+    launch(shares, (num_rows, -(-width // _SHARES_BLOCK)), words, out, width, num_blocks)
     return out
 
 
@@ -55,8 +54,21 @@ def draw_tokens(scores: Tensor, probabilities: Tensor, numbers: Tensor, shares: 
         int64 `[R]`; of equal quotients, the first token is drawn. A row with NaN gets any token.
     """
     out = torch.empty(len(scores), dtype=torch.int64, device=scores.device)
-    launch(
-        choice_code.draw_tokens, (len(scores),), scores, probabilities, numbers, shares, out, scores.shape[1],
-        BITS=bits, BLOCK=min(4096, power_of_two(scores.shape[1])), num_warps=16, **_EXACT,
-    )  # fmt: skip
+    draw = _draw(bits, min(_TOKENS_BLOCK, power_of_two(scores.shape[1])))
+    launch(draw, (len(scores),), scores, probabilities, numbers, shares, out, scores.shape[1])
     return out
+
+
+@functools.cache
+def _streams(width: int) -> Variant:
+    return variant(choice_code.continue_streams, STREAM=width, LANES=256, num_warps=8)
+
+
+@functools.cache
+def _shares(block: int) -> Variant:
+    return variant(choice_code.negated_shares, BLOCK=block, num_warps=4, **_EXACT)
+
+
+@functools.cache
+def _draw(bits: int, block: int) -> Variant:
+    return variant(choice_code.draw_tokens, BITS=bits, BLOCK=block, num_warps=16, **_EXACT)
