@@ -45,7 +45,9 @@ class Unsplit:
     def __init__(self, folder: Path) -> None:
         library: Any = AutoModelForCausalLM
         with LOADING:
-            self.model: Any = library.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+            model = library.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        # Parameters of servers need no gradients either: `torch.matmul` takes another way where one needs them.
+        self.model: Any = model.eval().requires_grad_(False)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         eos_token_id = self.model.generation_config.eos_token_id
         self.eos_token_ids: tuple[int, ...] = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)

@@ -14,6 +14,7 @@ from corolla.compute.attention import paged_triton
 from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.kernels.triton import launches
 from corolla.kernels.triton.packed_launches import multiply_packed
+from corolla.kernels.triton.variants import Grid, Variant
 from corolla.models import edges as edges_module
 from corolla.models import linear, span_model
 from corolla.models import quantization as quantization_module
@@ -316,10 +317,10 @@ def test_short_rows_before_a_chunk_have_the_kernel_of_single_tokens(
         runner.forward([RowWork(cache, 0, begin)], text[:begin], span)
     launched: list[tuple[str, int]] = []
 
-    def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        if kernel.__name__ in ("attend_pages", "attend_chunks"):
-            launched.append((kernel.__name__, grid[-1]))
-        launch_it(kernel, grid, *arguments, **options)
+    def launch(of: Variant, grid: Grid, *arguments: Any) -> None:
+        if of.kernel.__name__ in ("attend_pages", "attend_chunks"):
+            launched.append((of.kernel.__name__, grid[-1]))
+        launch_it(of, grid, *arguments)
 
     launch_it = launches.launch
     monkeypatch.setattr(launches, "launch", launch)

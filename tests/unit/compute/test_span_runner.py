@@ -50,7 +50,8 @@ class Chain:
         ]
         library: Any = AutoModelForCausalLM
         with LOADING:
-            self.unsplit = library.from_pretrained(folder, dtype=torch.float32).eval()
+            # Parameters of servers need no gradients either: `torch.matmul` takes another way where one needs them.
+            self.unsplit = library.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
 
     def open(self, num_tokens: int = 64) -> list[SessionCache]:
         caches = [runner.new_cache() for runner in self.runners]
