@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from corolla.block_server.batch_executor import BatchRunner
-from corolla.compute.span_runner import BatchOutput, RowWork
+from corolla.compute.span_runner import BatchOutput, LaunchedBatch, RowWork
 
 
 class FaultyRunner:
@@ -34,10 +34,16 @@ class FaultyRunner:
         self._before(rows)
         return self._after(self._runner.forward_each(rows, *others))
 
+    def launch(self, rows: Sequence[RowWork], *_others: Any) -> LaunchedBatch | None:
+        """Launches nothing, so that `forward_each` computes every step."""
+
+    def prepare_next(self, *_args: Any) -> None:
+        raise AssertionError("nothing was launched")
+
     def launch_next(self, *_args: Any) -> None:
         """Launches nothing ahead, so that `forward_each` computes every step."""
 
-    def finish_next(self, *_args: Any) -> tuple[bool, ...]:
+    def finish(self, *_args: Any) -> tuple[bool, ...]:
         raise AssertionError("nothing was launched")
 
     def warm_up(self) -> None:

@@ -170,12 +170,21 @@ class Event:
     def __init__(self, **_options: Any) -> None:
         self._gpu = Gpu.current
         self.clock: Clock = {}
+        self._is_looked_at = False
 
     def record(self, stream: Stream | None = None) -> None:
+        self._is_looked_at = False
         self.clock = dict((stream or self._gpu.stream).clock)
 
     def synchronize(self) -> None:
         self._gpu.wait(self.clock, is_event=True)
+
+    def query(self) -> bool:
+        """False at the first look since `record`, as the device is never faster than its host."""
+        if self._is_looked_at:
+            self.synchronize()
+        was_looked_at, self._is_looked_at = self._is_looked_at, True
+        return was_looked_at
 
 
 class Graph:

@@ -107,8 +107,11 @@ class Server:
                 clock,
                 fail=unexpected_failure,
                 edges=ToyEdges(scenario.model) if span.start == 0 or span.end == scenario.model.num_blocks else None,
-                # A server that is a whole chain launches steps ahead, as on a device.
-                use=ProcessorUse(samples_batched=len(span) == scenario.model.num_blocks),
+                # A server that is a whole chain launches steps ahead, as on a device; of the others, each second one
+                # launches from its event loop.
+                use=ProcessorUse(
+                    samples_batched=len(span) == scenario.model.num_blocks, launches_inline=number % 2 == 0
+                ),
             )
         )
         self._metrics = metrics

@@ -6,7 +6,7 @@ or moved token, or a page of another session, changes all that follow.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 import numpy as np
@@ -19,6 +19,7 @@ from corolla.compute.span_runner import LaunchedBatch, RowWork, SpanRunner
 from corolla.decoding.parameters import SamplingParams
 from corolla.decoding.sampling import Sampler
 from corolla.models.edges import Edges
+from corolla.wire.device_copies import Reading
 from corolla.wire.span import Span
 
 PRIME: Final = 8_388_593
@@ -94,6 +95,19 @@ def unexpected_failure() -> None:
     raise AssertionError("the toy model cannot compute")
 
 
+class LateReading(Reading):
+    """Numbers that have not arrived when somebody first looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_looks = 0
+
+    @property
+    def has_arrived(self) -> bool:
+        self._num_looks += 1
+        return self._num_looks > 2
+
+
 class ToyRunner(SpanRunner):
     """A runner whose blocks are the toy's; pages, positions and order of work are the real one's.
 
@@ -122,6 +136,19 @@ class ToyRunner(SpanRunner):
             self.num_bad_batches -= 1
             output.fill_(torch.nan)
         return output
+
+    def launch(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> LaunchedBatch | None:
+        self._check(rows, hidden, blocks)
+        for row in rows:
+            row.cache.truncate(row.position)
+            row.cache.prepare(row.position, row.num_tokens)
+        launched = self._launched(rows, self._forward_blocks(rows, hidden, blocks))
+        return replace(launched, reading=LateReading())
+
+    def prepare_next(self, rows: Sequence[RowWork], blocks: Span) -> None:
+        if all(row.position < row.cache.num_reserved_tokens for row in rows):
+            for row in rows:
+                row.cache.prepare(row.position, 1)
 
     def launch_next(
         self, rows: Sequence[RowWork], embed: Callable[[Tensor], Tensor], blocks: Span

@@ -25,11 +25,13 @@ class AdmittedStep:
 
     Attributes:
         samples: whether tokens are chosen here from the outputs of the step's rows.
+        onward: the message to the next hop if every row has an output, as far as it is made before the outputs.
     """
 
     work: StepWork
     rows: list[tuple[pb.StepRow, HopSession[SessionCache], int]]
     samples: bool = field(init=False)
+    onward: pb.Step | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         # It is asked for each row, and reading a message takes longer than reading an attribute.

@@ -66,13 +66,19 @@ class BatchRunner(Protocol):
         `meanwhile` gets the output: `[sum of num_tokens, H]` in the model's dtype on its device.
         """
 
+    def launch(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> LaunchedBatch | None:
+        """See `SpanRunner.launch`. `hidden` is `[sum of num_tokens, H]`, in any dtype and on any device."""
+
+    def prepare_next(self, rows: Sequence[RowWork], blocks: Span) -> None:
+        """See `SpanRunner.prepare_next`."""
+
     def launch_next(
         self, rows: Sequence[RowWork], embed: Callable[[Tensor], Tensor], blocks: Span
     ) -> LaunchedBatch | None:
         """See `SpanRunner.launch_next`. `embed` takes int64 `[rows]` and returns `[rows, H]`, both on the device."""
 
-    def finish_next(self, launched: LaunchedBatch, kept: Sequence[int], blocks: Span) -> tuple[bool, ...]:
-        """See `SpanRunner.finish_next`."""
+    def finish(self, launched: LaunchedBatch, kept: Sequence[int], blocks: Span) -> tuple[bool, ...]:
+        """See `SpanRunner.finish`."""
 
     def warm_up(self) -> None:
         """See `SpanRunner.warm_up`."""
@@ -99,6 +105,32 @@ class BatchResult:
     has_raised: bool = False
     edge_seconds: float = 0.0
     began_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedIteration:
+    """An iteration that a device may not have computed yet.
+
+    Attributes:
+        admitted: its steps.
+        blocks: the blocks that it runs.
+        launched: its batch.
+        copies: the copies of its outputs to the host.
+        early: the logits of its rows; None if no tokens are chosen in batches.
+        embed_seconds: the seconds that embedding took.
+    """
+
+    admitted: Sequence[AdmittedStep]
+    blocks: Span
+    launched: LaunchedBatch
+    copies: "_HostCopies"
+    early: "_EarlyLogits | None"
+    embed_seconds: float
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether all that the host needs has arrived, so that `BatchExecutor.finish` waits for nothing."""
+        return self.launched.reading.has_arrived
 
 
 class BatchExecutor:
@@ -133,6 +165,8 @@ class BatchExecutor:
         self._ahead: StepAhead | None = None
         self._ahead_runner: BatchRunner | None = None
         self._pace = AheadPace()
+        self._expected: Sequence[RowWork] = ()
+        self._preparing_pace = AheadPace()
 
     @property
     def is_ahead(self) -> bool:
@@ -165,6 +199,83 @@ class BatchExecutor:
             result = self._compute_ahead(launched, kept, admitted, blocks, early)
         else:
             result = self._compute_rows(admitted, blocks, early)
+        return self._with_choices(result, admitted, early, preparing)
+
+    @torch.inference_mode()
+    def launch(self, admitted: Sequence[AdmittedStep], blocks: Span) -> LaunchedIteration | None:
+        """Launches what `compute` computes, and waits for nothing. `finish` must follow before any other iteration.
+
+        Its rows take the most probable token if any.
+
+        Returns:
+            None if `compute` must compute the steps: no recorded step fits, or the next step of a row can be launched
+            ahead.
+        """
+        if any(batch.comes_round_here for batch in admitted):
+            return None
+        self._take_ahead(admitted)
+        try:
+            work, hidden, embed_seconds = self._packed(admitted)
+            self._note_expected(work)
+            launched = self.runner.launch(work, hidden, blocks)
+            if launched is None:
+                return None
+            copies, early = _HostCopies(admitted), None
+            copies.begin(launched.hidden)
+            if self._samples_batched and self._edges is not None:
+                early = _EarlyLogits(self._edges, admitted, lambda logits: logits)
+                early(launched.hidden, launched.reading)
+            launched.reading.begin()
+            return LaunchedIteration(admitted, blocks, launched, copies, early, embed_seconds)
+        except Exception as failure:
+            error_of(failure)
+            log.warning("a step could not be launched", extra={"where": call_path(failure)})
+            return None
+
+    def finish(self, iteration: LaunchedIteration) -> BatchResult | None:
+        """Waits for an iteration of `launch`. Returns None if that fails; then `compute` must compute its steps."""
+        launched, admitted = iteration.launched, iteration.admitted
+        try:
+            finite = self.runner.finish(launched, range(len(launched.rows)), iteration.blocks)
+            parts = (launched.hidden,) if len(launched.rows) == 1 else torch.split(launched.hidden, 1)
+            outputs = iteration.copies.in_place_of(tuple(_row_outputs(parts, finite)))
+        except Exception as failure:
+            error_of(failure)
+            log.warning("a step that was launched failed", extra={"where": call_path(failure)})
+            return None
+        result = BatchResult(outputs, edge_seconds=iteration.embed_seconds)
+        return self._with_choices(result, admitted, iteration.early, ())
+
+    def prepare_next(self, iteration: LaunchedIteration) -> None:
+        """Prepares the next step of the rows of an iteration, which comes once the other hops have computed this one.
+
+        It is called when nothing else waits. After steps with other rows it prepares ever more seldom.
+        """
+        if not self._preparing_pace.goes_ahead():
+            self._expected = ()
+            return
+        self._expected = [replace(row, position=row.position + 1) for row in iteration.launched.rows]
+        try:
+            self.runner.prepare_next(self._expected, iteration.blocks)
+        except Exception as failure:
+            error_of(failure)
+            log.warning("the next step could not be prepared", extra={"where": call_path(failure)})
+
+    def _note_expected(self, work: Sequence[RowWork]) -> None:
+        if self._expected and list(self._expected) == list(work):
+            self._preparing_pace.hit()
+        elif self._expected:
+            self._preparing_pace.missed()
+        self._expected = ()
+
+    def _with_choices(
+        self,
+        result: BatchResult,
+        admitted: Sequence[AdmittedStep],
+        early: "_EarlyLogits | None",
+        preparing: Sequence[Future[None]],
+    ) -> BatchResult:
+        """The result, with the tokens of the rows for which tokens are chosen here."""
         if not any(batch.samples for batch in admitted):
             return result
         self._await(preparing)
@@ -196,7 +307,7 @@ class BatchExecutor:
     ) -> BatchResult:  # fmt: skip
         try:
             early.take(ahead.logits.part(kept))
-            finite = self.runner.finish_next(ahead.launched, kept, blocks)
+            finite = self.runner.finish(ahead.launched, kept, blocks)
         except Exception as failure:
             error_of(failure)
             log.error("a step that was launched ahead failed", extra={"where": call_path(failure)})

@@ -40,6 +40,12 @@ class Delivery:
         self._relay = relay
         self._metrics = metrics
 
+    def prepare(self, admitted: Sequence[AdmittedStep]) -> None:
+        """Makes the messages to next hops while a device computes the outputs."""
+        for batch in admitted:
+            if batch.work.step.route:
+                batch.onward = _onward(batch.work.step, [row for row, _, _ in batch.rows])
+
     def deliver(self, admitted: list[AdmittedStep], result: BatchResult) -> int:
         """Sends outputs on, and faults to the clients whose rows have none.
 
@@ -77,7 +83,7 @@ class Delivery:
                 if batch.samples:
                     self._send_tokens(batch.work, chosen)
                 else:
-                    self._send_on(batch.work, rows, parts, kept)
+                    self._send_on(batch, rows, parts, kept)
             except Exception as failure:
                 # The output is copied from its device only now, and that may fail.
                 log.error("could not send the output of a step", extra={"where": call_path(failure)})
@@ -108,21 +114,17 @@ class Delivery:
             result = pb.Result(step_id=step.step_id, rows=rows, sampled=[sampled[id(row)] for row in rows])
             self._answer(work, client_id, result)
 
-    def _send_on(self, work: StepWork, rows: list[pb.StepRow], parts: list[torch.Tensor], kept: set[bytes]) -> None:
-        step, route = work.step, work.step.route
+    def _send_on(
+        self, batch: AdmittedStep, rows: list[pb.StepRow], parts: list[torch.Tensor], kept: set[bytes]
+    ) -> None:
+        work, step, route = batch.work, batch.work.step, batch.work.step.route
         dtype, hidden_size = tensor_type(parts[0].dtype), parts[0].shape[1]
         if kept or route:
             payload = _joined(parts)
         if route:
-            for row in rows:
-                # After the first hop, only draft tokens are needed: the last hop compares its choices with them.
-                if row.token_ids and not (step.samples and row.num_result_tokens > 1):
-                    row.ClearField("token_ids")
-            onward = onward_step(step)
-            if len(rows) < len(onward.rows):
-                del onward.rows[:]
-                onward.rows.extend(rows)
-            onward.scratch_hops >>= 1
+            onward = batch.onward
+            if onward is None or len(rows) < len(onward.rows):
+                onward = _onward(step, rows)
             onward.dtype, onward.hidden_size = dtype, hidden_size
             self._relay.send(route[0].address, onward, payload)
         else:
@@ -162,6 +164,20 @@ def onward_step(step: pb.Step) -> pb.Step:
     onward.CopyFrom(step)
     onward.blocks.CopyFrom(step.route[0].span)
     del onward.route[0]
+    return onward
+
+
+def _onward(step: pb.Step, rows: Sequence[pb.StepRow]) -> pb.Step:
+    """Returns the message with some rows of a step for the next hop, without the type and size of hidden states."""
+    onward = onward_step(step)
+    if len(rows) < len(onward.rows):
+        del onward.rows[:]
+        onward.rows.extend(rows)
+    for row in onward.rows:
+        # After the first hop, only draft tokens are needed: the last hop compares its choices with them.
+        if row.token_ids and not (step.samples and row.num_result_tokens > 1):
+            row.ClearField("token_ids")
+    onward.scratch_hops >>= 1
     return onward
 
 

@@ -1,8 +1,8 @@
 """The loop of a block server: it takes steps that are ready, computes them, and sends the outputs on.
 
 Session state changes only between iterations, on the event loop; torch runs only within an iteration. Short decode
-steps are computed on the event loop itself, so that they need no change of threads. All other work, and the copies of
-keys and values between iterations, runs in the compute thread.
+steps are computed on the event loop itself, or launched there on a device, so that they need no change of threads. All
+other work, and the copies of keys and values between iterations, runs in the compute thread.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from corolla.block_server.admitted_step import AdmittedStep, StepWork
-from corolla.block_server.batch_executor import BatchExecutor, BatchResult, BatchRunner
+from corolla.block_server.batch_executor import BatchExecutor, BatchResult, BatchRunner, LaunchedIteration
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.delivery import Delivery, onward_step
 from corolla.block_server.metrics import BlockServerMetrics
@@ -107,6 +107,8 @@ class ProcessorUse:
         prompt_share: decides how many prompt tokens an iteration with decode steps takes; None: the scheduler's number
             stays as it is.
         samples_batched: see `BatchExecutor`.
+        launches_inline: whether the event loop launches decode steps on a device, and serves sockets until they are
+            computed.
     """
 
     max_inline_s: float = 0.0
@@ -118,6 +120,7 @@ class ProcessorUse:
     most_looks: int = 0
     prompt_share: PromptShare | None = None
     samples_batched: bool | None = None
+    launches_inline: bool = False
 
 
 class Engine:
@@ -177,6 +180,8 @@ class Engine:
         self._is_waiting = True
         self._wake = asyncio.Event()
         self._compute_thread = self._use.compute_thread or ComputeThread()
+        # The negative number of the iteration that the event loop has launched; 0 while there is none.
+        self._launched_number, self._num_launched = 0, 0
         self.decode_step_seconds = 0.0
         self.decode_batch_rows = 0.0
         self._step_times = StepTimes(follows_lengths=self._use.follows_lengths)
@@ -282,9 +287,14 @@ class Engine:
         self._metrics.resent_tokens.inc(sum(row.num_tokens for row in step.rows))
         self._relay.send(following.address, onward_step(step), b"".join(parts))
 
+    @property
+    def launches_inline(self) -> bool:
+        """See `ProcessorUse`."""
+        return self._use.launches_inline
+
     def look(self) -> None:
-        """Looks whether the compute thread makes progress. Must be called at even intervals; see `Failures.looked`."""
-        self.failures.looked(self._compute_thread.current, self._use.most_looks)
+        """Looks whether iterations make progress. Must be called at even intervals; see `Failures.looked`."""
+        self.failures.looked(self._compute_thread.current or self._launched_number, self._use.most_looks)
 
     async def run(self) -> None:
         """Runs iterations for ever."""
@@ -372,12 +382,12 @@ class Engine:
         num_seen = _num_seen(admitted)
         is_plain_decode = _is_plain_decode(steps)
         is_inline = is_plain_decode and self._is_short(admitted, num_seen)
-        if is_inline:
-            result = self._executor.compute(admitted, steps[0].blocks)
-        else:
-            result = await self._compute_thread.run(
-                self._executor.compute, admitted, steps[0].blocks, lambda: not len(self._scheduler)
-            )
+        launched = None
+        if is_plain_decode and self._use.launches_inline and not any(map(_samples_on_cpu, admitted)):
+            launched = self._executor.launch(admitted, steps[0].blocks)
+        result = None if launched is None else await self._finished(launched)
+        if result is None:
+            result = await self._computed(admitted, steps[0].blocks, is_inline=is_inline)
         failpoints.passed("after_forward")
         began_s = result.began_s
         seconds = self.clock() - (started_s if began_s is None else began_s)
@@ -394,8 +404,31 @@ class Engine:
         self.failures.succeeded()
         if not result.has_raised:
             self._observe(steps, admitted, num_seen, seconds, result, is_plain_decode=is_plain_decode)
+        if launched is not None and not self.has_more_to_do:
+            self._executor.prepare_next(launched)
         if is_inline and self.has_more_to_do:
             await asyncio.sleep(0)  # the sockets have their turn; without more to do, the engine waits anyway
+
+    async def _computed(self, admitted: Sequence[AdmittedStep], blocks: Span, *, is_inline: bool) -> BatchResult:
+        if is_inline:
+            return self._executor.compute(admitted, blocks)
+        return await self._compute_thread.run(
+            self._executor.compute, admitted, blocks, lambda: not len(self._scheduler)
+        )
+
+    async def _finished(self, launched: LaunchedIteration) -> BatchResult | None:
+        """Serves sockets until a device has computed an iteration. Returns None if that failed."""
+        self._delivery.prepare(launched.admitted)
+        self._num_launched += 1
+        self._launched_number = -self._num_launched
+        try:
+            # A thread that waits for a device does not sleep, either, and to wake another thread takes longer than a
+            # turn of the loop.
+            while not launched.is_computed:  # noqa: ASYNC110 - no event of this loop tells what a device does
+                await asyncio.sleep(0)
+            return self._executor.finish(launched)
+        finally:
+            self._launched_number = 0
 
     def _is_short(self, admitted: Sequence[AdmittedStep], num_seen: Sequence[int]) -> bool:
         """Returns True if a plain decode step is probably short enough to be computed on the event loop."""

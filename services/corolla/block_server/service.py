@@ -327,11 +327,11 @@ class BlockServer:
             runner, self._scheduler, self._sessions, outputs, self._peers,
             self._relay_factory(fingerprint, neighbours), self._metrics,
             fail=self._fail, edges=edges,
-            use=self._processor_use(runner.span, checkpoint, speed.num_threads, neighbours),
+            use=self._processor_use(runner, checkpoint, speed.num_threads, neighbours),
             spans=StepSpans(self.server_id, self.address) if spans.is_collected() else None,
         )  # fmt: skip
         with memory_for("the tensors of a step", device, _FEWER_PAGES):
-            await self._compute_thread.run(engine.warm_up)
+            await self._warm_up(engine)
         step_s = await self._compute_thread.run(measure_decode_step, runner)
         engine.decode_speed.observe(step_s, len(span))
         await self._name_numerics(runner, edges)
@@ -539,6 +539,14 @@ class BlockServer:
         self._tasks.start_restartable(neighbours.run, "neighbours")
         return partial(Relay, fingerprint, self._peers, connect=self._network.connect, neighbours=neighbours)
 
+    async def _warm_up(self, engine: Engine) -> None:
+        """Computes a token in each thread that will compute."""
+        await self._compute_thread.run(engine.warm_up)
+        if engine.launches_inline:
+            # Each thread has a current device, and takes workspaces of its own.
+            open_device(self.settings.device)
+            engine.warm_up()
+
     def _load_weights(self, checkpoint: Checkpoint, span: Span) -> tuple[SpanModel, Edges | None, SharedBySamplers]:
         settings = self.settings
         if self._read_ahead is not None:
@@ -581,9 +589,9 @@ class BlockServer:
         return runner, 0 if after is None else max(0, before.num_free - after.num_free)
 
     def _processor_use(
-        self, span: Span, checkpoint: Checkpoint, num_threads: int, neighbours: Neighbours
+        self, runner: SpanRunner, checkpoint: Checkpoint, num_threads: int, neighbours: Neighbours
     ) -> ProcessorUse:
-        settings = self.settings
+        settings, span = self.settings, runner.span
         on_cpu = is_cpu(settings.device)
         num_sampling_threads = 1
         if span.end == checkpoint.num_blocks:
@@ -591,9 +599,10 @@ class BlockServer:
             # threads as the blocks use.
             num_sampling_threads = num_threads if on_cpu else settings.threads or available_cores()
         return ProcessorUse(
-            # The event loop computes a step only if one thread is enough, since it has no helper threads, and only on a
-            # CPU, since sockets would have to wait while it waits for another device.
+            # The event loop computes a step only if one thread is enough, since it has no helper threads. On another
+            # device it launches recorded steps, since to launch others takes longer than sockets should wait.
             max_inline_s=self._max_inline_s if num_threads == 1 and on_cpu else 0.0,
+            launches_inline=bool(self._max_inline_s) and runner.decode_graphs is not None,
             num_sampling_threads=num_sampling_threads,
             max_microbatches=settings.max_microbatches,
             num_devices=neighbours.num_devices,

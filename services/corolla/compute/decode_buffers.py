@@ -41,7 +41,8 @@ class DecodeBuffers:
         self.output = torch.zeros_like(self.hidden)
         # The columns are positions, then each group's slots and numbers of keys. These change with every step, and one
         # copy writes them all.
-        self._columns = torch.tensor(self._padded(()), device=like.device)
+        self._written_columns = self._padded(())
+        self._columns = torch.tensor(self._written_columns, device=like.device)
         self._pages = [
             torch.full(
                 (max_rows, rule.worst_case(store.pool, max_tokens)), store.scratch_page, dtype=torch.int32,
@@ -79,10 +80,14 @@ class DecodeBuffers:
     def write(self, rows: Sequence[PackedRow], size: int) -> None:
         """Writes all inputs of a step of `size` over these rows but `hidden`; remaining entries become padding.
 
+        What the buffers hold already is not written again, so a step may be written before its hidden states are known.
+
         Args:
             rows: at most `size` rows for which `fit` is true, and whose pages may be written.
         """
-        self.write_numbers(self._columns, self._padded(rows))
+        if (columns := self._padded(rows)) != self._written_columns:
+            self.write_numbers(self._columns, columns)
+            self._written_columns = columns
         for group, tensor in enumerate(self._pages):
             tables = [row.cache.tables[group] for row in rows]
             # Sessions get their pages when they open, so consecutive steps of a batch mostly have the same pages.

@@ -109,7 +109,7 @@ class DecodeGraphs:
 
         Args:
             rows: rows whose pages may be written.
-            hidden: `[rows, H]`, any device and dtype.
+            hidden: `[rows, H]`, any device and dtype; pinned memory of the CPU is copied without waiting.
             size: see `size_for`.
             slots: see `slots_for`; None: no row has an adapter.
 
@@ -137,7 +137,7 @@ class DecodeGraphs:
         """
         buffers = self.buffers
         buffers.write(rows, size)
-        buffers.hidden[: len(rows)].copy_(embed(buffers.positions[: len(rows)]))
+        buffers.hidden[: len(rows)].copy_(embed(buffers.positions[: len(rows)]), non_blocking=True)
         if slots is None:
             self._replays[size]()
         else:

@@ -30,7 +30,7 @@ from corolla.models.adapters.products import AdapterBatch, AdapterStacks, SpanAd
 from corolla.models.families import attention_windows, pageless_layers, recurrent_layers
 from corolla.models.linear import ways_by_shape
 from corolla.models.span_model import SpanModel
-from corolla.wire.device_copies import Reading, copied_numbers, to_device
+from corolla.wire.device_copies import Reading, copied_numbers, to_copy, to_device
 from corolla.wire.span import Span
 
 
@@ -91,7 +91,7 @@ class LaunchedBatch:
 
 
 class SpanRunner:
-    """Runs a span. Not thread-safe: one thread computes.
+    """Runs a span. Not thread-safe: one thread computes at a time.
 
     If a family's attention goes through transformers' interface, one packed call runs all rows. The rows of other
     families run one by one, through the same caches.
@@ -265,6 +265,44 @@ class SpanRunner:
         return BatchOutput(output, self._finished(launched, range(len(rows)), blocks))
 
     @torch.inference_mode()
+    def launch(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> LaunchedBatch | None:
+        """Launches what `forward_each` computes, if a recorded step can compute it; `finish` must follow.
+
+        Args:
+            rows: rows of different sessions.
+            hidden: `[sum of num_tokens, H]`, any device and dtype, row after row.
+            blocks: see `forward_each`.
+
+        Returns:
+            None if no recorded step fits; then nothing was launched. The batch's reading has not begun.
+
+        Raises:
+            ValueError: rows, tensor and span do not fit each other.
+            OutOfPages: the pool has too few pages.
+        """
+        self._check(rows, hidden, blocks)
+        for row in rows:
+            row.cache.truncate(row.position)
+        hidden = to_copy(hidden, self.model.device, self.model.dtype)
+        return self._launched_recorded(rows, lambda _: hidden, blocks)
+
+    @torch.inference_mode()
+    def prepare_next(self, rows: Sequence[RowWork], blocks: Span) -> None:
+        """Gives the device what it will need of a step that is expected next, all but its hidden states.
+
+        If another step comes, that costs only time: as in `launch_next`, nothing counts as held.
+
+        Args:
+            rows: rows of one token each, which begin where their caches end.
+
+        Raises:
+            OutOfPages: the pool has too few pages.
+        """
+        graphs, fitting = self.decode_graphs, self._recorded(rows, blocks) if _have_room(rows) else None
+        if graphs is not None and fitting is not None:
+            graphs.buffers.write(*fitting)
+
+    @torch.inference_mode()
     def launch_next(
         self, rows: Sequence[RowWork], embed: Callable[[Tensor], Tensor], blocks: Span
     ) -> LaunchedBatch | None:
@@ -284,20 +322,11 @@ class SpanRunner:
         Raises:
             OutOfPages: the pool has too few pages.
         """
-        graphs = self.decode_graphs
-        if graphs is None or blocks != self.span or any(row.adapter or row.prompts is not None for row in rows):
-            return None
-        if any(row.position >= row.cache.num_reserved_tokens for row in rows):
-            return None
-        packed = [PackedRow(row.cache, row.position, index, index + 1) for index, row in enumerate(rows)]
-        for row in rows:
-            row.cache.prepare(row.position, 1)
-        size = graphs.size_for(packed)
-        return None if size is None else self._launched(rows, graphs.replay_embedded(packed, embed, size))
+        return self._launched_recorded(rows, embed, blocks) if _have_room(rows) else None
 
     @torch.inference_mode()
-    def finish_next(self, launched: LaunchedBatch, kept: Sequence[int], blocks: Span) -> tuple[bool, ...]:
-        """Waits for a batch of `launch_next`, whose caches then hold the new tokens of the rows in `kept`.
+    def finish(self, launched: LaunchedBatch, kept: Sequence[int], blocks: Span) -> tuple[bool, ...]:
+        """Waits for a batch that was launched, whose caches then hold the new tokens of the rows in `kept`.
 
         Args:
             kept: indices of rows, in order; their caches end where the batch began.
@@ -306,6 +335,28 @@ class SpanRunner:
             For each row in `kept`, whether all numbers of its output are finite. If not, its cache gets no new token.
         """
         return self._finished(launched, kept, blocks)
+
+    def _launched_recorded(
+        self, rows: Sequence[RowWork], embed: Callable[[Tensor], Tensor], blocks: Span
+    ) -> LaunchedBatch | None:
+        graphs, fitting = self.decode_graphs, self._recorded(rows, blocks)
+        if graphs is None or fitting is None:
+            return None
+        packed, size = fitting
+        return self._launched(rows, graphs.replay_embedded(packed, embed, size))
+
+    def _recorded(self, rows: Sequence[RowWork], blocks: Span) -> tuple[Sequence[PackedRow], int] | None:
+        """The rows, whose pages may be written now, and the size of the recorded step that fits; None if none does."""
+        graphs = self.decode_graphs
+        if graphs is None or blocks != self.span or any(row.adapter or row.prompts is not None for row in rows):
+            return None
+        if any(row.num_tokens > 1 for row in rows):
+            return None
+        for row in rows:
+            row.cache.prepare(row.position, 1)
+        packed = _packed(rows)
+        size = graphs.size_for(packed)
+        return None if size is None else (packed, size)
 
     def _launched(self, rows: Sequence[RowWork], output: Tensor) -> LaunchedBatch:
         # If a row has NaN or Inf, the sum is not finite. It may also overflow, so then each row is checked by itself.
@@ -463,6 +514,11 @@ class _PackedStep:
     batch: AttentionBatch
     adapters: AdapterBatch | None
     low_rank: LowRankBatch | None
+
+
+def _have_room(rows: Sequence[RowWork]) -> bool:
+    """Whether all rows of one token fit into what their sessions have reserved."""
+    return all(row.position < row.cache.num_reserved_tokens for row in rows)
 
 
 def _packed(rows: Sequence[RowWork]) -> list[PackedRow]:

@@ -10,6 +10,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
@@ -61,10 +62,19 @@ def to_device(numbers: Tensor, device: torch.device, dtype: torch.dtype) -> Tens
     """
     if numbers.dtype is dtype and numbers.device == device:
         return numbers
+    numbers = to_copy(numbers, device, dtype)
+    return numbers.to(device=device, dtype=dtype, non_blocking=device.type == "cuda")
+
+
+def to_copy(numbers: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """`numbers`, of any shape, device and dtype, so that a copy in `dtype` to `device` makes no thread wait.
+
+    Numbers of the CPU for a GPU come in `dtype` in pinned memory; others are returned as they are.
+    """
     if device.type == "cuda" and numbers.device.type == "cpu":
         # If the copy converted, it would do so in ordinary memory.
-        numbers = numbers.to(dtype).pin_memory()
-    return numbers.to(device=device, dtype=dtype, non_blocking=device.type == "cuda")
+        return numbers.to(dtype).pin_memory()
+    return numbers
 
 
 def copied_numbers(parts: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device) -> list[Tensor]:
@@ -89,7 +99,30 @@ def copied_numbers(parts: Sequence[tuple[Sequence[int], torch.dtype]], device: t
     return [copied[place].view(dtype) for (_, dtype), place in zip(parts, places, strict=True)]
 
 
-def begin_reading(numbers: Tensor) -> Callable[[], Tensor]:
+@dataclass(frozen=True, slots=True)
+class BegunReading:
+    """Numbers on their way to the host. A call waits for them and returns them.
+
+    Attributes:
+        numbers: of any shape and dtype, on the CPU, or on the device that the numbers never leave.
+        is_copied: happens once the numbers are there; None: they are there.
+    """
+
+    numbers: Tensor
+    is_copied: torch.cuda.Event | None = None
+
+    def __call__(self) -> Tensor:
+        if self.is_copied is not None:
+            self.is_copied.synchronize()
+        return self.numbers
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether a call returns at once."""
+        return self.is_copied is None or bool(self.is_copied.query())  # type: ignore[no-untyped-call]
+
+
+def begin_reading(numbers: Tensor) -> BegunReading:
     """Begins to read `numbers`, of any shape, dtype and device.
 
     On a GPU, `Tensor.item`, `tolist` and `cpu` wait for all work that was launched before, so a caller that launches
@@ -97,21 +130,16 @@ def begin_reading(numbers: Tensor) -> Callable[[], Tensor]:
     is launched, then more work can be, and the reader waits for the copy alone.
 
     Returns:
-        A function that waits for the numbers and returns them, with the same shape and dtype; numbers of a GPU come in
-        pinned memory.
+        What waits for the numbers and returns them, with the same shape and dtype; numbers of a GPU come in pinned
+        memory.
     """
     if numbers.device.type != "cuda":
-        return lambda: numbers
+        return BegunReading(numbers)
     copied = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
     copied.copy_(numbers, non_blocking=True)
     is_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
     is_copied.record(torch.cuda.current_stream(numbers.device))
-
-    def finish() -> Tensor:
-        is_copied.synchronize()
-        return copied
-
-    return finish
+    return BegunReading(copied, is_copied)
 
 
 class Reading:
@@ -119,7 +147,7 @@ class Reading:
 
     def __init__(self) -> None:
         self._parts: list[Tensor] = []
-        self._read: Callable[[], Tensor] | None = None
+        self._read: BegunReading | None = None
 
     def add(self, numbers: Tensor) -> Callable[[], Tensor]:
         """Adds numbers, of any shape, dtype and device, which float64 can hold. The copy has not begun.
@@ -143,9 +171,14 @@ class Reading:
         """Begins the copy, if it has not begun. Nothing may be added from now on."""
         self._begun()
 
-    def _begun(self) -> Callable[[], Tensor]:
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the copy has begun and ended, so that no function of `add` waits."""
+        return self._read is not None and self._read.has_arrived
+
+    def _begun(self) -> BegunReading:
         if self._read is None:
-            self._read = begin_reading(torch.cat(self._parts)) if self._parts else lambda: torch.empty(0)
+            self._read = begin_reading(torch.cat(self._parts) if self._parts else torch.empty(0))
         return self._read
 
 

@@ -98,10 +98,16 @@ class Sessions:
 class Present:
     """Launches no next step."""
 
+    def launch(self, *_args: Any) -> None:
+        raise AssertionError("nothing is launched before `compute` is asked")
+
+    def prepare_next(self, *_args: Any) -> None:
+        raise AssertionError("nothing is launched before `compute` is asked")
+
     def launch_next(self, *_args: Any) -> None:
         return None
 
-    def finish_next(self, *_args: Any) -> tuple[bool, ...]:
+    def finish(self, *_args: Any) -> tuple[bool, ...]:
         raise AssertionError("nothing was launched")
 
 

@@ -2,9 +2,11 @@
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,10 +25,11 @@ from corolla.block_server.sessions import SessionTable
 from corolla.cache.store import SessionCache
 from corolla.compute.device_memory import DEVICE_MEMORY_USES
 from corolla.compute.memory_bound import MemoryBound
-from corolla.compute.span_runner import RowWork, SpanRunner
+from corolla.compute.span_runner import LaunchedBatch, RowWork, SpanRunner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.span_model import load_span
 from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.device_copies import Reading
 from corolla.wire.span import Span
 from corolla.wire.tensors import to_payload
 from tests.checkpoints import make_tiny_checkpoint
@@ -78,6 +81,78 @@ async def test_a_device_that_hangs_is_noticed(runner: SpanRunner) -> None:
         engine.look()
     assert has_given_up.is_set()
     may_end.set()
+    running.cancel()
+    engine.close()
+
+
+class Slow(FaultyRunner):
+    """Launches steps whose numbers arrive only when a test lets them."""
+
+    def __init__(self, runner: SpanRunner) -> None:
+        super().__init__(runner)
+        self.has_launched, self.may_arrive = asyncio.Event(), False
+        self._of_blocks = runner
+
+    def launch(self, rows: Sequence[RowWork], *others: Any) -> LaunchedBatch:
+        slow, (hidden, _) = self, others
+
+        class Late(Reading):
+            @property
+            def has_arrived(self) -> bool:
+                return slow.may_arrive
+
+        self.has_launched.set()
+        return LaunchedBatch(rows, hidden, Late(), lambda: torch.zeros(()))
+
+    def prepare_next(self, *_args: Any) -> None:
+        pass
+
+    def finish(self, launched: LaunchedBatch, *others: Any) -> tuple[bool, ...]:
+        return self._of_blocks.finish(launched, *others)
+
+
+async def test_the_event_loop_serves_sockets_while_a_launched_step_runs_and_notices_if_it_hangs(
+    runner: SpanRunner,
+) -> None:
+    sessions: SessionTable[SessionCache] = SessionTable(runner.store.pool, runner.new_cache)
+    peers, has_given_up, slow = PeerTable(), asyncio.Event(), Slow(runner)
+    engine = Engine(
+        slow, Scheduler(8, 8), sessions, BoundaryActivations(0), peers, partial(Relay, "", peers),
+        BlockServerMetrics(CollectorRegistry()), fail=has_given_up.set,
+        use=ProcessorUse(most_looks=3, launches_inline=True),
+    )  # fmt: skip
+    cache = sessions.open(REQUEST, engine.clock()).cache
+    running = asyncio.create_task(engine.run())
+    has_changed = asyncio.Event()
+    for number in range(2):
+        hidden = torch.zeros(1, runner.model.hidden_size)
+        row = pb.StepRow(session_id=b"a", epoch=1, position=number, num_tokens=1, num_result_tokens=1)
+        step = pb.Step(
+            step_id=number + 1, client_id=b"c", rows=[row], dtype=pb.TENSOR_TYPE_FLOAT32, hidden_size=hidden.shape[1]
+        )
+        work = StepWork(step, bytes(to_payload(hidden)), Peer(b"c", UnreadStream()))
+        engine.submit(QueuedStep(frozenset([b"a"]), {"t": 1}, True, SPAN, work))
+        async with asyncio.timeout(30):
+            await slow.has_launched.wait()
+        slow.has_launched.clear()
+        # Two looks at each of two steps are fewer than three at one.
+        engine.look()
+        engine.look()
+        engine.between_iterations(has_changed.set)
+        await asyncio.sleep(0.01)
+        assert not has_changed.is_set()
+        assert not engine.is_idle
+        slow.may_arrive = number == 0
+        if number == 0:
+            async with asyncio.timeout(30):
+                await has_changed.wait()
+            assert cache.num_tokens == 1
+            has_changed.clear()
+            slow.may_arrive = False
+    assert not has_given_up.is_set()
+    engine.look()
+    engine.look()
+    assert has_given_up.is_set()
     running.cancel()
     engine.close()
 

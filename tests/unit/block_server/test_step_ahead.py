@@ -226,7 +226,7 @@ def prompt(name: int) -> Sequence[int]:
 def counted(monkeypatch: pytest.MonkeyPatch, runner: SpanRunner) -> list[str]:
     """A list that grows with each step that is launched ahead, and with each such step that is used."""
     events: list[str] = []
-    launch_next, finish_next = runner.launch_next, runner.finish_next
+    launch_next, finish_launched = runner.launch_next, runner.finish
 
     def launch(*args: Any) -> LaunchedBatch | None:
         events.append("launched")
@@ -234,10 +234,10 @@ def counted(monkeypatch: pytest.MonkeyPatch, runner: SpanRunner) -> list[str]:
 
     def finish(*args: Any) -> tuple[bool, ...]:
         events.append("used")
-        return finish_next(*args)
+        return finish_launched(*args)
 
     monkeypatch.setattr(runner, "launch_next", launch)
-    monkeypatch.setattr(runner, "finish_next", finish)
+    monkeypatch.setattr(runner, "finish", finish)
     return events
 
 
@@ -312,15 +312,15 @@ async def test_a_step_that_fails_when_tokens_are_drawn_ends_with_a_fault(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Numbers that were drawn must not be drawn again: the client recovers the session with a new sampler."""
-    finish_next, calls = model.runner.finish_next, []
+    finish, calls = model.runner.finish, []
 
     def fail_third(*args: Any) -> tuple[bool, ...]:
         calls.append(args)
         if len(calls) == 3:
             raise RuntimeError("out of something")
-        return finish_next(*args)
+        return finish(*args)
 
-    monkeypatch.setattr(model.runner, "finish_next", fail_third)
+    monkeypatch.setattr(model.runner, "finish", fail_third)
     async with serving(model) as server:
         await server.open(2, **DRAWN[2])
         server.begin(2)
@@ -388,7 +388,7 @@ async def test_what_happens_between_two_steps(model: Model, monkeypatch: pytest.
     assert events.count("used") > 2
 
 
-@pytest.mark.parametrize("fails", quick(["launch_next", "finish_next"], "finish_next"))
+@pytest.mark.parametrize("fails", quick(["launch_next", "finish"], "finish"))
 async def test_a_step_that_cannot_be_launched_ahead_or_fails_is_computed_in_its_turn(
     model: Model, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:

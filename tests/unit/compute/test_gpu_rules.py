@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from corolla.compute import graph_choice
+from corolla.compute.decode_buffers import DecodeBuffers
 from corolla.compute.span_runner import RowWork
 from corolla.models.cuda_capture import CudaCapture, Record
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
-from tests.gpu_double import GPU, a_gpu
+from tests.gpu_double import GPU, Gpu, a_gpu
 from tests.unit.compute.on_gpu import runner_on
 from tests.unit.compute.replaying import make_runner
 
@@ -82,6 +83,79 @@ def test_steps_on_a_gpu_wait_for_nothing_and_give_the_outputs_of_a_processor(fol
             assert not gpu.waits
             torch.testing.assert_close(gpu.numbers(found), expected, rtol=1e-4, atol=1e-4)
         assert runner.decode_graphs.num_replays == num_checked + 3
+
+
+class Launching:
+    """Launches the same steps of three sessions on a GPU as a plain runner computes."""
+
+    def __init__(self, gpu: Gpu, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._gpu, self._plain, self._runner = gpu, make_runner(folder, SPAN), runner_on(gpu, folder, SPAN)
+        graph_choice.choose_graphs(self._runner, lambda: CudaCapture(GPU))
+        self._num_written, write_numbers = 0, DecodeBuffers.write_numbers
+        self._generator = torch.Generator().manual_seed(0)
+
+        def noted(target: Tensor, numbers: list[list[int]]) -> None:
+            self._num_written += 1
+            write_numbers(target, numbers)
+
+        monkeypatch.setattr(DecodeBuffers, "write_numbers", staticmethod(noted))
+        runners = (self._runner, self._plain)
+        self._caches = [[runner.new_cache() for _ in range(3)] for runner in runners]
+        prompt = self._draw(3 * 7)
+        for runner, caches in zip(runners, self._caches, strict=True):
+            for cache in caches:
+                cache.reserve(16)
+            runner.forward([RowWork(cache, 0, 7) for cache in caches], prompt, SPAN)
+
+    def prepare(self, position: int, *which: int) -> None:
+        self._runner.prepare_next([RowWork(self._caches[0][index], position, 1) for index in which], SPAN)
+
+    def fork(self, source: int, target: int) -> None:
+        for caches in self._caches:
+            caches[target] = caches[source].fork()
+            caches[target].reserve(16)
+
+    def launch(self, position: int, *which: int) -> int:
+        """Launches a step of these sessions. Returns how often something but hidden states was written for it."""
+        hidden = self._draw(len(which))
+        rows, true_rows = ([RowWork(caches[index], position, 1) for index in which] for caches in self._caches)
+        self._num_written = 0
+        launched = self._runner.launch(rows, hidden, SPAN)
+        assert launched is not None
+        num_written = self._num_written
+        launched.reading.begin()
+        assert not launched.reading.has_arrived
+        assert launched.reading.has_arrived
+        assert self._runner.finish(launched, range(len(rows)), SPAN) == (True,) * len(rows)
+        expected = self._plain.forward(true_rows, hidden, SPAN)
+        torch.testing.assert_close(self._gpu.numbers(launched.hidden), expected, rtol=1e-4, atol=1e-4)
+        return num_written
+
+    def _draw(self, num_tokens: int) -> Tensor:
+        return torch.randn(num_tokens, self._plain.model.hidden_size, generator=self._generator)
+
+
+def test_launched_steps_on_a_gpu_wait_for_nothing_and_find_what_was_prepared(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps come as prepared, in another order, with fewer rows, one token earlier, or after a session was forked."""
+    with a_gpu() as gpu:
+        steps = Launching(gpu, folder, monkeypatch)
+        gpu.waits.clear()
+        assert steps.launch(7, 0, 1, 2)
+        steps.prepare(8, 0, 1, 2)
+        assert not steps.launch(8, 0, 1, 2)
+        steps.prepare(9, 0, 1, 2)
+        assert steps.launch(9, 2, 1)
+        assert steps.launch(9, 0)
+        steps.prepare(10, 0, 1, 2)
+        steps.fork(0, 2)
+        assert steps.launch(10, 0, 1, 2)
+        steps.prepare(11, 0, 1, 2)
+        assert steps.launch(10, 0, 1, 2)
+        steps.prepare(11, 0, 1, 2)
+        assert not steps.launch(11, 0, 1, 2)
+        assert not gpu.waits
 
 
 def test_an_attempt_after_a_lack_of_memory_has_a_pool_of_its_own(folder: Path) -> None:
