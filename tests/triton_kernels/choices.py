@@ -14,6 +14,7 @@ from corolla.decoding.batched_sampling import sample_together
 from corolla.decoding.kernel_trials import failed_trial
 from corolla.decoding.nucleus import NO_SHARE, draw_by_filter, draws_as_operators, keeps_as_a_sort, launched_draw
 from corolla.decoding.parameters import SampledToken, SamplingParams
+from corolla.decoding.penalties import penalises_as_operators
 from corolla.decoding.random_jump import words_of
 from corolla.decoding.random_streams import RandomStreams, draws_as_a_cpu, launched_numbers
 from corolla.decoding.sampling import Sampler
@@ -140,6 +141,7 @@ def test_kernels_that_fail_or_differ_give_way_to_operators() -> None:
         (keeps_as_a_sort, "keep", lambda scores, _shares: scores),
         (draws_as_operators, "draw", lambda scores, *_others: scores.argmax(dim=-1)),
         (draws_as_a_cpu, "draw_negated", other_numbers),
+        (penalises_as_operators, "penalise", lambda logits, *_others: logits),
     ]
     for trial, name, wrong in trials:
         assert failed_trial(PLACE, trial) is None

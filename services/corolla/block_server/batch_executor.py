@@ -48,7 +48,11 @@ from corolla.wire.tensors import from_payload
 log = logging.getLogger(__name__)
 
 
-_EVERY_KERNEL: Final = (SamplingParams(1.0, top_p=0.5, seed=0), SamplingParams(1.0, top_p=0.5, min_p=0.1, seed=0))
+_EVERY_KERNEL: Final = (
+    SamplingParams(1.0, top_p=0.5, seed=0, repetition_penalty=1.1, presence_penalty=0.1),
+    SamplingParams(1.0, top_p=0.5, min_p=0.1, seed=0, repetition_penalty=1.1),
+    SamplingParams(1.0, seed=0, presence_penalty=0.1),
+)
 
 
 class BatchRunner(Protocol):
@@ -435,7 +439,8 @@ class BatchExecutor:
             logits = self._edges.head(torch.zeros(1, self._edges.hidden_size))
             if self._samples_batched:
                 # The kernels are compiled now, not while the first caller waits.
-                sample_together([Sampler(params, ()) for params in _EVERY_KERNEL], logits.expand(2, -1).contiguous())
+                for params in _EVERY_KERNEL:
+                    sample_together([Sampler(params, ())], logits)
             logits.cpu()
 
     def _packed(self, admitted: Sequence[AdmittedStep]) -> tuple[list[RowWork], Tensor, float]:

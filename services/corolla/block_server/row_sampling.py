@@ -18,12 +18,12 @@ from corolla.decoding.batched_sampling import launch_choice, sample_together
 from corolla.decoding.draft_model import DraftModel
 from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.random_streams import streams_of
-from corolla.decoding.sampling import Sampler, on_device
+from corolla.decoding.sampling import Sampler
 from corolla.decoding.speculation import MAX_DRAFT_TOKENS
 from corolla.decoding.speculator import Speculator, make_speculator
 from corolla.models.edges import Edges
 from corolla.v1 import blocks_pb2 as pb
-from corolla.wire.device_copies import Reading
+from corolla.wire.device_copies import Reading, on_device
 
 log = logging.getLogger(__name__)
 

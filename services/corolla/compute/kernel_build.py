@@ -87,7 +87,7 @@ def _fused(checkpoint: Checkpoint, dtype: torch.dtype, quantization: str) -> tup
 
 @torch.inference_mode()
 def _run(span: FusedSpan, checkpoint: Checkpoint, dtype: torch.dtype, page_tokens: int, kv_cache_dtype: str) -> None:
-    from corolla.kernels.triton.choice_launches import draw_negated, draw_tokens
+    from corolla.kernels.triton.choice_launches import draw_negated, draw_tokens, penalise
     from corolla.kernels.triton.launches import keep_nucleus, row_counts
 
     blocks, backend = TritonBlocks(span), PagedTriton()
@@ -102,6 +102,9 @@ def _run(span: FusedSpan, checkpoint: Checkpoint, dtype: torch.dtype, page_token
     scores = torch.empty(1, checkpoint.vocab_size, device=_META)
     numbers = torch.empty(1, dtype=torch.int64, device=_META)
     keep_nucleus(scores, scores, numbers, PROBABILITY_BITS)
+    are_seen, settings = torch.empty(scores.shape, dtype=torch.bool, device=_META), torch.empty(1, 3, device=_META)
+    for seen, counts in ((are_seen, scores), (are_seen, None), (None, scores)):
+        penalise(scores, seen, counts, settings)
     draw_tokens(scores, scores, scores, numbers, PROBABILITY_BITS)
     draw_negated(torch.empty(1, STREAM_WIDTH, dtype=torch.int32, device=_META), numbers, checkpoint.vocab_size)
     for num_rows in sorted({*row_counts(), *_tokens_of_mixtures(span, row_counts())}):

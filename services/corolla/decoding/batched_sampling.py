@@ -19,16 +19,15 @@ from torch import Tensor
 from corolla.chassis.errors import CorollaError, NonFiniteOutput
 from corolla.decoding.nucleus import NO_SHARE, drawn_from_nucleus, keep_nucleus
 from corolla.decoding.parameters import SampledToken, SamplingParams
+from corolla.decoding.penalties import StackedPenalties
 from corolla.decoding.random_streams import streams_of
 from corolla.decoding.sampling import (
     Sampler,
-    StackedPenalties,
     barred,
     exponential_numbers,
     exponential_of,
-    on_device,
 )
-from corolla.wire.device_copies import begin_reading
+from corolla.wire.device_copies import begin_reading, on_device
 
 Logprobs = tuple[float, tuple[tuple[int, float], ...]]
 """The log probability of a chosen token, and the ids and log probabilities of the most probable ones."""
@@ -197,7 +196,7 @@ class _Scores:
         self._penalised = [index for index, sampler in enumerate(samplers) if sampler.params.has_penalties]
         if self._penalised:
             penalties = [samplers[index].penalties(vocabulary_size) for index in self._penalised]
-            self._penalties = StackedPenalties(penalties, device)
+            self._penalties = StackedPenalties.of(penalties, device)
             rows = _replaced(rows, self._penalised, self._penalties.apply)
         if allowed:
             bars = barred(list(allowed.values()), vocabulary_size, device)

@@ -15,8 +15,7 @@ from torch import Tensor
 from corolla.decoding import kernel_trials
 from corolla.decoding.device_rows import DeviceRows, Slot, indices_of
 from corolla.decoding.random_jump import Words, words_of
-from corolla.decoding.sampling import on_device
-from corolla.wire.device_copies import begin_reading
+from corolla.wire.device_copies import begin_reading, on_device
 
 NUM_WORDS: Final = 624
 """A stream in its row: a block of MT19937, then how many of its words were used."""

@@ -10,7 +10,7 @@ import copy
 import functools
 import math
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -30,6 +30,7 @@ from corolla.chassis.errors import InternalError, NonFiniteOutput
 from corolla.decoding.device_rows import Slot
 from corolla.decoding.grammar import AnswerGrammar
 from corolla.decoding.parameters import SampledToken, SamplingParams
+from corolla.decoding.penalties import TokenPenalties
 from corolla.decoding.random_jump import Words, moved_on, with_words
 from corolla.wire.device_copies import begin_copy, empty_to_copy, to_device
 
@@ -41,139 +42,6 @@ _OUTPUTS_PER_LOGIT = 2
 _NUM_BITS = 53
 _MOST_DRAWN = 1 << 21
 """Up to this many outputs are skipped by drawing them, which takes about 4 ms; a jump would take longer."""
-
-
-class TokenPenalties:
-    """The repetition, presence and frequency penalty of one sequence. Adding a token takes constant time.
-
-    The repetition penalty is that of `transformers`, over prompt and answer: a seen token's logit is divided by it
-    when positive and multiplied when negative, once per token, bit for bit as `RepetitionPenaltyLogitsProcessor` does.
-    Presence and frequency penalty are those of the OpenAI API, over the answer alone: the logit of a token that occurs
-    `c` times there is lowered by `presence * (c > 0) + frequency * c`. The repetition penalty comes first.
-
-    Args:
-        generated_ids: the tokens of the answer so far.
-        repetition: 1 switches it off; 0 switches `presence` and `frequency` off.
-        vocabulary_size: length of the logits. Ids beyond it (an embedding may be larger than the head) are ignored.
-    """
-
-    def __init__(
-        self,
-        prompt_ids: Sequence[int],
-        generated_ids: Sequence[int],
-        *,
-        repetition: float,
-        presence: float,
-        frequency: float,
-        vocabulary_size: int,
-    ) -> None:
-        self._repetition, self._presence, self._frequency = repetition, presence, frequency
-        self._vocabulary_size = vocabulary_size
-        self._is_seen: Tensor | None = None
-        self._counts: Tensor | None = None
-        if repetition != 1.0:
-            self._is_seen = torch.zeros(vocabulary_size, dtype=torch.bool)
-            self._is_seen[self._known([*prompt_ids, *generated_ids])] = True
-        if presence != 0.0 or frequency != 0.0:
-            self._counts = torch.bincount(self._known(generated_ids), minlength=vocabulary_size).to(torch.float32)
-
-    def _known(self, token_ids: Iterable[int]) -> Tensor:
-        return torch.tensor([i for i in token_ids if i < self._vocabulary_size], dtype=torch.int64)
-
-    def copy(self) -> "TokenPenalties":
-        """A copy in the same state. Tokens that are added to one do not change the other."""
-        copied = copy.copy(self)
-        copied._is_seen = None if self._is_seen is None else self._is_seen.clone()
-        copied._counts = None if self._counts is None else self._counts.clone()
-        return copied
-
-    def apply(self, logits: Tensor) -> Tensor:
-        """The penalised scores of `logits`, both float32 `[V]` on one device; `logits` are not changed."""
-        return StackedPenalties([self], logits.device).apply(logits.unsqueeze(0))[0]
-
-    def _move_to(self, device: torch.device) -> None:
-        self._is_seen = None if self._is_seen is None else to_device(self._is_seen, device, torch.bool)
-        self._counts = None if self._counts is None else to_device(self._counts, device, torch.float32)
-
-    def add(self, token_id: int) -> None:
-        """Counts the answer's next token."""
-        if self._is_seen is not None:
-            self._is_seen[token_id] = True
-        if self._counts is not None:
-            self._counts[token_id] += 1
-
-
-class StackedPenalties:
-    """The penalties of several sequences, one for each row of logits. The number of operators is that of one sequence.
-
-    Args:
-        penalties: those of each row; no one occurs twice, and no one else may add tokens to them before `add`.
-        device: where the logits are; the penalties move there.
-    """
-
-    def __init__(self, penalties: Sequence[TokenPenalties], device: torch.device) -> None:
-        for each in penalties:
-            each._move_to(device)
-        self._penalties, self._device = penalties, device
-        self._are_seen = self._stacked([each._is_seen for each in penalties])
-        self._counts = self._stacked([each._counts for each in penalties])
-
-    def _stacked(self, own: Sequence[Tensor | None]) -> Tensor | None:
-        kept = [each for each in own if each is not None]
-        if not kept:
-            return None
-        nothing = kept[0] if len(kept) == len(own) else torch.zeros_like(kept[0])
-        return torch.stack([nothing if each is None else each for each in own])
-
-    def apply(self, logits: Tensor) -> Tensor:
-        """The penalised scores, float32 `[R, V]`, of `logits`, float32 `[R, V]`, which are not changed.
-
-        Each row is that of `TokenPenalties.apply` alone.
-        """
-        scores = logits
-
-        def column(values: Iterable[float]) -> Tensor:
-            return on_device(tuple(values), self._device, torch.float32).unsqueeze(1)
-
-        if self._are_seen is not None:
-            factors = column(each._repetition for each in self._penalties)
-            penalised = torch.where(scores < 0, scores * factors, scores / factors)
-            scores = torch.where(self._are_seen, penalised, scores)
-        if self._counts is not None:
-            frequencies = column(each._frequency for each in self._penalties)
-            presences = column(each._presence for each in self._penalties)
-            scores = scores - (self._counts * frequencies + (self._counts > 0) * presences)
-        return scores
-
-    def add(self, token_ids: Tensor, are_added: Tensor) -> None:
-        """Counts the next token of each answer, as `TokenPenalties.add` does, and waits for no device.
-
-        Args:
-            token_ids: int64 `[R]`, on the device of the penalties.
-            are_added: bool `[R]` likewise: whether the row's token is counted.
-        """
-        at, are_added = token_ids.unsqueeze(1), are_added.unsqueeze(1)
-        if self._are_seen is not None:
-            self._are_seen.scatter_(1, at, self._are_seen.gather(1, at) | are_added)
-            self._keep(self._are_seen, [each._is_seen for each in self._penalties])
-        if self._counts is not None:
-            self._counts.scatter_add_(1, at, are_added.to(self._counts.dtype))
-            self._keep(self._counts, [each._counts for each in self._penalties])
-
-    def _keep(self, stacked: Tensor, own: Sequence[Tensor | None]) -> None:
-        """Copies the rows to the sequences' own tensors, since the next batch may have other rows."""
-        pairs = [(each, row) for each, row in zip(own, stacked.unbind(), strict=True) if each is not None]
-        torch._foreach_copy_([each for each, _ in pairs], [row for _, row in pairs])
-
-
-@functools.lru_cache(maxsize=256)
-def on_device(values: tuple[float, ...] | tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The values as a tensor `[len(values)]` of `dtype` on `device`, which must not be changed.
-
-    Making it does not wait for the device. What the rows of a batch want seldom changes from one step to the next, so
-    the tensors are kept.
-    """
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 class QuickTopP(LogitsProcessor):

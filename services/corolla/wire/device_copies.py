@@ -6,6 +6,7 @@ by `begin_copy` run on a stream of their own, for which the stream that computes
 step waits, run on another one (`on_copy_stream`).
 """
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -97,6 +98,16 @@ def copied_numbers(parts: Sequence[tuple[Sequence[int], torch.dtype]], device: t
         whole[place].view(dtype).numpy()[:] = numbers
     copied = whole.to(device, non_blocking=True)
     return [copied[place].view(dtype) for (_, dtype), place in zip(parts, places, strict=True)]
+
+
+@functools.lru_cache(maxsize=256)
+def on_device(values: tuple[float, ...] | tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The values as a tensor `[len(values)]` of `dtype` on `device`, which must not be changed.
+
+    Making it does not wait for the device. What the rows of a batch want seldom changes from one step to the next, so
+    the tensors are kept.
+    """
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)

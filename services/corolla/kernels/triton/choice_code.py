@@ -125,3 +125,25 @@ def draw_tokens(
         is_excluded = tl.sum(below, 0) <= tl.minimum(share, tl.sum(every, 0) - 1)
         goes_on = (is_found & is_excluded).to(tl.int32)
     tl.store(out + row, token.to(tl.int64))
+
+
+@triton.jit
+def penalise(
+    logits, are_seen, counts, settings, out, width, HAS_SEEN: tl.constexpr, HAS_COUNTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program for each part of a row: the logits with the penalties for tokens of the text, in their order."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    score = tl.load(logits + row * width + at, mask=inside, other=0.0)
+    if HAS_SEEN:
+        factor = tl.load(settings + 3 * row)
+        is_seen = tl.load(are_seen + row * width + at, mask=inside, other=0) != 0
+        penalised = tl.where(score < 0.0, score * factor, tl.div_rn(score, factor + tl.zeros_like(score)))
+        score = tl.where(is_seen, penalised, score)
+    if HAS_COUNTS:
+        frequency, presence = tl.load(settings + 3 * row + 1), tl.load(settings + 3 * row + 2)
+        count = tl.load(counts + row * width + at, mask=inside, other=0.0)
+        score = score - (count * frequency + tl.where(count > 0.0, 1.0, 0.0) * presence)
+    tl.store(out + row * width + at, score, mask=inside)

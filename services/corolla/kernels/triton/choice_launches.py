@@ -59,6 +59,33 @@ def draw_tokens(scores: Tensor, probabilities: Tensor, numbers: Tensor, shares: 
     return out
 
 
+def penalise(logits: Tensor, are_seen: Tensor | None, counts: Tensor | None, settings: Tensor) -> Tensor:
+    """Applies penalties for tokens that the texts have.
+
+    Args:
+        logits: float32 `[R, V]`.
+        are_seen: bool `[R, V]`: the tokens to which the repetition penalty applies; None: to none.
+        counts: float32 `[R, V]`: how often an answer has each token; None: never.
+        settings: float32 `[R, 3]`: the repetition, frequency and presence penalty of each row.
+
+    Returns:
+        float32 `[R, V]`.
+    """
+    out = torch.empty_like(logits)
+    num_rows, width = logits.shape
+    block = min(_SHARES_BLOCK, power_of_two(width))
+    penalties = _penalties(are_seen is not None, counts is not None, block)
+    seen = logits if are_seen is None else are_seen.view(torch.uint8)
+    grid = (num_rows, -(-width // block))
+    launch(penalties, grid, logits, seen, logits if counts is None else counts, settings, out, width)
+    return out
+
+
+@functools.cache
+def _penalties(has_seen: bool, has_counts: bool, block: int) -> Variant:
+    return variant(choice_code.penalise, HAS_SEEN=has_seen, HAS_COUNTS=has_counts, BLOCK=block, num_warps=4, **_EXACT)
+
+
 @functools.cache
 def _streams(width: int) -> Variant:
     return variant(choice_code.continue_streams, STREAM=width, LANES=256, num_warps=8)
