@@ -113,7 +113,7 @@ def _microseconds(product: Callable[[Operand], Tensor], operands: Sequence[Opera
         for operand in [*operands] * turns:
             product(operand)
 
-    replay = CudaCapture(torch.device("cuda", torch.cuda.current_device()))(multiply_all)
+    replay = CudaCapture(torch.device("cuda", torch.cuda.current_device()))(multiply_all, multiply_all)
     found = []
     for _ in range(rounds + 1):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

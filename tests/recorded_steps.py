@@ -30,8 +30,9 @@ _MAKING = (
 _GOING_TO_THE_HOST = (torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist)
 
 
-def record(step: Callable[[], None]) -> Callable[[], None]:
+def record(step: Callable[[], None], warm_up: Callable[[], None]) -> Callable[[], None]:
     """A `Record` of operators."""
+    warm_up()
     run_without_keeping(step)
     recorder = Recorder()
     with PlacesOfTensors(recorder), recorder:

@@ -120,7 +120,7 @@ def test_a_recorded_step_chooses_other_experts_for_other_tokens(tmp_path: Path) 
     def step() -> None:
         out.copy_(plan.forward(held, 0, None))
 
-    replay = (record if DEVICE == "cpu" else CudaCapture(torch.device(DEVICE)))(step)
+    replay = (record if DEVICE == "cpu" else CudaCapture(torch.device(DEVICE)))(step, step)
     for start in (4, 0, 2):
         held.copy_(rows[start : start + 4])
         replay()

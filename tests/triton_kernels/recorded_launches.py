@@ -11,13 +11,14 @@ from corolla.kernels.triton.variants import Grid, Variant
 from tests.recorded_steps import PlacesOfTensors, Recorder, run_without_keeping
 
 
-def record(step: Callable[[], None]) -> Callable[[], None]:
+def record(step: Callable[[], None], warm_up: Callable[[], None]) -> Callable[[], None]:
     """A `Record` of operators and launches. A replay launches on the same addresses, with the numbers of the recording.
 
     Raises:
         RuntimeError: the step does something that no capture allows.
         TypeError: a launch gets an argument that a GPU's launcher refuses.
     """
+    warm_up()
     run_without_keeping(step)
     launch = launches.launch
     recorder = Recorder()

@@ -71,14 +71,9 @@ class DecodeGraphs:
         device = buffers.hidden.device
         self._tiles = torch.tensor(LowRankBatch.tiles_of_tokens([NO_SLOT] * max(sizes)), dtype=torch.int32).to(device)
         # The first step makes tensors that later steps read; they must not lie in the memory pool of a recording.
-        self._step(max(sizes))
-        # The largest is recorded first, so that the others fit into its memory.
-        self._replays = {size: record(partial(self._step, size)) for size in sorted(sizes, reverse=True)}
-        self._adapting = {
-            size: record(partial(self._step, size, has_adapters=True))
-            for size in sorted(sizes, reverse=True)
-            if self._low_rank is not None
-        }
+        self._step(max(sizes), self._layers)
+        self._replays = self._recorded(record, sizes)
+        self._adapting = {} if self._low_rank is None else self._recorded(record, sizes, has_adapters=True)
         self._sizes = sorted(sizes)
         # The recordings hold the addresses of these tables, so they must stay alive when the blocks replace them for
         # longer texts.
@@ -147,7 +142,18 @@ class DecodeGraphs:
         self.num_replays += 1
         return buffers.output[: len(rows)].clone()
 
-    def _step(self, size: int, *, has_adapters: bool = False) -> None:
+    def _recorded(
+        self, record: Record, sizes: Sequence[int], *, has_adapters: bool = False
+    ) -> dict[int, Callable[[], None]]:
+        # All layers of a kind launch the same kernels, so a warm-up has one of them.
+        both = (self._layers, self._fused.first_of_kinds)
+        # The largest is recorded first, so that the others fit into its memory.
+        return {
+            size: record(*(partial(self._step, size, layers, has_adapters) for layers in both))
+            for size in sorted(sizes, reverse=True)
+        }
+
+    def _step(self, size: int, layers: Sequence[int], has_adapters: bool = False) -> None:
         buffers = self.buffers
         batch = buffers.batch(size, self._backend)
         hidden, positions = buffers.hidden[:size], buffers.positions[:size]
@@ -155,7 +161,7 @@ class DecodeGraphs:
             adapters = None
             if has_adapters and self._low_rank is not None:
                 adapters = LowRankBatch(self._low_rank, self._tiles[:size], RECORDED_RANK)
-            output = self._triton.forward(hidden, positions, buffers.max_tokens, self._layers, batch, adapters)
+            output = self._triton.forward(hidden, positions, buffers.max_tokens, layers, batch, adapters)
         else:
-            output = self._fused.forward(hidden, positions, buffers.max_tokens, self._layers, batch.attend)
+            output = self._fused.forward(hidden, positions, buffers.max_tokens, layers, batch.attend)
         buffers.output[:size].copy_(output)

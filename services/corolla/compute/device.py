@@ -7,7 +7,6 @@ from typing import Final
 
 import torch
 
-from corolla.chassis import heap
 from corolla.chassis.errors import StartupError
 from corolla.compute.device_memory import DeviceMemory
 
@@ -117,8 +116,7 @@ def memory_of(device: torch.device) -> DeviceMemory | None:
     """The memory of a device, after all that this process no longer uses was given back; None unless it is a GPU."""
     if device.type != "cuda":
         return None
-    heap.release()
-    torch.cuda.empty_cache()
+    give_back(device)
     return memory_now(device)
 
 

@@ -2,13 +2,14 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+import operator
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from corolla.cache.store import SessionCache
 from corolla.compute.attention.backends import TOLERANCES
 from corolla.compute.attention.page_tables import PagedBackend
 from corolla.compute.decode_buffers import DecodeBuffers
@@ -22,7 +23,6 @@ from corolla.models.span_model import SpanModel
 
 log = logging.getLogger(__name__)
 
-_CHECKED_STEPS: Final = 2
 # Recorded steps are checked with an adapter of this rank for this layer.
 _RANK: Final = 8
 _ADAPTED: Final = "mlp.down_proj"
@@ -61,7 +61,8 @@ def _failure(runner: SpanRunner, record: Record, ladder: Sequence[int]) -> str |
     checked = _checked_rows(runner, ladder)
     if not checked:
         return "there are too few pages for a check"
-    sizes = list(checked)
+    sizes, steps = list(checked), _steps(checked)
+    began_s = time.perf_counter()
     try:
         like = torch.empty(0, runner.model.hidden_size, dtype=runner.model.dtype, device=runner.model.device)
         buffers = DecodeBuffers(runner.store, sizes[-1], _max_tokens(runner), like)
@@ -69,18 +70,21 @@ def _failure(runner: SpanRunner, record: Record, ladder: Sequence[int]) -> str |
             fused, len(runner.span), buffers, runner.backend, record, sizes, triton=runner.triton,
             low_rank=runner.low_rank,
         )  # fmt: skip
+        recorded_s = time.perf_counter() - began_s
         adapters = [None] if runner.low_rank is None else [None, _made_up_adapter(runner.model)]
-        for num_rows, adapter in itertools.product(itertools.chain(*checked.values()), adapters):
-            error = _largest_error(runner, graphs, num_rows, adapter)
-            if not error <= TOLERANCES[runner.model.dtype]:
-                return f"with {num_rows} rows its results differ by {error:.1e} of their size"
+        for adapter in adapters:
+            for num_rows, error in zip(steps, _errors(runner, graphs, steps, adapter), strict=True):
+                if not error <= TOLERANCES[runner.model.dtype]:
+                    return f"with {num_rows} rows its results differ by {error:.1e} of their size"
     except Exception as error:
         # The server works without recordings, so no error of theirs may end it.
         if is_out_of_memory(error):
             return _NO_MEMORY
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     runner.decode_graphs = graphs
-    log.info("using CUDA graphs for decode steps", extra={"sizes": " ".join(map(str, sizes))})
+    checked_s = time.perf_counter() - began_s - recorded_s
+    seconds = {"recorded_s": round(recorded_s, 2), "checked_s": round(checked_s, 2)}
+    log.info("using CUDA graphs for decode steps", extra={"sizes": " ".join(map(str, sizes)), **seconds})
     return None
 
 
@@ -102,14 +106,19 @@ def _checked_rows(runner: SpanRunner, ladder: Sequence[int]) -> dict[int, Sequen
     """The sizes to record, each with the numbers of rows to check: the fewest and the most that have pages."""
     checked: dict[int, Sequence[int]] = {}
     for smaller, size in zip((0, *ladder), ladder, strict=False):
-        fitting = [
-            num_rows
-            for num_rows in range(smaller + 1, size + 1)
-            if _num_pages(runner, num_rows) <= runner.store.pool.num_available
-        ]
-        if fitting:
-            checked[size] = sorted({fitting[0], fitting[-1]})
+        fewest = smaller + 1
+        for most in range(size, smaller, -1):
+            tried = {**checked, size: sorted({fewest, most})}
+            if _num_pages(runner, _steps(tried)) <= runner.store.pool.num_available:
+                checked = tried
+                break
     return checked
+
+
+def _steps(checked: Mapping[int, Sequence[int]]) -> list[int]:
+    """The numbers of rows of the steps of a check. The last step reads what each row has written in another one."""
+    steps = list(itertools.chain(*checked.values()))
+    return [*steps, *steps[-1:]]
 
 
 def _max_tokens(runner: SpanRunner) -> int:
@@ -125,9 +134,14 @@ def _lengths(runner: SpanRunner, num_rows: int) -> list[int]:
     return [longest, *(row % 5 for row in range(1, num_rows))]
 
 
-def _num_pages(runner: SpanRunner, num_rows: int) -> int:
-    cache = runner.new_cache()
-    return sum(cache.worst_case(length + _CHECKED_STEPS) for length in _lengths(runner, num_rows))
+def _shares(steps: Sequence[int]) -> list[int]:
+    """How many tokens each row gets in steps with these numbers of rows: the first rows have a part in each."""
+    return [sum(row < num_rows for num_rows in steps) for row in range(max(steps))]
+
+
+def _num_pages(runner: SpanRunner, steps: Sequence[int]) -> int:
+    cache, shares = runner.new_cache(), _shares(steps)
+    return sum(map(cache.worst_case, map(operator.add, _lengths(runner, len(shares)), shares)))
 
 
 def _made_up_adapter(model: SpanModel) -> SpanAdapter:
@@ -145,55 +159,57 @@ def _made_up_adapter(model: SpanModel) -> SpanAdapter:
     return SpanAdapter(places)
 
 
-def _largest_error(runner: SpanRunner, graphs: DecodeGraphs, num_rows: int, adapter: SpanAdapter | None) -> float:
-    """The largest relative error of a row's replayed output, compared with the runner's ordinary steps.
+def _errors(runner: SpanRunner, graphs: DecodeGraphs, steps: Sequence[int], adapter: SpanAdapter | None) -> list[float]:
+    """Replays steps, one after another, and compares them with the runner's ordinary code.
 
-    The second step reads the keys and values that the first one wrote.
+    Each step reads the keys and values that the steps before it wrote. In the last step, the rows have another order.
+    Then one ordinary step computes the new tokens of all rows together. It comes last, so that no replay can read keys
+    and values that it wrote.
+
+    Args:
+        steps: the numbers of rows of the steps, which never fall: sessions join, and none leaves.
+        adapter: the adapter of each second row; None: no row has one.
+
+    Returns:
+        The largest relative error of a row's output in each step.
     """
-    generator = torch.Generator().manual_seed(num_rows)
+    shares = _shares(steps)
+    lengths = _lengths(runner, len(shares))
+    generator = torch.Generator().manual_seed(0)
 
     def draw(num_tokens: int) -> Tensor:
         return torch.randn(num_tokens, runner.model.hidden_size, generator=generator)
 
-    lengths = _lengths(runner, num_rows)
-    # Each second row has none.
-    adapters = [adapter if index % 2 == 0 else None for index in range(num_rows)]
-    caches = [runner.new_cache() for _ in lengths]
+    adapters = [adapter if index % 2 == 0 else None for index in range(len(shares))]
+    caches = [runner.new_cache() for _ in shares]
+    # The new tokens, row after row; a row gets its last one in the last step.
+    inputs, ends = draw(sum(shares)), list(itertools.accumulate(shares))
+    orders = [range(num_rows) for num_rows in steps]
+    orders[-1] = orders[-1][::-1]
+    tokens = [[ends[row] - len(steps) + step for row in order] for step, order in enumerate(orders)]
     try:
-        for cache, length in zip(caches, lengths, strict=True):
-            cache.allocate(length + _CHECKED_STEPS)
+        for cache, length, share in zip(caches, lengths, shares, strict=True):
+            cache.allocate(length + share)
         written = [RowWork(cache, 0, length) for cache, length in zip(caches, lengths, strict=True) if length]
         if written:
             runner.forward(written, draw(sum(lengths)), runner.span)
-        inputs = [draw(num_rows) for _ in range(_CHECKED_STEPS)]
-        # The replays come first, so that they cannot read keys and values that the ordinary steps wrote.
         runner.decode_graphs = graphs
         num_replays = graphs.num_replays
-        found = _steps(runner, caches, lengths, inputs, adapters)
-        if graphs.num_replays - num_replays != _CHECKED_STEPS:
-            raise RuntimeError(f"steps of {num_rows} rows were not replayed")
+        outputs = []
+        for order, indices in zip(orders, tokens, strict=True):
+            rows = [RowWork(caches[row], caches[row].num_tokens, 1, adapter=adapters[row]) for row in order]
+            outputs.append(runner.forward(rows, inputs[indices], runner.span).float().cpu())
+        if graphs.num_replays - num_replays != len(steps):
+            raise RuntimeError("not all steps were replayed")
         runner.decode_graphs = None
-        expected = _steps(runner, caches, lengths, inputs, adapters)
-        return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
+        rows = [RowWork(*each[:3], adapter=each[3]) for each in zip(caches, lengths, shares, adapters, strict=True)]
+        expected = runner.forward(rows, inputs, runner.span).float().cpu()
+        errors = [
+            ((found - expected[indices]).norm(dim=-1) / expected[indices].norm(dim=-1)).max()
+            for found, indices in zip(outputs, tokens, strict=True)
+        ]
+        return torch.stack(errors).tolist()
     finally:
         runner.decode_graphs = None
         for cache in caches:
             cache.clear()
-
-
-def _steps(
-    runner: SpanRunner,
-    caches: list[SessionCache],
-    lengths: list[int],
-    inputs: list[Tensor],
-    adapters: Sequence[SpanAdapter | None],
-) -> Tensor:
-    """The outputs of one new token of each row, step by step: float32 `[steps, rows, H]`."""
-    outputs: list[Tensor] = []
-    for step, hidden in enumerate(inputs):
-        rows = [
-            RowWork(cache, length + step, 1, adapter=adapter)
-            for cache, length, adapter in zip(caches, lengths, adapters, strict=True)
-        ]
-        outputs.append(runner.forward(rows, hidden, runner.span).float())
-    return torch.stack(outputs)

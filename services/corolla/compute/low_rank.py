@@ -29,6 +29,8 @@ _NUM_LINEARS: Final = sum(map(len, _PLACES))
 _FIRST_LINEARS: Final[Mapping[Place, int]] = {
     place: sum(map(len, _PLACES[:index])) for index, place in enumerate(_PLACES)
 }
+# What trials have found. They use no weights, so a GPU needs each only once, and a server tries one block first.
+_FAILURES: Final[dict[tuple[tuple[int, int], torch.dtype, torch.device], str | None]] = {}
 # The numbers of an entry: addresses of both factors, rank, first output, number of outputs.
 _ENTRY: Final = 5
 
@@ -153,7 +155,10 @@ def choose_low_rank_table(
         device: its device.
     """
     try:
-        failure = next((failed for shape in shapes if (failed := _failed_trial(*shape, dtype, device))), "")
+        for shape in shapes:
+            if device.type == "cpu" or (shape, dtype, device) not in _FAILURES:
+                _FAILURES[shape, dtype, device] = _failed_trial(*shape, dtype, device)
+        failure = next(filter(None, (_FAILURES[shape, dtype, device] for shape in shapes)), None)
     except Exception as error:
         # Compilers raise errors of many kinds. The server works without these kernels.
         failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

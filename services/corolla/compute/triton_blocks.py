@@ -230,7 +230,7 @@ class TritonBlocks:
         hidden: Tensor,
         position_ids: Tensor,
         end: int,
-        layers: range,
+        layers: Sequence[int],
         batch: AttentionBatch,
         adapters: AdapterBatch | LowRankBatch | None = None,
     ) -> Tensor:
@@ -311,7 +311,7 @@ def _added(hidden: Tensor, delta: Tensor | None, norm: Norm | None, multiplier: 
 def choose_triton_blocks(
     span: FusedSpan | None, store: KVStore, backend: AttentionBackend, dtype: torch.dtype
 ) -> TritonBlocks | None:
-    """Runs the blocks by Triton kernels if attention does and a trial of each shape of layers holds; else None.
+    """Runs the blocks by Triton kernels if attention does and a trial of each kind of layers holds; else None.
 
     Args:
         span: the fused blocks; None: the blocks run with the family's own code.
@@ -336,18 +336,9 @@ def choose_triton_blocks(
 
 @torch.inference_mode()
 def _failed_trial(span: FusedSpan, page_tokens: int, dtype: torch.dtype, codec: KVCodec | None) -> str | None:
-    """Tries one layer of each shape. Returns what failed, as a sentence's end, or None."""
-    tried: set[Any] = set()
+    """Tries one layer of each kind. Returns what failed, as a sentence's end, or None."""
     tolerance = TOLERANCES[dtype] if codec is None else max(TOLERANCES[dtype], CODED_TOLERANCE)
-    for layer in span.layers:
-        shape = (
-            layer.num_heads, layer.num_key_heads, layer.head_dim, layer.window, layer.softcap, layer.sinks is None,
-            layer.rotary is None, _shape_of(layer.mlp), layer.residual_multiplier,
-            *(getattr(each, "layout", None) for each in layer.projections),
-        )  # fmt: skip
-        if shape in tried:
-            continue
-        tried.add(shape)
+    for layer in (span.layers[index] for index in span.first_of_kinds):
         if codec is not None and not _stores_codes_of(codec, layer, dtype):
             return f"they store other codes than the codec {codec.name}"
         if isinstance(layer.mlp, MixtureMlp):
@@ -398,17 +389,6 @@ def stored_twice(codec: KVCodec, layer: FusedLayer, qkv: Tensor) -> tuple[list[T
     for name, (keys, values) in ((None, stored), (codec.name, coded)):
         rotate_and_store(qkv, None, slots, slots, keys, values, codec=name)
     return stored, coded
-
-
-def _shape_of(mlp: GatedMlp | MixtureMlp) -> Any:
-    if isinstance(mlp, GatedMlp):
-        return mlp.num_gated
-    mixture = cast(Mixture, mlp.mixture)
-    return (
-        mixture.gate_up.shape,
-        mixture.routing,
-        *(getattr(w, "layout", None) for w in (mixture.gate_up, mixture.down)),
-    )
 
 
 class _Trial:

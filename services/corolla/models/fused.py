@@ -10,7 +10,7 @@ weights.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Final, Protocol, Self, cast
 
 import torch
@@ -161,12 +161,18 @@ class FusedSpan:
         """
         return tuple(rotary.table for rotary in self.rotaries)
 
+    @property
+    def first_of_kinds(self) -> tuple[int, ...]:
+        """The indices of the first layer of each kind; see `FusedLayer.kind`."""
+        firsts = {layer.kind: index for index, layer in reversed([*enumerate(self.layers)])}
+        return tuple(sorted(firsts.values()))
+
     def forward(
         self,
         hidden: Tensor,
         position_ids: Tensor,
         end: int,
-        layers: range,
+        layers: Sequence[int],
         attend: Attend,
         adapters: AdapterBatch | None = None,
     ) -> Tensor:
@@ -251,6 +257,11 @@ class GatedMlp:
         for each in (self.gate_up, self.down):
             yield from _parts(each)
 
+    @property
+    def kind(self) -> Hashable:
+        """See `FusedLayer.kind`."""
+        return self.num_gated
+
     def forward(self, normed: Tensor, index: int, adapters: AdapterBatch | None) -> Tensor:
         """Runs the MLP over the new tokens of all rows.
 
@@ -291,6 +302,11 @@ class MixtureMlp:
         self.mixture = Mixture.of(module)
         self.name = type(module).__name__
         self._module = module
+
+    @property
+    def kind(self) -> Hashable:
+        """See `FusedLayer.kind`."""
+        return self.name if self.mixture is None else self.mixture.kind
 
     def forward(self, normed: Tensor, _index: int, _adapters: AdapterBatch | None) -> Tensor:
         """Runs the mixture over the new tokens of all rows; see `GatedMlp.forward`.
@@ -370,6 +386,15 @@ class FusedLayer:
         for each in (self.query_key_value, self.output):
             yield from _parts(each)
         yield from self.mlp.projections
+
+    @property
+    def kind(self) -> Hashable:
+        """What the kernels of a block depend on, weights not counted. All blocks of one kind launch the same ones."""
+        return (
+            self.num_heads, self.num_key_heads, self.head_dim, self.window, self.softcap, self.sinks is None,
+            self.rotary is None, self.mlp.kind, self.residual_multiplier,
+            *(getattr(each, "layout", None) for each in self.projections),
+        )  # fmt: skip
 
     def forward(
         self,

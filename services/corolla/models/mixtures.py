@@ -4,7 +4,7 @@ A family's own module of transformers is the reference. Here stands what a kerne
 rule, the experts' weights as they lie in the module, and the layers that all tokens share.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
@@ -148,6 +148,12 @@ class Mixture:
     activation: nn.Module | NeighbourGate
     shared: Any
     shared_gate: nn.Module | None
+
+    @property
+    def kind(self) -> Hashable:
+        """What its kernels depend on, weights not counted."""
+        layouts = (getattr(weights, "layout", None) for weights in (self.gate_up, self.down))
+        return (tuple(self.gate_up.shape), self.routing, *layouts)
 
     @classmethod
     def of(cls, module: Any) -> Self | None:

@@ -100,7 +100,7 @@ def test_a_recording_keeps_the_rotary_table_that_it_reads(tmp_path: Path) -> Non
     assert isinstance(fused, FusedSpan)
     with torch.inference_mode():
         buffers = DecodeBuffers(runner.store, 2, 24, torch.empty(0, runner.model.hidden_size))
-        graphs = DecodeGraphs(fused, len(SPAN), buffers, runner.backend, lambda _step: lambda: None, (1, 2))
+        graphs = DecodeGraphs(fused, len(SPAN), buffers, runner.backend, lambda *_steps: lambda: None, (1, 2))
     runner.decode_graphs = None  # the recorder of operators keeps what they used
     table = weakref.ref(fused.rotary_tables[0])
     cache = runner.new_cache()

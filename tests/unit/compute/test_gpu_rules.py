@@ -38,7 +38,7 @@ def test_recordings_take_one_workspace_for_products_and_none_in_their_pool() -> 
             target.copy_(source @ weight)
 
         capture = CudaCapture(GPU)
-        replays = [capture(multiply) for _ in range(3)]
+        replays = [capture(multiply, multiply) for _ in range(3)]
         assert len(gpu.workspaces) == 1
         source.fill_(2.0)
         replays[1]()
@@ -58,7 +58,7 @@ def test_a_failed_capture_gives_the_caller_its_stream_back(step: Callable[[Tenso
     with a_gpu() as gpu, torch.inference_mode():
         caller, tensor = gpu.stream, torch.ones(4, device=GPU)
         with pytest.raises(torch.AcceleratorError, match="during capture"):
-            CudaCapture(GPU)(lambda: step(tensor))
+            CudaCapture(GPU)(lambda: step(tensor), lambda: None)
         assert gpu.stream is caller
 
 
@@ -166,11 +166,11 @@ def test_an_attempt_after_a_lack_of_memory_has_a_pool_of_its_own(folder: Path) -
         capture = CudaCapture(GPU)
         attempts.append(0)
 
-        def record(step: Callable[[], None]) -> Callable[[], None]:
+        def record(step: Callable[[], None], warm_up: Callable[[], None]) -> Callable[[], None]:
             attempts[-1] += 1
             if attempts == [2]:
                 raise torch.AcceleratorError("CUDA error: out of memory")
-            return capture(step)
+            return capture(step, warm_up)
 
         return record
 

@@ -1,7 +1,7 @@
 """Chooses a server's attention at start, and checks it against the definition of attention in float64."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Final
 
 import torch
@@ -39,6 +39,8 @@ _PAGES_OF_TRIAL: Final = 40
 _TOKENS_OF_TRIAL: Final = 3072
 # Tokens of a chunk that are compared, counted from its end.
 _COMPARED_TOKENS: Final = 64
+# What trials have found. They use no weights, so a GPU needs each only once, and a server tries one block first.
+_DIFFERENCES: Final[dict[Hashable, float]] = {}
 
 
 def choose_backend(
@@ -93,11 +95,14 @@ def _tried(
     """A backend that gave correct results for a small batch of each shape, or None and why it cannot be used."""
     pages = 1 if device.type == "cpu" else max(1, min(_PAGES_OF_TRIAL, _TOKENS_OF_TRIAL // page_tokens))
     try:
-        backend = BACKENDS[name]()
-        difference = max(
-            largest_difference(backend, device, dtype, page_tokens, shape, codec=codec, pages_of_text=pages)
-            for shape in shapes
-        )
+        backend, difference = BACKENDS[name](), 0.0
+        for shape in shapes:
+            key = (BACKENDS[name], device, dtype, page_tokens, shape, codec and codec.name)
+            if device.type == "cpu" or key not in _DIFFERENCES:
+                _DIFFERENCES[key] = largest_difference(
+                    backend, device, dtype, page_tokens, shape, codec=codec, pages_of_text=pages
+                )
+            difference = max(difference, _DIFFERENCES[key])
     except Exception as error:
         # Compilers raise errors of many kinds, and none may keep a server from starting with another attention.
         return None, (str(error).splitlines() or [type(error).__name__])[0]

@@ -129,7 +129,7 @@ def _seconds(layers: Sequence[PackedLinear], row: Tensor, tile: "Tile | None") -
         for layer in layers:
             layer.with_tile(row, tile)
 
-    replay = CudaCapture(row.device)(multiply)
+    replay = CudaCapture(row.device)(multiply, multiply)
     found: list[float] = []
     for _ in range(_TIMED_ROUNDS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
