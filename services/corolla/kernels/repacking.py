@@ -1,13 +1,19 @@
-"""Converts weights to panels; see `layouts`. All tensors are on the CPU unless something else is said."""
+"""Converts weights to panels; see `layouts`. All tensors are on the CPU unless something else is said.
+
+Numbers of a few bits stay in words wherever they are words in the file: numbers by themselves would take several times
+the memory, and a processor would handle them one by one.
+"""
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from corolla.chassis import heap
+from corolla.chassis.processors import available_cores
 from corolla.kernels.layouts import UNIT, Layout, PlainLayout, Scale
 from corolla.kernels.llvm_text import LANES
 
@@ -18,6 +24,10 @@ _CHUNK_WEIGHTS_OF_DEVICE: Final = 1 << 24
 # The least size for which huge pages are used: the bytes before the first huge page are wasted.
 _LEAST_BYTES_IN_HUGE_PAGES: Final = 8 * heap.HUGE_PAGE_BYTES
 
+# The type of words, by their bytes.
+_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+# The highest bit of each number of four bits.
+_MIDDLES: Final = 0x88888888 - (1 << 32)
 # Numbers of 8 bits, by the bits of their exponent.
 _OCTETS: Final = {0: torch.int8, 4: torch.float8_e4m3fn, 5: torch.float8_e5m2}
 
@@ -29,13 +39,16 @@ class Numbers:
     Attributes that the type of the weights lacks have the value None.
 
     Attributes:
-        codes: uint8 `[R, K]`: the packed numbers; codes of eight bits are the bits of int8 or a float.
+        codes: uint8 `[R, K]`: the packed numbers; codes of eight bits are the bits of int8 or a float. Or int32
+            `[R, K / 8]`: the four low bits of eight numbers in a word, the first number lowest.
         scales: `[R, B]` in the layout's scale type, one for each block.
         minima: `[R, B]` in the layout's scale type, added to the weights; with `sub_minima`, the products of both
             are subtracted instead.
         sub_scales: int8 `[R, B * n]`, `n` for each block.
         sub_minima: int8 `[R, B * n]`, `n` for each block.
         zeros: int8 `[R, B]`: zero points, relative to the middle of the range of codes.
+        high: int32 `[R, K * bits / 32]`: the bits above the four low ones in words, the first number lowest, where
+            `codes` are words.
     """
 
     codes: Tensor
@@ -44,6 +57,7 @@ class Numbers:
     sub_scales: Tensor | None = None
     sub_minima: Tensor | None = None
     zeros: Tensor | None = None
+    high: Tensor | None = None
 
 
 class Panels(NamedTuple):
@@ -58,21 +72,29 @@ class Panels(NamedTuple):
     order: Tensor | None = None
 
 
-def repack(read: Callable[[int, int], Tensor], num_rows: int, num_columns: int, layout: Layout) -> Tensor:
+def repack(
+    read: Callable[[int, int], Tensor],
+    num_rows: int,
+    num_columns: int,
+    layout: Layout,
+    device: torch.device | None = None,
+) -> Tensor:
     """Converts the rows of a file to panels.
 
     Args:
-        read: returns the rows `[first, end)` in the file's form, uint8 `[R, bytes of a row]`.
+        read: returns the rows `[first, end)` in the file's form, uint8 `[R, bytes of a row]` on any device; see
+            `repack_numbers`.
+        device: where the panels are made, and stay; None: the CPU.
 
     Returns:
         uint8 `[ceil(rows / 16), blocks of a row, layout.block_bytes]`; missing rows of the last panel are zero.
     """
 
     def numbers(first: int, end: int) -> Numbers:
-        rows = read(first, end)
+        rows = read(first, end).to(device)
         return _READERS[layout.name](rows.reshape(len(rows) * (num_columns // layout.block_weights), -1))
 
-    return repack_numbers(numbers, num_rows, num_columns, layout)
+    return repack_numbers(numbers, num_rows, num_columns, layout, device)
 
 
 def repack_numbers(
@@ -85,16 +107,18 @@ def repack_numbers(
     """Converts numbers to panels; see `repack` for the result.
 
     Args:
-        read: returns the numbers of the rows `[first, end)`. In these, each block of a row may be a row of its own.
+        read: returns the numbers of the rows `[first, end)`. In these, each block of a row may be a row of its own. On
+            the CPU, several threads call it.
         device: where the numbers are, and the panels shall be; None: the CPU.
     """
-    panels = empty_panels(num_rows, num_columns, layout)
-    at_once = _CHUNK_WEIGHTS
-    if device is not None and device.type != "cpu":
-        panels, at_once = torch.empty_like(panels, device=device), _CHUNK_WEIGHTS_OF_DEVICE
+    panels = empty_panels(num_rows, num_columns, layout, device)
+    at_once = _CHUNK_WEIGHTS if panels.device.type == "cpu" else _CHUNK_WEIGHTS_OF_DEVICE
     num_panels, num_blocks, _ = panels.shape
     step = max(1, at_once // (LANES * num_columns))
-    for first in range(0, num_panels, step):
+    is_inferring = torch.is_inference_mode_enabled()
+
+    @torch.inference_mode(is_inferring)
+    def fill(first: int) -> None:
         end = min(num_rows, (first + step) * LANES)
         numbers = read(first * LANES, end)
         in_rows = {
@@ -106,7 +130,17 @@ def repack_numbers(
             in_rows = {
                 name: torch.cat([part, part.new_zeros(missing, part.shape[1])]) for name, part in in_rows.items()
             }
-        panels[first : first + step] = _assembled(Numbers(**in_rows), layout, num_blocks)
+        _write(Numbers(**in_rows), layout, panels[first : first + step])
+
+    firsts = range(0, num_panels, step)
+    num_threads = min(available_cores() // torch.get_num_threads(), len(firsts))
+    if num_threads <= 1 or panels.device.type != "cpu":
+        for first in firsts:
+            fill(first)
+    else:
+        with ThreadPoolExecutor(num_threads, "panels") as threads:
+            for _ in threads.map(fill, firsts):
+                pass
     return panels
 
 
@@ -145,8 +179,13 @@ def lay_out(
     return panels
 
 
-def empty_panels(num_rows: int, num_columns: int, layout: Layout | PlainLayout) -> Tensor:
-    """Uninitialised panels for a matrix: uint8 `[panels, blocks, layout.block_bytes]`."""
+def empty_panels(
+    num_rows: int, num_columns: int, layout: Layout | PlainLayout, device: torch.device | None = None
+) -> Tensor:
+    """Uninitialised panels for a matrix: uint8 `[panels, blocks, layout.block_bytes]` on the device; None: the CPU."""
+    if device is not None and device.type != "cpu":
+        shape = (-(-num_rows // LANES), num_columns // layout.block_weights, layout.block_bytes)
+        return torch.empty(shape, dtype=torch.uint8, device=device)
     return empty_matrices(1, num_rows, num_columns, layout)[0]
 
 
@@ -216,71 +255,80 @@ def unpack(panels: Tensor, layout: Layout, num_rows: int) -> Tensor:
     return weights.permute(0, 3, 1, 2).reshape(num_panels * LANES, -1)[:num_rows]
 
 
-def _assembled(numbers: Numbers, layout: Layout, num_blocks: int) -> Tensor:
-    """The panels of numbers in which each block is a row of its own: `R` is rows times blocks here, and `B` is 1."""
-
-    def in_panels(values: Tensor) -> Tensor:
-        """Reorders `[R, words, bytes of a word]` to `[panels, blocks, words * 16 * bytes of a word]`."""
-        words = values.reshape(-1, LANES, num_blocks, *values.shape[1:]).permute(0, 2, 3, 1, 4)
-        return words.reshape(-1, num_blocks, values[0].numel() * LANES)
-
-    parts = [in_panels(numbers.scales.contiguous().view(torch.uint8)[:, None])]
-    if numbers.minima is not None:
-        parts.append(in_panels(numbers.minima.contiguous().view(torch.uint8)[:, None]))
-    for sub in (numbers.zeros, numbers.sub_scales, numbers.sub_minima):
-        if sub is not None:
-            parts.append(in_panels(sub.contiguous().view(torch.uint8)[:, :, None]))
-    parts.append(in_panels(_low_bits(numbers.codes, layout)))
-    if layout.high_bits:
-        parts.append(in_panels(_high_bits(numbers.codes, layout)))
-    return torch.cat(parts, dim=-1)
+def _write(numbers: Numbers, layout: Layout, panels: Tensor) -> None:
+    """Fills panels with numbers in which each block is a row of its own: `R` is rows times blocks, and `B` is 1."""
+    num_panels, num_blocks, _ = panels.shape
+    at = 0
+    subs = (numbers.zeros, numbers.sub_scales, numbers.sub_minima)
+    low, high = _low_bits(numbers.codes, layout), numbers.high
+    if layout.high_bits and high is None:
+        high = joined(numbers.codes.view(torch.int64) >> 4, layout.high_bits)
+    for part in (numbers.scales, numbers.minima, *subs, low, high):
+        if part is None:
+            continue
+        # A copy of whole words is far faster than one of their bytes.
+        words = part.view(_WORDS[part.element_size()])
+        end = at + LANES * words.shape[1] * words.element_size()
+        target = panels[:, :, at:end].view(words.dtype).view(num_panels, num_blocks, -1, LANES)
+        target.copy_(words.view(num_panels, LANES, num_blocks, -1).permute(0, 2, 3, 1))
+        at = end
 
 
 def _low_bits(codes: Tensor, layout: Layout) -> Tensor:
-    """The low bits as words, `[R, words, bytes of a word]`.
+    """The low bits as words, `[R, words]`.
 
     A word is one number of eight bits, or the four low bits of eight numbers, the first number lowest.
     """
     if layout.bits == 8:
-        return codes[:, :, None]
-    if layout.bits == 4 and layout.is_centred:
-        codes = codes ^ 8  # in two's complement
-    return _joined(codes & 15, 4).reshape(len(codes), -1, 4)
+        return codes
+    words = codes if codes.dtype == torch.int32 else joined(codes.view(torch.int64), 4)
+    return words ^ _MIDDLES if layout.bits == 4 and layout.is_centred else words  # in two's complement
 
 
-def _high_bits(codes: Tensor, layout: Layout) -> Tensor:
-    return _joined(codes >> 4, layout.high_bits).reshape(len(codes), -1, 4)
+def joined(octets: Tensor, bits: int) -> Tensor:
+    """Joins the lowest bits of bytes, the first byte's lowest.
+
+    Args:
+        octets: int64 `[..., n]`, eight bytes each, on any device.
+        bits: 1, 2 or 4, of each byte.
+
+    Returns:
+        int32 `[..., n * bits / 4]` on the same device.
+    """
+    words = octets & _pattern(bits, 8)
+    moved = torch.empty_like(words)
+    for width in (8, 16, 32):
+        # Neighbours of `width` bits, of which the lower part is filled, become one.
+        torch.bitwise_right_shift(words, width - bits, out=moved)
+        bits *= 2
+        words.bitwise_or_(moved).bitwise_and_(_pattern(bits, 2 * width))
+    return words.to({8: torch.uint8, 16: torch.int16, 32: torch.int32}[bits]).view(torch.int32)
 
 
-def _joined(codes: Tensor, bits: int) -> Tensor:
-    """Packs neighbouring numbers of `bits` bits into bytes, the first number lowest."""
-    per_byte = 8 // bits
-    neighbours = codes.reshape(len(codes), -1, per_byte)
-    joined = neighbours[..., 0]
-    for index in range(1, per_byte):
-        joined = joined | neighbours[..., index] << bits * index
-    return joined
+def _pattern(ones: int, width: int) -> int:
+    """64 bits, of which the lowest `ones` of each `width` are set."""
+    return sum(((1 << ones) - 1) << at for at in range(0, 64, width))
 
 
 def _halves(blocks: Tensor, offset: int) -> Tensor:
     return blocks[:, offset : offset + 2].contiguous().view(torch.float16)
 
 
+def _octets(content: Tensor) -> Tensor:
+    """Bytes `[..., n]` by eights, int64 `[..., n / 8]`."""
+    return content.contiguous().view(torch.int64)
+
+
 def _nibbles(content: Tensor) -> Tensor:
-    """Splits each run of bytes, `[R, n, bytes]`, into its low halves and then its high ones: `[R, n * 2 * bytes]`."""
-    return torch.cat([content & 15, content >> 4], dim=-1).reshape(len(content), -1)
-
-
-def _bits(content: Tensor) -> Tensor:
-    """The single bits of bytes, `[R, bytes]` to `[R, 8 * bytes]`, the lowest bit of a byte first."""
-    return (content[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1).reshape(len(content), -1)
+    """Joins the low halves of each run of bytes, `[R, n, bytes]`, then the high ones: int32 `[R, n * bytes / 4]`."""
+    octets = _octets(content)
+    return torch.cat([joined(octets, 4), joined(octets >> 4, 4)], dim=-1).flatten(1)
 
 
 def _of_q45(blocks: Tensor, *, bits: int, has_minimum: bool) -> Numbers:
-    codes = _nibbles(blocks[:, None, -16:])
-    if bits == 5:
-        codes = codes | _bits(blocks[:, -20:-16]) << 4
-    return Numbers(codes, _halves(blocks, 0), _halves(blocks, 2) if has_minimum else None)
+    high = blocks[:, -20:-16].contiguous().view(torch.int32) if bits == 5 else None
+    minima = _halves(blocks, 2) if has_minimum else None
+    return Numbers(_nibbles(blocks[:, None, -16:]), _halves(blocks, 0), minima, high=high)
 
 
 def _of_q8_0(blocks: Tensor) -> Numbers:
@@ -288,23 +336,25 @@ def _of_q8_0(blocks: Tensor) -> Numbers:
 
 
 def _of_q45_k(blocks: Tensor, *, bits: int) -> Numbers:
-    from gguf.quants import Q4_K
-
-    sub_scales: Any
-    sub_scales, sub_minima = (torch.from_numpy(part) for part in Q4_K.get_scale_min(blocks[:, 4:16].numpy()))
-    codes = _nibbles(blocks[:, -128:].reshape(-1, 4, 32))
+    # Four of the twelve bytes have scales of six bits, and four have minima. Their highest two bits belong to further
+    # scales and minima, whose other bits the last four bytes have.
+    scales, minima, others = torch.split(blocks[:, 4:16], 4, dim=1)
+    sub_scales = torch.cat([scales & 63, others & 15 | scales >> 2 & 48], dim=1)
+    sub_minima = torch.cat([minima & 63, others >> 4 | minima >> 2 & 48], dim=1)
+    high = None
     if bits == 5:
         # A byte holds the fifth bits of eight columns that are 32 apart.
-        fifth = blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
-        codes = codes | fifth.reshape(len(blocks), -1) << 4
-    return Numbers(codes, _halves(blocks, 0), _halves(blocks, 2), sub_scales, sub_minima)
+        places = torch.arange(8, device=blocks.device)[:, None]
+        high = joined(_octets(blocks[:, None, 16:48]) >> places, 1).flatten(1)
+    codes = _nibbles(blocks[:, -128:].view(-1, 4, 32))
+    return Numbers(codes, _halves(blocks, 0), _halves(blocks, 2), sub_scales, sub_minima, high=high)
 
 
 def _of_q6_k(blocks: Tensor) -> Numbers:
-    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64))
-    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3
-    codes = low | high.reshape(len(blocks), -1) << 4
-    return Numbers(codes, _halves(blocks, 208), sub_scales=blocks[:, 192:208])
+    codes = _nibbles(blocks[:, :128].view(-1, 2, 64))
+    places = torch.arange(0, 8, 2, device=blocks.device)[:, None]
+    high = joined(_octets(blocks[:, 128:192].view(-1, 2, 1, 32)) >> places, 2).flatten(1)
+    return Numbers(codes, _halves(blocks, 208), sub_scales=blocks[:, 192:208], high=high)
 
 
 _READERS: Final[Mapping[str, Callable[[Tensor], Numbers]]] = {

@@ -114,14 +114,14 @@ class MergedPackedExperts(MergedExperts):
             raise Unfit("has experts with an order of inputs")
         return layouts.pop()
 
-    def panels(self) -> Panels:
-        """The panels of one expert after those of another. Raises Unfit."""
+    def panels(self, device: torch.device | None = None) -> Panels:
+        """The panels of one expert after those of another; see `PackedWeight.panels`. Raises Unfit."""
         num_experts, num_rows, num_columns = self.shape
-        panels = empty_panels(num_experts * num_rows, num_columns, self.layout())
+        panels = empty_panels(num_experts * num_rows, num_columns, self.layout(), device)
         first = 0
         for part in self._parts:
             end = first + part.shape[0] // LANES
-            panels[first:end] = part.panels().panels
+            panels[first:end] = part.panels(device).panels
             first = end
         return Panels(panels)
 

@@ -89,12 +89,13 @@ class GgufTensors(Mapping[str, "LazyTensor | Tensor"]):
             return None
         return LAYOUTS.get(types.pop())
 
-    def panels(self, name: str, shape: tuple[int, ...]) -> Panels:
+    def panels(self, name: str, shape: tuple[int, ...], device: torch.device | None = None) -> Panels:
         """The panels of a weight with a `layout`, as `repack` returns them.
 
         Args:
             name: transformers' name of the weight.
             shape: its shape in the model, `[out, in]` or `[experts, out, in]`.
+            device: where the panels are made, and stay; None: the CPU.
 
         Raises:
             CheckpointError: the file cannot be read, or the stored shape differs.
@@ -121,7 +122,7 @@ class GgufTensors(Mapping[str, "LazyTensor | Tensor"]):
         parts = [_raw(tensor, 0, tensor.num_bytes).view(-1, row_bytes) for tensor in tensors if order is not None]
         whole = torch.cat(parts) if len(parts) > 1 else next(iter(parts), torch.empty(0))
         del parts
-        return Panels(repack(read, num_rows, shape[-1], LAYOUTS[tensors[0].type_name]))
+        return Panels(repack(read, num_rows, shape[-1], LAYOUTS[tensors[0].type_name], device))
 
     def _row_order(self, names: Sequence[str]) -> Tensor | None:
         """The number in the file of each row of the model, int64 `[rows]`; None: both have the same order.

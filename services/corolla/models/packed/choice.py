@@ -122,7 +122,7 @@ def fill(
     if checkpoint.gguf is not None:
         fill_packed(root, {name: names[name] for name in layouts}, checkpoint.gguf.tensors.panels, device)
     else:
-        fill_packed(root, {name: name for name in layouts}, lambda name, _shape: weights[name].panels(), device)
+        fill_packed(root, {name: name for name in layouts}, lambda name, _shape, to: weights[name].panels(to), device)
 
 
 def _layouts_of_groups(weights: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Layout | None]:

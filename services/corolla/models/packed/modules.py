@@ -259,7 +259,7 @@ def replace_packed(root: nn.Module, layouts: Mapping[str, Layout], dtype: torch.
 def fill_packed(
     root: nn.Module,
     names: Mapping[str, str],
-    read: Callable[[str, tuple[int, ...]], Panels],
+    read: Callable[[str, tuple[int, ...], torch.device | None], Panels],
     device: torch.device | None = None,
 ) -> None:
     """Reads the weights of packed modules; those with the same stored weight share its memory.
@@ -267,15 +267,14 @@ def fill_packed(
     Args:
         root: the model.
         names: maps the names of packed weights in `root` to names in the files.
-        read: returns the panels for a name in the files; the weight must have the given shape.
+        read: returns the panels for a name in the files, on the device; the weight must have the given shape.
         device: where the panels shall be; None: on the CPU.
     """
     held: dict[str, Panels] = {}
     for name, stored in names.items():
         module: Any = root.get_submodule(name.removesuffix(".weight"))
         if stored not in held:
-            panels, order = read(stored, module.shape)
-            held[stored] = Panels(panels.to(device), None if order is None else order.to(device))
+            held[stored] = read(stored, module.shape, device)
         module.panels = held[stored].panels
         if held[stored].order is not None:
             module.order = held[stored].order

@@ -64,7 +64,7 @@ class Awq(Format):
         words = slice(start // _PER_WORD, end // _PER_WORD)
         zeros = _in_order(tensors["qzeros"][:, words]).T.to(torch.int8) - layout.middle
         return numbers_of_blocks(
-            _in_order(tensors["qweight"][:, words]).T, tensors["scales"][:, start:end].T, zeros, layout
+            _turned(tensors["qweight"][:, words]), tensors["scales"][:, start:end].T, zeros, layout
         )
 
 
@@ -72,3 +72,19 @@ def _in_order(words: Tensor) -> Tensor:
     """Unpacks int32 `[R, W]` to uint8 `[R, 8 W]`, with the outputs in order."""
     numbers = unpacked(words, _BITS, words.shape[1] * _PER_WORD)
     return numbers.view(len(words), -1, _PER_WORD)[..., _PLACES].flatten(1)
+
+
+def _turned(words: Tensor) -> Tensor:
+    """Words of eight outputs, int32 `[in, out / 8]`, to words of eight inputs, int32 `[out, in / 8]`.
+
+    Eight words are a square of 64 numbers. Its quarters change places, then theirs, then those of these.
+    """
+    num_inputs, num_words = words.shape
+    squares = words.reshape(-1, _PER_WORD, num_words).clone()
+    for half, low in ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F)):
+        upper, lower = squares.view(len(squares), -1, 2, half, num_words).unbind(2)
+        differing = upper >> half * _BITS
+        differing.bitwise_xor_(lower).bitwise_and_(low)
+        lower.bitwise_xor_(differing)
+        upper.bitwise_xor_(differing.bitwise_left_shift_(half * _BITS))
+    return squares[:, _PLACES].permute(2, 1, 0).reshape(-1, num_inputs // _PER_WORD)

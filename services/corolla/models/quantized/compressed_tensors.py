@@ -72,8 +72,8 @@ class CompressedTensors(Format):
         if scheme.block is not None:
             rows = range(start, end)
             if zeros is not None:
-                numbers -= spread(zeros.float(), scheme.block, rows, numbers.shape[1])
-            return numbers.mul_(spread(scale_numbers(scales), scheme.block, rows, numbers.shape[1]))
+                numbers -= spread(zeros.float(), scheme.block, rows, range(numbers.shape[1]))
+            return numbers.mul_(spread(scale_numbers(scales), scheme.block, rows, range(numbers.shape[1])))
         groups = tensors.get("weight_g_idx")
         if groups is not None and _is_unset(groups):
             groups = None
@@ -130,14 +130,18 @@ class CompressedTensors(Format):
         self, tensors: Mapping[str, Tensor], start: int, end: int, layout: Layout, order: Tensor | None
     ) -> Numbers:
         if "weight" in tensors:
-            of_rows = functools.partial(self._of_rows, tensors, start, end)
+            of_rows = functools.partial(self._of_rows, tensors, start, end, layout.block_weights)
             zeros = tensors.get("weight_zero_point")
             return numbers_of_octets(
                 tensors["weight"][start:end], of_rows(scale_numbers(tensors["weight_scale"])), layout,
                 None if zeros is None else of_rows(zeros),
             )  # fmt: skip
         num_outputs, num_inputs = (int(size) for size in tensors["weight_shape"])
-        codes = unpacked(tensors["weight_packed"][start:end], layout.bits, num_inputs)
+        codes = tensors["weight_packed"][start:end]
+        if layout.bits == 4 and order is None and num_inputs % 8 == 0:
+            codes = codes[:, : num_inputs // 8]
+        else:
+            codes = unpacked(codes, layout.bits, num_inputs)
         zeros = self._zeros(tensors, layout.bits, num_outputs)
         return numbers_of_blocks(
             codes if order is None else codes[:, order],
@@ -146,13 +150,13 @@ class CompressedTensors(Format):
             layout,
         )
 
-    def _of_rows(self, tensors: Mapping[str, Tensor], start: int, end: int, part: Tensor) -> Tensor:
-        """The scales or zero points, `part`, of rows of eight bits: `[R, in]`, `[R, 1]` or `[1, 1]`."""
+    def _of_rows(self, tensors: Mapping[str, Tensor], start: int, end: int, step: int, part: Tensor) -> Tensor:
+        """The scales or zero points, `part`, of rows of eight bits, for each `step` inputs, or one for all of them."""
         shape = tuple(tensors["weight"].shape)
         scheme = _fitting(tuple(part.shape), shape, self._schemes)
         if scheme.block is not None:
-            return spread(part, scheme.block, range(start, end), shape[1])
-        return _of_inputs(_of_outputs(part, start, end), scheme, None)
+            return spread(part, scheme.block, range(start, end), range(0, shape[1], step))
+        return _of_inputs(_of_outputs(part, start, end), scheme, None)[:, ::step]
 
     def _zeros(self, tensors: Mapping[str, Tensor], bits: int, num_outputs: int) -> Tensor | None:
         """The zero points of packed integers, in the shape of the scales, relative to the middle of the range."""

@@ -79,9 +79,9 @@ class Format(abc.ABC):
         """The numbers of the rows `[start, end)` of a weight with a layout, with columns in the given order.
 
         Args:
-            tensors: the weight's tensors by role, on the CPU, with the dtypes and shapes of the format's own docstring.
+            tensors: the weight's tensors by role, on one device, with the dtypes and shapes of the format's docstring.
             start: a multiple of 16.
             layout: the result of the method `layout`.
-            order: the result of the method `order`, int32 `[in]` or None.
+            order: the result of the method `order`, int32 `[in]` on the same device, or None.
         """
         raise NotImplementedError

@@ -67,20 +67,21 @@ class Fp8(Format):
     ) -> Numbers:
         weight = tensors["weight"]
         scales = scale_numbers(next(tensors[role] for role in _SCALES if role in tensors))
-        return numbers_of_octets(weight[start:end], self._factors(weight, scales, start, end), layout)
+        factors = self._factors(weight, scales, start, end, layout.block_weights)
+        return numbers_of_octets(weight[start:end], factors, layout)
 
     def _matrix(self, weight: Tensor, scales: Tensor, start: int, end: int | None) -> Tensor:
         return weight[start:end].float().mul_(self._factors(weight, scales, start, end))
 
-    def _factors(self, weight: Tensor, scales: Tensor, start: int, end: int | None) -> Tensor:
-        """The scales of some rows of a matrix: `[R, in]`, `[R, 1]` or `[1, 1]`."""
+    def _factors(self, weight: Tensor, scales: Tensor, start: int, end: int | None, step: int = 1) -> Tensor:
+        """The scales of some rows of a matrix, for each `step` inputs: `[R, in / step]`, `[R, 1]` or `[1, 1]`."""
         num_outputs, num_inputs = weight.shape
         if scales.numel() == 1:
             return scales.reshape(1, 1)
         if _is_of_outputs(scales, num_outputs):
             return scales.view(-1, 1)[start:end]
         block, rows = self._schemes[0].block or (1, 1), range(num_outputs)[start:end]
-        return spread(scales, block, rows, num_inputs)
+        return spread(scales, block, rows, range(0, num_inputs, step))
 
 
 def _is_of_outputs(scales: Tensor, num_outputs: int) -> bool:
@@ -88,12 +89,13 @@ def _is_of_outputs(scales: Tensor, num_outputs: int) -> bool:
     return scales.numel() == 1 or scales.dim() == 1 or scales.shape == (num_outputs, 1)
 
 
-def spread(scales: Tensor, block: tuple[int, int], rows: range, num_columns: int) -> Tensor:
-    """The scale of each number of some rows, `[len(rows), num_columns]` in the dtype and on the device of `scales`.
+def spread(scales: Tensor, block: tuple[int, int], rows: range, columns: range) -> Tensor:
+    """The scale of each number in some rows and columns, `[rows, columns]` in the dtype and on the device of `scales`.
 
     `scales` are `[blocks of rows, blocks of columns]`.
     """
     high, wide = block
     # Scales are picked by index, since a file may claim blocks that are far larger than the weight.
-    of_rows = scales[torch.arange(rows.start, rows.stop) // high]
-    return of_rows[:, torch.arange(num_columns) // wide]
+    numbers = (torch.arange(each.start, each.stop, each.step, device=scales.device) for each in (rows, columns))
+    of_rows, of_columns = next(numbers) // high, next(numbers) // wide
+    return scales[of_rows][:, of_columns]

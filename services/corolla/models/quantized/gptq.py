@@ -77,11 +77,13 @@ class Gptq(Format):
     def numbers(
         self, tensors: Mapping[str, Tensor], start: int, end: int, layout: Layout, order: Tensor | None
     ) -> Numbers:
-        scales, qweight = tensors["scales"], tensors["qweight"]
-        codes = unpacked(qweight[:, start:end].T, layout.bits, len(qweight) * 32 // layout.bits)
-        zeros = self._zeros(tensors["qzeros"], layout.bits, scales.shape[1])[:, start:end].T - layout.middle
+        bits, qweight, codes = layout.bits, tensors["qweight"], tensors["qweight"][:, start:end].T
+        if bits != 4 or order is not None:
+            codes = unpacked(codes, bits, len(qweight) * 32 // bits)
+        qzeros = tensors["qzeros"][:, num_words(start, bits) : num_words(end, bits)]
+        zeros = self._zeros(qzeros, bits, end - start).T - layout.middle
         codes = codes if order is None else codes[:, order]
-        return numbers_of_blocks(codes, scales[:, start:end].T, zeros, layout)
+        return numbers_of_blocks(codes, tensors["scales"][:, start:end].T, zeros, layout)
 
     def _zeros(self, qzeros: Tensor, bits: int, num_outputs: int) -> Tensor:
         """The zero points, int32 `[groups, out]`."""

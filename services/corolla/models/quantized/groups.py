@@ -1,6 +1,6 @@
 """Integers of four or eight bits with a scale for each group of inputs, as in AWQ, GPTQ and compressed-tensors.
 
-Kernels multiply by them without expanding them; see `corolla.kernels.layouts`. All tensors are on the CPU.
+Kernels multiply by them without expanding them; see `corolla.kernels.layouts`. All tensors are on one device.
 """
 
 from collections.abc import Mapping
@@ -64,7 +64,7 @@ def numbers_of_blocks(codes: Tensor, scales: Tensor, zeros: Tensor | None, layou
     """The numbers of rows for `repack_numbers`; the scale of a group is repeated for each block in it.
 
     Args:
-        codes: uint8 `[R, in]`, in the order of `input_order`.
+        codes: uint8 `[R, in]`, in the order of `input_order`, or int32 `[R, in / 8]`; see `Numbers`.
         scales: `[R, groups]` in the layout's scale type.
         zeros: integers `[R, groups]`, the zero points; `layout.middle` is already subtracted, unlike in `codes`.
             None: there are no zero points.
@@ -72,6 +72,7 @@ def numbers_of_blocks(codes: Tensor, scales: Tensor, zeros: Tensor | None, layou
     """
     if layout.bits == 8:
         codes = codes ^ layout.middle  # as int8
-    repeats = codes.shape[1] // layout.block_weights // scales.shape[1]
+    num_inputs = codes.shape[1] * (1 if codes.dtype == torch.uint8 else 8)
+    repeats = num_inputs // layout.block_weights // scales.shape[1]
     scales = scales.repeat_interleave(repeats, dim=1)
     return Numbers(codes, scales, zeros=None if zeros is None else zeros.to(torch.int8).repeat_interleave(repeats, 1))

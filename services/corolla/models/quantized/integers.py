@@ -1,4 +1,4 @@
-"""Unpacks numbers of few bits that are packed without gaps in words of 32 bits. All tensors are on the CPU."""
+"""Unpacks numbers of few bits that are packed without gaps in words of 32 bits. All tensors are on one device."""
 
 import torch
 from torch import Tensor
@@ -16,12 +16,14 @@ def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
     Returns:
         uint8 `[..., count]`, each below `2 ** bits`.
     """
+    if bits == 8:
+        return words.contiguous().view(torch.uint8)[..., :count]
     if 8 % bits == 0:
         octets = words.contiguous().view(torch.uint8).unsqueeze(-1)
-        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=words.device)
         numbers = (octets >> shifts).bitwise_and_(2**bits - 1)
         return numbers.flatten(-2)[..., :count]
-    first_bits = torch.arange(count) * bits
+    first_bits = torch.arange(count, device=words.device) * bits
     word, shift = first_bits // 32, first_bits % 32
     unsigned = torch.nn.functional.pad(words.long() & 0xFFFFFFFF, (0, 1))
     numbers = (unsigned[..., word] >> shift).bitwise_or_(unsigned[..., word + 1] << (32 - shift))

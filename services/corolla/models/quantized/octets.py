@@ -1,6 +1,6 @@
 """Integers and floats of eight bits with a scale for each group of inputs.
 
-Kernels multiply by them without expanding them; see `corolla.kernels.layouts`. All tensors are on the CPU.
+Kernels multiply by them without expanding them; see `corolla.kernels.layouts`. All tensors are on one device.
 """
 
 import math
@@ -51,16 +51,24 @@ def numbers_of_octets(numbers: Tensor, scales: Tensor, layout: Layout, zeros: Te
 
     Args:
         numbers: int8, float8_e4m3fn or float8_e5m2 `[R, in]`.
-        scales: float32 `[R, in]`, `[R, 1]` or `[1, 1]`; the scale of each number.
+        scales: float32 `[R, B]`, `[R, 1]` or `[1, 1]`; the scale of each block of the layout.
         layout: the layout of the weight.
-        zeros: int8 `[R, in]`, `[R, 1]` or `[1, 1]`, the zero point of each number; None: there are none.
+        zeros: int8 `[R, B]`, `[R, 1]` or `[1, 1]`, the zero point of each block; None: there are none.
     """
     codes = numbers.contiguous().view(torch.uint8)
-    of_blocks = scales.expand(numbers.shape)[:, :: layout.block_weights]
+    blocks = codes.view(len(codes), -1, layout.block_weights)
+    of_blocks = scales.expand(blocks.shape[:2])
     if layout.is_float:
         # A kernel takes NaN for a number. The scale of its block becomes NaN instead, so that no product hides it.
-        bits = _NOT_FINITE[layout.exponent_bits]
-        is_odd = (codes & bits == bits).view(len(codes), -1, layout.block_weights).any(dim=2)
-        of_blocks = of_blocks.masked_fill(is_odd, torch.nan)
-    of_zeros = None if zeros is None else zeros.expand(numbers.shape)[:, :: layout.block_weights]
-    return Numbers(codes, of_blocks, zeros=of_zeros)
+        of_blocks = of_blocks.masked_fill(_has_byte(blocks, _NOT_FINITE[layout.exponent_bits]), torch.nan)
+    return Numbers(codes, of_blocks, zeros=None if zeros is None else zeros.expand(blocks.shape[:2]))
+
+
+def _has_byte(content: Tensor, bits: int) -> Tensor:
+    """Whether all of these bits are set in one of the bytes of each run, uint8 `[..., n]`: bool `[...]`.
+
+    Eight bytes are examined at once: where one is zero, 1 less of it borrows from the next (Mycroft 1987).
+    """
+    ones, highest = 0x0101010101010101, 0x80 * 0x0101010101010101 - (1 << 64)
+    lacking = ~content.view(torch.int64) & bits * ones
+    return (lacking - ones & ~lacking & highest).any(dim=-1)

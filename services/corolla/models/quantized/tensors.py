@@ -71,16 +71,19 @@ class PackedWeight:
         """See `Format.layout`. Raises Unfit."""
         return self._format.layout(self._stored)
 
-    def panels(self) -> Panels:
-        """The weight's panels in its `layout`. Raises Unfit."""
+    def panels(self, device: torch.device | None = None) -> Panels:
+        """The weight's panels in its `layout`, made and kept on the device; None: the CPU. Raises Unfit."""
         layout = self.layout()
         tensors = {role: stored[...] for role, stored in self._stored.items()}
         order = self._format.order(tensors)
+        # The parts go up as the file has them, which are far fewer bytes than the numbers.
+        tensors = {role: part.to(device) for role, part in tensors.items()}
+        order = None if order is None else order.to(device)
 
         def read(start: int, end: int) -> Numbers:
             return self._format.numbers(tensors, start, end, layout, order)
 
-        return Panels(repack_numbers(read, self.shape[0], self.shape[1], layout), order)
+        return Panels(repack_numbers(read, self.shape[0], self.shape[1], layout, device), order)
 
     @property
     def has_order(self) -> bool:
