@@ -17,7 +17,8 @@ from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.penalties import penalises_as_operators
 from corolla.decoding.random_jump import words_of
 from corolla.decoding.random_streams import RandomStreams, draws_as_a_cpu, launched_numbers
-from corolla.decoding.sampling import Sampler
+from corolla.decoding.sampling import Sampler, exponential_of
+from corolla.wire.device_copies import await_copies
 from tests.tiers import quick
 from tests.triton_kernels import DEVICE
 
@@ -50,9 +51,11 @@ def test_streams_of_a_device_give_the_numbers_of_generators(width: int) -> None:
     for step in range(3):
         # Each step has other rows, in another order.
         rows = [(step + index) % 5 for index in range(5 - step)]
-        numbers, moved = streams.draw([slots[row] for row in rows], width)
-        assert torch.equal(numbers.cpu(), -torch.stack([drawn(generators[row], width) for row in rows]))
-        for row, (words, num_used) in zip(rows, moved(), strict=True):
+        draw = streams.draw([slots[row] for row in rows], width)
+        await_copies(PLACE)
+        expected_numbers = torch.stack([-drawn(generators[row], width) for row in rows]).to(DEVICE)
+        assert torch.equal(draw.numbers, exponential_of(expected_numbers))
+        for row, (words, num_used) in zip(rows, draw.moved(), strict=True):
             expected, expected_used = words_of(state_of(generators[row]))
             assert num_used == expected_used
             assert words.tolist() == expected.tolist()

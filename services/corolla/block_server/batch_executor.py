@@ -22,6 +22,7 @@ from corolla.block_server.row_sampling import (
     RowLogits,
     SamplingRow,
     all_logits_of,
+    draw_ahead,
     in_parts,
     likeliest_of,
     logits_of,
@@ -373,18 +374,26 @@ class BatchExecutor:
         return logits
 
     def _prepare_choices(self, admitted: Sequence[AdmittedStep]) -> Sequence[Future[None]]:
-        """Lets threads draw random numbers, and find the tokens that grammars allow, while a device computes.
+        """Lets the device or threads draw random numbers, and threads find what grammars allow, while a step runs.
 
         If drawing fails for lack of memory, the random stream has not advanced, and the numbers are drawn when needed.
         """
-        if not self._samples_batched or self._sampling_threads is None or self._edges is None:
+        if not self._samples_batched or self._edges is None:
             return ()
         device = self._edges.device
+        every = [batch.sampler_for(row, session) for batch in admitted for row, session, _ in batch.rows]
+        samplers = [each for each in every if each is not None and not each.takes_likeliest]
+        try:
+            draw_ahead(samplers, device)
+        except Exception as failure:
+            error_of(failure)
+            log.warning("random numbers could not be drawn ahead", extra={"where": call_path(failure)})
+        if self._sampling_threads is None:
+            return ()
         return [
             self._sampling_threads.submit(sampler.prepare_choice, device)
-            for batch in admitted
-            for row, session, _ in batch.rows
-            if (sampler := batch.sampler_for(row, session)) is not None and sampler.prepares_choice(device)
+            for sampler in samplers
+            if sampler.prepares_choice(device)
         ]
 
     def _compute_rows(

@@ -268,6 +268,12 @@ class SamplingRow:
         return self.row.token_ids[len(self.row.token_ids) - num_drafted :] if num_drafted else ()
 
 
+def draw_ahead(samplers: Sequence[SessionSampler], device: torch.device) -> None:
+    """Draws the random numbers of the samplers' next choices on `device` while it runs a step, if it can draw."""
+    if samplers and (streams := streams_of(device)) is not None:
+        streams.draw_ahead([each.sampler for each in samplers], samplers[0].vocab_size)
+
+
 def in_parts(rows: Sequence[SamplingRow], max_logits: int = 16 << 20) -> Iterator[Sequence[SamplingRow]]:
     """Splits rows into runs of at most `max_logits` logits, or of one row; the logits of all could take gigabytes."""
     start = num_logits = 0

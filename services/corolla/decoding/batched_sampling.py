@@ -22,12 +22,12 @@ from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.penalties import StackedPenalties
 from corolla.decoding.random_streams import streams_of
 from corolla.decoding.sampling import (
+    Draw,
     Sampler,
     barred,
     exponential_numbers,
-    exponential_of,
 )
-from corolla.wire.device_copies import begin_reading, on_device
+from corolla.wire.device_copies import await_copies, begin_reading, on_device
 
 Logprobs = tuple[float, tuple[tuple[int, float], ...]]
 """The log probability of a chosen token, and the ids and log probabilities of the most probable ones."""
@@ -77,9 +77,8 @@ def launch_choice(samplers: Sequence[Sampler], logits: Tensor, *, like_gpu: bool
     drawing = [
         index for index, sampler in enumerate(samplers) if not sampler.params.is_greedy and index not in scores.failures
     ]
-    follow_streams = _nothing
     if drawing:
-        numbers, follow_streams = _random_numbers([samplers[index] for index in drawing], logits, like_gpu=like_gpu)
+        numbers = _random_numbers([samplers[index] for index in drawing], logits, like_gpu=like_gpu)
         params = [samplers[index].params for index in drawing]
         drawn = _drawn(_rows(scores.rows, drawing), params, numbers, like_gpu=like_gpu)
         token_ids = _with_rows(token_ids, drawing, drawn)
@@ -90,7 +89,8 @@ def launch_choice(samplers: Sequence[Sampler], logits: Tensor, *, like_gpu: bool
 
     def finish() -> list[SampledToken | CorollaError]:
         found = read().tolist()
-        follow_streams()
+        for index in drawing:
+            samplers[index].use_draw()
         logprobs_of = logprobs.read(found[2 * len(samplers) :])
         chosen: list[SampledToken | CorollaError] = []
         for index, sampler in enumerate(samplers):
@@ -107,33 +107,33 @@ def launch_choice(samplers: Sequence[Sampler], logits: Tensor, *, like_gpu: bool
     return LaunchedChoice(token_ids, finish)
 
 
-def _nothing() -> None:
-    """Does what is left to do where a CPU draws."""
-
-
-def _random_numbers(
-    samplers: Sequence[Sampler], logits: Tensor, *, like_gpu: bool
-) -> tuple[Tensor, Callable[[], None]]:
-    """The random numbers of the samplers' next choices, float32 `[samplers, V]` on the device of `logits`.
-
-    Returns also a function that waits for the device, and tells the samplers where their streams are now.
-    """
+def _random_numbers(samplers: Sequence[Sampler], logits: Tensor, *, like_gpu: bool) -> Tensor:
+    """The random numbers of the samplers' next choices, float32 `[samplers, V]` on the device of `logits`."""
     num_logits, device = logits.shape[-1], logits.device
     if not like_gpu:
-        return torch.stack([sampler.random_numbers(num_logits, device) for sampler in samplers]), _nothing
-    if (streams := streams_of(device)) is not None:
-        begun = [sampler.stream(streams.begin, num_logits) for sampler in samplers]
-        slots = [each for each in begun if each is not None]
-        if len(slots) == len(samplers):
-            drawn, moved = streams.draw(slots, num_logits)
+        return torch.stack([sampler.random_numbers(num_logits, device) for sampler in samplers])
+    if (streams := streams_of(device)) is None:
+        return exponential_numbers(torch.stack([each.random_outputs(num_logits, device) for each in samplers]))
+    streams.draw_ahead(samplers, num_logits)
+    await_copies(device)
+    draws = [sampler.draw_there for sampler in samplers]
+    if (whole := _whole(draws)) is not None:
+        return whole
 
-            def follow() -> None:
-                for sampler, (words, num_used) in zip(samplers, moved(), strict=True):
-                    sampler.follow_stream(words, num_used)
+    def own(sampler: Sampler, draw: tuple[Draw, int] | None) -> Tensor:
+        if draw is None:
+            return exponential_numbers(sampler.random_outputs(num_logits, device))
+        return draw[0].numbers[draw[1]]
 
-            return exponential_of(drawn), follow
-    outputs = torch.stack([sampler.random_outputs(num_logits, device) for sampler in samplers])
-    return exponential_numbers(outputs), _nothing
+    return torch.stack(list(map(own, samplers, draws)))
+
+
+def _whole(draws: Sequence[tuple[Draw, int] | None]) -> Tensor | None:
+    """The numbers of one draw, if these are all its rows in their order."""
+    if (first := draws[0]) is None or len(first[0].numbers) != len(draws):
+        return None
+    is_whole = all(each is not None and each[0] is first[0] and each[1] == at for at, each in enumerate(draws))
+    return first[0].numbers if is_whole else None
 
 
 class _Logprobs:

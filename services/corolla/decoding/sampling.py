@@ -11,7 +11,7 @@ import functools
 import math
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -72,6 +72,19 @@ class QuickTopP(LogitsProcessor):
         return cast(Tensor, self._exact(input_ids, scores))
 
 
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Random numbers that a device has drawn for several samplers, one choice of each.
+
+    Attributes:
+        numbers: float32 `[R, V]` on the device.
+        moved: waits for the device, and returns where each stream is since then, as `random_jump.words_of` has it.
+    """
+
+    numbers: Tensor
+    moved: Callable[[], Sequence[tuple[Words, int]]]
+
+
 class Sampler:
     """Chooses the tokens of one sequence, and keeps the state that the next choice depends on.
 
@@ -112,8 +125,10 @@ class Sampler:
         self._generator: torch.Generator | None = None
         # Random numbers, or on a device other than a CPU the outputs of the generator that become these.
         self._drawn_ahead: Tensor | None = None
-        # The stream's place on a device that draws from it, and where it was when the device last chose a token.
+        # The stream's place on a device that draws from it; its row of what that has drawn for the next choice; and
+        # where the stream was when the device last chose a token.
         self._slot: Slot | None = None
+        self._draw_there: tuple[Draw, int] | None = None
         self._moved: tuple[Words, int] | None = None
         self.num_skipped = 0 if params.is_greedy else num_skipped
         if state is not None:
@@ -232,7 +247,7 @@ class Sampler:
             like_gpu: see `sample_together`; None: only if `device` is not a CPU.
         """
         like_gpu = device.type != "cpu" if like_gpu is None else like_gpu
-        if self._drawn_ahead is None and not self.params.is_greedy:
+        if self._drawn_ahead is None and self._draw_there is None and not self.params.is_greedy:
             # What is drawn is stored before it is moved: if it were lost, every later token would change.
             self._drawn_ahead = self._draw_outputs(num_logits, device) if like_gpu else self._draw(num_logits)
             if self._drawn_ahead.device != device:
@@ -243,6 +258,10 @@ class Sampler:
 
         The token with the largest quotient of probability and number is the one that `torch.multinomial` chooses.
         """
+        if self._draw_there is not None:
+            draw, index = self._draw_there
+            self.use_draw()
+            return draw.numbers[index].to(device)
         drawn, self._drawn_ahead = self._drawn_ahead, None
         if drawn is None:
             drawn = self._draw(num_logits)
@@ -293,7 +312,7 @@ class Sampler:
         Returns:
             None if the next numbers are drawn already, or none are needed.
         """
-        if self._drawn_ahead is not None or self._generator is None:
+        if self._drawn_ahead is not None or self._draw_there is not None or self._generator is None:
             return None
         if self._slot is None:
             if self.num_skipped:
@@ -301,9 +320,20 @@ class Sampler:
             self._slot = begin(self._stream_state())
         return self._slot
 
-    def follow_stream(self, words: Words, num_used: int) -> None:
-        """Notes where the stream is after the device has drawn; see `random_jump.words_of`."""
-        self._moved = words, num_used
+    def take_draw(self, draw: Draw, index: int) -> None:
+        """Keeps the numbers that the device has drawn for the next choice, in the row `index`."""
+        self._draw_there = draw, index
+
+    @property
+    def draw_there(self) -> tuple[Draw, int] | None:
+        """What `take_draw` got for the next choice."""
+        return self._draw_there
+
+    def use_draw(self) -> None:
+        """Notes that the next choice has taken its numbers. The call waits for the device."""
+        if self._draw_there is not None:
+            draw, index = self._draw_there
+            self._moved, self._draw_there = draw.moved()[index], None
 
     def _stream_state(self) -> bytes:
         generator = cast(torch.Generator, self._generator)

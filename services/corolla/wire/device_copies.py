@@ -10,7 +10,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -47,6 +47,13 @@ def begin_copy(tensor: Tensor, device: torch.device) -> Tensor:
     # The memory came from the other stream, which would use it again as soon as it is free.
     copied.record_stream(torch.cuda.current_stream(device))
     return copied
+
+
+@contextmanager
+def on_stream_of_copies(device: torch.device) -> Iterator[None]:
+    """What the calling thread launches within the context runs on the stream of `begin_copy`."""
+    with torch.cuda.stream(_stream(device, _Use.STEPS_WAIT)) if device.type == "cuda" else nullcontext():
+        yield
 
 
 def await_copies(device: torch.device) -> None:

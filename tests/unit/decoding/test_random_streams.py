@@ -1,5 +1,7 @@
 """Random streams that lie on a device and come back from it."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -88,16 +90,51 @@ def test_a_row_is_free_again_once_nothing_holds_it() -> None:
     assert rows.numbers[kept.index].tolist() == [2, -2]
 
 
+def test_numbers_drawn_during_a_step_are_there_for_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows come and go between the draw and the choice, and no work is out of order."""
+    params = [SamplingParams(1.2, top_p=0.9, seed=seed) for seed in range(4)]
+    plain, there = ([Sampler(each, ()) for each in params] for _ in range(2))
+    all_logits = torch.randn(6, 4, 50, generator=torch.Generator().manual_seed(0))
+
+    def moving(streams: Tensor, slots: Tensor, width: int) -> Tensor:
+        # Operators move the streams, so that the double sees the order: each draws shifts of its seed's words.
+        rows = streams[slots]
+        streams.index_copy_(0, slots, torch.cat((rows[:, :NUM_WORDS].roll(1, dims=1), rows[:, NUM_WORDS:]), dim=1))
+        return -((rows[:, :width] & 0xFFFF).double() + 1) / (1 << 17)
+
+    def tokens(device: torch.device, put: Callable[[Tensor], Tensor], samplers: list[Sampler]) -> list[object]:
+        streams = RandomStreams(device, moving)
+        monkeypatch.setattr(batched_sampling, "streams_of", lambda _device: streams)
+        found: list[object] = []
+        for step, logits in enumerate(all_logits):
+            rows = [(step + index) % 4 for index in range(4 - step % 3)]
+            ahead = rows[: len(rows) - step % 2]
+            with torch.inference_mode():
+                busy = put(logits) @ put(logits.T)
+                if device == GPU:
+                    streams.draw_ahead([samplers[row] for row in ahead], 50)
+                rows = rows[::-1] if step == 4 else rows
+                own = put(logits[rows])
+                found.append(sample_together([samplers[row] for row in rows], own + 0 * busy.sum(), like_gpu=True))
+        return found
+
+    expected = tokens(CPU, lambda numbers: numbers, plain)
+    with a_gpu() as gpu:
+        assert tokens(GPU, gpu.put, there) == expected
+        assert not gpu.waits
+    assert [each.state() for each in there] == [each.state() for each in plain]
+
+
 def test_a_draw_waits_for_nothing_but_its_reading() -> None:
     def there(streams: Tensor, slots: Tensor, width: int) -> Tensor:
-        return streams[slots, :1].double().expand(-1, width)
+        return streams[slots, :1].double().repeat(1, width)
 
     with a_gpu() as gpu, torch.inference_mode():
         streams = RandomStreams(GPU, there)
         slots = [streams.begin(SOME_STATE) for _ in range(3)]
-        _, moved = streams.draw(slots, 9)
+        draw = streams.draw(slots, 9)
         assert not gpu.waits
         words, num_used = words_of(SOME_STATE)
-        for found, found_used in moved():
+        for found, found_used in draw.moved():
             assert found_used == num_used
             assert found.tolist() == words.tolist()

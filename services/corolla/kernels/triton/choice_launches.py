@@ -33,8 +33,9 @@ def draw_negated(streams: Tensor, slots: Tensor, width: int) -> Tensor:
     num_rows, num_drawn = len(slots), _OUTPUTS_OF_NUMBER * width
     num_blocks = -(-(num_drawn + _WORDS_OF_BLOCK - 1) // _WORDS_OF_BLOCK)
     words = torch.empty(num_rows, (num_blocks + 1) * _WORDS_OF_BLOCK + 16, dtype=torch.int32, device=streams.device)
-    launch(_streams(streams.shape[1]), (num_rows,), streams, slots, words, num_blocks, num_drawn)
+    # If memory is too small, no stream has moved.
     out = torch.empty(num_rows, width, dtype=torch.float64, device=streams.device)
+    launch(_streams(streams.shape[1]), (num_rows,), streams, slots, words, num_blocks, num_drawn)
     shares = _shares(min(_SHARES_BLOCK, power_of_two(width)))
     launch(shares, (num_rows, -(-width // _SHARES_BLOCK)), words, out, width, num_blocks)
     return out
