@@ -9,9 +9,10 @@ import torch
 
 from corolla.cache.codecs import CODECS
 from corolla.cache.store import SessionCache
-from corolla.compute import graph_choice
+from corolla.compute import graph_choice, triton_blocks
 from corolla.compute.attention import paged_triton
 from corolla.compute.span_runner import RowWork, SpanRunner
+from corolla.compute.triton_blocks import TritonBlocks
 from corolla.kernels.triton import launches
 from corolla.kernels.triton.packed_launches import multiply_packed
 from corolla.kernels.triton.variants import Grid, Variant
@@ -124,6 +125,47 @@ def test_a_chain_gives_the_tokens_of_transformers(tmp_path: Path, family: str) -
     checkpoint = make_checkpoint(tmp_path, family)
     expected = Unsplit(tmp_path / family).generate(PROMPT, NUM_TOKENS, ignore_eos=True).token_ids
     assert Chain(checkpoint).answer(PROMPT, NUM_TOKENS) == expected
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_others, short_step, counts", [(0, 4, {8}), (1, 256, {8}), (1, 4, {6})])
+def test_products_that_pad_their_rows_get_a_step_that_is_padded_once(
+    tmp_path: Path, num_others: int, short_step: int, counts: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits stay. Next to products that do not pad, only short steps are padded."""
+    checkpoint = make_checkpoint(tmp_path, QUICK_FAMILY)
+    runner = make_runner(checkpoint, SPANS[0])
+    assert runner.model.fused is not None
+    hidden = torch.randn(6, checkpoint.hidden_size, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    found: set[int] = set()
+
+    class Counted(InvariantProduct):
+        """Notes how many rows its calls have."""
+
+        def __call__(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            found.add(len(rows))
+            return super().__call__(rows, weight, bias)
+
+    def output() -> torch.Tensor:
+        caches = [runner.new_cache() for _ in range(2)]
+        for cache in caches:
+            cache.reserve(5)
+        return runner.forward([RowWork(caches[0], 0, 1), RowWork(caches[1], 0, 5)], hidden, runner.span)
+
+    expected = output()
+    linears = runner.model.fused.linears
+    for linear_layer in linears[num_others:]:
+        linear_layer.invariant = Counted("ladder", triton_product, (1, 2, 4, 8, 16))
+    monkeypatch.setattr(triton_blocks, "SHORT_STEP", short_step)
+    runner.triton = TritonBlocks(runner.model.fused)
+    # Memory that is not written holds NaN.
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.equal(output(), expected)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found == counts
 
 
 @pytest.mark.full

@@ -7,12 +7,14 @@ the same tokens have the same bits as a chunk, in several chunks, one by one, an
 """
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, ReLUSquaredActivation, SiLUActivation
 
 from corolla.cache.codecs import KVCodec
@@ -20,6 +22,7 @@ from corolla.cache.store import KVStore, SessionCache
 from corolla.compute.attention.batch import AttentionBackend, AttentionBatch, PackedRow
 from corolla.compute.attention.paged_triton import PagedTriton, attend_stored
 from corolla.compute.low_rank import LowRankBatch
+from corolla.kernels.product_choice import rung_of
 from corolla.models.adapters.products import AdapterBatch
 from corolla.models.fused import FusedLayer, FusedSpan, GatedMlp, MixtureMlp, Projection, RmsNorm
 from corolla.models.invariant_norms import Norm
@@ -38,6 +41,8 @@ TOLERANCES: Final = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1
 """The largest difference between a block's output and that of its modules, relative to the largest number."""
 CODED_TOLERANCE: Final = 2e-2
 """The same with keys and values in eight bits: where modules round in another way, a number may get the next code."""
+SHORT_STEP: Final = 256
+"""Steps of up to so many tokens read weights for longer than they multiply."""
 
 # The tokens that a trial computes again after its chunk, with a page's end between them.
 _AROUND_THE_END: Final = 3
@@ -207,6 +212,7 @@ class TritonBlocks:
     def __init__(self, span: FusedSpan) -> None:
         self._span = span
         self._plans = [_plan_of(layer) for layer in span.layers]
+        self._ladder = _common_ladder(span)
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
@@ -249,7 +255,10 @@ class TritonBlocks:
         """
         from corolla.kernels.triton.launches import rotate_and_store
 
-        hidden = hidden.contiguous()
+        num_tokens, hidden = len(hidden), hidden.contiguous()
+        if adapters is None and (padding := self._padding(num_tokens)):
+            # The numbers of the added rows do not matter, since rows do not mix.
+            hidden = functional.pad(hidden, (0, 0, 0, padding))
         codec = None if batch.store.codec is None else batch.store.codec.name
         tables = {rotary: _table(rotary, position_ids, end, hidden) for rotary in self._span.rotaries}
         delta: Tensor | None = None
@@ -262,7 +271,7 @@ class TritonBlocks:
             projected = layer.query_key_value.forward(normed)
             if adapters is not None:
                 adapters.add(index, layer.places[0], normed, projected)
-            like = projected.view(len(projected), -1, layer.head_dim)[:, : layer.num_key_heads]
+            like = projected.new_empty(0, layer.num_key_heads, layer.head_dim)
             keys, values = batch.store.layer_like(index, like, like)
             table, numbers = (None, position_ids) if layer.rotary is None else tables[layer.rotary]
             query = rotate_and_store(
@@ -289,7 +298,26 @@ class TritonBlocks:
             delta = plan.mlp.forward(normed if layer.is_parallel else later, index, adapters)
             if plan.mlp_output_norm is not None:
                 delta = plan.mlp_output_norm(delta)
-        return _added(hidden, delta, None, multiplier)[1]
+        return _added(hidden, delta, None, multiplier)[1][:num_tokens]
+
+    def _padding(self, num_tokens: int) -> int:
+        """How many rows a step gets at once, since each of its products would pad it by as many."""
+        return rung_of(num_tokens, self._ladder) - num_tokens if num_tokens <= self._ladder[-1] else 0
+
+
+def _common_ladder(span: FusedSpan) -> tuple[int, ...]:
+    """The numbers of rows to which steps are padded; `(0,)`: they are not.
+
+    Triton's products take any number of rows. Where some of a span's products are Triton's, only short steps are
+    padded, which read weights for longer than they multiply. Routers would choose experts for the added rows, too.
+    """
+    products = [each.invariant for layer in span.layers for each in layer.projections if isinstance(each, TunedLinear)]
+    ladders = [each.ladder for each in products if each is not None and each.name == "ladder"]
+    if not ladders or any(isinstance(layer.mlp, MixtureMlp) for layer in span.layers):
+        return (0,)
+    num_projections = sum(1 for layer in span.layers for _ in layer.projections)
+    most = math.inf if len(ladders) == num_projections else SHORT_STEP
+    return tuple(rung for rung in min(ladders, key=len) if rung <= most)
 
 
 def _table(rotary: RotaryTable, position_ids: Tensor, end: int, like: Tensor) -> tuple[Tensor, Tensor]:

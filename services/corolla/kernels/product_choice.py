@@ -6,6 +6,7 @@ start whether a product gives each row the same bits on all of them. It has to c
 the inner dimension is short, two orders of summing differ in so few numbers that one row may miss it.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -24,7 +25,7 @@ def rungs(num_outputs: int) -> tuple[int, ...]:
 
 def rung_of(num_rows: int, ladder: tuple[int, ...]) -> int:
     """Returns how many rows a call of at most `ladder[-1]` rows has after padding."""
-    return next(rung for rung in ladder if rung >= num_rows)
+    return ladder[bisect_left(ladder, num_rows)]
 
 
 @dataclass(frozen=True, slots=True)

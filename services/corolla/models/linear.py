@@ -105,14 +105,14 @@ class TunedLinear(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """Multiplies `rows`, `[..., in]` on the weight's device; returns `[..., out]` in the same dtype."""
+        if self.invariant is not None and rows.dim() == 2:
+            return self.invariant(rows, self.weight, self.bias)
         if self.panels is not None and self.layout is not None:
             return multiplied(self.layout, rows, self.panels, self.weight.shape[0], self.bias)
         if not self.relaid and self.invariant is None:
             return functional.linear(rows, self.weight, self.bias)
         if rows.dim() != 2:
             return self.forward(rows.flatten(0, -2)).reshape(*rows.shape[:-1], self.weight.shape[0])
-        if self.invariant is not None:
-            return self.invariant(rows, self.weight, self.bias)
         num_rows = rows.shape[0]
         num_padded = padded(num_rows)
         if num_padded == num_rows:

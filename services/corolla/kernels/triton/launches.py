@@ -247,8 +247,8 @@ def rotate_and_store(
     """Normalises and rotates queries and keys, and stores keys and values in their pages.
 
     Args:
-        qkv: `[N, (heads + 2 * key heads) * head_dim]`, the projections of the new tokens; norms of all heads together
-            change it in place.
+        qkv: `[N or more, (heads + 2 * key heads) * head_dim]`, the projections of the new tokens; norms of all heads
+            together change it in place.
         table: `[rows, 2, rotary size]` in the model's dtype or float32, cosines and signed sines of the first numbers
             of a head; None: there is no rotary embedding.
         positions: int64 `[N]`, each token's row of the table.
@@ -260,7 +260,7 @@ def rotate_and_store(
         codec: the key of `cache.codecs.CODECS` by which keys and values are stored; None: as they are.
 
     Returns:
-        The queries, `[N, heads, head_dim]`.
+        The queries, `[N or more, heads, head_dim]`; those after the new tokens are not written.
     """
     _, num_key_heads, stored = keys.shape
     head = _head_size(stored, codec)
@@ -274,7 +274,7 @@ def rotate_and_store(
     rotary, norm = 0 if table is None else table.shape[-1], "" if norms is None else norms.kind
     launch(
         _rotation(num_heads, num_key_heads, head, rotary, in_pairs, norm, codec or "", stored),
-        (qkv.shape[0], num_heads + 2 * num_key_heads),
+        (slots.shape[0], num_heads + 2 * num_key_heads),
         qkv, qkv if table is None else table, positions, slots, query, keys, values, *weights, *epsilons,
     )  # fmt: skip
     return query
@@ -325,7 +325,7 @@ def attend(
     """Attention of all rows of some tables over their pages.
 
     Args:
-        query: `[N, heads, head_dim]` of the new tokens of all rows, whose keys and values are stored.
+        query: `[N, heads, head_dim]` of the new tokens of all rows, whose keys and values are stored; more may follow.
         keys: `[slots, key heads, head_dim]`; with a codec int8 `[slots, key heads, stored size]`.
         values: `[slots, key heads, head_dim]`, likewise.
         tables: rows of these new tokens; rows of one token each begin with the first of them.
@@ -338,7 +338,7 @@ def attend(
         out: `[N, heads, head_dim]`; gets the results of these rows, and keeps its other tokens; None: a new tensor.
 
     Returns:
-        `[N, heads, head_dim]`.
+        `[N, heads, head_dim]`, in the query's shape; what follows the new tokens is not written.
     """
     num_rows, width = tables.pages.shape
     _, num_heads, head = query.shape
