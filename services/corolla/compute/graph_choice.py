@@ -195,17 +195,18 @@ def _errors(runner: SpanRunner, graphs: DecodeGraphs, steps: Sequence[int], adap
             runner.forward(written, draw(sum(lengths)), runner.span)
         runner.decode_graphs = graphs
         num_replays = graphs.num_replays
+        # All outputs are read at the end, so that a replay which writes over an earlier one is noticed.
         outputs = []
         for order, indices in zip(orders, tokens, strict=True):
             rows = [RowWork(caches[row], caches[row].num_tokens, 1, adapter=adapters[row]) for row in order]
-            outputs.append(runner.forward(rows, inputs[indices], runner.span).float().cpu())
+            outputs.append(runner.forward(rows, inputs[indices], runner.span))
         if graphs.num_replays - num_replays != len(steps):
             raise RuntimeError("not all steps were replayed")
         runner.decode_graphs = None
         rows = [RowWork(*each[:3], adapter=each[3]) for each in zip(caches, lengths, shares, adapters, strict=True)]
         expected = runner.forward(rows, inputs, runner.span).float().cpu()
         errors = [
-            ((found - expected[indices]).norm(dim=-1) / expected[indices].norm(dim=-1)).max()
+            ((found.float().cpu() - expected[indices]).norm(dim=-1) / expected[indices].norm(dim=-1)).max()
             for found, indices in zip(outputs, tokens, strict=True)
         ]
         return torch.stack(errors).tolist()
