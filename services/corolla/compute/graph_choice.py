@@ -130,7 +130,8 @@ def _max_tokens(runner: SpanRunner) -> int:
 
 def _lengths(runner: SpanRunner, num_rows: int) -> list[int]:
     """How many tokens each row holds before the check. The first row reaches the end of a page during the check."""
-    longest = min(runner.store.pool.page_tokens - 1, runner.store.rules[0].max_step_tokens)
+    # Its old and new tokens are those of one step, too.
+    longest = min(runner.store.pool.page_tokens - 1, max(0, runner.store.rules[0].max_step_tokens - 2 * len(SIZES) - 1))
     return [longest, *(row % 5 for row in range(1, num_rows))]
 
 
@@ -190,15 +191,16 @@ def _errors(runner: SpanRunner, graphs: DecodeGraphs, steps: Sequence[int], adap
     try:
         for cache, length, share in zip(caches, lengths, shares, strict=True):
             cache.allocate(length + share)
-        written = [RowWork(cache, 0, length) for cache, length in zip(caches, lengths, strict=True) if length]
-        if written:
-            runner.forward(written, draw(sum(lengths)), runner.span)
+        # Other tokens are in the place of the new ones, so that no replay finds keys and values of an earlier check.
+        held = [length + share for length, share in zip(lengths, shares, strict=True)]
+        rows = [RowWork(cache, 0, number) for cache, number in zip(caches, held, strict=True)]
+        runner.forward(rows, draw(sum(held)), runner.span)
         runner.decode_graphs = graphs
         num_replays = graphs.num_replays
         # All outputs are read at the end, so that a replay which writes over an earlier one is noticed.
         outputs = []
-        for order, indices in zip(orders, tokens, strict=True):
-            rows = [RowWork(caches[row], caches[row].num_tokens, 1, adapter=adapters[row]) for row in order]
+        for step, (order, indices) in enumerate(zip(orders, tokens, strict=True), -len(steps)):
+            rows = [RowWork(caches[row], held[row] + step, 1, adapter=adapters[row]) for row in order]
             outputs.append(runner.forward(rows, inputs[indices], runner.span))
         if graphs.num_replays - num_replays != len(steps):
             raise RuntimeError("not all steps were replayed")
