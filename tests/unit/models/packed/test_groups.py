@@ -335,7 +335,9 @@ def test_what_cannot_stay_packed_is_expanded_and_named(tmp_path: Path, caplog: p
     assert sum(isinstance(module, PackedLinear) for module in model.modules()) == 4 * 3 + 3  # one block has no experts
     kept = [module for module in model.modules() if isinstance(module, PackedExpertWeights)]
     assert [weights.shape[2] for weights in kept] == [32] * 3, "one group has no order"
-    torch.testing.assert_close(logits(packed, [WHOLE], "packed"), logits(expanded, [WHOLE], "none"))
+    torch.testing.assert_close(
+        logits(packed, [WHOLE], "packed"), logits(expanded, [WHOLE], "none"), rtol=1e-4, atol=1e-4
+    )
     assert weight_types(packed, "none") == ([], ["gptq"])
     dense, _ = checkpoint_of(tmp_path / "dense", "gptq")
     assert weight_format("float32", "packed", *weight_types(dense, "packed")) == "packed/fp32: gptq"
