@@ -8,7 +8,7 @@ import pytest
 from tests.triton_kernels import FAMILIES, PACKAGES, QUICK_FAMILY, ROOT, environment
 
 # A case in the interpreter takes seconds, and several may run at a time.
-TIMEOUT_S = 900
+TIMEOUT_S = 1800
 
 pytestmark = [
     pytest.mark.skipif(not PACKAGES.is_dir(), reason="triton is not there: make triton"),
