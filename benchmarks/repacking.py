@@ -28,11 +28,14 @@ _GROUP: Final = 128
 _AWQ: Final = {"quant_method": "awq", "bits": 4, "group_size": _GROUP, "version": "gemm", "zero_point": True}
 _GPTQ: Final = {"quant_method": "gptq", "bits": 4, "group_size": _GROUP, "desc_act": False, "sym": True}
 _FP8: Final = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [_GROUP, _GROUP]}
-_TYPES: Final = {torch.int32: "I32", torch.float16: "F16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3"}
+_TYPES: Final = {
+    torch.int32: "I32", torch.int64: "I64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
+    torch.int8: "I8", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
 
 
-class _Held:
-    """A tensor of a file that is in memory."""
+class HeldTensor:
+    """Stands for a tensor in a safetensors file, and has it in memory: any shape, dtype and device."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -114,7 +117,7 @@ def _stored(num_outputs: int, num_inputs: int) -> Mapping[str, Callable[[torch.d
     for name, (described, parts) in formats.items():
         quantization = quantization_of({"quantization_config": described})
         assert quantization is not None
-        weights = packed_weights(quantization, {f"layer.{role}": _Held(part) for role, part in parts.items()})
+        weights = packed_weights(quantization, {f"layer.{role}": HeldTensor(part) for role, part in parts.items()})
         weight = weights["layer.weight"]
         assert isinstance(weight, PackedWeight)
         found[name] = weight.panels

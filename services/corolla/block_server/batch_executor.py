@@ -48,7 +48,7 @@ from corolla.wire.tensors import from_payload
 
 log = logging.getLogger(__name__)
 
-
+# Samplers with these settings launch every kernel that chooses tokens.
 _EVERY_KERNEL: Final = (
     SamplingParams(1.0, top_p=0.5, seed=0, repetition_penalty=1.1, presence_penalty=0.1),
     SamplingParams(1.0, top_p=0.5, min_p=0.1, seed=0, repetition_penalty=1.1),
@@ -134,7 +134,7 @@ class LaunchedIteration:
 
     @property
     def is_computed(self) -> bool:
-        """Whether all that the host needs has arrived, so that `BatchExecutor.finish` waits for nothing."""
+        """True if all that the host needs has arrived, so that `BatchExecutor.finish` waits for nothing."""
         return self.launched.reading.has_arrived
 
 
@@ -216,7 +216,10 @@ class BatchExecutor:
             None if `compute` must compute the steps: no recorded step fits, or the next step of a row can be launched
             ahead.
         """
-        if any(batch.comes_round_here for batch in admitted):
+        requests = [session.request for batch in admitted for _, session, _ in batch.rows]
+        if any(batch.comes_round_here for batch in admitted) or any(
+            each.adapter is not None or each.prompts is not None for each in requests
+        ):
             return None
         self._take_ahead(admitted)
         try:

@@ -180,7 +180,7 @@ class Engine:
         self._is_waiting = True
         self._wake = asyncio.Event()
         self._compute_thread = self._use.compute_thread or ComputeThread()
-        # The negative number of the iteration that the event loop has launched; 0 while there is none.
+        # `_launched_number` is the negative number of the iteration that the event loop has launched, or 0.
         self._launched_number, self._num_launched = 0, 0
         self.decode_step_seconds = 0.0
         self.decode_batch_rows = 0.0

@@ -149,7 +149,7 @@ class SessionSampler:
         self.sampler.skip(self.vocab_size)
 
     def prepares_choice(self, device: torch.device) -> bool:
-        """Whether a thread can prepare a choice on `device`: if the CPU draws for it, or a grammar bars tokens."""
+        """Returns True if a thread can prepare a choice on `device`: the CPU draws for it, or a grammar bars tokens."""
         return self.sampler.has_grammar or not (self.sampler.params.is_greedy or streams_of(device))
 
     def prepare_choice(self, device: torch.device) -> None:

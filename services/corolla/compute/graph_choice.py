@@ -130,7 +130,7 @@ def _max_tokens(runner: SpanRunner) -> int:
 
 def _lengths(runner: SpanRunner, num_rows: int) -> list[int]:
     """How many tokens each row holds before the check. The first row reaches the end of a page during the check."""
-    # Its old and new tokens are those of one step, too.
+    # One ordinary step computes the tokens that a row holds and all its new ones, so both together are limited.
     longest = min(runner.store.pool.page_tokens - 1, max(0, runner.store.rules[0].max_step_tokens - 2 * len(SIZES) - 1))
     return [longest, *(row % 5 for row in range(1, num_rows))]
 

@@ -517,7 +517,7 @@ class _PackedStep:
 
 
 def _have_room(rows: Sequence[RowWork]) -> bool:
-    """Whether all rows of one token fit into what their sessions have reserved."""
+    """Returns True if the sessions of all rows, of one token each, have reserved room for it."""
     return all(row.position < row.cache.num_reserved_tokens for row in rows)
 
 

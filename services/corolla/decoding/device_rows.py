@@ -1,4 +1,4 @@
-"""Rows of one tensor on a device, each of which belongs to one sequence as long as that keeps it.
+"""A tensor on a device gives each sequence a row, which the sequence keeps until it drops its slot.
 
 A batch takes its rows by their indices, so nothing is put together for a step, whichever sequences it has. All work on
 the tensor runs in the order of the launches, so a row may go to another sequence while earlier work still reads it.

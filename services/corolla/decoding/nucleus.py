@@ -17,7 +17,7 @@ PROBABILITY_BITS: Final = 52
 """Probabilities are integers of so many bits; a sum of them is below two to the power of 63."""
 
 NO_SHARE: Final = -1.0
-"""The share of a row of which no token is excluded."""
+"""A row with this share excludes no token."""
 
 Draw = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """See `launched_draw`."""
@@ -81,12 +81,12 @@ def _units(shares: Tensor) -> Tensor:
 
 @functools.cache
 def draw_kernel_holds(device: torch.device) -> bool:
-    """Whether a kernel draws on a device. It is tried when this is first called."""
+    """Returns True if a kernel draws on a device. The first call tries the kernel."""
     return kernel_trials.holds("a draw from the most probable tokens", "operators draw", device, draws_as_operators)
 
 
 def draws_as_operators(device: torch.device, draw: Draw = launched_draw) -> bool:
-    """Compares drawn tokens with those of operators."""
+    """Returns True if `draw` draws the tokens that operators draw."""
     scores, shares = _trial_rows(device)
     probabilities, units = scores.softmax(dim=-1), _units(shares[:, 0])
     units[-1] = _units(torch.tensor(NO_SHARE))

@@ -181,7 +181,7 @@ def penalties_by_operators(logits: Tensor, are_seen: Tensor | None, counts: Tens
 
 @functools.cache
 def kernel_holds(device: torch.device) -> bool:
-    """Whether a kernel penalises scores on a device. It is tried when this is first called."""
+    """Returns True if a kernel penalises scores on a device. The first call tries the kernel."""
     return kernel_trials.holds("penalties", "operators compute them", device, penalises_as_operators)
 
 
@@ -190,7 +190,7 @@ Penalise = Callable[[Tensor, Tensor | None, Tensor | None, Tensor], Tensor]
 
 
 def penalises_as_operators(device: torch.device, penalise: Penalise = launched_penalties) -> bool:
-    """Compares penalised scores with those of operators."""
+    """Returns True if `penalise` computes the scores that operators compute."""
     generator = torch.Generator().manual_seed(0)
     scores = 5 * torch.randn(3, _TRIAL_TOKENS, generator=generator)
     scores[:, :7] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 1e-40, -1e-40, 3e38])

@@ -164,7 +164,7 @@ class Sampler:
 
     @property
     def has_grammar(self) -> bool:
-        """Whether a grammar bars tokens."""
+        """True if a grammar bars tokens."""
         return self._grammar is not None
 
     def scores(self, logits: Tensor) -> Tensor:

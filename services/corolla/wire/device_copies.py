@@ -136,7 +136,7 @@ class BegunReading:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether a call returns at once."""
+        """True if a call returns at once."""
         return self.is_copied is None or bool(self.is_copied.query())  # type: ignore[no-untyped-call]
 
 
@@ -191,7 +191,7 @@ class Reading:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether the copy has begun and ended, so that no function of `add` waits."""
+        """True if the copy has begun and ended, so that no function of `add` waits."""
         return self._read is not None and self._read.has_arrived
 
     def _begun(self) -> BegunReading:

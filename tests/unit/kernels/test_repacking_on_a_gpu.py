@@ -2,12 +2,12 @@
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.repacking import HeldTensor
 from corolla.kernels import repacking
 from corolla.kernels.layouts import LAYOUTS
 from corolla.kernels.repacking import Panels, repack
@@ -18,10 +18,6 @@ from corolla.models.quantized.tensors import PackedWeight, packed_weights
 from tests.gpu_double import GPU, a_gpu
 from tests.quantized_checkpoints import FORMATS, Made, awq, compressed_tensors, fp8_of_outputs, gptq
 
-NAMES = {
-    torch.int32: "I32", torch.int64: "I64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
-    torch.int8: "I8", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
 MADE: dict[str, Callable[[], Made]] = {
     "awq": awq,
     "gptq": lambda: gptq(4, 64),
@@ -37,29 +33,13 @@ MADE: dict[str, Callable[[], Made]] = {
 }
 
 
-class Held:
-    """A tensor of a file that is in memory."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def get_shape(self) -> list[int]:
-        return list(self._tensor.shape)
-
-    def get_dtype(self) -> str:
-        return NAMES[self._tensor.dtype]
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self._tensor[index]
-
-
 def weight_of(name: str) -> PackedWeight:
     made = MADE[name]()
     assert made.pack is not None
     parts, _ = made.pack(torch.randn(64, 384, generator=torch.Generator().manual_seed(0)) / 20)
     quantization = quantization_of({"quantization_config": made.config})
     assert quantization is not None
-    weights = packed_weights(quantization, {f"layer.{role}": Held(part) for role, part in parts.items()})
+    weights = packed_weights(quantization, {f"layer.{role}": HeldTensor(part) for role, part in parts.items()})
     weight = weights["layer.weight"]
     assert isinstance(weight, PackedWeight)
     return weight

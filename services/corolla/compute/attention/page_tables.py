@@ -90,7 +90,7 @@ class _Numbers:
         self._num_pages, self._page_tokens = ends[-1], page_tokens
 
     def tables(self, copied: Iterator[Tensor]) -> PageTables:
-        """The tables; `copied` yields the lists as int32 `[length]` on a device, and those of others after them."""
+        """Takes the next lists of `copied`, int32 `[length]` each on a device, and makes the tables of them."""
         first_queries, first_keys, first_pages, num_keys, pages = islice(copied, len(self.lists))
         return PageTables(
             first_queries=first_queries,

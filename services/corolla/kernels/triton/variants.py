@@ -99,6 +99,6 @@ def described(device: int, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...] 
 
 
 def _are_watched() -> bool:
-    """Whether a profiler wants to know of each launch."""
+    """Returns True if a profiler wants to know of each launch."""
     runtime = knobs.runtime
     return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)

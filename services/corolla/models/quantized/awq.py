@@ -77,7 +77,8 @@ def _in_order(words: Tensor) -> Tensor:
 def _turned(words: Tensor) -> Tensor:
     """Words of eight outputs, int32 `[in, out / 8]`, to words of eight inputs, int32 `[out, in / 8]`.
 
-    Eight words are a square of 64 numbers. Its quarters change places, then theirs, then those of these.
+    Eight words are a square of 64 numbers. Two of its quarters change places, then two quarters of each quarter do, and
+    then two of each of these.
     """
     num_inputs, num_words = words.shape
     squares = words.reshape(-1, _PER_WORD, num_words).clone()

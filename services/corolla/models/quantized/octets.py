@@ -65,7 +65,7 @@ def numbers_of_octets(numbers: Tensor, scales: Tensor, layout: Layout, zeros: Te
 
 
 def _has_byte(content: Tensor, bits: int) -> Tensor:
-    """Whether all of these bits are set in one of the bytes of each run, uint8 `[..., n]`: bool `[...]`.
+    """Returns True for each run of bytes, uint8 `[..., n]`, one of which has all of these bits set: bool `[...]`.
 
     Eight bytes are examined at once: where one is zero, 1 less of it borrows from the next (Mycroft 1987).
     """
