@@ -6,6 +6,7 @@ that is read too early still has the old ones. The rules are those of CUDA and o
 
 - Work of two streams that touches the same memory needs an event between them.
 - Memory that goes back while another stream may still use it was told so (`record_stream`).
+- A division by a number of the host multiplies by its reciprocal, which may round otherwise.
 - In a capture nothing waits, copies from the host, or takes a workspace for the first time; what was made there stays
   there, and a pool serves no more once all its graphs are gone.
 """
@@ -31,6 +32,7 @@ _CPU: Final = torch.device("cpu")
 _WAITING: Final = (_aten._local_scalar_dense, _aten.equal, _aten.is_nonzero, _aten.nonzero)
 _WITH_WORKSPACE: Final = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)
 _COPIES: Final = (_aten.copy_, _aten._to_copy)
+_DIVISIONS: Final = (_aten.div.Tensor, _aten.div_.Tensor)
 
 Clock = dict[int, int]
 
@@ -337,6 +339,12 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _launch(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func.overloadpacket in _WITH_WORKSPACE:
             self._take_workspace()
+        if func in _DIVISIONS and not isinstance(args[1], GpuTensor):
+            # torch's kernel for CUDA does so, in the type in which it computes.
+            computed = torch.float64 if args[0].dtype == torch.float64 else torch.float32
+            number = torch.as_tensor(args[1], dtype=computed).reciprocal()
+            func = _aten.mul.Tensor if func is _aten.div.Tensor else _aten.mul_.Tensor
+            args = (args[0], number.item())
         shapes = tree_map_only(GpuTensor, _meta, (args, kwargs))
         if "device" in shapes[1]:
             shapes[1]["device"] = torch.device("meta")

@@ -46,6 +46,16 @@ def test_what_waits_for_the_device_is_noted() -> None:
         assert len(gpu.waits) == 4
 
 
+def test_only_a_tensor_divides_as_on_a_processor() -> None:
+    numbers = torch.arange(1.0, 100.0)
+    with a_gpu() as gpu, torch.inference_mode():
+        on_gpu = numbers.to(GPU)
+        divisor = torch.full((), 127.5, device=GPU)
+        assert torch.equal(gpu.numbers(on_gpu / divisor), numbers / 127.5)
+        assert not torch.equal(gpu.numbers(on_gpu / 127.5), numbers / 127.5)
+        assert not torch.equal(gpu.numbers(on_gpu.clone().div_(torch.tensor(127.5))), numbers / 127.5)
+
+
 def test_streams_that_share_memory_need_an_event_between_them() -> None:
     for is_awaited in (True, False):
         with a_gpu() as gpu, torch.inference_mode():

@@ -27,6 +27,8 @@ _LEAST_SHARE: Final = 0.5
 _SCALES: Final[Mapping[torch.dtype, Scale]] = {
     torch.float16: Scale.FLOAT16, torch.bfloat16: Scale.BFLOAT16, torch.float32: Scale.FLOAT32,
 }  # fmt: skip
+_HALF_OF_INT8: Final = 127.5
+_LARGEST_INT4: Final = 15
 # torchao takes no smaller scale for int4 on CPUs.
 _LEAST_INT4_SCALE: Final = 1e-6
 
@@ -150,30 +152,36 @@ def _int8(weight: Tensor, num_blocks: int) -> Callable[[int, int], Numbers]:
     from torchao.quantization import PerRow
     from torchao.quantization.quantize_.workflows.int8.int8_tensor import Int8Tensor
 
-    found: Any = Int8Tensor.from_hp(weight, PerRow())
+    scales = _scales(weight.abs().amax(dim=1, keepdim=True), _HALF_OF_INT8, torch.finfo(torch.float32).eps).float()
+    codes: Tensor = Int8Tensor.from_hp(weight, PerRow(), scale=scales).qdata
 
     def read(start: int, end: int) -> Numbers:
-        return Numbers(found.qdata[start:end].view(torch.uint8), found.scale[start:end].expand(-1, num_blocks))
+        return Numbers(codes[start:end].view(torch.uint8), scales[start:end].expand(-1, num_blocks))
 
     return read
 
 
 def _int4(weight: Tensor, num_blocks: int) -> Callable[[int, int], Numbers]:
-    from torchao.quantization import quant_primitives as library
+    from torchao.quantization.quant_primitives import _quantize_affine_tinygemm
 
-    # The functions and settings by which torchao quantises on CPUs.
-    block, dtype, bounds = [1, INT4_GROUP_SIZE], torch.int32, (0, 15)
-    asymmetric = library.MappingType.ASYMMETRIC
-    scales, middles = library._choose_qparams_affine_tinygemm(
-        weight, asymmetric, block, dtype, *bounds, _LEAST_INT4_SCALE, None, weight.dtype
-    )
-    codes = library._quantize_affine_tinygemm(weight, block, scales, middles, dtype, *bounds)
-    scales, middles = (part.reshape(-1, num_blocks) for part in (scales, middles))
+    least, largest = weight.view(-1, num_blocks, INT4_GROUP_SIZE).aminmax(dim=2)
+    scales = _scales(largest - least, _LARGEST_INT4, _LEAST_INT4_SCALE)
+    middles = least + scales * ((_LARGEST_INT4 + 1) // 2)
+    codes = _quantize_affine_tinygemm(weight, [1, INT4_GROUP_SIZE], scales, middles, torch.int32, 0, _LARGEST_INT4)
 
     def read(start: int, end: int) -> Numbers:
         return Numbers(codes[start:end].to(torch.uint8), scales[start:end], minima=middles[start:end])
 
     return read
+
+
+def _scales(ranges: Tensor, num_steps: float, least: float) -> Tensor:
+    """The scales by which `ranges` have so many steps, with the bits of torchao's scales on a CPU.
+
+    A GPU multiplies by the reciprocal of a number, which may round otherwise, but divides by a tensor. The number that
+    int8 has the scale from is a tie of two codes, so another last bit would be another code.
+    """
+    return (ranges / ranges.new_full((), num_steps)).clamp(min=least)
 
 
 def stored_bytes(tensor: Tensor) -> int:

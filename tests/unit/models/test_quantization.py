@@ -12,10 +12,11 @@ from corolla.models import quantization as quantization_module
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.linear import is_plain
 from corolla.models.packed.modules import PackedLinear
-from corolla.models.quantization import quantize, stored_bytes
+from corolla.models.quantization import packed, quantize, stored_bytes
 from corolla.models.span_model import SpanModel, load_span
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
+from tests.gpu_double import a_gpu
 
 
 def load(folder: Path, quantization: str, dtype: torch.dtype = torch.float32, family: str = "llama") -> SpanModel:
@@ -123,6 +124,22 @@ def test_panels_have_the_weights_that_a_processor_multiplies_by(
     assert packed.fused is not None
     # Queries, keys and values are one product, and so are gate and up.
     assert [type(each) for each in packed.fused.layers[0].projections] == [PackedLinear] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_gpu_makes_the_panels_that_a_processor_makes(quantization: str, dtype: torch.dtype) -> None:
+    layer = nn.Linear(256, 64, bias=False, dtype=dtype)
+    torch.nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(0))
+    # Numbers on a grid, some of which are ties of two codes.
+    layer.weight.data.mul_(64).round_().div_(64)
+    expected = packed(layer, quantization).panels
+    with a_gpu() as gpu:
+        layer.weight = nn.Parameter(gpu.put(layer.weight.detach()), requires_grad=False)
+        found = packed(layer, quantization).panels
+        assert found is not None
+        assert expected is not None
+        assert torch.equal(gpu.numbers(found), expected)
 
 
 @pytest.mark.usefixtures("packing")
