@@ -16,8 +16,11 @@ LIBRARY_BYTES: Final = 1 * GIB
 RECORDING_BYTES: Final = 1 * GIB
 """What recorded steps of all sizes take, and what torch keeps between them."""
 _HEAD_ROWS: Final = 64
-_LOGIT_BYTES: Final = 8
-"""The last server makes the logits of so many rows at a time, in float32, and as much again for masks and sampling."""
+_LOGIT_BYTES: Final = 8 + 20
+"""The last server makes the logits of so many rows at a time, in float32, and as much again for masks and sampling.
+
+A row that draws takes 20 more: two words and a float64 of its random stream, and a float32 for what is drawn.
+"""
 
 
 @dataclass(frozen=True, slots=True)
