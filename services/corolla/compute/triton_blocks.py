@@ -317,7 +317,7 @@ def _common_ladder(span: FusedSpan) -> tuple[int, ...]:
         return (0,)
     num_projections = sum(1 for layer in span.layers for _ in layer.projections)
     most = math.inf if len(ladders) == num_projections else SHORT_STEP
-    return tuple(rung for rung in min(ladders, key=len) if rung <= most)
+    return tuple(rung for rung in sorted(set.intersection(*map(set, ladders))) if rung <= most)
 
 
 def _table(rotary: RotaryTable, position_ids: Tensor, end: int, like: Tensor) -> tuple[Tensor, Tensor]:

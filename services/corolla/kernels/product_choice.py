@@ -11,8 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-LADDER: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-"""The numbers of rows of calls."""
+BETWEEN: Final = frozenset({192, 384, 640, 768, 1280, 1536})
+"""Numbers of rows of calls that spare padding; a product that breaks the rule there is used without them."""
+LADDER: Final = tuple(sorted({*(1 << power for power in range(12)), *BETWEEN}))
+"""The numbers of rows of calls. A product keeps the rule at all powers of two, from 1 to 2,048."""
 
 # A trial's output has at most this many numbers: 256 MiB in half precision.
 _MOST_NUMBERS: Final = 1 << 27
@@ -34,7 +36,7 @@ class ProductTrial:
 
     Attributes:
         differing_rows: for each number of rows of a call that was tried, how many rows of the input had other bits than
-            in a call of all rows. A trial ends at the first rung that breaks the rule.
+            in a call of all rows. A trial ends at the first rung, not of BETWEEN, that breaks the rule.
         error: the largest difference from the product in float64, as a part of the largest number.
     """
 
@@ -42,10 +44,18 @@ class ProductTrial:
     error: float
 
     def holds(self, tolerance: float) -> bool:
-        """Whether each row had the same bits in all calls, and the error is at most `tolerance`. NaN never is."""
-        return not any(self.differing_rows.values()) and self.error <= tolerance
+        """Whether each row had the same bits in all calls that must be, and the error is at most `tolerance`.
+
+        An error of NaN never is.
+        """
+        return self.broken <= BETWEEN and self.error <= tolerance
+
+    @property
+    def broken(self) -> frozenset[int]:
+        """The numbers of rows of a call that break the rule."""
+        return frozenset(rung for rung, num_differing in self.differing_rows.items() if num_differing)
 
 
-def chosen_product(trials: Iterable[tuple[str, ProductTrial]], tolerance: float) -> str | None:
-    """The name of the first product whose trial holds; None if no trial does. Later trials are not read."""
-    return next((name for name, trial in trials if trial.holds(tolerance)), None)
+def chosen_product(trials: Iterable[tuple[str, ProductTrial]], tolerance: float) -> tuple[str, ProductTrial] | None:
+    """The first product whose trial holds, and its trial; None if no trial does. Later trials are not read."""
+    return next((found for found in trials if found[1].holds(tolerance)), None)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from corolla.kernels.product_choice import ProductTrial, chosen_product, rung_of, rungs
+from corolla.kernels.product_choice import BETWEEN, ProductTrial, chosen_product, rung_of, rungs
 from corolla.kernels.triton.availability import missing
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -25,7 +25,7 @@ TOLERANCES: Final[Mapping[torch.dtype, float]] = {torch.float32: 1e-5, torch.bfl
 
 # The product in float64 is computed for so many outputs only, since all weights in float64 may not fit into memory.
 _CHECKED_OUTPUTS: Final = 512
-# The outputs of so many rows are compared together; a multiple of each smaller rung.
+# The outputs of at least so many rows are compared together.
 _COMPARED_ROWS: Final = 256
 _INTEGERS: Final = {2: torch.int16, 4: torch.int32}
 
@@ -121,14 +121,16 @@ def choose_invariant_product(
     if chosen is None:
         log.warning("rows of products with these weights depend on the batch", extra={"shape": shape})
         return None
-    log.info("product chosen", extra={"shape": shape, "product": chosen})
-    return InvariantProduct(chosen, candidates[chosen], ladder)
+    name, trial = chosen
+    ladder = tuple(rung for rung in ladder if rung not in trial.broken)
+    log.info("product chosen", extra={"shape": shape, "product": name, "left_out": sorted(trial.broken)})
+    return InvariantProduct(name, candidates[name], ladder)
 
 
 def try_product(product: Product, weight: Tensor, bias: Tensor | None, ladder: tuple[int, ...]) -> ProductTrial:
     """Multiplies as many random rows as the ladder's last rung has, in calls of every rung's number of rows.
 
-    The trial begins with the few largest calls, and ends at the first rung that breaks the rule.
+    The trial begins with the few largest calls, and ends at the first rung, not of BETWEEN, that breaks the rule.
 
     Args:
         product: the product.
@@ -144,12 +146,15 @@ def try_product(product: Product, weight: Tensor, bias: Tensor | None, ladder: t
     for rung in reversed(ladder[:-1]):
         count = torch.zeros((), dtype=torch.int64, device=weight.device)
         # Calls of one row are thousands, so each should cost the host little more than its product.
-        num_compared = max(rung, _COMPARED_ROWS)
-        for some, expected in zip(torch.split(rows, num_compared), torch.split(whole, num_compared), strict=True):
-            found = torch.cat([product(part, weight, bias) for part in torch.split(some, rung)])
-            count += (_bits(found) != _bits(expected)).any(dim=-1).sum()
+        num_compared = rung * -(-_COMPARED_ROWS // rung)
+        for start in range(0, num_rows, num_compared):
+            # Where a rung does not divide the number of rows, the last calls have rows of earlier ones, too.
+            first = max(0, min(start, num_rows - num_compared))
+            there = slice(first, first + num_compared)
+            found = torch.cat([product(part, weight, bias) for part in torch.split(rows[there], rung)])
+            count += (_bits(found) != _bits(whole[there])).any(dim=-1).sum()
         differing[rung] = int(count)
-        if differing[rung]:
+        if differing[rung] and rung not in BETWEEN:
             break
     return ProductTrial(differing, _error(whole, rows, weight, bias))
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from corolla.kernels.product_choice import LADDER, ProductTrial, chosen_product, rung_of, rungs
+from corolla.kernels.product_choice import BETWEEN, LADDER, ProductTrial, chosen_product, rung_of, rungs
 from corolla.models.invariant_products import Product, choose_invariant_product, try_product
 from corolla.models.linear import TunedLinear, make_invariant
 
@@ -57,20 +57,23 @@ def trial(differing: Mapping[int, int], error: float = 0.0) -> ProductTrial:
         ([("a", trial({1: 0, 2: 1})), ("b", trial({1: 0}))], "b"),
         ([("a", trial({1: 0}, 2e-5)), ("b", trial({1: 0}, 1e-5))], "b"),
         ([("a", trial({1: 0}, float("nan"))), ("b", trial({1: 2047}))], None),
+        ([("a", trial({384: 2, 256: 0})), ("b", trial({1: 0}))], "a"),
+        ([("a", trial({384: 2, 256: 1})), ("b", trial({1: 0}))], "b"),
         ([], None),
     ],
 )
 def test_the_first_product_that_keeps_the_rule_and_is_right_is_chosen(
     trials: list[tuple[str, ProductTrial]], expected: str | None
 ) -> None:
-    assert chosen_product(trials, 1e-5) == expected
+    chosen = chosen_product(trials, 1e-5)
+    assert (None if chosen is None else chosen[0]) == expected
 
 
 def test_the_ladder_is_shorter_where_outputs_are_many() -> None:
     assert rungs(4096) == LADDER
     assert rungs(128_256)[-1] == 1024
     assert rungs(1 << 40) == (1,)
-    assert [rung_of(count, LADDER) for count in (1, 3, 64, 65, 2048)] == [1, 4, 64, 128, 2048]
+    assert [rung_of(count, LADDER) for count in (1, 3, 64, 65, 513, 2048)] == [1, 4, 64, 128, 640, 2048]
 
 
 @pytest.mark.parametrize("rung, row", [(1, 2047), (16, 1337), (1024, 0)])
@@ -83,6 +86,18 @@ def test_one_number_of_one_row_of_many_breaks_the_rule(rung: int, row: int) -> N
     assert chosen is not None
     assert chosen.name == "own"
     assert choose_invariant_product(WEIGHT, BIAS, {"ladder": splitting}) is None
+
+
+@pytest.mark.parametrize("rung, row", [(192, 2047), (640, 1337), (1536, 0)])
+def test_a_size_that_only_spares_padding_may_break_the_rule(rung: int, row: int) -> None:
+    splitting = Splitting({rung}, row)
+    chosen = choose_invariant_product(WEIGHT, BIAS, {"ladder": splitting, "own": by_rows})
+    assert chosen is not None
+    assert chosen.name == "ladder"
+    assert set(LADDER) - set(chosen.ladder) == {rung}
+    splitting.calls.clear()
+    chosen(torch.randn(rung, 5), WEIGHT, BIAS)
+    assert splitting.calls == [next(each for each in LADDER if each > rung)]
 
 
 @pytest.mark.parametrize("num_rungs", [1, 4, len(LADDER)])
@@ -99,8 +114,10 @@ def test_all_rows_are_multiplied_in_calls_of_every_rung(num_rungs: int) -> None:
     assert found.holds(1e-5)
     assert found.differing_rows == dict.fromkeys(ladder[:-1], 0)
     assert given.keys() == set(ladder)
-    for parts in given.values():
-        assert torch.equal(torch.cat(parts), given[most][0])
+    for rung, parts in given.items():
+        rows = {row for part in parts for row in map(tuple, part.tolist())}
+        assert rows == set(map(tuple, given[most][0].tolist()))
+        assert rung in BETWEEN or torch.equal(torch.cat(parts), given[most][0])
     assert len(set(map(tuple, given[most][0].tolist()))) == most
 
 
