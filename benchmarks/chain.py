@@ -184,9 +184,7 @@ class Chain:
         ports = Ports()
         self._exits.callback(ports.close)
         number = len(self.servers) + 1
-        replica = block_server_process(
-            self._stack.options, number, server.blocks, 0, ports, self._stack.router_address, device=server.device
-        )
+        replica = block_server_process(self._stack.options, number, server.blocks, 0, ports, device=server.device)
         self.launch(replica)
         self.until_ready(replica)
         return replica

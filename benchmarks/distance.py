@@ -39,9 +39,8 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
     times_ms: dict[float, list[float]] = {0.0: [], options.delay: []}
     links_ms: list[float] = []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        model = make_tiny_checkpoint("llama", folder / "nothing", num_blocks=num_hops)
-        with DistantChain(folder, str(model), spans, {}) as chain:
+        model = make_tiny_checkpoint("llama", Path(name) / "nothing", num_blocks=num_hops)
+        with DistantChain(model, spans, {}) as chain:
             # The first round warms up.
             for number in range(options.rounds + 1):
                 progress(f"round {number} of {options.rounds}")
@@ -49,7 +48,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
                 for delay_ms, times in times_ms.items():
                     chain.set_delay(delay_ms)
                     prompt = random_ids(_PROMPT_TOKENS, VOCAB_SIZE, seed=number)
-                    answer = chain.client.generate(prompt, max_tokens=options.tokens, ignore_eos=True)
+                    answer = chain.generate(prompt, max_tokens=options.tokens, ignore_eos=True)
                     if number:
                         times.append(1000 / answer.usage.tokens_per_s)
     near_ms, far_ms = times_ms.values()

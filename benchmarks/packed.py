@@ -2,15 +2,12 @@
 
     python -m benchmarks.packed --model ./model.gguf
 
-Memory is that of a process which loads all blocks and both ends, beyond what it took with one block. llama.cpp takes
-part where a Python has it: LLAMA_CPP_PYTHON=/path/to/python. Each side has as many threads as the other: a chain of two
-hops one for each hop, llama.cpp two.
+Memory is that of all blocks, as `benchmarks.loading` measures it. llama.cpp takes part where a Python has it:
+LLAMA_CPP_PYTHON=/path/to/python. Each side has as many threads as the other: a chain of two hops one for each hop,
+llama.cpp two.
 """
 
 import argparse
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -25,14 +22,15 @@ from benchmarks.chain import Chain
 from benchmarks.command import interleaved, progress, random_ids, run
 from benchmarks.figures import Figure, at_least, at_most, figure, ratio
 from benchmarks.llama import LlamaCpp, demo_as, find_python
+from benchmarks.loading import loading
 from benchmarks.local_blocks import LocalBlocks
 from benchmarks.quality import PASSAGE, perplexity
+from corolla.chassis.weight_formats import PACKED
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.demo import demo_checkpoint
 
 _PROMPT_TOKENS = 16
 _LEAST_OF_LLAMA = {1: at_least(0.6), 8: at_least(0.8)}
-_MIB = 1 << 20
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -54,18 +52,10 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
     path = named.get(options.model, lambda: Path(options.model))()
     checkpoint = Checkpoint.from_pretrained(str(path))
     for dtype in options.dtypes:
-        yield from _memory(path, dtype)
+        blocks = f"blocks 0:{checkpoint.num_blocks}"
+        yield from loading(f"packed/{dtype}, {blocks}", str(path), blocks, dtype, quantization=PACKED)
     yield from _against_expanded(checkpoint, options)
     yield from _against_llama(path, checkpoint, options)
-
-
-def _memory(path: Path, dtype: str) -> Iterator[Figure]:
-    command = [sys.executable, "-m", "benchmarks.packed_process", str(path), dtype]
-    found: dict[str, int] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    yield figure(f"packed/{dtype}, weights in the file", "MiB", [found["stored"] / _MIB])
-    for name, most in (("resident", 1.15), ("peak", 1.3)):
-        share = found[name] / found["stored"]
-        yield figure(f"packed/{dtype}, {name} memory / weights in the file", "x", [share], at_most(most))
 
 
 def _against_expanded(checkpoint: Checkpoint, options: argparse.Namespace) -> Iterator[Figure]:

@@ -26,7 +26,6 @@ from benchmarks.command import run
 from benchmarks.distant_chain import DistantChain
 from benchmarks.figures import Figure, figure
 from benchmarks.local_model import unsplit_folder
-from corolla import Client
 from corolla.chassis.errors import HopUnavailable, NoChain
 from corolla.models.checkpoint import Checkpoint
 from corolla.sdk.results import Generation
@@ -80,14 +79,16 @@ class Pair:
     passes_per_token: float
 
 
-def compare(client: Client, case: dict[str, Any], seed: int, num_tokens: int, mode: str, *, plain_first: bool) -> Pair:
+def compare(
+    chain: DistantChain, case: dict[str, Any], seed: int, num_tokens: int, mode: str, *, plain_first: bool
+) -> Pair:
     options: dict[str, Any] = {"max_tokens": num_tokens, "ignore_eos": True, **case}
     if "temperature" in case:
         options["seed"] = seed
     prompt = options.pop("prompt")
     answers = {}
     for each in ("off", mode) if plain_first else (mode, "off"):
-        answers[each] = _generate(client, prompt, {**options, "speculation": each})
+        answers[each] = _generate(chain, prompt, {**options, "speculation": each})
     plain, drafted = answers["off"], answers[mode]
     assert drafted.token_ids == plain.token_ids, "speculation must not change the answer"
     usage = drafted.usage
@@ -101,15 +102,15 @@ def compare(client: Client, case: dict[str, Any], seed: int, num_tokens: int, mo
     )
 
 
-def _generate(client: Client, prompt: str, options: dict[str, Any]) -> Generation:
+def _generate(chain: DistantChain, prompt: str, options: dict[str, Any]) -> Generation:
     """Again, where an overloaded machine let a link time out."""
     for attempt in range(_MAX_ATTEMPTS):
         try:
-            return client.generate(prompt, **options)
+            return chain.generate(prompt, **options)
         except (HopUnavailable, NoChain) as failure:
             print(f"again: {failure.message}", file=sys.stderr, flush=True)
             time.sleep(5 * (attempt + 1))
-    return client.generate(prompt, **options)
+    return chain.generate(prompt, **options)
 
 
 def figures_of(pairs: Mapping[str, list[Pair]], what: str) -> Iterator[Figure]:
@@ -135,7 +136,7 @@ def compare_all(chains: Mapping[str, DistantChain], options: argparse.Namespace)
         sets["perturbed clone"] = ("perturbed", "draft_model", {"quote": REPETITIVE["quote"]})
     sets = {name: each for name, each in sets.items() if options.only in name}
     for chain in chains.values():
-        chain.client.generate("Once", max_tokens=4)
+        chain.generate("Once", max_tokens=4)
     for delay_ms in options.delays:
         for chain in chains.values():
             chain.set_delay(delay_ms)
@@ -145,8 +146,7 @@ def compare_all(chains: Mapping[str, DistantChain], options: argparse.Namespace)
             pairs: dict[str, list[Pair]] = {case: [] for case in cases}
             for number in range(options.rounds):
                 for case, given in cases.items():
-                    client = chains[drafter].client
-                    pair = compare(client, given, number, num_tokens, mode, plain_first=number % 2 == 0)
+                    pair = compare(chains[drafter], given, number, num_tokens, mode, plain_first=number % 2 == 0)
                     pairs[case].append(pair)
             yield from figures_of(pairs, f"links of {delay_ms:g} ms, {name}")
 
@@ -187,16 +187,14 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
     fixed = {"COROLLA_ADAPTIVE_DRAFTS": "false", "COROLLA_MAX_DRAFT_TOKENS": str(NUM_DRAFT_TOKENS)}
     settings: dict[str, dict[str, str]] = {"lookup": {}}
     with ExitStack() as exits:
-        logs = options.logs or Path(exits.enter_context(tempfile.TemporaryDirectory()))
         if options.draft_models:
             noisy = exits.enter_context(perturbed(unsplit_folder(checkpoint), options.noise))
             settings |= {"clone": {**fixed, "COROLLA_DRAFT_MODEL": options.model},
                          "perturbed": {**fixed, "COROLLA_DRAFT_MODEL": str(noisy)}}  # fmt: skip
         chains = {}
         for name, own in settings.items():
-            (logs / name).mkdir(exist_ok=True)
-            chain = DistantChain(logs / name, options.model, options.blocks, own)
-            chains[name] = exits.enter_context(chain)
+            logs = options.logs / name if options.logs else None
+            chains[name] = exits.enter_context(DistantChain(options.model, options.blocks, own, logs))
         yield from compare_all(chains, options)
 
 

@@ -127,11 +127,9 @@ async def _relayed(stack: RunningStack) -> AsyncIterator[dict[str, Wires]]:
             await each.start()
         local.launch(router, {"COROLLA_REDIS_URL": local.redis_url.replace(LOOPBACK, _RELAYED_HOST)})
         for server in stack.servers:
-            arguments = _with_option(server.arguments, "--advertised-host", _RELAYED_HOST)
-            arguments = _with_option(arguments, "--router", relayed_router)
-            local.launch(replace(server, arguments=arguments, address=_relayed_address(server.address)))
-        arguments = _with_option(stack.service.arguments, "--router", relayed_router)
-        local.launch(replace(stack.service, arguments=arguments))
+            relayed = replace(server, address=_relayed_address(server.address))
+            local.launch(relayed, {"COROLLA_ROUTER": relayed_router, "COROLLA_ADVERTISED_HOST": _RELAYED_HOST})
+        local.launch(stack.service, {"COROLLA_ROUTER": relayed_router})
         await stack.until_serving(stack.service)
         await stack.until_whole()
         yield wires
@@ -143,8 +141,3 @@ async def _relayed(stack: RunningStack) -> AsyncIterator[dict[str, Wires]]:
 
 def _relayed_address(address: str) -> str:
     return address.replace(LOOPBACK, _RELAYED_HOST)
-
-
-def _with_option(arguments: Sequence[str], option: str, value: str) -> tuple[str, ...]:
-    place = arguments.index(option) + 1
-    return (*arguments[:place], value, *arguments[place + 1 :])

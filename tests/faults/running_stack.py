@@ -87,7 +87,7 @@ class RunningStack:
         if running := [process for process in self.local.processes if process.name == _SECOND_CLIENT]:
             return running[0]
         ports, options = Ports(), self.local.options
-        process = client_process(options, ports.free(), ports.free(), ports.free(), self.local.router_address)
+        process = client_process(options, ports.free(), ports.free(), ports.free())
         process = replace(process, name=_SECOND_CLIENT, log=LogFile(options.log_folder / f"{_SECOND_CLIENT}.log"))
         self.local.launch(process)
         await self.until_serving(process)

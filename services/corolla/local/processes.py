@@ -91,7 +91,6 @@ def block_server_process(
     blocks: str,
     capacity_blocks: int,
     ports: Ports,
-    router: str,
     *,
     device: str = "cpu",
     shares_device: bool = False,
@@ -104,10 +103,8 @@ def block_server_process(
     """
     port, control_port, metrics_port = ports.free(), ports.free(), ports.free()
     name = f"server-{number}"
-    arguments = ["block-server", "--model", options.model, "--router", router, "--blocks", blocks]
-    arguments += ["--port", str(port), "--control-port", str(control_port)]
-    arguments += ["--host", LOOPBACK, "--advertised-host", LOOPBACK]
-    arguments += ["--metrics-port", str(metrics_port)]
+    arguments = ["block-server", "--model", options.model, "--blocks", blocks, "--host", LOOPBACK]
+    arguments += ["--port", str(port), "--control-port", str(control_port), "--metrics-port", str(metrics_port)]
     arguments += ["--dtype", options.dtype_name, "--quantization", options.quantization, "--device", device]
     arguments += ["--threads", str(options.num_threads)]
     if shares_device and not {"COROLLA_KV_CACHE_MIB"} & {*os.environ, *options.environment}:
@@ -121,8 +118,8 @@ def block_server_process(
     )  # fmt: skip
 
 
-def client_process(options: StackOptions, port: int, http_port: int, metrics_port: int, router: str) -> ManagedProcess:
-    arguments = ["client", "--model", options.model, "--router", router, "--port", str(port), "--host", options.host]
+def client_process(options: StackOptions, port: int, http_port: int, metrics_port: int) -> ManagedProcess:
+    arguments = ["client", "--model", options.model, "--port", str(port), "--host", options.host]
     arguments += ["--http-port", str(http_port), "--metrics-port", str(metrics_port)]
     arguments += ["--dtype", options.dtype_name, "--quantization", options.quantization]
     # The stack reaches a service that listens on every interface at the loopback address.
@@ -131,7 +128,7 @@ def client_process(options: StackOptions, port: int, http_port: int, metrics_por
     return ManagedProcess("client", SERVICE_MODULE, tuple(arguments), f"{host}:{port}", log, metrics_port=metrics_port)
 
 
-def child_environment(options: StackOptions, redis_url: str) -> dict[str, str]:
+def child_environment(options: StackOptions, router: str, redis_url: str) -> dict[str, str]:
     """Returns the environment of the children: this process's own, the stack's settings, and limits on threads."""
     threads = str(options.num_threads)
     fixed: Mapping[str, str] = {
@@ -144,7 +141,9 @@ def child_environment(options: StackOptions, redis_url: str) -> dict[str, str]:
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "PYTHONUNBUFFERED": "1",
+        "COROLLA_ROUTER": router,
         "COROLLA_REDIS_URL": redis_url,
+        "COROLLA_ADVERTISED_HOST": LOOPBACK,
         "COROLLA_KUBERNETES": "off",
         "COROLLA_METRICS_HOST": LOOPBACK,
         "COROLLA_METRICS_PORT": "0",

@@ -215,7 +215,7 @@ class Stack:
             planned.append(processes.redis_process(options.log_folder, address, configuration))
         self._router = processes.router_process(options.log_folder, router_port, ports.free())
         planned.append(self._router)
-        client = processes.client_process(options, client_port, http_port, ports.free(), self.router_address)
+        client = processes.client_process(options, client_port, http_port, ports.free())
         self.client_address = client.address
         self.http_address = f"{client.address.rpartition(':')[0]}:{http_port}"
         self._client = client
@@ -223,7 +223,7 @@ class Stack:
 
     def _start_control_plane(self) -> None:
         options = self.options
-        self._environment = processes.child_environment(options, self.redis_url)
+        self._environment = processes.child_environment(options, self.router_address, self.redis_url)
         log = options.log_folder / "fork-server.log"
         log.unlink(missing_ok=True)
         self._fork_server = ForkServer(self._environment, log)
@@ -297,7 +297,6 @@ class Stack:
                 blocks,
                 capacity_blocks,
                 self._ports,
-                self.router_address,
                 device=device,
                 shares_device=not options.is_on_cpu and devices.count(device) > 1,
             )

@@ -103,13 +103,11 @@ def test_gpus_compute_with_bfloat16_unless_another_dtype_is_given(
 @pytest.mark.parametrize("device, is_forked", [("cpu", True), ("cuda:0", False)])
 def test_servers_on_a_gpu_start_an_interpreter_of_their_own(device: str, is_forked: bool) -> None:
     with_device = options(device=device)
-    server = block_server_process(with_device, 1, "0:30", 30, Ports(), "127.0.0.1:1", device=device)
+    server = block_server_process(with_device, 1, "0:30", 30, Ports(), device=device)
     assert server.is_forked is is_forked
     assert "--kv-cache-mib" not in server.arguments
 
 
 def test_servers_that_share_a_gpu_do_not_take_all_of_its_memory() -> None:
-    shared = block_server_process(
-        options(device="cuda"), 1, "0:15", 15, Ports(), "127.0.0.1:1", device="cuda:0", shares_device=True
-    )
+    shared = block_server_process(options(device="cuda"), 1, "0:15", 15, Ports(), device="cuda:0", shares_device=True)
     assert shared.arguments[-2:] == ("--kv-cache-mib", "1024")
