@@ -1,4 +1,4 @@
-"""Behaviours that users of Petals rely on, each compared with the unsplit model."""
+"""Remote blocks without `generate`: all of them or some, in one call or in steps, are those of the unsplit model."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,7 +12,7 @@ from corolla.chassis.errors import HopSessionLost
 from corolla.hf import InferenceSession, RemoteBlocks
 from corolla.models.families import FAMILIES
 from tests.checkpoints import HIDDEN_SIZE, make_tiny_checkpoint
-from tests.integration.hf.models import ModelPair, draw_prompts, left_padding
+from tests.integration.hf.models import ModelPair, draw_prompts
 from tests.integration.hf.stacks import Stacks
 from tests.tiers import quick
 
@@ -20,16 +20,16 @@ PROMPT = draw_prompts(1, 7)
 assert_near = partial(torch.testing.assert_close, atol=2e-4, rtol=2e-4)
 
 
-@pytest.fixture(scope="module")
-def stacks() -> Iterator[Stacks]:
-    with Stacks() as running:
-        yield running
-
-
 @pytest.fixture(scope="module", params=quick(["bloom", "llama"], "bloom"))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, stacks: Stacks) -> ModelPair:
     folder = make_tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param) / request.param)
     return ModelPair.load(folder, stacks.start(folder, ["0:3", "2:5", "0:2"]))
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(pair: ModelPair) -> Iterator[None]:
+    yield
+    pair.stack.until_empty()
 
 
 def draw_hidden(num_rows: int, num_tokens: int, seed: int = 0) -> Tensor:
@@ -85,48 +85,6 @@ def test_stepwise_inference_equals_parallel_forward(pair: ModelPair, chunk: int)
         output = step_by_step(session, hidden, chunk)
         assert (session.position, session.num_blocks, session.batch_size) == (7, 5, 1)
     assert_near(edges.head(output[0]), pair.unsplit(PROMPT).logits[0])
-
-
-def test_greedy_generation_equals_the_local_model(pair: ModelPair) -> None:
-    pair.assert_equal(PROMPT, max_new_tokens=10)
-
-
-def test_greedy_generation_of_a_padded_batch_equals_the_local_model(pair: ModelPair) -> None:
-    pair.assert_equal(draw_prompts(3, 9), attention_mask=left_padding(9, 0, 2, 6), max_new_tokens=8)
-
-
-@pytest.mark.parametrize(
-    "sampling", [{"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.9}, {"temperature": 0.6, "top_k": 9, "top_p": 0.9}]
-)
-def test_sampling_with_a_seed_equals_the_local_model(pair: ModelPair, sampling: dict[str, Any]) -> None:
-    pair.assert_equal(PROMPT, max_new_tokens=10, do_sample=True, **sampling)
-
-
-def test_beam_search_equals_the_local_model(pair: ModelPair) -> None:
-    pair.assert_equal(PROMPT, max_new_tokens=8, num_beams=6)
-    pair.assert_equal(draw_prompts(3, 7), max_new_tokens=6, num_beams=3)
-
-
-@pytest.mark.parametrize("num_rows", [1, 3])
-def test_generation_in_several_calls_of_one_session(pair: ModelPair, num_rows: int) -> None:
-    prompts = draw_prompts(num_rows, 7)
-    whole = pair.unsplit.generate(prompts, max_new_tokens=9)
-    with pair.remote.inference_session(max_length=16):
-        parts = [pair.remote.generate(prompts, max_new_tokens=1)]
-        parts += [pair.remote.generate(max_new_tokens=1) for _ in range(3)]
-        parts += [pair.remote.generate(max_new_tokens=5)]
-    assert torch.cat(parts, dim=1).tolist() == whole.tolist()
-
-
-def test_generation_without_and_with_a_given_session(pair: ModelPair) -> None:
-    alone = pair.remote.generate(PROMPT, max_new_tokens=6)
-    session = pair.remote.inference_session(max_length=13)
-    assert pair.remote.generate(PROMPT, max_new_tokens=6, session=session).tolist() == alone.tolist()
-    session.close()
-
-
-def test_an_input_of_one_token(pair: ModelPair) -> None:
-    pair.assert_equal(PROMPT[:, :1], max_new_tokens=5)
 
 
 # --- sessions over blocks ------------------------------------------------------------------------------------------
@@ -239,11 +197,3 @@ def test_trained_prompts_at_the_start_of_a_session(pair: ModelPair) -> None:
         assert session.position == 8
     whole = torch.cat([prompts.expand(2, 3, HIDDEN_SIZE), hidden], dim=1)
     assert_near(output, local_blocks(pair, 0, 5)(whole)[:, 3:])
-
-
-# --- clean-up -----------------------------------------------------------------------------------------------------
-
-
-def test_every_session_frees_its_memory(pair: ModelPair) -> None:
-    pair.remote.generate(PROMPT, max_new_tokens=2)
-    pair.stack.until_empty()
