@@ -29,14 +29,17 @@ from corolla.models.adapters.products import SpanAdapter
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.invariant_products import InvariantProduct, choose_invariant_product, triton_product
 from corolla.models.linear import TunedLinear
+from corolla.models.packed.experts import PackedExpertWeights
 from corolla.models.packed.modules import PackedLinear
-from corolla.models.packed.trial import failed_trial
+from corolla.models.packed.trial import choose_packed_products, failed_trial
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.adapters import make_adapter
 from tests.checkpoints import make_tiny_checkpoint
+from tests.gguf_files import make_tiny_gguf
 from tests.triton_kernels import DEVICE
 from tests.triton_kernels.ordered_products import install
+from tests.triton_kernels.spans import num_packed_experts, take_packed_product
 
 SIZES = [*range(1, 20), 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 160, 255, 256, 257, 300]
 OUTPUTS = ("c", "out")
@@ -101,16 +104,30 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[Keys]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["llama", "mixtral", "gemma2"])
+@pytest.mark.parametrize("family", ["mixtral", "gemma2", "qwen3_moe Q4_0"])
 def test_steps_launch_what_was_compiled_at_the_start_and_ahead(
     tmp_path: Path, keys: Keys, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = make_tiny_checkpoint(family, tmp_path / "model", num_blocks=2)
-    blocks = Span(0, 2)
-    checkpoint = Checkpoint.from_pretrained(str(folder))
-    span = load_span(checkpoint, blocks, dtype=torch.float32, device=DEVICE)
+    family, _, packed = family.partition(" ")
+    quantization, blocks = "packed" if packed else "none", Span(0, 2)
+    if packed:
+        take_packed_product(monkeypatch)
+        folder, file = make_tiny_gguf(family, tmp_path, kind=packed, num_blocks=2)
+        checkpoint = Checkpoint.from_pretrained(str(file))
+    else:
+        folder = make_tiny_checkpoint(family, tmp_path / "model", num_blocks=2)
+        checkpoint = Checkpoint.from_pretrained(str(folder))
+    span = load_span(checkpoint, blocks, dtype=torch.float32, device=DEVICE, quantization=quantization)
+    # A load on a GPU tries packed products. What is not run fails, and would be expanded.
+    keys.runs = False
+    with monkeypatch.context() as patch:
+        for kind in (PackedLinear, PackedExpertWeights):
+            patch.setattr(kind, "expand", lambda *_: None)
+        choose_packed_products(span.packed_layers, torch.float32)
+    keys.runs = True
     runner = SpanRunner(span, num_pages=200, page_tokens=8, attention="triton")
     assert runner.kernel_choices.blocks == "triton"
+    assert num_packed_experts(runner) == (2 * len(blocks) if packed else 0)
     adapters: list[SpanAdapter | None] = [None]
     if runner.low_rank is not None:
         adapters += [load_adapter(make_adapter(folder, tmp_path / "adapter"), span, 2)]
@@ -128,9 +145,9 @@ def test_steps_launch_what_was_compiled_at_the_start_and_ahead(
                 cache.clear()
     served, keys.found = keys.found, set()
     assert served - known == set()
-    assert len({name for name, _ in served}) >= (8 if family == "mixtral" else 5)
+    assert len({name for name, _ in served}) >= (5 if family == "gemma2" else 8)
     monkeypatch.setattr(kernel_build, "is_interpreted", lambda: False)
-    assert len(list(kernel_build.build_kernels(checkpoint, [90], torch.float32, 8))) == 1
+    assert len(list(kernel_build.build_kernels(checkpoint, [90], torch.float32, 8, quantization=quantization))) == 1
     assert served - keys.found == set()
 
 
