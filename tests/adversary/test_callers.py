@@ -3,20 +3,17 @@
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import grpc
 import psutil
 import pytest
-import pytest_asyncio
 
 from corolla.chassis.channels import open_channel
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.checkpoints import ASSISTANT, BOS, EOS, USER, make_tiny_checkpoint
+from tests.checkpoints import ASSISTANT, BOS, EOS, USER
 from tests.integration.refusals import refusal_of
-from tests.integration.swarm import Swarm
+from tests.integration.swarm import Swarm, tiny_swarm
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -40,17 +37,14 @@ with grpc.insecure_channel(address, options=[("grpc.max_send_message_length", -1
 """
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
-    folder: Path = tmp_path_factory.mktemp("adversary")
-    model = make_tiny_checkpoint("llama", folder / "tiny")
-    limits = {
+swarm = tiny_swarm(
+    ["0:5"],
+    client={
         "max_request_bytes": MAX_REQUEST_BYTES,
         "max_running_requests": NUM_RUNNING,
         "max_waiting_requests": NUM_WAITING,
-    }
-    async with Swarm(folder, model, ["0:5"], client=limits) as swarm:
-        yield swarm
+    },
+)
 
 
 async def sent(swarm: Swarm, num_bytes: int, num_calls: int, compression: str) -> tuple[list[str], float]:

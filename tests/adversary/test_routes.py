@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from google.protobuf.message import Message
 
 from corolla.chain.placement import PlacementWatch
@@ -19,7 +18,7 @@ from corolla.wire.frames import Frame
 from corolla.wire.stream import connect
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import sample
-from tests.integration.swarm import Swarm
+from tests.integration.swarm import Swarm, tiny_swarm
 from tests.integration.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -29,12 +28,7 @@ FIRST, LAST = common_pb2.BlockSpan(start=0, end=3), common_pb2.BlockSpan(start=3
 HIDDEN = {"dtype": pb.TENSOR_TYPE_FLOAT32, "hidden_size": 64}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
-    folder: Path = tmp_path_factory.mktemp("routes")
-    model = make_tiny_checkpoint("llama", folder / "tiny")
-    async with Swarm(folder, model, ["0:3", "3:5", "3:5"], server={"grace_s": 60.0}) as swarm:
-        yield swarm
+swarm = tiny_swarm(["0:3", "3:5", "3:5"], server={"grace_s": 60.0})
 
 
 class Trap:

@@ -82,10 +82,8 @@ async def _run(
     stack.kill(victim)
     await asyncio.gather(*tasks, churning)
     for answer, expected in zip(answers, undisturbed, strict=True):
-        figures.check(expected.failure is None, f"the undisturbed answer failed: {expected.failure}")
-        figures.check(answer.failure is None, f"the caller got {type(answer.failure).__name__}: {answer.failure}")
-        figures.check(answer.equals(expected), "the tokens are not those of the undisturbed answer")
-    hit = [answer for answer in answers if answer.usage is not None and answer.usage.recoveries]
+        answer.compare(expected, figures)
+    hit = [answer for answer in answers if answer.was_hit]
     stalls = [answer.longest_wait_s(killed_s) for answer in hit]
     figures.stalls_s += stalls
     names = ", ".join(dict(question.options)["adapter"] or "none" for question in questions)

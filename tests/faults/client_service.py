@@ -101,9 +101,7 @@ async def _run(
         )
     )
     for answer, whole in zip(answers, expected, strict=True):
-        figures.check(whole.failure is None, f"the undisturbed answer failed: {whole.failure}")
-        figures.check(answer.failure is None, f"the caller got {type(answer.failure).__name__}: {answer.failure}")
-        figures.check(answer.equals(whole), "the tokens are not those of the undisturbed answer")
+        answer.compare(whole, figures)
     for place in places:
         if "session" in place:
             info = await second.get_session(place["session"])

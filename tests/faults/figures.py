@@ -2,21 +2,15 @@
 
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.figures import percentile
 from tests.faults.pauses import PAUSES
 
 
 def say(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The nearest-rank percentile; 0 of nothing."""
-    ordered = sorted(values)
-    return ordered[max(0, -(-len(ordered) * round(share * 100) // 100) - 1)] if ordered else 0.0
 
 
 @dataclass
@@ -40,19 +34,19 @@ class Figures:
             self.failures.append(f"run {self.num_runs}: {otherwise}")
             say(f"  FAILED {self.failures[-1]}")
 
-    def conclude(self, max_stall_s: float, share: float = 0.99) -> int:
-        """Prints the figures; `max_stall_s` must hold for this share of the streams.
+    def conclude(self, max_stall_s: float, percent: float = 99) -> int:
+        """Prints the figures; `max_stall_s` must hold for so many percent of the streams.
 
         Returns:
             The exit status: 0 only if everything held.
         """
         stalls = self.stalls_s
         if stalls:
-            p50, p95, p99 = (percentile(stalls, share) for share in (0.5, 0.95, 0.99))
+            p50, p95, p99 = (percentile(stalls, each) for each in (50, 95, 99))
             say(f"stall of {len(stalls)} streams: p50 {p50:.2f} s, p95 {p95:.2f} s, p99 {p99:.2f} s, "
-                f"longest {max(stalls):.2f} s; limit of p{share * 100:.0f} {max_stall_s:.1f} s")  # fmt: skip
-            reached_s = percentile(stalls, share)
-            self.check(reached_s <= max_stall_s, f"the stall's p{share * 100:.0f} is {reached_s:.2f} s")
+                f"longest {max(stalls):.2f} s; limit of p{percent} {max_stall_s:.1f} s")  # fmt: skip
+            reached_s = percentile(stalls, percent)
+            self.check(reached_s <= max_stall_s, f"the stall's p{percent} is {reached_s:.2f} s")
         if paused_s := PAUSES.num_seconds(self.began_s):
             say(f"this machine paused for {paused_s:.1f} s in all, which no wait includes")
         num_bad = len({failure.partition(":")[0] for failure in self.failures})

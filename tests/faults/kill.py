@@ -54,11 +54,9 @@ async def _run(
     num_recoveries, num_by_outputs, num_recomputed = (
         after - before for after, before in zip(await _counted(stack), counted_before, strict=True)
     )
-    hit = [answer for answer in answers if answer.usage is not None and answer.usage.recoveries]
+    hit = [answer for answer in answers if answer.was_hit]
     for answer, expected in zip(answers, undisturbed, strict=True):
-        figures.check(expected.failure is None, f"the undisturbed answer failed: {expected.failure}")
-        figures.check(answer.failure is None, f"the caller got {type(answer.failure).__name__}: {answer.failure}")
-        figures.check(answer.equals(expected), "the tokens are not those of the undisturbed answer")
+        answer.compare(expected, figures)
     # Those that ended in the meantime needed none.
     figures.check(num_recoveries <= num_hit, f"{num_recoveries:.0f} recoveries, but {num_hit} sessions were hit")
     num_reported = sum(answer.usage.recoveries for answer in hit if answer.usage is not None)

@@ -65,9 +65,8 @@ async def _run(
     figures.check(stack.local.pid(victim.name) is None, f"the server did not get {place}")
     undisturbed = await repertoire.undisturbed([answer.question for answer in answers])
     for answer, expected in zip(answers, undisturbed, strict=True):
-        figures.check(answer.failure is None, f"the caller got {type(answer.failure).__name__}: {answer.failure}")
-        figures.check(answer.equals(expected), "the tokens are not those of the undisturbed answer")
-    hit = [answer for answer in answers if answer.usage is not None and answer.usage.recoveries]
+        answer.compare(expected, figures)
+    hit = [answer for answer in answers if answer.was_hit]
     stalls = [answer.longest_wait_s(started_s) for answer in hit]
     figures.stalls_s += stalls
     say(f"run {figures.num_runs}: server of {victim.blocks} died {place.replace('_', ' ')}; {len(answers)} answers, "

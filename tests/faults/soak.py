@@ -73,9 +73,7 @@ async def soak(stack: RunningStack, rng: random.Random, runs: range) -> int:
 
 def _check(figures: Figures, answers: Sequence[Answer], undisturbed: dict[Question, Answer], since_s: float) -> None:
     for answer in answers:
-        figures.check(answer.failure is None, f"the caller got {type(answer.failure).__name__}: {answer.failure}")
-        whole = undisturbed[answer.question]
-        figures.check(answer.equals(whole), "the tokens are not those of the undisturbed answer")
+        answer.compare(undisturbed[answer.question], figures)
         figures.stalls_s.append(answer.longest_wait_s(since_s))
 
 

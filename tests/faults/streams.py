@@ -14,6 +14,7 @@ import pytest
 from corolla.chassis.errors import CorollaError
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import Usage
+from tests.faults.figures import Figures
 from tests.faults.pauses import PAUSES
 from tests.faults.running_stack import shuffled_words
 
@@ -59,9 +60,18 @@ class Answer:
     failure: CorollaError | None = None
     came: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def equals(self, other: "Answer") -> bool:
-        """Whether these are the tokens of another one, and their log probabilities but for rounding."""
-        return self.token_ids == other.token_ids and self.logprobs == pytest.approx(other.logprobs, abs=1e-3)
+    @property
+    def was_hit(self) -> bool:
+        """Whether hops of the answer were replaced."""
+        return self.usage is not None and self.usage.recoveries > 0
+
+    def compare(self, undisturbed: "Answer", figures: Figures) -> None:
+        """Checks that both came, with the same tokens, and the same log probabilities but for rounding."""
+        figures.check(undisturbed.failure is None, f"the undisturbed answer failed: {undisturbed.failure}")
+        figures.check(self.failure is None, f"the caller got {type(self.failure).__name__}: {self.failure}")
+        is_equal = self.token_ids == undisturbed.token_ids
+        is_near = self.logprobs == pytest.approx(undisturbed.logprobs, abs=1e-3)
+        figures.check(is_equal and is_near, "the tokens are not those of the undisturbed answer")
 
     def longest_wait_s(self, since_s: float, until_s: float = math.inf) -> float:
         """Between two tokens, of which the second came after `since_s`, and the first before `until_s`."""

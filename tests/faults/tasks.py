@@ -125,8 +125,7 @@ async def _run(
     figures.check(statuses[-1:] == [_NOT_SERVING], f"health's last words were {statuses[-2:]}")
     undisturbed = await repertoire.undisturbed([answer.question for answer in answers])
     for answer, expected in zip(answers, undisturbed, strict=True):
-        figures.check(answer.failure is None, f"the caller got {type(answer.failure).__name__}: {answer.failure}")
-        figures.check(answer.equals(expected), "the tokens are not those of the undisturbed answer")
+        answer.compare(expected, figures)
     stalls = [answer.longest_wait_s(started_s) for answer in answers]
     figures.stalls_s += stalls
     say(f"run {figures.num_runs}: {victim.name} ended {end_s:.2f} s after its task {task}; {len(answers)} answers, "

@@ -2,14 +2,17 @@
 
 import asyncio
 import atexit
+import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import pytest
+import pytest_asyncio
 from pydantic import SecretStr
 from redis.asyncio import Redis
 
@@ -27,6 +30,7 @@ from corolla.sdk.async_client import AsyncClient
 from corolla.trust.workload import Role
 from corolla.v1 import blocks_pb2, blocks_pb2_grpc, router_pb2, router_pb2_grpc
 from corolla.wire.network import Network
+from tests.checkpoints import CONTEXT_LENGTH, make_tiny_checkpoint
 from tests.embedded_redis import EmbeddedRedis
 from tests.identities import Identities
 from tests.integration.waiting import until
@@ -285,3 +289,41 @@ class Swarm:
             )
 
         await until(is_empty, timeout_s)
+
+
+def tiny_swarm(
+    spans: Sequence[str],
+    *,
+    context_length: int = CONTEXT_LENGTH,
+    keys: str = "",
+    quotas: Mapping[str, Mapping[str, Any]] | None = None,
+    server: Mapping[str, Any] | None = None,
+    client: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """A fixture: the swarm of a test module, with a tiny model.
+
+    Args:
+        context_length: of the model.
+        keys: the file of callers' keys; empty: everybody may call.
+        quotas: limits and guarantees of each tenant.
+        server: further settings of the block servers; `client` likewise.
+        options: of the `Swarm`.
+    """
+
+    @pytest_asyncio.fixture(scope="module", loop_scope="module")
+    async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
+        folder = tmp_path_factory.mktemp("swarm")
+        of_server, of_client = {**(server or {})}, {**(client or {})}
+        if keys:
+            of_client["api_keys_file"] = folder / "keys"
+            of_client["api_keys_file"].write_text(keys)
+        if quotas:
+            of_server["quotas_file"] = of_client["quotas_file"] = folder / "quotas"
+            of_client["quotas_file"].write_text(json.dumps({"tenants": quotas}))
+        changes = {"max_position_embeddings": context_length}
+        model = make_tiny_checkpoint("llama", folder / "tiny", config_changes=changes)
+        async with Swarm(folder, model, spans, server=of_server, client=of_client, **options) as running:
+            yield running
+
+    return swarm

@@ -1,14 +1,12 @@
 """The audit log: every call of a caller, every act of a service, and every denial."""
 
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-import pytest_asyncio
 
 from corolla.chassis import audit
 from corolla.chassis.channels import open_channel
@@ -20,8 +18,7 @@ from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2, router_pb2_grpc
 from corolla.v1.generation_pb2_grpc import GenerationServiceStub
 from corolla.wire.network import Network
-from tests.checkpoints import make_tiny_checkpoint
-from tests.integration.swarm import Swarm
+from tests.integration.swarm import Swarm, tiny_swarm
 from tests.integration.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -32,16 +29,7 @@ SECRET = "the prompt of somebody"
 STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
-    folder: Path = tmp_path_factory.mktemp("audit")
-    keys_file = folder / "keys"
-    keys_file.write_text(f"{KEY.record.line}\nbob:{SIMPLE}\n")
-    model = make_tiny_checkpoint("llama", folder / "tiny")
-    async with Swarm(
-        folder, model, ["0:5"], client={"api_keys_file": keys_file}, api_key=KEY.key, is_encrypted=True
-    ) as swarm:
-        yield swarm
+swarm = tiny_swarm(["0:5"], keys=f"{KEY.record.line}\nbob:{SIMPLE}\n", api_key=KEY.key, is_encrypted=True)
 
 
 class Lines(logging.Handler):

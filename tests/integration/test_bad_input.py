@@ -23,7 +23,7 @@ from corolla.v1 import generation_pb2 as pb
 from corolla.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.checkpoints import CONTEXT_LENGTH, VOCAB_SIZE, make_tiny_checkpoint
 from tests.integration.refusals import Refusal, key_metadata, refusal
-from tests.integration.swarm import Swarm
+from tests.integration.swarm import Swarm, tiny_swarm
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -385,15 +385,12 @@ ROWS: list[Row] = [
 ]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
-    folder = tmp_path_factory.mktemp("bad-input")
-    keys_file = folder / "keys"
-    keys_file.write_text(f"mine:{MINE}\nothers:{OTHERS}\n")
-    model = make_tiny_checkpoint("llama", folder / "tiny")
-    settings = {"api_keys_file": keys_file, "max_request_bytes": MAX_REQUEST_BYTES}
-    async with Swarm(folder, model, ["0:2", "2:5"], client=settings, api_key=MINE) as swarm:
-        yield swarm
+swarm = tiny_swarm(
+    ["0:2", "2:5"],
+    keys=f"mine:{MINE}\nothers:{OTHERS}\n",
+    client={"max_request_bytes": MAX_REQUEST_BYTES},
+    api_key=MINE,
+)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

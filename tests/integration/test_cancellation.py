@@ -5,7 +5,7 @@ import gc
 import itertools
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -23,10 +23,9 @@ from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import FinishReason
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import sample
 from tests.integration.refusals import refusal_of
-from tests.integration.swarm import Swarm
+from tests.integration.swarm import Swarm, tiny_swarm
 from tests.integration.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -43,13 +42,8 @@ ENDINGS: Counter[str] = Counter()
 Attempt = Callable[[Swarm, random.Random], Awaitable[None]]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
-    folder = tmp_path_factory.mktemp("cancellation")
-    model = make_tiny_checkpoint("llama", folder / "tiny")
-    # Small chunks, so that a long prompt is many steps.
-    async with Swarm(folder, model, ["0:2", "2:5"], client={"prefill_chunk_tokens": 24}) as swarm:
-        yield swarm
+# Small chunks, so that a long prompt is many steps.
+swarm = tiny_swarm(["0:2", "2:5"], client={"prefill_chunk_tokens": 24})
 
 
 @pytest_asyncio.fixture(loop_scope="module")

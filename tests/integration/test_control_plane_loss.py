@@ -23,7 +23,6 @@ from corolla.local.ports import Ports
 from corolla.router.settings import RouterSettings
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.streams import AsyncStream
-from tests.checkpoints import make_tiny_checkpoint
 from tests.embedded_redis import EmbeddedRedis
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
@@ -36,12 +35,6 @@ HEALED_WITHIN_S = 20.0
 # A store that is slow is not one that is away.
 ROUTER = {"lease_ms": 1500, "redis_timeout_ms": 1000}
 SEEDED: dict[str, Any] = {"ignore_eos": True, "temperature": 0.9, "seed": 11}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("control") / "tiny"
-    return make_tiny_checkpoint("llama", folder, config_changes={"max_position_embeddings": 16384})
 
 
 class RouterChild:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 import torch
 from google.protobuf.message import Message
 
@@ -27,7 +26,7 @@ from tests.checkpoints import HIDDEN_SIZE, VOCAB_SIZE, make_tiny_checkpoint
 from tests.faulty_runner import FaultyRunner
 from tests.frame_bytes import join
 from tests.integration.metrics import sample
-from tests.integration.swarm import Swarm
+from tests.integration.swarm import Swarm, tiny_swarm
 from tests.integration.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -37,12 +36,7 @@ SESSION = b"s" * 16
 ALL = common_pb2.BlockSpan(start=0, end=5)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
-    folder = tmp_path_factory.mktemp("data-plane")
-    model = make_tiny_checkpoint("llama", folder / "tiny")
-    async with Swarm(folder, model, ["0:5"]) as swarm:
-        yield swarm
+swarm = tiny_swarm(["0:5"])
 
 
 class Caller:

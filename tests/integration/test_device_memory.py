@@ -10,15 +10,9 @@ from corolla.chassis.errors import StartupError
 from corolla.compute.device_memory import DeviceMemory
 from corolla.compute.span_runner import SpanRunner
 from corolla.v1 import router_pb2
-from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.swarm import Swarm
 
 GIB = 1 << 30
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint("llama", tmp_path_factory.mktemp("memory") / "tiny")
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, num_free: int) -> None:

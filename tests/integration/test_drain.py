@@ -29,13 +29,6 @@ OPTIONS: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
 RECOMPUTED = "corolla_recomputed_tokens_total"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with room for answers that last until they are disturbed."""
-    folder = tmp_path_factory.mktemp("drain") / "tiny"
-    return make_tiny_checkpoint("llama", folder, config_changes={"max_position_embeddings": 8192})
-
-
 def num_sessions(server: BlockServer) -> int:
     return len(server.sessions)
 

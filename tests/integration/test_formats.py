@@ -63,11 +63,6 @@ def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "it", "strict": True, "schema": schema}}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint("llama", tmp_path_factory.mktemp("formats") / "tiny")
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def swarm(model: Path) -> AsyncIterator[Swarm]:
     async with Swarm(model.parent, model, ["0:2", "2:5"], client={"adaptive_drafts": False}) as swarm:

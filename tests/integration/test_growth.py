@@ -1,19 +1,15 @@
 """Answers without a limit go on to the end of the context, and reserve pages and quota only as they grow."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from corolla.block_server.service import BlockServer
 from corolla.chassis.errors import ContextLengthExceeded
 from corolla.client.generation import answering
 from corolla.sdk.async_client import AsyncClient
-from tests.checkpoints import make_tiny_checkpoint
-from tests.integration.swarm import Swarm
+from tests.integration.swarm import Swarm, tiny_swarm
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -25,17 +21,15 @@ QUOTA = 530
 """Tokens that `bob` may reserve: more than an answer reserves at first, and fewer than one may have."""
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
-    folder = tmp_path_factory.mktemp("growth")
-    (folder / "keys").write_text("".join(f"{tenant}:{key}\n" for tenant, key in KEYS.items()))
-    (folder / "quotas").write_text(json.dumps({"tenants": {"bob": {"reserved_tokens": QUOTA}}}))
-    model = make_tiny_checkpoint("llama", folder / "tiny", config_changes={"max_position_embeddings": CONTEXT})
-    client = {"api_keys_file": folder / "keys", "quotas_file": folder / "quotas", "max_running_requests": 64}
-    async with Swarm(
-        folder, model, ["0:2", "2:5"], server={"kv_cache_mib": 4}, client=client, api_key=KEYS["ada"]
-    ) as swarm:
-        yield swarm
+swarm = tiny_swarm(
+    ["0:2", "2:5"],
+    context_length=CONTEXT,
+    keys="".join(f"{tenant}:{key}\n" for tenant, key in KEYS.items()),
+    quotas={"bob": {"reserved_tokens": QUOTA}},
+    server={"kv_cache_mib": 4},
+    client={"max_running_requests": 64},
+    api_key=KEYS["ada"],
+)
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,15 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from corolla.chassis.errors import OutOfPages, SettingsError
 from corolla.sdk.async_client import AsyncClient
-from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import sample
-from tests.integration.swarm import Swarm
+from tests.integration.swarm import Swarm, tiny_swarm
 from tests.integration.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -26,30 +23,15 @@ SHORTEST = 6000
 left where there is no room for another one."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("guarantees") / "tiny"
-    return make_tiny_checkpoint("llama", folder, config_changes={"max_position_embeddings": 16384})
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The files of keys and of quotas."""
-    folder = tmp_path_factory.mktemp("files")
-    (folder / "keys").write_text("".join(f"{tenant}:{key}\n" for tenant, key in KEYS.items()))
-    quotas = {"tenants": {"quiet": {"guaranteed_tokens": GUARANTEED_TOKENS, "guaranteed_sequences": 2}}}
-    (folder / "quotas").write_text(json.dumps(quotas))
-    return {"keys": folder / "keys", "quotas": folder / "quotas"}
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def swarm(model: Path, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
-    client = {"api_keys_file": files["keys"], "quotas_file": files["quotas"], "max_running_requests": 64}
-    server = {"kv_cache_mib": 64, "quotas_file": files["quotas"]}
-    async with Swarm(
-        tmp_path_factory.mktemp("swarm"), model, ["0:2", "2:5"], server=server, client=client, api_key=KEYS["quiet"]
-    ) as swarm:
-        yield swarm
+swarm = tiny_swarm(
+    ["0:2", "2:5"],
+    context_length=16384,
+    keys="".join(f"{tenant}:{key}\n" for tenant, key in KEYS.items()),
+    quotas={"quiet": {"guaranteed_tokens": GUARANTEED_TOKENS, "guaranteed_sequences": 2}},
+    server={"kv_cache_mib": 64},
+    client={"max_running_requests": 64},
+    api_key=KEYS["quiet"],
+)
 
 
 def connect(swarm: Swarm, tenant: str, client: int = 0) -> AsyncClient:
@@ -92,13 +74,9 @@ async def test_pages_are_there_for_whom_they_are_guaranteed(swarm: Swarm) -> Non
     assert await sample(swarm.servers[0].metrics_port, "corolla_kv_guaranteed_pages", state="missing") == 0
 
 
-async def test_places_are_there_for_whom_they_are_guaranteed(
-    swarm: Swarm, files: dict[str, Path], tmp_path: Path
-) -> None:
+async def test_places_are_there_for_whom_they_are_guaranteed(swarm: Swarm) -> None:
     """No request waits here: one that cannot run is refused."""
-    service = await swarm.add_client(
-        api_keys_file=files["keys"], quotas_file=files["quotas"], max_running_requests=6, max_waiting_requests=8
-    )
+    service = await swarm.add_client(max_running_requests=6, max_waiting_requests=8)
     number = swarm.clients.index(service)
     async with connect(swarm, "noisy", number) as noisy, connect(swarm, "quiet", number) as quiet:
         # The caller takes only the first token of those that run.

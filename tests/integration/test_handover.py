@@ -22,7 +22,6 @@ from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import blocks_pb2_grpc, common_pb2
 from corolla.wire.frames import Frame
 from corolla.wire.stream import connect
-from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
 from tests.integration.wires import Cut
@@ -30,12 +29,6 @@ from tests.tiers import quick
 
 SESSION, TRANSFER = b"s" * 16, b"x" * 16
 BLOCKS = common_pb2.BlockSpan(start=2, end=5)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("handover") / "tiny"
-    return make_tiny_checkpoint("llama", folder, config_changes={"max_position_embeddings": 8192})
 
 
 @asynccontextmanager

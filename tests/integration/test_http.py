@@ -10,8 +10,7 @@ import pytest
 import pytest_asyncio
 
 from corolla.client.bounds import ClientBounds
-from tests.checkpoints import make_tiny_checkpoint
-from tests.integration.swarm import Swarm
+from tests.integration.swarm import Swarm, tiny_swarm
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -20,18 +19,11 @@ JSON = {"content-type": "application/json"}
 CHAT = [{"role": "user", "content": "Who is the thin man?"}]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
-    folder = tmp_path_factory.mktemp("http")
-    model = make_tiny_checkpoint("llama", folder / "tiny")
-    async with Swarm(
-        folder,
-        model,
-        ["0:2", "2:5"],
-        client={"http_port": 0, "max_request_bytes": 64 << 10},
-        bounds=ClientBounds(http_read_timeout_s=1.0),
-    ) as swarm:
-        yield swarm
+swarm = tiny_swarm(
+    ["0:2", "2:5"],
+    client={"http_port": 0, "max_request_bytes": 64 << 10},
+    bounds=ClientBounds(http_read_timeout_s=1.0),
+)
 
 
 @pytest_asyncio.fixture(loop_scope="module")

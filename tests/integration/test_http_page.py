@@ -9,16 +9,14 @@ from typing import Any
 
 import httpx2
 import pytest
-import pytest_asyncio
 
 from corolla.client.api.keys import NewKey
 from corolla.client.bounds import ClientBounds
 from corolla.client.http.page import HEADERS
 from corolla.client.http.placement_facts import name_of
 from corolla.client.service import ClientService
-from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.deaths import doom
-from tests.integration.swarm import Swarm
+from tests.integration.swarm import Swarm, tiny_swarm
 from tests.integration.test_http_endpoints import metric
 from tests.integration.waiting import until
 
@@ -32,14 +30,13 @@ PLACEMENT = "/v1/placement"
 PROMPT = [5, 6, 7]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
-    folder: Path = tmp_path_factory.mktemp("page")
-    (folder / "keys").write_text(f"{OTHER_MODEL.record.line}\nbob:{KEY}\n")
-    model = make_tiny_checkpoint("llama", folder / "tiny", config_changes={"max_position_embeddings": 4096})
-    client = {"http_port": 0, "api_keys_file": folder / "keys"}
-    async with Swarm(folder, model, ["0:2", "2:5", "2:5"], client=client, api_key=KEY) as swarm:
-        yield swarm
+swarm = tiny_swarm(
+    ["0:2", "2:5", "2:5"],
+    context_length=4096,
+    keys=f"{OTHER_MODEL.record.line}\nbob:{KEY}\n",
+    client={"http_port": 0},
+    api_key=KEY,
+)
 
 
 @asynccontextmanager

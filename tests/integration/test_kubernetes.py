@@ -3,21 +3,12 @@
 import asyncio
 from pathlib import Path
 
-import pytest
-
 from corolla.block_server.service import BlockServer
-from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.router.kubernetes_server import KubernetesServer, kubeconfig, kubernetes_server
 from tests.integration.router.test_kubernetes import OWN_POD
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
 from tests.unit.router.cluster.described import described_pod
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("kubernetes") / "tiny"
-    return make_tiny_checkpoint("llama", folder, config_changes={"max_position_embeddings": 4096})
 
 
 async def test_a_server_whose_pod_is_deleted_hands_over_and_the_router_records_an_event(

@@ -15,19 +15,12 @@ import pytest
 from corolla.cli.app import main
 from corolla.local.ports import Ports
 from tests.architecture.sources import ROOT
-from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.gates import held_up
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
 
 OPTIONS: dict[str, Any] = {"max_tokens": 800, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("leaving") / "tiny"
-    return make_tiny_checkpoint("llama", folder, config_changes={"max_position_embeddings": 8192})
 
 
 @contextmanager

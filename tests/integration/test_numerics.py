@@ -9,7 +9,6 @@ import pytest
 from corolla.block_server.service import BlockServer
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import Usage
-from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
@@ -17,13 +16,6 @@ from tests.integration.waiting import until
 PROMPT = "the thin man in the inner tent " * 6
 OPTIONS: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
 WAYS = ({"attention": "flash"}, {"attention": "sdpa"})
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint(
-        "llama", tmp_path_factory.mktemp("numerics") / "tiny", config_changes={"max_position_embeddings": 2048}
-    )
 
 
 async def lose(swarm: Swarm, victim: BlockServer) -> None:

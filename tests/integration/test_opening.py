@@ -18,7 +18,6 @@ from corolla.client.bounds import ClientBounds
 from corolla.compute.speed import Speed, measure_speed
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Frame
-from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
@@ -29,11 +28,6 @@ OPTIONS: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
 # Longer than a machine may pause while a server that is well opens a session.
 OPEN_TIMEOUT = ClientBounds(open_timeout_s=4.0)
 SHORT = ClientBounds(open_timeout_s=1.0)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint("llama", tmp_path_factory.mktemp("opening") / "tiny")
 
 
 @contextmanager

@@ -4,14 +4,12 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-import pytest_asyncio
 
 from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import QueueFull
@@ -21,11 +19,10 @@ from corolla.client.text.tokenizer import TextTokenizer
 from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.gates import held_up
 from tests.integration.metrics import sample
 from tests.integration.refusals import SERVICE, key_metadata, refusal, refusal_of
-from tests.integration.swarm import Swarm
+from tests.integration.swarm import Swarm, tiny_swarm
 from tests.integration.waiting import until
 from tests.tiers import quick
 
@@ -41,25 +38,20 @@ CONTEXT_LENGTH = 8192
 LONGEST_TEXT = "word " * (MAX_BYTES // 6)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
-    folder: Path = tmp_path_factory.mktemp("overload")
-    # Its context has more tokens than a block server has pages for.
-    changes = {"max_position_embeddings": CONTEXT_LENGTH}
-    model = make_tiny_checkpoint("llama", folder / "tiny", config_changes=changes)
-    keys_file = folder / "keys"
-    keys_file.write_text("".join(f"{tenant}:{key}\n" for tenant, key in KEYS.items()))
-    limits = {
+swarm = tiny_swarm(
+    ["0:2", "2:5"],
+    # The context has more tokens than a block server has pages for.
+    context_length=CONTEXT_LENGTH,
+    keys="".join(f"{tenant}:{key}\n" for tenant, key in KEYS.items()),
+    server={"kv_cache_mib": 1},
+    client={
         "max_running_requests": NUM_RUNNING,
         "max_waiting_requests": NUM_WAITING,
         "max_request_bytes": MAX_BYTES,
         "max_held_request_bytes": MAX_BYTES,
-        "api_keys_file": keys_file,
-    }
-    async with Swarm(
-        folder, model, ["0:2", "2:5"], server={"kv_cache_mib": 1}, client=limits, api_key=KEYS["ada"]
-    ) as swarm:
-        yield swarm
+    },
+    api_key=KEYS["ada"],
+)
 
 
 class Visitors:

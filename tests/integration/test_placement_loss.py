@@ -34,13 +34,6 @@ LONG_PROMPT = "the thin man in the inner tent " * 12
 OPTIONS: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with room for answers that last until they are disturbed."""
-    folder = tmp_path_factory.mktemp("placement") / "tiny"
-    return make_tiny_checkpoint("llama", folder, config_changes={"max_position_embeddings": 8192})
-
-
 @pytest.fixture
 async def complaints() -> AsyncIterator[list[str]]:
     """Unhandled failures that the event loop reported."""

@@ -10,7 +10,6 @@ from typing import Any
 
 import grpc
 import pytest
-import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
 from corolla.chain.control import ControlPlane
@@ -25,10 +24,9 @@ from corolla.client.service import ClientService
 from corolla.client.settings import ClientSettings
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import generation_pb2_grpc
-from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import sample
 from tests.integration.refusals import Refusal, key_metadata, refusal, refusal_of
-from tests.integration.swarm import Swarm
+from tests.integration.swarm import Swarm, tiny_swarm
 from tests.integration.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -53,25 +51,16 @@ def key_of(tenant: str) -> str:
     return f"key-of-{tenant}-0123456789"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("quotas") / "tiny"
-    return make_tiny_checkpoint("llama", folder, config_changes={"max_position_embeddings": 16384})
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def swarm(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
-    folder = tmp_path_factory.mktemp("files")
-    keys_file, quotas_file = folder / "keys", folder / "quotas"
-    keys_file.write_text("".join(f"{each}:{key_of(each)}\n" for each in (*LIMITS, "free")))
-    quotas_file.write_text(json.dumps({"tenants": LIMITS}))
+swarm = tiny_swarm(
+    ["0:5"],
+    context_length=16384,
+    keys="".join(f"{each}:{key_of(each)}\n" for each in (*LIMITS, "free")),
+    quotas=LIMITS,
+    num_clients=2,
     # All run in this process: one that is held up must not take a router that lives for one that does not.
-    bounds = ClientBounds(quota_timeout_s=10.0)
-    client = {"api_keys_file": keys_file, "quotas_file": quotas_file}
-    async with Swarm(
-        folder, model, ["0:5"], num_clients=2, client=client, bounds=bounds, api_key=key_of("free")
-    ) as swarm:
-        yield swarm
+    bounds=ClientBounds(quota_timeout_s=10.0),
+    api_key=key_of("free"),
+)
 
 
 def asking(num_prompt_tokens: int = 3, max_tokens: int = 2, num_completions: int | None = None) -> pb.GenerateRequest:

@@ -29,7 +29,6 @@ from corolla.compute.span_runner import BatchOutput, RowWork
 from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Frame
-from tests.checkpoints import make_tiny_checkpoint
 from tests.faulty_runner import FaultyRunner
 from tests.integration.deaths import beyond, doom
 from tests.integration.metrics import sample
@@ -41,13 +40,6 @@ from tests.tiers import quick
 PROMPT = "the thin man in the inner tent " * 12
 OPTIONS: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
 SPANS = ["0:2", "2:5"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint(
-        "llama", tmp_path_factory.mktemp("recovery") / "tiny", config_changes={"max_position_embeddings": 2048}
-    )
 
 
 def swarm_of(folder: Path, model: Path, spans: list[str], **client: Any) -> Swarm:

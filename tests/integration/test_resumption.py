@@ -23,7 +23,7 @@ from corolla.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.checkpoints import make_tiny_checkpoint, make_tokenizer
 from tests.integration.metrics import sample
 from tests.integration.refusals import refusal, refusal_of
-from tests.integration.swarm import Swarm
+from tests.integration.swarm import Swarm, tiny_swarm
 from tests.tiers import covering, quick
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -42,13 +42,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
-    folder = tmp_path_factory.mktemp("resumption")
-    changes = {"max_position_embeddings": 8192}
-    model = make_tiny_checkpoint("llama", folder / "tiny", config_changes=changes)
-    async with Swarm(folder, model, ["0:2", "2:5"], num_clients=2) as swarm:
-        yield swarm
+swarm = tiny_swarm(["0:2", "2:5"], context_length=8192, num_clients=2)
 
 
 @pytest_asyncio.fixture(loop_scope="module")

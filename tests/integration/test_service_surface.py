@@ -2,13 +2,11 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-import pytest_asyncio
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -21,7 +19,7 @@ from corolla.v1 import generation_pb2 as pb
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import exported
 from tests.integration.refusals import refusal
-from tests.integration.swarm import Swarm
+from tests.integration.swarm import Swarm, tiny_swarm
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -69,12 +67,7 @@ def labelled() -> set[str]:
     return {name.strip("`").removesuffix("_total") for name, _, labels in rows if labels}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
-    folder = tmp_path_factory.mktemp("surface")
-    model = make_tiny_checkpoint("llama", folder / "tiny")
-    async with Swarm(folder, model, ["0:2", "2:5"]) as swarm:
-        yield swarm
+swarm = tiny_swarm(["0:2", "2:5"])
 
 
 def services(swarm: Swarm) -> dict[str, Any]:

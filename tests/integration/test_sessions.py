@@ -18,7 +18,7 @@ from corolla.v1 import generation_pb2 as pb
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import sample
 from tests.integration.refusals import refusal
-from tests.integration.swarm import Swarm
+from tests.integration.swarm import Swarm, tiny_swarm
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -26,14 +26,9 @@ TURNS = ("the thin man", "and then in the inner tent?", "who are the others?")
 GREEDY: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
-    folder = tmp_path_factory.mktemp("sessions")
-    model = make_tiny_checkpoint("llama", folder / "tiny")
-    # One mebibyte is some forty pages on the larger hop.
-    # What other sessions computed must not help: here it counts what a session's own hops hold.
-    async with Swarm(folder, model, ["0:2", "2:5"], server={"kv_cache_mib": 1, "prefix_cache": False}) as swarm:
-        yield swarm
+# One mebibyte is some forty pages on the larger hop.
+# What other sessions computed must not help: here it counts what a session's own hops hold.
+swarm = tiny_swarm(["0:2", "2:5"], server={"kv_cache_mib": 1, "prefix_cache": False})
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -12,11 +12,6 @@ from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.swarm import Swarm
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint("llama", tmp_path_factory.mktemp("check") / "tiny")
-
-
 async def checked(model: Path | str, *arguments: str, **environment: str) -> tuple[int, dict[str, str]]:
     """The exit status, and the verdicts of all parts in order, a failed one with the reason."""
     ports = {f"COROLLA_{name}": "0" for name in ("PORT", "CONTROL_PORT", "METRICS_PORT")}

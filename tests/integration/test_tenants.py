@@ -1,14 +1,12 @@
 """The caller's key identifies the owner of a session, which other tenants do not see."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-import pytest_asyncio
 
 from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import ScopeDenied, SessionNotFound, SettingsError, Unauthenticated
@@ -21,7 +19,7 @@ from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import generation_pb2 as pb
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.refusals import refusal
-from tests.integration.swarm import Swarm
+from tests.integration.swarm import Swarm, tiny_swarm
 from tests.integration.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -32,18 +30,13 @@ LONG = 12_000
 HALF_A_KEY = "15-characters.."
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
-    folder = tmp_path_factory.mktemp("tenants")
-    keys_file = folder / "keys"
-    keys_file.write_text(
-        f"# who calls\n\nalice:{ALICE}\nalice :{ALICES_SECOND}\n bob : {BOB} \n  # eve:{EVES}\n\t#eve:{EVES}\n"
-    )
-    model = make_tiny_checkpoint("llama", folder / "tiny", config_changes={"max_position_embeddings": 16384})
-    async with Swarm(
-        folder, model, ["0:2", "2:5"], num_clients=2, client={"api_keys_file": keys_file}, api_key=ALICE
-    ) as swarm:
-        yield swarm
+swarm = tiny_swarm(
+    ["0:2", "2:5"],
+    context_length=16384,
+    keys=f"# who calls\n\nalice:{ALICE}\nalice :{ALICES_SECOND}\n bob : {BOB} \n  # eve:{EVES}\n\t#eve:{EVES}\n",
+    num_clients=2,
+    api_key=ALICE,
+)
 
 
 async def test_all_keys_of_a_tenant_reach_its_sessions_through_any_client(swarm: Swarm) -> None:

@@ -21,7 +21,6 @@ from corolla.chassis.tracing import spans
 from corolla.local.options import StackOptions
 from corolla.local.stack import Stack
 from corolla.v1 import generation_pb2, generation_pb2_grpc
-from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.gates import held_up, until_held
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
@@ -34,12 +33,6 @@ OPTIONS: dict[str, Any] = {"max_tokens": 70, "ignore_eos": True}
 CALLERS_TRACE, CALLERS_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 Collecting = Callable[..., AbstractContextManager[TraceCollector]]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("traces") / "tiny"
-    return make_tiny_checkpoint("llama", folder, config_changes={"max_position_embeddings": 8192})
 
 
 @contextmanager

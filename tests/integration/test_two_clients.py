@@ -11,11 +11,10 @@ from corolla.chassis.channels import open_channel
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import Reply
 from corolla.v1 import generation_pb2 as pb
-from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.gates import held_up
 from tests.integration.metrics import sample
 from tests.integration.refusals import refusal
-from tests.integration.swarm import Swarm
+from tests.integration.swarm import Swarm, tiny_swarm
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -23,12 +22,7 @@ TURNS = ("the thin man", "and then in the inner tent?", "who are the others?", "
 OPTIONS: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
-    folder = tmp_path_factory.mktemp("two-clients")
-    model = make_tiny_checkpoint("llama", folder / "tiny")
-    async with Swarm(folder, model, ["0:2", "2:5"], num_clients=2) as swarm:
-        yield swarm
+swarm = tiny_swarm(["0:2", "2:5"], num_clients=2)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
