@@ -1,19 +1,16 @@
 """A chat template that runs away on some conversations: their callers learn so, and everybody else's answers go on."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import grpc
 import pytest
-import pytest_asyncio
 
 from corolla.chassis.channels import open_channel
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.checkpoints import CHAT_TEMPLATE, make_tiny_checkpoint
+from tests.checkpoints import CHAT_TEMPLATE
 from tests.integration.refusals import refusal_of
-from tests.integration.swarm import Swarm
+from tests.integration.swarm import Swarm, tiny_swarm
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -24,14 +21,7 @@ RUNS_AWAY = (
 )
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
-    folder: Path = tmp_path_factory.mktemp("templates")
-    model = make_tiny_checkpoint("llama", folder / "tiny")
-    (template,) = model.glob("chat_template.jinja")
-    template.write_text(RUNS_AWAY + CHAT_TEMPLATE)
-    async with Swarm(folder, model, ["0:5"]) as swarm:
-        yield swarm
+swarm = tiny_swarm(["0:5"], edit=lambda model: (model / "chat_template.jinja").write_text(RUNS_AWAY + CHAT_TEMPLATE))
 
 
 def a_chat(content: str) -> pb.ChatRequest:

@@ -4,7 +4,7 @@ import asyncio
 import atexit
 import json
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -185,6 +185,11 @@ class Swarm:
     def address_of(self, client: int) -> str:
         return f"127.0.0.1:{self.clients[client].port}"
 
+    @property
+    def url(self) -> str:
+        """The address of the first client service for HTTP."""
+        return f"http://127.0.0.1:{self.clients[0].http_port}"
+
     def connect(self, client: int = 0) -> AsyncClient:
         return AsyncClient(self.address_of(client), api_key=self._api_key)
 
@@ -295,6 +300,7 @@ def tiny_swarm(
     spans: Sequence[str],
     *,
     context_length: int = CONTEXT_LENGTH,
+    edit: Callable[[Path], object] = lambda model: None,
     keys: str = "",
     quotas: Mapping[str, Mapping[str, Any]] | None = None,
     server: Mapping[str, Any] | None = None,
@@ -305,6 +311,7 @@ def tiny_swarm(
 
     Args:
         context_length: of the model.
+        edit: changes files in the folder of the model.
         keys: the file of callers' keys; empty: everybody may call.
         quotas: limits and guarantees of each tenant.
         server: further settings of the block servers; `client` likewise.
@@ -323,6 +330,7 @@ def tiny_swarm(
             of_client["quotas_file"].write_text(json.dumps({"tenants": quotas}))
         changes = {"max_position_embeddings": context_length}
         model = make_tiny_checkpoint("llama", folder / "tiny", config_changes=changes)
+        edit(model)
         async with Swarm(folder, model, spans, server=of_server, client=of_client, **options) as running:
             yield running
 

@@ -10,9 +10,8 @@ import pytest_asyncio
 from corolla.chassis.channels import open_channel
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.refusals import refusal_of
-from tests.integration.swarm import Swarm
+from tests.integration.swarm import Swarm, tiny_swarm
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -37,14 +36,9 @@ TEMPLATE = """\
 SHORT = pb.StoppingParameters(max_tokens=6, ignore_eos=True)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
-    folder = tmp_path_factory.mktemp("conversations")
-    model = make_tiny_checkpoint("llama", folder / "tiny")
-    (template,) = model.glob("chat_template.jinja")
-    template.write_text(TEMPLATE)
-    async with Swarm(folder, model, ["0:2", "2:5"], num_clients=2) as swarm:
-        yield swarm
+swarm = tiny_swarm(
+    ["0:2", "2:5"], edit=lambda model: (model / "chat_template.jinja").write_text(TEMPLATE), num_clients=2
+)
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -76,7 +76,7 @@ async def test_the_harness_finds_the_scores_of_the_unsplit_model(tmp_path: Path)
     (tmp_path / "keys").write_text(f"harness:{KEY}\n")
     client = {"http_port": 0, "api_keys_file": tmp_path / "keys"}
     async with Swarm(tmp_path, model, ["0:2", "2:5"], client=client, api_key=KEY) as swarm:
-        url = f"http://127.0.0.1:{swarm.clients[0].http_port}"
+        url = swarm.url
         process = await asyncio.create_subprocess_exec(
             *command_of(script("lm_eval"), url, KEY, str(folder), packages=EVALUATION),
             env=variables(EVALUATION), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,

@@ -2,12 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2
 import pytest
-import pytest_asyncio
 
 from corolla.client.bounds import ClientBounds
 from tests.integration.swarm import Swarm, tiny_swarm
@@ -24,12 +22,6 @@ swarm = tiny_swarm(
     client={"http_port": 0, "max_request_bytes": 64 << 10},
     bounds=ClientBounds(http_read_timeout_s=1.0),
 )
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def http(swarm: Swarm) -> AsyncIterator[httpx2.AsyncClient]:
-    async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{swarm.clients[0].http_port}", timeout=60) as http:
-        yield http
 
 
 def events_of(text: str) -> list[Any]:

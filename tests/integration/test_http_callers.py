@@ -50,12 +50,6 @@ def caller(swarm: Swarm, number: int = 0) -> httpx2.AsyncClient:
     return httpx2.AsyncClient(base_url=url, timeout=60, headers=headers)
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def http(swarm: Swarm) -> AsyncIterator[httpx2.AsyncClient]:
-    async with caller(swarm) as http:
-        yield http
-
-
 @pytest.mark.parametrize("number", [0, 1])
 async def test_pages_of_allowed_origins_ask_first_and_read_the_replies(swarm: Swarm, number: int) -> None:
     asked = {

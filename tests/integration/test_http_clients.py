@@ -1,31 +1,26 @@
 """Clients that others wrote for OpenAI's API, each in a process of its own, and the OpenAPI document under a fuzzer."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import httpx2
 import pytest
-import pytest_asyncio
 
-from tests.checkpoints import make_tiny_checkpoint
 from tests.http_clients import command_of, script, variables
-from tests.integration.swarm import Swarm
+from tests.integration.swarm import Swarm, tiny_swarm
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.full, pytest.mark.timeout(600)]
 
 KEY = "a-key-of-the-clients"
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
-    folder = tmp_path_factory.mktemp("clients")
-    model = make_tiny_checkpoint("llama", folder / "tiny", config_changes={"max_position_embeddings": 4096})
-    keys = folder / "keys"
-    keys.write_text(f"clients:{KEY}\n")
+swarm = tiny_swarm(
+    ["0:2", "2:5"],
+    context_length=4096,
+    keys=f"clients:{KEY}\n",
     # Most of schemathesis' requests set no limit, and the random model seldom ends an answer by itself.
-    client = {"http_port": 0, "api_keys_file": keys, "default_max_tokens": 64}
-    async with Swarm(folder, model, ["0:2", "2:5"], client=client, api_key=KEY) as swarm:
-        yield f"http://127.0.0.1:{swarm.clients[0].http_port}"
+    client={"http_port": 0, "default_max_tokens": 64},
+    api_key=KEY,
+)
 
 
 async def run(*arguments: str) -> None:
@@ -39,15 +34,15 @@ async def run(*arguments: str) -> None:
 
 @pytest.mark.parametrize("what", ["chats", "tools"])
 @pytest.mark.parametrize("package", ["openai", "langchain", "pydantic_ai", "litellm", "llm", "smolagents"])
-async def test_a_client_finds_what_it_knows(url: str, package: str, what: str) -> None:
-    await run(script(package), url, KEY, what)
+async def test_a_client_finds_what_it_knows(swarm: Swarm, package: str, what: str) -> None:
+    await run(script(package), swarm.url, KEY, what)
 
 
-async def test_nothing_that_the_document_allows_is_a_fault(url: str) -> None:
+async def test_nothing_that_the_document_allows_is_a_fault(swarm: Swarm) -> None:
     async with httpx2.AsyncClient() as http:
-        assert (await http.get(f"{url}/openapi.json")).json()["openapi"] == "3.1.0"
+        assert (await http.get(f"{swarm.url}/openapi.json")).json()["openapi"] == "3.1.0"
     await run(
-        "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--header", f"Authorization: Bearer {KEY}",
+        "-m", "schemathesis.cli", "run", f"{swarm.url}/openapi.json", "--header", f"Authorization: Bearer {KEY}",
         "--checks", "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance",
         "--max-examples", "10", "--request-timeout", "30", "--phases", "examples,coverage,fuzzing",
         "--generation-database", "none", "--seed", "1",

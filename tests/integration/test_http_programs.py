@@ -5,17 +5,13 @@ the name of the model.
 """
 
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any, Final
 
 import httpx2
 import pytest
-import pytest_asyncio
 
-from tests.checkpoints import make_tiny_checkpoint
 from tests.http_clients import RECORDED
-from tests.integration.swarm import Swarm
+from tests.integration.swarm import tiny_swarm
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.full]
 
@@ -24,15 +20,12 @@ NUM_TOKENS: Final = 24
 """The most tokens of an answer whose request sets no number."""
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def http(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx2.AsyncClient]:
-    folder: Path = tmp_path_factory.mktemp("programs")
-    model = make_tiny_checkpoint("llama", folder / "tiny", config_changes={"max_position_embeddings": 32768})
-    client = {"http_port": 0, "default_max_tokens": NUM_TOKENS}
-    async with Swarm(folder, model, ["0:2", "2:5"], client=client, server={"kv_cache_mib": 256}) as swarm:
-        url = f"http://127.0.0.1:{swarm.clients[0].http_port}"
-        async with httpx2.AsyncClient(base_url=url, timeout=60) as http:
-            yield http
+swarm = tiny_swarm(
+    ["0:2", "2:5"],
+    context_length=32768,
+    client={"http_port": 0, "default_max_tokens": NUM_TOKENS},
+    server={"kv_cache_mib": 256},
+)
 
 
 def events_of(text: str) -> list[Any]:

@@ -1,15 +1,12 @@
 """Over HTTP: answers of a given form, tools, several answers of a chat, and roles in any order."""
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2
 import pytest
-import pytest_asyncio
 
-from tests.checkpoints import make_tiny_checkpoint
-from tests.integration.swarm import Swarm
+from tests.integration.swarm import tiny_swarm
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -24,14 +21,7 @@ SCHEMA = {
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def http(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx2.AsyncClient]:
-    folder = tmp_path_factory.mktemp("http-tools")
-    model = make_tiny_checkpoint("llama", folder / "tiny", config_changes={"max_position_embeddings": 4096})
-    async with Swarm(folder, model, ["0:2", "2:5"], client={"http_port": 0}) as swarm:
-        url = f"http://127.0.0.1:{swarm.clients[0].http_port}"
-        async with httpx2.AsyncClient(base_url=url, timeout=60) as http:
-            yield http
+swarm = tiny_swarm(["0:2", "2:5"], context_length=4096, client={"http_port": 0})
 
 
 @pytest.mark.parametrize(

@@ -46,12 +46,6 @@ async def swarm(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncI
         yield swarm
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def http(swarm: Swarm) -> AsyncIterator[httpx2.AsyncClient]:
-    async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{swarm.clients[0].http_port}", timeout=60) as http:
-        yield http
-
-
 @torch.inference_mode()
 def true_logprobs(unsplit: Unsplit, token_ids: Sequence[int]) -> list[float]:
     """The log probability of each token but the first, by the unsplit model."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -43,13 +43,6 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 swarm = tiny_swarm(["0:2", "2:5"], context_length=8192, num_clients=2)
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def clients(swarm: Swarm) -> AsyncIterator[Sequence[AsyncClient]]:
-    async with swarm.connect(0) as one, swarm.connect(1) as other:
-        yield one, other
-    await swarm.until_empty()
 
 
 INTERRUPTIONS = covering(WAYS, [17, 0, 1, MAX_TOKENS - 1], [True, False])

@@ -10,12 +10,10 @@ import pytest_asyncio
 from corolla.chassis.channels import open_channel
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.checkpoints import make_tiny_checkpoint
-from tests.integration.swarm import Swarm
+from tests.integration.swarm import Swarm, tiny_swarm
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-LONG = {"max_position_embeddings": 4096}
 """The context has room for tools, which the tiny tokenizer takes letter by letter."""
 
 WEATHER = pb.Tool(
@@ -34,13 +32,12 @@ QUESTION = pb.ChatMessage(role="user", content="How is the weather?")
 REQUIRED = pb.ToolChoice(mode=pb.ToolChoice.MODE_REQUIRED)
 
 
+swarm = tiny_swarm(["0:2", "2:5"], context_length=4096)
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stub(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
-    folder = tmp_path_factory.mktemp("tools")
-    async with (
-        Swarm(folder, make_tiny_checkpoint("llama", folder / "tiny", config_changes=LONG), ["0:2", "2:5"]) as swarm,
-        open_channel(swarm.address) as channel,
-    ):
+async def stub(swarm: Swarm) -> AsyncIterator[Any]:
+    async with open_channel(swarm.address) as channel:
         yield GenerationServiceStub(channel)
 
 

@@ -1,11 +1,9 @@
 """A conversation depends on no process's memory: any client service continues it."""
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
-import pytest_asyncio
 
 from corolla.chassis.channels import open_channel
 from corolla.sdk.async_client import AsyncClient
@@ -23,13 +21,6 @@ OPTIONS: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
 
 
 swarm = tiny_swarm(["0:2", "2:5"], num_clients=2)
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def clients(swarm: Swarm) -> AsyncIterator[list[AsyncClient]]:
-    async with swarm.connect(0) as first, swarm.connect(1) as second:
-        yield [first, second]
-    await swarm.until_empty()
 
 
 async def converse(clients: list[AsyncClient], order: list[int], **options: Any) -> list[Reply]:

@@ -17,7 +17,6 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from corolla.chassis.errors import CheckpointError
-from corolla.models.cache_folder import default_cache_folder
 from corolla.models.demo import DEMO_MODEL, demo_checkpoint
 from corolla.models.families import (
     FAMILIES,
@@ -171,7 +170,7 @@ class Checkpoint:
     @classmethod
     def _of_gguf(cls, path: Path) -> "Checkpoint":
         header = read_header_of_gguf(path)
-        folder = settings_folder(header, default_cache_folder())
+        folder = settings_folder(header)
         config, _ = _read_config(folder)
         setattr(config, GGUF_FILE, str(path))
         weights = GgufWeights(path, header, config)

@@ -1,6 +1,7 @@
 """Writes the configuration and tokenizer of a GGUF file to a folder in the form of other checkpoints."""
 
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -20,7 +21,15 @@ _FILE_MODE: Final = 0o644
 _FOLDER_MODE: Final = 0o755
 
 
-def settings_folder(header: GgufHeader, cache_folder: Path) -> Path:
+def default_cache_folder() -> Path:
+    """The folder for what is made from models: `$COROLLA_CACHE`, `$XDG_CACHE_HOME/corolla` or `~/.cache/corolla`."""
+    if own := os.environ.get("COROLLA_CACHE"):
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "corolla"
+
+
+def settings_folder(header: GgufHeader) -> Path:
     """The folder with `config.json`, `generation_config.json` and the tokenizer that the file describes.
 
     The first call makes the folder, within seconds. It builds the folder under another name and renames it, so a folder
@@ -29,7 +38,7 @@ def settings_folder(header: GgufHeader, cache_folder: Path) -> Path:
     Raises:
         CheckpointError: the file's model or tokenizer is not served, or the cache folder cannot be written.
     """
-    folders = cache_folder / "gguf"
+    folders = default_cache_folder() / "gguf"
     folder = folders / f"{header.digest.hex()[:32]}-{transformers.__version__}-{_VERSION}"
     if folder.is_dir():
         return folder
