@@ -31,8 +31,6 @@ ALERTS: Final[list[dict[str, Any]]] = [
 ]
 DASHBOARDS: Final = sorted((CHART / "dashboards").glob("*.json"))
 TEST_RULES: Final = Path(__file__).parent / "alerts.test.yaml"
-# What is asked of a histogram or a counter, besides its name.
-SUFFIXES: Final = ("_bucket", "_count", "_sum", "")
 
 
 def queries() -> Iterator[tuple[str, str]]:

@@ -12,7 +12,6 @@ from tests.faults.running_stack import RunningStack
 from tests.faults.streams import Answer, Repertoire, listen, until_tokens
 
 MAX_STALL_S = 2.0
-CONTEXT_TOKENS = 256
 
 
 async def kill(stack: RunningStack, rng: random.Random, runs: range, max_streams: int = 4) -> int:

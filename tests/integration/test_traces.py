@@ -2,8 +2,8 @@
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,6 @@ WORDS = ("the", "thin", "man", "inner", "tent", "anthem", "either", "hand")
 PROMPT = " ".join(WORDS * 12)
 OPTIONS: dict[str, Any] = {"max_tokens": 70, "ignore_eos": True}
 CALLERS_TRACE, CALLERS_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-
-Collecting = Callable[..., AbstractContextManager[TraceCollector]]
 
 
 @contextmanager
