@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from corolla.chassis.errors import NoChain
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.deaths import beyond, doom
 from tests.integration.gates import held_up, until_held
@@ -141,15 +140,6 @@ async def test_a_session_is_handed_over_as_it_is_stored(tmp_path: Path, kind: st
         await leaving.stop()
         reference.check((await answering).token_ids)
         assert await sample(other.metrics_port, "corolla_handover_bytes_total", direction="in") > 0
-
-
-async def test_who_expects_another_type_finds_no_chain(tmp_path: Path) -> None:
-    folder = make_tiny_checkpoint("llama", tmp_path / "llama")
-    async with Swarm(tmp_path, folder, ["0:5"], server={"kv_cache_dtype": "fp8"}, num_clients=0) as swarm:
-        await swarm.add_client()
-        async with swarm.connect() as client:
-            with pytest.raises(NoChain):
-                await client.generate("hi", max_tokens=1)
 
 
 async def test_the_same_memory_holds_more_tokens(tmp_path: Path) -> None:

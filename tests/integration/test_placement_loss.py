@@ -283,3 +283,35 @@ async def test_a_non_finite_output_becomes_an_error_and_never_a_token(tmp_path: 
                 await session.generate(PROMPT)
             assert (await session.info()).num_tokens == 0
         await swarm.until_empty()
+
+
+async def test_quarantines_are_counted_by_cause(tmp_path: Path, model: Path) -> None:
+    async with Swarm(tmp_path, model, ["0:5", "0:5"]) as swarm:
+        port = swarm.clients[0].metrics_port
+
+        async def counted() -> tuple[float, float, float]:
+            """Now in quarantine; ever for a step; ever for an opening."""
+            return (
+                await sample(port, "corolla_quarantined_servers"),
+                await sample(port, "corolla_quarantines_total", cause="step"),
+                await sample(port, "corolla_quarantines_total", cause="open"),
+            )
+
+        assert await counted() == (0, 0, 0)
+        async with swarm.connect() as client:
+            stream = client.stream("the thin man", max_tokens=300, ignore_eos=True)
+            await anext(stream)
+            (serving,) = [
+                server
+                for server, status in zip(swarm.servers, await swarm.statuses(), strict=True)
+                if status.num_sessions
+            ]
+            await swarm.crash(serving)
+
+            async def is_counted() -> bool:
+                return await counted() == (1, 1, 0)
+
+            # A quarantine lasts for seconds, and on a busy machine the rest of the answer may take as long.
+            await until(is_counted)
+            async for _ in stream:
+                pass

@@ -51,9 +51,10 @@ async def test_a_quantised_chain_answers_as_the_quantised_model(tmp_path: Path, 
         assert [list(answer.token_ids) for answer in answers] == [each.token_ids for each in expected]
 
 
-async def test_a_client_of_another_format_is_given_no_chain(tmp_path: Path) -> None:
+@pytest.mark.parametrize("server", [{"quantization": "int8"}, {"kv_cache_dtype": "fp8"}], ids=str)
+async def test_a_client_of_another_format_is_given_no_chain(tmp_path: Path, server: dict[str, str]) -> None:
     folder = make_tiny_checkpoint("llama", tmp_path / "llama")
-    async with Swarm(tmp_path, folder, ["0:5"], server={"quantization": "int8"}, num_clients=0) as swarm:
+    async with Swarm(tmp_path, folder, ["0:5"], server=server, num_clients=0) as swarm:
         await swarm.add_client()
         async with swarm.connect() as client:
             with pytest.raises(NoChain):

@@ -126,7 +126,7 @@ def status(
     json: Json = False,
 ) -> int:
     """Shows which server holds which blocks. Exit status 1 when a block has no server."""
-    from corolla.cli.status import run_status
+    from corolla.cli.placement_table import run_status
 
     return run_status(router, model, as_json=json)
 

@@ -1,15 +1,19 @@
-"""Shows a placement as a table, or as facts for programs."""
+"""Shows a placement as a table, or as facts for programs; `corolla status` does it for the placement of a router."""
 
+import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from corolla.cli.control_channel import router_stub
 from corolla.v1 import router_pb2
 
+_TIMEOUT_S = 5.0
 _STATES = {
     router_pb2.SERVER_STATE_JOINING: ("joining", "yellow"),
     router_pb2.SERVER_STATE_READY: ("ready", "green"),
@@ -18,6 +22,23 @@ _STATES = {
 _BAR_WIDTH = 50
 _NUMERICS_CHARS = 8
 """So much of the digest for the blocks is enough to tell servers apart; the digest for the head is not shown."""
+
+
+def run_status(router: str, model: str, *, as_json: bool) -> int:
+    """Prints the placement. Returns 1 when a block has no ready server, else 0."""
+    with router_stub(router) as stub:
+        placement = stub.GetPlacement(router_pb2.GetPlacementRequest(model=model), timeout=_TIMEOUT_S)
+        count = router_pb2.CountSessionRecordsRequest(model=placement.model)
+        num_sessions = stub.CountSessionRecords(count, timeout=_TIMEOUT_S).num_sessions
+    is_covered = bool(placement.servers) and not placement.uncovered
+    if as_json:
+        sys.stdout.write(json.dumps(placement_facts(placement, num_sessions)) + "\n")
+    else:
+        console = Console(highlight=False)
+        console.print(placement_table(placement, num_sessions))
+        if not is_covered:
+            console.print(uncovered_text(placement), style="bold red")
+    return 0 if is_covered else 1
 
 
 def placement_table(placement: router_pb2.Placement, num_sessions: int | None = None) -> RenderableType:

@@ -58,9 +58,18 @@ class Model:
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer
         (self.eos_token_id,) = tokenizer.encode("<|im_end|>", add_special_tokens=False)
+        self._visible_ids = [i for i in range(tokenizer.vocab_size) if i not in tokenizer.special_token_ids]
 
-    def answer(self, prompt_ids: list[int], ids: list[int], finish: str) -> tuple[list[int], str]:
-        """The token log after the answer, and the answer's text."""
+    def answer(self, prompt_ids: list[int], said: list[int] | str, finish: str) -> tuple[list[int], str]:
+        """The token log after the answer, and the answer's text.
+
+        Args:
+            said: a text, or numbers that stand for tokens without a meaning of their own.
+        """
+        if isinstance(said, str):
+            ids = self.tokenizer.encode(said, add_special_tokens=False)
+        else:
+            ids = [self._visible_ids[number % len(self._visible_ids)] for number in said]
         if finish == "stop_sequence":
             ids = [*ids, *self.tokenizer.encode("at" + STOP + "op", add_special_tokens=False)]
         if finish == "eos":
@@ -97,7 +106,6 @@ def test_three_turns_spell_the_whole_conversation(
 ) -> None:
     tokenizer = any_tokenizer
     chat, model = with_template(tokenizer, template), Model(tokenizer)
-    visible_ids = [i for i in range(tokenizer.vocab_size) if i not in tokenizer.special_token_ids]
     messages = [Message("system", "You are helpful.")] if has_system else []
     log: list[int] = []
     for index, (content, (said, finish)) in enumerate(turns):
@@ -113,12 +121,7 @@ def test_three_turns_spell_the_whole_conversation(
         assert spelled(tokenizer, token_ids) == spelled(tokenizer, canonical_ids)
         if spelled(tokenizer, canonical_ids) != rendering:
             assert token_ids == canonical_ids, "a tokenizer that changes texts gets the canonical ids"
-        said_ids = (
-            tokenizer.encode(said, add_special_tokens=False)
-            if isinstance(said, str)
-            else [visible_ids[raw_id % len(visible_ids)] for raw_id in said]
-        )
-        log, text = model.answer(token_ids, said_ids, finish)
+        log, text = model.answer(token_ids, said, finish)
         messages += [*new, Message("assistant", text)]
 
 
@@ -132,7 +135,6 @@ def test_nothing_is_processed_twice(
 ) -> None:
     tokenizer = byte_level_tokenizer
     chat, model = with_template(tokenizer, CHAT_TEMPLATES["plain"]), Model(tokenizer)
-    visible_ids = [i for i in range(tokenizer.vocab_size) if i not in tokenizer.special_token_ids]
     messages: list[Message] = []
     log: list[int] = []
     num_prompt_tokens, last_finish = 0, ""
@@ -152,12 +154,7 @@ def test_nothing_is_processed_twice(
             else:
                 assert num_kept_tokens == len(log)
         num_prompt_tokens, last_finish = len(token_ids), finish
-        said_ids = (
-            tokenizer.encode(said, add_special_tokens=False)
-            if isinstance(said, str)
-            else [visible_ids[raw_id % len(visible_ids)] for raw_id in said]
-        )
-        log, text = model.answer(token_ids, said_ids, finish)
+        log, text = model.answer(token_ids, said, finish)
         messages += [*new, Message("assistant", text)]
 
 
@@ -177,16 +174,14 @@ def test_the_demo_model_chats_without_processing_twice(finish: str) -> None:
             assert num_kept_tokens == len(log) - (1 if finish == "stop_sequence" else 0)
             rendering = chat.render([*messages, *new], add_generation_prompt=True)
             assert spelled(tokenizer, token_ids) == rendering
-        answer_ids = tokenizer.encode("Well: 你好, 12345 😀 is", add_special_tokens=False)
-        log, text = model.answer(token_ids, answer_ids, finish)
+        log, text = model.answer(token_ids, "Well: 你好, 12345 😀 is", finish)
         messages += [*new, Message("assistant", text)]
 
 
 def test_special_tokens_that_the_answer_left_out_are_not_kept(byte_level_tokenizer: TextTokenizer) -> None:
     chat, model = ChatTemplate(byte_level_tokenizer), Model(byte_level_tokenizer)
     prompt_ids = chat.prompt_ids([Message("user", "Hi")])
-    ids = byte_level_tokenizer.encode("one<|endoftext|>two", add_special_tokens=False)
-    log, text = model.answer(prompt_ids, ids, "eos")
+    log, text = model.answer(prompt_ids, "one<|endoftext|>two", "eos")
     assert text == "onetwo"
     earlier, new = [Message("user", "Hi"), Message("assistant", text)], [Message("user", "On?")]
     num_kept_tokens, token_ids = chat.next_turn_ids(log, earlier, new)
