@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from corolla.block_server.admitted_step import AdmittedStep
-from corolla.block_server.hop_session import HopSession
 from corolla.block_server.readouts import read_out
 from corolla.block_server.row_sampling import (
     ChosenTokens,
@@ -30,7 +29,6 @@ from corolla.block_server.row_sampling import (
     sample_rows,
 )
 from corolla.block_server.step_ahead import AheadPace, StepAhead, next_rows
-from corolla.cache.store import SessionCache
 from corolla.chassis.errors import CorollaError, InternalError, NonFiniteOutput, OutOfMemory, StepFailed
 from corolla.chassis.handlers import call_path
 from corolla.compute.device import is_out_of_memory
@@ -39,7 +37,6 @@ from corolla.compute.threads import single_threaded_pool
 from corolla.decoding.batched_sampling import sample_together
 from corolla.decoding.parameters import SamplingParams
 from corolla.decoding.sampling import Sampler
-from corolla.models.adapters.products import SpanAdapter
 from corolla.models.edges import Edges
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.device_copies import Reading, await_copies, begin_reading, copied_numbers, to_device
@@ -170,7 +167,7 @@ class BatchExecutor:
         self._ahead: StepAhead | None = None
         self._ahead_runner: BatchRunner | None = None
         self._pace = AheadPace()
-        self._expected: Sequence[RowWork] = ()
+        self._expected: list[RowWork] = []
         self._preparing_pace = AheadPace()
 
     @property
@@ -216,14 +213,14 @@ class BatchExecutor:
             None if `compute` must compute the steps: no recorded step fits, or the next step of a row can be launched
             ahead.
         """
-        requests = [session.request for batch in admitted for _, session, _ in batch.rows]
+        work = _row_works(admitted)
         if any(batch.comes_round_here for batch in admitted) or any(
-            each.adapter is not None or each.prompts is not None for each in requests
+            row.adapter is not None or row.prompts is not None for row in work
         ):
             return None
         self._take_ahead(admitted)
         try:
-            work, hidden, embed_seconds = self._packed(admitted)
+            hidden, embed_seconds = self._inputs(admitted)
             self._note_expected(work)
             launched = self.runner.launch(work, hidden, blocks)
             if launched is None:
@@ -245,7 +242,7 @@ class BatchExecutor:
         launched, admitted = iteration.launched, iteration.admitted
         try:
             finite = self.runner.finish(launched, range(len(launched.rows)), iteration.blocks)
-            parts = (launched.hidden,) if len(launched.rows) == 1 else torch.split(launched.hidden, 1)
+            parts = _split(launched.hidden, [1] * len(finite))
             outputs = iteration.copies.in_place_of(tuple(_row_outputs(parts, finite)))
         except Exception as failure:
             error_of(failure)
@@ -260,21 +257,21 @@ class BatchExecutor:
         It is called when nothing else waits. After steps with other rows it prepares ever more seldom.
         """
         if not self._preparing_pace.goes_ahead():
-            self._expected = ()
+            self._expected = []
             return
-        self._expected = [replace(row, position=row.position + 1) for row in iteration.launched.rows]
+        self._expected = [row._replace(position=row.position + 1) for row in iteration.launched.rows]
         try:
             self.runner.prepare_next(self._expected, iteration.blocks)
         except Exception as failure:
             error_of(failure)
             log.warning("the next step could not be prepared", extra={"where": call_path(failure)})
 
-    def _note_expected(self, work: Sequence[RowWork]) -> None:
-        if self._expected and list(self._expected) == list(work):
+    def _note_expected(self, work: list[RowWork]) -> None:
+        if self._expected and self._expected == work:
             self._preparing_pace.hit()
         elif self._expected:
             self._preparing_pace.missed()
-        self._expected = ()
+        self._expected = []
 
     def _with_choices(
         self,
@@ -320,7 +317,7 @@ class BatchExecutor:
             error_of(failure)
             log.error("a step that was launched ahead failed", extra={"where": call_path(failure)})
         else:
-            parts = torch.split(ahead.launched.hidden, 1)
+            parts = _split(ahead.launched.hidden, [1] * len(ahead.launched.rows))
             return BatchResult(tuple(_row_outputs([parts[at] for at in kept], finite)), began_s=ahead.began_s)
         self._ahead = None
         if early.has_chosen:
@@ -403,7 +400,7 @@ class BatchExecutor:
         self, admitted: Sequence[AdmittedStep], blocks: Span, early: "_EarlyLogits | None"
     ) -> BatchResult:
         try:
-            work, hidden, embed_seconds = self._packed(admitted)
+            work, (hidden, embed_seconds) = _row_works(admitted), self._inputs(admitted)
             copies = _HostCopies(admitted)
 
             def meanwhile(output: Tensor, reading: Reading) -> None:
@@ -428,8 +425,8 @@ class BatchExecutor:
 
     def _alone(self, row: AdmittedStep, blocks: Span) -> Tensor | CorollaError:
         try:
-            work, hidden, _ = self._packed([row])
-            (output,) = self._outputs(work, hidden, blocks)
+            hidden, _ = self._inputs([row])
+            (output,) = self._outputs(_row_works([row]), hidden, blocks)
             return output
         except Exception as failure:
             error, place = error_of(failure), call_path(failure)
@@ -455,26 +452,18 @@ class BatchExecutor:
                     sample_together([Sampler(params, ())], logits)
             logits.cpu()
 
-    def _packed(self, admitted: Sequence[AdmittedStep]) -> tuple[list[RowWork], Tensor, float]:
-        """Returns the rows of all steps, their inputs `[tokens, H]` in the model's dtype, and seconds of embedding."""
-        work = [
-            RowWork(
-                session.cache, row.position, row.num_tokens, session.request.prompts, _products(session),
-                long_factors=session.request.long_factors,
-            )
-            for batch in admitted
-            for row, session, _ in batch.rows
-        ]  # fmt: skip
+    def _inputs(self, admitted: Sequence[AdmittedStep]) -> tuple[Tensor, float]:
+        """Returns the inputs of all rows, `[tokens, H]` in the model's dtype, and the seconds that embedding took."""
         began_s = self._clock()
         embedded = self._embedded([batch for batch in admitted if batch.brings_ids])
         embed_seconds = self._clock() - began_s if embedded else 0.0
         parts = iter(embedded)
         hidden = [part for batch in admitted for part in ([next(parts)] if batch.brings_ids else _received(batch))]
         if len(hidden) == 1:
-            return work, hidden[0], embed_seconds
+            return hidden[0], embed_seconds
         # Hidden states from the wire lie on the CPU.
         device = embedded[0].device if embedded else hidden[0].device
-        return work, torch.cat([to_device(part, device, part.dtype) for part in hidden]), embed_seconds
+        return torch.cat([to_device(part, device, part.dtype) for part in hidden]), embed_seconds
 
     def _embedded(self, batches: Sequence[AdmittedStep]) -> Sequence[Tensor]:
         """Embeds the token ids of all steps at once. Returns `[tokens, H]` for each step, on the embedding's device."""
@@ -491,7 +480,7 @@ class BatchExecutor:
                 positions.extend(range(row.position, row.position + row.num_tokens))
             lengths.append(len(token_ids) - sum(lengths))
         numbers = [(token_ids, torch.int64), (positions, torch.int64)]
-        return torch.split(self._edges.embed(*copied_numbers(numbers, self._edges.device)), lengths)
+        return _split(self._edges.embed(*copied_numbers(numbers, self._edges.device)), lengths)
 
     def _outputs(
         self,
@@ -501,8 +490,7 @@ class BatchExecutor:
         meanwhile: Callable[[Tensor, Reading], None] | None = None,
     ) -> Iterator[Tensor | CorollaError]:
         output = self.runner.forward_each(work, hidden, blocks, meanwhile)
-        parts = (output.hidden,) if len(work) == 1 else torch.split(output.hidden, [row.num_tokens for row in work])
-        return _row_outputs(parts, output.finite)
+        return _row_outputs(_split(output.hidden, [row.num_tokens for row in work]), output.finite)
 
     def _with_tokens(
         self, admitted: Sequence[AdmittedStep], outputs: Sequence[RowOutput], early: "_EarlyLogits | None"
@@ -595,7 +583,7 @@ class _HostCopies:
         first = 0
         for batch, finish in zip(self._admitted, self._copies, strict=True):
             if finish is not None:
-                parts = torch.split(finish(), [row.num_tokens for row, _, _ in batch.rows])
+                parts = _split(finish(), [row.num_tokens for row, _, _ in batch.rows])
                 for index, part in enumerate(parts, first):
                     if isinstance(outputs[index], Tensor):
                         replaced[index] = part
@@ -632,7 +620,7 @@ class _EarlyLogits:
         The reading brings the most probable tokens, and begins before the next step is launched.
         """
         pairs = [(row, batch.sampler_for(row, session)) for batch in self._admitted for row, session, _ in batch.rows]
-        outputs = torch.split(hidden, [row.num_tokens for row, _ in pairs])
+        outputs = _split(hidden, [row.num_tokens for row, _ in pairs])
         rows = [
             SamplingRow(row, output, row.num_result_tokens, sampler)
             for (row, sampler), output in zip(pairs, outputs, strict=True)
@@ -662,6 +650,8 @@ class _EarlyLogits:
 
     def of(self, rows: Sequence[SamplingRow]) -> RowLogits | None:
         """The logits of these rows, if they were launched; `rows` lacks those whose output is not finite."""
+        if len(rows) == len(self._rows):
+            return self._logits
         wanted = {id(row.row) for row in rows}
         indices: list[int] = []
         start = num_found = 0
@@ -693,8 +683,23 @@ def _with_readout(output: RowOutput, found: pb.SampledRow | CorollaError) -> Row
     return output
 
 
-def _products(session: HopSession[SessionCache]) -> SpanAdapter | None:
-    return None if session.request.adapter is None else session.request.adapter.products
+def _row_works(admitted: Sequence[AdmittedStep]) -> list[RowWork]:
+    """The rows of all steps, as a runner takes them."""
+    work = []
+    for batch in admitted:
+        for row, session, _ in batch.rows:
+            request = session.request
+            products = None if request.adapter is None else request.adapter.products
+            work.append(
+                RowWork(session.cache, row.position, row.num_tokens, request.prompts, products, request.long_factors)
+            )
+    return work
+
+
+def _split(hidden: Tensor, lengths: list[int]) -> Sequence[Tensor]:
+    """The parts of `[sum of lengths, H]`, of any dtype and device; views of it, unless it is one part."""
+    # `torch.split` passes through three functions of Python first.
+    return (hidden,) if len(lengths) == 1 else hidden.split_with_sizes(lengths)
 
 
 def _received(batch: AdmittedStep) -> Iterator[Tensor]:

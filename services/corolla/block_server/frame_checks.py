@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from corolla.block_server import readouts
 from corolla.block_server.grammars import GrammarNotRead
@@ -227,16 +227,13 @@ class FrameChecks:
     def inputs(self, step: pb.Step, payload: Buffer, num_tokens: int) -> None:
         """Checks the inputs of a step: hidden states of its rows or, for block 0, their token ids."""
         identity = self._identity
-        if step.samples:
-            self._samples(step)
-        elif any(row.HasField("readout") for row in step.rows):
-            raise MalformedMessage("readout", "must be in a step whose last hop chooses tokens")
+        if step.samples and not step.route and step.blocks.end != identity.num_model_blocks:
+            raise MalformedMessage("samples", "must be sent to the last hop only, which chooses the tokens")
+        self._results(step)
         if step.dtype != pb.TENSOR_TYPE_UNSPECIFIED:
             if step.dtype != identity.dtype or step.hidden_size != identity.hidden_size:
                 raise MalformedMessage("dtype", "dtype and hidden size must be those of the model")
             check_payload(payload, step.dtype, num_tokens, step.hidden_size)
-            if any(row.token_ids and not (step.samples and row.num_result_tokens > 1) for row in step.rows):
-                raise MalformedMessage("rows", "must not have both ids and hidden states unless drafts are checked")
             return
         if step.blocks.start != 0 or len(payload) or any(len(row.token_ids) != row.num_tokens for row in step.rows):
             raise MalformedMessage("rows", "must have hidden states or, for block 0, one id for each token")
@@ -251,17 +248,22 @@ class FrameChecks:
             if row.position + row.num_tokens > identity.context_length:
                 raise MalformedMessage("position", f"the model's context has {identity.context_length} tokens")
 
-    def _samples(self, step: pb.Step) -> None:
-        if not step.route and step.blocks.end != self._identity.num_model_blocks:
-            raise MalformedMessage("samples", "must be sent to the last hop only, which chooses the tokens")
+    def _results(self, step: pb.Step) -> None:
+        """Checks what the rows of a step ask of the last hop."""
+        samples, has_states = step.samples, step.dtype != pb.TENSOR_TYPE_UNSPECIFIED
         for row in step.rows:
             if row.HasField("readout"):
+                if not samples:
+                    raise MalformedMessage("readout", "must be in a step whose last hop chooses tokens")
                 readouts.check(row.readout, row.num_tokens, self._identity.vocab_size)
-            num_result_tokens = row.num_result_tokens
+            num_result_tokens = row.num_result_tokens if samples else 0
             if num_result_tokens > MAX_VERIFIED_TOKENS:
                 raise MalformedMessage("rows", f"at most {MAX_VERIFIED_TOKENS} tokens of a row are checked in one step")
-            if num_result_tokens > 1 and len(row.token_ids) != row.num_tokens:
-                raise MalformedMessage("rows", "must have the id of each token if draft tokens are checked")
+            if num_result_tokens > 1:
+                if len(row.token_ids) != row.num_tokens:
+                    raise MalformedMessage("rows", "must have the id of each token if draft tokens are checked")
+            elif has_states and row.token_ids:
+                raise MalformedMessage("rows", "must not have both ids and hidden states unless drafts are checked")
 
     def resent(self, step: pb.Step) -> None:
         """Checks a request to send boundary activations again."""
@@ -270,35 +272,47 @@ class FrameChecks:
         if step.samples or any(row.token_ids or row.num_result_tokens for row in step.rows):
             raise MalformedMessage("rows", "must not ask for results when boundary activations are sent again")
 
-    def session_ids(self, step: pb.Step) -> frozenset[bytes]:
-        """The ids of the sessions in which the rows of a step run here: their own sessions, or scratch sessions."""
-        rows = step.rows
-        if step.scratch_hops & 1:
-            if any(row.source_session_id for row in rows):
-                raise MalformedMessage("rows", "must have no source_session_id in a scratch session")
-            session_ids = frozenset([row.scratch_session_id for row in rows])
-        else:
-            session_ids = frozenset([row.session_id for row in rows])
-        if len(session_ids) != len(rows):
-            raise MalformedMessage("rows", "must all run in different sessions")
-        return session_ids
-
-    def num_tokens(self, step: pb.Step) -> int:
-        """Checks the rows of a step, and returns the number of tokens that they have together."""
-        rows = step.rows
-        if not rows or len({row.session_id for row in rows}) != len(rows):
+    def rows(self, step: pb.Step) -> "CheckedRows":
+        """Checks the rows of a step, whatever they bring."""
+        session_ids: set[bytes] = set()
+        num_tokens, are_next = 0, True
+        for row in step.rows:
+            num_row_tokens, num_result_tokens = row.num_tokens, row.num_result_tokens
+            if num_row_tokens == 0 or num_result_tokens > num_row_tokens:
+                raise MalformedMessage("rows", "must have at least one token each, and no more results than tokens")
+            session_ids.add(row.session_id)
+            num_tokens += num_row_tokens
+            are_next = are_next and (num_row_tokens == 1 or is_decode(row))
+        if not session_ids or len(session_ids) != len(step.rows):
             raise MalformedMessage("rows", "must be at least one, and at most one for each session")
         if len(step.span_id) not in (0, _SPAN_ID_BYTES):
             raise MalformedMessage("span_id", "must have eight bytes")
-        num_tokens = 0
-        for row in rows:
-            num_row_tokens = row.num_tokens
-            if num_row_tokens == 0 or row.num_result_tokens > num_row_tokens:
-                raise MalformedMessage("rows", "must have at least one token each, and no more results than tokens")
-            num_tokens += num_row_tokens
         if num_tokens > self._identity.max_tokens_per_frame:
             raise MalformedMessage("rows", f"must have at most {self._identity.max_tokens_per_frame} tokens together")
-        return num_tokens
+        return CheckedRows(num_tokens, frozenset(session_ids), are_next)
+
+    def scratch_ids(self, step: pb.Step) -> frozenset[bytes]:
+        """The ids of the scratch sessions in which the rows of a step run here."""
+        if any(row.source_session_id for row in step.rows):
+            raise MalformedMessage("rows", "must have no source_session_id in a scratch session")
+        session_ids = frozenset([row.scratch_session_id for row in step.rows])
+        if len(session_ids) != len(step.rows):
+            raise MalformedMessage("rows", "must all run in different sessions")
+        return session_ids
+
+
+class CheckedRows(NamedTuple):
+    """What was found while the rows of a step were checked.
+
+    Attributes:
+        num_tokens: the number of tokens that they have together.
+        session_ids: the ids of their sessions.
+        is_decode: whether each row is a next token, with or without draft tokens to check, and not a chunk of a prompt.
+    """
+
+    num_tokens: int
+    session_ids: frozenset[bytes]
+    is_decode: bool
 
 
 def _adapter(control: pb.Open | pb.Handover) -> AdapterVersion | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -188,7 +188,7 @@ class SessionSampler:
     def take(self, row: pb.SampledRow, token: SampledToken, draft_ids: Sequence[int]) -> bool:
         """Adds the next token to a row. Returns whether the step has also computed the logits of the token after it."""
         index = len(row.tokens)
-        row.tokens.append(_to_message(token))
+        _add(token, row)
         self._num_tokens_left -= 1
         if self._num_tokens_left <= 0 or token.token_id in self._end_token_ids:
             row.is_last = True
@@ -197,18 +197,18 @@ class SessionSampler:
 
     def chosen(self, row: pb.SampledRow, draft_ids: Sequence[int]) -> "ChosenTokens":
         """Completes a row that has all its tokens, and drafts the next tokens."""
-        token_ids = [token.token_id for token in row.tokens]
         if not self.sampler.params.is_greedy:
-            self._num_draws_since_state += len(token_ids)
+            self._num_draws_since_state += len(row.tokens)
             if self._num_draws_since_state >= _NUM_DRAWS_PER_STATE:
                 self._num_draws_since_state = 0
                 row.state = self.sampler.state()
-        drafted = () if row.is_last else self._drafted(len(draft_ids), token_ids)
+        drafted = () if row.is_last else self._drafted(len(draft_ids), row)
         return ChosenTokens(row, drafted)
 
-    def _drafted(self, num_checked: int, token_ids: Sequence[int]) -> Sequence[int]:
+    def _drafted(self, num_checked: int, row: pb.SampledRow) -> Sequence[int]:
         if self._speculator is None:
             return ()
+        token_ids = [token.token_id for token in row.tokens]
         try:
             self._speculator.observe(num_checked, len(token_ids) - 1)
             return self._speculator.draft(token_ids, self.sampler, self._num_tokens_left)
@@ -244,8 +244,7 @@ class ChosenTokens:
     draft_token_ids: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
+class SamplingRow(NamedTuple):
     """A row for which tokens are chosen.
 
     `output` is `[num_tokens, H]`, the last block's output in the model's dtype on its device.
@@ -493,10 +492,9 @@ def _sampled(sampler: Sampler, logits: Tensor) -> Callable[[int], SampledToken]:
     return lambda index: sampler.sample(logits[index])
 
 
-def _to_message(token: SampledToken) -> pb.SampledToken:
+def _add(token: SampledToken, row: pb.SampledRow) -> None:
     if not token.top_logprobs:
-        return pb.SampledToken(token_id=token.token_id, logprob=token.logprob)
+        row.tokens.add(token_id=token.token_id, logprob=token.logprob)
+        return
     token_ids, logprobs = zip(*token.top_logprobs, strict=True)
-    return pb.SampledToken(
-        token_id=token.token_id, logprob=token.logprob, top_token_ids=token_ids, top_logprobs=logprobs
-    )
+    row.tokens.add(token_id=token.token_id, logprob=token.logprob, top_token_ids=token_ids, top_logprobs=logprobs)

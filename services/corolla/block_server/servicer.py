@@ -14,7 +14,7 @@ from corolla.block_server.adapters import Adapters
 from corolla.block_server.admitted_step import StepWork
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine
-from corolla.block_server.frame_checks import ID_BYTES, FrameChecks, Identity, is_decode
+from corolla.block_server.frame_checks import ID_BYTES, FrameChecks, Identity
 from corolla.block_server.handover.receiver import HandoverReceiver
 from corolla.block_server.hop_session import OpenRequest, SessionState
 from corolla.block_server.peers import Peer, PeerTable, fill_fault, step_fault
@@ -294,7 +294,7 @@ class BlockServicer:
         step = frame.control.step  # type: ignore[attr-defined]
         try:
             self._checks.step_blocks(step, peer)
-            self._checks.num_tokens(step)
+            self._checks.rows(step)
             self._checks.resent(step)
         except CorollaError as error:
             peer.send(step_fault(step, error, step.rows, step.client_id))
@@ -305,12 +305,13 @@ class BlockServicer:
 
     def _queued_step(self, step: pb.Step, frame: Frame, peer: Peer) -> QueuedStep[StepWork]:
         blocks = self._checks.step_blocks(step, peer)
-        num_tokens, session_ids = self._checks.num_tokens(step), self._checks.session_ids(step)
+        rows = self._checks.rows(step)
+        # Bit 0 stands for this hop.
+        session_ids = self._checks.scratch_ids(step) if step.scratch_hops & 1 else rows.session_ids
         # An unreadable step is refused here, before it gets into a batch with other steps.
-        self._checks.inputs(step, frame.payload, num_tokens)
-        is_urgent = all(map(is_decode, step.rows))
+        self._checks.inputs(step, frame.payload, rows.num_tokens)
         tenant_tokens = self._sessions.tenant_tokens(step.rows)
-        return QueuedStep(session_ids, tenant_tokens, is_urgent, blocks, StepWork(step, frame.payload, peer))
+        return QueuedStep(session_ids, tenant_tokens, rows.is_decode, blocks, StepWork(step, frame.payload, peer))
 
     def _close(self, frame: Frame, peer: Peer) -> None:
         control: pb.Close = frame.control  # type: ignore[assignment]

@@ -226,11 +226,19 @@ class PageTable:
 
     def slot(self, position: int) -> int:
         """Returns the slot of one position. Raises ValueError if the table does not hold it."""
-        index, within = divmod(position, self._pool.page_tokens)
-        page = self.page(index)
-        if page is None:
+        return self.newest(position)[0]
+
+    def newest(self, position: int) -> tuple[int, int]:
+        """Returns the slot of a position, and how many slots the table holds up to there, this one included.
+
+        Raises:
+            ValueError: the table does not hold the position.
+        """
+        page_tokens, first = self._pool.page_tokens, self._first
+        index, within = divmod(position, page_tokens)
+        if not first <= index < first + len(self._pages):
             raise ValueError(f"position {position} is not held")
-        return page * self._pool.page_tokens + within
+        return self._pages[index - first] * page_tokens + within, position + 1 - first * page_tokens
 
     def _merged(self) -> list[tuple[int, int, int]]:
         """The runs of pages with consecutive ids: index and id of the first page, and the number of pages."""

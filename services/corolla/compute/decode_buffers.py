@@ -1,14 +1,33 @@
 """The inputs and output of a decode step, in tensors with fixed addresses, so that a recorded step can run again."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from corolla.cache.store import KVStore
-from corolla.compute.attention.batch import AttentionBackend, AttentionBatch, PackedRow
+from corolla.cache.store import KVStore, SessionCache
+from corolla.compute.attention.batch import AttentionBackend, AttentionBatch
 from corolla.kernels.page_tables import PageTables
+
+NewToken = tuple[SessionCache, int]
+"""A session's cache, prepared for one more token, and the position of that token."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """A step for which the buffers have room, in the numbers that they hold of it.
+
+    Attributes:
+        tokens: the new token of each row.
+        columns: the positions and then, for each group, slots and numbers of keys; each list ends with padding.
+        versions: for each group, the versions of the rows' page tables.
+    """
+
+    tokens: Sequence[NewToken]
+    columns: list[list[int]]
+    versions: list[list[int]]
 
 
 class DecodeBuffers:
@@ -39,10 +58,6 @@ class DecodeBuffers:
         self._scratch_page = store.scratch_page
         self.hidden = like.new_zeros(max_rows, like.shape[-1])
         self.output = torch.zeros_like(self.hidden)
-        # The columns are positions, then each group's slots and numbers of keys. These change with every step, and one
-        # copy writes them all.
-        self._written_columns = self._padded(())
-        self._columns = torch.tensor(self._written_columns, device=like.device)
         self._pages = [
             torch.full(
                 (max_rows, rule.worst_case(store.pool, max_tokens)), store.scratch_page, dtype=torch.int32,
@@ -52,6 +67,11 @@ class DecodeBuffers:
         ]  # fmt: skip
         # Rows that share pages count them once each; more than the store has twice is rare.
         self._max_pages = max_rows + 2 * store.pool.num_pages
+        # The columns are positions, then each group's slots and numbers of keys. These change with every step, and one
+        # copy writes them all.
+        scratch_slot = store.scratch_page * store.pool.page_tokens
+        self._written_columns = [[number] * max_rows for number in (0, *(scratch_slot, 1) * len(store.rules))]
+        self._columns = torch.tensor(self._written_columns, device=like.device)
         # The versions of the page tables that were written, for each group.
         self._written: list[list[int]] = [[] for _ in store.rules]
         self._first_queries = torch.arange(max_rows + 1, dtype=torch.int32, device=like.device)
@@ -61,40 +81,31 @@ class DecodeBuffers:
         """The positions of the new tokens, int64 `[max_rows]`."""
         return self._columns[0]
 
-    def fit(self, rows: Sequence[PackedRow]) -> bool:
-        """Whether the buffers have room for a step of these rows, each of one token."""
-        return (
-            len(rows) <= self._max_rows
-            and self._num_pages(rows) <= self._max_pages
-            and all(
-                row.num_tokens == 1
-                and row.position < self.max_tokens
-                and all(
-                    _num_keys(row, group) <= pages.shape[1] * self._store.pool.page_tokens
-                    for group, pages in enumerate(self._pages)
-                )
-                for row in rows
-            )
-        )
+    def step(self, tokens: Sequence[NewToken]) -> DecodeStep | None:
+        """The step of these new tokens; None if the buffers have no room for it."""
+        padding = self._max_rows - len(tokens)
+        if padding < 0 or any(position >= self.max_tokens for _, position in tokens):
+            return None
+        return self._padded(tokens, padding)
 
-    def write(self, rows: Sequence[PackedRow], size: int) -> None:
-        """Writes all inputs of a step of `size` over these rows but `hidden`; remaining entries become padding.
+    def write(self, step: DecodeStep, size: int) -> None:
+        """Writes all inputs of a step of `size` but `hidden`; entries behind the step's rows become padding.
 
         What the buffers hold already is not written again, so a step may be written before its hidden states are known.
 
         Args:
-            rows: at most `size` rows for which `fit` is true, and whose pages may be written.
+            step: at most `size` rows, whose pages may be written.
         """
-        if (columns := self._padded(rows)) != self._written_columns:
-            self.write_numbers(self._columns, columns)
-            self._written_columns = columns
+        if step.columns != self._written_columns:
+            self.write_numbers(self._columns, step.columns)
+            self._written_columns = step.columns
+        padding = size - len(step.tokens)
         for group, tensor in enumerate(self._pages):
-            tables = [row.cache.tables[group] for row in rows]
             # Sessions get their pages when they open, so consecutive steps of a batch mostly have the same pages.
-            versions = [table.version for table in tables] + [0] * (size - len(rows))
+            versions = step.versions[group] + [0] * padding
             if versions != self._written[group]:
-                pages = [list(table.pages[: tensor.shape[1]]) for table in tables]
-                pages += [[self._scratch_page]] * (size - len(rows))
+                pages = [list(cache.tables[group].pages[: tensor.shape[1]]) for cache, _ in step.tokens]
+                pages += [[self._scratch_page]] * padding
                 longest = max(map(len, pages))
                 filled = [[*each, *[self._scratch_page] * (longest - len(each))] for each in pages]
                 self.write_numbers(tensor[:size, :longest], filled)
@@ -138,24 +149,21 @@ class DecodeBuffers:
         prepared = {group: (each,) for group, each in tables.items()}
         return AttentionBatch(self._store, (), backend, slots=slots, prepared=prepared)
 
-    def _num_pages(self, rows: Sequence[PackedRow]) -> int:
-        """The most pages with keys that the rows and the padding have in a group of layers."""
+    def _padded(self, tokens: Sequence[NewToken], padding: int) -> DecodeStep | None:
         page_tokens = self._store.pool.page_tokens
-        held = [
-            sum(-(-_num_keys(row, group) // page_tokens) for row in rows) for group in range(len(self._store.rules))
-        ]
-        return max(held) + self._max_rows - len(rows)
-
-    def _padded(self, rows: Sequence[PackedRow]) -> list[list[int]]:
-        padding = self._max_rows - len(rows)
-        columns = [[row.position for row in rows] + [0] * padding]
-        scratch_slot = self._scratch_page * self._store.pool.page_tokens
-        for group in range(len(self._store.rules)):
-            slots = [row.cache.slots(row.position, 1, group)[0] for row in rows]
-            columns += [slots + [scratch_slot] * padding, [_num_keys(row, group) for row in rows] + [1] * padding]
-        return columns
-
-
-def _num_keys(row: PackedRow, group: int) -> int:
-    """How many keys the session holds in a group of layers, including that of the row's new token."""
-    return row.position + 1 - row.cache.tables[group].first_token
+        columns, versions = [[position for _, position in tokens] + [0] * padding], []
+        scratch_slots, single_keys = [self._scratch_page * page_tokens] * padding, [1] * padding
+        for group, pages in enumerate(self._pages):
+            slots, num_keys, group_versions, num_pages = [], [], [], padding
+            for cache, position in tokens:
+                table = cache.tables[group]
+                slot, keys = table.newest(position)
+                slots.append(slot)
+                num_keys.append(keys)
+                group_versions.append(table.version)
+                num_pages += -(-keys // page_tokens)
+            if num_pages > self._max_pages or max(num_keys, default=0) > pages.shape[1] * page_tokens:
+                return None
+            columns += (slots + scratch_slots, num_keys + single_keys)
+            versions.append(group_versions)
+        return DecodeStep(tokens, columns, versions)

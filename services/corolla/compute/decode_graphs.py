@@ -12,8 +12,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from corolla.compute.attention.batch import AttentionBackend, PackedRow
-from corolla.compute.decode_buffers import DecodeBuffers
+from corolla.compute.attention.batch import AttentionBackend
+from corolla.compute.decode_buffers import DecodeBuffers, DecodeStep, NewToken
 from corolla.compute.low_rank import NO_SLOT, RECORDED_RANK, LowRankBatch, LowRankTable
 from corolla.compute.triton_blocks import TritonBlocks
 from corolla.models.adapters.products import SpanAdapter
@@ -80,15 +80,22 @@ class DecodeGraphs:
         self._kept = fused.rotary_tables
 
     @property
+    def device(self) -> torch.device:
+        """The device of the steps."""
+        return self.buffers.hidden.device
+
+    @property
     def max_rows(self) -> int:
         """The most rows of a recorded step."""
         return self._sizes[-1]
 
-    def size_for(self, rows: Sequence[PackedRow]) -> int | None:
-        """The size of the smallest recorded step that has room for these rows; None if no step has."""
-        if len(rows) > self._sizes[-1] or not self.buffers.fit(rows):
-            return None
-        return next(size for size in self._sizes if size >= len(rows))
+    def step(self, tokens: Sequence[NewToken]) -> DecodeStep | None:
+        """The step of these new tokens; None if no recorded step has room for them."""
+        return self.buffers.step(tokens) if len(tokens) <= self.max_rows else None
+
+    def prepare(self, step: DecodeStep) -> None:
+        """Gives the device all of a step but its hidden states; `replay` then does not write that again."""
+        self.buffers.write(step, self._size_for(step))
 
     def slots_for(self, adapters: Sequence[SpanAdapter | None]) -> list[int] | None:
         """The slots of rows' adapters in the table; None if no recorded step has such adapters."""
@@ -97,50 +104,49 @@ class DecodeGraphs:
             return None
         return slots
 
-    def replay(
-        self, rows: Sequence[PackedRow], hidden: Tensor, size: int, slots: Sequence[int] | None = None
-    ) -> Tensor:
+    def replay(self, step: DecodeStep, hidden: Tensor, slots: Sequence[int] | None = None) -> Tensor:
         """Runs all layers over one new token of each row, and stores their keys and values.
 
         Args:
-            rows: rows whose pages may be written.
+            step: a step whose pages may be written.
             hidden: `[rows, H]`, any device and dtype; pinned memory of the CPU is copied without waiting.
-            size: see `size_for`.
             slots: see `slots_for`; None: no row has an adapter.
 
         Returns:
             The output `[rows, H]`, a copy on the model's device and in its dtype.
         """
-        return self.replay_embedded(rows, lambda _: hidden, size, slots)
+        self.prepare(step)
+        return self._replay(step, hidden, slots)
 
-    def replay_embedded(
-        self,
-        rows: Sequence[PackedRow],
-        embed: Callable[[Tensor], Tensor],
-        size: int,
-        slots: Sequence[int] | None = None,
-    ) -> Tensor:
+    def replay_embedded(self, step: DecodeStep, embed: Callable[[Tensor], Tensor]) -> Tensor:
         """Does what `replay` does, with an input that is made once the positions are on the device.
 
         Args:
-            rows, size, slots: see `replay`.
+            step: see `replay`.
             embed: takes the positions, int64 `[rows]` on the device, and returns the input `[rows, H]`, any device and
                 dtype.
 
         Returns:
             The output `[rows, H]`, a copy on the model's device and in its dtype.
         """
-        buffers = self.buffers
-        buffers.write(rows, size)
-        buffers.hidden[: len(rows)].copy_(embed(buffers.positions[: len(rows)]), non_blocking=True)
+        self.prepare(step)
+        return self._replay(step, embed(self.buffers.positions.narrow(0, 0, len(step.tokens))))
+
+    def _size_for(self, step: DecodeStep) -> int:
+        """The size of the smallest recorded step that has room for the rows."""
+        return next(size for size in self._sizes if size >= len(step.tokens))
+
+    def _replay(self, step: DecodeStep, hidden: Tensor, slots: Sequence[int] | None = None) -> Tensor:
+        buffers, num_rows, size = self.buffers, len(step.tokens), self._size_for(step)
+        buffers.hidden.narrow(0, 0, num_rows).copy_(hidden, non_blocking=True)
         if slots is None:
             self._replays[size]()
         else:
-            padding = [NO_SLOT] * (size - len(rows))
+            padding = [NO_SLOT] * (size - num_rows)
             buffers.write_numbers(self._tiles[:size], LowRankBatch.tiles_of_tokens([*slots, *padding]))
             self._adapting[size]()
         self.num_replays += 1
-        return buffers.output[: len(rows)].clone()
+        return buffers.output.narrow(0, 0, num_rows).clone()
 
     def _recorded(
         self, record: Record, sizes: Sequence[int], *, has_adapters: bool = False

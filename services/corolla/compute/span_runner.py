@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from corolla.compute.attention.latents import LATENT, PackedLatents, leave_laten
 from corolla.compute.attention.page_tables import PagedBackend, paged_batch
 from corolla.compute.attention.shapes import ShapeProbe
 from corolla.compute.compiled_blocks import choose_compiled_blocks
+from corolla.compute.decode_buffers import DecodeStep
 from corolla.compute.decode_graphs import DecodeGraphs
 from corolla.compute.kernel_choices import KernelChoices
 from corolla.compute.low_rank import LowRankBatch, LowRankTable, choose_low_rank_table
@@ -34,8 +35,7 @@ from corolla.wire.device_copies import Reading, copied_numbers, to_copy, to_devi
 from corolla.wire.span import Span
 
 
-@dataclass(frozen=True, slots=True)
-class RowWork:
+class RowWork(NamedTuple):
     """One session's part of a batch.
 
     Attributes:
@@ -283,8 +283,10 @@ class SpanRunner:
         self._check(rows, hidden, blocks)
         for row in rows:
             row.cache.truncate(row.position)
-        hidden = to_copy(hidden, self.model.device, self.model.dtype)
-        return self._launched_recorded(rows, lambda _: hidden, blocks)
+        graphs, step = self.decode_graphs, self._recorded(rows, blocks)
+        if graphs is None or step is None:
+            return None
+        return self._launched(rows, graphs.replay(step, to_copy(hidden, graphs.device, self.model.dtype)))
 
     @torch.inference_mode()
     def prepare_next(self, rows: Sequence[RowWork], blocks: Span) -> None:
@@ -298,9 +300,9 @@ class SpanRunner:
         Raises:
             OutOfPages: the pool has too few pages.
         """
-        graphs, fitting = self.decode_graphs, self._recorded(rows, blocks) if _have_room(rows) else None
-        if graphs is not None and fitting is not None:
-            graphs.buffers.write(*fitting)
+        graphs, step = self.decode_graphs, self._recorded(rows, blocks) if _have_room(rows) else None
+        if graphs is not None and step is not None:
+            graphs.prepare(step)
 
     @torch.inference_mode()
     def launch_next(
@@ -322,7 +324,10 @@ class SpanRunner:
         Raises:
             OutOfPages: the pool has too few pages.
         """
-        return self._launched_recorded(rows, embed, blocks) if _have_room(rows) else None
+        graphs, step = self.decode_graphs, self._recorded(rows, blocks) if _have_room(rows) else None
+        if graphs is None or step is None:
+            return None
+        return self._launched(rows, graphs.replay_embedded(step, embed))
 
     @torch.inference_mode()
     def finish(self, launched: LaunchedBatch, kept: Sequence[int], blocks: Span) -> tuple[bool, ...]:
@@ -336,27 +341,17 @@ class SpanRunner:
         """
         return self._finished(launched, kept, blocks)
 
-    def _launched_recorded(
-        self, rows: Sequence[RowWork], embed: Callable[[Tensor], Tensor], blocks: Span
-    ) -> LaunchedBatch | None:
-        graphs, fitting = self.decode_graphs, self._recorded(rows, blocks)
-        if graphs is None or fitting is None:
-            return None
-        packed, size = fitting
-        return self._launched(rows, graphs.replay_embedded(packed, embed, size))
-
-    def _recorded(self, rows: Sequence[RowWork], blocks: Span) -> tuple[Sequence[PackedRow], int] | None:
-        """The rows, whose pages may be written now, and the size of the recorded step that fits; None if none does."""
+    def _recorded(self, rows: Sequence[RowWork], blocks: Span) -> DecodeStep | None:
+        """The recorded step of the rows, whose pages may be written now; None if none fits."""
         graphs = self.decode_graphs
-        if graphs is None or blocks != self.span or any(row.adapter or row.prompts is not None for row in rows):
-            return None
-        if any(row.num_tokens > 1 for row in rows):
+        if graphs is None or blocks != self.span:
             return None
         for row in rows:
+            if row.num_tokens > 1 or row.adapter is not None or row.prompts is not None:
+                return None
+        for row in rows:
             row.cache.prepare(row.position, 1)
-        packed = _packed(rows)
-        size = graphs.size_for(packed)
-        return None if size is None else (packed, size)
+        return graphs.step([(row.cache, row.position) for row in rows])
 
     def _launched(self, rows: Sequence[RowWork], output: Tensor) -> LaunchedBatch:
         # If a row has NaN or Inf, the sum is not finite. It may also overflow, so then each row is checked by itself.
@@ -399,11 +394,12 @@ class SpanRunner:
 
     def _forward_packed(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
         graphs = self.decode_graphs if blocks == self.span else None
-        if graphs is not None and (size := graphs.size_for(packed := _packed(rows))) is not None:
+        if graphs is not None and all(row.num_tokens == 1 for row in rows):
+            step = graphs.step([(row.cache, row.position) for row in rows])
             has_adapters = any(row.adapter is not None for row in rows)
             slots = graphs.slots_for([row.adapter for row in rows]) if has_adapters else None
-            if not has_adapters or slots is not None:
-                return graphs.replay(packed, hidden, size, slots)
+            if step is not None and (not has_adapters or slots is not None):
+                return graphs.replay(step, hidden, slots)
         return self._forward_step(self._packed_step(rows, hidden.device), hidden, blocks)
 
     def _packed_step(self, rows: Sequence[RowWork], device: torch.device) -> "_PackedStep":
@@ -469,7 +465,7 @@ class SpanRunner:
                 batch = AttentionBatch(self.store, [PackedRow(row.cache, start, 0, len(tokens))], self.backend)
                 cache = _RowCache(batch, windows, layers, cache)
                 positions = torch.arange(start, end, device=hidden.device).unsqueeze(0)
-                part_of_row = replace(row, position=start, num_tokens=len(tokens))
+                part_of_row = row._replace(position=start, num_tokens=len(tokens))
                 self.model.adapters = self._adapters([part_of_row])
                 self._tell_factors([part_of_row], tokens.device)
                 outputs.append(
@@ -482,17 +478,20 @@ class SpanRunner:
 
     def _check(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> None:
         self.span.indices(blocks)
-        num_tokens = sum(row.num_tokens for row in rows)
+        num_tokens, caches = 0, set[int]()
+        for row in rows:
+            cache, position = row.cache, row.position
+            if position and cache.blocks != blocks and cache.blocks is not None:
+                raise ValueError(f"a session of blocks {cache.blocks} keeps its blocks, and cannot run {blocks}")
+            if row.num_tokens < 1 or not 0 <= position <= cache.num_tokens:
+                held = cache.num_tokens
+                raise ValueError(f"{row.num_tokens} tokens at position {position} do not follow {held} cached ones")
+            caches.add(id(cache))
+            num_tokens += row.num_tokens
         if not rows or hidden.shape != (num_tokens, self.model.hidden_size):
             raise ValueError(f"rows of {num_tokens} tokens do not fit a tensor of shape {tuple(hidden.shape)}")
-        if len({id(row.cache) for row in rows}) != len(rows):
+        if len(caches) != len(rows):
             raise ValueError("two rows of a batch have the same cache")
-        for row in rows:
-            if row.position and row.cache.blocks not in (None, blocks):
-                raise ValueError(f"a session of blocks {row.cache.blocks} keeps its blocks, and cannot run {blocks}")
-            if row.num_tokens < 1 or not 0 <= row.position <= row.cache.num_tokens:
-                held = row.cache.num_tokens
-                raise ValueError(f"{row.num_tokens} tokens at position {row.position} do not follow {held} cached ones")
 
 
 @dataclass(frozen=True, slots=True)

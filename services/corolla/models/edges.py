@@ -72,6 +72,10 @@ class Edges:
         self._models = [model for model in (embedding_model, head_model) if model is not None]
         self._embedding_model = embedding_model
         self._head_model = head_model
+        # A step asks for the device several times, and a search among all parameters takes longer than a launch.
+        self._device = next(
+            tensor.device for tensor in itertools.chain(self._models[0].parameters(), self._models[0].buffers())
+        )
         self._embedding = None if embedding_model is None else embedding_model.get_submodule(family.embedding)
         # The base model's forward would only add overhead to a plain lookup, half a millisecond for each token.
         self.is_lookup = not (
@@ -88,9 +92,7 @@ class Edges:
 
     @property
     def device(self) -> torch.device:
-        return next(
-            tensor.device for tensor in itertools.chain(self._models[0].parameters(), self._models[0].buffers())
-        )
+        return self._device
 
     @property
     def hidden_size(self) -> int:

@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor
 
 from corolla.compute import graph_choice
-from corolla.compute.attention.batch import AttentionBatch, PackedRow
+from corolla.compute.attention.batch import AttentionBatch
 from corolla.compute.attention.paged_flash import PagedFlash
-from corolla.compute.decode_buffers import DecodeBuffers
+from corolla.compute.decode_buffers import DecodeBuffers, DecodeStep
 from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.models.cuda_capture import Record
 from tests.checkpoints import make_tiny_checkpoint
@@ -193,10 +194,10 @@ def test_buffers_that_are_not_written_are_noticed(
 ) -> None:
     write, num_writes = DecodeBuffers.write, 0
 
-    def write_without(buffers: DecodeBuffers, rows: Any, *arguments: Any) -> None:
+    def write_without(buffers: DecodeBuffers, step: DecodeStep, size: int) -> None:
         nonlocal num_writes
         num_writes += 1
-        write(buffers, [described_without(buffer, row) for row in rows], *arguments)
+        write(buffers, without(buffer, step), size)
         if buffer == "positions":
             buffers.positions.zero_()
 
@@ -212,17 +213,11 @@ def test_tables_of_other_sessions_are_noticed(
     write = DecodeBuffers.write
     held: list[Sequence[Any]] = []
 
-    def write_by_number(buffers: DecodeBuffers, rows: Sequence[PackedRow], *arguments: Any) -> None:
-        if len(rows) != len(held):
-            held[:] = [row.cache.tables for row in rows]
-        write(buffers, [with_pages_of(row, old) for row, old in zip(rows, held, strict=True)], *arguments)
-
-    def with_pages_of(row: PackedRow, old: Sequence[Any]) -> Any:
-        tables = [
-            SimpleNamespace(first_token=own.first_token, pages=other.pages, version=other.version)
-            for own, other in zip(row.cache.tables, old, strict=True)
-        ]
-        return SimpleNamespace(position=row.position, cache=SimpleNamespace(tables=tables, slots=row.cache.slots))
+    def write_by_number(buffers: DecodeBuffers, step: DecodeStep, size: int) -> None:
+        if len(step.tokens) != len(held):
+            held[:] = [cache.tables for cache, _ in step.tokens]
+        versions = [[tables[group].version for tables in held] for group in range(len(step.versions))]
+        write(buffers, replace(step, tokens=[(with_tables(tables), 0) for tables in held], versions=versions), size)
 
     monkeypatch.setattr(DecodeBuffers, "write", write_by_number)
     assert_refused(caplog, make_runner(folder), WRONG)
@@ -249,33 +244,31 @@ def test_a_start_launches_few_steps_kernel_by_kernel(folder: Path) -> None:
     assert num_attended == len(SPAN) * (num_replays + 2 + 1) + len(SIZES)
 
 
-def described_without(buffer: str, row: PackedRow) -> Any:
-    """Describes the row as far as it is written; the one buffer has there what padding has, or nothing."""
-    cache, page_tokens = row.cache, row.cache.store.pool.page_tokens
-    scratch_page = cache.store.scratch_page
-    assert scratch_page is not None
-    tables = [
-        SimpleNamespace(
-            first_token=row.position if buffer == "numbers of keys" else table.first_token,
-            pages=[0] * len(table.pages) if buffer == "page tables" else table.pages,
-            version=table.version,
-        )
-        for table in cache.tables
-    ]
+def without(buffer: str, step: DecodeStep) -> DecodeStep:
+    """The step as it is written; the one buffer has there what padding has, or nothing."""
+    if buffer == "page tables":
+        blank = [[SimpleNamespace(pages=[0] * len(table.pages)) for table in cache.tables] for cache, _ in step.tokens]
+        return replace(step, tokens=[(with_tables(tables), 0) for tables in blank])
+    if buffer == "positions":
+        return step
+    store, columns = step.tokens[0][0].store, list(step.columns)
+    assert store.scratch_page is not None
+    first, number = {"slots": (1, store.scratch_page * store.pool.page_tokens), "numbers of keys": (2, 1)}[buffer]
+    columns[first::2] = [[number] * len(each) for each in columns[first::2]]
+    return replace(step, columns=columns)
 
-    def slots(*at: int) -> Sequence[int]:
-        return [scratch_page * page_tokens] if buffer == "slots" else cache.slots(*at)
 
-    return SimpleNamespace(position=row.position, cache=SimpleNamespace(tables=tables, slots=slots))
+def with_tables(tables: Sequence[Any]) -> Any:
+    return SimpleNamespace(tables=tables)
 
 
 def test_the_check_crosses_the_end_of_a_page(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     seen: set[int] = set()
     write = DecodeBuffers.write
 
-    def watch(buffers: DecodeBuffers, rows: Any, *arguments: Any) -> None:
-        seen.update(row.position for row in rows)
-        write(buffers, rows, *arguments)
+    def watch(buffers: DecodeBuffers, step: DecodeStep, size: int) -> None:
+        seen.update(position for _, position in step.tokens)
+        write(buffers, step, size)
 
     monkeypatch.setattr(DecodeBuffers, "write", watch)
     assert choose(make_runner(folder)) is not None
