@@ -6,6 +6,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -69,6 +71,15 @@ class EmbeddedRedis:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Redis does nothing meanwhile, and keeps its connections."""
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         """Ends it and waits for that; nothing is kept."""

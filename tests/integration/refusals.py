@@ -8,7 +8,9 @@ import grpc
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
+from corolla.chassis.errors import Unauthenticated
 from corolla.chassis.status import DETAILS_KEY
+from corolla.sdk.async_client import AsyncClient
 
 SERVICE = "/corolla.v1.GenerationService/"
 STREAMING = frozenset({"GenerateStream", "ChatStream"})
@@ -61,6 +63,16 @@ def refusal_of(failure: grpc.aio.AioRpcError) -> Refusal:
 
 def key_metadata(api_key: str | None) -> Sequence[tuple[str, str]]:
     return [("authorization", f"Bearer {api_key}")] if api_key is not None else []
+
+
+async def is_taken(address: str, api_key: str) -> bool:
+    """Whether a client service lets the caller with this key, or token, in."""
+    async with AsyncClient(address, api_key=api_key) as client:
+        try:
+            await client.models()
+        except Unauthenticated:
+            return False
+    return True
 
 
 async def refusal(

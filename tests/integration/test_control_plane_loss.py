@@ -67,12 +67,9 @@ Fault = Callable[[Swarm], AbstractAsyncContextManager[None]]
 
 @asynccontextmanager
 async def frozen(swarm: Swarm) -> AsyncIterator[None]:
-    os.kill(swarm.redis.pid, signal.SIGSTOP)
-    try:
+    with swarm.redis.frozen():
         await asyncio.sleep(OUTAGE_S)
         yield
-    finally:
-        os.kill(swarm.redis.pid, signal.SIGCONT)
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ from corolla.client.settings import ClientSettings
 from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import generation_pb2 as pb
 from tests.checkpoints import make_tiny_checkpoint
-from tests.integration.refusals import refusal
+from tests.integration.refusals import is_taken, refusal
 from tests.integration.swarm import Swarm, tiny_swarm
 from tests.integration.waiting import until
 
@@ -161,26 +161,17 @@ async def test_changed_keys_count_within_seconds_and_broken_files_change_nothing
     keys_file = tmp_path / "keys"
     first, second = NewKey("acme", scopes=[Scope.CHAT]), NewKey("acme")
     keys_file.write_text(f"{first.record.line}\n")
-    service = await swarm.add_client(api_keys_file=keys_file)
-
-    async def is_known(key: str) -> bool:
-        async with AsyncClient(f"127.0.0.1:{service.port}", api_key=key) as client:
-            try:
-                await client.models()
-            except Unauthenticated:
-                return False
-        return True
-
-    assert await is_known(first.key)
-    async with AsyncClient(f"127.0.0.1:{service.port}", api_key=first.key) as client:
+    address = f"127.0.0.1:{(await swarm.add_client(api_keys_file=keys_file)).port}"
+    assert await is_taken(address, first.key)
+    async with AsyncClient(address, api_key=first.key) as client:
         with pytest.raises(ScopeDenied):
             await client.generate([1, 2, 3], max_tokens=1)
     keys_file.write_text("nonsense")
     await asyncio.sleep(3)
-    assert await is_known(first.key)
+    assert await is_taken(address, first.key)
     keys_file.write_text(f"{second.record.line}\n")
-    await until(partial(is_known, second.key), 10)
-    assert not await is_known(first.key)
+    await until(partial(is_taken, address, second.key), 10)
+    assert not await is_taken(address, first.key)
 
 
 async def test_an_answer_ends_with_the_key_that_it_runs_under(swarm: Swarm, tmp_path: Path) -> None:
@@ -191,12 +182,7 @@ async def test_an_answer_ends_with_the_key_that_it_runs_under(swarm: Swarm, tmp_
     address = f"127.0.0.1:{service.port}"
 
     async def is_refused() -> bool:
-        async with AsyncClient(address, api_key=revoked.key) as client:
-            try:
-                await client.models()
-            except Unauthenticated:
-                return True
-        return False
+        return not await is_taken(address, revoked.key)
 
     async with AsyncClient(address, api_key=revoked.key) as one, AsyncClient(address, api_key=kept.key) as other:
         # No caller takes their tokens meanwhile, so neither comes to its end.

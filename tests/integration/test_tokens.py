@@ -29,7 +29,7 @@ from corolla.sdk.async_client import AsyncClient
 from tests.checkpoints import make_tiny_checkpoint
 from tests.identity_provider import AUDIENCE, IdentityProvider, SigningKey, key_set
 from tests.integration.metrics import sample
-from tests.integration.refusals import refusal
+from tests.integration.refusals import is_taken, refusal
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
 
@@ -241,15 +241,6 @@ async def test_the_audit_log_names_tenant_and_subject_without_showing_who(
     assert ids[0] == ids[1] == expected != ids[2]
     assert [each["tenant"] for each in lines] == ["ada", "ada", "eve"]
     assert not any(token in repr(lines) for token in tokens)
-
-
-async def is_taken(address: str, token: str) -> bool:
-    async with AsyncClient(address, api_key=token) as client:
-        try:
-            await client.models()
-        except Unauthenticated:
-            return False
-    return True
 
 
 async def until_rested(swarm: Swarm, provider: IdentityProvider) -> None:

@@ -1,12 +1,10 @@
 """What becomes of leases, placement and turns when Redis is frozen, flushed, full, or was away with all routers."""
 
 import asyncio
-import os
 import secrets
-import signal
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 import uvloop
@@ -28,15 +26,6 @@ from tests.integration.waiting import until
 
 LEASE_S = 1.5
 SHORT_LEASE = {"lease_ms": round(1000 * LEASE_S)}
-
-
-@contextmanager
-def frozen(redis: EmbeddedRedis) -> Iterator[None]:
-    os.kill(redis.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(redis.pid, signal.SIGCONT)
 
 
 @asynccontextmanager
@@ -131,7 +120,7 @@ async def test_silence_does_not_count_while_redis_is_frozen(
     router = await start_router(redis_url=own_redis.url, **SHORT_LEASE)
     server = BlockServer(router, model, capacity_blocks=30)
     await server.join()
-    with frozen(own_redis):
+    with own_redis.frozen():
         await asyncio.sleep(2 * LEASE_S)
         started = time.monotonic()
         error = await refusal(plan(router, model))

@@ -1,8 +1,6 @@
 """Pushes to watchers, and what becomes of routers when Redis goes and comes."""
 
 import asyncio
-import os
-import signal
 import time
 import urllib.request
 from collections.abc import AsyncIterator
@@ -125,8 +123,7 @@ async def test_a_frozen_redis_is_an_error_in_time_and_heals(
     await server.join()
     async with watching(router, model) as pushed:
         await until(pushed, lambda placement: not placement.uncovered)
-        os.kill(own_redis.pid, signal.SIGSTOP)
-        try:
+        with own_redis.frozen():
             for _ in range(2):
                 started = time.monotonic()
                 errors = await asyncio.gather(
@@ -136,8 +133,6 @@ async def test_a_frozen_redis_is_an_error_in_time_and_heals(
                 assert time.monotonic() - started < 10
             assert await health(router) == health_pb2.HealthCheckResponse.SERVING
             assert "corolla_store_up 0.0" in await metrics(router)
-        finally:
-            os.kill(own_redis.pid, signal.SIGCONT)
         await until_exported(router, "corolla_store_up 1.0")
         await server.beat()
         server.state = pb.SERVER_STATE_DRAINING
@@ -153,12 +148,9 @@ async def test_who_comes_while_redis_is_frozen_gets_what_was_pushed_last(
     await server.join()
     async with watching(router, model) as pushed:
         last = await until(pushed, lambda placement: not placement.uncovered)
-    os.kill(own_redis.pid, signal.SIGSTOP)
-    try:
+    with own_redis.frozen():
         async with watching(router, model) as pushed:
             assert (await until(pushed, lambda placement: True)).cheapest_chain == last.cheapest_chain
-    finally:
-        os.kill(own_redis.pid, signal.SIGCONT)
     server.state = pb.SERVER_STATE_DRAINING
     async with server.beating(), watching(router, model) as pushed:
         await until(pushed, lambda placement: bool(placement.uncovered))

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -65,18 +66,23 @@ def test_only_the_latest_are_kept(checkpoint: Checkpoint) -> None:
     assert not has(grammars, formats.regex("a0", "regex").grammar)
 
 
+def hold_up(monkeypatch: pytest.MonkeyPatch, may_end: threading.Event, on_begun: Callable[[str], None]) -> None:
+    """No grammar is read before `may_end` is set; `on_begun` gets the text of each one that is to be."""
+
+    def read_slowly(tokenizer: object, text: str) -> object:
+        on_begun(text)
+        assert may_end.wait(60)
+        return read_grammar(tokenizer, text)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("corolla.block_server.grammars.read_grammar", read_slowly)
+
+
 def test_who_has_a_grammar_does_not_wait_for_one_that_is_read(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammars, begun, may_end = a_servers(checkpoint), threading.Event(), threading.Event()
     grammars.begin(FORM, [])
-
-    def read_slowly(tokenizer: object, text: str) -> object:
-        begun.set()
-        assert may_end.wait(60)
-        return read_grammar(tokenizer, text)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("corolla.block_server.grammars.read_grammar", read_slowly)
+    hold_up(monkeypatch, may_end, lambda text: begun.set())
     reading = threading.Thread(target=grammars.begin, args=(DEEP, []))
     reading.start()
     try:
@@ -93,13 +99,7 @@ async def test_each_grammar_is_read_once_however_many_wait_and_nobody_elses_work
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammars, may_end, texts = a_servers(checkpoint), threading.Event(), list[str]()
-
-    def read_slowly(tokenizer: object, text: str) -> object:
-        texts.append(text)
-        assert may_end.wait(60)
-        return read_grammar(tokenizer, text)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("corolla.block_server.grammars.read_grammar", read_slowly)
+    hold_up(monkeypatch, may_end, texts.append)
     waiting = [asyncio.ensure_future(grammars.read("one", text)) for text in (FORM, DEEP) for _ in range(50)]
     try:
         assert await asyncio.wait_for(asyncio.to_thread(lambda: "done"), 30) == "done"
@@ -119,13 +119,7 @@ async def test_a_tenant_does_not_wait_for_all_the_grammars_of_another_one(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammars, may_end, texts = a_servers(checkpoint), threading.Event(), list[str]()
-
-    def read_slowly(tokenizer: object, text: str) -> object:
-        texts.append(text)
-        assert may_end.wait(60)
-        return read_grammar(tokenizer, text)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("corolla.block_server.grammars.read_grammar", read_slowly)
+    hold_up(monkeypatch, may_end, texts.append)
     many = [formats.regex(f"a{{{number}}}", "regex").grammar for number in range(1, 1001)]
     noisy = [asyncio.ensure_future(grammars.read("noisy", text)) for text in many]
     await asyncio.sleep(0)
