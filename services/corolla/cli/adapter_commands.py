@@ -75,6 +75,8 @@ def list_adapters(router: Router = "127.0.0.1:50050", model: ModelName = "") -> 
 
     with router_stub(router) as stub:
         placement = _placement(stub, model)
+    if not placement.adapters:
+        sys.stderr.write("no adapter is registered; add one with corolla adapters add\n")
     for each in placement.adapters:
         sys.stdout.write("\n".join(adapter_lines(each)) + "\n")
     return 0

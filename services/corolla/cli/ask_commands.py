@@ -59,6 +59,8 @@ def generate(
     from corolla.cli.generate import run_generate
     from corolla.sdk.client import Client
 
+    if logprobs is not None and not json:
+        raise typer.BadParameter("--logprobs needs --json, since text shows none")
     options = ask.given(
         model=model, logprobs=logprobs, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
         min_p=min_p, repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from corolla.chassis.errors import InternalError
+from corolla.cli.advice import command_name
 from corolla.cli.generate import usage_text
 from corolla.cli.interruption import EXIT_INTERRUPTED, Interrupted, interruptible
 from corolla.cli.placement_table import placement_table
@@ -61,7 +62,7 @@ def run_demo(options: StackOptions) -> int:
     console.print(Rule("Result", align="left"))
     start_s = sum(seconds for stage, seconds in stack.start_s.items() if stage != "imports")
     console.print(summary_table(usages, len(stack.servers), start_s, time.perf_counter() - started))
-    console.print("\nRun it yourself: [bold]corolla up[/bold]")
+    console.print(f"\nRun a stack of your own: [bold]{command_name()} up[/bold]")
     return 0
 
 

@@ -71,7 +71,7 @@ def block_server(
     quantization: Quantization = None,
     device: Device = None,
     threads: Threads = None,
-    kv_cache_mib: Annotated[int | None, _option("Memory for the KV cache.")] = None,
+    kv_cache_mib: Annotated[int | None, _option("Memory for the KV cache, in MiB.")] = None,
     control_port: Annotated[int | None, _option("Port of gRPC, for health and status.", **_PORT)] = None,
     metrics_port: MetricsPort = None,
     log_level: LogLevel = None,
@@ -107,9 +107,7 @@ def client(
     served_model_name: ServedModelName = None,
     dtype: Dtype = None,
     quantization: Quantization = None,
-    api_keys_file: Annotated[
-        str | None, _option("File with a line tenant:key for each caller; a key has at least 16 characters.")
-    ] = None,
+    api_keys_file: Annotated[str | None, _option("File of callers' keys, as corolla keys writes it.")] = None,
     metrics_port: MetricsPort = None,
     log_level: LogLevel = None,
     settings: Settings = False,
@@ -129,7 +127,7 @@ def client(
 
 
 def drain(
-    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="AdminService of the block server.")],
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The block server, with its COROLLA_ADMIN_PORT.")],
     timeout_s: Annotated[float, typer.Option(help="Seconds to wait until it has ended.")] = 60.0,
 ) -> int:
     """Makes a block server hand its sessions over and end; waits until it is done."""
@@ -140,7 +138,7 @@ def drain(
 
     # A StartupError, because a ServiceUnavailable would be shown with the advice to start a stack.
     with control_channel(
-        address, StartupError(f"no block server answers at {address}; name its control port")
+        address, StartupError(f"no block server answers at {address}; give the COROLLA_ADMIN_PORT that is set for it")
     ) as channel:
         left = AdminServiceStub(channel).Drain(admin_pb2.DrainRequest(), timeout=timeout_s).num_sessions_left
     sys.stdout.write(

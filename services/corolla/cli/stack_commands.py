@@ -14,9 +14,7 @@ DtypeOption = Literal["float32", "fp32", "bfloat16", "bf16", "float16", "fp16"]
 Model = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, GGUF file, hub id, or demo.")]
 Threads = Annotated[
     int | None,
-    typer.Option(
-        min=1, max=1024, show_default=False, help="Torch threads of each process.  [default: all cores, at most 8]"
-    ),
+    typer.Option(min=1, max=1024, show_default="all cores, at most 8", help="Torch threads of each process."),
 ]
 LogFolder = Annotated[
     Path | None, typer.Option(help="Folder for the log files; a new one if not given.", show_default=False)
@@ -33,7 +31,7 @@ def up(
     model: Model = "demo",
     servers: Annotated[
         int | None,
-        typer.Option(min=1, help="Block servers, with even parts of the model.  [default: 2; one for each GPU]"),
+        typer.Option(min=1, help="Block servers, with even parts of the model.", show_default="2; one for each GPU"),
     ] = None,
     blocks: Annotated[
         str,
@@ -41,14 +39,14 @@ def up(
     ] = "",
     port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="Port of the client service.  [default: 50051, or a free one]"),
+        typer.Option(min=0, max=65535, help="Port of the client service.", show_default="50051, or a free one"),
     ] = None,
     http_port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="Port of its HTTP, in OpenAI's dialect.  [default: 8080, or a free one]"),
+        typer.Option(min=0, max=65535, help="Port of HTTP, in OpenAI's dialect.", show_default="8080, or a free one"),
     ] = None,
     router_port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Port of the router.  [default: 50050, or a free one]")
+        int | None, typer.Option(min=0, max=65535, help="Port of the router.", show_default="50050, or a free one")
     ] = None,
     host: Annotated[str, typer.Option(help="Address that the client service listens on.")] = "127.0.0.1",
     served_model_name: Annotated[
@@ -63,11 +61,11 @@ def up(
     ] = None,
     redis_url: Annotated[
         str | None,
-        typer.Option(envvar="COROLLA_REDIS_URL", help="A running Redis.  [default: start one]", show_default=False),
+        typer.Option(envvar="COROLLA_REDIS_URL", help="Address of a running Redis.", show_default="start one"),
     ] = None,
     dtype: Annotated[
         DtypeOption | None,
-        typer.Option(help="Of weights and cache.  [default: float32; bfloat16 on GPUs]", show_default=False),
+        typer.Option(help="Type of weights and cache.", show_default="float32; bfloat16 on GPUs"),
     ] = None,
     device: Annotated[
         str,
@@ -100,7 +98,7 @@ def demo(
     threads: Threads = None,
     log_folder: LogFolder = None,
 ) -> int:
-    """Shows it all: starts a stack with a real model, streams an answer and a chat, and stops it."""
+    """Starts a stack with a real model, streams an answer and a chat, and stops the stack."""
     from corolla.cli.demo import run_demo
     from corolla.local.log_files import new_log_folder
     from corolla.local.options import StackOptions
@@ -125,7 +123,7 @@ def plan(
         float | None, typer.Option(min=0.001, help="GB/s that devices of --memory read.", show_default=False)
     ] = None,
     dtype: Annotated[
-        DtypeOption | None, typer.Option(help="Of weights and cache.  [default: bfloat16]", show_default=False)
+        DtypeOption | None, typer.Option(help="Type of weights and cache.", show_default="bfloat16")
     ] = None,
     quantization: Annotated[QuantizationName, typer.Option(help="Quantisation of the weights.")] = "none",
     kv_cache_dtype: Annotated[KVCacheDtypeName, typer.Option(help="How keys and values are stored.")] = "auto",

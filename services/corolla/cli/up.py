@@ -4,6 +4,7 @@ import sys
 import time
 
 from corolla.chassis.errors import StartupError
+from corolla.cli.advice import command_name
 from corolla.cli.interruption import EXIT_INTERRUPTED, Interrupted, interruptible
 from corolla.cli.stack_console import StackConsole
 from corolla.local.options import StackOptions
@@ -81,10 +82,11 @@ def _say_what_to_try(view: StackConsole, stack: Stack, *, as_json: bool) -> None
         return
     view.line("page", f"{stack.page_url} shows a chat, and the model at work", "bold")
     view.line("http", f"http://{stack.http_address}/v1 speaks OpenAI's dialect", "bold")
+    corolla = command_name()
     for command in (
-        f'corolla generate "Once upon a time, in a small village by the sea," --server {stack.client_address}',
-        f"corolla chat --server {stack.client_address}",
-        f"corolla status --router {stack.router_address}",
+        f'{corolla} generate "Once upon a time, in a small village by the sea," --server {stack.client_address}',
+        f"{corolla} chat --server {stack.client_address}",
+        f"{corolla} status --router {stack.router_address}",
     ):
         view.line("try", command, "bold")
     view.line("stack", "Ctrl-C stops it")

@@ -263,7 +263,7 @@ def _too_small(model: ModelSize, span: Span, memory_bytes: int, demand: Demand) 
 
 
 def parse_bytes(text: str) -> int:
-    """The bytes that a size names: 24GiB, 22.5Gi, 80GB, 512MiB, or a number of bytes.
+    """The bytes that a size names: 24GiB, 22.5Gi, 80GB or 512MiB.
 
     Raises:
         SettingsError: the text does not name a size.
@@ -274,13 +274,13 @@ def parse_bytes(text: str) -> int:
             number = number[: len(number) - len(unit)].strip()
             break
     else:
-        unit = ""
+        number = ""
     try:
-        size = float(number) * _UNITS.get(unit, 1)
+        size = float(number) * _UNITS[unit]
     except ValueError:
         size = math.nan
     if not (math.isfinite(size) and size >= 1):
-        raise SettingsError(f"{text} is no size of memory: give one such as 24GiB or 80GB")
+        raise SettingsError(f"{text} is no size of memory; give one with its unit, such as 24GiB or 80GB")
     return int(size)
 
 

@@ -96,7 +96,10 @@ def test_a_reader_that_closes_its_pipe_is_no_failure(server: GenerationServer) -
 
 def test_draining_an_unreachable_server_gives_no_advice_for_clients(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["drain", "127.0.0.1:1", "--timeout-s", "5"]) == 1
-    assert capsys.readouterr().err == "corolla: no block server answers at 127.0.0.1:1; name its control port\n"
+    assert (
+        capsys.readouterr().err
+        == "corolla: no block server answers at 127.0.0.1:1; give the COROLLA_ADMIN_PORT that is set for it\n"
+    )
 
 
 def completed(words: str) -> list[str]:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from corolla.chassis import errors
+from corolla.chassis.status import parse_status, to_status
+from corolla.cli.advice import sentence_of
 from corolla.cli.app import main
 from corolla.cli.ask_options import api_key
 from corolla.v1 import generation_pb2 as pb
@@ -45,6 +47,28 @@ def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer["completions"][0]["finish_reason"] == "length"
     assert answer["completions"][0]["logprobs"][0]["logprob"] == -0.5
     assert answer["usage"]["completion_tokens"] == 2
+
+
+def test_log_probabilities_without_json_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "one two", "--logprobs", "1"]) == 2
+    assert "--logprobs needs --json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "field, option",
+    [
+        ("stopping.max_tokens", "--max-tokens"),
+        ("sampling.top_k", "--top-k"),
+        ("response_format.json_schema", "--json-schema"),
+        ("speculation.mode", "--speculation"),
+        ("speculation", "--speculation"),
+        ("num_completions", "-n"),
+        ("prompt", "prompt"),
+    ],
+)
+def test_an_error_names_the_option_in_place_of_the_field(field: str, option: str) -> None:
+    failure = parse_status(to_status(errors.InvalidRequest(field, "must be another")))
+    assert sentence_of(failure) == f"{option}: must be another"
 
 
 def test_a_stream_of_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,10 +123,10 @@ def test_the_options_arrive(server: GenerationServer) -> None:
     assert not request.sampling.HasField("top_k")
 
 
-def test_a_refusal_names_the_field(server: GenerationServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal_names_the_option(server: GenerationServer, capsys: pytest.CaptureFixture[str]) -> None:
     server.servicer.failure = errors.InvalidRequest("sampling.top_p", "must be in (0, 1]")
     assert main(["generate", "one", "--top-p", "7"]) == 1
-    assert capsys.readouterr().err == "corolla: sampling.top_p: must be in (0, 1]\n"
+    assert capsys.readouterr().err == "corolla: --top-p: must be in (0, 1]\n"
 
 
 def test_a_transient_failure_shows_its_retry_delay(

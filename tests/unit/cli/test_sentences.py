@@ -95,6 +95,17 @@ def test_an_option_that_no_command_has(capsys: pytest.CaptureFixture[str]) -> No
         assert said.endswith(f"see corolla {' '.join(name)} --help\n")
 
 
+def test_help_loses_no_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Markup takes words in brackets for styles, and leaves them out."""
+    monkeypatch.setenv("COLUMNS", "400")
+    for name, command in commands():
+        assert main([*name, "--help"]) == 0
+        shown = capsys.readouterr().out
+        for each in command.params:
+            text = getattr(each, "help", None) or ""
+            assert " ".join(text.split()) in " ".join(shown.split()), (name, each.name)
+
+
 def test_a_word_in_place_of_a_number(capsys: pytest.CaptureFixture[str]) -> None:
     num_options = 0
     for name, command in commands():

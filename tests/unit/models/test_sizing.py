@@ -123,13 +123,13 @@ def test_a_device_that_is_too_small_is_refused_with_what_is_needed() -> None:
 
 @pytest.mark.parametrize(
     "text, size",
-    [("24GiB", 24 * GIB), ("22.5Gi", int(22.5 * GIB)), ("80GB", 80 * 10**9), (" 512 mib ", 512 * MIB), ("1024", 1024)],
+    [("24GiB", 24 * GIB), ("22.5Gi", int(22.5 * GIB)), ("80GB", 80 * 10**9), (" 512 mib ", 512 * MIB)],
 )
 def test_sizes_of_memory_are_read(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "much", "-1GiB", "nan", "infGiB", "0"])
+@pytest.mark.parametrize("text", ["", "GiB", "much", "-1GiB", "nan", "infGiB", "0", "24"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(SettingsError, match="no size of memory"):
         parse_bytes(text)

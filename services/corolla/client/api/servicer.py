@@ -432,7 +432,7 @@ class GenerationServicer:
 
 
 def _no_turn() -> ResourceNotFound:
-    return ResourceNotFound("previous_response_id: there is no such response, or it was not stored")
+    return ResourceNotFound("no response with this id is stored")
 
 
 async def _collected(deltas: Answers) -> list[tuple[int, Delta]]:

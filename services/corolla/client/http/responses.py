@@ -228,7 +228,7 @@ class StoredTurn:
         """The turn of a response. Raises ResourceNotFound if the id does not have the form of a stored response."""
         found = _ID.fullmatch(response_id)
         if found is None:
-            raise ResourceNotFound("previous_response_id: there is no such response, or it was not stored")
+            raise ResourceNotFound("no response with this id is stored")
         return cls(found[1], int(found[2], 16))
 
     @property

@@ -206,7 +206,7 @@ class HttpRoutes:
         turn = StoredTurn.of(response_id)
         record, finished = await self._servicer.stored_turn(turn.session_id, turn.number, call)
         if finished is None or not finished.num_messages:
-            raise ResourceNotFound("previous_response_id: there is no such response, or it was not stored")
+            raise ResourceNotFound("no response with this id is stored")
         answer = pb.ChatResponse(
             message=recorded_message(record.transcript[finished.num_messages - 1]),
             finish_reason=finish_reason(FinishReason(finished.finish_reason)),
