@@ -46,3 +46,9 @@ def test_architecture_names_modules_that_exist() -> None:
         if not (ROOT / name).exists() and not any(f"/{module}".endswith(f"/{name}") for module in modules)
     ]
     assert missing == []
+
+
+def test_each_decision_says_at_its_head_whether_it_stands() -> None:
+    records = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
+    heads = {each.name: each.read_text(encoding="utf-8").partition("\n## ")[0] for each in records}
+    assert [name for name, head in heads.items() if not re.search(r" · (?:stands|replaced by)\b", head)] == []
