@@ -36,7 +36,7 @@ def sentence_of(failure: Exception) -> str | None:
     if not isinstance(failure, errors.CorollaError):
         return None
     if isinstance(failure, errors.ServiceUnavailable):
-        return f"{failure.message}; start a stack with `corolla up`, or name another address with --server"
+        return f"{failure.message}; start a stack with `corolla up`, or correct --server, --tls or --ca-file"
     if isinstance(failure, errors.RouterUnavailable):
         return f"{failure.message}; start a stack with `corolla up`, or name another address with --router"
     if isinstance(failure, errors.InvalidRequest):

@@ -111,7 +111,7 @@ def placement_facts(placement: router_pb2.Placement, num_sessions: int) -> dict[
 def uncovered_text(placement: router_pb2.Placement) -> str:
     """A sentence that names the blocks without a ready server."""
     if not placement.servers:
-        return "No block server has registered; start one with `corolla block-server`."
+        return "No block server has registered this model; start one with `corolla block-server`, or correct --model."
     spans = ", ".join(f"{span.start}:{span.end}" for span in placement.uncovered)
     return f"Blocks {spans} have no ready server; start one with `corolla block-server --blocks start:end`."
 
