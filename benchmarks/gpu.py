@@ -5,7 +5,7 @@
     python -m benchmarks.gpu --suite --size 8b --streams 1 8 32 64 --rounds 3
     python -m benchmarks.gpu --suite --size 8b --parts hops company       # some parts of it
     python -m benchmarks.gpu --suite --size 8b --scratch /dev/shm         # with the checkpoint in memory
-    python -m benchmarks.gpu --products --rounds 3                        # one row by each layout and tile
+    python -m benchmarks.gpu --products --rounds 3                        # 1 and 8 rows by each tile of 4 bits
     python -m benchmarks.gpu --device cpu --size tiny --dtype float32     # only shows that it runs
 
 The model is a Llama of usual shape with random bfloat16 weights, made on the spot. To give one token, a device reads
@@ -77,7 +77,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64, help="tokens of one answer")
     parser.add_argument("--suite", action="store_true", help="what callers see, each figure beside its goal for 8B")
-    parser.add_argument("--products", action="store_true", help="one row by each packed layout and tile, no servers")
+    parser.add_argument(
+        "--products", nargs="?", const="four-bits", choices=["all", "four-bits"],
+        help="1 and 8 rows by each tile of packed layouts, no servers",
+    )  # fmt: skip
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS), help="of the suite")
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 2048, 8000], help="of the suite's first tokens")
     parser.add_argument("--long-row", type=int, default=0, help="tokens of its prompt; 0: 30,000, and 512 of tiny")
@@ -103,7 +106,8 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
         sys.exit("benchmarks.gpu: torch finds no CUDA device here; try --device cpu --size tiny --dtype float32")
     if options.products:
         bandwidth = _copy_bandwidth(options.device)
-        yield from products(options.device, DTYPES[options.dtype], options.rounds, bandwidth)
+        dtype, in_four_bits = DTYPES[options.dtype], options.products == "four-bits"
+        yield from products(options.device, dtype, options.rounds, bandwidth, in_four_bits=in_four_bits)
         return
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         folder = Path(scratch) / f"llama-{options.size}"

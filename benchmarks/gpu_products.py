@@ -1,4 +1,4 @@
-"""One product of one row by every layout of packed weights and every tile, on a GPU."""
+"""One product of 1 and 8 rows by layouts of packed weights and every tile, on a GPU."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,36 +22,43 @@ _TINY_SHAPES: Final = ((64, 512),)
 _COLD_BYTES: Final = 512 << 20
 _LEAST_LAUNCHES: Final = 20
 _PART_BYTE: Final = 0x11
+_NUM_ROWS: Final = (1, 8)
 
 
-def products(device: str, dtype: torch.dtype, rounds: int, bandwidth: float) -> Iterator[Figure]:
-    """Microseconds of one row's product, for each shape: plain weights first, then each layout with each tile.
+def products(
+    device: str, dtype: torch.dtype, rounds: int, bandwidth: float, *, in_four_bits: bool = False
+) -> Iterator[Figure]:
+    """Microseconds of a product, for each shape: plain weights first, then each layout with each tile.
 
     Args:
         device: a CUDA device; a CPU rehearses with Triton's interpreter, whose products have no fixed order.
         dtype: the dtype of rows and plain weights.
         rounds: how often each product is timed.
         bandwidth: bytes per second that the memory gives.
+        in_four_bits: whether only Q4_0 and groups of 128 numbers are measured.
     """
+    layouts = [LAYOUTS["Q4_0"], *_groups()[1:3]] if in_four_bits else [*LAYOUTS.values(), *_groups()]
     from corolla.kernels.triton.launches import multiply
 
     for num_outputs, num_inputs in SHAPES if device.startswith("cuda") else _TINY_SHAPES:
         shape = f"{num_outputs}x{num_inputs}"
-        row = torch.randn(1, num_inputs, device=device).to(dtype)
+        rows = torch.randn(max(_NUM_ROWS), num_inputs, device=device).to(dtype)
         weights = [torch.randn(num_outputs, num_inputs, device=device).to(dtype) / 64]
         weights += [weights[0].clone() for _ in range(_copies(weights[0], device) - 1)]
         name = str(dtype).removeprefix("torch.")
-        plain: dict[str, Callable[[Tensor], Tensor]] = {
-            "torch": partial(functional.linear, row),
-            "triton": partial(multiply, row),
-        }
-        for way, product in plain.items():
-            yield figure(f"{shape}, {name} by {way}", "us", _microseconds(product, weights, rounds))
         yield figure(f"{shape}, {name}, the memory allows", "us", [weights[0].nbytes / bandwidth * 1e6])
+        for count in _NUM_ROWS:
+            plain: dict[str, Callable[[Tensor], Tensor]] = {
+                "torch": partial(functional.linear, rows[:count]),
+                "triton": partial(multiply, rows[:count]),
+            }
+            for way, product in plain.items():
+                found = _microseconds(product, weights, rounds)
+                yield figure(f"{shape}, rows {count}, {name} by {way}", "us", found)
         del weights
-        for layout in (*LAYOUTS.values(), *filter(None, _groups())):
+        for layout in filter(None, layouts):
             try:
-                yield from _of_layout(layout, shape, row, num_outputs, rounds, bandwidth)
+                yield from _of_layout(layout, shape, rows, num_outputs, rounds, bandwidth)
             except Exception as error:
                 yield failure(f"{shape}, {layout.name}", error)
 
@@ -66,26 +73,30 @@ def _groups() -> list[Layout | None]:
 
 
 def _of_layout(
-    layout: Layout, shape: str, row: Tensor, num_outputs: int, rounds: int, bandwidth: float
+    layout: Layout, shape: str, rows: Tensor, num_outputs: int, rounds: int, bandwidth: float
 ) -> Iterator[Figure]:
     from corolla.kernels.triton.launches import multiply
-    from corolla.kernels.triton.packed_launches import CANDIDATES, PanelViews, expand_packed, multiply_packed
+    from corolla.kernels.triton.packed_launches import PanelViews, Tile, candidates, expand_packed, multiply_packed
 
-    device = str(row.device)
-    panels = _drawn_panels(layout, num_outputs, row.shape[1]).to(device)
+    device = str(rows.device)
+    panels = _drawn_panels(layout, num_outputs, rows.shape[1]).to(device)
     views = [PanelViews.of(panels, layout)]
     views += [PanelViews.of(panels.clone(), layout) for _ in range(_copies(panels, device) - 1)]
     yield figure(f"{shape}, {layout.name}, the memory allows", "us", [panels.nbytes / bandwidth * 1e6])
-    expanded = multiply(row, expand_packed(layout, torch.arange(num_outputs, device=device), panels, row.dtype))
-    for tile in CANDIDATES:
-        name = f"{shape}, {layout.name}, {tile.width} outputs by {tile.units} units, {tile.warps} warps"
+    expanded = multiply(rows, expand_packed(layout, torch.arange(num_outputs, device=device), panels, rows.dtype))
 
-        def product(of: PanelViews, tile: object = tile) -> Tensor:
-            return multiply_packed(layout, row, of, num_outputs, tile=tile)  # type: ignore[arg-type]
+    def multiplied(count: int, tile: Tile, of: PanelViews) -> Tensor:
+        return multiply_packed(layout, rows[:count], of, num_outputs, tile=tile)
 
-        yield figure(name, "us", _microseconds(product, views, rounds))
-        if not torch.equal(product(views[0]), expanded):
-            yield Figure(f"{name}: bits", "", Spread(0, 0, 0), error="they differ from those of expanded weights")
+    for count in _NUM_ROWS:
+        for tile in candidates(layout, rows.dtype):
+            way = f"{tile.width} outputs by {tile.units} units, {tile.warps} warps"
+            way += f", in pairs, {tile.stages} stages" if tile.in_pairs else ""
+            name = f"{shape}, rows {count}, {layout.name}, {way}"
+            product = partial(multiplied, count, tile)
+            yield figure(name, "us", _microseconds(product, views, rounds))
+            if not torch.equal(product(views[0]), expanded[:count]):
+                yield Figure(f"{name}: bits", "", Spread(0, 0, 0), error="they differ from those of expanded weights")
 
 
 def _drawn_panels(layout: Layout, num_outputs: int, num_inputs: int) -> Tensor:

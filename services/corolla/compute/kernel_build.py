@@ -123,11 +123,11 @@ def _run(span: FusedSpan, checkpoint: Checkpoint, dtype: torch.dtype, page_token
 
 def _try_tiles(layers: Sequence[PackedLinear | PackedExpertWeights], dtype: torch.dtype) -> None:
     """Launches the tiles among which a start measures."""
-    from corolla.kernels.triton.packed_launches import CANDIDATES
+    from corolla.kernels.triton.packed_launches import candidates
 
     linears = [layer for layer in layers if isinstance(layer, PackedLinear)]
-    for layer in linears if dtype != torch.float32 else ():
-        for tile in CANDIDATES:
+    for layer in linears:
+        for tile in candidates(layer.layout, dtype):
             layer.with_tile(torch.empty(1, layer.in_features, dtype=dtype, device=_META), tile)
 
 

@@ -66,7 +66,8 @@ def test_kernels_fit_into_the_smallest_gpu(tmp_path: Path) -> None:
     """A kernel that asks for more shared memory is not launched; one that spills its sums is many times slower."""
     found = [line.split() for line in printed(tmp_path, "tests.triton_kernels.resources")]
     assert {name for name, *_ in found} == {
-        "attend_chunks", "attend_pages", "merge_pages", "multiply", "multiply_packed", "multiply_packed_experts"
+        "attend_chunks", "attend_pages", "merge_pages", "multiply", "multiply_packed", "multiply_packed_experts",
+        "multiply_pairs",
     }  # fmt: skip
     assert max(int(shared) for _, shared, _ in found) <= min(SHARED_MEMORY.values())
     assert max(int(spilled) for *_, spilled in found) <= MOST_SPILLED_BYTES
@@ -77,6 +78,7 @@ def test_a_product_with_packed_weights_takes_columns_as_one_with_expanded_weight
     found = dict(line.split(": ") for line in printed(tmp_path, "tests.triton_kernels.instruction_columns"))
     assert {found.pop(codec) for codec in CODECS} == {"2"}
     assert found.keys() >= {"Q4_0", "Q8_0", "Q6_K", "E4M3 of 128, float32"}
+    assert {"in_pairs=True" in name for name in found} == {True, False}
     assert set(found.values()) == {"2 0"}
 
 
@@ -92,6 +94,7 @@ def test_kernels_of_packed_weights_are_compiled(tmp_path: Path, quantization: st
     assert done.returncode == 0, done.stderr
     # The tiles of four heights, and those among which a start chooses.
     assert len(list(cache.rglob("multiply_packed.cubin"))) >= 3 + 4
+    assert len(list(cache.rglob("multiply_pairs.cubin"))) >= (4 if quantization == "packed" else 0)
     # Gate and up, and down, in four heights.
     assert len(list(cache.rglob("multiply_packed_experts.cubin"))) == (2 * 4 if quantization == "packed" else 0)
 

@@ -104,7 +104,7 @@ def _fastest_tile(layers: Sequence[PackedLinear], dtype: torch.dtype) -> "Tile |
     device = cast(Tensor, layers[0].panels).device
     if device.type != "cuda" or dtype == torch.float32:
         return None
-    from corolla.kernels.triton.packed_launches import CANDIDATES, usual_tile
+    from corolla.kernels.triton.packed_launches import candidates, usual_tile
 
     usual = usual_tile(layers[0].out_features)
     row = torch.randn(1, layers[0].in_features, device=device).to(dtype)
@@ -112,7 +112,7 @@ def _fastest_tile(layers: Sequence[PackedLinear], dtype: torch.dtype) -> "Tile |
         expected = layers[0].with_tile(row, usual)
         found = {
             tile: _seconds(layers, row, tile)
-            for tile in CANDIDATES
+            for tile in candidates(layers[0].layout, dtype)
             if torch.equal(layers[0].with_tile(row, tile), expected)
         }
     except RuntimeError as error:
