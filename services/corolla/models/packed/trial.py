@@ -3,8 +3,8 @@
 import logging
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from corolla.models.packed.modules import PackedLinear
 
 if TYPE_CHECKING:
     from corolla.kernels.triton.packed_launches import Tile
+
+AnyTile = TypeVar("AnyTile")
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,11 @@ def choose_packed_products(layers: Iterable[PackedLinear | PackedExpertWeights],
             linears = [layer for layer in group if isinstance(layer, PackedLinear)]
             tile = _fastest_tile(linears[:_TIMED_LAYERS], dtype) if linears else None
             failure = _failed(group[0], dtype, tile)
+            if failure is not None and tile is not None:
+                log.warning("the fastest tile is not taken", extra={**facts, "tile": str(tile), "failure": failure})
+                tile, failure = None, _failed(group[0], dtype, None)
+        except torch.AcceleratorError:
+            raise
         except Exception as error:
             # Compilers raise errors of many kinds. Expanded weights need no kernel.
             failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -100,26 +107,49 @@ def failed_trial(layer: PackedLinear, dtype: torch.dtype, tile: "Tile | None" = 
 
 
 def _fastest_tile(layers: Sequence[PackedLinear], dtype: torch.dtype) -> "Tile | None":
-    """The fastest tile for one row, among those that give the bits of the usual one; None: there is no choice."""
+    """The fastest tile for one row; None: there is no choice."""
     device = cast(Tensor, layers[0].panels).device
     if device.type != "cuda" or dtype == torch.float32:
         return None
     from corolla.kernels.triton.packed_launches import candidates, usual_tile
 
-    usual = usual_tile(layers[0].out_features)
     row = torch.randn(1, layers[0].in_features, device=device).to(dtype)
-    try:
-        expected = layers[0].with_tile(row, usual)
-        found = {
-            tile: _seconds(layers, row, tile)
-            for tile in candidates(layers[0].layout, dtype)
-            if torch.equal(layers[0].with_tile(row, tile), expected)
-        }
-    except RuntimeError as error:
-        log.warning("tiles are not timed", extra={"failure": str(error).partition(chr(10))[0]})
-        return usual
+    return fastest_tile(
+        usual_tile(layers[0].out_features),
+        candidates(layers[0].layout, dtype),
+        lambda tile: layers[0].with_tile(row, tile),
+        lambda tile: _seconds(layers, row, tile),
+    )
+
+
+def fastest_tile(
+    usual: AnyTile,
+    candidates: Sequence[AnyTile],
+    multiply: Callable[[AnyTile], Tensor],
+    seconds: Callable[[AnyTile], float],
+) -> AnyTile:
+    """The fastest tile among those that give the bits of the usual one. One that does not work is passed over.
+
+    Args:
+        usual: the tile that is taken unless another one is clearly faster; one of `candidates`.
+        candidates: the tiles that are tried.
+        multiply: computes the same product by a tile.
+        seconds: measures a tile.
+    """
+    expected = multiply(usual)
+    found: dict[AnyTile, float] = {}
+    for tile in candidates:
+        try:
+            if torch.equal(multiply(tile), expected):
+                found[tile] = seconds(tile)
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            # Compilers raise errors of many kinds.
+            failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            log.warning("a tile does not work here", extra={"tile": str(tile), "failure": failure})
     fastest = min(found, key=lambda tile: found[tile], default=usual)
-    return fastest if fastest in found and found[usual] > _MIN_GAIN * found[fastest] else usual
+    return fastest if usual in found and found[usual] > _MIN_GAIN * found[fastest] else usual
 
 
 def _seconds(layers: Sequence[PackedLinear], row: Tensor, tile: "Tile | None") -> float:
