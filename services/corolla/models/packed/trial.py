@@ -133,7 +133,7 @@ def fastest_tile(
     Args:
         usual: the tile that is taken unless another one is clearly faster; one of `candidates`.
         candidates: the tiles that are tried.
-        multiply: computes the same product by a tile.
+        multiply: computes the same product by a tile, `[1, out]` in the dtype of rows on the weights' device.
         seconds: measures a tile.
     """
     expected = multiply(usual)
