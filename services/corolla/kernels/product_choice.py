@@ -44,7 +44,7 @@ class ProductTrial:
     error: float
 
     def holds(self, tolerance: float) -> bool:
-        """Whether each row had the same bits in all calls that must be, and the error is at most `tolerance`.
+        """Returns True if rows had equal bits at all sizes but those of BETWEEN, and errors are at most `tolerance`.
 
         An error of NaN never is.
         """

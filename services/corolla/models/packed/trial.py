@@ -50,11 +50,10 @@ def choose_packed_products(layers: Iterable[PackedLinear | PackedExpertWeights],
         facts = {"layout": layout.name, "shape": "x".join(map(str, shape))}
         try:
             linears = [layer for layer in group if isinstance(layer, PackedLinear)]
-            tile = _fastest_tile(linears[:_TIMED_LAYERS], dtype) if linears else None
-            failure = _failed(group[0], dtype, tile)
-            if failure is not None and tile is not None:
-                log.warning("the fastest tile is not taken", extra={**facts, "tile": str(tile), "failure": failure})
-                tile, failure = None, _failed(group[0], dtype, None)
+            for tile in _tiles(linears[:_TIMED_LAYERS], dtype):
+                if (failure := _failed(group[0], dtype, tile)) is None:
+                    break
+                log.warning("a tile fails its trial", extra={**facts, "tile": str(tile), "failure": failure})
         except torch.AcceleratorError:
             raise
         except Exception as error:
@@ -106,20 +105,21 @@ def failed_trial(layer: PackedLinear, dtype: torch.dtype, tile: "Tile | None" = 
     return None if trial.holds(TOLERANCES[dtype]) else f"its results differ by {trial.error:.1e} from those in float64"
 
 
-def _fastest_tile(layers: Sequence[PackedLinear], dtype: torch.dtype) -> "Tile | None":
-    """The fastest tile for one row; None: there is no choice."""
-    device = cast(Tensor, layers[0].panels).device
-    if device.type != "cuda" or dtype == torch.float32:
-        return None
+def _tiles(layers: Sequence[PackedLinear], dtype: torch.dtype) -> "Sequence[Tile | None]":
+    """The tiles to try: the fastest one for one row, and then the usual one; None alone: there is no choice."""
+    if not layers or cast(Tensor, layers[0].panels).device.type != "cuda" or dtype == torch.float32:
+        return (None,)
     from corolla.kernels.triton.packed_launches import candidates, usual_tile
 
-    row = torch.randn(1, layers[0].in_features, device=device).to(dtype)
-    return fastest_tile(
-        usual_tile(layers[0].out_features),
+    usual = usual_tile(layers[0].out_features)
+    row = torch.randn(1, layers[0].in_features, device=cast(Tensor, layers[0].panels).device).to(dtype)
+    fastest = fastest_tile(
+        usual,
         candidates(layers[0].layout, dtype),
         lambda tile: layers[0].with_tile(row, tile),
         lambda tile: _seconds(layers, row, tile),
     )
+    return tuple(dict.fromkeys((fastest, usual)))
 
 
 def fastest_tile(
@@ -128,13 +128,13 @@ def fastest_tile(
     multiply: Callable[[AnyTile], Tensor],
     seconds: Callable[[AnyTile], float],
 ) -> AnyTile:
-    """The fastest tile among those that give the bits of the usual one. One that does not work is passed over.
+    """Returns the fastest tile that gives the bits of the usual one, and passes over tiles that do not work.
 
     Args:
         usual: the tile that is taken unless another one is clearly faster; one of `candidates`.
         candidates: the tiles that are tried.
         multiply: computes the same product by a tile, `[1, out]` in the dtype of rows on the weights' device.
-        seconds: measures a tile.
+        seconds: returns how long a product takes by a tile.
     """
     expected = multiply(usual)
     found: dict[AnyTile, float] = {}
