@@ -305,6 +305,9 @@ class _Client:
     async def smembers(self, key: str) -> set[bytes]:
         return set(await self._ask(lambda: self._redis.command(b"SMEMBERS", key.encode())))
 
+    async def set(self, key: str, value: int, px: int) -> None:
+        await self._ask(lambda: self._redis.command(b"SET", key.encode(), b"%d" % value, b"PX", b"%d" % px))
+
     async def xread(self, streams: dict[str, str], block: int) -> None:
         ((key, last),) = streams.items()
         await self._redis.wait_for_entry(key.encode(), last.encode(), block / 1000)
@@ -315,6 +318,16 @@ class _Client:
             return await self._ask(lambda: self._redis.run(text, [key.encode() for key in keys], given))
 
         return run
+
+    @property
+    def connection_pool(self) -> "_Client":
+        return self
+
+    async def update_active_connections_for_reconnect(self) -> None:
+        pass
+
+    async def disconnect(self, inuse_connections: bool) -> None:
+        pass
 
     async def aclose(self, close_connection_pool: bool) -> None:
         pass

@@ -2,10 +2,9 @@
 
 import asyncio
 import logging
-import re
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import cache
 from importlib import resources
 from typing import Any, Final
@@ -14,13 +13,14 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.commands.core import AsyncScript
-from redis.exceptions import AuthenticationError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ReadOnlyError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from corolla.chassis.breaker import Breaker
 from corolla.chassis.errors import InternalError, StartupError, StoreUnavailable
 from corolla.router.metrics import RouterMetrics
+from corolla.router.redis_failures import ANSWERED, RedisFailure, code_of, failure_of
 
 log = logging.getLogger(__name__)
 
@@ -30,20 +30,16 @@ _MAX_SILENCES: Final = 2
 _REST_S: Final = 0.5
 _MODELS_KEY: Final = "corolla:models"
 _FAILURES: Final = (RedisError, OSError, RuntimeError)
-_WORTH_A_RETRY: Final[Any] = (RedisConnectionError, RedisTimeoutError, RuntimeError)
-# Redis' messages for a key of another type, and for a script that failed on a value. Redis 6 names the place first.
-_ON_A_BAD_RECORD: Final = re.compile(r"(.*@user_script: ?\d+: )?(WRONGTYPE |user_script: ?\d+: |.* is not an integer)")
+# Those after which the same call may succeed on a new connection.
+_WORTH_A_RETRY: Final[Any] = (RedisConnectionError, RedisTimeoutError, RuntimeError, ReadOnlyError)
 _MOST_LOGGED: Final = 1000
-_ON_A_CLOSED_TRANSPORT: Final = "unable to perform operation on <"
-
-
-def is_outage(failure: Exception) -> bool:
-    """Whether a failure of `_FAILURES` means that Redis or the network failed, and not that this program has a bug.
-
-    A write to a connection that was just reset raises ConnectionResetError in asyncio, but RuntimeError in uvloop:
-    "unable to perform operation on <TCPTransport closed=True ...>; the handler is closed".
-    """
-    return not isinstance(failure, RuntimeError) or str(failure).startswith(_ON_A_CLOSED_TRANSPORT)
+_PROBE_KEY: Final = "corolla:writable"
+_PROBE_MS: Final = 1000
+_UNAVAILABLE: Final = "the store does not answer, or is not ready"
+_REFUSALS: Final = {
+    RedisFailure.FULL: "the store has no memory left for this, until sessions end or Redis gets more memory",
+    RedisFailure.NO_WRITES: "the store accepts no writes at the moment, because Redis cannot save or replicate them",
+}
 
 
 def key_prefix(model: str) -> str:
@@ -62,7 +58,9 @@ class Store:
 
     Every method raises StoreUnavailable when Redis refuses, or twice does not answer within `timeout_s`. A script may
     have run nevertheless, so every script may safely run again. After two such calls, a breaker refuses further ones at
-    once, except one every half second, so that requests do not queue up behind a frozen Redis.
+    once, except one every half second, so that requests do not queue up behind a frozen Redis. `redis_failures` says
+    which errors of Redis count as such: after one of them the next calls connect anew, and so reach the new primary
+    that another server may have become behind the same name.
 
     A key that cannot be read, such as one of another type, is not an outage: methods then raise InternalError.
 
@@ -80,10 +78,9 @@ class Store:
         self._metrics = metrics
         self._password = password
         self._timeout_s = timeout_s
-        self._is_up = True
-        self._is_full = False
-        # The operations that a full Redis has refused. It still accepts other operations.
-        self._refused: set[str] = set()
+        # Why Redis counts as away; None while it is well.
+        self._failure: RedisFailure | None = None
+        self._next_probe_s = 0.0
         self._breaker = Breaker(_MAX_SILENCES, _REST_S)
         self._scripts: dict[str, AsyncScript] = {}
         self._logged: set[tuple[str, ...]] = set()
@@ -120,14 +117,15 @@ class Store:
         """
         try:
             await self._client.ping()
-        except (AuthenticationError, ResponseError):
-            raise StartupError(
-                "Redis refused the login; correct the user, password and database in COROLLA_REDIS_URL"
-            ) from None
-        except _FAILURES as failure:
-            if not is_outage(failure):
-                raise
-            raise StoreUnavailable("the store does not answer") from None
+        except _FAILURES as error:
+            match failure_of(error):
+                case RedisFailure.BUG:
+                    raise
+                case RedisFailure.NO_ACCESS:
+                    raise StartupError(
+                        "Redis refused the login; correct the user, password and database in COROLLA_REDIS_URL"
+                    ) from None
+            raise StoreUnavailable(_UNAVAILABLE) from None
 
     async def call(self, name: str, model: str, *arguments: str | bytes | int) -> Any:
         """Calls the script `scripts/<name>.lua` on a model's keys and returns its reply."""
@@ -184,44 +182,65 @@ class Store:
     async def _translated(self, operation: str, model: str = "", *, is_wait: bool = False) -> AsyncIterator[None]:
         clock = asyncio.get_running_loop().time
         if not is_wait and not self._breaker.admits(clock()):
-            raise StoreUnavailable("the store does not answer")
+            raise StoreUnavailable(_UNAVAILABLE)
         task = asyncio.current_task()
         num_cancels = task.cancelling() if task else 0
-        failure: Exception | None = None
+        failure: RedisFailure | None = None
         try:
             yield
-        except _FAILURES as caught:
-            if not is_outage(caught):
-                raise
-            failure = caught
+        except _FAILURES as error:
+            failure = await self._examined(error)
+        if failure is None and self._failure is not None:
+            await self._probe()
         # redis-py uses asyncio.wait_for, which before Python 3.12 loses a cancellation that comes with the result.
         if task and task.cancelling() > num_cancels:
             raise asyncio.CancelledError
-        if failure is None or isinstance(failure, ResponseError):
+        if failure is None or failure in ANSWERED:
             self._breaker.succeeded()
         elif not is_wait:
             self._breaker.failed(clock())
-        self._raise_failure(operation, model, failure)
-
-    def _raise_failure(self, operation: str, model: str, failure: Exception | None) -> None:
-        """Raises the error of a failed operation, and records whether Redis answers."""
-        if isinstance(failure, ResponseError) and _ON_A_BAD_RECORD.match(str(failure)):
+        if failure is RedisFailure.BAD_RECORD:
             self.skip("key", model, operation)
             raise InternalError("the store holds a record that cannot be read")
-        if isinstance(failure, ResponseError) and "OOM" in str(failure):
-            self._is_full = True
-            self._refused.add(operation)
-        elif failure is None and operation in self._refused:
-            self._is_full = False
-        self._note(up=failure is None and not self._is_full, cause="full" if self._is_full else type(failure).__name__)
         if failure is not None:
-            raise StoreUnavailable("the store does not answer")
+            raise StoreUnavailable(_REFUSALS.get(failure, _UNAVAILABLE))
 
-    def _note(self, *, up: bool, cause: str) -> None:
-        self._metrics.store_up.set(up)
-        if up is not self._is_up:
-            if up:
+    async def _examined(self, error: Exception) -> RedisFailure:
+        """Returns what an error means, and notes it. Raises it anew if it is a bug."""
+        failure = failure_of(error)
+        if failure is RedisFailure.BUG:
+            raise error
+        if failure is not RedisFailure.BAD_RECORD:
+            self._note(failure, "full" if failure is RedisFailure.FULL else code_of(error) or type(error).__name__)
+        if failure not in ANSWERED:
+            await self._connect_anew()
+        return failure
+
+    async def _connect_anew(self) -> None:
+        """Ends idle connections now, and those in use with their calls."""
+        for client in (self._client, self._waiting):
+            with suppress(*_FAILURES):
+                await client.connection_pool.update_active_connections_for_reconnect()  # type: ignore[no-untyped-call]
+                await client.connection_pool.disconnect(inuse_connections=False)
+
+    async def _probe(self) -> None:
+        """Tries a write while Redis counts as away: one that refuses writes may answer other calls all the time."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._next_probe_s:
+            return
+        try:
+            await self._client.set(_PROBE_KEY, 1, px=_PROBE_MS)
+        except _FAILURES as error:
+            self._next_probe_s = now_s + _REST_S
+            await self._examined(error)
+        else:
+            self._note(None, "")
+
+    def _note(self, failure: RedisFailure | None, cause: str) -> None:
+        self._metrics.store_up.set(failure is None)
+        if (failure is None) is not (self._failure is None):
+            if failure is None:
                 log.info("redis is back")
             else:
                 log.warning("redis does not answer, or refuses calls; retrying", extra={"cause": cause})
-        self._is_up = up
+        self._failure = failure

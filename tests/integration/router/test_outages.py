@@ -1,11 +1,14 @@
 """What becomes of leases, placement and turns when Redis is frozen, flushed, full, or was away with all routers."""
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
+import grpc
 import pytest
 import uvloop
 from redis.asyncio import Connection, Redis
@@ -169,13 +172,91 @@ async def test_a_router_with_a_full_store_plans_chains_and_refuses_writes_as_una
         for call in (server.beat_in_full(), session.begin("turn"), Session(router, model).create()):
             error = await refusal(call)
             assert isinstance(error, StoreUnavailable)
+            assert "no memory left" in error.message
             assert error.retry_after_s
         assert (await session.get()).session_id == session.session_id
         assert "corolla_store_up 0.0" in await metrics(router), "who reads is answered, and that is not enough"
-    await server.beat_in_full()
-    assert "corolla_store_up 1.0" in await metrics(router)
+
+    async def is_back() -> bool:
+        await server.beat_in_full()
+        return "corolla_store_up 1.0" in await metrics(router)
+
+    await until(is_back)
     await session.begin("turn")
     assert await names(router, model) == {server.server_id}
+
+
+@asynccontextmanager
+async def a_name(ports: list[int]) -> AsyncIterator[int]:
+    """A port that leads each new connection to the first of `ports`, as a name does whose address changes."""
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def lead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", ports[0])
+        await asyncio.gather(carry(reader, far_writer), carry(far_reader, writer))
+
+    server = await asyncio.start_server(lead, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+
+
+async def test_a_router_finds_the_primary_that_takes_the_place_of_a_demoted_one(
+    start_router: StartRouter, own_redis: EmbeddedRedis, tmp_path: Path, model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Readers keep the demoted one's connections busy, and it answers them; only writes tell that it was demoted."""
+    caplog.set_level("INFO", "corolla.router.store")
+    other = EmbeddedRedis.start(tmp_path / "other")
+    ports = [own_redis.port]
+    try:
+        async with a_name(ports) as port:
+            router = await start_router(redis_url=f"redis://127.0.0.1:{port}/0")
+            server = BlockServer(router, model, capacity_blocks=30)
+            await server.join()
+            session = Session(router, model)
+            await session.create()
+            await asyncio.gather(*(session.get() for _ in range(8)))
+            async with Redis.from_url(own_redis.url) as old, Redis.from_url(other.url) as new:
+                await new.slaveof("127.0.0.1", own_redis.port)
+
+                async def is_copied() -> bool:
+                    return bool(await new.dbsize() == await old.dbsize() > 0)
+
+                await until(is_copied)
+                await new.slaveof()
+                await old.slaveof("127.0.0.1", other.port)
+            for turn in ("1", "2", "3"):
+                refused = await refusal(session.begin(turn))
+                assert isinstance(refused, StoreUnavailable)
+                await asyncio.gather(*(session.get() for _ in range(8)), return_exceptions=True)
+            ports[0] = other.port
+
+            async def is_written() -> bool:
+                try:
+                    await session.begin("4")
+                except grpc.aio.AioRpcError:
+                    return False
+                return True
+
+            await until(is_written)
+            await asyncio.gather(*(session.begin("4") for _ in range(8)))
+
+            async def is_back() -> bool:
+                await session.get()
+                return "corolla_store_up 1.0" in await metrics(router)
+
+            await until(is_back)
+            said = [each.message for each in caplog.records if each.name == "corolla.router.store"]
+            assert said == ["redis does not answer, or refuses calls; retrying", "redis is back"]
+    finally:
+        other.stop()
 
 
 async def test_a_turn_brings_back_the_session_that_the_store_lost_meanwhile(
