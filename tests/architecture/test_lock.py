@@ -28,8 +28,8 @@ STAND_INS: dict[str, list[str]] = {
 }
 OUTSIDE = {"corolla", "torch"}
 IMAGE_LOCKS = {
-    "server": ["block-server", "quantization", "packed", "router", "tracing"],
-    "client": ["client", "tracing"],
+    "server": ["block-server", "quantization", "packed", "tracing"],
+    "client": ["client", "router", "tracing"],
     "demo": ["demo"],
 }
 

@@ -20,9 +20,14 @@ def spec_of(values: Object, **options: Any) -> Object:
 
 
 def test_a_slice_of_a_gpu_is_a_resource_of_another_name() -> None:
-    spec = spec_of(with_gpu(resource="nvidia.com/mig-3g.40gb", count=2), apis=WITHOUT_CLAIMS)
+    spec = spec_of(
+        with_gpu(
+            resource="nvidia.com/mig-3g.40gb",
+        ),
+        apis=WITHOUT_CLAIMS,
+    )
     (container,) = spec["containers"]
-    assert container["resources"]["limits"] == {"memory": "8Gi", "nvidia.com/mig-3g.40gb": 2}
+    assert container["resources"]["limits"] == {"memory": "8Gi", "nvidia.com/mig-3g.40gb": 1}
     assert "claims" not in container["resources"]
     assert "resourceClaims" not in spec
 
@@ -30,13 +35,13 @@ def test_a_slice_of_a_gpu_is_a_resource_of_another_name() -> None:
 @pytest.mark.parametrize("version", ["v1", "v1beta2", "v1beta1"])
 def test_claims_take_the_place_of_the_resource_where_the_cluster_has_them(version: str) -> None:
     selectors = [{"cel": {"expression": "device.attributes['gpu.nvidia.com'].productName.startsWith('NVIDIA H100')"}}]
-    values = with_gpu(deviceClass="gpu.nvidia.com", deviceSelectors=selectors, count=2)
+    values = with_gpu(deviceClass="gpu.nvidia.com", deviceSelectors=selectors)
     objects = render(values, apis=(*WITHOUT_CLAIMS, f"resource.k8s.io/{version}"))
     (template,) = of_kind(objects, "ResourceClaimTemplate")
     assert template["apiVersion"] == f"resource.k8s.io/{version}"
     (request,) = template["spec"]["spec"]["devices"]["requests"]
     devices = request if version == "v1beta1" else request["exactly"]
-    assert (request["name"], devices["deviceClassName"], devices["count"]) == ("gpu", "gpu.nvidia.com", 2)
+    assert (request["name"], devices["deviceClassName"], devices["count"]) == ("gpu", "gpu.nvidia.com", 1)
     assert devices["selectors"] == selectors
     spec = pod_specs(objects)[NAME]
     assert spec["resourceClaims"] == [{"name": "gpu", "resourceClaimTemplateName": template["metadata"]["name"]}]
@@ -44,6 +49,12 @@ def test_claims_take_the_place_of_the_resource_where_the_cluster_has_them(versio
     assert container["resources"]["claims"] == [{"name": "gpu"}]
     assert container["resources"]["limits"] == {"memory": "8Gi"}
     assert named(objects, "ConfigMap", NAME)["data"]["COROLLA_DEVICE"] == "cuda"
+
+
+@pytest.mark.parametrize("how", [{}, {"deviceClass": "gpu.nvidia.com"}])
+def test_gpus_that_would_stand_idle_are_refused(how: Object) -> None:
+    with pytest.raises(Refused, match=r"gpu\.count is 2, and a block server computes on one .* raise replicas"):
+        render(with_gpu(count=2, **how))
 
 
 def test_claims_need_a_cluster_that_has_them_and_a_gpu_to_claim() -> None:

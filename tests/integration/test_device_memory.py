@@ -8,8 +8,11 @@ import torch
 from corolla.block_server import service
 from corolla.chassis.errors import StartupError
 from corolla.compute.device_memory import DeviceMemory
+from corolla.compute.sizes import model_size
 from corolla.compute.span_runner import SpanRunner
+from corolla.models.checkpoint import Checkpoint
 from corolla.v1 import router_pb2
+from corolla.wire.span import Span
 from tests.integration.swarm import Swarm
 
 GIB = 1 << 30
@@ -35,14 +38,25 @@ async def test_pages_fill_the_device_and_a_full_device_ends_the_start_with_what_
         runner = swarm.servers[0].engine.runner
         assert isinstance(runner, SpanRunner)
         page_bytes = runner.store.page_bytes
-        assert status.num_pages == expected.for_pages(512 << 20) // page_bytes
+        checkpoint = Checkpoint.from_pretrained(str(model))
+        plan = model_size(checkpoint, torch.float32, "none", "auto")
+        layout = plan.cache_layout(Span(0, checkpoint.num_blocks), runner.store.pool.page_tokens, 512)
+        step = plan.step.num_bytes(512, has_head=True)
+        assert page_bytes == layout.page_bytes
+        assert status.num_pages == layout.num_pages(expected.for_pages(step, 512 << 20))
         (placed,) = (await swarm.placement()).servers
-        assert placed.server.weight_blocks * 1000 < expected.for_weights(None, 512 << 20)
+        assert placed.server.weight_blocks * 1000 < expected.for_weights(None, step, 512 << 20)
         assert placed.server.weight_blocks > placed.server.num_model_blocks
         assert placed.state == router_pb2.SERVER_STATE_READY
 
         pretend(monkeypatch, GIB)
         with pytest.raises(StartupError, match=r"1024 MiB free, .*end other processes"):
             await swarm.add_server("auto")
-        with pytest.raises(StartupError, match=r"weights leave 0 bytes for keys and values.*COROLLA_KV_CACHE_MIB"):
+        with pytest.raises(
+            StartupError, match=r"weights and steps leave 0 bytes for keys and values.*COROLLA_KV_CACHE_MIB"
+        ):
             await swarm.add_server("0:5")
+        # Pages of a fixed size leave too little for a step of the largest size.
+        pretend(monkeypatch, 1 << 20)
+        with pytest.raises(StartupError, match=r"the largest step takes .* MiB of cpu are free.*COROLLA_MAX_BATCH_TOK"):
+            await swarm.add_server("0:5", kv_cache_mib=64)

@@ -5,6 +5,9 @@
 
 {{/* What the container of a pool asks for, GPUs included. */}}
 {{- define "corolla.gpuResources" -}}
+{{- if gt (int .gpu.count) 1 }}
+{{- fail (printf "gpu.count is %d, and a block server computes on one GPU: the others would stand idle; set gpu.count=1 and raise replicas" (int .gpu.count)) }}
+{{- end }}
 {{- $asked := deepCopy .resources }}
 {{- if include "corolla.hasClaim" . }}
 {{- $_ := set $asked "claims" (list (dict "name" "gpu")) }}

@@ -36,8 +36,8 @@ from corolla.block_server.sessions import SessionTable
 from corolla.block_server.settings import MAX_PART_TOKENS, BlockServerSettings
 from corolla.block_server.start_stages import StartStages
 from corolla.block_server.step_spans import StepSpans
-from corolla.cache.states import NUM_KEPT_STATES
-from corolla.cache.store import LayerGroups, SessionCache
+from corolla.cache.layout import NUM_KEPT_STATES, CacheLayout, LayerGroups
+from corolla.cache.store import SessionCache
 from corolla.chassis.errors import StartupError
 from corolla.chassis.handlers import call_path
 from corolla.chassis.host_memory import available_bytes
@@ -59,10 +59,11 @@ from corolla.compute.device import (
     open_device,
     reserved_bytes,
 )
-from corolla.compute.device_memory import DeviceMemory
+from corolla.compute.device_memory import SHARE_OF_ACTIVATIONS, DeviceMemory
 from corolla.compute.graph_choice import choose_graphs
 from corolla.compute.memory_bound import MemoryBound
 from corolla.compute.numerics import numerics_of
+from corolla.compute.sizes import step_size
 from corolla.compute.span_runner import SpanRunner
 from corolla.compute.speed import Speed, measure_bandwidth, measure_decode_step, measure_speed, state_bytes
 from corolla.decoding.draft_model import DraftModel, num_weights
@@ -90,8 +91,6 @@ MAX_INLINE_S: Final = 0.01
 """The longest decode step that runs on the event loop. Control frames may have to wait that long."""
 _CACHE_BYTES_ON_CPUS: Final = 1 << 30
 _ACTIVATION_BYTES_ON_CPUS: Final = 256 << 20
-_SHARE_OF_ACTIVATIONS: Final = 8
-"""Boundary activations of a server on a GPU take at most this part of the machine's memory."""
 _MAX_QUEUED_STEPS: Final = 1024
 """The most steps that wait; the server refuses more. The sessions for which there are pages queue far fewer steps."""
 
@@ -303,7 +302,7 @@ class BlockServer:
         # Weights come first: a lack of memory is then reported as what it is.
         with memory_for("the keys and values of sessions", device, _FEWER_PAGES):
             runner, recorded_bytes = await self._compute_thread.run(
-                self._make_runner, model, speed.cache_bytes_per_token, shared.draft_model
+                self._make_runner, model, checkpoint, speed.cache_bytes_per_token, shared.draft_model
             )
         stages.end(f"{runner.store.pool.num_pages} pages, attention by {runner.backend.name}")
         recorded_rows = 0 if runner.decode_graphs is None else runner.decode_graphs.max_rows
@@ -331,7 +330,9 @@ class BlockServer:
             spans=StepSpans(self.server_id, self.address) if spans.is_collected() else None,
         )  # fmt: skip
         with memory_for("the tensors of a step", device, _FEWER_PAGES):
-            await self._warm_up(engine)
+            await self._warm_up(
+                engine, device, self._step_bytes(checkpoint, has_head=edges is not None and edges.has_head)
+            )
         step_s = await self._compute_thread.run(measure_decode_step, runner)
         engine.decode_speed.observe(step_s, len(span))
         await self._name_numerics(runner, edges)
@@ -395,11 +396,16 @@ class BlockServer:
         settings = self.settings
         weight_bytes = settings.weights_mib << 20
         if not weight_bytes and memory is not None and settings.span is None:
-            weight_bytes = memory.for_weights((settings.kv_cache_mib << 20) or None, settings.adapters_mib << 20)
+            weight_bytes = memory.for_weights(
+                (settings.kv_cache_mib << 20) or None,
+                self._step_bytes(checkpoint, has_head=True),
+                settings.adapters_mib << 20,
+            )
             if not weight_bytes:
                 raise StartupError(
                     f"COROLLA_DEVICE={settings.device} has {memory.num_free >> 20} MiB free, which leaves nothing for "
-                    "weights; end other processes there, or set COROLLA_KV_CACHE_MIB or COROLLA_ADAPTERS_MIB to less"
+                    "weights; end other processes there, or set COROLLA_KV_CACHE_MIB, COROLLA_ADAPTERS_MIB or "
+                    "COROLLA_MAX_BATCH_TOKENS to less"
                 )
         capacity = min(settings.capacity_blocks or checkpoint.num_blocks, checkpoint.num_blocks)
         if settings.span is not None:
@@ -539,13 +545,19 @@ class BlockServer:
         self._tasks.start_restartable(neighbours.run, "neighbours")
         return partial(Relay, fingerprint, self._peers, connect=self._network.connect, neighbours=neighbours)
 
-    async def _warm_up(self, engine: Engine) -> None:
-        """Computes a token in each thread that will compute."""
+    async def _warm_up(self, engine: Engine, device: torch.device, step_bytes: int) -> None:
+        """Computes a token in each thread that will compute, and makes sure that the largest step has room, too."""
         await self._compute_thread.run(engine.warm_up)
         if engine.launches_inline:
             # Each thread has a current device, and takes workspaces of its own.
             open_device(self.settings.device)
             engine.warm_up()
+        memory = await self._compute_thread.run(memory_of, device)
+        if memory is not None and memory.num_free < step_bytes:
+            raise StartupError(
+                f"the largest step takes {step_bytes >> 20} MiB, and {memory.num_free >> 20} MiB of {device} are free "
+                f"next to weights and pages: {_FEWER_PAGES}"
+            )
 
     def _load_weights(self, checkpoint: Checkpoint, span: Span) -> tuple[SpanModel, Edges | None, SharedBySamplers]:
         settings = self.settings
@@ -557,29 +569,33 @@ class BlockServer:
         return model, self._load_edges(checkpoint, span), self._load_shared(checkpoint, span)
 
     def _make_runner(
-        self, model: SpanModel, cache_bytes_per_token: int, draft_model: DraftModel | None
+        self, model: SpanModel, checkpoint: Checkpoint, cache_bytes_per_token: int, draft_model: DraftModel | None
     ) -> tuple[SpanRunner, int]:
         """The runner, and the bytes of the device that its recorded steps took."""
         settings = self.settings
-        layers_per_group = LayerGroups.of(
-            attention_windows(model.config), pageless_layers(model.config)
-        ).layers_per_group
-        session_state_bytes = state_bytes(model, self._new_runner)
-        token_bytes, cache_bytes = cache_bytes_per_token * layers_per_group, self._cache_bytes(model.device)
+        layout = CacheLayout(
+            LayerGroups.of(attention_windows(model.config), pageless_layers(model.config)),
+            settings.num_page_tokens,
+            cache_bytes_per_token,
+            max(self._max_tokens_per_frame, _MAX_TAKEN_BACK),
+            state_bytes(model, self._new_runner),
+        )
+        cache_bytes = self._cache_bytes(model, checkpoint)
         if draft_model is not None:
             # The draft model has room for as many tokens as the pages, within the same memory.
+            token_bytes = layout.page_bytes // layout.page_tokens
             cache_bytes = cache_bytes * token_bytes // (token_bytes + draft_model.token_bytes())
-        num_pages, num_state_pages = self._num_pages(cache_bytes, token_bytes, session_state_bytes)
+        num_pages = self._num_pages(layout, cache_bytes)
         if draft_model is not None:
             draft_model.room.max_tokens = num_pages * settings.num_page_tokens
         may_replay = settings.cuda_graphs == "auto" and model.device.type == "cuda"
         runner = self._new_runner(
             model,
             num_pages=num_pages,
-            max_step_tokens=max(self._max_tokens_per_frame, _MAX_TAKEN_BACK),
+            max_step_tokens=layout.max_step_tokens,
             has_scratch_page=may_replay,
             max_stack_bytes=settings.adapters_mib << 20,
-            num_state_pages=num_state_pages,
+            num_state_pages=layout.num_state_pages,
         )
         runner.warm_up()
         if (before := memory_of(model.device) if may_replay else None) is None:
@@ -659,13 +675,20 @@ class BlockServer:
             log.info("formats of the weights", extra=extra)
         return weight_format(settings.dtype, settings.quantization, packed, expanded)
 
-    def _cache_bytes(self, device: torch.device) -> int:
+    def _cache_bytes(self, model: SpanModel, checkpoint: Checkpoint) -> int:
         """The bytes for keys and values, once all weights are loaded."""
         settings = self.settings
         if settings.kv_cache_mib:
             return settings.kv_cache_mib << 20
-        memory = memory_of(device)
-        return _CACHE_BYTES_ON_CPUS if memory is None else memory.for_pages(settings.adapters_mib << 20)
+        if (memory := memory_of(model.device)) is None:
+            return _CACHE_BYTES_ON_CPUS
+        has_head = model.span.end == checkpoint.num_blocks
+        return memory.for_pages(self._step_bytes(checkpoint, has_head=has_head), settings.adapters_mib << 20)
+
+    def _step_bytes(self, checkpoint: Checkpoint, *, has_head: bool) -> int:
+        """The bytes that the largest step may take."""
+        size = step_size(checkpoint, DTYPES[self.settings.dtype])
+        return size.num_bytes(self._max_tokens_per_frame, has_head=has_head)
 
     def _boundary_activation_bytes(self, runner: SpanRunner) -> int:
         given = self.settings.boundary_activations_mib
@@ -675,26 +698,20 @@ class BlockServer:
             return _ACTIVATION_BYTES_ON_CPUS
         pool, model = runner.store.pool, runner.model
         of_all_pages = pool.num_pages * pool.page_tokens * model.hidden_size * model.dtype.itemsize
-        return max(_ACTIVATION_BYTES_ON_CPUS, min(of_all_pages, (available_bytes() or 0) // _SHARE_OF_ACTIVATIONS))
+        return max(_ACTIVATION_BYTES_ON_CPUS, min(of_all_pages, (available_bytes() or 0) // SHARE_OF_ACTIVATIONS))
 
-    def _num_pages(self, cache_bytes: int, cache_bytes_per_token: int, session_state_bytes: int) -> tuple[int, int]:
-        """Returns the number of pages, and how many of them stand for the recurrent states of one session."""
-        bytes_per_page = cache_bytes_per_token * self.settings.num_page_tokens
-        num_pages = cache_bytes // bytes_per_page
-        num_state_pages = -(-session_state_bytes * NUM_KEPT_STATES // bytes_per_page)
-        # Recurrent states take memory in addition to the pages that stand for them. They take the most if each session
-        # has only one other page: for every 1 + num_state_pages pages, the states then need num_state_pages pages more.
-        num_pages = num_pages * (1 + num_state_pages) // (1 + 2 * num_state_pages)
-        if num_pages < 1 + num_state_pages:
-            states = f" and {NUM_KEPT_STATES} times {session_state_bytes} bytes of recurrent states"
+    def _num_pages(self, layout: CacheLayout, cache_bytes: int) -> int:
+        num_pages = layout.num_pages(cache_bytes)
+        if num_pages < 1 + layout.num_state_pages:
+            states = f" and {NUM_KEPT_STATES} times {layout.state_bytes} bytes of recurrent states"
             given = f"COROLLA_KV_CACHE_MIB={self.settings.kv_cache_mib} is"
             if not self.settings.kv_cache_mib:
-                given = f"weights leave {cache_bytes} bytes for keys and values, which is"
+                given = f"weights and steps leave {cache_bytes} bytes for keys and values, which is"
             raise StartupError(
-                f"{given} less than one page of {bytes_per_page} bytes{states if num_state_pages else ''}; hold fewer "
-                "blocks, or raise COROLLA_KV_CACHE_MIB"
+                f"{given} less than one page of {layout.page_bytes} bytes{states if layout.state_bytes else ''}; hold "
+                "fewer blocks, raise COROLLA_KV_CACHE_MIB, or set COROLLA_MAX_BATCH_TOKENS to less"
             )
-        return num_pages, num_state_pages
+        return num_pages
 
     def _load(self) -> router_pb2.ServerLoad:
         if self._sessions is None or self._engine is None:

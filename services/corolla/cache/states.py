@@ -13,9 +13,6 @@ from typing import Final, Self
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-NUM_KEPT_STATES: Final = 3
-"""How many states a session has in memory for each layer: those of two positions, and the one being computed."""
-
 
 @dataclass(frozen=True, slots=True)
 class LayerState:

@@ -1,64 +1,18 @@
 """Stores the keys and values of all sessions in tensors over all pages, and gives each session access to its own."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from corolla.cache.codecs import KVCodec
+from corolla.cache.layout import LayerGroups
 from corolla.cache.pages import PagePool
 from corolla.cache.prefixes import ExpectedText
 from corolla.cache.session_pages import SessionPages
 from corolla.cache.states import LayerState, SessionStates
-from corolla.cache.tables import Extent, GroupRule
+from corolla.cache.tables import Extent
 from corolla.wire.span import Span
-
-
-@dataclass(frozen=True, slots=True)
-class LayerGroups:
-    """The groups of layers of a span that share page tables.
-
-    Layers with the same window are of one kind, since they need the same tokens. A page holds its tokens for the layers
-    of one group. Pages of all groups have one size and come from one pool, so no group has more layers than the rarest
-    kind, and larger kinds are cut into several groups. vLLM's hybrid KV cache manager divides its memory in the same
-    way.
-
-    Attributes:
-        windows: the window of each group; None if a token sees all tokens before it.
-        layer_indices: for each layer its group, and its index within the group; `(0, 0)`, without a meaning, for
-            layers without keys and values.
-        layers_per_group: the number of layers of the largest group.
-    """
-
-    windows: tuple[int | None, ...]
-    layer_indices: tuple[tuple[int, int], ...]
-    layers_per_group: int
-
-    @classmethod
-    def of(cls, windows: Sequence[int | None], pageless: Collection[int] = ()) -> "LayerGroups":
-        """Groups layers by their windows.
-
-        Args:
-            windows: the window of each layer of the span, in order.
-            pageless: indices of the layers that keep no keys and values.
-        """
-        layers_by_window: dict[int | None, list[int]] = {}
-        for layer, window in enumerate(windows):
-            if layer not in pageless:
-                layers_by_window.setdefault(window, []).append(layer)
-        if not layers_by_window:
-            # One group without layers remains, since the session's tokens are still counted in pages.
-            return cls((None,), ((0, 0),) * len(windows), 1)
-        layers_per_group = min(map(len, layers_by_window.values()))
-        group_windows: list[int | None] = []
-        indices = [(0, 0)] * len(windows)
-        for window, layers in layers_by_window.items():
-            for start in range(0, len(layers), layers_per_group):
-                for index, layer in enumerate(layers[start : start + layers_per_group]):
-                    indices[layer] = (len(group_windows), index)
-                group_windows.append(window)
-        return cls(tuple(group_windows), tuple(indices), layers_per_group)
 
 
 class KVStore:
@@ -105,7 +59,7 @@ class KVStore:
         self.state_shapes: dict[int, LayerState] = {}
         self.pool = PagePool(num_pages, page_tokens)
         self.groups = LayerGroups.of(windows, self.pageless)
-        self.rules = tuple(GroupRule(window, max_step_tokens) for window in self.groups.windows)
+        self.rules = self.groups.rules(max_step_tokens)
         self.scratch_page = num_pages if has_scratch_page else None
         self._num_pages = num_pages + int(has_scratch_page)
         self._tensors: list[tuple[Tensor, Tensor] | None] = [None] * self.groups.layers_per_group

@@ -11,14 +11,16 @@ from rich.console import Console
 from rich.table import Table
 
 from corolla.chassis.weight_formats import default_dtype
+from corolla.compute.gpus import DeviceKind
+from corolla.compute.sizes import model_size
+from corolla.compute.sizing import GIB, Demand, ModelPlan, ModelSize, ServerSize, plan_servers
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.gpus import DeviceKind
 from corolla.models.hub import Hub
-from corolla.models.sizes import model_size
-from corolla.models.sizing import GIB, Demand, ModelPlan, ModelSize, ServerSize, plan_servers
 from corolla.wire.tensors import DTYPES
 
 _STREAMS: Final = (1, 8, 32, 64)
+_CORES: Final = "2"
+"""One core launches steps while another one samples and serves sockets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,10 @@ def values_of(model: str, plan: ModelPlan, options: PlanOptions) -> dict[str, An
             "defaults": {
                 "gpu": {"count": 1},
                 "replicas": options.replicas * len(plan.servers),
+                "resources": {
+                    "requests": {"cpu": _CORES, "memory": f"{-(-plan.host_bytes // GIB)}Gi"},
+                    "limits": {"memory": f"{-(-plan.most_host_bytes // GIB)}Gi"},
+                },
                 "settings": {"capacityBlocks": plan.capacity_blocks},
             }
         },
@@ -103,8 +109,7 @@ def _show(console: Console, model: ModelSize, kind: DeviceKind, plan: ModelPlan,
         table.add_row(str(server.span), *(f"{size / GIB:.2f} GiB" for size in sizes))
     console.print(table)
     demand = options.demand
-    if plan.max_sessions is not None:
-        console.print(f"room for {plan.max_sessions} sessions of {demand.session_tokens} tokens on each copy")
+    console.print(f"room for {plan.max_sessions} sessions of {demand.session_tokens} tokens on each copy")
     if kind.bandwidth is None:
         console.print("--bandwidth GB/S, or --gpu NAME, shows how fast tokens can come")
     else:

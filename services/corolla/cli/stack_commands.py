@@ -138,8 +138,8 @@ def plan(
     """Says how many GPU servers a model needs, what speed they allow, and which values to set; reads no weights."""
     from corolla.block_server.settings import BlockServerSettings
     from corolla.cli.plan import PlanOptions, run_plan
-    from corolla.models.gpus import GPUS, DeviceKind
-    from corolla.models.sizing import MIB, Demand, parse_bytes
+    from corolla.compute.gpus import GPUS, DeviceKind
+    from corolla.compute.sizing import MIB, Demand, parse_bytes
 
     if unknown := sorted(set(gpu or ()) - set(GPUS)):
         raise typer.BadParameter(

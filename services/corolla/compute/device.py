@@ -8,6 +8,7 @@ from typing import Final
 import torch
 
 from corolla.chassis.errors import StartupError
+from corolla.compute.cuda_driver import driver_version, why_driver_fails
 from corolla.compute.device_memory import DeviceMemory
 
 # torch raises OutOfMemoryError only where its own allocator lacks memory of a GPU. On the CPU, and where the driver or
@@ -39,6 +40,8 @@ def open_device(name: str) -> torch.device:
         raise StartupError(
             f"COROLLA_DEVICE={name} is not the name of a device: set it to cpu, cuda or cuda:1"
         ) from None
+    if device.type == "cuda" and torch.version.cuda and (reason := why_driver_fails(torch.version.cuda)):
+        raise StartupError(f"COROLLA_DEVICE={name} cannot be used: {reason}")
     try:
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)
@@ -55,11 +58,12 @@ def open_device(name: str) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """What people call a device, and its memory where it has some of its own."""
+    """What people call a device, and its memory and its driver's version where it has some of its own."""
     if device.type != "cuda":
         return str(device)
     facts = torch.cuda.get_device_properties(device)
-    return f"{device}: {facts.name}, {facts.total_memory / 2**30:.1f} GiB"
+    driver = f", driver {version}" if (version := driver_version()) else ""
+    return f"{device}: {facts.name}, {facts.total_memory / 2**30:.1f} GiB{driver}"
 
 
 def num_devices(kind: str) -> int:

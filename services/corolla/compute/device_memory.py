@@ -3,14 +3,54 @@
 from dataclasses import dataclass
 from typing import Final
 
-# CUDA's context, workspaces of libraries, recorded steps, and the hidden states and logits of a step.
-_RESERVED_BYTES: Final = 3 << 29
+RECORDING_BYTES: Final = 1 << 30
+"""What recorded steps of all sizes take, workspaces of libraries, and what torch keeps between them."""
 # Allocations of different sizes leave holes.
 _SHARE_OF_HOLES: Final = 20
 # Weights leave this part, since a server without keys and values serves no session.
 _SHARE_OF_PAGES: Final = 5
 
+SHARE_OF_ACTIVATIONS: Final = 8
+"""Boundary activations of a server on a GPU take at most this part of the machine's memory."""
+_HEAD_ROWS: Final = 64
+_LOGIT_BYTES: Final = 8 + 20
+"""The last server makes the logits of so many rows at a time, in float32, and as much again for masks and sampling.
+
+A row that draws takes 20 more: two words and a float64 of its random stream, and a float32 for what is drawn.
+"""
+
 DEVICE_MEMORY_USES: Final = ("weights", "pages", "recordings", "workspace", "other", "free")
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What a step takes next to weights, keys and values.
+
+    Attributes:
+        row_bytes: what one row takes while a block computes it.
+        vocab_size: the number of tokens of the vocabulary.
+        fixed_bytes: what a step may take in addition, whatever its number of rows.
+    """
+
+    row_bytes: int
+    vocab_size: int
+    fixed_bytes: int = 0
+
+    def num_bytes(self, num_tokens: int, *, has_head: bool) -> int:
+        """The bytes of the largest step, on a server whose steps have at most so many tokens."""
+        logits = _HEAD_ROWS * self.vocab_size * _LOGIT_BYTES if has_head else 0
+        return num_tokens * self.row_bytes + self.fixed_bytes + logits
+
+
+def reserved_bytes(num_total: int, step_bytes: int, adapter_bytes: int) -> int:
+    """The bytes of a device that neither weights nor pages may take: plans and servers keep the same ones free.
+
+    Args:
+        num_total: bytes of the whole device.
+        step_bytes: the bytes of the largest step.
+        adapter_bytes: the most bytes that adapters will take.
+    """
+    return RECORDING_BYTES + step_bytes + num_total // _SHARE_OF_HOLES + adapter_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +65,9 @@ class DeviceMemory:
     num_free: int
     num_total: int
 
-    def for_pages(self, adapter_bytes: int = 0) -> int:
-        """The bytes that pages may take once all weights are loaded.
-
-        Args:
-            adapter_bytes: the most bytes that adapters will take.
-        """
-        return max(0, self.num_free - _RESERVED_BYTES - self.num_total // _SHARE_OF_HOLES - adapter_bytes)
+    def for_pages(self, step_bytes: int, adapter_bytes: int = 0) -> int:
+        """The bytes that pages may take once all weights are loaded; see `reserved_bytes`."""
+        return max(0, self.num_free - reserved_bytes(self.num_total, step_bytes, adapter_bytes))
 
     def by_use(self, weight_bytes: int, page_bytes: int, recorded_bytes: int, num_reserved: int) -> dict[str, int]:
         """How the device's memory is used now: the bytes of each of `DEVICE_MEMORY_USES`, which add up to all of it.
@@ -48,12 +84,11 @@ class DeviceMemory:
         uses = (weight_bytes, page_bytes, recorded_bytes, workspace, other, self.num_free)
         return dict(zip(DEVICE_MEMORY_USES, uses, strict=True))
 
-    def for_weights(self, page_bytes: int | None, adapter_bytes: int = 0) -> int:
-        """The bytes that weights may take, before any is loaded.
+    def for_weights(self, page_bytes: int | None, step_bytes: int, adapter_bytes: int = 0) -> int:
+        """The bytes that weights may take, before any is loaded; see `reserved_bytes`.
 
         Args:
             page_bytes: the bytes that pages will take; None: a fifth of what there is for both.
-            adapter_bytes: the most bytes that adapters will take.
         """
-        both = self.for_pages(adapter_bytes)
+        both = self.for_pages(step_bytes, adapter_bytes)
         return max(0, both - (both // _SHARE_OF_PAGES if page_bytes is None else page_bytes))

@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 
+from corolla.cache.layout import stand_in_bytes
 from corolla.chassis.processors import is_cpu
 from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.compute.threads import set_num_threads
@@ -134,7 +135,7 @@ def measure_speed(
     bytes_per_token = (
         trial.page_bytes_per_token
         or _page_bytes(checkpoint, dtype, device, new_runner)
-        or max(1, trial.bytes_per_token)
+        or stand_in_bytes(trial.state_bytes)
     )
     # One row takes as long as reading the weights, so bytes are enough. A head to measure could take gigabytes.
     head_blocks = head_bytes(checkpoint, dtype, quantization) / block_bytes
@@ -163,9 +164,9 @@ class _Trial:
         return _bytes_per_token(self._runner)
 
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes of the session's keys, values and states, per token; valid after the first run."""
-        return self._cache.nbytes // (_PREFILL_TOKENS + 1)
+    def state_bytes(self) -> int:
+        """Bytes of the block's recurrent states of one session; valid after the first run."""
+        return _state_bytes(self._runner)
 
     def _seconds(self, position: int, num_tokens: int) -> float:
         hidden = torch.zeros(num_tokens, self.model.hidden_size, dtype=self.model.dtype)
@@ -197,6 +198,10 @@ def state_bytes(model: SpanModel, new_runner: Callable[..., SpanRunner] = SpanRu
         return 0
     runner = new_runner(model, num_pages=1, is_fused=False)
     runner.warm_up()
+    return _state_bytes(runner)
+
+
+def _state_bytes(runner: SpanRunner) -> int:
     return sum(shape.nbytes for shape in runner.store.state_shapes.values())
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from corolla.cache.store import KVStore, LayerGroups, SessionCache
+from corolla.cache.layout import LayerGroups
+from corolla.cache.store import KVStore, SessionCache
 
 NUM_PAGES, PAGE_TOKENS, NUM_LAYERS, HEADS, HEAD_SIZE = 12, 4, 2, 3, 5
 PAGE_BYTES = NUM_LAYERS * 2 * PAGE_TOKENS * HEADS * HEAD_SIZE * 4

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from corolla.cli.app import main
-from tests.charts.rendering import named, render
+from tests.charts.rendering import named, pod_specs, render
 from tests.checkpoints import make_tiny_checkpoint
 
 
@@ -33,6 +33,10 @@ def test_each_kind_of_device_gets_a_plan_with_values_for_the_chart(
         assert settings["COROLLA_CAPACITY_BLOCKS"] == str(
             max(end - start for start, end in map(tuple, each_blocks(each)))
         )
+        (container,) = pod_specs(render(each["values"]))["rel-corolla-block-server-main"]["containers"]
+        assert container["resources"]["requests"] == {"cpu": "2", "memory": "5Gi"}
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
+        assert int(container["resources"]["limits"]["memory"].removesuffix("Gi")) >= 9
         assert (settings["COROLLA_DTYPE"], settings["COROLLA_DEVICE"]) == ("bfloat16", "cuda")
 
 

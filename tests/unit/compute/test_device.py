@@ -1,14 +1,16 @@
 """A device that cannot be used, or has too little memory, ends the start with a sentence that says what to change."""
 
 import ctypes
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from corolla.chassis.errors import StartupError
-from corolla.compute.cuda_driver import begin_opening
+from corolla.compute.cuda_driver import begin_opening, why_driver_fails
 from corolla.compute.device import is_out_of_memory, memory_for, open_device
 
 CPU = torch.device("cpu")
@@ -72,6 +74,54 @@ def test_other_failures_stay_as_they_are() -> None:
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     with pytest.raises(RuntimeError, match="shapes"), memory_for("the weights", CPU, ""):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+
+class OldDriver:
+    """A driver that runs programs up to a version of CUDA; 0: it does not say."""
+
+    def __init__(self, version: int) -> None:
+        self._version = version
+
+    def cuDriverGetVersion(self, version: Any) -> int:
+        ctypes.cast(version, ctypes.POINTER(ctypes.c_int)).contents.value = self._version
+        return 0 if self._version else 100
+
+
+def _no_driver(name: str) -> Any:
+    raise OSError(f"{name}: cannot open shared object file")
+
+
+@pytest.mark.parametrize(
+    "load, says",
+    [
+        (
+            lambda _: OldDriver(12080),
+            r"needs NVIDIA's driver 580 or later, and .* 570\.86\.15, goes up to CUDA 12\.8; upd",
+        ),
+        (_no_driver, r"needs NVIDIA's driver 580 or later, and there is none here \(libcuda\.so\.1.*--gpus all"),
+        (lambda _: OldDriver(13000), None),
+        (lambda _: OldDriver(13020), None),
+        (lambda _: OldDriver(0), None),
+    ],
+    ids=["older", "none", "as old as torch", "newer", "failing"],
+)
+def test_a_driver_that_is_too_old_for_torch_is_named_before_anything_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: Callable[[str], Any], says: str | None
+) -> None:
+    module = tmp_path / "version"
+    module.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\nGCC version: 12\n"
+    )
+    reason = why_driver_fails("13.0", load, module)
+    if says is None:
+        assert reason is None
+        return
+    assert reason is not None
+    assert re.search(says, reason)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr("corolla.compute.device.why_driver_fails", lambda _built_for: reason)
+    with pytest.raises(StartupError, match=rf"COROLLA_DEVICE=cuda:0 cannot be used: .*{says}"):
+        open_device("cuda:0")
 
 
 class Driver:

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.cache.store import KVStore
-from corolla.compute.device_memory import DEVICE_MEMORY_USES, DeviceMemory
+from corolla.compute.device_memory import DEVICE_MEMORY_USES, DeviceMemory, StepSize
 from corolla.compute.memory_bound import MemoryBound
 from corolla.compute.speed import measure_bandwidth
 
@@ -16,33 +16,43 @@ GIB = 1 << 30
 
 
 @given(
-    st.integers(0, 200 * GIB), st.integers(0, 200 * GIB), st.none() | st.integers(0, 200 * GIB), st.integers(0, 8 * GIB)
-)
+    st.integers(0, 200 * GIB), st.integers(0, 200 * GIB), st.none() | st.integers(0, 200 * GIB),
+    st.integers(0, 8 * GIB), st.integers(0, 8 * GIB),
+)  # fmt: skip
 def test_parts_never_exceed_what_is_free(
-    num_free: int, num_used: int, page_bytes: int | None, adapter_bytes: int
+    num_free: int, num_used: int, page_bytes: int | None, step_bytes: int, adapter_bytes: int
 ) -> None:
     memory = DeviceMemory(num_free, num_free + num_used)
-    weights = memory.for_weights(page_bytes, adapter_bytes)
+    weights = memory.for_weights(page_bytes, step_bytes, adapter_bytes)
     assert weights >= 0
     if weights:
-        assert weights + (page_bytes or 0) + adapter_bytes < num_free
+        assert weights + (page_bytes or 0) + step_bytes + adapter_bytes < num_free
     left = DeviceMemory(num_free - weights, memory.num_total)
-    assert 0 <= left.for_pages(adapter_bytes) <= left.num_free
+    assert 0 <= left.for_pages(step_bytes, adapter_bytes) <= left.num_free
     if weights and page_bytes is not None:
-        assert left.for_pages(adapter_bytes) == page_bytes
+        assert left.for_pages(step_bytes, adapter_bytes) == page_bytes
 
 
 def test_an_8b_model_in_bfloat16_fits_a_card_of_24_gib_and_80_gib_serve_many_sessions() -> None:
-    weights = 15 * GIB
+    weights, step = 15 * GIB, StepSize(row_bytes=151 << 10, vocab_size=128256).num_bytes(2048, has_head=True)
     small = DeviceMemory(round(23.5 * GIB), 24 * GIB)
-    assert small.for_weights(None, GIB // 2) > weights
+    assert small.for_weights(None, step, GIB // 2) > weights
     large = DeviceMemory(79 * GIB - weights, 80 * GIB)
-    assert large.for_pages(GIB // 2) > 57 * GIB
+    assert large.for_pages(step, GIB // 2) > 57 * GIB
 
 
 def test_a_device_that_is_full_has_room_for_nothing() -> None:
     full = DeviceMemory(GIB, 24 * GIB)
-    assert full.for_pages() == full.for_weights(None) == full.for_weights(GIB) == 0
+    assert full.for_pages(0) == full.for_weights(None, 0) == full.for_weights(GIB, 0) == 0
+
+
+def test_pages_leave_room_for_the_largest_step_and_not_for_the_one_token_that_warms_up() -> None:
+    # 70B: 8,192 wide, 28,672 within its MLPs.
+    step = StepSize(row_bytes=2 * (8 * 8192 + 3 * 28672), vocab_size=128256)
+    memory = DeviceMemory(79 * GIB - 60 * GIB, 80 * GIB)
+    usual, large = (memory.for_pages(step.num_bytes(tokens, has_head=False)) for tokens in (2048, 16384))
+    assert usual - large == 14336 * step.row_bytes
+    assert step.num_bytes(16384, has_head=False) > 4.9e9
 
 
 def test_the_metrics_show_what_the_memory_is_used_for_at_each_look() -> None:

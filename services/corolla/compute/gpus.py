@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from corolla.models.sizing import MIB
+from corolla.compute.sizing import MIB
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from corolla.cache.layout import CacheLayout, LayerGroups, stand_in_bytes
 from corolla.chassis.errors import SettingsError
+from corolla.compute.device_memory import SHARE_OF_ACTIVATIONS, StepSize, reserved_bytes
 from corolla.wire.span import Span
 
 GIB: Final = 1 << 30
@@ -13,14 +15,10 @@ MIB: Final = 1 << 20
 
 LIBRARY_BYTES: Final = 1 * GIB
 """What a device's driver, torch's libraries and their workspaces take before any weight is there."""
-RECORDING_BYTES: Final = 1 * GIB
-"""What recorded steps of all sizes take, and what torch keeps between them."""
-_HEAD_ROWS: Final = 64
-_LOGIT_BYTES: Final = 8 + 20
-"""The last server makes the logits of so many rows at a time, in float32, and as much again for masks and sampling.
 
-A row that draws takes 20 more: two words and a float64 of its random stream, and a float32 for what is drawn.
-"""
+
+HOST_BYTES: Final = 4 * GIB
+"""What the process of a server on a GPU takes of the machine's memory: libraries, buffers, prompts, grammars."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +30,19 @@ class BlockSize:
         loading_bytes: its weights while they are read: more than afterwards if they are quantised then.
         token_bytes: keys and values of one token; 0 for a block that keeps none.
         window: how many tokens a token sees, itself included; None: all earlier ones.
+        state_bytes: recurrent states of a session at one position.
     """
 
     weight_bytes: int
     loading_bytes: int
     token_bytes: int
     window: int | None = None
+    state_bytes: int = 0
 
-    def session_bytes(self, num_tokens: int, page_tokens: int) -> int:
-        """Keys and values of a session of so many tokens, in whole pages; a window may begin within a page."""
-        if self.window is not None:
-            num_tokens = min(num_tokens, self.window + page_tokens)
-        return -(-num_tokens // page_tokens) * page_tokens * self.token_bytes
+    def seen_bytes(self, num_tokens: int) -> int:
+        """What the newest of so many tokens reads here."""
+        num_seen = num_tokens if self.window is None else min(num_tokens, self.window)
+        return num_seen * self.token_bytes + self.state_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +55,8 @@ class ModelSize:
         embedding_bytes: the embedding, which the server of block 0 holds.
         head_bytes: the head, which the server of the last block holds.
         has_tied_edges: whether a server with both ends holds their weights once.
-        row_bytes: what one row of a step takes while a block computes it.
-        vocab_size: the number of tokens of the vocabulary.
+        step: what a step takes.
+        hidden_bytes: the hidden state of one token.
         context_length: the longest session, in tokens.
     """
 
@@ -66,8 +65,8 @@ class ModelSize:
     embedding_bytes: int
     head_bytes: int
     has_tied_edges: bool
-    row_bytes: int
-    vocab_size: int
+    step: StepSize
+    hidden_bytes: int
     context_length: int
 
     @property
@@ -79,6 +78,21 @@ class ModelSize:
         """What the ends of the model take that a span has."""
         ends = [self.embedding_bytes] * (span.start == 0) + [self.head_bytes] * (span.end == len(self.blocks))
         return max(ends) if self.has_tied_edges and ends else sum(ends)
+
+    def cache_layout(self, span: Span, page_tokens: int, max_step_tokens: int) -> CacheLayout:
+        """How keys, values and states of a span lie in the pages of a server."""
+        blocks = self.blocks[span.start : span.end]
+        groups = LayerGroups.of(
+            [block.window for block in blocks], [index for index, block in enumerate(blocks) if not block.token_bytes]
+        )
+        token_bytes = max(block.token_bytes for block in self.blocks)
+        return CacheLayout(
+            groups,
+            page_tokens,
+            token_bytes or stand_in_bytes(max(block.state_bytes for block in self.blocks)),
+            max_step_tokens,
+            sum(block.state_bytes for block in blocks),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,25 +120,29 @@ class ServerSize:
 
     Attributes:
         span: its blocks.
+        layout: how keys, values and states of these blocks lie in pages.
         weight_bytes: the weights of its blocks.
         edge_bytes: embedding and head, as far as the span has them.
-        work_bytes: libraries, recorded steps, tensors of a step and adapters.
-        session_bytes: keys and values of one session of the demanded length.
+        work_bytes: libraries, recorded steps, tensors of a step, adapters and holes between them.
+        session_bytes: what one session of the demanded length is promised of the memory for keys and values.
+        seen_bytes: what a token at the end of such a session reads of its keys, values and states.
         cache_bytes: memory that is left for keys and values.
         read_bytes: what one token reads here in addition to keys and values: the weights, without the embedding.
     """
 
     span: Span
+    layout: CacheLayout
     weight_bytes: int
     edge_bytes: int
     work_bytes: int
     session_bytes: int
+    seen_bytes: int
     cache_bytes: int
     read_bytes: int
 
     def seconds(self, num_rows: int, bandwidth: float) -> float:
         """The least time of a step with one new token of so many sessions, at `bandwidth` bytes per second."""
-        return (self.read_bytes + num_rows * self.session_bytes) / bandwidth
+        return (self.read_bytes + num_rows * self.seen_bytes) / bandwidth
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +151,15 @@ class ModelPlan:
 
     Attributes:
         servers: the servers, in the order of their blocks.
+        session_tokens: the demanded length of a session.
+        host_bytes: memory of the machine that each server needs.
+        most_host_bytes: memory of the machine with which a server keeps boundary activations of all demanded tokens.
     """
 
     servers: tuple[ServerSize, ...]
+    session_tokens: int
+    host_bytes: int
+    most_host_bytes: int
 
     @property
     def capacity_blocks(self) -> int:
@@ -153,10 +177,10 @@ class ModelPlan:
         return min(server.cache_bytes for server in self.servers) // MIB
 
     @property
-    def max_sessions(self) -> int | None:
-        """How many sessions of the demanded length fit; None: the model keeps no keys and values."""
-        sizes = [server.session_bytes for server in self.servers if server.session_bytes]
-        return min((self.kv_cache_mib * MIB // size for size in sizes), default=None)
+    def max_sessions(self) -> int:
+        """How many sessions of the demanded length fit."""
+        cache_bytes = self.kv_cache_mib * MIB
+        return min(server.layout.num_sessions(cache_bytes, self.session_tokens) for server in self.servers)
 
     def tokens_per_second(self, num_streams: int, bandwidth: float) -> float:
         """The most tokens per second of so many streams together, if memory alone takes time.
@@ -185,12 +209,21 @@ def plan_servers(model: ModelSize, memory_bytes: int, demand: Demand) -> ModelPl
     num_servers = len(_greedy(model, memory_bytes, demand))
     while True:
         spans = _evenest(model, memory_bytes, demand, num_servers)
-        plan = ModelPlan(tuple(_server(model, span, memory_bytes, demand) for span in spans))
-        if plan.max_sessions is None or plan.max_sessions >= demand.sessions:
+        plan = _plan(model, [_server(model, span, memory_bytes, demand) for span in spans], demand)
+        if plan.max_sessions >= demand.sessions:
             return plan
         if num_servers == len(model.blocks):
             raise _too_small(model, Span(0, 1), memory_bytes, demand)
         num_servers += 1
+
+
+def _plan(model: ModelSize, servers: Sequence[ServerSize], demand: Demand) -> ModelPlan:
+    activations = demand.sessions * demand.session_tokens * model.hidden_bytes
+    # Experts of a block are joined where they are read.
+    fixed = HOST_BYTES + max(block.loading_bytes for block in model.blocks)
+    # A server gives them a part of the memory that its limit leaves.
+    most = max(2 * (fixed + activations), fixed + SHARE_OF_ACTIVATIONS * activations)
+    return ModelPlan(tuple(servers), demand.session_tokens, fixed + activations, most)
 
 
 def _evenest(model: ModelSize, memory_bytes: int, demand: Demand, num_servers: int) -> list[Span]:
@@ -226,22 +259,25 @@ def _fits(model: ModelSize, span: Span, memory_bytes: int, demand: Demand) -> bo
     # One block at a time is read and quantised.
     extra = max(block.loading_bytes - block.weight_bytes for block in _of(model, span))
     loading = server.weight_bytes + extra + server.edge_bytes + LIBRARY_BYTES
-    return server.cache_bytes >= demand.sessions * server.session_bytes and loading <= memory_bytes
+    num_sessions = server.layout.num_sessions(max(0, server.cache_bytes), demand.session_tokens)
+    return num_sessions >= demand.sessions and loading <= memory_bytes
 
 
 def _server(model: ModelSize, span: Span, memory_bytes: int, demand: Demand) -> ServerSize:
     blocks = _of(model, span)
     has_head = span.end == len(model.blocks)
     weights, edges = sum(block.weight_bytes for block in blocks), model.edge_bytes(span)
-    logits = _HEAD_ROWS * model.vocab_size * _LOGIT_BYTES if has_head else 0
-    step = demand.batch_tokens * model.row_bytes
-    work = LIBRARY_BYTES + RECORDING_BYTES + step + logits + demand.adapter_bytes
+    step = model.step.num_bytes(demand.batch_tokens, has_head=has_head)
+    work = LIBRARY_BYTES + reserved_bytes(memory_bytes, step, demand.adapter_bytes)
+    layout = model.cache_layout(span, demand.page_tokens, demand.batch_tokens)
     return ServerSize(
         span=span,
+        layout=layout,
         weight_bytes=weights,
         edge_bytes=edges,
         work_bytes=work,
-        session_bytes=sum(block.session_bytes(demand.session_tokens, demand.page_tokens) for block in blocks),
+        session_bytes=layout.session_bytes(demand.session_tokens),
+        seen_bytes=sum(block.seen_bytes(demand.session_tokens) for block in blocks),
         cache_bytes=memory_bytes - weights - edges - work,
         read_bytes=weights + (model.head_bytes if has_head else 0),
     )

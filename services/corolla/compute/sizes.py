@@ -7,14 +7,19 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionLayer
 
+from corolla.cache.states import LayerState
 from corolla.chassis.weight_formats import PACKED
+from corolla.compute.attention.latents import MAX_EXPANDED_BYTES
+from corolla.compute.device_memory import StepSize
+from corolla.compute.sizing import BlockSize, ModelSize
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import head_bytes
 from corolla.models.families import attention_windows, pageless_layers
 from corolla.models.packed.choice import layouts_of
 from corolla.models.quantization import INT4_GROUP_SIZE
-from corolla.models.sizing import BlockSize, ModelSize
 from corolla.models.span_model import empty_span, span_tensors
 from corolla.wire.span import Span
 
@@ -40,8 +45,11 @@ def model_size(checkpoint: Checkpoint, dtype: torch.dtype, quantization: str, kv
     if kv_cache_dtype != "auto":
         token_bytes = cache_numbers(checkpoint, more_of_a_head=int(kv_cache_dtype == "int8"))
     weights, loading = _block_bytes(checkpoint, whole, dtype, quantization)
+    states = state_sizes(checkpoint, whole, dtype)
     blocks = tuple(
-        BlockSize(weights[index], loading[index], 0 if index in pageless else token_bytes, windows[index])
+        BlockSize(
+            weights[index], loading[index], 0 if index in pageless else token_bytes, windows[index], states[index]
+        )
         for index in range(checkpoint.num_blocks)
     )
     return ModelSize(
@@ -50,10 +58,44 @@ def model_size(checkpoint: Checkpoint, dtype: torch.dtype, quantization: str, kv
         embedding_bytes=checkpoint.vocab_size * checkpoint.hidden_size * dtype.itemsize,
         head_bytes=head_bytes(checkpoint, dtype, quantization),
         has_tied_edges=checkpoint.has_tied_edges,
-        row_bytes=(_STEP_TENSORS * checkpoint.hidden_size + _mlp_numbers(checkpoint)) * dtype.itemsize,
-        vocab_size=checkpoint.vocab_size,
+        step=step_size(checkpoint, dtype),
+        hidden_bytes=checkpoint.hidden_size * dtype.itemsize,
         context_length=checkpoint.context_length,
     )
+
+
+def step_size(checkpoint: Checkpoint, dtype: torch.dtype) -> StepSize:
+    """Reckons what a step takes next to weights, keys and values.
+
+    Args:
+        dtype: the dtype of hidden states.
+    """
+    return StepSize(
+        (_STEP_TENSORS * checkpoint.hidden_size + _mlp_numbers(checkpoint)) * dtype.itemsize,
+        checkpoint.vocab_size,
+        MAX_EXPANDED_BYTES if checkpoint.family.caches_latents else 0,
+    )
+
+
+@torch.inference_mode()
+def state_sizes(checkpoint: Checkpoint, span: Span, dtype: torch.dtype) -> list[int]:
+    """The bytes of each block's recurrent states of one session at one position.
+
+    The family's own code computes one token on the meta device, which has shapes and no numbers.
+    """
+    sizes = [0] * len(span)
+    if not checkpoint.family.keeps_states:
+        return sizes
+    model: Any = empty_span(checkpoint, span, dtype)
+    model.config._attn_implementation = "sdpa"
+    model.config._experts_implementation = "batched_mm"
+    cache = DynamicCache(config=model.config)
+    hidden = torch.zeros(1, 1, checkpoint.hidden_size, dtype=dtype, device="meta")
+    model(inputs_embeds=hidden, use_cache=True, **{checkpoint.family.cache_argument: cache})
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, LinearAttentionLayer):
+            sizes[index] = LayerState.of(layer).nbytes
+    return sizes
 
 
 def _mlp_numbers(checkpoint: Checkpoint) -> int:
