@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import grpc
 
+from corolla.chassis.descriptors import most_connections_of_a_port
 from corolla.chassis.errors import StartupError
 
 TLS_1_3_ONLY: Final = ("GRPC_SSL_CIPHER_SUITES", "ECDHE-PSK-CHACHA20-POLY1305")
@@ -42,7 +43,7 @@ _CALLERS: Final[list[tuple[str, Any]]] = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 50),
     ("grpc.compression_enabled_algorithms_bitset", 1),
     # A connection that carries only pings is idle, and is closed; the caller's next call opens another one.
-    ("grpc.max_connection_idle_ms", 300_000),
+    ("grpc.max_connection_idle_ms", 60_000),
 ]
 _CHANNEL: Final[list[tuple[str, Any]]] = [
     *_COMMON,
@@ -67,6 +68,8 @@ _SERVER: Final[list[tuple[str, Any]]] = [
     ("grpc.server_handshake_timeout_ms", 10_000),
 ]
 
+_MOST_PEERS: Final = 4096
+"""The most connections from other services, where the limit of descriptors allows so many."""
 _LABELLED_EXCESS_BYTES: Final = 64 << 10
 """A request that exceeds the limit by no more than this is read, and refused with a status that names its size."""
 
@@ -131,10 +134,11 @@ def new_server(callers: CallerBounds | None = None) -> grpc.aio.Server:
         callers: The bounds for callers from outside; None: only services call this server.
     """
     options = dict([*_SERVER, *_PEERS])
+    max_connections = min(callers.max_connections if callers is not None else _MOST_PEERS, most_connections_of_a_port())
+    options["grpc.max_allowed_incoming_connections"] = max_connections
     if callers is not None:
         options |= dict(_CALLERS)
         options["grpc.max_receive_message_length"] = callers.max_request_bytes + _LABELLED_EXCESS_BYTES
-        options["grpc.max_allowed_incoming_connections"] = callers.max_connections
         options["grpc.max_connection_age_ms"] = round(callers.max_connection_age_s * 1000)
     return grpc.aio.server(options=list(options.items()))
 

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 import uvloop
 
-from corolla.chassis import exposure, failpoints, heap, logs
+from corolla.chassis import descriptors, exposure, failpoints, heap, logs
 from corolla.chassis.channels import TLS_1_3_ONLY
 from corolla.chassis.errors import StartupError
 from corolla.chassis.settings import REMOVED, ServiceSettings, load
@@ -91,6 +91,7 @@ def run_service(settings_class: type[Settings], build: Callable[[Settings], Serv
         exposure.check(settings)
         failpoints.arm(os.environ)
         os.environ.setdefault(*TLS_1_3_ONLY)
+        descriptors.raise_limit()
         logs.configure(settings.log_level, settings.log_format, with_audit=settings.audit)
         for variable in sorted(REMOVED.keys() & os.environ.keys()):
             facts = {"variable": variable, "instead": REMOVED[variable]}

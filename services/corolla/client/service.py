@@ -20,6 +20,7 @@ from corolla.chain.routes import Routes
 from corolla.chain.session import ChainSessions
 from corolla.chain.streams import DataPlane
 from corolla.chassis.channels import CallerBounds
+from corolla.chassis.descriptors import most_connections_of_a_port
 from corolla.chassis.errors import SettingsError
 from corolla.chassis.handlers import service_handler
 from corolla.chassis.lifecycle import fail
@@ -89,6 +90,7 @@ class ClientService:
         bounds: ClientBounds = USUAL_BOUNDS,
     ) -> None:
         self.settings = settings
+        _warn_of_few_descriptors(settings)
         if settings.max_held_request_bytes < settings.max_request_bytes:
             raise SettingsError("COROLLA_MAX_HELD_REQUEST_BYTES must allow one request of COROLLA_MAX_REQUEST_BYTES")
         self._cache_salts = CacheSalts(settings.cache_secret.get_secret_value())
@@ -293,7 +295,7 @@ class ClientService:
             settings.http_port,
             self._certificate.for_listeners() if self._certificate is not None else None,
             self._http_metrics,
-            max_connections=settings.max_connections,
+            max_connections=min(settings.max_connections, most_connections_of_a_port()),
             head_timeout_s=self._bounds.http_read_timeout_s,
         )
 
@@ -334,6 +336,15 @@ class ClientService:
     ) -> PlacementFacts:
         servers = [each for each in placement.servers if each.server.fingerprint == model.fingerprint]
         return placement_facts(model.name, model.num_blocks, servers, sessions.count_by_server(), self._recoveries)
+
+
+def _warn_of_few_descriptors(settings: ClientSettings) -> None:
+    if (most := most_connections_of_a_port()) < settings.max_connections:
+        log.warning(
+            "each port accepts fewer connections than COROLLA_MAX_CONNECTIONS, since this process may open few files; "
+            "raise the limit (ulimit -Hn) to four times that number",
+            extra={"connections": most},
+        )
 
 
 def _names(settings: ClientSettings, checkpoint: Checkpoint, placement: PlacementWatch) -> ModelNames:

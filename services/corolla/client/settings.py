@@ -24,7 +24,7 @@ class ClientSettings(ServiceSettings):
         4096,
         ge=1,
         description="The most gRPC connections at a time, and the most HTTP connections; further ones are refused at "
-        "once.",
+        "once. Each port accepts at most a quarter of the limit of open files (`ulimit -Hn`).",
     )
     http_port: int | None = Field(
         None,

@@ -22,6 +22,8 @@ from typing import Any, Final, Protocol, cast
 from google.protobuf.message import Message
 
 from corolla.chassis import audit
+from corolla.chassis.acceptor import Acceptor
+from corolla.chassis.descriptors import most_connections_of_a_port
 from corolla.chassis.errors import (
     CorollaError,
     DeadlineExceeded,
@@ -46,7 +48,8 @@ VERSION: Final = 1
 _GREETING: Final = struct.Struct("<4sHH")
 _MAGIC: Final = b"CRLL"
 _COUNT: Final = struct.Struct("i")
-_BACKLOG: Final = 128
+MOST_PEERS: Final = 4096
+"""The most streams that a port accepts at a time, where the limit of descriptors allows so many."""
 _PIECE_BYTES: Final = 256 << 10
 _NUM_LOOKS: Final = 8
 """How often a stream checks its other end within the time for which that may be silent."""
@@ -609,8 +612,9 @@ class StreamListener:
             self._socket.bind(address)
         except OSError as failure:
             raise StartupError(_unavailable(f"{host}:{port}", failure)) from None
+        self._socket.setblocking(False)
         self.port: int = self._socket.getsockname()[1]
-        self._server: asyncio.Server | None = None
+        self._acceptor: Acceptor | None = None
         self._streams: set[FrameStream] = set()
 
     async def start(
@@ -618,26 +622,26 @@ class StreamListener:
     ) -> None:
         """Begins to accept streams. Connections before this call are refused."""
         limits = limits or from_callers()
+        loop = asyncio.get_running_loop()
 
-        def make() -> FrameStream:
+        async def serve(caller: socket.socket) -> None:
             stream = FrameStream(accept, limits, trust)
             self._streams.add(stream)
-            stream.ended.add_done_callback(lambda _: self._streams.discard(stream))
-            return stream
+            try:
+                await loop.connect_accepted_socket(lambda: stream, caller, **_tls_options(trust, limits))
+                await stream.ended
+            finally:
+                self._streams.discard(stream)
 
         try:
-            # `listen` is called here, because uvloop reports no error for a socket on which it cannot listen.
-            self._socket.listen(_BACKLOG)
-            self._server = await asyncio.get_running_loop().create_server(
-                make, sock=self._socket, backlog=_BACKLOG, **_tls_options(trust, limits)
-            )
+            self._acceptor = Acceptor(self._socket, min(MOST_PEERS, most_connections_of_a_port()), serve)
         except OSError as failure:  # another process that had also bound the port now listens on it
             raise StartupError(_unavailable(f"port {self.port}", failure)) from None
 
     def release(self) -> None:
         """Releases the port, and accepts no more streams."""
-        if self._server is not None:
-            self._server.close()
+        if self._acceptor is not None:
+            self._acceptor.stop()
         self._socket.close()
 
     async def close(self) -> None:

@@ -9,6 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
+from corolla.chassis import channels
 from corolla.chassis.channels import CallerBounds, bind, new_server, open_channel
 
 
@@ -37,8 +38,13 @@ async def test_a_new_channel_does_not_wait_for_one_that_failed() -> None:
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_callers_have_so_many_connections_and_no_more() -> None:
-    async with serving(callers=CallerBounds(1 << 20, 2, 3600.0)) as port:
+@pytest.mark.parametrize("callers", [CallerBounds(1 << 20, 2, 3600.0), CallerBounds(1 << 20, 4096, 3600.0), None])
+async def test_a_server_has_so_many_connections_and_no_more(
+    callers: CallerBounds | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a port may have few descriptors, also a server of other services."""
+    monkeypatch.setattr(channels, "most_connections_of_a_port", lambda: 2)
+    async with serving(callers=callers) as port:
         kept = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
         # Its first frame shows that a connection was taken.
         assert all([await reader.read(1) for reader, _ in kept])

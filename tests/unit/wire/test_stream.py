@@ -18,6 +18,7 @@ from corolla.chassis.errors import (
 )
 from corolla.trust.workload import Role, Workload
 from corolla.v1 import blocks_pb2 as pb
+from corolla.wire import stream
 from corolla.wire.frames import Frame, encode
 from corolla.wire.network import Network
 from corolla.wire.stream import (
@@ -253,6 +254,33 @@ async def test_a_taken_port_says_so() -> None:
         await two[1].start(acceptor.accept)
     for each in two:
         await each.close()
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+async def test_a_stream_above_the_limit_is_refused_at_once_and_disturbs_no_other(
+    is_encrypted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ends that never greet or shake hands count, and lose their places by a deadline."""
+    monkeypatch.setattr(stream, "most_connections_of_a_port", lambda: 3)
+    servers = callers = None
+    if is_encrypted:
+        block, client = networks(Identities(tmp_path), (Role.BLOCK, "1"), (Role.CLIENT, "2"))
+        servers, callers = client.servers, block.callers
+    async with accepting(QUICK, callers) as acceptor:
+        caller = Caller()
+        first = await caller.connect(acceptor.address, trust=servers)
+        idle = [await raw(acceptor.address) for _ in range(4)]
+        ended = [asyncio.create_task(reader.read()) for reader, _ in idle]
+        done, _ = await asyncio.wait(ended, timeout=QUICK.greeting_s / 2, return_when=asyncio.ALL_COMPLETED)
+        assert done == set(ended[2:])
+        first.send(step(1))
+        assert (await caller.frames.get()).control == step(1)
+        await asyncio.wait(ended)
+        other = await caller.connect(acceptor.address, trust=servers)
+        other.send(step(2))
+        assert (await caller.frames.get()).control == step(2)
+        for _, writer in idle:
+            writer.close()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "[::]", "localhost", ""])

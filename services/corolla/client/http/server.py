@@ -5,14 +5,16 @@ import logging
 import math
 import socket
 import ssl
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from corolla.chassis.acceptor import Acceptor
 from corolla.chassis.errors import ServiceUnavailable, StartupError
 from corolla.client.http.connections import Connection, watched
 from corolla.client.http.errors import body_of
@@ -23,9 +25,6 @@ log = logging.getLogger(__name__)
 _MAX_HEAD_BYTES: Final = 32 << 10
 _KEEP_ALIVE_S: Final = 75
 _HANDSHAKE_TIMEOUT_S: Final = 10.0
-_BACKLOG: Final = 2048
-_MORE_ACCEPTS_PER_TURN: Final = 64
-_ACCEPT_REST_S: Final = 1.0
 _LAST_WORD_S: Final = 1.0
 _LOOK_INTERVAL_S: Final = 0.1
 _FULL_BODY: Final = body_of(ServiceUnavailable("the service has too many connections"))
@@ -66,7 +65,7 @@ class HttpServer:
         self._socket = _bind(host, port)
         self.port: int = self._socket.getsockname()[1]
         self._running: _Running | None = None
-        self._connections: dict[asyncio.Task[None], Connection] = {}
+        self._connections: dict[asyncio.Task[None] | None, Connection] = {}
 
     async def start(self, app: ASGIApp) -> None:
         """Accepts connections from now on."""
@@ -76,9 +75,9 @@ class HttpServer:
             h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
         )  # fmt: skip
         config.load()
-        self._socket.listen(_BACKLOG)
         server = _Server(config)
-        self._running = _Running(server, self._accept(server))
+        acceptor = Acceptor(self._socket, self._max_connections, partial(self._serve, server), self._refuse)
+        self._running = _Running(server, acceptor)
 
     async def run(self) -> None:
         """Waits for ever, or until serving fails; then it raises the error."""
@@ -95,46 +94,16 @@ class HttpServer:
         self._socket.close()
         if running is None:
             return
-        for task, connection in self._connections.items():
-            if not connection.is_open:
+        tasks = running.acceptor.tasks
+        for task in tasks:
+            if (connection := self._connections.get(task)) is None or not connection.is_open:
                 task.cancel()
         await running.leave(grace_s)
         # Cancelled answers send their error, and their connections close.
-        await self._ended()
+        await _ended(tasks)
         for connection in self._connections.values():
             connection.abort()
-        await self._ended()
-
-    async def _ended(self) -> None:
-        if self._connections:
-            await asyncio.wait(self._connections, timeout=_LAST_WORD_S)
-
-    async def _accept(self, server: "_Server") -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                self._take(await loop.sock_accept(self._socket), server)
-                for _ in range(_MORE_ACCEPTS_PER_TURN):
-                    self._take(self._socket.accept(), server)
-            except BlockingIOError:
-                pass
-            except OSError as failure:
-                # Most often the process has no file descriptor left.
-                log.warning("cannot accept connections", extra={"reason": failure.strerror})
-                await asyncio.sleep(_ACCEPT_REST_S)
-            await asyncio.sleep(0)
-
-    def _take(self, accepted: tuple[socket.socket, Any], server: "_Server") -> None:
-        caller, _ = accepted
-        caller.setblocking(False)
-        if len(self._connections) >= self._max_connections:
-            self._refuse(caller)
-            return
-        connection = Connection(self._head_timeout_s)
-        connection.speaker = H11Protocol(server.config, server.server_state, {"connection": connection})
-        task = asyncio.create_task(self._serve(caller, connection))
-        self._connections[task] = connection
-        task.add_done_callback(self._connections.pop)
+        await _ended(tasks)
 
     def _refuse(self, caller: socket.socket) -> None:
         self._metrics.refused_connections.inc()
@@ -142,17 +111,23 @@ class HttpServer:
             if self._context is None:
                 caller.send(_FULL)
 
-    async def _serve(self, caller: socket.socket, connection: Connection) -> None:
+    async def _serve(self, server: "_Server", caller: socket.socket) -> None:
         """Serves one connection, from its handshake to its end."""
-        # A handshake that fails or takes too long is not an error of the service.
-        with self._metrics.connections.track_inprogress(), suppress(OSError):
-            await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: connection,
-                caller,
-                ssl=self._context,
-                ssl_handshake_timeout=_HANDSHAKE_TIMEOUT_S if self._context is not None else None,
-            )
-            await connection.lost
+        connection = Connection(self._head_timeout_s)
+        connection.speaker = H11Protocol(server.config, server.server_state, {"connection": connection})
+        task = asyncio.current_task()
+        self._connections[task] = connection
+        try:
+            with self._metrics.connections.track_inprogress():
+                await asyncio.get_running_loop().connect_accepted_socket(
+                    lambda: connection,
+                    caller,
+                    ssl=self._context,
+                    ssl_handshake_timeout=_HANDSHAKE_TIMEOUT_S if self._context is not None else None,
+                )
+                await connection.lost
+        finally:
+            del self._connections[task]
 
 
 class _Server(uvicorn.Server):
@@ -170,19 +145,19 @@ class _Running:
         failure: a future that raises the first error of a task.
     """
 
-    def __init__(self, server: _Server, accept: Coroutine[Any, Any, None]) -> None:
+    def __init__(self, server: _Server, acceptor: Acceptor) -> None:
         loop = asyncio.get_running_loop()
+        self.acceptor = acceptor
         self._server = server
-        self._accepting = loop.create_task(accept)
         # uvicorn gets accepted connections and listens on no socket itself.
         self._serving = loop.create_task(server.serve(sockets=[]))
         self.failure: asyncio.Future[None] = loop.create_future()
-        for task in (self._accepting, self._serving):
+        for task in (acceptor.accepting, self._serving):
             task.add_done_callback(self._note)
 
     async def end_accepting(self) -> None:
-        self._accepting.cancel()
-        await asyncio.wait({self._accepting})
+        self.acceptor.stop()
+        await asyncio.wait({self.acceptor.accepting})
 
     async def leave(self, grace_s: float) -> None:
         self._server.config.timeout_graceful_shutdown = math.ceil(grace_s)
@@ -192,6 +167,11 @@ class _Running:
     def _note(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (failure := task.exception()) is not None and not self.failure.done():
             self.failure.set_exception(failure)
+
+
+async def _ended(tasks: set[asyncio.Task[None]]) -> None:
+    if tasks:
+        await asyncio.wait(tasks.copy(), timeout=_LAST_WORD_S)
 
 
 def _bind(host: str, port: int) -> socket.socket:
