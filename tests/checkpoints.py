@@ -4,11 +4,11 @@ import hashlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from tests.run_folder import made_once
 
@@ -403,7 +403,8 @@ def make_tiny_checkpoint(
     return folder
 
 
-def _write_tiny(family: str, folder: Path, num_blocks: int, seed: int, config_changes: Mapping[str, Any]) -> None:
+def tiny_config(family: str, num_blocks: int = 5, **changes: Any) -> PretrainedConfig:
+    """The configuration of a tiny model of a family; see `make_tiny_checkpoint`."""
     facts = {**_SHAPE, "num_hidden_layers": num_blocks, **_FAMILY_FACTS[family]}
     if family in _MIXED_FAMILIES:
         facts = {**facts, "layer_types": [_LAYER_TYPES[block % len(_LAYER_TYPES)] for block in range(num_blocks)]}
@@ -419,11 +420,15 @@ def _write_tiny(family: str, folder: Path, num_blocks: int, seed: int, config_ch
     if family == "gpt_neo":
         scopes = ("local", "global", "global")
         facts = {**facts, "attention_types": [[[scopes[block % len(scopes)]], 1] for block in range(num_blocks)]}
-    facts = {**facts, **config_changes}
+    library: Any = AutoConfig
+    return cast(PretrainedConfig, library.for_model(family, **{**facts, **changes}))
+
+
+def _write_tiny(family: str, folder: Path, num_blocks: int, seed: int, config_changes: Mapping[str, Any]) -> None:
     tokenizer = make_tokenizer()
     tokens = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
     library: Any = AutoModelForCausalLM
-    model = library.from_config(AutoConfig.for_model(family, **{**facts, **tokens}))
+    model = library.from_config(tiny_config(family, num_blocks, **{**config_changes, **tokens}))
     _draw_weights(model, seed + _SEEDS.get(family, 0), _SPREADS.get(family, 1.6))
     generation: Any = GenerationConfig
     model.generation_config = generation(**{**tokens, "pad_token_id": tokenizer.eos_token_id})

@@ -70,10 +70,11 @@ from corolla.decoding.draft_model import DraftModel, num_weights
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.cuda_capture import CudaCapture
 from corolla.models.edges import Edges, fetch_edges, head_bytes, load_edges
-from corolla.models.families import attention_windows, pageless_layers
+from corolla.models.families import pageless_layers
 from corolla.models.hub import Hub
 from corolla.models.read_ahead import ReadAhead, tensors_of
-from corolla.models.span_model import SpanModel, fetch_span, load_span, weight_types
+from corolla.models.span_model import SpanModel, empty_span, fetch_span, load_span, weight_types
+from corolla.models.visible_tokens import attention_windows
 from corolla.trust.watched_files import Contents, WatchedFiles
 from corolla.v1 import blocks_pb2, router_pb2
 from corolla.wire.network import Network
@@ -280,6 +281,8 @@ class BlockServer:
         """The model's checkpoint and its fingerprint."""
         settings = self.settings
         checkpoint = Checkpoint.from_pretrained(settings.model, revision=settings.revision, hub=self._hub)
+        whole = Span(0, checkpoint.num_blocks)
+        attention_windows(empty_span(checkpoint, whole), checkpoint.family)  # refuses what cannot be served
         return checkpoint, checkpoint.fingerprint(settings.dtype, settings.quantization, settings.kv_cache_dtype)
 
     async def _serve(
@@ -574,7 +577,7 @@ class BlockServer:
         """The runner, and the bytes of the device that its recorded steps took."""
         settings = self.settings
         layout = CacheLayout(
-            LayerGroups.of(attention_windows(model.config), pageless_layers(model.config)),
+            LayerGroups.of(model.windows, pageless_layers(model.config)),
             settings.num_page_tokens,
             cache_bytes_per_token,
             max(self._max_tokens_per_frame, _MAX_TAKEN_BACK),

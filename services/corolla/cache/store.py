@@ -85,6 +85,10 @@ class KVStore:
         """The index of the page table that a layer uses; without a meaning for a pageless layer."""
         return self.groups.layer_indices[layer][0]
 
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens a token sees in a layer, itself included; None: all earlier ones."""
+        return self.groups.windows[self.group_of(layer)]
+
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """The stored keys and values of a layer, `[num_slots, key heads, head_dim]` each; their head sizes may differ.
 

@@ -18,7 +18,6 @@ from corolla.kernels.page_tables import PageTables
 from corolla.kernels.triton.availability import is_interpreted, missing
 from corolla.kernels.triton.compilation import SHARED_MEMORY, Compilation, compiling
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.families import attention_windows
 from corolla.models.fused import FusedSpan, MixtureMlp
 from corolla.models.invariant_products import InvariantProduct, triton_product
 from corolla.models.packed.experts import PackedExpertWeights
@@ -65,7 +64,7 @@ def build_kernels(
     model, span = _fused(checkpoint, dtype, quantization)
     for arch in archs:
         with compiling(arch) as compilation:
-            _run(span, checkpoint, dtype, page_tokens, kv_cache_dtype)
+            _run(span, model.windows, checkpoint, dtype, page_tokens, kv_cache_dtype)
             _try_tiles(model.packed_layers, dtype)
         yield compilation
 
@@ -86,13 +85,20 @@ def _fused(checkpoint: Checkpoint, dtype: torch.dtype, quantization: str) -> tup
 
 
 @torch.inference_mode()
-def _run(span: FusedSpan, checkpoint: Checkpoint, dtype: torch.dtype, page_tokens: int, kv_cache_dtype: str) -> None:
+def _run(
+    span: FusedSpan,
+    windows: Sequence[int | None],
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    page_tokens: int,
+    kv_cache_dtype: str,
+) -> None:
     from corolla.kernels.triton.choice_launches import draw_negated, draw_tokens, penalise
     from corolla.kernels.triton.launches import keep_nucleus, row_counts
 
     blocks, backend = TritonBlocks(span), PagedTriton()
     codec = CODECS[kv_cache_dtype](dtype) if kv_cache_dtype != "auto" else None
-    store = KVStore(1, page_tokens, attention_windows(checkpoint.config), codec=codec)
+    store = KVStore(1, page_tokens, windows, codec=codec)
     if codec is not None:
         for layer in span.layers:
             num_outputs = (layer.num_heads + 2 * layer.num_key_heads) * layer.head_dim

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 from corolla.cache.states import LayerState
@@ -17,10 +17,11 @@ from corolla.compute.device_memory import StepSize
 from corolla.compute.sizing import BlockSize, ModelSize
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import head_bytes
-from corolla.models.families import attention_windows, pageless_layers
+from corolla.models.families import pageless_layers
 from corolla.models.packed.choice import layouts_of
 from corolla.models.quantization import INT4_GROUP_SIZE
 from corolla.models.span_model import empty_span, span_tensors
+from corolla.models.visible_tokens import attention_windows
 from corolla.wire.span import Span
 
 _STEP_TENSORS: Final = 8
@@ -40,11 +41,12 @@ def model_size(checkpoint: Checkpoint, dtype: torch.dtype, quantization: str, kv
         SettingsError: the checkpoint has no weights that can stay packed.
     """
     config, whole = checkpoint.config, Span(0, checkpoint.num_blocks)
-    pageless, windows = pageless_layers(config), attention_windows(config)
+    model = empty_span(checkpoint, whole)
+    pageless, windows = pageless_layers(config), attention_windows(model, checkpoint.family)
     token_bytes = cache_numbers(checkpoint) * dtype.itemsize
     if kv_cache_dtype != "auto":
         token_bytes = cache_numbers(checkpoint, more_of_a_head=int(kv_cache_dtype == "int8"))
-    weights, loading = _block_bytes(checkpoint, whole, dtype, quantization)
+    weights, loading = _block_bytes(checkpoint, model, whole, dtype, quantization)
     states = state_sizes(checkpoint, whole, dtype)
     blocks = tuple(
         BlockSize(
@@ -145,10 +147,9 @@ def _integers(config: Any, *names: str) -> list[int]:
 
 
 def _block_bytes(
-    checkpoint: Checkpoint, span: Span, dtype: torch.dtype, quantization: str
+    checkpoint: Checkpoint, model: PreTrainedModel, span: Span, dtype: torch.dtype, quantization: str
 ) -> tuple[list[int], list[int]]:
     """The bytes of each block's weights once they are loaded, and while they are read."""
-    model = empty_span(checkpoint, span)
     names = span_tensors(checkpoint, span)
     # The device does not change what a packed weight takes.
     layouts = layouts_of(checkpoint, names, quantization, torch.device("cpu"), lambda: model)

@@ -28,7 +28,7 @@ from corolla.compute.low_rank import LowRankBatch, LowRankTable, choose_low_rank
 from corolla.compute.prompts import BlockPrompts
 from corolla.compute.triton_blocks import choose_triton_blocks
 from corolla.models.adapters.products import AdapterBatch, AdapterStacks, SpanAdapter
-from corolla.models.families import attention_windows, pageless_layers, recurrent_layers
+from corolla.models.families import pageless_layers, recurrent_layers
 from corolla.models.linear import ways_by_shape
 from corolla.models.span_model import SpanModel
 from corolla.wire.device_copies import Reading, copied_numbers, to_copy, to_device
@@ -143,7 +143,7 @@ class SpanRunner:
             if model.family.caches_latents:
                 leave_latents(self.model.modules())
         self.store = KVStore(
-            num_pages, page_tokens, attention_windows(model.config), max_step_tokens=max_step_tokens,
+            num_pages, page_tokens, model.windows, max_step_tokens=max_step_tokens,
             has_scratch_page=has_scratch_page, codec=codec,
             recurrent=recurrent_layers(model.config), pageless=pageless_layers(model.config),
             num_state_pages=num_state_pages,
@@ -455,7 +455,7 @@ class SpanRunner:
 
     def _forward_rows(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
         outputs: list[Tensor] = []
-        windows, layers = attention_windows(self.model.config), self.span.indices(blocks)
+        windows, layers = self.model.windows, self.span.indices(blocks)
         for row, part in zip(rows, torch.split(hidden, [row.num_tokens for row in rows]), strict=True):
             cache: _RowCache | None = None
             is_single = bool(row.position) and self.model.family.continues_singly

@@ -38,6 +38,7 @@ CPU: Final = torch.device("cpu")
 LAYER_INDEX_NAMES = ("layer_idx", "layer_id")
 # The standard deviation of random weights; most families are initialised with it.
 _SPREAD: Final = 0.02
+_MAX_REASON: Final = 200
 # Random weights repeat after this many numbers, a prime, so that the rows of a matrix, and thereby experts, differ.
 # Drawing all weights of a block could take minutes, and twice its memory in float32.
 _NUM_MADE_UP: Final = (1 << 20) - 3
@@ -236,9 +237,19 @@ class _MadeUp:
 
 
 def without_weights(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """A model without weights, on the meta device."""
-    with torch.device("meta"):
-        return cast(PreTrainedModel, cast(Any, model_class)(copy.deepcopy(config)))  # building may change it
+    """A model without weights, on the meta device.
+
+    Raises:
+        CheckpointError: the family's code cannot build a model of this configuration.
+    """
+    try:
+        with torch.device("meta"):
+            return cast(PreTrainedModel, cast(Any, model_class)(copy.deepcopy(config)))  # building may change it
+    except Exception as error:  # such as a KeyError for a kind of layer that the family does not have
+        raise CheckpointError(
+            f"The code of {config.model_type} models in transformers cannot build what config.json describes "
+            f"({type(error).__name__}: {str(error)[:_MAX_REASON]}); correct it."
+        ) from error
 
 
 def _filled(shape: Sequence[int], numbers: Tensor) -> Tensor:

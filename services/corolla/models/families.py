@@ -313,14 +313,3 @@ def rope_types(config: PretrainedConfig) -> Iterator[str]:
     for inner in parameters.values():
         if isinstance(inner, Mapping) and "rope_type" in inner:
             yield str(inner["rope_type"])
-
-
-def attention_windows(config: PretrainedConfig) -> tuple[int | None, ...]:
-    """The attention window of each layer: how many tokens a token sees, itself included; None: all earlier tokens."""
-    window: int | None = (
-        getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    )
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        return (window,) * int(config.num_hidden_layers)
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from corolla.models.adapters.products import AdapterBatch, Place
-from corolla.models.families import Family, attention_windows
+from corolla.models.families import Family
 from corolla.models.linear import TunedLinear, is_plain, replace_linears
 from corolla.models.mixtures import Mixture
 from corolla.models.packed.modules import PackedLinear
@@ -122,7 +122,14 @@ class FusedSpan:
         self.rotaries = tuple(dict.fromkeys(layer.rotary for layer in self.layers if layer.rotary is not None))
 
     @classmethod
-    def of(cls, layers: Sequence[nn.Module], rotary: nn.Module, config: Any, family: Family) -> Self:
+    def of(
+        cls,
+        layers: Sequence[nn.Module],
+        rotary: nn.Module,
+        config: Any,
+        family: Family,
+        windows: Sequence[int | None],
+    ) -> Self:
         """Fuses the blocks of a family.
 
         Args:
@@ -130,8 +137,8 @@ class FusedSpan:
             rotary: the rotary embedding.
             config: the configuration.
             family: the family.
+            windows: the attention window of each layer; see `SpanModel`.
         """
-        windows = attention_windows(config)
         kinds = getattr(config, "layer_types", None) or [None] * len(windows)
         # Some families have a table for each kind of layer.
         own = [kind if kind in config.rope_parameters else None for kind in kinds]

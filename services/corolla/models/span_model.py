@@ -34,6 +34,7 @@ from corolla.models.packed.experts import PackedExpertWeights
 from corolla.models.packed.modules import PackedLinear, make_up_packed, replace_packed
 from corolla.models.packed.trial import choose_packed_products
 from corolla.models.quantization import pack_empty, quantize, quantizer, stored_bytes
+from corolla.models.visible_tokens import attention_windows
 from corolla.wire.span import Span
 
 # This layer reads the cached latents of all tokens at every step, so an adapter cannot change it for new tokens only.
@@ -65,6 +66,7 @@ class SpanModel:
         span: the blocks.
         config: the model's configuration, reduced to the span.
         family: the row of the table of families.
+        windows: the attention window of each layer; see `attention_windows`.
         packs_rows: whether rows of different sessions may be packed into one call.
         dtype: the dtype of weights and hidden states.
         device: the device of the weights.
@@ -76,6 +78,7 @@ class SpanModel:
     def __init__(self, base: PreTrainedModel, span: Span, family: Family) -> None:
         self.span = span
         self.family = family
+        self.windows = attention_windows(base, family)
         self.packs_rows = packs_rows(family, base.config)
         self.dtype: torch.dtype = base.dtype
         self.device: torch.device = base.device
@@ -122,7 +125,7 @@ class SpanModel:
         layers = list(cast(nn.ModuleList, self._base.get_submodule(self.family.layers)))
         if self.family.is_fused and self.packs_rows and all(map(fits, layers)):
             rotary = self._base.get_submodule("rotary_emb")
-            self.fused = FusedSpan.of(layers, rotary, self.config, self.family)
+            self.fused = FusedSpan.of(layers, rotary, self.config, self.family, self.windows)
         kept = self.family.read_weights
         tune(replace_linears(self._base, kept) if self.fused is None else self.fused.linears, budget_s=tuning_budget_s)
         if self.device.type == "cuda":

@@ -199,12 +199,13 @@ def ragged_attention(
     *,
     batch: AttentionBatch,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_options: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls for the rows of a batch.
+
+    The store knows the layer's window.
 
     Args:
         module: the family's attention module; its `layer_idx` picks the layer of the caches.
@@ -214,7 +215,6 @@ def ragged_attention(
         attention_mask: unused; transformers makes no mask for functions that it does not know.
         batch: the rows.
         scaling: the factor of the scores; None: one over the square root of the head size.
-        sliding_window: how many tokens a token sees, itself included; None: it sees all tokens before it.
         softcap: the bound of the scores; None: they are not bounded.
         s_aux: `[heads]` in the model's dtype or float32, the sinks; None: there are none.
 
@@ -228,7 +228,7 @@ def ragged_attention(
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
+        window=batch.store.window_of(layer),
         softcap=softcap,
         sinks=s_aux,
     )
