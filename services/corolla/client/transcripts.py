@@ -96,19 +96,20 @@ class Transcripts:
 
     @asynccontextmanager
     async def turn(
-        self, session_id: str, tenant: str, name: str = "", max_bytes: int | None = None
+        self, session_id: str, tenant: str, name: str = "", max_bytes: int | None = None, num_new_bytes: int = 0
     ) -> AsyncIterator[Turn]:
         """Locks the session for one turn. A turn that is not committed leaves the session unchanged.
 
         Args:
             name: the turn's name; an earlier turn of the same name loses the lock.
-            max_bytes: the most bytes that the tenant may have stored when it begins another turn.
+            max_bytes: the most bytes that the tenant may have stored with this turn.
+            num_new_bytes: the bytes that the turn may add; they count as stored until it ends.
 
         Raises:
             SessionNotFound, SessionBusy, QuotaExceeded, RouterUnavailable, StoreUnavailable
         """
         turn_id = f"{name}.{secrets.token_hex(15)}" if name else secrets.token_hex(16)
-        record = await self._begin(_checked(session_id), tenant, turn_id, max_bytes or 0)
+        record = await self._begin(_checked(session_id), tenant, turn_id, max_bytes or 0, num_new_bytes)
         turn = Turn(record, lambda changed: self._write_back(changed, turn_id))
         renewing = self._tasks.start_restartable(partial(self._keep_lock, session_id, turn_id), "turn_lock")
         try:
@@ -125,7 +126,9 @@ class Transcripts:
     async def close(self) -> None:
         await self._tasks.close()
 
-    async def _begin(self, session_id: str, tenant: str, turn_id: str, max_bytes: int) -> pb.SessionRecord:
+    async def _begin(
+        self, session_id: str, tenant: str, turn_id: str, max_bytes: int, num_new_bytes: int
+    ) -> pb.SessionRecord:
         request = pb.BeginTurnRequest(
             model=self._control.model,
             session_id=session_id,
@@ -133,6 +136,7 @@ class Transcripts:
             turn_id=turn_id,
             lock_ms=_LOCK_MS,
             max_tenant_bytes=max_bytes,
+            num_new_bytes=num_new_bytes,
         )
         beginning = asyncio.ensure_future(self._control.call(self._control.stub.BeginTurn, request))
         try:

@@ -19,7 +19,7 @@ from corolla.router.quotas import Quotas
 from corolla.router.rebalancer import Rebalancer
 from corolla.router.registry import Registry
 from corolla.router.servicer import RouterServicer
-from corolla.router.sessions import SessionRecords
+from corolla.router.sessions import SessionBounds, SessionRecords
 from corolla.router.settings import RouterSettings
 from corolla.router.store import Store
 from corolla.router.watch import PlacementWatches
@@ -56,7 +56,12 @@ class RouterProcess:
             password=settings.redis_password.get_secret_value(),
         )
         self._registry = Registry(self._store, settings.lease_ms, settings.expected_models)
-        self._sessions = SessionRecords(self._store, settings.max_tenant_sessions)
+        self._sessions = SessionRecords(
+            self._store,
+            SessionBounds(
+                settings.max_tenant_sessions, settings.max_tenant_session_mib << 20, settings.max_session_mib << 20
+            ),
+        )
         self._tasks = TaskGroup(lambda: fail(self._rpc.not_ready), TaskMetrics(metrics_registry))
         self._watches = PlacementWatches(
             self._registry,

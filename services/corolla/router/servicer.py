@@ -175,7 +175,12 @@ class RouterServicer:
         session = self._session(request)
         turn_id = validation.check_name("turn_id", request.turn_id)
         return await self._sessions.begin_turn(
-            *session, request.tenant, turn_id, self._lock_ms(request.lock_ms), request.max_tenant_bytes
+            *session,
+            request.tenant,
+            turn_id,
+            self._lock_ms(request.lock_ms),
+            request.max_tenant_bytes,
+            request.num_new_bytes,
         )
 
     async def RenewTurn(self, request: pb.RenewTurnRequest, call: Call[Caller]) -> pb.RenewTurnResponse:

@@ -2,15 +2,38 @@
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from corolla.chassis.errors import InternalError, InvalidRequest, QuotaExceeded, SessionBusy, SessionNotFound
+from corolla.chassis.errors import (
+    InternalError,
+    InvalidRequest,
+    QuotaExceeded,
+    SessionBusy,
+    SessionNotFound,
+    StoreUnavailable,
+)
 from corolla.planning.numerics import continued
 from corolla.router.store import Store
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class SessionBounds:
+    """How much may be stored at a time; 0: any number.
+
+    Attributes:
+        tenant_sessions: The sessions of one tenant.
+        tenant_bytes: The bytes of one tenant's sessions.
+        all_bytes: The bytes of all sessions of a model.
+    """
+
+    tenant_sessions: int = 0
+    tenant_bytes: int = 0
+    all_bytes: int = 0
 
 
 class SessionRecords:
@@ -21,12 +44,12 @@ class SessionRecords:
 
     Args:
         store: The Redis server.
-        max_tenant_sessions: The number of sessions that one tenant may have stored at a time; 0: any number.
+        bounds: How much may be stored at a time.
     """
 
-    def __init__(self, store: Store, max_tenant_sessions: int = 0) -> None:
+    def __init__(self, store: Store, bounds: SessionBounds = SessionBounds()) -> None:
         self._store = store
-        self._max_tenant_sessions = max_tenant_sessions
+        self._bounds = bounds
 
     async def create(
         self, record: pb.SessionRecord, ttl_ms: int, max_tenant_sessions: int = 0, max_tenant_bytes: int = 0
@@ -36,12 +59,12 @@ class SessionRecords:
         Raises:
             InvalidRequest: The id is taken.
             QuotaExceeded: The tenant has reached its number of sessions or of bytes.
+            StoreUnavailable: All tenants together have reached their number of bytes.
         """
-        bounds = [each for each in (self._max_tenant_sessions, max_tenant_sessions) if each]
-        most = min(bounds, default=0)
         reply = await self._store.call(
-            "create_session", record.model, record.session_id, record.tenant, *_stored(record), ttl_ms, most,
-            max_tenant_bytes,
+            "create_session", record.model, record.session_id, record.tenant, *_stored(record), ttl_ms,
+            _least(self._bounds.tenant_sessions, max_tenant_sessions),
+            _least(self._bounds.tenant_bytes, max_tenant_bytes), self._bounds.all_bytes,
         )  # fmt: skip
         if reply[0] == b"taken":
             raise InvalidRequest("record.session_id", "is taken; draw another one")
@@ -51,16 +74,36 @@ class SessionRecords:
         return _record(await self._store.call("get_session", model, session_id, tenant))
 
     async def begin_turn(
-        self, model: str, session_id: str, tenant: str, turn_id: str, lock_ms: int, max_tenant_bytes: int = 0
+        self,
+        model: str,
+        session_id: str,
+        tenant: str,
+        turn_id: str,
+        lock_ms: int,
+        max_tenant_bytes: int = 0,
+        num_new_bytes: int = 0,
     ) -> pb.SessionRecord:
-        """Locks the session for `turn_id`, and returns its record.
+        """Locks the session for `turn_id`, and returns its record. A bound of 0 does not apply.
+
+        Args:
+            model: The session's model.
+            session_id: The session.
+            tenant: Its owner.
+            turn_id: The turn.
+            lock_ms: How long the lock holds.
+            max_tenant_bytes: The bytes that the tenant may have stored with the turn's.
+            num_new_bytes: The bytes that the turn may add; they count as stored until it ends.
 
         Raises:
             SessionBusy: Another turn holds the lock.
-            QuotaExceeded: The tenant has stored `max_tenant_bytes` or more; 0: any number.
+            QuotaExceeded: The tenant has reached its number of bytes.
+            StoreUnavailable: All tenants together have reached their number of bytes.
         """
+        most = _least(self._bounds.tenant_bytes, max_tenant_bytes)
         return _record(
-            await self._store.call("begin_turn", model, session_id, tenant, turn_id, lock_ms, max_tenant_bytes)
+            await self._store.call(
+                "begin_turn", model, session_id, tenant, turn_id, lock_ms, most, self._bounds.all_bytes, num_new_bytes
+            )
         )
 
     async def renew_turn(self, model: str, session_id: str, turn_id: str, lock_ms: int) -> None:
@@ -130,12 +173,23 @@ class SessionRecords:
         _checked(await self._store.call("move_session", model, session_id, tenant, before, *_stored(record)))
 
     async def delete(self, model: str, session_id: str, tenant: str) -> pb.SessionRecord:
-        """Deletes a session, and returns its record, which names the hops to free. Raises SessionBusy in a turn."""
+        """Deletes a session, and returns its chain and epoch, which name the hops to free. Raises SessionBusy."""
         call = secrets.token_hex(16)
-        return _record(await self._store.call("delete_session", model, session_id, tenant, call))
+        _, chain, epoch = _checked(await self._store.call("delete_session", model, session_id, tenant, call))
+        try:
+            hops = common_pb2.Chain.FromString(chain)
+        except DecodeError:
+            raise InternalError("the store holds a record that cannot be read") from None
+        return pb.SessionRecord(
+            session_id=session_id, tenant=tenant, model=model, epoch=int(epoch), chain=hops if hops.hops else None
+        )
 
     async def count(self, model: str) -> int:
         return int(await self._store.call("count_sessions", model))
+
+
+def _least(*bounds: int) -> int:
+    return min((each for each in bounds if each), default=0)
 
 
 def _stored(record: pb.SessionRecord) -> tuple[bytes, bytes]:
@@ -157,6 +211,10 @@ def _checked(reply: list[Any]) -> list[Any]:
             raise SessionBusy("another turn is running on the session")
         case b"lost":
             raise SessionBusy("this turn no longer holds the session; another one may have begun")
+        case b"full":
+            raise StoreUnavailable(
+                "the sessions of all tenants fill the store's room for them; it is free again when some expire"
+            )
         case b"quota":
             raise QuotaExceeded(
                 "the tenant has stored as much as it may; delete some sessions, or let them expire",

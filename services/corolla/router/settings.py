@@ -85,6 +85,17 @@ class RouterSettings(ServiceSettings):
     max_tenant_sessions: int = Field(
         10_000, ge=0, description="Session records that one tenant may have stored at a time; 0: any number."
     )
+    max_tenant_session_mib: int = Field(
+        128,
+        ge=0,
+        description="MiB that the sessions and stored responses of one tenant and model may take in Redis; further "
+        "turns are refused with a quota's error; 0: any number.",
+    )
+    max_session_mib: int = Field(
+        256,
+        ge=0,
+        description="The same for all tenants together, two thirds of what the chart's Redis may hold; 0: any number.",
+    )
     max_request_bytes: int = Field(
         8 << 20, ge=1024, le=64 << 20, description="Largest request in bytes; a session record is the largest of them."
     )

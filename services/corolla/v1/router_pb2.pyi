@@ -985,7 +985,9 @@ class CreateSessionRecordRequest(_message.Message):
     max_tenant_sessions: _builtins.int
     """The greatest number of sessions that the tenant may have stored; 0, or more than the router's bound: that bound."""
     max_tenant_bytes: _builtins.int
-    """The number of bytes of stored records at which the tenant may not create another session; 0: any number."""
+    """The number of bytes of stored records at which the tenant may not create another session; 0, or more than the
+    router's bound: that bound.
+    """
     @_builtins.property
     def record(self) -> Global___SessionRecord: ...
     def __init__(
@@ -1040,6 +1042,7 @@ class BeginTurnRequest(_message.Message):
     TURN_ID_FIELD_NUMBER: _builtins.int
     LOCK_MS_FIELD_NUMBER: _builtins.int
     MAX_TENANT_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_NEW_BYTES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     session_id: _builtins.str
     tenant: _builtins.str
@@ -1050,8 +1053,10 @@ class BeginTurnRequest(_message.Message):
     lock_ms: _builtins.int
     max_tenant_bytes: _builtins.int
     """The number of bytes of stored records at which the tenant may not begin a turn; a repeated turn begins
-    nevertheless. 0: any number.
+    nevertheless. 0, or more than the router's bound: that bound.
     """
+    num_new_bytes: _builtins.int
+    """The bytes that the turn may add to the record. They count as stored until it ends."""
     def __init__(
         self,
         *,
@@ -1061,10 +1066,11 @@ class BeginTurnRequest(_message.Message):
         turn_id: _builtins.str = ...,
         lock_ms: _builtins.int = ...,
         max_tenant_bytes: _builtins.int = ...,
+        num_new_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lock_ms", b"lock_ms", "max_tenant_bytes", b"max_tenant_bytes", "model", b"model", "session_id", b"session_id", "tenant", b"tenant", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lock_ms", b"lock_ms", "max_tenant_bytes", b"max_tenant_bytes", "model", b"model", "num_new_bytes", b"num_new_bytes", "session_id", b"session_id", "tenant", b"tenant", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

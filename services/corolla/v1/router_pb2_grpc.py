@@ -227,7 +227,8 @@ class RouterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeleteSessionRecord(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Returns the chain and the epoch of the deleted session, without its text.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

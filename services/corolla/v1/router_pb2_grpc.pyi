@@ -69,6 +69,7 @@ class RouterServiceStub:
     ABORTED/SESSION_BUSY while a turn runs: then the turn's client learns of the handover, and writes its own chain.
     """
     DeleteSessionRecord: _grpc.UnaryUnaryMultiCallable[_router_pb2.DeleteSessionRecordRequest, _router_pb2.SessionRecord]
+    """Returns the chain and the epoch of the deleted session, without its text."""
     CountSessionRecords: _grpc.UnaryUnaryMultiCallable[_router_pb2.CountSessionRecordsRequest, _router_pb2.CountSessionRecordsResponse]
     """Returns the number of session records."""
     TakeQuotas: _grpc.UnaryUnaryMultiCallable[_router_pb2.TakeQuotasRequest, _router_pb2.TakeQuotasResponse]
@@ -123,6 +124,7 @@ class RouterServiceAsyncStub(RouterServiceStub):
     ABORTED/SESSION_BUSY while a turn runs: then the turn's client learns of the handover, and writes its own chain.
     """
     DeleteSessionRecord: _aio.UnaryUnaryMultiCallable[_router_pb2.DeleteSessionRecordRequest, _router_pb2.SessionRecord]  # type: ignore[assignment]
+    """Returns the chain and the epoch of the deleted session, without its text."""
     CountSessionRecords: _aio.UnaryUnaryMultiCallable[_router_pb2.CountSessionRecordsRequest, _router_pb2.CountSessionRecordsResponse]  # type: ignore[assignment]
     """Returns the number of session records."""
     TakeQuotas: _aio.UnaryUnaryMultiCallable[_router_pb2.TakeQuotasRequest, _router_pb2.TakeQuotasResponse]  # type: ignore[assignment]
@@ -257,7 +259,8 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _router_pb2.DeleteSessionRecordRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_router_pb2.SessionRecord, _abc.Awaitable[_router_pb2.SessionRecord]]: ...
+    ) -> _typing.Union[_router_pb2.SessionRecord, _abc.Awaitable[_router_pb2.SessionRecord]]:
+        """Returns the chain and the epoch of the deleted session, without its text."""
 
     @_abc_1.abstractmethod
     def CountSessionRecords(

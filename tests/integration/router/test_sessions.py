@@ -7,11 +7,14 @@ from typing import Any
 
 import grpc
 import pytest
+from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
+from corolla.chassis.errors import StoreUnavailable
 from corolla.chassis.status import from_rpc_error
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
+from tests.embedded_redis import EmbeddedRedis
 from tests.integration.router.conftest import BlockServer, Router, StartRouter, refusal
 
 
@@ -33,10 +36,13 @@ class Session:
     async def get(self) -> Any:
         return await self._call("GetSessionRecord", self._named(pb.GetSessionRecordRequest, tenant=self.tenant))
 
-    async def begin(self, turn_id: str, lock_ms: int = 10_000, max_tenant_bytes: int = 0) -> Any:
+    async def begin(
+        self, turn_id: str, lock_ms: int = 10_000, max_tenant_bytes: int = 0, num_new_bytes: int = 0
+    ) -> Any:
         request = self._named(
-            pb.BeginTurnRequest, tenant=self.tenant, turn_id=turn_id, lock_ms=lock_ms, max_tenant_bytes=max_tenant_bytes
-        )
+            pb.BeginTurnRequest, tenant=self.tenant, turn_id=turn_id, lock_ms=lock_ms,
+            max_tenant_bytes=max_tenant_bytes, num_new_bytes=num_new_bytes,
+        )  # fmt: skip
         return await self._call("BeginTurn", request)
 
     async def renew(self, turn_id: str, lock_ms: int = 10_000) -> None:
@@ -149,6 +155,46 @@ async def test_a_tenant_that_has_stored_its_bytes_begins_nothing_more(start_rout
     assert (await full.get()).transcript
     await full.delete()
     assert not await is_over(small)
+
+
+async def test_no_tenant_fills_the_room_of_all_and_all_leave_room_for_the_rest(
+    start_router: StartRouter, own_redis: EmbeddedRedis, model: str
+) -> None:
+    """By the router's own bounds. Turns that run at once count what they may add, so that they cannot exceed them."""
+    router = await start_router(
+        redis_url=own_redis.url, redis_timeout_ms=5000, max_tenant_session_mib=2, max_session_mib=3
+    )
+    text: dict[str, Any] = {"transcript": [pb.TranscriptMessage(role="user", content="x" * 900_000)]}
+
+    async def started(tenant: str, count: int) -> list[Session]:
+        sessions = [Session(router, model, tenant) for _ in range(count)]
+        for each in sessions:
+            await each.create()
+        return sessions
+
+    first, second, third = await started("greedy", 3)
+    for each in (first, second):
+        await each.begin("turn", num_new_bytes=900_000)
+    refused = await refusal(third.begin("turn", num_new_bytes=900_000))
+    assert (refused.reason, refused.metadata) == ("QUOTA_EXCEEDED", {"quota": "stored_session_bytes"})
+    await second.end("turn", discard=True)
+    await third.begin("turn", num_new_bytes=900_000)
+    for each in (first, third):
+        await each.end("turn", **text)
+    (other,) = await started("other", 1)
+    await other.begin("turn", num_new_bytes=900_000)
+    await other.end("turn", **text)
+    (late,) = await started("late", 1)
+    full = await refusal(late.begin("turn", num_new_bytes=900_000))
+    assert isinstance(full, StoreUnavailable)
+    assert "of all tenants" in full.message
+    await late.begin("small", num_new_bytes=1000)
+    await first.delete()
+    async with Redis.from_url(own_redis.url) as redis:
+        deleted = [key async for key in redis.scan_iter(match="*:deleted:*")]
+        assert sum([await redis.memory_usage(key) or 0 for key in deleted]) < 1000, "the text is not kept"
+    await late.end("small", discard=True)
+    await late.begin("turn", num_new_bytes=900_000)
 
 
 async def test_bytes_are_those_of_the_record_as_it_is_now(session: Session) -> None:

@@ -45,6 +45,8 @@ from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2
 
 Answers = AsyncGenerator[tuple[int, Delta], None]
+StoredTurn = tuple[router_pb2.SessionRecord, router_pb2.FinishedTurn | None]
+"""A session, and one of its finished turns; None if an earlier version of the service made that turn."""
 
 _WITHOUT_NAME: Final = (pb.ScoreRequest, pb.EmbedRequest)
 """Requests without an answer; callers do not name them, since there is nothing to continue."""
@@ -267,6 +269,7 @@ class GenerationServicer:
         return replies.session(record, self._names.model)
 
     async def GetSession(self, request: pb.GetSessionRequest, call: Call[KeyHolder]) -> pb.Session:
+        await self._quotas.check_request(call.caller.tenant)
         tenant = await self._tenant_of_session(call, request.session_id)
         return replies.session(await self._transcripts.get(request.session_id, tenant), self._names.model)
 
@@ -281,13 +284,17 @@ class GenerationServicer:
         identity = SessionIdentity.of_turn(record.session_id, record.epoch, tenant).at_end_of_turn()
         await self._sessions.free(identity, record.chain)
 
-    async def stored_turn(
-        self, session_id: str, number: int, call: Call[KeyHolder]
-    ) -> tuple[router_pb2.SessionRecord, router_pb2.FinishedTurn | None]:
-        """A session, and one of its finished turns; None if an earlier version of the service made that turn.
+    async def stored_turn(self, session_id: str, number: int, call: Call[KeyHolder]) -> StoredTurn:
+        """Reads a turn, which counts as a request. Raises ResourceNotFound if there is no such turn, QuotaExceeded."""
+        await self._quotas.check_request(call.caller.tenant)
+        return await self._stored_turn(session_id, number, call)
 
-        Raises ResourceNotFound if there is no such turn.
-        """
+    async def continued_turn(self, session_id: str, number: int, call: Call[KeyHolder]) -> StoredTurn:
+        """Reads a turn for an answer that follows at once and counts as the request for both; raises the same."""
+        self._quotas.check_rate(call.caller.tenant)
+        return await self._stored_turn(session_id, number, call)
+
+    async def _stored_turn(self, session_id: str, number: int, call: Call[KeyHolder]) -> StoredTurn:
         tenant = await self._tenant_of_session(call, session_id)
         try:
             record = await self._transcripts.get(session_id, tenant)
@@ -388,6 +395,7 @@ class GenerationServicer:
         try:
             return self._tenant(call, Scope.SESSIONS)
         except ScopeDenied as denied:
+            await self._quotas.check_request(call.caller.tenant)
             try:
                 record = await self._transcripts.get(session_id, call.caller.tenant)
             except (SessionNotFound, InvalidRequest):

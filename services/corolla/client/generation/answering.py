@@ -306,7 +306,9 @@ class Answering:
             await ticket.admitted()
             with self._quotas.counted_refusals():
                 turn = await stack.enter_async_context(
-                    self._transcripts.turn(session_id, tenant, turn_name, allowance.limits.stored_session_bytes)
+                    self._transcripts.turn(
+                        session_id, tenant, turn_name, allowance.limits.stored_session_bytes, request.num_bytes
+                    )
                 )
             record = turn.record
             if turn_name and record.last_turn == turn_name:

@@ -180,7 +180,7 @@ class HttpRoutes:
         earlier: list[pb.ChatMessage] = []
         if body.previous_response_id is not None:
             previous = StoredTurn.of(body.previous_response_id)
-            record, finished = await self._servicer.stored_turn(previous.session_id, previous.number, call)
+            record, finished = await self._servicer.continued_turn(previous.session_id, previous.number, call)
             is_newest = record.num_turns == previous.number and not record.busy
             if body.is_stored and (finished is None or is_newest):
                 yield StoredTurn(previous.session_id, previous.number + 1), (), is_kept

@@ -130,6 +130,11 @@ class QuotaEnforcer:
         uses = self.limits(tenant).uses({_RATE: 1}, must_fit=True)
         await self.take(tenant, secrets.token_hex(16), uses, _BILL_LEASE_S)
 
+    def check_rate(self, tenant: str) -> None:
+        """Refuses a request whose tenant was just refused another one. It counts nothing. Raises QuotaExceeded."""
+        if (wait_s := self._refused_until_s.get(tenant, 0.0) - self._now_s()) > 0:
+            raise QuotaExceeded.of(_RATE, wait_s)
+
     @contextlib.contextmanager
     def counted_refusals(self) -> Iterator[None]:
         """Counts in the metrics a QuotaExceeded that leaves the context."""
@@ -252,9 +257,8 @@ class QuotaEnforcer:
     async def _take(self, take: pb.QuotaTake) -> None:
         if not take.uses:
             return
-        counts_request = any(use.quota == _RATE for use in take.uses)
-        if counts_request and (wait_s := self._refused_until_s.get(take.tenant, 0.0) - self._now_s()) > 0:
-            raise QuotaExceeded.of(_RATE, wait_s)
+        if any(use.quota == _RATE for use in take.uses):
+            self.check_rate(take.tenant)
         try:
             if self._breaker.admits(self._now_s()) and await self._sent([take]):
                 return

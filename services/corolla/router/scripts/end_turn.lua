@@ -22,4 +22,5 @@ redis.call('HSET', key, 'turn', ARGV[3])
 if ARGV[7] then redis.call('HSET', key, 'record', ARGV[7], 'chain', ARGV[8], 'written', ARGV[3]) end
 keep(ARGV[1], tonumber(ARGV[4]))
 forget_expired(ARGV[2])
+forget_expired(EVERYONE)
 return {'ok'}

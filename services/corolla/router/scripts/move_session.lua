@@ -7,5 +7,5 @@ if record == ARGV[4] then return {'ok'} end
 if redis.call('EXISTS', turn_key(ARGV[1])) == 1 then return {'busy'} end
 if record ~= ARGV[3] then return {'busy'} end
 redis.call('HSET', session_key(ARGV[1]), 'record', ARGV[4], 'chain', ARGV[5])
-count_bytes(ARGV[1], ARGV[2], record_bytes(ARGV[1]))
+count_bytes(ARGV[1], ARGV[2])
 return {'ok'}

@@ -18,6 +18,8 @@ local PAUSE = PREFIX .. 'pause'            -- string with a TTL: while it exists
 local PATIENCE = PREFIX .. 'patience'      -- hash with a TTL: the last wait of such moves, and the servers at that time
 local TAKERS = PREFIX .. 'takers'          -- sorted set with a TTL: client service by the millisecond of its last take
 local ALL_SESSIONS = 'of all'             -- no session's id contains a space
+local EVERYONE = '\1'                     -- all tenants together, in place of a tenant, whose name can be printed
+local OVERHEAD_BYTES = 1000                -- what Redis needs for a session next to its record and chain
 local FORGOTTEN_AFTER_MS = 86400000        -- the time after which a model without servers is forgotten
 local MOST_SESSION_TTL_MS = 2592000000
 local MOST_ARGUMENTS = 1000                -- arguments of one command; Lua unpacks no more than some thousands
@@ -36,8 +38,8 @@ local function lead_key(task) return PREFIX .. 'lead:' .. task end
 -- Hash with a TTL: tenant, record, chain, epoch, the id of the last turn that ended, and of the last turn that wrote.
 local function session_key(session_id) return PREFIX .. 'session:' .. session_id end
 -- Sorted set with a TTL: the sessions of one tenant, by the millisecond at which they expire.
-local function tenant_key(tenant) return PREFIX .. 'tenant:' .. tenant end
--- Hash with a TTL: session of one tenant -> bytes of its record and chain, and ALL_SESSIONS -> their sum.
+local function tenant_key(tenant) return tenant == EVERYONE and SESSIONS or PREFIX .. 'tenant:' .. tenant end
+-- Hash with a TTL: session of one tenant -> its bytes, and ALL_SESSIONS -> their sum.
 local function tenant_bytes_key(tenant) return PREFIX .. 'tenant_bytes:' .. tenant end
 -- Hash with a TTL for one tenant: `level <quota>` and `since <quota>` of rates, `held <quota>` of what is in use.
 local function quotas_key(tenant) return PREFIX .. 'quotas:' .. tenant end
@@ -139,16 +141,29 @@ local function store_id()
   return id
 end
 
--- Sets the number of bytes of a session of the tenant.
-local function count_bytes(session_id, tenant, num_bytes)
+-- Sets the number of bytes of a session for its tenant, or for everyone.
+local function count_bytes_of(session_id, tenant, num_bytes)
   local key = tenant_bytes_key(tenant)
   local before = tonumber(redis.call('HGET', key, session_id) or '0')
   redis.call('HINCRBY', key, ALL_SESSIONS, num_bytes - before)
   if num_bytes > 0 then redis.call('HSET', key, session_id, num_bytes) else redis.call('HDEL', key, session_id) end
 end
 
-local function record_bytes(session_id)
-  return redis.call('HSTRLEN', session_key(session_id), 'record') + redis.call('HSTRLEN', session_key(session_id), 'chain')
+-- Sets the number of bytes of a session of the tenant. A turn counts the bytes that it may add until it ends.
+local function count_bytes(session_id, tenant, new_bytes)
+  local key = session_key(session_id)
+  local num_bytes = redis.call('HSTRLEN', key, 'record') + redis.call('HSTRLEN', key, 'chain')
+  num_bytes = num_bytes + OVERHEAD_BYTES + (new_bytes or 0)
+  count_bytes_of(session_id, tenant, num_bytes)
+  count_bytes_of(session_id, EVERYONE, num_bytes)
+end
+
+-- Forgets a session that is no longer stored.
+local function forget(session_id, tenant)
+  for _, owner in ipairs({tenant, EVERYONE}) do
+    count_bytes_of(session_id, owner, 0)
+    redis.call('ZREM', tenant_key(owner), session_id)
+  end
 end
 
 -- Returns the sessions of the tenant that have expired and are still counted.
@@ -156,10 +171,15 @@ local function expired_sessions(tenant, most)
   return redis.call('ZRANGEBYSCORE', tenant_key(tenant), '-inf', string.format('%.0f', now_ms()), 'LIMIT', 0, most)
 end
 
+-- Returns the bytes of the tenant's sessions, with those that have expired and are still counted.
+local function counted_bytes(tenant)
+  return tonumber(redis.call('HGET', tenant_bytes_key(tenant), ALL_SESSIONS) or '0')
+end
+
 -- Returns the bytes that the tenant has stored. It writes nothing, since it runs before the script's first write.
 local function stored_bytes(tenant)
   local key = tenant_bytes_key(tenant)
-  local sum = tonumber(redis.call('HGET', key, ALL_SESSIONS) or '0')
+  local sum = counted_bytes(tenant)
   local expired = expired_sessions(tenant, -1)
   for first = 1, #expired, MOST_ARGUMENTS do
     local last = math.min(first + MOST_ARGUMENTS - 1, #expired)
@@ -170,23 +190,36 @@ local function stored_bytes(tenant)
   return sum
 end
 
+-- Returns a refusal if the tenant, or everyone together, has no room for this many more bytes. A bound of 0: any number.
+local function refusal_of_bytes(tenant, new_bytes, most_bytes, most_of_everyone)
+  local function is_over(owner, most)
+    local function fits(stored) return stored < most and stored + new_bytes <= most end
+    -- Expired sessions are looked up only if it depends on them.
+    return most > 0 and not fits(counted_bytes(owner)) and not fits(stored_bytes(owner))
+  end
+  if is_over(tenant, most_bytes) then return {'quota', 'stored_session_bytes'} end
+  if is_over(EVERYONE, most_of_everyone) then return {'full'} end
+  return false
+end
+
 local function forget_expired(tenant)
   for _, id in ipairs(expired_sessions(tenant, MOST_EXPIRED)) do
-    count_bytes(id, tenant, 0)
+    count_bytes_of(id, tenant, 0)
     redis.call('ZREM', tenant_key(tenant), id)
   end
 end
 
-local function keep(session_id, ttl_ms)
+local function keep(session_id, ttl_ms, new_bytes)
   local expires = string.format('%.0f', now_ms() + ttl_ms)
   redis.call('PEXPIREAT', session_key(session_id), expires)
-  redis.call('ZADD', SESSIONS, expires, session_id)
   local tenant = redis.call('HGET', session_key(session_id), 'tenant') or ''
-  local sessions = tenant_key(tenant)
-  redis.call('ZADD', sessions, expires, session_id)
-  if redis.call('PTTL', sessions) < ttl_ms then redis.call('PEXPIREAT', sessions, expires) end
-  count_bytes(session_id, tenant, record_bytes(session_id))
-  redis.call('PEXPIRE', tenant_bytes_key(tenant), redis.call('PTTL', sessions))
+  count_bytes(session_id, tenant, new_bytes)
+  for _, owner in ipairs({tenant, EVERYONE}) do
+    local sessions = tenant_key(owner)
+    redis.call('ZADD', sessions, expires, session_id)
+    if redis.call('PTTL', sessions) < ttl_ms then redis.call('PEXPIREAT', sessions, expires) end
+    redis.call('PEXPIRE', tenant_bytes_key(owner), redis.call('PTTL', sessions))
+  end
   store_id()
   redis.call('PEXPIRE', STORE_ID, MOST_SESSION_TTL_MS)
 end
