@@ -1,15 +1,25 @@
 """The cache for `generate` of transformers. It holds no tensors, only a session whose keys and values the hops keep."""
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, DynamicCache
 
 from corolla.chassis.errors import UnsupportedFamily
 from corolla.hf.session import InferenceSession
 
+FOREIGN_CACHE = "`past_key_values` must be an empty `DynamicCache` or the cache of a remote session of this library."
 NO_CROP = "This model has a recurrent state, from which tokens cannot be taken back; generate without drafts."
+
+
+def is_empty(cache: object) -> bool:
+    """Whether a cache is a `DynamicCache` of transformers that holds nothing."""
+    if type(cache) is not DynamicCache:
+        return False
+    # Layers of either kind say in their own way whether they hold something.
+    has_keys = any(getattr(layer, "is_initialized", False) for layer in cache.layers)
+    return not has_keys and not any(any(getattr(layer, "has_previous_state", {}).values()) for layer in cache.layers)
 
 
 class RemotePastKeyValues(Cache):
@@ -35,8 +45,28 @@ class RemotePastKeyValues(Cache):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.session!r})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise ValueError("The keys and values lie on the block servers and cannot be copied; open another session.")
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RemotePastKeyValues":
+        return RemotePastKeyValues(self.session.copy(), is_croppable=self._is_croppable)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("the keys and values lie on the block servers, so the cache cannot be pickled")
+
+    def __copy__(self) -> "RemotePastKeyValues":
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        return twin
+
+    def __len__(self) -> int:
+        """The number of blocks, once the cache holds something, as of a `DynamicCache`."""
+        return self.session.num_blocks if self.is_initialized else 0
+
+    @classmethod
+    def adopt(cls, cache: DynamicCache, session: InferenceSession, *, is_croppable: bool) -> "RemotePastKeyValues":
+        """Makes an empty `DynamicCache` of a caller one of this class, since the caller goes on with that object."""
+        adopted = cast(RemotePastKeyValues, cache)
+        adopted.__class__ = cls
+        adopted.__init__(session, is_croppable=is_croppable)  # type: ignore[misc]
+        return adopted
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The number of processed tokens of the text, padding included; it is the same for every layer."""

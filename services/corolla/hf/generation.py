@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from corolla.chassis.errors import UnsupportedFamily
 from corolla.hf.blocks import RemoteBlocks
-from corolla.hf.cache import NO_CROP, RemotePastKeyValues
+from corolla.hf.cache import FOREIGN_CACHE, NO_CROP, RemotePastKeyValues, is_empty
 from corolla.hf.continuation import Continuation, continuation_of
 from corolla.hf.refusals import refuse_alone, refuse_in_session, refuse_unsupported
 from corolla.hf.session import InferenceSession, active_session, warn_of_session_elsewhere
@@ -140,15 +140,13 @@ class RemoteGenerationMixin(GenerationMixin):
         session = session or self.active_session
         if session is None:
             refuse_alone(call)
+            if is_empty(call.get("past_key_values")):
+                call["past_key_values"] = self.own_cache(call["past_key_values"])
             warn_of_session_elsewhere(self.blocks.remote)
             return self._generate(call)
         if not isinstance(session, InferenceSession):
             raise ValueError("`session` must be what `inference_session()` of this model returned.")
-        if (
-            session.blocks.connection is not self.blocks.remote.connection
-            or session.blocks.span != self.blocks.remote.span
-        ):
-            raise ValueError("The session runs through other blocks than this model's.")
+        self._check_blocks(session)
         refuse_in_session(call, config, has_text=session.output_ids is not None)
         return self._generate_in(session, call)
 
@@ -213,6 +211,27 @@ class RemoteGenerationMixin(GenerationMixin):
         if new_sessions is not None:
             new_sessions.append(session)
         return self._cache_of(session)
+
+    def own_cache(self, cache: Any) -> RemotePastKeyValues | None:
+        """A caller's cache, if it gave one that this model can use.
+
+        Raises:
+            ValueError: the cache is of another kind, or of another model.
+        """
+        if cache is None:
+            return None
+        if is_empty(cache):
+            session = InferenceSession(self.blocks.remote)
+            return RemotePastKeyValues.adopt(cache, session, is_croppable=not self._has_recurrent_state)
+        if not isinstance(cache, RemotePastKeyValues):
+            raise ValueError(FOREIGN_CACHE)
+        self._check_blocks(cache.session)
+        return cache
+
+    def _check_blocks(self, session: InferenceSession) -> None:
+        remote = self.blocks.remote
+        if session.blocks.connection is not remote.connection or session.blocks.span != remote.span:
+            raise ValueError("The session runs through other blocks than this model's.")
 
     @property
     def _has_recurrent_state(self) -> bool:

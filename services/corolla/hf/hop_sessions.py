@@ -103,6 +103,12 @@ class HopSessions:
         self._blocks.connection.call(self._reserve(new, options))
         self._capacity = capacity
 
+    def inputs(self, row: int, position: int) -> Tensor:
+        """The inputs of the first block for a row's positions before `position`, `[position, H]` on the CPU."""
+        if self._group is None:
+            raise HopSessionLost("the session was not opened")
+        return self._group.inputs(row, position)
+
     def step(self, steps: Sequence[RowStep]) -> list[Tensor]:
         """See `RowGroup.step`."""
         if self._group is None:

@@ -3,7 +3,7 @@
 import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,8 @@ from corolla.hf.defaults import served_defaults
 from corolla.hf.generation import RemoteGenerationMixin
 from corolla.hf.hop_sessions import RemoteSpan
 from corolla.hf.loading import NotPickled, read_options
-from corolla.hf.refusals import UNSUPPORTED_OPTIONS
+from corolla.hf.positions import PositionRules
+from corolla.hf.refusals import UNSUPPORTED_OPTIONS, RefusedMethods
 from corolla.hf.vocabulary import num_tokens_of, require_token_ids
 from corolla.models.checkpoint import GGUF_FILE, Checkpoint
 from corolla.models.edges import Edges, load_edges
@@ -33,7 +34,7 @@ _NO_LABEL = -100
 """The label that transformers ignores in a loss."""
 
 
-class DistributedModelForCausalLM(NotPickled, RemoteGenerationMixin, PreTrainedModel):
+class DistributedModelForCausalLM(NotPickled, RefusedMethods, RemoteGenerationMixin, PreTrainedModel):
     """A causal language model of any supported family, with remote blocks.
 
     Args:
@@ -48,7 +49,8 @@ class DistributedModelForCausalLM(NotPickled, RemoteGenerationMixin, PreTrainedM
 
     model_type: ClassVar[str | None] = None
     main_input_name = "input_ids"
-    base_model_prefix = "embedding"
+    # No module of this process is the model without its head.
+    base_model_prefix = ""
     _supports_sdpa = True
 
     def __init__(self, config: PretrainedConfig, *, edges: Edges, blocks: RemoteBlocks) -> None:
@@ -154,14 +156,51 @@ class DistributedModelForCausalLM(NotPickled, RemoteGenerationMixin, PreTrainedM
             raise ValueError("The configuration does not say which checkpoint it belongs to; use `from_pretrained`.")
         return cls.from_pretrained(name, **options)
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ValueError("Most weights are on the block servers; copy the checkpoint instead.")
-
     def get_input_embeddings(self) -> nn.Module:
-        return self.embedding.get_input_embeddings()
+        return self.edges.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replaces the token embedding; a tied head keeps its weights until `tie_weights`, as in transformers."""
+        self._check_edge(value)
+        self.edges.embedding = value
 
     def get_output_embeddings(self) -> nn.Module:
-        return cast(nn.Module, self.head.get_output_embeddings())
+        return self.edges.output_embedding
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replaces the head without its norm, scale and cap."""
+        self._check_edge(new_embeddings)
+        self.edges.output_embedding = new_embeddings
+
+    def tie_weights(self, *_args: Any, **_options: Any) -> None:
+        """Makes the head share the embedding's weights, if the configuration says so."""
+        if self.config.tie_word_embeddings:
+            self.edges.tie()
+
+    def _check_edge(self, module: nn.Module) -> None:
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.shape[1] != self.edges.hidden_size:
+            raise ValueError(f"The module must have a `weight` of the shape [tokens, {self.edges.hidden_size}].")
+        if weight.dtype != self.edges.dtype:
+            raise ValueError(f"The module must be of {self.edges.dtype}, as the model is, not of {weight.dtype}.")
+        if self.blocks.remote.reuses_prefixes:
+            raise ValueError(
+                "With `reuse_prefixes`, block servers take equal tokens for equal embeddings; load the model again "
+                "without it."
+            )
+
+    def train(self, mode: bool = True) -> Self:
+        if mode:
+            raise ValueError("This model cannot be trained: no gradients flow through remote blocks.")
+        return cast(Self, super().train(False))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        if fn(torch.empty(0, dtype=self.edges.dtype)).dtype != self.edges.dtype:
+            raise ValueError("The dtype is that of the block servers; give `from_pretrained` another one as `dtype`.")
+        upstream: Any = super()
+        upstream._apply(fn, recurse)
+        self.edges.find_device()
+        return self
 
     def forward(
         self,
@@ -181,8 +220,10 @@ class DistributedModelForCausalLM(NotPickled, RemoteGenerationMixin, PreTrainedM
             input_ids: int64 `[B, T]`; or give `inputs_embeds`, floating point `[B, T, H]`.
             attention_mask: `[B, held + T]`, which begins with the cache's tokens; masked tokens are not sent, and their
                 logits are 0.
-            position_ids: int64 `[B, T]`, the place of each token in its row; they must agree with the mask.
-            past_key_values: a cache that this library returned.
+            position_ids: int64 `[B, T]`, the place of each token in its row; they must count the row's tokens, padding
+                left out, unless the model adds learned embeddings of positions. Without them, each token has the
+                position that transformers gives it, or a sentence says why not.
+            past_key_values: a cache that this library returned, or an empty `DynamicCache`, which becomes one.
             labels: int64 `[B, T]`, to compute a loss.
             use_cache: whether to return a cache; its session lives as long as the cache is referenced.
             logits_to_keep: how many last columns get logits, 0 for all; or int64 `[kept]`, the columns.
@@ -194,16 +235,14 @@ class DistributedModelForCausalLM(NotPickled, RemoteGenerationMixin, PreTrainedM
             ValueError: an argument needs what remote blocks cannot do, or a token id is outside the vocabulary.
             CorollaError: the chain failed.
         """
-        _refuse_unknown(kwargs)
+        _refuse_unknown(kwargs, self.config)
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None) or given.shape[1] == 0:
             raise ValueError("Give tokens as `input_ids` or as `inputs_embeds`, one of them, and at least one token.")
-        if past_key_values is not None and not isinstance(past_key_values, RemotePastKeyValues):
-            raise ValueError("`past_key_values` must be what this library returned: the cache of a remote session.")
         if labels is not None:
-            require_token_ids("labels", labels[labels != _NO_LABEL], num_tokens_of(self))
+            _check_labels(labels, attention_mask, num_tokens_of(self))
         keeps_cache = use_cache if use_cache is not None else bool(getattr(self.config, "use_cache", True))
-        held: RemotePastKeyValues | None = past_key_values
+        held = self.own_cache(past_key_values)
         cache = held if held is not None else self.new_cache(given.shape[1])
         try:
             logits = self._logits(cache, given, attention_mask, position_ids, logits_to_keep)
@@ -216,7 +255,10 @@ class DistributedModelForCausalLM(NotPickled, RemoteGenerationMixin, PreTrainedM
         output = CausalLMOutputWithPast(
             loss=loss, logits=cast(Any, logits), past_key_values=cache if keeps_cache else None
         )
-        return output if kwargs.get("return_dict", True) is not False else cast(Any, output.to_tuple())
+        return_dict = kwargs.get("return_dict")
+        if return_dict is None:
+            return_dict = self.config.return_dict
+        return output if return_dict else cast(Any, output.to_tuple())
 
     def _logits(
         self,
@@ -228,16 +270,20 @@ class DistributedModelForCausalLM(NotPickled, RemoteGenerationMixin, PreTrainedM
     ) -> Tensor:
         session = cache.session
         num_rows, num_columns = given.shape[:2]
-        mask = _new_columns(attention_mask, cache.get_seq_length(), num_rows, num_columns)
+        whole = _whole_mask(attention_mask, session.text_mask, num_rows, num_columns)
+        mask = whole[:, whole.shape[1] - num_columns :]
+        positions = PositionRules.of(self.config).positions(whole, num_columns, position_ids)
         is_embedded = given.dim() == 3
         where = mask.to(given.device)
         if not is_embedded:
             require_token_ids("input_ids", given[where], num_tokens_of(self))
         columns = _kept_columns(logits_to_keep, num_columns)
         num_last = num_columns - int(columns.min())
-        held = session.prepare(num_rows, num_columns, None if is_embedded else _texts(given, mask, num_last))
-        positions = torch.tensor(held.row_positions)[:, None] + mask.long().cumsum(dim=1) - 1
-        _check_positions(position_ids, positions - session.num_prefix, mask)
+        # Block servers find texts again by their tokens, which stand for their embeddings only at counted positions.
+        is_counted = torch.equal(positions[mask], (whole.long().cumsum(dim=1) - 1)[:, -num_columns:][mask])
+        texts = _texts(given, mask, num_last) if is_counted and not is_embedded else None
+        session.prepare(num_rows, num_columns, texts)
+        positions = positions + session.num_prefix
         embed = self.edges.embed_given if is_embedded else self.edges.embed
         counts: list[int] = mask.sum(dim=1).tolist()
         hidden = torch.split(embed(given[where], positions[mask]), counts)
@@ -249,30 +295,43 @@ class DistributedModelForCausalLM(NotPickled, RemoteGenerationMixin, PreTrainedM
         return logits[:, (columns - (num_columns - num_last)).to(logits.device)]
 
 
-def _refuse_unknown(kwargs: dict[str, Any]) -> None:
-    for name, value in kwargs.items():
+def _refuse_unknown(kwargs: dict[str, Any], config: PretrainedConfig) -> None:
+    asked = {name: True for name in ("output_attentions", "output_hidden_states") if getattr(config, name, False)}
+    for name, value in (asked | kwargs).items():
         if value is not None and value is not False and name not in _HARMLESS:
             raise ValueError(f"`{name}` is not supported over remote blocks.")
 
 
-def _new_columns(mask: Tensor | None, num_held: int, num_rows: int, num_columns: int) -> Tensor:
-    """The mask of the new columns, bool `[B, T]` on the CPU."""
+def _whole_mask(mask: Any, held: Tensor | None, num_rows: int, num_columns: int) -> Tensor:
+    """The mask of all columns, bool `[B, held + T]` on the CPU.
+
+    Args:
+        held: the mask of the text in the cache, bool `[B, held]`; None: there is none.
+    """
+    if held is None or len(held) != num_rows:
+        held = torch.ones(num_rows, 0 if held is None else held.shape[1], dtype=torch.bool)
     if mask is None:
-        return torch.ones(num_rows, num_columns, dtype=torch.bool)
-    if mask.shape != (num_rows, num_held + num_columns):
+        if not held.all():
+            raise ValueError("`attention_mask` is missing, and the cache holds padding; give the mask of all tokens.")
+        return torch.ones(num_rows, held.shape[1] + num_columns, dtype=torch.bool)
+    if not isinstance(mask, Tensor) or mask.shape != (num_rows, held.shape[1] + num_columns):
         raise ValueError(
-            f"`attention_mask` must have the shape [{num_rows}, {num_held + num_columns}]: all tokens, those in the "
-            f"cache too; not {list(mask.shape)}."
+            f"`attention_mask` must have the shape [{num_rows}, {held.shape[1] + num_columns}]: all tokens, those in "
+            f"the cache too; not {list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__}."
         )
-    return mask[:, num_held:].bool().cpu()
+    whole = mask.bool().cpu()
+    if not torch.equal(whole[:, : held.shape[1]], held):
+        raise ValueError("`attention_mask` must mask the same tokens of the cache as when they were processed.")
+    return whole
 
 
-def _check_positions(given: Tensor | None, positions: Tensor, mask: Tensor) -> None:
-    if given is not None and not torch.equal(given.cpu().expand_as(positions)[mask], positions[mask]):
-        raise ValueError(
-            "`position_ids` must count each row's tokens, padding left out, on from those in the cache; remote blocks "
-            "know no others."
-        )
+def _check_labels(labels: Tensor, mask: Any, num_tokens: int) -> None:
+    """Checks the labels of a loss, int64 `[B, T]`, with the mask `[B, held + T]`, if there is one."""
+    require_token_ids("labels", labels[labels != _NO_LABEL], num_tokens)
+    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= labels.shape[1]:
+        predicts = mask[:, mask.shape[1] - labels.shape[1] :].bool().to(labels.device)
+        if (labels[:, 1:] != _NO_LABEL)[~predicts[:, :-1]].any():
+            raise ValueError("`labels` has a token after padding, which has no logits; set it to -100.")
 
 
 def _texts(token_ids: Tensor, mask: Tensor, num_last: int) -> list[list[int]]:

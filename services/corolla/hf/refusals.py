@@ -1,11 +1,12 @@
 """Refuses the arguments of `generate` that remote blocks cannot serve, each with a sentence that says why."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NoReturn
 
+from torch import Tensor
 from transformers import GenerationConfig
 
-from corolla.hf.cache import RemotePastKeyValues
+from corolla.hf.cache import FOREIGN_CACHE, RemotePastKeyValues, is_empty
 
 # Options of the generation config that remote blocks cannot serve; the values None and False are accepted.
 _OPTIONS: Final[Mapping[str, str]] = {
@@ -30,6 +31,45 @@ _ARGUMENTS: Final[Mapping[str, str]] = {
     "encoder_outputs": "only decoder-only models are served",
     "decoder_input_ids": "only decoder-only models are served",
 }
+
+
+_ADAPTERS: Final = "adapters are registered with the router; choose one by `set_adapter`"
+_REMOTE_WEIGHTS: Final = "most weights are on the block servers; copy the checkpoint"
+_OWN_BATCHES: Final = "block servers form their batches themselves; call `generate`"
+
+# Methods of transformers' models that would change or save only the few modules in this process.
+METHODS: Final[Mapping[str, str]] = {
+    "active_adapters": _ADAPTERS,
+    "add_adapter": _ADAPTERS,
+    "continuous_batching_context_manager": _OWN_BATCHES,
+    "delete_adapter": _ADAPTERS,
+    "dequantize": "the block servers have the blocks; see `COROLLA_QUANTIZATION`",
+    "disable_adapters": _ADAPTERS,
+    "enable_adapters": _ADAPTERS,
+    "generate_batch": _OWN_BATCHES,
+    "get_adapter_state_dict": _ADAPTERS,
+    "init_continuous_batching": _OWN_BATCHES,
+    "load_adapter": _ADAPTERS,
+    "push_to_hub": _REMOTE_WEIGHTS,
+    "resize_position_embeddings": "block servers keep to the checkpoint's positions",
+    "save_pretrained": _REMOTE_WEIGHTS,
+    "set_decoder": "the blocks are those of the block servers",
+}
+
+
+class RefusedMethods:
+    """Methods of transformers' models that cannot work over remote blocks: each raises ValueError with the reason."""
+
+
+def _refused(name: str, reason: str) -> Callable[..., NoReturn]:
+    def refuse(*_arguments: Any, **_options: Any) -> NoReturn:
+        raise ValueError(f"`{name}` is not supported over remote blocks: {reason}.")
+
+    return refuse
+
+
+for _name, _reason in METHODS.items():
+    setattr(RefusedMethods, _name, _refused(_name, _reason))
 
 
 UNSUPPORTED_OPTIONS: Final = frozenset({*_OPTIONS, "num_beam_groups", "penalty_alpha", "token_healing"})
@@ -97,13 +137,13 @@ def _is_asked_for(value: object) -> bool:
 def _further_refusals(arguments: Mapping[str, Any], config: GenerationConfig) -> Iterator[tuple[Any, str]]:
     """Yields further refusals: whether each applies, and its sentence."""
     mask, cache = arguments.get("attention_mask"), arguments.get("past_key_values")
-    if mask is not None and mask.dim() != 2:
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
         yield True, "`attention_mask` must have the shape [batch, tokens]; which token sees which is not free."
     elif mask is not None and mask.shape[1] > 0:
         is_padded = bool((mask[:, -1] == 0).any())
         yield is_padded, "`attention_mask` ends in padding; pad on the left (`tokenizer.padding_side = 'left'`)."
-    is_foreign = cache is not None and not isinstance(cache, RemotePastKeyValues)
-    yield is_foreign, "`past_key_values` must be what this library returned: the cache of a remote session."
+    is_foreign = cache is not None and not isinstance(cache, RemotePastKeyValues) and not is_empty(cache)
+    yield is_foreign, FOREIGN_CACHE
     is_named = isinstance(arguments.get("custom_generate"), str)
     yield is_named, "`custom_generate` must be a function; code from a repository is never run."
     is_contrastive = config.penalty_alpha and (config.top_k or 0) > 1 and not config.do_sample

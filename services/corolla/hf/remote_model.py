@@ -21,6 +21,8 @@ from corolla.decoding.sampler_record import SamplerRecord
 from corolla.hf.connection import DEFAULT_ROUTER, Connection, cache_salt
 from corolla.hf.defaults import served_defaults
 from corolla.hf.loading import NotPickled, read_options
+from corolla.hf.positions import PositionRules
+from corolla.hf.refusals import RefusedMethods
 from corolla.hf.vocabulary import require_token_ids
 from corolla.models.checkpoint import Checkpoint, end_token_ids_of
 from corolla.models.families import recurrent_layers
@@ -49,7 +51,7 @@ _IDLE: Final = frozenset(
 )  # fmt: skip
 
 
-class RemoteModelForCausalLM(NotPickled, GenerationMixin):
+class RemoteModelForCausalLM(NotPickled, RefusedMethods, GenerationMixin):
     """A causal language model that has only its configuration in this process.
 
     `generate` decodes greedily or by sampling, with the block servers' own sampler. Beams, logits processors and
@@ -112,6 +114,11 @@ class RemoteModelForCausalLM(NotPickled, GenerationMixin):
         return True
 
     @property
+    def name_or_path(self) -> str:
+        """A folder with configuration and tokenizer."""
+        return str(self.config.name_or_path)
+
+    @property
     def device(self) -> torch.device:
         """The CPU; but `generate` returns its result on the device of the prompts."""
         return torch.device("cpu")
@@ -159,11 +166,17 @@ class RemoteModelForCausalLM(NotPickled, GenerationMixin):
         refuse_without_logits(config, unknown)
         criteria = _criteria(config, stopping_criteria, tokenizer)
         max_new_tokens = _max_new_tokens(config, given.shape[1], has_length=has_length)
-        mask = torch.ones_like(given) if attention_mask is None else attention_mask
+        if attention_mask is None:
+            # transformers takes padding tokens for padding unless they also end answers.
+            special = copy.deepcopy(config)
+            upstream._prepare_special_tokens(special, device=given.device)
+            attention_mask = upstream._prepare_attention_mask_for_generation(given, special, {})
+        mask: Tensor = attention_mask
         if mask.shape != given.shape or not bool((mask[:, -1] != 0).all()):
             raise ValueError(
                 f"`attention_mask` must have the shape {list(given.shape)} of the tokens, and padding is on the left."
             )
+        PositionRules.of(self.config.get_text_config()).refuse_holes(mask.bool())
         token_ids = given.repeat_interleave(config.num_return_sequences or 1, dim=0)
         mask = mask.repeat_interleave(config.num_return_sequences or 1, dim=0).bool()
         require_token_ids("input_ids", token_ids[mask], self.config.get_text_config().vocab_size)

@@ -117,6 +117,14 @@ class RowGroup(OpenSequences):
             self._histories[row.row] = past
         return outputs
 
+    def inputs(self, row: int, position: int) -> torch.Tensor:
+        """The inputs of the first block for a sequence's tokens before `position`.
+
+        They are `[position, H]` on the CPU in the blocks' dtype.
+        """
+        parts = self._histories[row].until(position).parts
+        return torch.cat(parts) if parts else torch.empty(0)
+
     async def recover(
         self, failure: CorollaError, budget: RecoveryBudget, ambiguous: frozenset[int] = frozenset()
     ) -> None:

@@ -4,6 +4,7 @@ A row is one sequence. Positions count columns, the same for all rows. A column 
 never sent for it, so a hop counts fewer tokens in that row. All tensors are on the CPU.
 """
 
+import copy
 from collections.abc import Sequence
 from typing import Final
 
@@ -50,6 +51,12 @@ class HeldRows:
     def is_settled(self) -> bool:
         """Whether every row's tokens are in its own session."""
         return self.sources == list(range(self.num_rows))
+
+    def settled(self) -> "HeldRows":
+        """A copy in which every row's tokens are in its own session."""
+        twin = copy.copy(self)
+        twin.sources, twin.origins = list(range(self.num_rows)), list(self.origins)
+        return twin
 
     def extend(self, token_ids: Tensor, mask: Tensor) -> None:
         """Records a step of new columns: `token_ids`, int64 `[R, T]`, and `mask`, bool `[R, T]`.

@@ -75,7 +75,10 @@ class InferenceSession:
         self.output_mask: Tensor | None = None
         self._expected_length = expected_length
         self._prompts = prompts
+        self._block_prompts = block_prompts
         self._held: HeldRows | None = None
+        # A copy of another session has its rows' inputs of the first block here until the hops have computed them.
+        self._past: list[Tensor] | None = None
         self._num_prompted = 1 if by_sequence is None else len(by_sequence)
         self._hop_sessions = HopSessions(blocks, by_sequence)
         self._finalizer = weakref.finalize(self, self._hop_sessions.free)
@@ -130,6 +133,11 @@ class InferenceSession:
     def num_prefix(self) -> int:
         """The number of leading positions that are not text."""
         return self._held.num_prefix if self._held is not None else 0
+
+    @property
+    def text_mask(self) -> Tensor | None:
+        """Which processed positions of the text are not padding, bool `[B, P]`; None before the first step."""
+        return self._held.mask[:, self._held.num_prefix :] if self._held is not None else None
 
     @property
     def is_closed(self) -> bool:
@@ -252,7 +260,29 @@ class InferenceSession:
             self._held = HeldRows(num_rows, origins)
             if self._prompts is not None:
                 self._take_prompts(self._prompts, num_rows)
+        if self._past is not None:
+            steps = [RowStep(row, 0, hidden, num_results=0) for row, hidden in enumerate(self._past) if len(hidden)]
+            if steps:
+                self._step(steps, self._held)
+            self._past = None
         return self._held
+
+    def copy(self) -> "InferenceSession":
+        """A session with the same sequences; before its first step, block servers compute its positions again."""
+        self._require_open()
+        twin = InferenceSession(
+            self.blocks,
+            max_length=self.max_length,
+            expected_length=self._expected_length,
+            prompts=self._prompts,
+            block_prompts=self._block_prompts,
+        )
+        if self._held is not None:
+            rows = zip(self._held.sources, self._held.row_positions, strict=True)
+            twin._past = [self._inputs(source, position) for source, position in rows]
+            twin._held = self._held.settled()
+        twin.output_ids, twin.output_mask = self.output_ids, self.output_mask
+        return twin
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Replaces row `i` by row `rows[i]`; the next step does so on the hops. The number of rows may change."""
@@ -301,6 +331,12 @@ class InferenceSession:
             if not is_safe:
                 self.close()
         return outputs
+
+    def _inputs(self, row: int, position: int) -> Tensor:
+        """The inputs of the first block for a row's positions before `position`."""
+        if self._past is not None:
+            return self._past[row][:position]
+        return self._hop_sessions.inputs(row, position)
 
     def _take_prompts(self, prompts: Tensor, num_rows: int) -> None:
         token_ids = torch.full((num_rows, len(prompts)), UNKNOWN_TOKEN)

@@ -26,7 +26,7 @@ from corolla.models.families import (
     pageless_layers,
     rope_types,
     short_factor_length,
-    yarn_lengths,
+    stretched_lengths,
 )
 from corolla.models.gguf.folder import settings_folder
 from corolla.models.gguf.header import is_gguf, part_names
@@ -90,13 +90,15 @@ _MAX_REASON = 300
 def context_length_of(config: PretrainedConfig) -> int:
     """The longest sequence, prompt and answer together, in tokens.
 
-    YaRN makes the context longer by its factor; many checkpoints' configurations still have the length before that.
+    The rotary embeddings `yarn` and `linear` make the context longer by their factor; many checkpoints' configurations
+    still have the length before that.
     A longrope embedding limits sequences to the length of its short factors, unless the family begins anew: a longer
     sequence would mix keys of short factors and of long ones.
     """
     names = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
     lengths = [length for name in names if isinstance(length := getattr(config, name, None), int) and length > 0]
-    length = max([lengths[0] if lengths else 2048, *yarn_lengths(config)])
+    stated = lengths[0] if lengths else 2048
+    length = max([stated, *stretched_lengths(config, stated)])
     short, family = short_factor_length(config), FAMILIES.get(str(config.model_type))
     return length if short is None or (family is not None and family.begins_anew) else min(length, short)
 

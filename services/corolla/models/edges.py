@@ -72,11 +72,9 @@ class Edges:
         self._models = [model for model in (embedding_model, head_model) if model is not None]
         self._embedding_model = embedding_model
         self._head_model = head_model
-        # A step asks for the device several times, and a search among all parameters takes longer than a launch.
-        self._device = next(
-            tensor.device for tensor in itertools.chain(self._models[0].parameters(), self._models[0].buffers())
-        )
+        self._embedding_path = family.embedding
         self._embedding = None if embedding_model is None else embedding_model.get_submodule(family.embedding)
+        self.find_device()
         # The base model's forward would only add overhead to a plain lookup, half a millisecond for each token.
         self.is_lookup = not (
             family.learned_positions or family.bypassed or family.unit_scalars or family.unit_settings
@@ -97,6 +95,42 @@ class Edges:
     @property
     def hidden_size(self) -> int:
         return int(self.config.hidden_size)
+
+    def find_device(self) -> None:
+        """Finds out on which device the weights are, after they were moved."""
+        # A step asks for the device several times, and a search among all parameters takes longer than a launch.
+        model = self._models[0]
+        self._device = next(tensor.device for tensor in itertools.chain(model.parameters(), model.buffers()))
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The token embedding."""
+        return _present(self._embedding)
+
+    @embedding.setter
+    def embedding(self, module: nn.Module) -> None:
+        _present(self._embedding_model).set_submodule(self._embedding_path, module)
+        self._embedding = module
+        self.find_device()
+
+    @property
+    def output_embedding(self) -> nn.Module:
+        """The head without the final norm."""
+        head = _present(self._head_model)
+        return cast(nn.Module, head.get_output_embeddings() or head.lm_head)
+
+    @output_embedding.setter
+    def output_embedding(self, module: nn.Module) -> None:
+        _present(self._head_model).set_output_embeddings(module)
+        self.find_device()
+
+    def tie(self) -> None:
+        """Makes the head share the embedding's weights, if that is the family's way."""
+        head = _present(self._head_model)
+        if head._tied_weights_keys:
+            output, weight = self.output_embedding, cast(nn.Parameter, self.embedding.weight)
+            output.weight = weight
+            head._adjust_bias(output, weight)
 
     @property
     def nbytes(self) -> int:
@@ -385,6 +419,9 @@ class _NormOnly(nn.Module):
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self.norm = norm
+
+    def get_input_embeddings(self) -> None:
+        """The head's model asks its base model before it says what its head is."""
 
     def forward(self, *_arguments: Any, inputs_embeds: Tensor, **_options: Any) -> _NormedOutput:
         return _NormedOutput(last_hidden_state=self.norm(inputs_embeds))

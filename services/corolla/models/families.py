@@ -276,15 +276,25 @@ def short_factor_length(config: PretrainedConfig) -> int | None:
     return min(lengths)
 
 
-def yarn_lengths(config: PretrainedConfig) -> list[int]:
-    """How many tokens each rotary embedding of the type `yarn` is made for."""
+def stretched_lengths(config: PretrainedConfig, stated: int) -> list[int]:
+    """How many tokens each rotary embedding is made for that says by which factor it stretches an original length.
+
+    Families with a rotary embedding for each kind of layer, such as Gemma 3, state their length after `linear` has
+    stretched it.
+
+    Args:
+        stated: the length that the configuration states; the original one unless the rotary embedding names another.
+    """
     parameters: Any = getattr(config, "rope_parameters", None) or {}
-    return [
-        int(each["original_max_position_embeddings"] * each["factor"])
-        for each in (parameters, *parameters.values())
-        if isinstance(each, Mapping) and each.get("rope_type") == "yarn"
-        if all(isinstance(each.get(name), int | float) for name in ("original_max_position_embeddings", "factor"))
-    ]
+    lengths: list[int] = []
+    for each in (parameters, *parameters.values()):
+        if not isinstance(each, Mapping) or each.get("rope_type") not in ("yarn", "linear"):
+            continue
+        original, factor = each.get("original_max_position_embeddings", stated), each.get("factor")
+        is_usable = isinstance(original, int | float) and isinstance(factor, int | float)
+        if is_usable and (each is parameters or each["rope_type"] == "yarn"):
+            lengths.append(int(original * factor))
+    return lengths
 
 
 def recurrent_layers(config: PretrainedConfig) -> frozenset[int]:

@@ -1,16 +1,31 @@
 """Every family: the distributed model chooses the unsplit model's tokens, with every decoding strategy."""
 
+import copy
 import inspect
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from corolla.chassis.errors import UnsupportedFamily
+from corolla.hf.positions import PositionRules
 from tests.checkpoints import RECURRENT_FAMILIES, make_tiny_checkpoint
 from tests.families import family_cases
 from tests.integration.hf.models import ModelPair, draw_prompts, left_padding
 from tests.integration.hf.stacks import Stacks
+
+TEXT, PADDED = draw_prompts(3, 40), left_padding(40, 0, 3, 17)
+HOLES = PADDED.clone()
+HOLES[:, 20:24] = 0
+PASSES = {
+    "padding": (PADDED, None),
+    "padding, positions that count tokens": (PADDED, (PADDED.cumsum(-1) - 1).clamp(min=0)),
+    "holes": (HOLES, None),
+    "holes, positions that count tokens": (HOLES, (HOLES.cumsum(-1) - 1).clamp(min=0)),
+    "later positions": (torch.ones_like(PADDED), torch.arange(5, 45)[None]),
+}
 
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.2}
 
@@ -18,6 +33,56 @@ SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 40, "top_p": 0.9, "r
 def takes_embeddings(pair: ModelPair) -> bool:
     """Whether the family's own `generate` takes embeddings, by the library's own rule."""
     return "inputs_embeds" in inspect.signature(pair.unsplit.prepare_inputs_for_generation).parameters
+
+
+def assert_passes_equal(pair: ModelPair) -> None:
+    """That each pass of `PASSES` either gives the unsplit model's logits, or is refused before a step."""
+    refused = set()
+    for name, (mask, position_ids) in PASSES.items():
+        given = {"attention_mask": mask, "position_ids": position_ids, "use_cache": False}
+        try:
+            answered = pair.remote(TEXT, **given).logits
+        except ValueError as refusal:
+            refused.add(name)
+            if not re.search("`(attention_mask|position_ids)`", str(refusal)):
+                raise
+            continue
+        expected = pair.unsplit(TEXT, **given).logits
+        torch.testing.assert_close(answered[mask.bool()], expected[mask.bool()], atol=2e-3, rtol=2e-3, msg=name)
+    rules = PositionRules.of(pair.remote.config)
+    assert ("padding" in refused) == rules.feels_offset
+    assert ("later positions" in refused) != rules.has_free_positions
+    assert ("holes, positions that count tokens" in refused) == rules.measures_columns
+    assert "padding, positions that count tokens" not in refused
+
+
+def assert_embeddings_are_replaced(pair: ModelPair) -> None:
+    """That both ends are replaced, tied and enlarged as those of the unsplit model."""
+    answers = []
+    models: tuple[Any, Any] = (pair.unsplit, pair.remote)
+    for model in models:
+        torch.manual_seed(1)
+        own = []
+        ends = (
+            (model.get_input_embeddings, model.set_input_embeddings),
+            (model.get_output_embeddings, model.set_output_embeddings),
+        )
+        for get, replace in ends:
+            end: Any = copy.deepcopy(get())
+            end.weight = torch.nn.Parameter(end.weight + 0.5 * end.weight.std() * torch.randn_like(end.weight), False)
+            replace(end)
+            assert get() is end
+            own.append(model(TEXT[:1, :9], use_cache=False).logits)
+        model.tie_weights()
+        own.append(model(TEXT[:1, :9], use_cache=False).logits)
+        model.resize_token_embeddings(330, mean_resizing=False)
+        assert model.config.vocab_size == 330
+        for get, _ in ends:
+            get().weight.data[320:] = 0.1
+        own.append(model(torch.cat([TEXT[:1, :9], torch.tensor([[329]])], dim=1), use_cache=False).logits)
+        answers.append(own)
+    for expected, answered in zip(*answers, strict=True):
+        torch.testing.assert_close(answered, expected, atol=2e-3, rtol=2e-3)
 
 
 @pytest.mark.parametrize("family", family_cases(kept=("deepseek_v3", "gemma2", "qwen3_next")))
@@ -54,5 +119,8 @@ def test_generate_answers_as_the_unsplit_model(tmp_path: Path, stacks: Stacks, f
         session.position = 2
         again = pair.remote.generate(whole[:, 2:30], max_new_tokens=3, min_new_tokens=3)
         assert again.tolist() == whole[:, 2:33].tolist()
+    with torch.no_grad():
+        assert_passes_equal(pair)
+        assert_embeddings_are_replaced(pair)
     pair.stack.until_empty()
     stacks.end()

@@ -23,11 +23,13 @@ from transformers.generation.streamers import BaseStreamer
 
 from corolla.chassis.errors import CheckpointError, NoChain
 from corolla.hf import AutoDistributedModelForCausalLM, DistributedLlamaForCausalLM, DistributedQwen2ForCausalLM
+from corolla.hf.refusals import METHODS
 from tests.checkpoints import make_tiny_checkpoint, make_tokenizer
 from tests.integration.hf.models import ModelPair, draw_prompts, left_padding
 from tests.integration.hf.stacks import Stacks
 from tests.tiers import quick
 
+FOREIGN = DynamicCache([(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4))])
 PROMPT = draw_prompts(1, 21)
 BATCH, MASK = draw_prompts(4, 15), left_padding(15, 0, 3, 7, 14)
 
@@ -277,15 +279,70 @@ def test_the_cache_repeats_and_selects_rows(llama: ModelPair) -> None:
     [
         ({"output_attentions": True}, "output_attentions"),
         ({"output_hidden_states": True}, "output_hidden_states"),
-        ({"past_key_values": DynamicCache()}, "past_key_values"),
+        ({"past_key_values": FOREIGN}, "past_key_values"),
+        ({"past_key_values": (FOREIGN,)}, "past_key_values"),
         ({"position_ids": torch.arange(5, 26)[None]}, "position_ids"),
+        ({"position_ids": torch.arange(20)[None]}, "position_ids"),
+        ({"position_ids": torch.arange(21).expand(3, 1, 21)}, "position_ids"),
         ({"attention_mask": torch.ones(1, 20)}, "attention_mask"),
+        ({"attention_mask": torch.ones(1, 1, 21, 21)}, "attention_mask"),
+        ({"attention_mask": {"full_attention": None}}, "attention_mask"),
+        ({"attention_mask": torch.arange(21)[None] % 5, "labels": PROMPT, "position_ids": None}, "labels"),
         ({"inputs_embeds": torch.zeros(1, 2, 64)}, "inputs_embeds"),
     ],
 )
 def test_a_pass_refuses_by_name(llama: ModelPair, arguments: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=f"`{name}`"):
         llama.remote(PROMPT, **arguments)
+
+
+def test_an_empty_cache_of_transformers_is_filled(llama: ModelPair) -> None:
+    """The caller goes on with the object that it made."""
+    expected = llama.unsplit.generate(PROMPT, max_new_tokens=12)
+    for cache in (DynamicCache(), DynamicCache(config=llama.remote.config)):
+        llama.remote(PROMPT[:, :15], past_key_values=cache)
+        assert (cache.get_seq_length(), len(cache)) == (15, 5)
+        first = llama.remote.generate(PROMPT, past_key_values=cache, max_new_tokens=6)
+        assert first.tolist() == expected[:, :27].tolist()
+        assert cache.get_seq_length() == 26
+        assert llama.remote.generate(first, past_key_values=cache, max_new_tokens=6).tolist() == expected.tolist()
+    cache = DynamicCache()
+    llama.remote.generate(PROMPT, past_key_values=cache, max_new_tokens=2)
+    assert cache.get_seq_length() == 22
+
+
+def test_a_copied_cache_goes_its_own_way(llama: ModelPair) -> None:
+    cache = llama.remote(BATCH[:, :10], attention_mask=MASK[:, :10]).past_key_values
+    cache.reorder_cache(torch.tensor([3, 1, 0, 2]))
+    twin = copy.deepcopy(copy.deepcopy(cache))
+    rows, mask = BATCH[[3, 1, 0, 2]], MASK[[3, 1, 0, 2]]
+    expected = llama.unsplit(rows, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
+    for each, chunks in ((cache, (5,)), (twin, (2, 3))):
+        logits, start = [], 10
+        for num_tokens in chunks:
+            end = start + num_tokens
+            output = llama.remote(rows[:, start:end], attention_mask=mask[:, :end], past_key_values=each)
+            logits.append(output.logits)
+            start = end
+        at = mask[:, 10:].bool()
+        torch.testing.assert_close(torch.cat(logits, 1)[at], expected[:, 10:][at], atol=2e-4, rtol=2e-4)
+    cache.session.close()
+    assert twin.get_seq_length() == 15
+    with pytest.raises(TypeError, match="pickled"):
+        twin.__reduce_ex__(2)
+
+
+def test_a_pass_after_padding_needs_the_same_mask(llama: ModelPair) -> None:
+    cache = llama.remote(BATCH[:, :10], attention_mask=MASK[:, :10]).past_key_values
+    for mask in (None, torch.ones_like(MASK)):
+        with pytest.raises(ValueError, match="`attention_mask`"):
+            llama.remote(BATCH[:, 10:], attention_mask=mask, past_key_values=cache)
+
+
+def test_a_configuration_that_asks_for_more_is_refused(llama: ModelPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama.remote.config, "output_hidden_states", True)
+    with pytest.raises(ValueError, match="`output_hidden_states`"):
+        llama.remote(PROMPT)
 
 
 @pytest.mark.parametrize("token_id", [320, -1])
@@ -308,7 +365,7 @@ def test_labels_may_leave_tokens_out(llama: ModelPair) -> None:
 
 
 def test_the_model_is_one_of_transformers(llama: ModelPair) -> None:
-    model = llama.remote
+    model: Any = llama.remote
     assert model.train(False) is model
     assert not model.training
     assert model.to("cpu") is model
@@ -318,8 +375,18 @@ def test_the_model_is_one_of_transformers(llama: ModelPair) -> None:
     tensors = {tuple(parameter.shape) for parameter in model.parameters()}
     assert tensors == {(320, 64), (64,)}
     assert not any(parameter.requires_grad for parameter in model.parameters())
-    with pytest.raises(ValueError, match="block servers"):
-        model.save_pretrained("anywhere")
+    assert model.base_model is model.get_decoder() is model
+    for refused in METHODS:
+        with pytest.raises(ValueError, match=f"`{refused}` is not supported over remote blocks: "):
+            getattr(model, refused)()
+    for change in (model.half, model.bfloat16, lambda: model.to(torch.float64), model.train):
+        with pytest.raises(ValueError, match=r"block servers|gradients"):
+            change()
+    assert copy.deepcopy(model).to("meta").edges.device.type == "meta"
+    with pytest.raises(ValueError, match="`weight`"):
+        model.set_input_embeddings(torch.nn.Embedding(320, 32))
+    with pytest.raises(ValueError, match=r"torch\.float32"):
+        model.set_output_embeddings(torch.nn.Linear(64, 320, dtype=torch.float16))
 
 
 def test_a_copied_model_steps_through_the_same_servers(llama: ModelPair) -> None:

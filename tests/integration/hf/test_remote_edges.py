@@ -74,6 +74,18 @@ def test_batches_answer_as_unsplit(remote: RemoteModelForCausalLM, unsplit: Unsp
     assert remote.generate(BATCH, **call).tolist() == unsplit.model.generate(BATCH, **call).tolist()
 
 
+def test_padding_is_found_as_transformers_finds_it(remote: RemoteModelForCausalLM, unsplit: Unsplit) -> None:
+    text = BATCH.masked_fill(MASK == 0, 3)
+    cases: list[dict[str, Any]] = [{"pad_token_id": 3}, {"pad_token_id": 3, "eos_token_id": 3}, {}]
+    for options in cases:
+        expected = unsplit.model.generate(text, max_new_tokens=6, **options)
+        assert remote.generate(text, max_new_tokens=6, **options).tolist() == expected.tolist(), options
+
+
+def test_the_tokenizer_is_found_by_the_models_name(remote: RemoteModelForCausalLM) -> None:
+    assert (Path(remote.name_or_path) / "tokenizer.json").exists()
+
+
 @pytest.mark.parametrize(
     "options",
     [

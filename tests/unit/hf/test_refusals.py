@@ -30,7 +30,7 @@ ARGUMENTS: dict[str, Any] = {
     "encoder_outputs": (torch.zeros(1),),
     "decoder_input_ids": torch.zeros(1, 1),
     "custom_generate": "somebody/something",
-    "past_key_values": DynamicCache(),
+    "past_key_values": DynamicCache([(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4))]),
     "attention_mask": torch.tensor([[1, 1, 0]]),
 }
 
@@ -55,9 +55,10 @@ def test_an_argument_is_refused_by_name(name: str) -> None:
         refuse_unsupported({name: ARGUMENTS[name]}, config_with())
 
 
-def test_a_mask_for_each_query_is_refused() -> None:
+@pytest.mark.parametrize("mask", [torch.ones(1, 1, 3, 3), {"full_attention": None}, [[1, 1, 1]]])
+def test_a_mask_for_each_query_is_refused(mask: Any) -> None:
     with pytest.raises(ValueError, match="`attention_mask`"):
-        refuse_unsupported({"attention_mask": torch.ones(1, 1, 3, 3)}, config_with())
+        refuse_unsupported({"attention_mask": mask}, config_with())
 
 
 @pytest.mark.parametrize("name", ["inputs", "input_ids", "inputs_embeds"])

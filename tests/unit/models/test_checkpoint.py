@@ -388,12 +388,38 @@ def test_long_texts_are_for_families_that_begin_them_anew(
         ({"rope_type": "yarn", "factor": 4.0}, 4 * CONTEXT_LENGTH),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, CONTEXT_LENGTH),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": CONTEXT_LENGTH}, 4 * CONTEXT_LENGTH),
-        ({"rope_type": "linear", "factor": 4.0}, CONTEXT_LENGTH),
+        ({"rope_type": "linear", "factor": 4.0}, 4 * CONTEXT_LENGTH),
+        ({"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 64}, CONTEXT_LENGTH),
+        ({"type": "linear", "factor": 2}, 2 * CONTEXT_LENGTH),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            CONTEXT_LENGTH,
+        ),
+        ({"rope_type": "default"}, CONTEXT_LENGTH),
     ],
 )
-def test_yarn_makes_the_context_longer(folder: Path, scaling: dict[str, Any], length: int) -> None:
+def test_factors_make_the_context_longer(folder: Path, scaling: dict[str, Any], length: int) -> None:
     edit_json(folder / "config.json", rope_parameters={**scaling, "rope_theta": 10000.0})
     assert Checkpoint.from_pretrained(str(folder)).context_length == length
+
+
+def test_a_length_that_a_family_states_for_stretched_layers_stays(tmp_path: Path) -> None:
+    folder = make_tiny_checkpoint("gemma3_text", tmp_path / "gemma3")
+    linear = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    edit_json(
+        folder / "config.json",
+        rope_parameters={
+            "full_attention": linear,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    )
+    assert Checkpoint.from_pretrained(str(folder)).context_length == CONTEXT_LENGTH
 
 
 def test_where_no_text_is_long_there_are_no_long_factors(tmp_path: Path) -> None:

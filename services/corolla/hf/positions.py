@@ -1,0 +1,121 @@
+"""Says at which positions tokens stand, and refuses padding and positions that blocks would read in another way.
+
+Blocks count the tokens of each row, padding left out. transformers counts columns where it is given no positions, and
+some of its layers measure distances in columns. Where that makes a difference, a sentence says what to give instead.
+"""
+
+from dataclasses import dataclass
+from typing import Final, Self
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from corolla.models.checkpoint import context_length_of
+from corolla.models.families import attention_windows, family_of, recurrent_layers
+
+# Families whose own `forward`, where it is given no positions, counts tokens; the others count columns.
+_SKIPPING_PADDING: Final = frozenset({"bloom", "opt"})
+
+# Families whose blocks compute something else when all positions are raised by the same number: they scale the numbers
+# of a head after its rotation, or queries by their position.
+_FEELING_OFFSETS: Final = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe", "ministral3"})
+
+# Families without attention windows or recurrent states that nevertheless measure distances in columns.
+_MEASURING_COLUMNS: Final = frozenset({"gpt_neo", "mpt"})
+
+
+@dataclass(frozen=True, slots=True)
+class PositionRules:
+    """How a model counts positions.
+
+    Attributes:
+        has_free_positions: whether only the embedding knows positions, so that any of them can be given.
+        skips_padding: whether transformers counts tokens where it is given no positions, not columns.
+        feels_offset: whether blocks compute something else when all positions are raised by the same number.
+        measures_columns: whether padding between two tokens makes them more distant.
+        num_positions: the number of positions that the model has.
+    """
+
+    has_free_positions: bool
+    skips_padding: bool
+    feels_offset: bool
+    measures_columns: bool
+    num_positions: int
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> Self:
+        family = family_of(config)
+        return cls(
+            has_free_positions=family.learned_positions is not None,
+            skips_padding=family.model_type in _SKIPPING_PADDING,
+            feels_offset=family.model_type in _FEELING_OFFSETS,
+            measures_columns=family.model_type in _MEASURING_COLUMNS
+            or any(window is not None for window in attention_windows(config))
+            or bool(recurrent_layers(config)),
+            num_positions=context_length_of(config),
+        )
+
+    def refuse_holes(self, mask: Tensor) -> None:
+        """Raises ValueError if padding between two tokens would change the result.
+
+        Args:
+            mask: bool `[B, T]`, on any device.
+        """
+        if self.measures_columns and has_holes(mask):
+            raise ValueError(
+                "`attention_mask` has padding between tokens: this model's layers measure distances in columns, and "
+                "block servers get no padding. Pad on the left only."
+            )
+
+    def positions(self, mask: Tensor, num_new: int, given: Tensor | None) -> Tensor:
+        """The positions of the new columns, int64 `[B, num_new]` on the CPU; those of padding mean nothing.
+
+        Args:
+            mask: bool `[B, T]` on the CPU: all columns, the cache's too.
+            num_new: the number of new columns, which are the last ones.
+            given: the caller's `position_ids`, `[B, num_new]` or `[1, num_new]`, on any device, if any.
+
+        Raises:
+            ValueError: blocks would count otherwise than transformers, or a position does not exist.
+        """
+        self.refuse_holes(mask)
+        new = slice(mask.shape[1] - num_new, None)
+        counted = (mask.long().cumsum(dim=1) - 1)[:, new]
+        if given is not None:
+            return self._given(given, counted, mask[:, new])
+        if bool(mask.all()) or self.skips_padding:
+            return counted
+        if self.has_free_positions:
+            return torch.arange(mask.shape[1])[new].expand_as(counted)
+        if self.feels_offset or has_holes(mask):
+            raise ValueError(
+                "`attention_mask` has padding, and without `position_ids` transformers counts it, which remote blocks "
+                "cannot; give `position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0)`, as `generate` does."
+            )
+        return counted
+
+    def _given(self, given: Tensor, counted: Tensor, mask: Tensor) -> Tensor:
+        shape = list(counted.shape)
+        if given.dim() > 2 or given.shape[-1:] != counted.shape[-1:] or given.shape[:-1] not in ((), (1,), (shape[0],)):
+            raise ValueError(f"`position_ids` must have the shape {shape} of the tokens, not {list(given.shape)}.")
+        positions = given.cpu().expand_as(counted)
+        if not self.has_free_positions:
+            if not torch.equal(positions[mask].double(), counted[mask].double()):
+                raise ValueError(
+                    "`position_ids` must count each row's tokens, padding left out, on from those in the cache; remote "
+                    "blocks know no others."
+                )
+            return counted
+        outside = positions[mask & ((positions < 0) | (positions >= self.num_positions))]
+        if outside.numel() or positions.is_floating_point():
+            raise ValueError(
+                f"`position_ids` must be whole numbers from 0 to {self.num_positions - 1}, the positions of the model."
+            )
+        return torch.where(mask, positions.long(), 0)
+
+
+def has_holes(mask: Tensor) -> bool:
+    """Whether a row of `mask`, bool `[B, T]` on any device, has padding between two tokens."""
+    seen = mask.long().cumsum(dim=1)
+    return bool((~mask & (seen > 0) & (seen < seen[:, -1:])).any())
