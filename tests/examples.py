@@ -2,7 +2,7 @@
 
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -10,6 +10,8 @@ from typing import Final
 from tests.architecture.sources import ROOT, identify
 
 PAGES: Final = tuple(identify(path) for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
+USUAL_ADDRESSES: Final = {"router": "127.0.0.1:50050", "client": "127.0.0.1:50051", "http": "127.0.0.1:8080"}
+"""The addresses of `corolla up`, with which every example is written."""
 _FENCED: Final = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 
 
@@ -30,6 +32,14 @@ class Example:
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
+
+
+def addressed(text: str, addresses: Mapping[str, str]) -> str:
+    """An example with a test's own addresses. Nothing else in it is changed, so that readers run what tests run."""
+    for name, address in addresses.items():
+        if usual := USUAL_ADDRESSES.get(name):
+            text = text.replace(usual, address)
+    return text
 
 
 def examples_of(page: str) -> Iterator[Example]:

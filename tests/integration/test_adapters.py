@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from corolla import Client
 from corolla.block_server.service import BlockServer
 from corolla.chassis import errors
 from corolla.cli.app import main
@@ -24,6 +23,7 @@ from corolla.wire.network import Network
 from tests.adapters import make_adapter, unsplit_with
 from tests.architecture.sources import ROOT
 from tests.checkpoints import make_tiny_checkpoint
+from tests.examples import addressed
 from tests.faulty_runner import FaultyRunner
 from tests.integration.gates import held_up
 from tests.integration.swarm import Swarm
@@ -293,9 +293,9 @@ async def test_the_examples_of_the_page_run(llama: Harness, tmp_path: Path, monk
         monkeypatch.setenv("COROLLA_ROUTER", swarm.router_address)
 
         def run() -> dict[str, Any]:
-            names: dict[str, Any] = {"Client": Client, "address": swarm.address}
+            names: dict[str, Any] = {}
             assert [main(shlex.split(line, comments=True)[1:]) for line in adds.splitlines()] == [0, 0, 0]
-            exec(compile(program, "docs/models.md", "exec"), names)  # noqa: S102
+            exec(compile(addressed(program, {"client": swarm.address}), "docs/models.md", "exec"), names)  # noqa: S102
             assert main(shlex.split(removal)[1:]) == 0
             return names
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
 import yaml
@@ -24,7 +24,7 @@ from tests.architecture.sources import ROOT
 from tests.charts.rendering import ALL_APIS, helm, render
 from tests.checkpoints import make_tiny_checkpoint
 from tests.embedded_redis import EmbeddedRedis
-from tests.examples import PAGES, Example, examples_of
+from tests.examples import PAGES, Example, addressed, examples_of
 from tests.http_clients import command_of, variables
 from tests.integration.running_up import COROLLA, RunningUp
 from tests.reference import Unsplit
@@ -41,49 +41,34 @@ TESTED_ELSEWHERE: Final = {
     "docs/models.md": "tests/integration/test_adapters.py",
 }
 
-BEFORE: Final = {
-    # Names that the sentences around an example introduce.
-    "README.md": "import torch; input_ids = torch.tensor([[504, 3575, 282, 4649, 314]])",
-    "docs/reliability.md": (
-        "import secrets, time; from corolla import Client; "
-        "from corolla.chassis.errors import ServiceStopping, ServiceUnavailable; "
-        "client, prompt = Client('127.0.0.1:50051'), 'Once upon a time'"
+STAND_INS: Final = {
+    # Programs that cannot run here, or not as they stand, why, and what runs in their place.
+    "docker": ("there is no container runtime; tests/cluster runs the images", ":"),
+    "kind": ("there is no container runtime", ":"),
+    "minikube": ("there is no container runtime", ":"),
+    "kubectl": ("there is no cluster; tests/cluster asks one", ":"),
+    "pip": ("the tests' packages are installed from locks; tests/release/test_wheel.py installs the wheel", ":"),
+    "helm": (
+        "without a cluster, the chart is rendered as for one with every API",
+        'if [ "$1" = install ]; then command helm template "${@:2}" $APIS >rendered.yaml; fi',
+    ),
+    "make": (
+        "its targets run these tests; the target must exist",
+        'grep -q "^$1:" "$ROOT/Makefile" || { echo "there is no target $1"; return 1; }',
+    ),
+    "curl": ("an error must fail the test", 'command curl --fail-with-body "$@"'),
+    "corolla": (
+        "a stack is up, so services only read their options, and tests below start those of other pages; a chat reads "
+        "lines; a bench takes a minute; there is no hub to plan for",
+        """case $1 in
+            up | demo | router | block-server | client) command corolla "$@" --help >options ;;
+            chat) echo "Name a colour." | command corolla "$@" ;;
+            bench) command corolla "$@" --rate 2 --seconds 1 --prompt-tokens 16 --answer-tokens 4 ;;
+            plan) command corolla "$@" --model demo ;;
+            *) command corolla "$@" ;;
+        esac""",
     ),
 }
-
-# Programs that cannot run here, and what stands in for each:
-# - docker, kind, minikube, kubectl: there is no container runtime and no cluster; tests/cluster runs them.
-# - helm: without a cluster the chart is rendered instead of installed, as for a cluster with every API.
-# - make: its targets run these tests; only the target's existence is checked.
-# - pip: the packages are installed already.
-# - corolla up, demo, router, block-server, client: the stack is up already, and only the options are checked. Tests
-#   below start the stacks of pages that start others.
-# - corolla plan: there is no hub; the demo model is planned with the page's options.
-STAND_INS: Final = r"""
-set -e -o pipefail
-docker() { :; }
-kind() { :; }
-minikube() { :; }
-kubectl() { :; }
-pip() { :; }
-helm() {
-  if [ "$1" = install ]; then command helm template "${@:2}" $APIS >rendered.yaml; fi
-}
-make() { grep -q "^$1:" "$ROOT/Makefile" || { echo "there is no target $1"; return 1; }; }
-curl() {
-  if [ "$1" = -N ]; then command curl --max-time 2 "$@" || [ $? = 28 ]; else command curl --fail-with-body "$@"; fi
-}
-corolla() {
-  case $1 in
-    up | demo | router | block-server | client) command corolla "$@" --help >options ;;
-    chat) echo "Name a colour." | command corolla "$@" --max-tokens 8 ;;
-    bench) command corolla "$@" --rate 2 --seconds 1 --prompt-tokens 16 --answer-tokens 4 ;;
-    generate) command corolla "$@" --max-tokens 8 ;;
-    plan) command corolla "$@" --model demo ;;
-    *) command corolla "$@" ;;
-  esac
-}
-"""
 
 
 def start_command() -> list[str]:
@@ -102,33 +87,26 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningUp]:
         running.end()
 
 
-def addressed(text: str, addresses: Mapping[str, Any]) -> str:
-    """The text with this stack's addresses in place of the usual ones, and with short answers."""
-    for usual, name in (("50051", "client"), ("8080", "http"), ("50050", "router")):
-        text = text.replace(f"127.0.0.1:{usual}", addresses[name])
-    text = re.sub(r"(max_(?:new_)?tokens=)\d+", rf"\g<1>{NUM_TOKENS}", text)
-    return text.replace("HOST:PORT", addresses["client"]).replace(".venv/bin/", "")
-
-
 def run_shell(example: Example, up: RunningUp, folder: Path) -> None:
-    text = example.text
+    text = addressed(example.text, up.addresses).replace(".venv/bin/", "")
     if example.language == "console":
         text = "\n".join(line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ "))
     environment = {
         **os.environ,
         "ROOT": str(ROOT),
+        "PYTHONPATH": str(ROOT),
         "APIS": " ".join(f"--api-versions {each}" for each in ALL_APIS),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), str(Path(helm()).parent), os.environ["PATH"]]),
         "COROLLA_SERVER": up.addresses["client"],
         "COROLLA_ROUTER": up.addresses["router"],
     }
-    check(["bash", "-c", STAND_INS + addressed(text, up.addresses)], environment, folder, str(example))
+    functions = [f"{name}() {{\n{body}\n}}" for name, (_, body) in STAND_INS.items()]
+    check(["bash", "-c", "\n".join(["set -e -o pipefail", *functions, text])], environment, folder, str(example))
 
 
 def run_python(examples: list[Example], page: str, up: RunningUp, folder: Path) -> None:
     """Runs the examples of a page one after the other in one process, since later ones use names of earlier ones."""
-    program = "\n".join([BEFORE.get(page, ""), *(each.text for each in examples)])
-    program = addressed(program, up.addresses).replace("./my-checkpoint", "demo")
+    program = addressed("\n".join(each.text for each in examples), up.addresses)
     has_openai = re.search(r"^from openai import", program, re.MULTILINE)
     command = command_of("-c", program) if has_openai else [sys.executable, "-W", "ignore", "-c", program]
     check(command, variables() if has_openai else os.environ, folder, page)
@@ -145,6 +123,19 @@ def test_every_example_has_a_language_that_is_run() -> None:
     assert {example.language for page in PAGES for example in examples_of(page)} <= set(LANGUAGES)
     for page, file in TESTED_ELSEWHERE.items():
         assert Path(page).name in (ROOT / file).read_text(encoding="utf-8")
+
+
+def test_each_stand_in_has_an_example() -> None:
+    shell = "\n".join(each.text for page in PAGES for each in examples_of(page) if each.language in ("console", "sh"))
+    assert [name for name in STAND_INS if not re.search(rf"^(\$ )?(\.venv/bin/)?{name}\b", shell, re.MULTILINE)] == []
+
+
+def test_commands_are_examples() -> None:
+    """Neither a block without a language nor indented text has commands, which no test would run."""
+    block = re.compile(r"^( *)```\w+\n.*?^\1```$", re.DOTALL | re.MULTILINE)
+    command = re.compile(r"^(?:\$ | {4})(?:\w+=\S+ )*(?:python|make|corolla|curl|pip|docker) .*", re.MULTILINE)
+    for page in PAGES:
+        assert command.findall(block.sub("", (ROOT / page).read_text(encoding="utf-8"))) == [], page
 
 
 def example_with(page: str, command: str) -> Example:

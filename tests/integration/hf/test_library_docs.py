@@ -7,8 +7,8 @@ import pytest
 
 from corolla.models.demo import demo_checkpoint
 from tests.architecture.sources import ROOT
+from tests.examples import addressed
 from tests.integration.hf.stacks import Stacks
-from tests.unpacked import unpacked_demo
 
 pytestmark = pytest.mark.model
 
@@ -18,14 +18,10 @@ EXAMPLES = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "library.md").r
 @pytest.mark.full
 def test_the_examples_run(stacks: Stacks) -> None:
     stack = stacks.start(demo_checkpoint(), ["0:15", "15:30"], kv_cache_mib=64, num_clients=1)
-    names: dict[str, Any] = {
-        "checkpoint": "demo",
-        "small_checkpoint": str(unpacked_demo()),
-        "router": stack.router,
-        "service": stack.clients[0],
-    }
+    names: dict[str, Any] = {}
     for number, example in enumerate(EXAMPLES):
-        exec(compile(example, f"docs/library.md, example {number + 1}", "exec"), names)  # noqa: S102
+        text = addressed(example, {"router": stack.router, "client": stack.clients[0]})
+        exec(compile(text, f"docs/library.md, example {number + 1}", "exec"), names)  # noqa: S102
         if number == 0:
             assert names["text"].startswith("The capital of France is Paris")
     assert len(EXAMPLES) == 11
