@@ -123,7 +123,7 @@ async def test_a_named_answer_goes_on_where_its_stream_broke(http: httpx2.AsyncC
 
 
 async def test_a_session_goes_on(swarm: Swarm, http: httpx2.AsyncClient) -> None:
-    session = (await http.post("/v1/sessions", json={})).json()
+    session = (await http.post("/v1/sessions")).json()
     body = {"messages": CHAT, "max_tokens": 6, "session_id": session["id"], **GREEDY}
     first = (await http.post("/v1/chat/completions", json=body)).json()
     again = (await http.post("/v1/chat/completions", json=body)).json()
@@ -202,39 +202,81 @@ async def test_texts_become_tokens_and_texts_again(http: httpx2.AsyncClient) -> 
     assert chat["count"] > found["count"]
 
 
+PICTURE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
+
+
 @pytest.mark.parametrize(
     "path, body, param",
     [
         ("/v1/chat/completions", {"messages": CHAT, "min_tokens": 1}, "min_tokens"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ("/v1/chat/completions", {"messages": PICTURE}, "messages[0].content[0]"),
         ("/v1/completions", {"prompt": "a", "n": 99}, "n"),
         ("/v1/chat/completions", {"messages": CHAT, "top_logprobs": 2}, "top_logprobs"),
+        ("/v1/chat/completions", {"messages": CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 0}, "max_tokens"),
-        ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 1, "max_completion_tokens": 2}, "max_completion"),
+        (
+            "/v1/chat/completions",
+            {"messages": CHAT, "max_tokens": 1, "max_completion_tokens": 2},
+            "max_completion_tokens",
+        ),
         ("/v1/chat/completions", {"messages": []}, "messages"),
+        (
+            "/v1/chat/completions",
+            {"messages": CHAT, "tools": [{"function": {"name": "a b"}}]},
+            "tools[0].function.name",
+        ),
+        ("/v1/chat/completions", {"messages": CHAT, "tool_choice": "required"}, "tool_choice"),
+        ("/v1/chat/completions", {"messages": CHAT, "guided_regex": "["}, "guided_regex"),
         ("/v1/completions", {"prompt": "a", "temperature": -1}, "temperature"),
         ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix"),
         ("/v1/completions", {"prompt": []}, "prompt"),
-        ("/v1/completions", {"prompt": [1 << 20]}, "prompt"),
+        ("/v1/completions", {"prompt": [1 << 20]}, "prompt[0]"),
+        ("/v1/completions", {"prompt": ["a", "a"], "stream": True, "logit_bias": {"1": 101}}, "logit_bias"),
+        ("/v1/embeddings", {"input": [[]]}, "input[0]"),
+        ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 1}, "truncate_prompt_tokens"),
         ("/tokenize", {}, "prompt"),
-        ("/detokenize", {"tokens": [1 << 20]}, "tokens"),
-        ("/v1/responses", {"input": "a", "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ("/detokenize", {"tokens": [1 << 20]}, "tokens[0]"),
+        ("/v1/responses", {"input": "a", "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        ("/v1/responses", {"max_output_tokens": 1}, "input"),
+        ("/v1/responses", {"input": "a", "text": {"format": {"type": "xml"}}}, "text.format.type"),
     ],
 )
 async def test_a_refusal_names_the_field(http: httpx2.AsyncClient, path: str, body: Any, param: str) -> None:
     refused = await http.post(path, json=body)
     error = refused.json()["error"]
     assert (refused.status_code, error["type"]) == (400, "invalid_request_error")
-    assert error["param"].startswith(param), error
+    assert error["param"] == param, error
+
+
+async def test_what_is_not_found_is_named_by_its_field(http: httpx2.AsyncClient) -> None:
+    unknown = f"resp_{'0' * 40}"
+    for reply, param in (
+        (
+            await http.post("/v1/responses", json={"input": "a", "previous_response_id": "resp_no"}),
+            "previous_response_id",
+        ),
+        (
+            await http.post("/v1/responses", json={"input": "a", "previous_response_id": unknown}),
+            "previous_response_id",
+        ),
+        (await http.post("/v1/chat/completions", json={"messages": CHAT, "session_id": "no"}), "session_id"),
+        (await http.post("/v1/responses", json={"input": "a", "model": "no"}), "model"),
+        (await http.post("/v1/responses", json={"input": "a", "model": "tiny:no"}), "model"),
+        (await http.get(f"/v1/responses/{unknown}"), "response_id"),
+        (await http.get("/v1/sessions/no"), "session_id"),
+    ):
+        assert (reply.status_code, reply.json()["error"]["param"]) == (404, param), reply.text
 
 
 async def test_what_is_ignored_is_named(http: httpx2.AsyncClient) -> None:
     asked: dict[str, Any] = {"messages": CHAT, "max_tokens": 2, "temprature": 1, "tools": [{"type": "web_search"}]}
     for body in (asked, {**asked, "stream": True}, {**asked, "n": 99}):
-        reply = await http.post("/v1/chat/completions", json=body)
-        assert reply.headers["x-corolla-ignored"] == "temprature, tools[]"
+        reply = await http.post("/v1/chat/completions?api-version=1", json=body)
+        assert reply.headers["x-corolla-ignored"] == "temprature, tools[0] (web_search), ?api-version"
     reply = await http.post("/v1/chat/completions", json={"messages": CHAT, "max_tokens": 2})
     assert "x-corolla-ignored" not in reply.headers
+    reply = await http.get("/v1/models", params={"gr\u00f6\u00dfe": "1"})
+    assert reply.headers["x-corolla-ignored"] == "?gr%C3%B6%C3%9Fe"
 
 
 async def test_empty_texts_are_texts(http: httpx2.AsyncClient) -> None:

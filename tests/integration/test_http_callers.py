@@ -166,7 +166,9 @@ async def test_an_answer_that_may_cross_the_context_ends_there(http: httpx2.Asyn
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": UNKNOWN}]}, "messages"),
         ("/v1/responses", {"input": UNKNOWN}, "input"),
         ("/v1/embeddings", {"input": UNKNOWN}, "input"),
-        ("/v1/rerank", {"query": "a", "documents": ["a", UNKNOWN]}, "documents"),
+        ("/v1/rerank", {"query": "a", "documents": ["a", UNKNOWN]}, "documents[1]"),
+        ("/v1/rerank", {"query": UNKNOWN, "documents": [{"text": "a"}]}, "documents[0].text"),
+        ("/v1/completions", {"prompt": ["a", UNKNOWN], "max_tokens": 1}, "prompt[1]"),
     ],
 )
 async def test_a_text_with_a_token_that_the_model_does_not_know_is_refused_by_its_field(
@@ -188,7 +190,7 @@ async def test_a_form_is_spelled_without_tokens_that_the_model_does_not_know(htt
     [
         (b'{"prompt": "a",}', "body", "line 1 column"),
         (b"", "body", "line 1 column"),
-        (b'{"messages": [{"role": "user", "content": 5}]}', "messages[0].content", "valid string"),
+        (b'{"messages": [{"role": "user", "content": 5}]}', "messages[0].content", "must be a text or a list"),
         (b'{"messages": [{"role": "user", "content": [{"type": "text", "text": 7}]}]}', PART, ""),
         (b'{"messages": [{"role": "user", "content": "a"}], "stop": 5}', "stop", ""),
         (b'{"messages": [{"role": "user", "content": "a"}], "tool_choice": 5}', "tool_choice", ""),

@@ -269,7 +269,7 @@ async def test_documents_are_ordered_by_how_probable_the_query_is(http: httpx2.A
     found = (await http.post("/v1/score", json=pairs)).json()["data"]
     assert [each["score"] for each in found] == pytest.approx(scores, rel=1e-3)
     wrong = await http.post("/v1/score", json={"text_1": ["a", "b"], "text_2": documents})
-    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "text_2")
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "text_1")
 
 
 async def test_the_tokenizer_is_described_as_its_files_do(http: httpx2.AsyncClient, unsplit: Unsplit) -> None:

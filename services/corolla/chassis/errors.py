@@ -210,7 +210,7 @@ class CapabilityDenied(RoleDenied):
 class ResourceNotFound(CorollaError):
     """A resource does not exist or belongs to another owner; the caller must not learn which of the two.
 
-    The status has a `google.rpc.ResourceInfo`.
+    The status has a `google.rpc.ResourceInfo`. `field` is the request's field that names the resource, if one does.
     """
 
     code = grpc.StatusCode.NOT_FOUND
@@ -218,20 +218,24 @@ class ResourceNotFound(CorollaError):
     is_callers_fault = True
     resource_type: ClassVar[str] = "resource"
     resource_name = ""
+    field = ""
 
-    def __init__(self, message: str, resource_name: str = "") -> None:
+    def __init__(self, message: str, resource_name: str = "", field: str = "") -> None:
         super().__init__(message)
         self.resource_name = resource_name
+        self.field = field or self.field
 
 
 class ModelNotFound(ResourceNotFound):
     reason = "MODEL_NOT_FOUND"
     resource_type = "model"
+    field = "model"
 
 
 class SessionNotFound(ResourceNotFound):
     reason = "SESSION_NOT_FOUND"
     resource_type = "session"
+    field = "session_id"
 
 
 class AdapterNotFound(ResourceNotFound):
@@ -239,6 +243,7 @@ class AdapterNotFound(ResourceNotFound):
 
     reason = "ADAPTER_NOT_FOUND"
     resource_type = "adapter"
+    field = "adapter"
 
 
 class LeaseLost(CorollaError):

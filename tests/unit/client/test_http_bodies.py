@@ -9,16 +9,18 @@ from google.protobuf.json_format import MessageToDict
 from pydantic import BaseModel, ValidationError
 
 from corolla.chassis.errors import InvalidRequest
+from corolla.client.http.body_faults import refusal
 from corolla.client.http.chat import ChatCompletionRequest
 from corolla.client.http.completions import CompletionRequest
 from corolla.client.http.fields import Fields
 from corolla.client.http.foreign_fields import OF_ANSWERS, ignored_fields
 from corolla.client.http.openapi import OPERATIONS
 from corolla.client.http.responses import ResponseRequest
+from corolla.client.http.routes import SessionRequest
 from corolla.client.http.tokenization import DetokenizeRequest, TokenizeRequest
 from corolla.v1 import generation_pb2 as pb
 
-BODIES = [operation.body for operation in OPERATIONS if operation.body is not None]
+BODIES: list[Any] = [operation.body for operation in OPERATIONS if operation.body is not None]
 MANY = 1000
 
 
@@ -105,25 +107,88 @@ def test_unknown_fields_are_ignored_and_named_by_their_places() -> None:
         "provider": {},
     }
     body = parse(ChatCompletionRequest, {"messages": [message, message], "temprature": 1, "bad\r\nname": 1})
-    named = ["?", "messages[].content[].mood", "messages[].parsed", "messages[].provider", "temprature"]
-    assert ignored_fields(body) == named
+    assert ignored_fields(body) == [
+        "bad%0D%0Aname", "temprature", "messages[0].provider", "messages[1].provider", "messages[0].content[0].mood",
+        "messages[1].content[0].mood",
+    ]  # fmt: skip
     assert not body.model_extra
     assert ignored_fields(parse(ChatCompletionRequest, ASKED[ChatCompletionRequest])) == []
     many = {**ASKED[CompletionRequest], **{f"field_{number}": 0 for number in range(MANY)}}
-    assert len(ignored_fields(parse(CompletionRequest, many))) == 16
+    assert ignored_fields(parse(CompletionRequest, many))[15:] == ["field_111", f"({MANY - 16} more)"]
 
 
 def test_tools_and_items_of_other_kinds_are_skipped_and_named() -> None:
     tools = [{"type": "web_search", "filters": {}}, {"type": "custom", "name": "apply_patch", "format": {"type": "x"}}]
     items = [{"type": "local_shell_call", "action": {}}, {"role": "user", "content": "a"}, {"type": "item_reference"}]
     body = parse(ResponseRequest, {"input": items, "tools": tools, "client_metadata": {"a": "b"}})
-    assert ignored_fields(body) == ["client_metadata", "input[]", "tools[]"]
+    assert ignored_fields(body) == [
+        "client_metadata", "input[0] (local_shell_call)", "input[2] (item_reference)", "tools[0] (web_search)",
+        "tools[1] (custom)",
+    ]  # fmt: skip
     request = body.as_protocol(None)
     assert [each.content for each in request.messages] == ["a"]
     assert not request.tools
     chat = parse(ChatCompletionRequest, {**ASKED[ChatCompletionRequest], "tools": tools})
-    assert ignored_fields(chat) == ["tools[]"]
+    assert ignored_fields(chat) == ["tools[0] (web_search)", "tools[1] (custom)"]
     assert not chat.as_protocol().tools
+
+
+@pytest.mark.parametrize(
+    "kind, given, named",
+    [
+        (ResponseRequest, {"truncation": "auto", "max_tool_calls": 1}, ["max_tool_calls", "truncation"]),
+        (ResponseRequest, {"include": ["message.output_text.logprobs", "a b"]}, ["include[1] (a%20b)"]),
+        (ResponseRequest, {"truncation": "disabled", "service_tier": "auto", "store": False, "user": "a"}, []),
+        (ResponseRequest, {"reasoning": {"summary": "auto"}}, ["reasoning.summary"]),
+        (ChatCompletionRequest, {"service_tier": "flex", "store": True}, ["service_tier", "store"]),
+        (ChatCompletionRequest, {"store": False, "verbosity": "medium", "prediction": None}, []),
+        (ChatCompletionRequest, {"größe": 1, "a, b": 2, "名": None}, ["a%2C%20b", "gr%C3%B6%C3%9Fe"]),
+        (ChatCompletionRequest, {"min_tokens": 0, "temprature": None}, []),
+        (
+            ChatCompletionRequest,
+            {"messages": [{"role": "assistant", "content": [{"type": "thinking", "signature": "x"}]}]},
+            ["messages[0].content[0] (thinking)"],
+        ),
+    ],
+)
+def test_what_is_ignored_is_named_if_it_asks_for_something(kind: Any, given: Any, named: list[str]) -> None:
+    assert ignored_fields(parse(kind, {**ASKED[kind], **given})) == named
+
+
+MEDIA = [
+    ({"type": "image_url", "image_url": {"url": "data:,"}}, "images are"),
+    ({"type": "input_image", "image_url": "data:,"}, "images are"),
+    ({"type": "input_audio", "input_audio": {"data": ""}}, "audio is"),
+    ({"type": "video_url", "video_url": {}}, "videos are"),
+    ({"type": "file", "file": {"file_id": "a"}}, "files are"),
+    ({"type": "input_file", "file_id": "a"}, "files are"),
+]
+
+
+@pytest.mark.parametrize("part, held", MEDIA)
+def test_media_are_refused_by_their_parts(part: Any, held: str) -> None:
+    text = {"type": "text", "text": "What is this?"}
+    for kind, body, place in (
+        (ChatCompletionRequest, {"messages": [{"role": "user", "content": [text, part]}]}, "messages[0].content[1]"),
+        (TokenizeRequest, {"messages": [{"role": "tool", "content": [part]}]}, "messages[0].content[0]"),
+        (ResponseRequest, {"input": [{"role": "user", "content": [text, part]}]}, "input[0].content[1]"),
+        (ResponseRequest, {"input": [{"role": "user", "content": "a"}, part]}, "input[1]"),
+        (
+            ResponseRequest,
+            {"input": [{"type": "function_call_output", "call_id": "a", "output": [part]}]},
+            "input[0].output[0]",
+        ),
+    ):
+        with pytest.raises(ValidationError) as failure:
+            parse(kind, body)
+        error = refusal(kind, failure.value)
+        assert error.violations == ((place, f"{held} not supported by this model"),)
+
+
+def test_what_cannot_be_followed_anywhere_is_refused_everywhere() -> None:
+    for kind in BODIES:
+        if "model" in kind.model_fields and kind not in (DetokenizeRequest, SessionRequest):
+            assert "truncate_prompt_tokens" in kind.refused_fields, kind
 
 
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest, ResponseRequest])
@@ -134,7 +199,7 @@ def test_a_foreign_field_that_would_change_the_answer_is_refused_by_name(kind: t
             ignored_fields(body)
         assert refusal.value.violations[0][0] == name
         for neutral in (None, [], "", {}, *refused.neutral):
-            assert ignored_fields(parse(kind, {**ASKED[kind], name: neutral})) == [name]
+            assert ignored_fields(parse(kind, {**ASKED[kind], name: neutral})) == []
 
 
 def test_true_is_no_neutral_one() -> None:

@@ -2,12 +2,18 @@
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from corolla.chassis import errors
 from corolla.chassis.status import from_reason
+from corolla.client.http.chat import ChatCompletionRequest
+from corolla.client.http.completions import CompletionRequest
 from corolla.client.http.errors import body_of, facts_of, headers_of, status_of
+from corolla.client.http.field_paths import callers_path
+from corolla.client.http.readings import EmbeddingRequest, RerankRequest, ScoreRequest
+from corolla.client.http.responses import ResponseRequest
 
 LABELS = {
     400: {"INVALID_REQUEST", "MALFORMED_MESSAGE", "CONTEXT_LENGTH_EXCEEDED"},
@@ -41,6 +47,26 @@ def tree(root: type[errors.CorollaError]) -> Iterator[type[errors.CorollaError]]
             yield from tree(child)
 
 
+ITEMS = [
+    {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+    {"type": "local_shell_call"},
+    {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "a"}]},
+    {"role": "assistant", "content": "a"},
+    {"type": "function_call", "call_id": "1", "name": "a"},
+    {"type": "function_call", "call_id": "2", "name": "a"},
+    {"type": "function_call_output", "call_id": "2", "output": "a"},
+]
+PLACES_OF_ITEMS = {
+    "messages": "input",
+    "messages[2].content_parts": "input[0].content",
+    "messages[3]": "input[2]",
+    "messages[3].content": "input[3].content",
+    "messages[3].tool_calls[1].id": "input[5].call_id",
+    "messages[3].tool_calls[1].name": "input[5].name",
+    "messages[4].tool_call_id": "input[6].call_id",
+}
+"""Where the parts of these items are, by their paths in the protocol, behind two earlier messages."""
+
 KINDS = list(dict.fromkeys(tree(errors.CorollaError)))
 
 
@@ -62,8 +88,8 @@ def test_whose_fault_it_is_shows_in_the_status(kind: type[errors.CorollaError]) 
         assert (status_of(made(kind)) < 500) == kind.is_callers_fault
 
 
-def test_an_error_names_its_field_as_http_does() -> None:
-    refusal = errors.InvalidRequest("stopping.max_tokens", "must be at least 1", ("tokens.ids[3]", "is too much"))
+def test_an_error_names_its_first_field() -> None:
+    refusal = errors.InvalidRequest("max_tokens", "must be at least 1", ("prompt[3]", "is too much"))
     facts = json.loads(body_of(refusal))["error"]
     assert facts == {
         "message": "max_tokens: must be at least 1; prompt[3]: is too much",
@@ -71,6 +97,40 @@ def test_an_error_names_its_field_as_http_does() -> None:
         "param": "max_tokens",
         "code": "invalid_request",
     }
+
+
+@pytest.mark.parametrize(
+    "kind, body, number, path, expected",
+    [
+        (CompletionRequest, {"prompt": "a"}, 0, "text", "prompt"),
+        (CompletionRequest, {"prompt": ["a", "b"]}, 1, "prompt", "prompt[1]"),
+        (CompletionRequest, {"prompt": [1, 2]}, 0, "tokens.ids[1]", "prompt[1]"),
+        (CompletionRequest, {"prompt": [[1], [2, 3]]}, 1, "tokens.ids[1]", "prompt[1][1]"),
+        (CompletionRequest, {"prompt": "a", "n": 1}, 0, "num_completions", "n"),
+        (CompletionRequest, {"prompt": "a", "best_of": 2}, 0, "num_completions", "best_of"),
+        (EmbeddingRequest, {"input": ["a", ""]}, 1, "text", "input[1]"),
+        (RerankRequest, {"query": "a", "documents": ["a", {"text": "b"}]}, 1, "prompt", "documents[1].text"),
+        (ScoreRequest, {"text_1": ["a"], "text_2": ["b", "c"]}, 1, "continuation", "text_1[0]"),
+        (ChatCompletionRequest, {"max_completion_tokens": 1}, 0, "stopping.max_tokens", "max_completion_tokens"),
+        (ChatCompletionRequest, {"guided_choice": ["a"]}, 0, "response_format.choice.texts[0]", "guided_choice[0]"),
+        (
+            ChatCompletionRequest,
+            {"tools": [{"type": "mcp"}, {"function": {"name": "a"}}]},
+            0,
+            "tools[0].name",
+            "tools[1].function.name",
+        ),
+        (ResponseRequest, {"input": "a"}, 0, "messages[0].content", "input"),
+        (ResponseRequest, {"text": {"format": {"type": "json_object"}}}, 0, "response_format", "text.format"),
+        (ResponseRequest, {}, 0, "expected_turns", "previous_response_id"),
+        *((ResponseRequest, {"input": ITEMS}, 2, *each) for each in PLACES_OF_ITEMS.items()),
+    ],
+)
+def test_fields_of_the_protocol_have_the_callers_paths(
+    kind: Any, body: Any, number: int, path: str, expected: str
+) -> None:
+    needed: dict[str, Any] = {"messages": []} if kind is ChatCompletionRequest else {}
+    assert callers_path(path, kind.model_validate({**needed, **body}).paths(number)) == expected
 
 
 def test_who_may_try_again_learns_when() -> None:

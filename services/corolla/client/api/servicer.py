@@ -440,7 +440,7 @@ class GenerationServicer:
 
 
 def _no_turn() -> ResourceNotFound:
-    return ResourceNotFound("no response with this id is stored")
+    return ResourceNotFound("no response with this id is stored", field="response_id")
 
 
 async def _collected(deltas: Answers) -> list[tuple[int, Delta]]:

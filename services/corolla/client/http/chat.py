@@ -1,13 +1,14 @@
 """`/v1/chat/completions`: its request, and the conversion to the protocol of gRPC."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
 from google.protobuf.struct_pb2 import Struct
-from pydantic import Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
 
 from corolla.chassis.errors import InvalidRequest
 from corolla.client.api.conversations import MAX_ARGUMENT_DEPTH, depth_of
+from corolla.client.http.field_paths import Paths
 from corolla.client.http.fields import (
     AnswerFields,
     Fields,
@@ -17,29 +18,48 @@ from corolla.client.http.fields import (
     Skipped,
     Text,
     Tolerated,
+    Unheeded,
     as_json,
 )
-from corolla.client.http.foreign_fields import OF_CHATS, OF_MESSAGES
+from corolla.client.http.foreign_fields import OF_CHATS, OF_MESSAGES, Ignored, unread
 from corolla.v1 import generation_pb2 as pb
+
+_TEXTS: Final = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
+MAX_EFFORT_CHARS: Final = 64
+_THOUGHTS: Final = ("thinking", "redacted_thinking")
+
+
+def _known_type(kind: str) -> str:
+    if kind not in (*_TEXTS, *_THOUGHTS) and unread(kind) is None:
+        raise ValueError(f"must be {', '.join(map(repr, _TEXTS))} or the type of a thought")
+    return kind
 
 
 class ContentPart(Fields):
     """A part of a message. Parts that hold no text of the conversation, such as signatures of thoughts, are skipped."""
 
-    type: Literal[
-        "text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text",
-        "thinking", "redacted_thinking",
-    ]  # fmt: skip
+    type: Annotated[str, AfterValidator(_known_type), WithJsonSchema({"enum": [*_TEXTS, *_THOUGHTS], "type": "string"})]
     text: Text = ""
     refusal: Text = ""
     annotations: Any = Tolerated
     logprobs: Any = Tolerated
     cache_control: Any = Tolerated
 
+    @model_validator(mode="after")
+    def _is_read(self) -> Self:
+        """Refuses media as a whole, since they have other fields."""
+        if (problem := unread(self.type)) is not None:
+            raise ValueError(problem)
+        return self
+
+    @property
+    def is_skipped(self) -> bool:
+        return self.type in _THOUGHTS
+
     @property
     def spoken(self) -> str:
         """The part's text, which is empty for thoughts of a model."""
-        return "" if self.type in ("thinking", "redacted_thinking") else self.text or self.refusal
+        return "" if self.is_skipped else self.text or self.refusal
 
 
 class CalledFunction(Fields):
@@ -84,8 +104,21 @@ class ChatMessage(Fields):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = Field(None, description="Another name of reasoning_content.")
-    refusal: Any = Tolerated
+    refusal: Text = Field("", description="The content of an assistant's message without one.")
     annotations: Any = Tolerated
+
+    def paths(self, place: str) -> Paths:
+        """The paths of the message's parts in the body, by those in the protocol; `place` is the message's own."""
+        found = {f"{place}.content_parts": f"{place}.content"}
+        if self.reasoning_content is not None:
+            found[f"{place}.reasoning"] = f"{place}.reasoning_content"
+        calls = self.tool_calls or ()
+        for path, call in ((f"{place}.tool_calls[{index}]", each) for index, each in enumerate(calls)):
+            is_custom = call.custom is not None
+            found[f"{path}.name"] = f"{path}.custom.name" if is_custom else f"{path}.function.name"
+            found[f"{path}.arguments"] = f"{path}.custom.input" if is_custom else f"{path}.function.arguments"
+        found[f"{place}.tool_calls[{len(calls)}]"] = f"{place}.function_call"
+        return found
 
 
 class Function(Fields):
@@ -93,6 +126,15 @@ class Function(Fields):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    def as_protocol(self) -> pb.Tool:
+        """The tool in the protocol of gRPC."""
+        return pb.Tool(
+            name=self.name,
+            description=self.description or "",
+            parameters="" if self.parameters is None else as_json(self.parameters),
+            strict=bool(self.strict),
+        )
 
 
 class Tool(Fields):
@@ -150,6 +192,9 @@ class ChatAllowedTools(Fields):
     allowed_tools: AllowedTools
 
 
+ToolChoice = Annotated[NamedTool | ChatAllowedTools, Field(discriminator="type")]
+
+
 class ChatCompletionRequest(AnswerFields):
     """A conversation to be answered."""
 
@@ -160,17 +205,33 @@ class ChatCompletionRequest(AnswerFields):
     logprobs: bool | None = None
     top_logprobs: Int32 | None = Field(None, description="0 to 20.")
     tools: ListOf[AnyTool] | None = None
-    tool_choice: ToolMode | NamedTool | ChatAllowedTools | None = None
+    tool_choice: ToolMode | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Handed to the chat template.")
-    reasoning_effort: str | None = Field(None, description="Handed to the chat template by this name.")
+    reasoning_effort: str | None = Field(
+        None, max_length=MAX_EFFORT_CHARS, description="Handed to the chat template by this name."
+    )
     continue_final_message: Flag = Field(
         False, description="The last message is an assistant's, and the answer continues it."
     )
     add_generation_prompt: bool | None = Field(None, description="Must be the contrary of continue_final_message.")
     modalities: ListOf[Literal["text"]] | None = Tolerated
-    verbosity: Any = Tolerated
-    prediction: Any = Tolerated
+    verbosity: Annotated[Any, Ignored(("medium",))] = Unheeded
+    prediction: Annotated[Any, Ignored()] = Unheeded
+
+    def paths(self, number: int = 0) -> Paths:
+        found = {**super().paths(), "logprobs": "top_logprobs", "prompt": "messages", "text": "messages"}
+        found["tool_choice.mode"] = "tool_choice"
+        found["tool_choice.name"] = "tool_choice.function.name"
+        if self.max_completion_tokens is not None:
+            found["stopping.max_tokens"] = "max_completion_tokens"
+        if "reasoning_effort" not in (self.chat_template_kwargs or {}):
+            found["template_arguments.reasoning_effort"] = "reasoning_effort"
+        for index, message in enumerate(self.messages):
+            found |= message.paths(f"messages[{index}]")
+        for index, place in enumerate(allowed_places(self.tools, self._choice)):
+            found[f"tools[{index}]"] = f"tools[{place}].function"
+        return found
 
     def as_protocol(self) -> pb.ChatRequest:
         """The request in the protocol of gRPC. Raises InvalidRequest if fields contradict each other."""
@@ -182,23 +243,21 @@ class ChatCompletionRequest(AnswerFields):
         arguments = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             arguments.setdefault("reasoning_effort", self.reasoning_effort)
-        tools, choice = self._tools()
         return pb.ChatRequest(
             **self.shared(max_tokens),
             messages=[message_of(each, f"messages[{index}]") for index, each in enumerate(self.messages)],
             logprobs=self._num_logprobs(),
-            tools=tools,
-            tool_choice=choice,
+            tools=tools_of(self.tools, self._choice),
+            tool_choice=choice_of(self._choice),
             parallel_tool_calls=self.parallel_tool_calls,
             continue_last_message=self.continue_final_message,
             template_arguments=struct_of(arguments),
         )
 
-    def _tools(self) -> tuple[list[pb.Tool], pb.ToolChoice | None]:
+    @property
+    def _choice(self) -> ToolMode | NamedTool | AllowedTools | None:
         choice = self.tool_choice
-        return chosen_tools(
-            tools_of(self.tools), choice.allowed_tools if isinstance(choice, ChatAllowedTools) else choice
-        )
+        return choice.allowed_tools if isinstance(choice, ChatAllowedTools) else choice
 
     def _num_logprobs(self) -> int | None:
         if self.top_logprobs and not self.logprobs:
@@ -218,7 +277,7 @@ def message_of(given: ChatMessage, field: str) -> pb.ChatMessage:
         name=given.name or "",
         reasoning=given.reasoning_content or given.reasoning or "",
     )
-    set_text(message, given.content or "")
+    set_text(message, given.content or given.refusal)
     return message
 
 
@@ -231,40 +290,45 @@ def set_text(message: pb.ChatMessage, content: str | Sequence[ContentPart]) -> N
         message.content_parts.extend(parts)
 
 
-def tools_of(given: Sequence[Tool | Skipped] | None) -> list[pb.Tool]:
-    return [tool_of(tool.function) for tool in given or () if isinstance(tool, Tool)]
+AnyChoice = ToolMode | FunctionName | NamedTool | AllowedTools | Skipped | None
 
 
-def tool_of(function: Function) -> pb.Tool:
-    return pb.Tool(
-        name=function.name,
-        description=function.description or "",
-        parameters="" if function.parameters is None else as_json(function.parameters),
-        strict=bool(function.strict),
-    )
+def allowed_places(given: Sequence[Tool | Function | Skipped] | None, choice: AnyChoice = None) -> list[int]:
+    """The places of the functions that the answer may call, in the list of all tools."""
+    functions = [(place, _function(each)) for place, each in enumerate(given or ()) if not isinstance(each, Skipped)]
+    if not isinstance(choice, AllowedTools):
+        return [place for place, _ in functions]
+    names = {each.function_name for each in choice.tools}
+    return [place for place, function in functions if function.name in names]
 
 
-def chosen_tools(
-    tools: Sequence[pb.Tool], choice: ToolMode | FunctionName | NamedTool | AllowedTools | Skipped | None
-) -> tuple[list[pb.Tool], pb.ToolChoice | None]:
-    """The tools that the answer may call, and whether it must. Without any tool, the answer is text.
+def tools_of(given: Sequence[Tool | Function | Skipped] | None, choice: AnyChoice = None) -> list[pb.Tool]:
+    """The functions that the answer may call, in the protocol of gRPC."""
+    allowed = [(given or ())[place] for place in allowed_places(given, choice)]
+    return [_function(each).as_protocol() for each in allowed if not isinstance(each, Skipped)]
+
+
+def _function(tool: Tool | Function) -> Function:
+    return tool.function if isinstance(tool, Tool) else tool
+
+
+def choice_of(choice: AnyChoice) -> pb.ToolChoice | None:
+    """Whether the answer must call a function, and which one. Without any tool, the answer is text.
 
     Raises InvalidRequest if a call is required of a tool that this service skips.
     """
-    found = list(tools)
     match choice:
         case None:
-            return found, None
+            return None
         case Skipped():
-            raise InvalidRequest("tool_choice", "must be for functions, since this service knows no other tools")
+            raise InvalidRequest("tool_choice.type", "must be for functions, since this service knows no other tools")
         case NamedTool(function=FunctionName(name=name)) | FunctionName(name=name):
-            return found, pb.ToolChoice(mode=pb.ToolChoice.MODE_NAMED, name=name)
-        case AllowedTools(mode=mode, tools=allowed):
-            names = {each.function_name for each in allowed}
-            found = [tool for tool in found if tool.name in names]
+            return pb.ToolChoice(mode=pb.ToolChoice.MODE_NAMED, name=name)
+        case AllowedTools(mode=mode):
+            pass
         case mode:
             pass
-    return found, pb.ToolChoice(mode=pb.ToolChoice.Mode.Value(f"MODE_{(mode or 'auto').upper()}"))
+    return pb.ToolChoice(mode=pb.ToolChoice.Mode.Value(f"MODE_{(mode or 'auto').upper()}"))
 
 
 def struct_of(arguments: dict[str, Any]) -> Struct | None:

@@ -18,6 +18,7 @@ from corolla.client.http.answers import (
     now_s,
     usage_of,
 )
+from corolla.client.http.field_paths import Paths
 from corolla.client.http.fields import AnswerFields, Int32, ListOf, TokenId
 from corolla.client.http.foreign_fields import OF_COMPLETIONS
 from corolla.client.http.log_probabilities import CompletionLogprobsBuilder
@@ -68,6 +69,16 @@ class CompletionRequest(AnswerFields):
             for each in prompts
         ]
 
+    def paths(self, number: int = 0) -> Paths:
+        prompt = f"prompt[{number}]" if self._has_several else "prompt"
+        best = {"num_completions": "best_of"} if self.best_of else {}
+        return {**super().paths(), **best, "text": prompt, "tokens.ids": prompt, "tokens": prompt, "prompt": prompt}
+
+    @property
+    def _has_several(self) -> bool:
+        """Whether the prompt is a list of prompts."""
+        return isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
+
     @property
     def num_completions(self) -> int:
         """The number of answers to each prompt."""
@@ -77,14 +88,10 @@ class CompletionRequest(AnswerFields):
         if self.prompt is None or isinstance(self.prompt, str):
             yield self.prompt or ""
             return
-        ids: list[int] = []
-        for each in self.prompt:
-            if isinstance(each, int):
-                ids.append(each)
-            else:
-                yield each
-        if ids:
-            yield ids
+        if self._has_several:
+            yield from (each for each in self.prompt if not isinstance(each, int))
+        elif self.prompt:
+            yield [each for each in self.prompt if isinstance(each, int)]
 
 
 class CompletionLogprobs(BaseModel):

@@ -2,8 +2,6 @@
 
 import json
 import math
-import re
-from collections.abc import Collection
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -57,30 +55,6 @@ _CODES: Final = MappingProxyType(
 CLIENT_CLOSED: Final = 499
 """The status in metrics for a request whose caller has left."""
 
-_FIELDS: Final = MappingProxyType(
-    {
-        "text": ("prompt", "messages", "input", "text_1"),
-        "tokens.ids": ("prompt", "input"),
-        "prompt": ("prompt", "messages", "input", "text_2", "documents"),
-        "input": ("prompt", "input"),
-        "messages": ("messages", "input"),
-        "continuation": ("text_2", "query"),
-        "continuation_text": ("text_2", "query"),
-        "token_ids": ("tokens",),
-        "num_completions": ("n",),
-        "resume_from_index": ("resume_from",),
-        "received.ids": ("received",),
-        "template_arguments": ("chat_template_kwargs",),
-        "continue_last_message": ("continue_final_message",),
-        "speculation.mode": ("speculation",),
-        "speculation.max_draft_tokens": ("max_draft_tokens",),
-        "expected_turns": ("previous_response_id",),
-        "stopping.max_tokens": ("max_tokens", "max_completion_tokens", "max_output_tokens"),
-    }
-)
-"""HTTP's names for fields of gRPC's protocol, where the two differ; with several, the caller's body has one."""
-_GROUPS: Final = re.compile(r"^(?:sampling|stopping)\.")
-
 
 class ErrorFacts(BaseModel):
     """An error."""
@@ -111,28 +85,23 @@ def status_of(error: CorollaError) -> int:
     return _OTHER_FAULTS.get(error.code.name, 503)
 
 
-def facts_of(error: CorollaError, sent: Collection[str] = ()) -> dict[str, Any]:
-    """The error's facts: `{"message", "type", "param", "code"}`.
-
-    Args:
-        sent: the names of the fields in the caller's body, by which fields with several names are named.
-    """
+def facts_of(error: CorollaError) -> dict[str, Any]:
+    """The error's facts: `{"message", "type", "param", "code"}`."""
     message, param = error.message, None
     if isinstance(error, InvalidRequest) and error.violations:
-        violations = [(_field(name, sent), text) for name, text in error.violations]
-        message, param = "; ".join(f"{name}: {text}" for name, text in violations), violations[0][0]
+        param = error.violations[0][0]
         if isinstance(error, ContextLengthExceeded):
             # Programs look for the first sentence of the message.
-            message = violations[0][1]
+            message = error.violations[0][1]
     elif isinstance(error, ResourceNotFound):
-        param = error.resource_type if error.resource_type != "session" else "session_id"
+        param = error.field or None
     code = _CODES.get(error.reason, error.reason.lower())
     return {"message": message, "type": _TYPES[status_of(error)], "param": param, "code": code}
 
 
-def body_of(error: CorollaError, sent: Collection[str] = ()) -> bytes:
-    """An error in JSON: the body of a reply, or the data of an event. `sent`: as in `facts_of`."""
-    return json.dumps({"error": facts_of(error, sent)}, ensure_ascii=False).encode()
+def body_of(error: CorollaError) -> bytes:
+    """An error in JSON: the body of a reply, or the data of an event."""
+    return json.dumps({"error": facts_of(error)}, ensure_ascii=False).encode()
 
 
 def headers_of(error: CorollaError) -> dict[str, str]:
@@ -140,10 +109,3 @@ def headers_of(error: CorollaError) -> dict[str, str]:
     if error.retry_after_s is None:
         return {}
     return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
-
-
-def _field(name: str, sent: Collection[str]) -> str:
-    """HTTP's name for a field of gRPC's protocol: the one that the caller's body has, if there are several."""
-    head, bracket, rest = name.partition("[")
-    names = _FIELDS.get(head) or (_GROUPS.sub("", head),)
-    return next((each for each in names if each in sent), names[0]) + bracket + rest

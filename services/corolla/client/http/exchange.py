@@ -1,17 +1,16 @@
 """One HTTP request and its reply. An exchange reads the body within limits, and sends the reply whole or as events."""
 
 import asyncio
-import json
-import re
 import secrets
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
 from starlette.types import Message, Receive, Scope, Send
 
 from corolla.chassis.calls import x_request_id
@@ -19,13 +18,14 @@ from corolla.chassis.errors import (
     CallerStalled,
     CorollaError,
     DeadlineExceeded,
-    InvalidRequest,
     MalformedMessage,
     MessageTooLarge,
     QueueFull,
 )
+from corolla.client.http import body_faults
 from corolla.client.http.connections import connection_of
 from corolla.client.http.errors import body_of, headers_of, status_of
+from corolla.client.http.field_paths import shown
 from corolla.client.http.foreign_fields import ignored_fields
 from corolla.client.http.metrics import HttpMetrics
 
@@ -34,9 +34,8 @@ _OF_STREAMS: Final = MappingProxyType(
     {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 )
 _COMMENT: Final = b": the answer is being prepared\n\n"
-_MAX_VIOLATIONS: Final = 8
-_MAX_FAULTS: Final = 32
 _LINGER_S: Final = 1.0
+_MOST_QUERY_NAMES: Final = 16
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -100,9 +99,9 @@ class Exchange:
         self.has_begun = False
         self.more_headers: Mapping[str, str] = {}
         self._is_read = False
-        self._ignored = ""
+        self._ignored: Sequence[str] = ()
+        self._known_query: Collection[str] = ()
         self._is_silent = False
-        self._sent_fields: Collection[str] = ()
         self._watching: asyncio.Task[None] | None = None
 
     # --- what a `Call` asks of its connection --------------------------------------------------------------------
@@ -128,21 +127,36 @@ class Exchange:
         found: Mapping[str, str] = self.scope.get("path_params", {})
         return found
 
-    async def read(self, kind: type[Body]) -> Body:
-        """Reads the body as a `kind`. Raises InvalidRequest, MessageTooLarge, QueueFull, DeadlineExceeded."""
+    async def read(self, kind: type[Body], *, may_be_empty: bool = False) -> Body:
+        """Reads the body as a `kind`. Raises InvalidRequest, MessageTooLarge, QueueFull, DeadlineExceeded.
+
+        Args:
+            may_be_empty: whether a request without a body is one whose fields are all unset.
+        """
         data = await self._body()
+        if may_be_empty and not data:
+            return kind.model_validate({})
         media = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media != JSON:
             raise MalformedMessage("content-type", f"must be {JSON}")
         try:
             body = kind.model_validate_json(data)
         except ValidationError as failure:
-            raise _refusal(failure, data) from None
-        self._sent_fields = body.model_fields_set
-        if ignored := ignored_fields(body):
-            self._ignored = ", ".join(ignored)
-            self._metrics.ignored_fields.inc()
+            raise body_faults.refusal(kind, failure) from None
+        self._ignored = ignored_fields(body)
         return body
+
+    def query(self, kind: type[Body]) -> Body:
+        """Reads the parameters behind the path as a `kind`. Raises InvalidRequest."""
+        self._known_query = kind.model_fields.keys()
+        given = {name: value for name, value in self._query().items() if name in self._known_query}
+        try:
+            return kind.model_validate_strings(given)
+        except ValidationError as failure:
+            raise body_faults.refusal(kind, failure) from None
+
+    def _query(self) -> Mapping[str, str]:
+        return QueryParams(self.scope.get("query_string", b""))
 
     async def without_body(self) -> None:
         """Drops a body that the route does not need. Afterwards, the current task is cancelled if the caller leaves."""
@@ -209,10 +223,10 @@ class Exchange:
         """Sends an error as the reply, or as the last event of a stream that has begun."""
         if not self.has_begun:
             headers |= headers_of(error)
-            await self.reply(body_of(error, self._sent_fields), status=status_of(error), **headers)
+            await self.reply(body_of(error), status=status_of(error), **headers)
             return
         self.end_watch()
-        event = b"event: error\ndata: " + body_of(error, self._sent_fields) + b"\n\n"
+        event = b"event: error\ndata: " + body_of(error) + b"\n\n"
         await self._send_out({"type": "http.response.body", "body": event})
 
     async def stream(self, events: AsyncGenerator[bytes, None], *, is_watch: bool = False) -> None:
@@ -271,8 +285,11 @@ class Exchange:
 
     def _start(self, status: int, headers: Mapping[str, str]) -> Message:
         lines = {**headers, **self.more_headers, "x-request-id": self.request_id}
-        if self._ignored:
-            lines["x-corolla-ignored"] = self._ignored
+        unread = (name for name in self._query() if name not in self._known_query)
+        ignored = [*self._ignored, *(f"?{shown(name)}" for name in islice(unread, _MOST_QUERY_NAMES))]
+        if ignored:
+            lines["x-corolla-ignored"] = ", ".join(ignored)
+            self._metrics.ignored_fields.inc()
         encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in lines.items()]
         return {"type": "http.response.start", "status": status, "headers": encoded}
 
@@ -296,45 +313,3 @@ class Exchange:
                     pass
         except TimeoutError:
             pass
-
-
-def _refusal(failure: ValidationError, data: bytes) -> InvalidRequest:
-    """The error that names the faults of a body, which is `data`, by field and without the body's values."""
-    # The description of a fault takes far more memory than the bytes that caused it.
-    if failure.error_count() > _MAX_FAULTS:
-        return InvalidRequest("body", f"has more than {_MAX_FAULTS} faults")
-    problems = failure.errors(include_url=False, include_context=False, include_input=False)
-    if problems[0]["type"] == "json_invalid":
-        # The sentence has the position, and no part of the body.
-        return MalformedMessage("body", f"is not JSON: {problems[0]['msg'].removeprefix('Invalid JSON: ')}")
-    body = json.loads(data)
-    found = dict.fromkeys((_place(each["loc"], body), _sentence(each["type"], each["msg"])) for each in problems)
-    # The member of a union that fits best fails deepest within the value.
-    deeper = [place for place, _ in found]
-    kept = [each for each in found if not any(place.startswith((f"{each[0]}.", f"{each[0]}[")) for place in deeper)]
-    first, *more = kept[:_MAX_VIOLATIONS]
-    return InvalidRequest(*first, *more)
-
-
-def _place(location: tuple[int | str, ...], body: Any) -> str:
-    """The path of a field, such as `messages[0].content`, without pydantic's names for the members of a union.
-
-    The body does not have them as keys. Only the last part may name a key that is missing there.
-    """
-    text, value = "", body
-    for index, part in enumerate(location):
-        if isinstance(part, int):
-            text += f"[{part}]"
-            value = value[part] if isinstance(value, list) and part < len(value) else None
-            continue
-        is_key = isinstance(value, dict) and (part in value or index == len(location) - 1)
-        if is_key and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", part):
-            text += f".{part}" if text else part
-            value = value.get(part)
-    return text or "body"
-
-
-def _sentence(kind: str, text: str) -> str:
-    if kind == "missing":
-        return "must be set"
-    return text.removeprefix("Value error, ")

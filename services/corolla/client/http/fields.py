@@ -1,13 +1,15 @@
 """Fields that several HTTP requests share, and their conversion to gRPC's protocol. The servicer checks ranges."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from corolla.chassis.errors import InvalidRequest
-from corolla.client.http.foreign_fields import OF_ANSWERS, OF_FORMS, Refused
+from corolla.chassis.errors import InvalidRequest, ResourceNotFound
+from corolla.client.http.field_paths import Paths, in_callers_words
+from corolla.client.http.foreign_fields import OF_ANSWERS, OF_FORMS, Ignored, Refused
 from corolla.v1 import generation_pb2 as pb
 
 DEFAULT_TEMPERATURE: Final = 1.0
@@ -29,6 +31,21 @@ Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenId = Annotated[int, Field(ge=0, le=(1 << 32) - 1)]
 Tolerated = Field(None, description="Taken, and without effect here.")
+Unheeded = Field(None, description="Without effect here; the reply's header X-Corolla-Ignored names it.")
+
+_PATHS: Final[Paths] = {
+    **{f"sampling.{each.name}": each.name for each in pb.SamplingParameters.DESCRIPTOR.fields},
+    **{f"stopping.{each.name}": each.name for each in pb.StoppingParameters.DESCRIPTOR.fields},
+    "adapter": "model",
+    "continue_last_message": "continue_final_message",
+    "num_completions": "n",
+    "received.ids": "received",
+    "resume_from_index": "resume_from",
+    "speculation.max_draft_tokens": "max_draft_tokens",
+    "speculation.mode": "speculation",
+    "template_arguments": "chat_template_kwargs",
+}
+"""What has other paths here than in the protocol, in all requests."""
 
 Text = Annotated[str, BeforeValidator(lambda given: "" if given is None else given, json_schema_input_type=str | None)]
 Flag = Annotated[
@@ -42,20 +59,50 @@ class Fields(BaseModel):
 
     Attributes:
         refused_fields: the unknown fields of a body that are refused by name, because they would change the answer.
-        is_skipped: whether the service ignores the whole part.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
     refused_fields: ClassVar[Mapping[str, Refused]] = {}
-    is_skipped: ClassVar[bool] = False
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the service ignores the whole part."""
+        return False
+
+    @property
+    def ignored_values(self) -> Sequence[str]:
+        """The values of known fields that the service ignores, such as `include[0] (sources)`."""
+        return ()
 
 
 class Skipped(Fields):
     """A part of a kind that this service does not know, such as a tool that runs at OpenAI."""
 
-    is_skipped = True
-
     type: str
+
+    @property
+    def is_skipped(self) -> bool:
+        return True
+
+
+class Body(Fields):
+    """The body of a request, which becomes one or more requests in the protocol of gRPC."""
+
+    def paths(self, number: int = 0) -> Paths:
+        """Where the body has what a request of the protocol has.
+
+        Args:
+            number: which one of several requests.
+        """
+        return {}
+
+    @contextmanager
+    def in_own_words(self, number: int = 0) -> Iterator[None]:
+        """Names fields by their paths in the body where the servicer refuses a request; `number` is that of `paths`."""
+        try:
+            yield
+        except (InvalidRequest, ResourceNotFound) as refusal:
+            raise in_callers_words(refusal, self.paths(number)) from None
 
 
 class StreamOptions(Fields):
@@ -63,10 +110,10 @@ class StreamOptions(Fields):
 
     include_usage: Flag = Field(False, description="A last event with the usage, and no choice.")
     continuous_usage_stats: Flag = Field(False, description="The usage so far in each event.")
-    include_obfuscation: Any = Tolerated
+    include_obfuscation: Annotated[Any, Ignored((False,))] = Unheeded
 
 
-class SamplingFields(Fields):
+class SamplingFields(Body):
     """How tokens are chosen, in all requests."""
 
     refused_fields = OF_ANSWERS
@@ -85,11 +132,14 @@ class SamplingFields(Fields):
     )
     user: Any = Tolerated
     metadata: dict[str, Any] | None = Tolerated
-    service_tier: Any = Tolerated
+    service_tier: Annotated[Any, Ignored(("auto", "default"))] = Unheeded
     safety_identifier: Any = Tolerated
     prompt_cache_key: Any = Tolerated
-    prompt_cache_retention: Any = Tolerated
+    prompt_cache_retention: Annotated[Any, Ignored(("in-memory", "in_memory"))] = Unheeded
     cache_salt: Text = Field("", description="What is computed is shared only with requests of the same salt.")
+
+    def paths(self, number: int = 0) -> Paths:
+        return _PATHS
 
     def sampling(self) -> pb.SamplingParameters:
         """The sampling parameters in the protocol of gRPC."""
@@ -132,7 +182,15 @@ class AnswerFields(SamplingFields):
     return_token_ids: bool | None = Field(
         None, description="Whether to return the ids of tokens. Unset: only with a request_id."
     )
-    store: Any = Tolerated
+    store: Annotated[Any, Ignored((False,))] = Unheeded
+
+    def paths(self, number: int = 0) -> Paths:
+        found = dict(super().paths(number))
+        for path, form in self._forms():
+            kind = form.WhichOneof("format")
+            found |= {"response_format": path, f"response_format.{kind}": path}
+            found |= {"response_format.choice.texts": path} if kind == "choice" else {}
+        return found
 
     @property
     def has_usage(self) -> bool:
@@ -179,25 +237,33 @@ class AnswerFields(SamplingFields):
 
     def _format(self) -> pb.ResponseFormat | None:
         """The form of the answer, by whichever of its names it was given. Raises InvalidRequest for several."""
+        forms = list(self._forms())
+        if len(forms) > 1:
+            raise InvalidRequest(forms[1][0], f"must not be set together with {forms[0][0]}")
+        return forms[0][1] if forms else None
+
+    def _forms(self) -> Iterator[tuple[str, pb.ResponseFormat]]:
+        """Yields each form that is set, with its path. Raises InvalidRequest for a schema that is not an object."""
+        if (form := response_format(self.response_format)) is not None:
+            yield form
         outputs = self.structured_outputs or StructuredOutputs.model_validate({})
-        schema = self.guided_json if outputs.json_schema is None else outputs.json_schema
-        schema = json.loads(schema) if isinstance(schema, str) and _is_object(schema) else schema
-        pattern = self.guided_regex if outputs.regex is None else outputs.regex
-        texts = self.guided_choice if outputs.choice is None else outputs.choice
-        if isinstance(schema, str):
-            raise InvalidRequest("guided_json", "must be an object in JSON")
-        if outputs.json_object and schema is None:
-            schema = {"type": "object"}
-        given = {
-            "response_format": response_format(self.response_format),
-            "guided_json": None if schema is None else pb.ResponseFormat(json_schema=as_json(schema)),
-            "guided_regex": None if pattern is None else pb.ResponseFormat(regex=pattern),
-            "guided_choice": None if texts is None else pb.ResponseFormat(choice=pb.Choice(texts=texts)),
-        }
-        wanted = [(name, form) for name, form in given.items() if form is not None]
-        if len(wanted) > 1:
-            raise InvalidRequest(wanted[1][0], f"must not be set together with {wanted[0][0]}")
-        return wanted[0][1] if wanted else None
+        for schema_path, schema in (
+            ("guided_json", self.guided_json),
+            ("structured_outputs.json", outputs.json_schema),
+        ):
+            schema = json.loads(schema) if isinstance(schema, str) and _is_object(schema) else schema
+            if isinstance(schema, str):
+                raise InvalidRequest(schema_path, "must be an object in JSON")
+            if schema is not None:
+                yield schema_path, pb.ResponseFormat(json_schema=as_json(schema))
+        for regex_path, regex in (("guided_regex", self.guided_regex), ("structured_outputs.regex", outputs.regex)):
+            if regex is not None:
+                yield regex_path, pb.ResponseFormat(regex=regex)
+        for texts_path, texts in (("guided_choice", self.guided_choice), ("structured_outputs.choice", outputs.choice)):
+            if texts is not None:
+                yield texts_path, pb.ResponseFormat(choice=pb.Choice(texts=texts))
+        if outputs.json_object and outputs.json_schema is None:
+            yield "structured_outputs.json_object", pb.ResponseFormat(json_schema='{"type":"object"}')
 
 
 class JsonSchema(Fields):
@@ -258,23 +324,24 @@ class StructuredOutputs(Fields):
 AnswerFields.model_rebuild()
 
 
-def response_format(given: ResponseFormat | None) -> pb.ResponseFormat | None:
-    """The form of an answer in the protocol of gRPC. Raises InvalidRequest."""
+def response_format(given: ResponseFormat | None) -> tuple[str, pb.ResponseFormat] | None:
+    """The form of an answer in the protocol of gRPC, and the path of what describes it. Raises InvalidRequest."""
     match given:
         case None | TextFormat():
             return None
         case JsonObjectFormat(json_schema=None):
-            return pb.ResponseFormat(json_object=pb.JsonObject())
+            return "response_format", pb.ResponseFormat(json_object=pb.JsonObject())
         case JsonObjectFormat(json_schema=schema):
-            return json_schema_format(schema, "response_format.schema")
+            return "response_format.schema", json_schema_format(schema, "response_format.schema")
         case JsonSchemaFormat(json_schema=schema):
-            return json_schema_format(schema.json_schema, "response_format.json_schema.schema")
+            path = "response_format.json_schema.schema"
+            return path, json_schema_format(schema.json_schema, path)
         case RegexFormat(regex=regex):
-            return pb.ResponseFormat(regex=regex)
+            return "response_format.regex", pb.ResponseFormat(regex=regex)
         case ChoiceFormat(choice=texts):
-            return pb.ResponseFormat(choice=pb.Choice(texts=texts))
+            return "response_format.choice", pb.ResponseFormat(choice=pb.Choice(texts=texts))
         case LarkFormat(lark=lark):
-            return pb.ResponseFormat(lark=lark)
+            return "response_format.lark", pb.ResponseFormat(lark=lark)
 
 
 def json_schema_format(schema: Mapping[str, Any] | None, field: str) -> pb.ResponseFormat:

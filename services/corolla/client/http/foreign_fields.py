@@ -1,45 +1,83 @@
-"""Fields that a body has and this service does not know: which are ignored, and which are refused by name. Pure."""
+"""Fields that this service does not follow: which are ignored, and which are refused by name. Pure."""
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from typing import Any, Final
 
 from pydantic import BaseModel
 
 from corolla.chassis.errors import InvalidRequest
+from corolla.client.http.field_paths import joined, shown
 
 _MOST_NAMES: Final = 16
+_MOST_KEPT: Final = 256
 _MOST_PARTS: Final = 20_000
 """How many parts of a body are looked at: no other Python code runs meanwhile."""
-_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """A field that would change the answer, so it must not be ignored.
+class Ignored:
+    """A known field that this service ignores, and names if it asks for something.
 
     Attributes:
-        neutral: the values, apart from null, empty lists, objects and texts, that change nothing.
-        instead: the field to set instead; empty: there is none.
+        neutral: the values, apart from null, empty lists, objects and texts, that ask for nothing.
     """
 
     neutral: tuple[Any, ...] = ()
-    instead: str = ""
 
     def is_neutral(self, value: Any) -> bool:
-        """Whether ignoring the field would change nothing."""
+        """Whether ignoring the field changes nothing."""
         if value is None or (isinstance(value, str | list | dict) and not value):
             return True
         # True equals 1 in Python, and must not pass for it.
         return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in self.neutral)
 
+
+@dataclass(frozen=True, slots=True)
+class Refused(Ignored):
+    """A field that would change the answer, so it must not be ignored.
+
+    Attributes:
+        instead: the field to set instead; empty: there is none.
+        because: the problem, for the caller who set the field.
+    """
+
+    instead: str = ""
+    because: str = "would change the answer, and this service does not support it"
+
     @property
     def sentence(self) -> str:
-        """The problem, for the caller who set the field."""
-        known = f"; set {self.instead} instead" if self.instead else ""
-        return f"would change the answer, and this service does not support it{known}"
+        """The problem, and what to do instead."""
+        return f"{self.because}; set {self.instead} instead" if self.instead else self.because
+
+
+_MEDIA: Final = {
+    "image": "images are",
+    "image_url": "images are",
+    "input_image": "images are",
+    "computer_screenshot": "images are",
+    "audio": "audio is",
+    "audio_url": "audio is",
+    "input_audio": "audio is",
+    "video": "videos are",
+    "video_url": "videos are",
+    "input_video": "videos are",
+    "file": "files are",
+    "input_file": "files are",
+    "document": "files are",
+}
+"""What a part of a conversation holds, by its type, if no model of this service reads it."""
+
+
+def unread(kind: str) -> str | None:
+    """The problem of a part of this type that no model of this service reads; None: another type."""
+    return f"{held} not supported by this model" if (held := _MEDIA.get(kind)) is not None else None
+
+
+_IMAGES: Final = Refused(because=f"{_MEDIA['image']} not supported by this model")
+_AUDIO: Final = Refused(because=f"{_MEDIA['audio']} not supported by this model")
 
 
 OF_ANSWERS: Final[Mapping[str, Refused]] = {
@@ -95,11 +133,11 @@ OF_ANSWERS: Final[Mapping[str, Refused]] = {
     "thinking": Refused(instead="chat_template_kwargs"),
     "thinking_budget": Refused(),
     "safe_prompt": Refused((False,)),
-    "images": Refused(),
+    "images": _IMAGES,
     # Fields of OpenAI's that this service cannot follow.
     "functions": Refused(instead="tools"),
     "function_call": Refused(("auto", "none"), instead="tool_choice"),
-    "audio": Refused(),
+    "audio": _AUDIO,
     "web_search_options": Refused(),
 }
 """Fields of other servers, by name, that would change an answer."""
@@ -141,29 +179,67 @@ OF_RESPONSES: Final[Mapping[str, Refused]] = {
 }
 """The same, with the fields of the other routes that would change an answer of this one."""
 
-OF_MESSAGES: Final[Mapping[str, Refused]] = {"audio": Refused(), "images": Refused()}
+OF_MESSAGES: Final[Mapping[str, Refused]] = {"audio": _AUDIO, "images": _IMAGES}
 OF_FORMS: Final[Mapping[str, Refused]] = {"grammar": Refused(), "structural_tag": Refused()}
 """Fields of a chat's messages, and of the form of an answer, that would change the answer."""
 
+OF_READINGS: Final[Mapping[str, Refused]] = {
+    "truncate_prompt_tokens": Refused(),
+    "truncate": Refused((False, "NONE")),
+    "max_tokens_per_doc": Refused(),
+    "max_chunks_per_doc": Refused(),
+    "rank_fields": Refused(),
+    "instruction": Refused(),
+    "mm_processor_kwargs": Refused(),
+}
+"""Fields of other servers that would change embeddings, scores and numbers of tokens."""
+
 
 def ignored_fields(body: BaseModel) -> list[str]:
-    """The places of what this service ignores in a body, at most 16, such as `messages[].mood`; drops the values.
+    """What this service ignores in a body, such as `messages[0].mood` and `tools[3] (web_search)`; drops the values.
 
-    Raises InvalidRequest for a field that would change the answer.
+    After 16 names, a last entry says how many more there are. Raises InvalidRequest for a field that would change the
+    answer.
     """
     found: set[str] = set()
+    num_more = 0
     for place, part in _parts(body):
-        if getattr(part, "is_skipped", False):
-            found.add(place)
         unknown = part.model_extra or {}
         refused: Mapping[str, Refused] = getattr(part, "refused_fields", {})
         for name in refused.keys() & unknown.keys():
             if not refused[name].is_neutral(unknown[name]):
-                raise InvalidRequest(_joined(place, name), refused[name].sentence)
-        if not getattr(part, "is_skipped", False):
-            found.update(_joined(place, name) for name in islice(unknown, _MOST_NAMES))
+                raise InvalidRequest(joined(place, name), refused[name].sentence)
+        named = list(_named(place, part, unknown, refused))
+        room = max(0, _MOST_KEPT - len(found))
+        found.update(named[:room])
+        num_more += len(named[room:])
         unknown.clear()
-    return sorted(found)[:_MOST_NAMES]
+    first = sorted(found, key=lambda each: (each.count(".") + each.count("["), each))
+    num_more += len(first[_MOST_NAMES:])
+    return first[:_MOST_NAMES] + ([f"({num_more} more)"] if num_more else [])
+
+
+def _named(place: str, part: BaseModel, unknown: Mapping[str, Any], refused: Mapping[str, Refused]) -> Iterator[str]:
+    """Yields what is ignored of a part."""
+    if getattr(part, "is_skipped", False):
+        yield f"{place} ({shown(getattr(part, 'type', None) or '')})"
+        return
+    for name, value in unknown.items():
+        if value is not None and name not in refused:
+            yield joined(place, name)
+    for name, ignored in _ignored_of(type(part)).items():
+        if name in part.model_fields_set and not ignored.is_neutral(getattr(part, name)):
+            yield joined(place, name)
+    for entry in getattr(part, "ignored_values", ()):
+        yield f"{place}.{entry}" if place else entry
+
+
+@cache
+def _ignored_of(kind: type[BaseModel]) -> Mapping[str, Ignored]:
+    """The known fields of a class that this service ignores."""
+    return {
+        name: each for name, field in kind.model_fields.items() for each in field.metadata if isinstance(each, Ignored)
+    }
 
 
 def _parts(body: BaseModel) -> Iterator[tuple[str, BaseModel]]:
@@ -173,18 +249,13 @@ def _parts(body: BaseModel) -> Iterator[tuple[str, BaseModel]]:
         yield place, part
         for name in part.model_fields_set & type(part).model_fields.keys():
             value = getattr(part, name)
+            path = joined(place, type(part).model_fields[name].alias or name)
             if isinstance(value, BaseModel):
-                parts.append((_joined(place, name), value))
-            elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
-                parts += [(f"{_joined(place, name)}[]", each) for each in value]
+                parts.append((path, value))
+            elif isinstance(value, list) and value and isinstance(value[0], BaseModel | str):
+                parts += [(f"{path}[{index}]", each) for index, each in enumerate(value) if isinstance(each, BaseModel)]
 
 
 def _popped(parts: list[tuple[str, BaseModel]]) -> Iterator[tuple[str, BaseModel]]:
     while parts:
         yield parts.pop()
-
-
-def _joined(place: str, name: str) -> str:
-    """The place of a field, with a question mark for a name that a header cannot carry."""
-    name = name if _NAME.fullmatch(name) else "?"
-    return f"{place}.{name}" if place else name

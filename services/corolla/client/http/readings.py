@@ -10,7 +10,9 @@ from pydantic import BaseModel, Field
 
 from corolla.chassis.errors import InvalidRequest
 from corolla.client.http.answers import new_id, now_s
-from corolla.client.http.fields import Count, Fields, Flag, ListOf, Text, TokenId, Tolerated
+from corolla.client.http.field_paths import Paths
+from corolla.client.http.fields import Body, Count, Fields, Flag, ListOf, Text, TokenId, Tolerated
+from corolla.client.http.foreign_fields import OF_READINGS
 from corolla.v1 import generation_pb2 as pb
 
 MAX_INPUTS: Final = 2048
@@ -31,8 +33,10 @@ def _usage(counted: Iterable[pb.Usage]) -> ReadingUsage:
     return ReadingUsage(prompt_tokens=prompt_tokens, total_tokens=prompt_tokens)
 
 
-class EmbeddingRequest(Fields):
+class EmbeddingRequest(Body):
     """Texts to embed."""
+
+    refused_fields = OF_READINGS
 
     model: Text = Field("", max_length=512, description="Empty: the only model that the service has.")
     input: str | ListOf[str] | ListOf[TokenId] | ListOf[ListOf[TokenId]] = Field(
@@ -63,14 +67,22 @@ class EmbeddingRequest(Fields):
             for each in inputs
         ]
 
+    def paths(self, number: int = 0) -> Paths:
+        place = f"input[{number}]" if self._has_several else "input"
+        return {"adapter": "model", "text": place, "tokens.ids": place, "tokens": place, "prompt": place}
+
+    @property
+    def _has_several(self) -> bool:
+        """Whether the input is a list of inputs."""
+        return isinstance(self.input, list) and bool(self.input) and not isinstance(self.input[0], int)
+
     def _inputs(self) -> Iterator[str | list[int]]:
         if isinstance(self.input, str):
             yield self.input
-            return
-        ids = [each for each in self.input if isinstance(each, int)]
-        yield from (each for each in self.input if not isinstance(each, int))
-        if ids:
-            yield ids
+        elif self._has_several:
+            yield from (each for each in self.input if not isinstance(each, int))
+        elif self.input:
+            yield [each for each in self.input if isinstance(each, int)]
 
 
 class EmbeddingFacts(BaseModel):
@@ -104,13 +116,26 @@ def _pair(model: str, query: str, document: str, cache_salt: str) -> pb.ScoreReq
     return pb.ScoreRequest(model=model, text=prompt, continuation_text=f" {query}", cache_salt=cache_salt)
 
 
+def _paths_of_pair(query: str, document: str) -> Paths:
+    """The paths of a query and a document, by those of a pair in the protocol."""
+    return {
+        "adapter": "model",
+        "continuation": query,
+        "continuation_text": query,
+        "text": document,
+        "prompt": document,
+    }
+
+
 def _relevance(found: pb.ScoreResponse) -> float:
     """The geometric mean of the probabilities of a query's tokens, from 0 to 1."""
     return math.exp(found.logprob / len(found.logprobs)) if found.logprobs else 0.0
 
 
-class ScoreRequest(Fields):
+class ScoreRequest(Body):
     """Pairs of texts to compare: one text with several, or each with its counterpart."""
+
+    refused_fields = OF_READINGS
 
     model: Text = Field("", max_length=512, description="Empty: the only model that the service has.")
     text_1: str | ListOf[str] = Field(description="Queries.")
@@ -121,11 +146,17 @@ class ScoreRequest(Fields):
         """A request in the protocol of gRPC for each pair. Raises InvalidRequest."""
         queries = [self.text_1] if isinstance(self.text_1, str) else self.text_1
         documents = [self.text_2] if isinstance(self.text_2, str) else self.text_2
+        if not 1 <= len(documents) <= MAX_DOCUMENTS:
+            raise InvalidRequest("text_2", f"must be 1 to {MAX_DOCUMENTS} texts")
+        if len(queries) not in (1, len(documents)):
+            raise InvalidRequest("text_1", "must be one text, or as many as text_2")
         if len(queries) == 1:
             queries = queries * len(documents)
-        if not 1 <= len(documents) <= MAX_DOCUMENTS or len(queries) != len(documents):
-            raise InvalidRequest("text_2", f"must be 1 to {MAX_DOCUMENTS} texts, as many as text_1 unless that is one")
         return [_pair(self.model, *each, self.cache_salt) for each in zip(queries, documents, strict=True)]
+
+    def paths(self, number: int = 0) -> Paths:
+        query = "text_1" if isinstance(self.text_1, str) else f"text_1[{number if len(self.text_1) > 1 else 0}]"
+        return _paths_of_pair(query, "text_2" if isinstance(self.text_2, str) else f"text_2[{number}]")
 
 
 class ScoreFacts(BaseModel):
@@ -155,8 +186,10 @@ class DocumentText(Fields):
     text: str
 
 
-class RerankRequest(Fields):
+class RerankRequest(Body):
     """Documents to order by how well they fit a query."""
+
+    refused_fields = OF_READINGS
 
     model: Text = Field("", max_length=512, description="Empty: the only model that the service has.")
     query: str
@@ -176,6 +209,10 @@ class RerankRequest(Fields):
         if not 1 <= len(self.documents) <= MAX_DOCUMENTS:
             raise InvalidRequest("documents", f"must be 1 to {MAX_DOCUMENTS} texts")
         return [_pair(self.model, self.query, each, self.cache_salt) for each in self.texts]
+
+    def paths(self, number: int = 0) -> Paths:
+        of_text = "" if isinstance(self.documents[number], str) else ".text"
+        return _paths_of_pair("query", f"documents[{number}]{of_text}")
 
 
 class RankedDocument(BaseModel):

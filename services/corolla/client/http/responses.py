@@ -4,23 +4,26 @@ import re
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from corolla.chassis.errors import ResourceNotFound
 from corolla.client.http.chat import (
+    MAX_EFFORT_CHARS,
     AllowedTools,
     ContentPart,
     Function,
     FunctionName,
     ToolMode,
-    chosen_tools,
+    allowed_places,
+    choice_of,
     kind_of_tool,
     set_text,
     struct_of,
-    tool_of,
+    tools_of,
 )
+from corolla.client.http.field_paths import Paths, shown
 from corolla.client.http.fields import (
     UNLIMITED,
     Fields,
@@ -33,11 +36,13 @@ from corolla.client.http.fields import (
     Text,
     TextFormat,
     Tolerated,
+    Unheeded,
     json_schema_format,
 )
-from corolla.client.http.foreign_fields import OF_RESPONSES
+from corolla.client.http.foreign_fields import OF_RESPONSES, Ignored, unread
 from corolla.v1 import generation_pb2 as pb
 
+_LOGPROBS: Final = "message.output_text.logprobs"
 _ID: Final = re.compile(r"resp_([0-9a-f]{32})([0-9a-f]{8})")
 
 
@@ -76,7 +81,18 @@ class ReasoningItem(Item):
     type: Literal["reasoning"]
     summary: ListOf[ContentPart] | None = None
     content: ListOf[ContentPart] | None = None
-    encrypted_content: Any = Tolerated
+    encrypted_content: Annotated[Any, Ignored()] = Unheeded
+
+
+class OtherItem(Skipped):
+    """An item of another kind, such as a call of a tool that runs at OpenAI."""
+
+    @model_validator(mode="after")
+    def _is_no_part(self) -> Self:
+        """Refuses media, which belong to a message and must not be lost."""
+        if (problem := unread(self.type)) is not None:
+            raise ValueError(problem)
+        return self
 
 
 _KINDS: Final = ("message", "function_call", "function_call_output", "reasoning")
@@ -94,10 +110,10 @@ InputItem = Annotated[
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionOutputItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[Skipped, Tag("other")],
+    | Annotated[OtherItem, Tag("other")],
     Discriminator(_kind),
 ]
-"""Items of other kinds, such as calls of tools that run at OpenAI, are skipped."""
+"""Items of other kinds are skipped."""
 
 
 class FunctionTool(Function):
@@ -110,7 +126,7 @@ class FunctionTool(Function):
 
         Unless `strict` is set, arguments fit the schema as far as grammars can follow it, as at OpenAI.
         """
-        tool = tool_of(self)
+        tool = super().as_protocol()
         if self.strict is None and self.parameters is not None:
             tool.strict = tool.lenient = True
         return tool
@@ -134,15 +150,33 @@ class JsonSchemaText(JsonSchema):
     json_schema: dict[str, Any] = Field(alias="schema")
 
 
+def _kind_of_choice(choice: Any) -> str:
+    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
+    if isinstance(choice, str):
+        return "mode"
+    return kind if kind in ("function", "allowed_tools") else "other"
+
+
+ResponseToolChoice = Annotated[
+    Annotated[ToolMode, Tag("mode")]
+    | Annotated[NamedFunction, Tag("function")]
+    | Annotated[ResponseAllowedTools, Tag("allowed_tools")]
+    | Annotated[Skipped, Tag("other")],
+    Discriminator(_kind_of_choice),
+]
+
+
 class TextOptions(Fields):
     format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaText, Field(discriminator="type")] | None = None
-    verbosity: Any = Tolerated
+    verbosity: Annotated[Any, Ignored(("medium",))] = Unheeded
 
 
 class ReasoningOptions(Fields):
-    effort: str | None = Field(None, description="Handed to the chat template as `reasoning_effort`.")
-    summary: Any = Tolerated
-    generate_summary: Any = Tolerated
+    effort: str | None = Field(
+        None, max_length=MAX_EFFORT_CHARS, description="Handed to the chat template as `reasoning_effort`."
+    )
+    summary: Annotated[Any, Ignored()] = Unheeded
+    generate_summary: Annotated[Any, Ignored()] = Unheeded
 
 
 class ResponseRequest(SamplingFields):
@@ -157,18 +191,49 @@ class ResponseRequest(SamplingFields):
     previous_response_id: str | None = Field(None, description="Any stored response, which this one continues.")
     store: bool | None = Field(None, description="Unset: true. Only a stored response can be continued.")
     stream: bool | None = None
-    stream_options: Any = Tolerated
+    stream_options: Annotated[Any, Ignored(({"include_obfuscation": False},))] = Unheeded
     max_output_tokens: Int32 | None = Field(None, description="Unset or -1: as many as context and quota allow.")
     tools: ListOf[AnyResponseTool] | None = None
-    tool_choice: ToolMode | NamedFunction | ResponseAllowedTools | Skipped | None = None
+    tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    include: ListOf[str] | None = Field(None, description="`message.output_text.logprobs`; others have no effect.")
+    include: ListOf[str] | None = Field(None, description=f"`{_LOGPROBS}`; others are ignored.")
     top_logprobs: Int32 | None = Field(None, description="0 to 20.")
-    truncation: Any = Field(None, description="Without effect: conversations are never cut.")
+    truncation: Annotated[Any, Ignored(("disabled",))] = Field(
+        None, description="Without effect: conversations are never cut."
+    )
     background: Literal[False] | None = Field(None, description="Responses are made while their callers wait.")
-    max_tool_calls: Any = Tolerated
+    max_tool_calls: Annotated[Any, Ignored()] = Unheeded
+
+    def paths(self, number: int = 0) -> Paths:
+        """`number`: how many earlier messages the request of the protocol has."""
+        found = {
+            **super().paths(),
+            "expected_turns": "previous_response_id",
+            "logprobs": "top_logprobs",
+            "messages": "input",
+            "prompt": "input",
+            "response_id": "previous_response_id",
+            "session_id": "previous_response_id",
+            "stopping.max_tokens": "max_output_tokens",
+            "template_arguments.reasoning_effort": "reasoning.effort",
+            "text": "input",
+            "tool_choice.mode": "tool_choice",
+        }
+        has_schema = getattr(_format(self.text), "json_schema", None) is not None
+        form = "text.format.schema" if has_schema else "text.format"
+        found |= {"response_format": form, "response_format.json_schema": form, "response_format.json_object": form}
+        for index, (_, places) in enumerate(self._messages(), start=number):
+            found |= {f"messages[{index}]{part}": place for part, place in places.items()}
+        for index, place in enumerate(allowed_places(self.tools, self.tool_choice)):
+            found[f"tools[{index}]"] = f"tools[{place}]"
+        return found
+
+    @property
+    def ignored_values(self) -> Sequence[str]:
+        given = enumerate(self.include or ())
+        return [f"include[{index}] ({shown(each)})" for index, each in given if each != _LOGPROBS]
 
     @property
     def is_stored(self) -> bool:
@@ -177,7 +242,7 @@ class ResponseRequest(SamplingFields):
 
     @property
     def has_logprobs(self) -> bool:
-        return "message.output_text.logprobs" in (self.include or ())
+        return _LOGPROBS in (self.include or ())
 
     def as_protocol(self, turn: "StoredTurn | None", earlier: Sequence[pb.ChatMessage] = ()) -> pb.ChatRequest:
         """The request in the protocol of gRPC. Raises InvalidRequest.
@@ -190,11 +255,9 @@ class ResponseRequest(SamplingFields):
         stopping = pb.StoppingParameters()
         if self.max_output_tokens not in (None, UNLIMITED):
             stopping.max_tokens = self.max_output_tokens or 0
-        functions = [each for each in self.tools or () if isinstance(each, FunctionTool)]
-        tools, choice = chosen_tools([each.as_protocol() for each in functions], self.tool_choice)
         return pb.ChatRequest(
             model=self.model,
-            messages=[*earlier, *self._messages()],
+            messages=[*earlier, *(message for message, _ in self._messages())],
             instructions=self.instructions or "",
             session_id=turn.session_id if turn is not None else "",
             expected_turns=turn.number - 1 if turn is not None else None,
@@ -203,17 +266,19 @@ class ResponseRequest(SamplingFields):
             logprobs=(self.top_logprobs or 0) if self.has_logprobs else None,
             cache_salt=self.cache_salt,
             response_format=_format_of(self.text),
-            tools=tools,
-            tool_choice=choice,
+            tools=tools_of(self.tools, self.tool_choice),
+            tool_choice=choice_of(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             template_arguments=struct_of({"reasoning_effort": effort} if effort is not None else {}),
         )
 
-    def _messages(self) -> Iterator[pb.ChatMessage]:
+    def _messages(self) -> Iterator[tuple[pb.ChatMessage, Paths]]:
+        """Yields each message of the input with the paths of its parts, by those below the message."""
         if isinstance(self.input, str):
-            yield pb.ChatMessage(role="user", content=self.input)
+            yield pb.ChatMessage(role="user", content=self.input), {"": "input", ".content": "input"}
             return
-        yield from _joined([each for each in self.input or () if not isinstance(each, Skipped)])
+        given = enumerate(self.input or ())
+        yield from _joined([(f"input[{index}]", each) for index, each in given if not isinstance(each, Skipped)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +293,7 @@ class StoredTurn:
         """The turn of a response. Raises ResourceNotFound if the id does not have the form of a stored response."""
         found = _ID.fullmatch(response_id)
         if found is None:
-            raise ResourceNotFound("no response with this id is stored")
+            raise not_stored()
         return cls(found[1], int(found[2], 16))
 
     @property
@@ -236,51 +301,69 @@ class StoredTurn:
         return f"resp_{self.session_id}{self.number:08x}"
 
 
+def not_stored() -> ResourceNotFound:
+    """The error where no response has an id."""
+    return ResourceNotFound("no response with this id is stored", field="response_id")
+
+
 def new_response_id() -> str:
     """An id for a response that is not stored."""
     return f"resp_{secrets.token_hex(20)}"
 
 
-def _joined(
-    items: Sequence[MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem],
-) -> Iterator[pb.ChatMessage]:
-    """Converts items to messages. Consecutive reasoning, text and calls of an assistant become one message."""
+AnyItem = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
+
+
+def _joined(items: Sequence[tuple[str, AnyItem]]) -> Iterator[tuple[pb.ChatMessage, Paths]]:
+    """Converts items to messages. Consecutive reasoning, text and calls of an assistant become one message.
+
+    Args:
+        items: the items, each with its path.
+    """
     assistant: pb.ChatMessage | None = None
-    for item in items:
-        match item:
-            case MessageItem(role="assistant"):
-                if assistant is not None and (assistant.content or assistant.content_parts or assistant.tool_calls):
-                    yield assistant
-                    assistant = None
-                assistant = assistant or pb.ChatMessage(role="assistant")
-                set_text(assistant, item.content or "")
-                continue
-            case FunctionCallItem():
-                assistant = assistant or pb.ChatMessage(role="assistant")
-                assistant.tool_calls.add(id=item.call_id, name=item.name, arguments=item.arguments)
-                continue
-            case ReasoningItem():
-                if assistant is not None:
-                    yield assistant
-                thoughts = "".join(part.spoken for part in item.content or item.summary or ())
-                assistant = pb.ChatMessage(role="assistant", reasoning=thoughts)
-                continue
-        if assistant is not None:
-            yield assistant
+    places: dict[str, str] = {}
+    for place, item in items:
+        is_spoken = assistant is not None and (assistant.content or assistant.content_parts or assistant.tool_calls)
+        ends = isinstance(item, FunctionOutputItem | ReasoningItem) or (
+            isinstance(item, MessageItem) and (item.role != "assistant" or bool(is_spoken))
+        )
+        if assistant is not None and ends:
+            yield assistant, places
             assistant = None
         if isinstance(item, FunctionOutputItem):
             message = pb.ChatMessage(role="tool", tool_call_id=item.call_id)
             set_text(message, item.output or "")
-        else:
+            output = f"{place}.output"
+            below = {".tool_call_id": f"{place}.call_id", ".content": output, ".content_parts": output}
+            yield message, {"": place, **below}
+            continue
+        if isinstance(item, MessageItem) and item.role != "assistant":
             message = pb.ChatMessage(role=item.role)
             set_text(message, item.content or "")
-        yield message
+            yield message, {"": place, ".content_parts": f"{place}.content"}
+            continue
+        if assistant is None:
+            assistant, places = pb.ChatMessage(role="assistant"), {"": place}
+        match item:
+            case MessageItem():
+                set_text(assistant, item.content or "")
+                places |= {".content": f"{place}.content", ".content_parts": f"{place}.content"}
+            case FunctionCallItem():
+                call = f".tool_calls[{len(assistant.tool_calls)}]"
+                places |= {call: place, f"{call}.id": f"{place}.call_id"}
+                assistant.tool_calls.add(id=item.call_id, name=item.name, arguments=item.arguments)
+            case ReasoningItem():
+                assistant.reasoning = "".join(part.spoken for part in item.content or item.summary or ())
     if assistant is not None:
-        yield assistant
+        yield assistant, places
+
+
+def _format(options: TextOptions | None) -> TextFormat | JsonObjectFormat | JsonSchemaText | None:
+    return options.format if options is not None else None
 
 
 def _format_of(options: TextOptions | None) -> pb.ResponseFormat | None:
-    match options.format if options is not None else None:
+    match _format(options):
         case JsonObjectFormat(json_schema=None):
             return pb.ResponseFormat(json_object=pb.JsonObject())
         case JsonObjectFormat(json_schema=schema) | JsonSchemaText(json_schema=schema):

@@ -9,7 +9,7 @@ from typing import Final, Literal, TypeVar
 from pydantic import BaseModel, Field
 
 from corolla.chassis.calls import Call
-from corolla.chassis.errors import CorollaError, ResourceNotFound, ServiceUnavailable
+from corolla.chassis.errors import CorollaError, ServiceUnavailable
 from corolla.chassis.merge import merge
 from corolla.client.api.replies import finish_reason, recorded_message
 from corolla.client.api.servicer import GenerationServicer
@@ -19,7 +19,7 @@ from corolla.client.http.answers import now_s
 from corolla.client.http.chat import ChatCompletionRequest
 from corolla.client.http.completions import CompletionRequest
 from corolla.client.http.exchange import Exchange
-from corolla.client.http.fields import Fields, Text
+from corolla.client.http.fields import Body, Text
 from corolla.client.http.placement_stream import PlacementStream
 from corolla.client.http.readings import (
     EmbeddingList,
@@ -30,7 +30,7 @@ from corolla.client.http.readings import (
     ScoreRequest,
 )
 from corolla.client.http.response_replies import Reply
-from corolla.client.http.responses import ResponseRequest, StoredTurn, new_response_id
+from corolla.client.http.responses import ResponseRequest, StoredTurn, new_response_id, not_stored
 from corolla.client.http.tokenization import (
     Detokenized,
     DetokenizeRequest,
@@ -62,7 +62,7 @@ class ModelList(BaseModel):
     data: list[ModelFacts]
 
 
-class SessionRequest(Fields):
+class SessionRequest(Body):
     """A request for a new session."""
 
     model: Text = Field("", max_length=512, description="Empty: the only model that the service has.")
@@ -140,17 +140,19 @@ class HttpRoutes:
         wishes = {"has_logprobs": bool(body.logprobs), "has_token_ids": body.has_token_ids}
         if body.stream:
             chunks = self._servicer.ChatStream(request, call)
-            await exchange.stream(
-                chat_replies.events(
-                    chunks,
-                    body.model or self._model,
-                    has_usage=body.has_usage,
-                    has_continuous_usage=body.has_continuous_usage,
-                    **wishes,
-                )
+            events = chat_replies.events(
+                chunks,
+                body.model or self._model,
+                has_usage=body.has_usage,
+                has_continuous_usage=body.has_continuous_usage,
+                **wishes,
             )
+            with body.in_own_words():
+                await exchange.stream(events)
             return
-        await exchange.reply(chat_replies.reply(await self._servicer.Chat(request, call), **wishes))
+        with body.in_own_words():
+            answer = await self._servicer.Chat(request, call)
+        await exchange.reply(chat_replies.reply(answer, **wishes))
 
     async def respond(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Answers a conversation. The service stores it unless the request forbids that."""
@@ -159,9 +161,12 @@ class HttpRoutes:
             request = body.as_protocol(turn, earlier)
             reply = Reply(body, turn.response_id if turn is not None else new_response_id(), body.model or self._model)
             if body.stream:
-                await exchange.stream(reply.events(_until_kept(self._servicer.ChatStream(request, call), is_kept)))
+                events = reply.events(_until_kept(self._servicer.ChatStream(request, call), is_kept))
+                with body.in_own_words(len(earlier)):
+                    await exchange.stream(events)
                 return
-            answer = await self._servicer.Chat(request, call)
+            with body.in_own_words(len(earlier)):
+                answer = await self._servicer.Chat(request, call)
             is_kept.set()
             await exchange.reply(reply.whole(answer))
 
@@ -179,8 +184,9 @@ class HttpRoutes:
         is_kept = asyncio.Event()
         earlier: list[pb.ChatMessage] = []
         if body.previous_response_id is not None:
-            previous = StoredTurn.of(body.previous_response_id)
-            record, finished = await self._servicer.continued_turn(previous.session_id, previous.number, call)
+            with body.in_own_words():
+                previous = StoredTurn.of(body.previous_response_id)
+                record, finished = await self._servicer.continued_turn(previous.session_id, previous.number, call)
             is_newest = record.num_turns == previous.number and not record.busy
             if body.is_stored and (finished is None or is_newest):
                 yield StoredTurn(previous.session_id, previous.number + 1), (), is_kept
@@ -191,7 +197,8 @@ class HttpRoutes:
             yield None, earlier, is_kept
         else:
             created = pb.CreateSessionRequest(model=body.model)
-            session = await self._servicer.create_session_of_turn(created, call)
+            with body.in_own_words():
+                session = await self._servicer.create_session_of_turn(created, call)
             try:
                 yield StoredTurn(session.session_id, 1), earlier, is_kept
             finally:
@@ -206,7 +213,7 @@ class HttpRoutes:
         turn = StoredTurn.of(response_id)
         record, finished = await self._servicer.stored_turn(turn.session_id, turn.number, call)
         if finished is None or not finished.num_messages:
-            raise ResourceNotFound("no response with this id is stored")
+            raise not_stored()
         answer = pb.ChatResponse(
             message=recorded_message(record.transcript[finished.num_messages - 1]),
             finish_reason=finish_reason(FinishReason(finished.finish_reason)),
@@ -231,7 +238,8 @@ class HttpRoutes:
         requests = body.as_protocol()
         wishes = {"has_logprobs": body.logprobs is not None, "has_token_ids": body.has_token_ids}
         if body.stream:
-            chunks = merge([self._servicer.GenerateStream(each, call) for each in requests])
+            streams = [self._servicer.GenerateStream(each, call) for each in requests]
+            chunks = merge([_in_words_of(body, number, each) for number, each in enumerate(streams)])
             await exchange.stream(
                 completions.events(
                     chunks,
@@ -244,26 +252,27 @@ class HttpRoutes:
             )
             return
         # All prompts are completed at the same time; the first failure ends the others.
-        found = {index: each async for index, each in merge([self._generated(each, call) for each in requests])}
+        calls = [_in_words_of(body, number, self._generated(each, call)) for number, each in enumerate(requests)]
+        found = {index: each async for index, each in merge(calls)}
         responses = [found[index] for index in range(len(requests))]
         await exchange.reply(completions.reply(responses, body.num_completions, **wishes))
 
     async def embed(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Makes vectors of texts from the model's last hidden states."""
         body = await exchange.read(EmbeddingRequest)
-        found = await _all(partial(self._servicer.Embed, each, call) for each in body.as_protocol())
+        found = await _all(body, (partial(self._servicer.Embed, each, call) for each in body.as_protocol()))
         await _reply(exchange, EmbeddingList.of(body, found))
 
     async def score(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Tells how probable queries are after documents."""
         body = await exchange.read(ScoreRequest)
-        found = await _all(partial(self._servicer.Score, each, call) for each in body.as_protocol())
+        found = await _all(body, (partial(self._servicer.Score, each, call) for each in body.as_protocol()))
         await _reply(exchange, ScoreList.of(found))
 
     async def rerank(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Orders documents by how probable a query is after each of them."""
         body = await exchange.read(RerankRequest)
-        found = await _all(partial(self._servicer.Score, each, call) for each in body.as_protocol())
+        found = await _all(body, (partial(self._servicer.Score, each, call) for each in body.as_protocol()))
         await _reply(exchange, Ranking.of(body, found))
 
     async def describe_tokenizer(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
@@ -274,7 +283,9 @@ class HttpRoutes:
     async def tokenize(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Splits a text or a conversation into tokens."""
         body = await exchange.read(TokenizeRequest)
-        found = await self._servicer.Tokenize(body.as_protocol(), call)
+        request = body.as_protocol()
+        with body.in_own_words():
+            found = await self._servicer.Tokenize(request, call)
         model = await self._servicer.GetModel(pb.GetModelRequest(model=self._model), call)
         tokenized = Tokenized(
             tokens=list(found.token_ids),
@@ -287,12 +298,13 @@ class HttpRoutes:
     async def detokenize(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Joins tokens to a text."""
         body = await exchange.read(DetokenizeRequest)
-        found = await self._servicer.Detokenize(body.as_protocol(), call)
+        with body.in_own_words():
+            found = await self._servicer.Detokenize(body.as_protocol(), call)
         await _reply(exchange, Detokenized(prompt=found.text))
 
     async def create_session(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Creates a session."""
-        body = await exchange.read(SessionRequest)
+        body = await exchange.read(SessionRequest, may_be_empty=True)
         created = await self._servicer.CreateSession(pb.CreateSessionRequest(model=body.model), call)
         await _reply(exchange, _session_facts(created))
 
@@ -335,15 +347,24 @@ async def _until_kept(
             yield chunk
 
 
-async def _all(calls: Iterable[Callable[[], Awaitable[Result]]]) -> list[Result]:
-    """Runs a few calls at a time, and returns their results in order. The first failure ends the others."""
+async def _in_words_of(body: Body, number: int, results: AsyncGenerator[Result, None]) -> AsyncGenerator[Result, None]:
+    """Yields the results of one of a body's requests."""
+    with body.in_own_words(number):
+        async with aclosing(results):
+            async for each in results:
+                yield each
+
+
+async def _all(body: Body, calls: Iterable[Callable[[], Awaitable[Result]]]) -> list[Result]:
+    """Makes a body's calls, a few at a time, and returns their results in order. The first failure ends the others."""
     room = asyncio.Semaphore(_MAX_PARALLEL)
 
-    async def one(call: Callable[[], Awaitable[Result]]) -> Result:
+    async def one(number: int, call: Callable[[], Awaitable[Result]]) -> Result:
         async with room:
-            return await call()
+            with body.in_own_words(number):
+                return await call()
 
-    tasks = [asyncio.ensure_future(one(call)) for call in calls]
+    tasks = [asyncio.ensure_future(one(*each)) for each in enumerate(calls)]
     try:
         return await asyncio.gather(*tasks)
     finally:

@@ -5,13 +5,17 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from corolla.chassis.errors import InvalidRequest
-from corolla.client.http.chat import AnyTool, ChatMessage, message_of, struct_of, tools_of
-from corolla.client.http.fields import Fields, Flag, ListOf, Text, TokenId
+from corolla.client.http.chat import AnyTool, ChatMessage, allowed_places, message_of, struct_of, tools_of
+from corolla.client.http.field_paths import Paths
+from corolla.client.http.fields import Body, Flag, ListOf, Text, TokenId
+from corolla.client.http.foreign_fields import OF_READINGS
 from corolla.v1 import generation_pb2 as pb
 
 
-class TokenizeRequest(Fields):
+class TokenizeRequest(Body):
     """A text or a conversation to split into tokens."""
+
+    refused_fields = OF_READINGS
 
     model: Text = Field("", max_length=512, description="Empty: the only model that the service has.")
     prompt: str | None = Field(None, description="One of prompt and messages must be set.")
@@ -40,6 +44,16 @@ class TokenizeRequest(Fields):
         )
         return pb.TokenizeRequest(model=self.model, chat=conversation)
 
+    def paths(self, number: int = 0) -> Paths:
+        text = "prompt" if self.messages is None else "messages"
+        found = {"adapter": "model", "text": text, "prompt": text, "continue_last_message": "continue_final_message"}
+        found["template_arguments"] = "chat_template_kwargs"
+        for index, message in enumerate(self.messages or ()):
+            found |= message.paths(f"messages[{index}]")
+        for index, place in enumerate(allowed_places(self.tools)):
+            found[f"tools[{index}]"] = f"tools[{place}].function"
+        return found
+
 
 class Tokenized(BaseModel):
     tokens: list[int]
@@ -60,7 +74,7 @@ class TokenizerFacts(BaseModel):
     vocab_size: int
 
 
-class DetokenizeRequest(Fields):
+class DetokenizeRequest(Body):
     """Tokens to join to a text."""
 
     model: Text = Field("", max_length=512, description="Empty: the only model that the service has.")
@@ -71,6 +85,9 @@ class DetokenizeRequest(Fields):
         return pb.DetokenizeRequest(
             model=self.model, token_ids=self.tokens, without_special_tokens=self.skip_special_tokens
         )
+
+    def paths(self, number: int = 0) -> Paths:
+        return {"adapter": "model", "token_ids": "tokens"}
 
 
 class Detokenized(BaseModel):
