@@ -33,6 +33,11 @@ CONTROL_CLASSES: Final[dict[int, type[Message]]] = {
 _KINDS: Final = {cls.DESCRIPTOR.full_name: kind for kind, cls in CONTROL_CLASSES.items()}
 
 
+def is_tenant_name(name: str) -> bool:
+    """Whether block servers and routers accept the name of a tenant."""
+    return 0 < len(name) <= MAX_TENANT_CHARS and name.isprintable()
+
+
 class Frame(NamedTuple):
     """One decoded frame. The payload is a view into the received bytes."""
 

@@ -13,9 +13,9 @@ from datetime import UTC, datetime
 from enum import Enum
 from typing import Annotated, Final, Self
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, StringConstraints, ValidationError
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, StringConstraints, ValidationError
 
-from corolla.wire.frames import MAX_TENANT_CHARS
+from corolla.wire.frames import MAX_TENANT_CHARS, is_tenant_name
 
 MIN_KEY_CHARS: Final = 16
 """A shorter key could be found by trial."""
@@ -26,7 +26,18 @@ _FORM: Final = re.compile(r"ck_([0-9a-f]{16})_[A-Za-z0-9_-]{43}")
 # Characters that end a line for `str.splitlines` or for a terminal; a file of keys has one line for each key.
 _ONE_LINE: Final = r"\x00-\x1f\x7f-\x9f\u2028\u2029"
 
-Tenant = Annotated[str, StringConstraints(min_length=1, max_length=MAX_TENANT_CHARS, pattern=rf"^[^{_ONE_LINE}:]+$")]
+
+def _checked_tenant(name: str) -> str:
+    if not is_tenant_name(name):
+        raise ValueError("a tenant's name has characters that cannot be printed")
+    return name
+
+
+Tenant = Annotated[
+    str,
+    StringConstraints(min_length=1, max_length=MAX_TENANT_CHARS, pattern=rf"^[^{_ONE_LINE}:]+$"),
+    AfterValidator(_checked_tenant),
+]
 ModelName = Annotated[str, StringConstraints(min_length=1, pattern=rf"^[^{_ONE_LINE}]+$")]
 
 

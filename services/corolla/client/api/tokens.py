@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 
 from corolla.client.api.keys import Scope
-from corolla.wire.frames import MAX_TENANT_CHARS
+from corolla.wire.frames import is_tenant_name
 
 ALGORITHMS: Final = (
     "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA",
@@ -128,7 +128,7 @@ class TokenRules:
         except _FAILURES:
             return None
         tenant = claims.get(self.tenant_claim)
-        if not (isinstance(tenant, str) and 0 < len(tenant) <= MAX_TENANT_CHARS and tenant.isprintable()):
+        if not (isinstance(tenant, str) and is_tenant_name(tenant)):
             return None
         models, scopes = (_words(claims, name) for name in (self.models_claim, self.scopes_claim))
         return TokenGrant(

@@ -16,7 +16,7 @@ from typing import Final
 
 from corolla.chain.control import ControlPlane
 from corolla.chassis.breaker import Breaker
-from corolla.chassis.errors import CorollaError, QuotaExceeded
+from corolla.chassis.errors import CorollaError, InvalidRequest, QuotaExceeded
 from corolla.chassis.tenant_limits import QuotaTable, TenantLimits
 from corolla.client.generation.admission import RequestCounts
 from corolla.client.metrics import ClientMetrics
@@ -41,6 +41,9 @@ _LETTING_GO_S: Final = (0.05, 0.1, 0.2, 0.4)
 _MOST_PATIENT: Final = 4
 """How many requests of one tenant may retry at a time, so that a tenant cannot multiply the calls to the router."""
 _RATE: Final = "requests_per_second"
+_UNKNOWN_TAKERS: Final = 8
+"""The number of client services that share a limit, for one to which no router has said it yet. There are seldom more,
+and a share that is too small harms less than one that is too large."""
 
 
 @dataclass(slots=True)
@@ -100,7 +103,7 @@ class QuotaEnforcer:
             )
         self._control: ControlPlane | None = None
         self._taker_id = secrets.token_hex(16)
-        self._num_takers = 1
+        self._num_takers = _UNKNOWN_TAKERS
         self._share = StaticShare()
         self._breaker = Breaker(1, _REST_S)
         self._running: dict[str, _Running] = {}
@@ -208,7 +211,7 @@ class QuotaEnforcer:
         if not takes or not self._breaker.admits(now_s):
             return
         for first in range(0, len(takes), _MOST_TAKES):
-            if not await self._sent(takes[first : first + _MOST_TAKES]):
+            if not await self._settled(takes[first : first + _MOST_TAKES]):
                 return
         self._bills = self._bills[len(bills) :]
         for request_id, _ in ended:
@@ -270,17 +273,32 @@ class QuotaEnforcer:
         held = self._held_here(take.tenant, except_of=take.request_id)
         self._share.take(take.tenant, take.uses, held, self._now_s(), self._num_takers)
 
+    async def _settled(self, takes: Sequence[pb.QuotaTake]) -> bool:
+        """Sends takes to the router, and drops those that it refuses. Returns whether a router has answered."""
+        try:
+            return await self._sent(takes)
+        except (QuotaExceeded, InvalidRequest) as refusal:
+            if len(takes) == 1:
+                log.warning("the router refuses to count a tenant's use", extra={"reason": refusal.reason})
+                return True
+        # It has counted none of them, and the others have to be counted.
+        for each in takes:
+            if not await self._settled([each]):
+                return False
+        return True
+
     async def _sent(self, takes: Iterable[pb.QuotaTake]) -> bool:
-        """Sends takes to the router. Returns whether it has counted them. Raises QuotaExceeded."""
+        """Sends takes to the router. Returns whether it has counted them. Raises what the router refuses them with."""
         if self._control is None:
             return False
         request = pb.TakeQuotasRequest(model=self._control.model, taker_id=self._taker_id, takes=takes)
         try:
             answer = await self._control.take_quotas(request, self._timeout_s)
-        except QuotaExceeded:
-            self._breaker.succeeded()
-            raise
         except CorollaError as failure:
+            if isinstance(failure, QuotaExceeded | InvalidRequest):
+                # The router answers, and refuses these takes: because of a quota, or of what stands in them.
+                self._breaker.succeeded()
+                raise
             # A router of an older version comes here, too: it does not count quotas.
             self._breaker.failed(self._now_s())
             log.debug(

@@ -1,19 +1,32 @@
 """What a client service enforces by itself while no router counts."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from corolla.chassis.errors import QuotaExceeded
+from corolla.chain.control import ControlPlane
+from corolla.chassis.errors import (
+    CorollaError,
+    InvalidRequest,
+    QuotaExceeded,
+    RoleDenied,
+    RouterUnavailable,
+    StoreUnavailable,
+)
 from corolla.client.generation.admission import RequestCounts
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.enforcer import QuotaEnforcer
 from corolla.client.quotas.share import StaticShare
+from corolla.router import quotas
 from corolla.v1 import router_pb2 as pb
+from corolla.wire.frames import is_tenant_name
 
 
 def flow(amount: int, limit: int = 10, *, must_fit: bool = True) -> pb.QuotaUse:
@@ -95,7 +108,8 @@ def test_a_share_is_a_part_of_the_limit_and_never_nothing() -> None:
 
 
 async def test_without_a_router_running_requests_hold_their_part_until_they_end(tmp_path: Path) -> None:
-    limits = {"running_requests": 3, "reserved_tokens": 100}
+    """Before a router has ever said how many share a limit, this one takes an eighth."""
+    limits = {"running_requests": 8 * 3, "reserved_tokens": 8 * 100}
     (tmp_path / "quotas").write_text(json.dumps({"default": limits}))
     enforcer = QuotaEnforcer(tmp_path / "quotas", ClientMetrics(CollectorRegistry()))
 
@@ -115,3 +129,67 @@ async def test_without_a_router_running_requests_hold_their_part_until_they_end(
     first_ends.set()
     await first
     await ask(100, asyncio.Event(), later)
+
+
+class _Router(ControlPlane):
+    """Refuses takes of one tenant, and counts those of the others."""
+
+    def __init__(self, refusal: CorollaError) -> None:
+        self.model = "m"
+        self.refusal = refusal
+        self.counted: list[str] = []
+        self.num_calls = 0
+
+    async def take_quotas(self, request: pb.TakeQuotasRequest, timeout_s: float) -> pb.TakeQuotasResponse:
+        self.num_calls += 1
+        names = [each.tenant for each in request.takes]
+        if "refused" in names:
+            raise self.refusal
+        self.counted += names
+        return pb.TakeQuotasResponse(num_takers=1)
+
+
+@pytest.mark.parametrize(
+    "refusal, is_outage",
+    [
+        (InvalidRequest("takes.tenant", "has characters that cannot be printed"), False),
+        (QuotaExceeded.of("requests_per_second", 1.0), False),
+        (RouterUnavailable("no router answers"), True),
+        (StoreUnavailable("the store does not answer"), True),
+        (RoleDenied("not this role"), True),
+    ],
+)
+async def test_what_a_router_refuses_of_one_tenant_is_no_outage_for_others(
+    tmp_path: Path, refusal: CorollaError, is_outage: bool
+) -> None:
+    (tmp_path / "quotas").write_text(json.dumps({"default": {"requests_per_second": 80, "running_requests": 80}}))
+    enforcer, router = QuotaEnforcer(tmp_path / "quotas", ClientMetrics(CollectorRegistry())), _Router(refusal)
+    enforcer.start(router)
+    if is_outage:
+        await enforcer.check_request("refused")
+    else:
+        with pytest.raises(type(refusal)):
+            await enforcer.check_request("refused")
+    await enforcer.check_request("other")
+    assert router.counted == [] if is_outage else ["other"]
+    if not is_outage:
+        # Ended requests are reported together; the refused one does not take the others with it.
+        async with enforcer.running("other", 1, RequestCounts()):
+            with contextlib.suppress(CorollaError):
+                async with enforcer.running("refused", 1, RequestCounts()):
+                    pass
+        await enforcer.settle()
+        num_calls = router.num_calls
+        await enforcer.settle()
+        assert router.num_calls == num_calls
+
+
+@given(st.text(max_size=300))
+def test_routers_and_block_servers_accept_the_tenants_that_may_call(name: str) -> None:
+    take = pb.QuotaTake(tenant=name, request_id="r", lease_ms=1)
+    try:
+        quotas.checked(pb.TakeQuotasRequest(model="m", taker_id="t", takes=[take]))
+    except InvalidRequest:
+        assert not is_tenant_name(name)
+    else:
+        assert is_tenant_name(name)
