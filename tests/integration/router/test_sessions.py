@@ -160,7 +160,7 @@ async def test_a_tenant_that_has_stored_its_bytes_begins_nothing_more(start_rout
 async def test_no_tenant_fills_the_room_of_all_and_all_leave_room_for_the_rest(
     start_router: StartRouter, own_redis: EmbeddedRedis, model: str
 ) -> None:
-    """By the router's own bounds. Turns that run at once count what they may add, so that they cannot exceed them."""
+    """The router's own bounds hold, and turns that run at once count what they may add, so that none exceeds them."""
     router = await start_router(
         redis_url=own_redis.url, redis_timeout_ms=5000, max_tenant_session_mib=2, max_session_mib=3
     )

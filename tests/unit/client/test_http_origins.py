@@ -9,57 +9,67 @@ from corolla.client.http.origins import AllowedOrigins, OwnPages
 @pytest.mark.parametrize(
     "listens, host, origin",
     [
-        ("127.0.0.1", "elsewhere.example", None),
+        ("127.0.0.1", "127.0.0.1:8080", None),
         ("127.0.0.1", "127.0.0.1:8080", "http://127.0.0.1:8080"),
         ("127.0.0.1", "localhost:8080", "http://localhost:8080"),
         ("localhost", "LOCALHOST", "http://localhost"),
         ("::1", "[::1]:8080", "http://[::1]:8080"),
         ("[::1]", "[::1]", "http://[::1]"),
+        ("127.0.0.1", "127.0.0.1:8080", "http://127.0.0.1:3000"),
+        ("127.0.0.1", "localhost:8080", "https://LOCALHOST:5173"),
+        ("localhost", "127.0.0.1:8080", "http://[::1]:3000"),
+        ("0.0.0.0", "llm.example", None),
         ("0.0.0.0", "llm.example", "https://llm.example"),
         ("", "llm.example:8080", "https://llm.example:8080"),
     ],
 )
-def test_programs_and_own_pages_are_let_in(listens: str, host: str, origin: str | None) -> None:
-    OwnPages(listens).check({"host": host} if origin is None else {"host": host, "origin": origin})
+def test_programs_and_pages_of_this_machine_are_let_in(listens: str, host: str, origin: str | None) -> None:
+    pages, headers = OwnPages(listens), {"host": host} if origin is None else {"host": host, "origin": origin}
+    pages.check(headers)
+    is_elsewhere = origin is not None and origin.lower().partition("://")[2] != host.lower()
+    if is_elsewhere or listens not in ("0.0.0.0", ""):
+        assert pages.origins.headers(headers).get("access-control-allow-origin") == origin
+    # What only the service's own page may read, no other page of this machine does.
+    if is_elsewhere:
+        with pytest.raises(InvalidRequest, match="origin"):
+            pages.check_reader(headers)
+    else:
+        pages.check_reader(headers)
 
 
 @pytest.mark.parametrize(
-    "listens, host, origin",
+    "listens, host, origin, field",
     [
-        ("127.0.0.1", "127.0.0.1:8080", "https://elsewhere.example"),
-        ("127.0.0.1", "127.0.0.1:8080", "http://127.0.0.1:3000"),
-        ("127.0.0.1", "127.0.0.1:8080", "null"),
-        ("127.0.0.1", "", "null"),
-        ("127.0.0.1", "127.0.0.1:8080", "http://127.0.0.1:8080.elsewhere.example"),
-        ("127.0.0.1", "elsewhere.example:8080", "http://elsewhere.example:8080"),
-        ("localhost", "localhost.elsewhere.example", "http://localhost.elsewhere.example"),
-        ("::1", "elsewhere.example", "http://elsewhere.example"),
-        ("0.0.0.0", "llm.example", "https://elsewhere.example"),
+        ("127.0.0.1", "127.0.0.1:8080", "https://elsewhere.example", "origin"),
+        ("127.0.0.1", "127.0.0.1:8080", "null", "origin"),
+        ("127.0.0.1", "127.0.0.1:8080", "http://127.0.0.1:8080.elsewhere.example", "origin"),
+        ("127.0.0.1", "localhost", "http://localhost.elsewhere.example:80", "origin"),
+        ("127.0.0.1", "", "null", "host"),
+        ("127.0.0.1", "elsewhere.example:8080", "http://elsewhere.example:8080", "host"),
+        ("127.0.0.1", "elsewhere.example:8080", "http://localhost:8080", "host"),
+        ("localhost", "localhost.elsewhere.example", "http://localhost.elsewhere.example", "host"),
+        ("::1", "elsewhere.example", "http://elsewhere.example", "host"),
+        ("127.0.0.1", "elsewhere.example:8080", None, "host"),
+        ("0.0.0.0", "llm.example", "https://elsewhere.example", "origin"),
+        ("0.0.0.0", "llm.example", "http://localhost:3000", "origin"),
     ],
 )
-def test_pages_of_other_hosts_are_refused(listens: str, host: str, origin: str) -> None:
-    with pytest.raises(InvalidRequest) as refusal:
-        OwnPages(listens).check({"host": host, "origin": origin})
-    assert refusal.value.violations[0][0] == "origin"
+def test_pages_of_other_hosts_are_refused(listens: str, host: str, origin: str | None, field: str) -> None:
+    pages, headers = OwnPages(listens), {"host": host} if origin is None else {"host": host, "origin": origin}
+    for check in (pages.check, pages.check_reader, *([pages.check_host] if field == "host" else [])):
+        with pytest.raises(InvalidRequest) as refusal:
+            check(headers)
+        assert refusal.value.violations[0][0] == field
+    assert "access-control-allow-origin" not in pages.origins.headers(headers)
 
 
-@pytest.mark.parametrize(
-    "listens, host, is_let_in",
-    [
-        ("127.0.0.1", "127.0.0.1:8080", True),
-        ("127.0.0.1", "localhost", True),
-        ("127.0.0.1", "elsewhere.example:8080", False),
-        ("127.0.0.1", "", False),
-        ("0.0.0.0", "llm.example", True),
-    ],
-)
-def test_a_page_reads_by_a_name_of_this_machine_only(listens: str, host: str, is_let_in: bool) -> None:
-    if is_let_in:
-        OwnPages(listens).check_reader({"host": host})
-        return
-    with pytest.raises(InvalidRequest) as refusal:
-        OwnPages(listens).check_reader({"host": host})
-    assert refusal.value.violations[0][0] == "host"
+def test_the_host_of_an_allowed_origin_is_known() -> None:
+    """A proxy on this machine passes such a name on."""
+    pages = OwnPages("127.0.0.1", AllowedOrigins.parse("https://llm.example"))
+    pages.check({"host": "llm.example"})
+    pages.check({"host": "llm.example", "origin": "https://llm.example"})
+    with pytest.raises(InvalidRequest):
+        pages.check({"host": "elsewhere.example"})
 
 
 @pytest.mark.parametrize("origin", ["https://chat.example.org", "HTTPS://chat.example.org", "http://localhost:3000"])

@@ -29,7 +29,7 @@ class EndpointFactory:
     Args:
         authenticate: finds the caller, as for gRPC.
         pages: checks which web pages may send requests; None: all, since callers need a key.
-        origins: the origins whose pages may read replies.
+        origins: the origins whose pages may read replies of a service that asks for keys.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class EndpointFactory:
     ) -> None:
         self._authenticate = authenticate
         self._pages = pages
-        self._origins = origins
+        self._origins = origins if pages is None else pages.origins
         self._metrics = metrics
         self._limits = limits
 
@@ -66,8 +66,9 @@ class EndpointFactory:
             for method in behaviours
         }
         check: HeaderCheck | None = None
-        if self._pages is not None and not is_open:
-            check = self._pages.check_reader if is_of_page else self._pages.check
+        if self._pages is not None:
+            rules = self._pages
+            check = rules.check_host if is_open else rules.check_reader if is_of_page else rules.check
         origins = NO_ORIGINS if is_of_page else self._origins
         return Endpoint(behaviours, guards, self._metrics, self._limits, check, origins)
 

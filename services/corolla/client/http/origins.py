@@ -2,7 +2,8 @@
 
 A page of any host can make the browser send requests to the user's own machine. Browsers name the page's host in
 `origin`. But an attacker's host name may resolve to this machine (DNS rebinding); then page and request have the same
-host. So a service on a loopback address accepts only pages whose host is a loopback name.
+host, and a reading request has no `origin`. So a service without keys on a loopback address answers only requests to a
+loopback name, on every route. There, pages of the same machine may use it.
 """
 
 import ipaddress
@@ -23,10 +24,13 @@ class AllowedOrigins:
 
     Args:
         origins: the origins, such as `https://chat.example.org`; or `*`: all.
+        with_loopback: whether pages of this machine may, too, if their request goes to a loopback name.
     """
 
-    def __init__(self, origins: frozenset[str]) -> None:
+    def __init__(self, origins: frozenset[str], *, with_loopback: bool = False) -> None:
         self._origins = origins
+        self._hosts = frozenset(each.partition("://")[2] for each in origins)
+        self._with_loopback = with_loopback
 
     @classmethod
     def parse(cls, text: str) -> "AllowedOrigins":
@@ -38,17 +42,28 @@ class AllowedOrigins:
                 raise ValueError(f"{each!r} is not an origin such as https://chat.example.org")
         return cls(frozenset(given))
 
-    def allow(self, origin: str) -> bool:
-        """Whether pages of the origin may send requests, and read the replies."""
-        return ALL_ORIGINS in self._origins or origin.lower() in self._origins
+    def and_loopback(self) -> "AllowedOrigins":
+        """These origins, and those of this machine."""
+        return AllowedOrigins(self._origins, with_loopback=True)
+
+    def allow(self, request: Mapping[str, str]) -> bool:
+        """Whether the request's page may send it, and read the reply."""
+        origin = request.get("origin", "").lower()
+        if ALL_ORIGINS in self._origins or origin in self._origins:
+            return True
+        return self._with_loopback and _is_loopback(_name(origin.partition("://")[2])) and is_to_loopback(request)
+
+    def have_host(self, request: Mapping[str, str]) -> bool:
+        """Whether a request goes to the host of one of the origins."""
+        return ALL_ORIGINS in self._origins or request.get("host", "").lower() in self._hosts
 
     def headers(self, request: Mapping[str, str]) -> dict[str, str]:
         """Headers of a reply that tell a browser to let the request's page read it."""
         origin = request.get("origin")
-        if origin is None or not self._origins:
+        if origin is None or not (self._origins or self._with_loopback):
             return {}
         vary = {"vary": "origin"}
-        if not self.allow(origin):
+        if not self.allow(request):
             return vary
         return {**vary, "access-control-allow-origin": origin, "access-control-expose-headers": _SEEN_HEADERS}
 
@@ -72,29 +87,45 @@ class OwnPages:
 
     Args:
         host: the address that the service listens on; empty: all.
+        origins: the configured origins.
+
+    Attributes:
+        origins: the origins whose pages are accepted.
     """
 
     def __init__(self, host: str, origins: AllowedOrigins = NO_ORIGINS) -> None:
         self._is_loopback = _is_loopback(host)
-        self._origins = origins
+        self.origins = origins.and_loopback() if self._is_loopback else origins
+
+    def check_host(self, headers: Mapping[str, str]) -> None:
+        """Checks where a request goes, for a service on a loopback address. Raises InvalidRequest."""
+        # Browsers always send a host.
+        if not self._is_loopback or "host" not in headers:
+            return
+        if not is_to_loopback(headers) and not self.origins.have_host(headers):
+            raise InvalidRequest("host", "must be a name of this machine, such as localhost: there are no keys")
 
     def check(self, headers: Mapping[str, str]) -> None:
         """Checks a request's headers. Raises InvalidRequest."""
-        origin = headers.get("origin")
-        if origin is not None and not self._origins.allow(origin):
-            self._check_own(origin, headers.get("host", "").lower())
-
-    def _check_own(self, origin: str, host: str) -> None:
-        if origin.lower().partition("://")[2] != host or (self._is_loopback and not _is_loopback(_name(host))):
-            raise InvalidRequest("origin", "pages of other hosts are refused by a service without keys")
+        self.check_host(headers)
+        if "origin" in headers and not self.origins.allow(headers):
+            _check_own(headers)
 
     def check_reader(self, headers: Mapping[str, str]) -> None:
-        """Checks a GET request also by `host`: pages of the same host send no `origin`. Raises InvalidRequest."""
-        origin, host = headers.get("origin"), headers.get("host", "").lower()
-        if origin is not None:
-            self._check_own(origin, host)
-        if self._is_loopback and not _is_loopback(_name(host)):
-            raise InvalidRequest("host", "must be this machine's own for a service without keys")
+        """Checks a request that only the service's own page may send. Raises InvalidRequest."""
+        self.check_host(headers)
+        if "origin" in headers:
+            _check_own(headers)
+
+
+def is_to_loopback(request: Mapping[str, str]) -> bool:
+    """Whether a request goes to a name that only this machine has."""
+    return _is_loopback(_name(request.get("host", "").lower()))
+
+
+def _check_own(headers: Mapping[str, str]) -> None:
+    if headers["origin"].lower().partition("://")[2] != headers.get("host", "").lower():
+        raise InvalidRequest("origin", "pages of other hosts are refused by a service without keys")
 
 
 def _name(host: str) -> str:
