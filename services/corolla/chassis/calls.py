@@ -59,6 +59,7 @@ class Call(Generic[Who]):
         caller: The caller; ANONYMOUS_CALLER until it is authenticated.
         failure: The error with which the call ends if its task is cancelled; None: the caller cancelled the call.
         started_s: The time at which the call began, by `time.perf_counter`.
+        note: What the protocol wants to find again with a turn that the call makes; at most a few KiB.
     """
 
     def __init__(self, method: str, context: Context, caller: Who) -> None:
@@ -67,6 +68,7 @@ class Call(Generic[Who]):
         self.caller = caller
         self.failure: errors.CorollaError | None = None
         self.started_s = time.perf_counter()
+        self.note = b""
         self._described: list[Callable[[], Mapping[str, Any]]] = []
 
     def describe(self, facts: Callable[[], Mapping[str, Any]]) -> None:

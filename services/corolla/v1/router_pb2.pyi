@@ -807,6 +807,7 @@ class FinishedTurn(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     ENDED_S_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """The first turn is number 1."""
     num_messages: _builtins.int
@@ -816,6 +817,8 @@ class FinishedTurn(_message.Message):
     completion_tokens: _builtins.int
     ended_s: _builtins.int
     """Seconds of Unix time."""
+    note: _builtins.bytes
+    """What the client service wants to find again with the turn: the options of its request, in a form of its own."""
     def __init__(
         self,
         *,
@@ -825,10 +828,11 @@ class FinishedTurn(_message.Message):
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         ended_s: _builtins.int = ...,
+        note: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "ended_s", b"ended_s", "finish_reason", b"finish_reason", "num_messages", b"num_messages", "number", b"number", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "ended_s", b"ended_s", "finish_reason", b"finish_reason", "note", b"note", "num_messages", b"num_messages", "number", b"number", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -436,7 +436,8 @@ class GenerationServicer:
             until_s = asyncio.get_running_loop().time() + max(0.0, seconds_left - self._farewell_s)
         trace = trace_parent(dict(call.context.invocation_metadata() or ())) if spans.is_collected() else None
         is_continuous = is_streamed and isinstance(message, AnyMessage) and message.continuous_usage
-        return Caller(tenant, usage, until_s, trace, is_streamed, is_continuous, limits.answer_seconds), adapter
+        caller = Caller(tenant, usage, until_s, trace, is_streamed, is_continuous, limits.answer_seconds, call.note)
+        return caller, adapter
 
 
 def _no_turn() -> ResourceNotFound:

@@ -61,6 +61,7 @@ class Caller:
         is_streamed: whether the caller reads its answer as a stream.
         has_continuous_usage: whether each part of the stream says the usage so far.
         answer_seconds: the most seconds that the tenant's answers may take; None: no limit.
+        note: what is stored with the turn of a session, for those who read it again.
     """
 
     tenant: str
@@ -70,6 +71,7 @@ class Caller:
     is_streamed: bool = False
     has_continuous_usage: bool = False
     answer_seconds: float | None = None
+    note: bytes = b""
 
     def waits_until_s(self, time_limit_s: float | None) -> float:
         """When the caller stops waiting for an answer that begins now, by the event loop's clock."""

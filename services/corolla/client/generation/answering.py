@@ -354,7 +354,7 @@ class Answering:
                             left = unsent.select(deltas)
                             if deltas[-1].finish_reason is not None:
                                 # The record is written before the end is sent: the next turn may follow at once.
-                                _write_back(record, session, prompt_ids, answer, sampler, turn_name, record_turn)
+                                _write_back(record, session, prompt_ids, answer, sampler, request, record_turn)
                                 await turn.commit()
                                 position = session.position
                             if left is not None:
@@ -633,7 +633,7 @@ def _write_back(
     prompt_ids: Sequence[int],
     answer: Answer,
     sampler: SamplerRecord,
-    turn_name: str,
+    request: AnyRequest,
     record_turn: RecordTurn,
 ) -> None:
     record_turn(record, answer.message)
@@ -641,7 +641,7 @@ def _write_back(
     record.position = session.position
     record.token_log[:] = [*prompt_ids, *answer.token_ids]
     record.sampler_state, record.num_draws_since_state = sampler.state, sampler.num_draws
-    write_last_answer(record, answer, turn_name)
+    write_last_answer(record, answer, request.turn_name)
     record.num_turns += 1
     record.turns.add(
         number=record.num_turns,
@@ -650,4 +650,5 @@ def _write_back(
         prompt_tokens=len(prompt_ids),
         completion_tokens=len(answer.tokens),
         ended_s=int(time.time()),
+        note=request.caller.note,
     )

@@ -29,7 +29,7 @@ from corolla.client.http.endpoints import EndpointFactory
 from corolla.client.http.errors import ErrorReply
 from corolla.client.http.exchange import Exchange
 from corolla.client.http.page import pages
-from corolla.client.http.responses import ResponseRequest
+from corolla.client.http.responses import ItemsQuery, ReplayQuery, ResponseRequest
 from corolla.client.http.routes import HttpRoutes
 
 _VERSION: Final = "/v1"
@@ -54,10 +54,12 @@ class Operation:
     """One HTTP method at one path.
 
     Attributes:
-        path: the path in the document. Its last part may be a parameter, and `{model}` may hold slashes.
+        path: the path in the document. One part may be a parameter, and `{model}` may hold slashes.
         does: the method of HttpRoutes; its docstring is the summary in the document.
         reply: the body of a reply that is not streamed; for a watch, the data of each event.
         body: the body of the request; None: the request has no body.
+        query: the parameters behind the path; None: it has none.
+        needs_body: whether a request must have its body.
         streams: whether the reply may be a stream of events.
         is_watch: whether the reply is a stream of events for as long as the caller stays.
         is_open: whether callers need no key.
@@ -68,6 +70,8 @@ class Operation:
     does: Callable[[HttpRoutes, Exchange, Call[KeyHolder]], Awaitable[None]]
     reply: type[BaseModel]
     body: type[BaseModel] | None = None
+    query: type[BaseModel] | None = None
+    needs_body: bool = True
     streams: bool = False
     is_watch: bool = False
     is_open: bool = False
@@ -86,9 +90,30 @@ OPERATIONS: Final = (
     ),
     Operation("/v1/completions", "POST", HttpRoutes.complete, completions.Completion, CompletionRequest, streams=True),
     Operation("/v1/responses", "POST", HttpRoutes.respond, response_replies.Response, ResponseRequest, streams=True),
-    Operation("/v1/responses/{response_id}", "GET", HttpRoutes.get_response, response_replies.Response),
+    Operation(
+        "/v1/responses/{response_id}",
+        "GET",
+        HttpRoutes.get_response,
+        response_replies.Response,
+        query=ReplayQuery,
+        streams=True,
+    ),
     Operation("/v1/responses/{response_id}", "DELETE", HttpRoutes.delete_response, routes.DeletedResponse),
-    Operation("/v1/sessions", "POST", HttpRoutes.create_session, routes.SessionFacts, routes.SessionRequest),
+    Operation(
+        "/v1/responses/{response_id}/input_items",
+        "GET",
+        HttpRoutes.list_input_items,
+        response_replies.ItemList,
+        query=ItemsQuery,
+    ),
+    Operation(
+        "/v1/sessions",
+        "POST",
+        HttpRoutes.create_session,
+        routes.SessionFacts,
+        routes.SessionRequest,
+        needs_body=False,
+    ),
     Operation("/v1/sessions/{session_id}", "GET", HttpRoutes.get_session, routes.SessionFacts),
     Operation("/v1/sessions/{session_id}", "DELETE", HttpRoutes.delete_session, routes.DeletedSession),
     Operation("/tokenize", "POST", HttpRoutes.tokenize, tokenization.Tokenized, tokenization.TokenizeRequest),
@@ -147,11 +172,23 @@ def _described(operation: Operation, named: Mapping[Any, Any]) -> dict[str, Any]
     }
     if operation.body is not None:
         schema = named[operation.body, "validation"]
-        facts["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-    if "{" in operation.path:
-        name = operation.path.partition("{")[2].rstrip("}")
-        facts["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
+        content = {"application/json": {"schema": schema}}
+        facts["requestBody"] = {"required": operation.needs_body, "content": content}
+    if parameters := [*_path_parameters(operation), *_query_parameters(operation)]:
+        facts["parameters"] = parameters
     return facts
+
+
+def _path_parameters(operation: Operation) -> Iterator[dict[str, Any]]:
+    if "{" in operation.path:
+        name = operation.path.partition("{")[2].partition("}")[0]
+        yield {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+
+
+def _query_parameters(operation: Operation) -> Iterator[dict[str, Any]]:
+    if operation.query is not None:
+        for name, schema in operation.query.model_json_schema()["properties"].items():
+            yield {"name": name, "in": "query", "required": False, "schema": schema}
 
 
 def _contents(operation: Operation, named: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:

@@ -1,6 +1,7 @@
 """`/v1/responses`: replies and events of streams."""
 
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+import json
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Final, Literal
 
@@ -10,6 +11,7 @@ from corolla.client.http.answers import compact, escaped, now_s
 from corolla.client.http.log_probabilities import logprob_facts
 from corolla.client.http.responses import ResponseRequest
 from corolla.v1 import generation_pb2 as pb
+from corolla.v1 import router_pb2
 
 
 class InputDetails(BaseModel):
@@ -65,6 +67,19 @@ class Response(BaseModel):
     metadata: dict[str, Any]
 
 
+class ItemList(BaseModel):
+    """A page of a list of items."""
+
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+_MOST_NOTE_BYTES: Final = 2048
+_OF_ANSWERS: Final = {"id", "object", "status", "error", "incomplete_details", "output", "usage"}
+"""The fields of a response that are no options of its request."""
 _CUT_OFF: Final = frozenset({pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_TIME_LIMIT, pb.FINISH_REASON_CANCELLED})
 
 
@@ -76,7 +91,7 @@ class Reply:
     """
 
     def __init__(self, request: ResponseRequest, response_id: str, model: str) -> None:
-        self._head = Response(
+        self.head = Response(
             id=response_id,
             created_at=now_s(),
             status="in_progress",
@@ -97,19 +112,36 @@ class Reply:
             metadata=request.metadata or {},
         )
 
+    @classmethod
+    def of_turn(cls, response_id: str, finished: router_pb2.FinishedTurn, model: str) -> "Reply":
+        """The reply of a stored turn, with those options of its request that were noted."""
+        reply = cls(ResponseRequest.model_validate({}), response_id, model)
+        noted = json.loads(finished.note) if finished.note else {"created_at": finished.ended_s}
+        reply.head = reply.head.model_copy(update=noted)
+        return reply
+
+    @property
+    def note(self) -> bytes:
+        """The options of the request, to be stored with the turn. Long ones are left out."""
+        noted = self.head.model_dump(exclude=_OF_ANSWERS)
+        for name in ("", "tools", "instructions", "text", "tool_choice", "metadata", "user"):
+            noted.pop(name, None)
+            if len(note := compact(noted).encode()) <= _MOST_NOTE_BYTES:
+                return note
+        return b""
+
     def whole(self, answer: pb.ChatResponse) -> bytes:
         """The body of a reply that is not streamed."""
-        message = answer.message
-        output: list[dict[str, Any]] = []
-        if message.reasoning:
-            output.append(_reasoning(self._id("rs_", 0), message.reasoning))
-        if message.content or not message.tool_calls:
-            output.append(_message(self._id("msg_", len(output)), message.content, logprob_facts(answer.logprobs)))
-        for call in message.tool_calls:
-            output.append(_call(self._id("fc_", len(output)), call.id, call.name, call.arguments))
-        if answer.finish_reason in _CUT_OFF:
-            output[-1]["status"] = "incomplete"
-        return self._ended(output, answer.finish_reason, answer.usage).model_dump_json().encode()
+        writer = _Writer(self._id)
+        writer.take(_as_chunk(answer))
+        writer.end(is_cut=answer.finish_reason in _CUT_OFF)
+        return self._ended(writer.output, answer.finish_reason, answer.usage).model_dump_json().encode()
+
+    async def replayed(self, answer: pb.ChatResponse, after: int = -1) -> AsyncGenerator[bytes, None]:
+        """Yields the events of a finished answer that come after the event of a number."""
+        writer = _Writer(self._id, after)
+        text = self._begun(writer) + writer.take(_as_chunk(answer))
+        yield (text + self._end(writer, answer.finish_reason, answer.usage)).encode()
 
     async def events(self, chunks: AsyncGenerator[pb.ChatChunk, None]) -> AsyncGenerator[bytes, None]:
         """Yields the events of a stream: its beginning, the items of the answer, and its end."""
@@ -120,29 +152,30 @@ class Reply:
                 text = ""
                 if not is_begun:
                     is_begun = True
-                    head = self._head.model_dump()
-                    text += writer.event("response.created", response=head)
-                    text += writer.event("response.in_progress", response=head)
+                    text += self._begun(writer)
                 text += writer.take(chunk)
                 if chunk.finish_reason:
-                    text += writer.end(is_cut=chunk.finish_reason in _CUT_OFF)
-                    ended = self._ended(writer.output, chunk.finish_reason, chunk.usage)
-                    text += writer.event(f"response.{ended.status}", response=ended.model_dump())
+                    text += self._end(writer, chunk.finish_reason, chunk.usage)
                 if text:
                     yield text.encode()
 
-    def stored(self, answer: pb.ChatResponse, ended_s: int) -> bytes:
-        """The body of a stored response, as `whole` wrote it, without the options of its request."""
-        self._head = self._head.model_copy(update={"created_at": ended_s})
-        return self.whole(answer)
+    def _begun(self, writer: "_Writer") -> str:
+        head = self.head.model_dump()
+        created = writer.event("response.created", response=head)
+        return created + writer.event("response.in_progress", response=head)
+
+    def _end(self, writer: "_Writer", reason: "pb.FinishReason.ValueType", usage: pb.Usage) -> str:
+        text = writer.end(is_cut=reason in _CUT_OFF)
+        ended = self._ended(writer.output, reason, usage)
+        return text + writer.event(f"response.{ended.status}", response=ended.model_dump())
 
     def _id(self, prefix: str, index: int) -> str:
         """The id of an item of the output, which is the same whenever the response is read."""
-        return f"{prefix}{self._head.id.removeprefix('resp_')}{index:02x}"
+        return f"{prefix}{self.head.id.removeprefix('resp_')}{index:02x}"
 
     def _ended(self, output: list[dict[str, Any]], reason: "pb.FinishReason.ValueType", usage: pb.Usage) -> Response:
         is_cut_off = reason in _CUT_OFF
-        return self._head.model_copy(
+        return self.head.model_copy(
             update={
                 "status": "incomplete" if is_cut_off else "completed",
                 "incomplete_details": Incomplete(reason="max_output_tokens") if is_cut_off else None,
@@ -166,21 +199,30 @@ class Reply:
 class _Writer:
     """Makes the events of one answer. Its items follow one another, so at most one is open.
 
+    An event's number is one more than that of the event before it; that of a delta, as many more as it has characters.
+    So the numbers do not depend on how an answer was divided into deltas, and a replay may begin behind any of them.
+
+    Args:
+        after: the number of the last event that the reader has.
+
     Attributes:
         output: the completed items in OpenAI's form.
     """
 
-    def __init__(self, make_id: Callable[[str, int], str]) -> None:
+    def __init__(self, make_id: Callable[[str, int], str], after: int = -1) -> None:
         self.output: list[dict[str, Any]] = []
         self._make_id = make_id
+        self._after = after
         self._number = 0
         self._open: _OpenItem | None = None
 
     def event(self, kind: str, **facts: Any) -> str:
-        """The text of an event."""
-        text = f"event: {kind}\ndata: {compact({'type': kind, 'sequence_number': self._number, **facts})}\n\n"
+        """The text of an event; empty if the reader has it."""
+        number = self._number
         self._number += 1
-        return text
+        if number <= self._after:
+            return ""
+        return f"event: {kind}\ndata: {compact({'type': kind, 'sequence_number': number, **facts})}\n\n"
 
     def take(self, chunk: pb.ChatChunk) -> str:
         """The events for a chunk."""
@@ -213,10 +255,12 @@ class _Writer:
             return text
         item.parts.append(delta)
         item.logprobs += logprobs or ()
+        self._number += len(delta)
+        if (num_new := self._number - 1 - self._after) <= 0:
+            return text
         more = f',"logprobs":{compact(logprobs)}' if logprobs else item.no_logprobs
-        text += f'{item.delta_head}{self._number}{item.delta_place}"delta":{escaped(delta)}{more}}}\n\n'
-        self._number += 1
-        return text
+        new = escaped(delta[-num_new:])
+        return text + f'{item.delta_head}{self._number - 1}{item.delta_place}"delta":{new}{more}}}\n\n'
 
     @property
     def _next_index(self) -> int:
@@ -285,6 +329,44 @@ class _OpenItem:
         more = {"logprobs": self.logprobs} if self.kind == "message" else {}
         yield f"{self._events}.done", {**self.place, "text": text, **more}
         yield "response.content_part.done", {**self.place, "part": self.part(text)}
+
+
+def _as_chunk(answer: pb.ChatResponse) -> pb.ChatChunk:
+    """A whole answer as the only chunk of a stream."""
+    message = answer.message
+    calls = (
+        pb.ToolCallDelta(index=index, id=each.id, name=each.name, arguments_delta=each.arguments)
+        for index, each in enumerate(message.tool_calls)
+    )
+    return pb.ChatChunk(
+        reasoning_delta=message.reasoning, text_delta=message.content, logprobs=answer.logprobs, tool_calls=calls
+    )
+
+
+def input_items(messages: Sequence[pb.ChatMessage], response_id: str) -> list[dict[str, Any]]:
+    """The items of a conversation before a response, in OpenAI's form. Their ids depend on their places only."""
+    items: list[dict[str, Any]] = []
+
+    def item_id(prefix: str) -> str:
+        return f"{prefix}{response_id.removeprefix('resp_')}i{len(items):04x}"
+
+    for message in messages:
+        texts = list(message.content_parts) or [message.content]
+        if message.role == "tool":
+            facts = {"id": item_id("fco_"), "type": "function_call_output", "call_id": message.tool_call_id}
+            items.append({**facts, "output": "".join(texts), "status": "completed"})
+            continue
+        if message.role != "assistant":
+            content = [{"type": "input_text", "text": text} for text in texts]
+            facts = {"id": item_id("msg_"), "type": "message", "role": message.role}
+            items.append({**facts, "content": content, "status": "completed"})
+            continue
+        if message.reasoning:
+            items.append(_reasoning(item_id("rs_"), message.reasoning))
+        if any(texts) or not message.tool_calls:
+            items.append(_message(item_id("msg_"), "".join(texts), []))
+        items += [_call(item_id("fc_"), each.id, each.name, each.arguments) for each in message.tool_calls]
+    return items
 
 
 def _text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:

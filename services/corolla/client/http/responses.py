@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from corolla.chassis.errors import ResourceNotFound
+from corolla.chassis.errors import InvalidRequest, ResourceNotFound
 from corolla.client.http.chat import (
     MAX_EFFORT_CHARS,
     AllowedTools,
@@ -26,6 +26,8 @@ from corolla.client.http.chat import (
 from corolla.client.http.field_paths import Paths, shown
 from corolla.client.http.fields import (
     UNLIMITED,
+    Body,
+    Count,
     Fields,
     Int32,
     JsonObjectFormat,
@@ -279,6 +281,31 @@ class ResponseRequest(SamplingFields):
             return
         given = enumerate(self.input or ())
         yield from _joined([(f"input[{index}]", each) for index, each in given if not isinstance(each, Skipped)])
+
+
+class ReplayQuery(Body):
+    """How a stored response is read."""
+
+    stream: bool | None = Field(None, description="Its events are sent again.")
+    starting_after: Count | None = Field(None, description="With stream: only the events after the one of this number.")
+
+
+class ItemsQuery(Body):
+    """A page of a list of items."""
+
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = Field("desc", description="desc: the newest item comes first.")
+    after: str | None = Field(None, description="The id of the item before the page.")
+
+    def page(self, items: Sequence[dict[str, Any]]) -> tuple[Sequence[dict[str, Any]], bool]:
+        """The items of the page, and whether more follow. Raises InvalidRequest."""
+        found = items if self.order == "asc" else items[::-1]
+        first = 0
+        if self.after is not None:
+            first = next((index + 1 for index, each in enumerate(found) if each["id"] == self.after), -1)
+        if first < 0:
+            raise InvalidRequest("after", "must be the id of an item of the list")
+        return found[first : first + self.limit], len(found) > first + self.limit
 
 
 @dataclass(frozen=True, slots=True)

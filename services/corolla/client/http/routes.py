@@ -29,8 +29,15 @@ from corolla.client.http.readings import (
     ScoreList,
     ScoreRequest,
 )
-from corolla.client.http.response_replies import Reply
-from corolla.client.http.responses import ResponseRequest, StoredTurn, new_response_id, not_stored
+from corolla.client.http.response_replies import ItemList, Reply, input_items
+from corolla.client.http.responses import (
+    ItemsQuery,
+    ReplayQuery,
+    ResponseRequest,
+    StoredTurn,
+    new_response_id,
+    not_stored,
+)
 from corolla.client.http.tokenization import (
     Detokenized,
     DetokenizeRequest,
@@ -40,6 +47,7 @@ from corolla.client.http.tokenization import (
 )
 from corolla.decoding.stopping import FinishReason
 from corolla.v1 import generation_pb2 as pb
+from corolla.v1 import router_pb2
 
 Result = TypeVar("Result")
 
@@ -160,6 +168,7 @@ class HttpRoutes:
         async with self._turn(body, call) as (turn, earlier, is_kept):
             request = body.as_protocol(turn, earlier)
             reply = Reply(body, turn.response_id if turn is not None else new_response_id(), body.model or self._model)
+            call.note = reply.note
             if body.stream:
                 events = reply.events(_until_kept(self._servicer.ChatStream(request, call), is_kept))
                 with body.in_own_words(len(earlier)):
@@ -207,22 +216,39 @@ class HttpRoutes:
                         await self._servicer.DeleteSession(pb.DeleteSessionRequest(session_id=session.session_id), call)
 
     async def get_response(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
-        """Reads a stored response, without the options of its request."""
+        """Reads a stored response, or sends its events again."""
         await exchange.without_body()
-        response_id = exchange.path_parameters["response_id"]
-        turn = StoredTurn.of(response_id)
-        record, finished = await self._servicer.stored_turn(turn.session_id, turn.number, call)
-        if finished is None or not finished.num_messages:
-            raise not_stored()
+        query = exchange.query(ReplayQuery)
+        messages, finished, model = await self._response(exchange, call)
         answer = pb.ChatResponse(
-            message=recorded_message(record.transcript[finished.num_messages - 1]),
+            message=messages[-1],
             finish_reason=finish_reason(FinishReason(finished.finish_reason)),
             usage=pb.Usage(prompt_tokens=finished.prompt_tokens, completion_tokens=finished.completion_tokens),
         )
-        previous = StoredTurn(turn.session_id, turn.number - 1)
-        asked = {"previous_response_id": previous.response_id if previous.number else None}
-        reply = Reply(ResponseRequest.model_validate(asked), response_id, record.model)
-        await exchange.reply(reply.stored(answer, finished.ended_s))
+        reply = Reply.of_turn(exchange.path_parameters["response_id"], finished, model)
+        if query.stream:
+            await exchange.stream(reply.replayed(answer, -1 if query.starting_after is None else query.starting_after))
+        else:
+            await exchange.reply(reply.whole(answer))
+
+    async def list_input_items(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+        """Lists the items of the conversation before a stored response."""
+        await exchange.without_body()
+        query = exchange.query(ItemsQuery)
+        (*earlier, _), _, _ = await self._response(exchange, call)
+        page, has_more = query.page(input_items(earlier, exchange.path_parameters["response_id"]))
+        first_id, last_id = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+        await _reply(exchange, ItemList(data=list(page), first_id=first_id, last_id=last_id, has_more=has_more))
+
+    async def _response(
+        self, exchange: Exchange, call: Call[KeyHolder]
+    ) -> tuple[list[pb.ChatMessage], router_pb2.FinishedTurn, str]:
+        """The conversation up to a stored response, its turn, and its model. Raises ResourceNotFound."""
+        turn = StoredTurn.of(exchange.path_parameters["response_id"])
+        record, finished = await self._servicer.stored_turn(turn.session_id, turn.number, call)
+        if finished is None or not finished.num_messages:
+            raise not_stored()
+        return [recorded_message(each) for each in record.transcript[: finished.num_messages]], finished, record.model
 
     async def delete_response(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Deletes a stored response; the last one of a conversation with its session."""
