@@ -44,6 +44,7 @@ class DistributedModelForCausalLM(NotPickled, RefusedMethods, RemoteGenerationMi
 
     Attributes:
         model_type: the family of the class; None takes any.
+        position_rules: how the model counts positions.
         blocks: the remote blocks, which can be counted, sliced, and run without a cache.
     """
 
@@ -58,6 +59,7 @@ class DistributedModelForCausalLM(NotPickled, RefusedMethods, RemoteGenerationMi
         self.loss_type = "ForCausalLM"
         self.embedding, self.head = edges.modules
         self.edges = edges
+        self.position_rules = PositionRules(config)
         self.blocks = blocks
         self.train(False)
 
@@ -272,7 +274,7 @@ class DistributedModelForCausalLM(NotPickled, RefusedMethods, RemoteGenerationMi
         num_rows, num_columns = given.shape[:2]
         whole = _whole_mask(attention_mask, session.text_mask, num_rows, num_columns)
         mask = whole[:, whole.shape[1] - num_columns :]
-        positions = PositionRules.of(self.config).positions(whole, num_columns, position_ids)
+        positions = self.position_rules.positions(whole, num_columns, position_ids)
         is_embedded = given.dim() == 3
         where = mask.to(given.device)
         if not is_embedded:

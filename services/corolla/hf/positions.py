@@ -4,15 +4,17 @@ Blocks count the tokens of each row, padding left out. transformers counts colum
 some of its layers measure distances in columns. Where that makes a difference, a sentence says what to give instead.
 """
 
-from dataclasses import dataclass
-from typing import Final, Self
+import functools
+from typing import Final
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import AutoModel, PretrainedConfig
 
 from corolla.models.checkpoint import context_length_of
-from corolla.models.families import attention_windows, family_of, recurrent_layers
+from corolla.models.cut_model import model_class_of, without_weights
+from corolla.models.families import family_of, recurrent_layers
+from corolla.models.visible_tokens import attention_windows
 
 # Families whose own `forward`, where it is given no positions, counts tokens; the others count columns.
 _SKIPPING_PADDING: Final = frozenset({"bloom", "opt"})
@@ -25,36 +27,34 @@ _FEELING_OFFSETS: Final = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe", "mini
 _MEASURING_COLUMNS: Final = frozenset({"gpt_neo", "mpt"})
 
 
-@dataclass(frozen=True, slots=True)
 class PositionRules:
     """How a model counts positions.
+
+    Args:
+        config: the configuration of the whole model.
 
     Attributes:
         has_free_positions: whether only the embedding knows positions, so that any of them can be given.
         skips_padding: whether transformers counts tokens where it is given no positions, not columns.
         feels_offset: whether blocks compute something else when all positions are raised by the same number.
-        measures_columns: whether padding between two tokens makes them more distant.
-        num_positions: the number of positions that the model has.
     """
 
-    has_free_positions: bool
-    skips_padding: bool
-    feels_offset: bool
-    measures_columns: bool
-    num_positions: int
-
-    @classmethod
-    def of(cls, config: PretrainedConfig) -> Self:
+    def __init__(self, config: PretrainedConfig) -> None:
         family = family_of(config)
-        return cls(
-            has_free_positions=family.learned_positions is not None,
-            skips_padding=family.model_type in _SKIPPING_PADDING,
-            feels_offset=family.model_type in _FEELING_OFFSETS,
-            measures_columns=family.model_type in _MEASURING_COLUMNS
-            or any(window is not None for window in attention_windows(config))
-            or bool(recurrent_layers(config)),
-            num_positions=context_length_of(config),
-        )
+        self.has_free_positions = family.learned_positions is not None
+        self.skips_padding = family.model_type in _SKIPPING_PADDING
+        self.feels_offset = family.model_type in _FEELING_OFFSETS
+        self._config = config
+        self._num_positions = context_length_of(config)
+
+    @functools.cached_property
+    def measures_columns(self) -> bool:
+        """Whether padding between two tokens makes them more distant."""
+        family = family_of(self._config)
+        if family.model_type in _MEASURING_COLUMNS or recurrent_layers(self._config):
+            return True
+        base = without_weights(model_class_of(AutoModel, self._config), self._config)
+        return any(window is not None for window in attention_windows(base, family))
 
     def refuse_holes(self, mask: Tensor) -> None:
         """Raises ValueError if padding between two tokens would change the result.
@@ -62,7 +62,7 @@ class PositionRules:
         Args:
             mask: bool `[B, T]`, on any device.
         """
-        if self.measures_columns and has_holes(mask):
+        if has_holes(mask) and self.measures_columns:
             raise ValueError(
                 "`attention_mask` has padding between tokens: this model's layers measure distances in columns, and "
                 "block servers get no padding. Pad on the left only."
@@ -107,10 +107,10 @@ class PositionRules:
                     "blocks know no others."
                 )
             return counted
-        outside = positions[mask & ((positions < 0) | (positions >= self.num_positions))]
+        outside = positions[mask & ((positions < 0) | (positions >= self._num_positions))]
         if outside.numel() or positions.is_floating_point():
             raise ValueError(
-                f"`position_ids` must be whole numbers from 0 to {self.num_positions - 1}, the positions of the model."
+                f"`position_ids` must be whole numbers from 0 to {self._num_positions - 1}, the positions of the model."
             )
         return torch.where(mask, positions.long(), 0)
 

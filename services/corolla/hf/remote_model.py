@@ -71,6 +71,7 @@ class RemoteModelForCausalLM(NotPickled, RefusedMethods, GenerationMixin):
         self, checkpoint: Checkpoint, connection: Connection, tenant: str, *, reuse_prefixes: bool, salt: bytes = b""
     ) -> None:
         self.config: PretrainedConfig = copy.deepcopy(checkpoint.config)
+        self._position_rules = PositionRules(self.config.get_text_config())
         self.generation_config: GenerationConfig = served_defaults(checkpoint, lambda name: name in _HEEDED | _IDLE)
         self._context_length = checkpoint.context_length
         self._connection = connection
@@ -176,7 +177,7 @@ class RemoteModelForCausalLM(NotPickled, RefusedMethods, GenerationMixin):
             raise ValueError(
                 f"`attention_mask` must have the shape {list(given.shape)} of the tokens, and padding is on the left."
             )
-        PositionRules.of(self.config.get_text_config()).refuse_holes(mask.bool())
+        self._position_rules.refuse_holes(mask.bool())
         token_ids = given.repeat_interleave(config.num_return_sequences or 1, dim=0)
         mask = mask.repeat_interleave(config.num_return_sequences or 1, dim=0).bool()
         require_token_ids("input_ids", token_ids[mask], self.config.get_text_config().vocab_size)

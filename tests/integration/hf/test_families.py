@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from corolla.chassis.errors import UnsupportedFamily
-from corolla.hf.positions import PositionRules
 from tests.checkpoints import RECURRENT_FAMILIES, make_tiny_checkpoint
 from tests.families import family_cases
 from tests.integration.hf.models import ModelPair, draw_prompts, left_padding
@@ -49,7 +48,7 @@ def assert_passes_equal(pair: ModelPair) -> None:
             continue
         expected = pair.unsplit(TEXT, **given).logits
         torch.testing.assert_close(answered[mask.bool()], expected[mask.bool()], atol=2e-3, rtol=2e-3, msg=name)
-    rules = PositionRules.of(pair.remote.config)
+    rules = pair.remote.position_rules
     assert ("padding" in refused) == rules.feels_offset
     assert ("later positions" in refused) != rules.has_free_positions
     assert ("holes, positions that count tokens" in refused) == rules.measures_columns
