@@ -73,7 +73,7 @@ lock: setup ## Resolves pyproject.toml into the locks, keeping pins that still f
 	@printf 'cyclonedx-bom>=7.5,<8\npip-audit>=2.10,<3\n' | uv pip compile - --quiet $(UPGRADE) --universal \
 	  --python-version 3.11 --generate-hashes --no-annotate --default-index https://pypi.org/simple \
 	  --custom-compile-command 'make lock' --output-file requirements/tools.txt
-	@printf 'langchain-openai>=1.7,<2\nlitellm>=1.110,<2\nllm>=0.32,<0.33\nopenai>=3.57,<4\npydantic-ai-slim[openai]>=2,<3\nschemathesis>=4.32,<5\nsmolagents[openai]>=1.26,<2\n' | \
+	@printf 'guidance>=0.3,<1\ninstructor>=1,<2\nlangchain-openai>=1.7,<2\nlitellm>=1.110,<2\nllm>=0.32,<0.33\nopenai>=3.57,<4\npydantic-ai-slim[openai]>=2,<3\nschemathesis>=4.32,<5\nsmolagents[openai]>=1.26,<2\n' | \
 	  uv pip compile - --quiet $(UPGRADE) --universal --python-version 3.11 --generate-hashes --no-annotate \
 	  --default-index https://pypi.org/simple --custom-compile-command 'make lock' \
 	  --output-file requirements/http-clients.txt

@@ -23,7 +23,7 @@ REPLACED = (
     (r"\bawait ", ""),
     (r"__a(enter|exit)__", r"__\1__"),
     (r"\bAsync(Client|Session|Chat|Stream|ApiKey)\b", r"\1"),
-    (r"\basync_(begun|call_metadata)\b", r"\1"),
+    (r"\basync_(begun|called|call_metadata)\b", r"\1"),
     (r"from grpc import aio\n", ""),
     (r"\baio\.", "grpc."),
     (r"import asyncio\n", "import threading\n"),

@@ -661,7 +661,7 @@ async def test_a_late_stream_that_ends_leaves_the_answers_of_the_other_one(
 
 
 async def test_all_answers_of_a_client_service_may_come_at_once_with_a_grammar_that_is_new(swarm: Swarm) -> None:
-    grammar = pb.Grammar(text=formats.regex("[ab]{1,50}", "regex").grammar)
+    grammar = pb.Grammar(text=formats.grammar_of(formats.regex("[ab]{1,50}", "regex")).text)
     sampler = pb.Sampler(top_p=1, repetition_penalty=1, grammar=grammar)
     async with calling(swarm) as caller:
         for number in range(1, 301):
@@ -689,7 +689,9 @@ async def test_grammars_that_are_slow_to_read_hold_up_no_other_open(
     async with calling(swarm) as caller, streaming(swarm, b"d" * 16) as other:
         try:
             for number in range(1, 41):
-                sampler = a_sampler(grammar=pb.Grammar(text=formats.regex(f"a{number}", "regex").grammar))
+                sampler = a_sampler(
+                    grammar=pb.Grammar(text=formats.grammar_of(formats.regex(f"a{number}", "regex")).text)
+                )
                 session_id = number.to_bytes(16, "big")
                 caller.send(an_open(request_id=number, session_id=session_id, max_tokens=1, sampler=sampler))
             other.send(an_open(sampler=a_sampler(num_skipped=50)))

@@ -125,7 +125,7 @@ async def test_tokens_and_log_probabilities_are_those_of_the_unsplit_model(
     assert text is not None
     form = formats.json_schema(json.dumps(PERSON), "f")
     tokenizer = grammar_tokenizer(text, VOCAB_SIZE, unsplit.eos_token_ids)
-    grammar = AnswerGrammar(read_grammar(tokenizer, form.grammar))
+    grammar = AnswerGrammar(read_grammar(tokenizer, formats.grammar_of(form).text))
     num_seen = len(prompt_ids)
 
     def mask(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

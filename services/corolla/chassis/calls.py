@@ -10,13 +10,14 @@ import logging
 import re
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Generic, Literal, Protocol, TypeVar
 
 import grpc
 
 from corolla.chassis import audit, errors
 from corolla.chassis.audit import ANONYMOUS_CALLER, Caller
+from corolla.chassis.ignored_places import IGNORED, ignored_text
 from corolla.chassis.metrics import Fault
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,9 @@ class Context(Protocol):
 
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
         """Returns the properties of the caller's certificate; empty without one."""
+
+    def set_trailing_metadata(self, metadata: tuple[tuple[str, str], ...], /) -> None:
+        """Adds to what the caller learns beside the reply."""
 
 
 def x_request_id(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
@@ -77,6 +81,11 @@ class Call(Generic[Who]):
         The facts are numbers and names, never a part of the request. Numbers of the same name are added up.
         """
         self._described.append(facts)
+
+    def name_ignored(self, places: Sequence[str]) -> None:
+        """Tells the caller which places of its request have no effect."""
+        if places:
+            self.context.set_trailing_metadata(((IGNORED, ignored_text(places)),))
 
     def write(self, outcome: str, seconds: float) -> None:
         """Writes the call into the audit log."""

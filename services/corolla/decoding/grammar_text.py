@@ -4,8 +4,8 @@ The module imports no other library.
 """
 
 import json
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -29,14 +29,15 @@ class UnreadableGrammar(Exception):
     """A grammar that llguidance does not accept. The message says why, in one sentence for the grammar's author."""
 
 
-def as_grammar(kind: str, value: object) -> str:
-    """The text of a grammar with one part; `kind` is llguidance's key of the part: `json_schema` or `lark_grammar`."""
-    return json.dumps({"grammars": [{kind: value}]}, ensure_ascii=False, separators=(",", ":"))
+def grammar_text(*parts: Mapping[str, Any]) -> str:
+    """The text of a grammar with these parts: each has `json_schema` or `lark_grammar`, llguidance's keys."""
+    return json.dumps({"grammars": parts}, ensure_ascii=False, separators=(",", ":"))
 
 
-def regex_grammar(expression: str) -> str:
-    """The text of a grammar for answers that the regular expression matches as a whole."""
-    return LLMatcher.grammar_from_regex(expression)
+def regex_rule(expression: str) -> str:
+    """A grammar in Lark's notation for answers that the regular expression matches as a whole."""
+    (part,) = json.loads(LLMatcher.grammar_from_regex(expression))["grammars"]
+    return str(part["lark_grammar"])
 
 
 def grammar_tokenizer(text: str, vocab_size: int, end_token_ids: Sequence[int]) -> LLTokenizer:

@@ -20,10 +20,12 @@ class Answer:
 
     Attributes:
         usage: what the answer cost; None until the last chunk came.
+        ignored: the places in the request that had no effect; empty until the stream has ended.
     """
 
     def __init__(self) -> None:
         self.usage: Usage | None = None
+        self.ignored: tuple[str, ...] = ()
         self._parts: dict[int, _Growing] = {}
 
     @property

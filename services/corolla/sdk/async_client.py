@@ -18,7 +18,14 @@ from corolla.sdk.requests import ChatOptions, GenerateOptions, Prompt, ReadOptio
 from corolla.sdk.results import Embedding, Generation, Model, Reply, Score, SessionInfo, Tokens, Usage
 from corolla.sdk.streams import AsyncStream
 from corolla.sdk.tools import AnyTool
-from corolla.sdk.transport import CHANNEL_OPTIONS, AsyncApiKey, async_begun, async_call_metadata, error_of
+from corolla.sdk.transport import (
+    CHANNEL_OPTIONS,
+    AsyncApiKey,
+    async_begun,
+    async_call_metadata,
+    async_called,
+    error_of,
+)
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -64,7 +71,8 @@ class AsyncClient:
     async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
         """Completes a prompt: text, or token ids. The options are those of `GenerateOptions`."""
         request = requests.generate_request(prompt, options)
-        return responses.generation(await self._call(self._stub.Generate, request, timeout_s=options.get("timeout")))
+        answered = await self._called(self._stub.Generate, request, timeout_s=options.get("timeout"))
+        return responses.generation(*answered)
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncStream:
         """Completes a prompt chunk by chunk."""
@@ -76,7 +84,7 @@ class AsyncClient:
     ) -> Reply:
         """Answers a whole conversation, or a session's new messages. The answer may call tools; see `ChatOptions`."""
         request = requests.chat_request(messages, options, session)
-        return responses.reply(await self._call(self._stub.Chat, request, timeout_s=options.get("timeout")))
+        return responses.reply(*await self._called(self._stub.Chat, request, timeout_s=options.get("timeout")))
 
     def stream_chat(
         self, messages: Sequence[AnyMessage], *, session: str = "", **options: Unpack[ChatOptions]
@@ -192,9 +200,19 @@ class AsyncClient:
         *,
         timeout_s: float | None = None,
     ) -> Answered:
+        answer, _ = await self._called(method, request, timeout_s=timeout_s)
+        return answer
+
+    async def _called(
+        self,
+        method: "aio.UnaryUnaryMultiCallable[Any, Answered]",
+        request: ProtoMessage,
+        *,
+        timeout_s: float | None = None,
+    ) -> tuple[Answered, tuple[str, ...]]:
         try:
             metadata = await async_call_metadata(self._api_key)
-            return await method(request, timeout=self._limit(timeout_s), metadata=metadata)
+            return await async_called(method, request, timeout=self._limit(timeout_s), metadata=metadata)
         except grpc.RpcError as failure:
             raise error_of(failure, self.address) from None
 

@@ -19,7 +19,14 @@ from corolla.sdk.requests import ChatOptions, GenerateOptions, Prompt, ReadOptio
 from corolla.sdk.results import Embedding, Generation, Model, Reply, Score, SessionInfo, Tokens, Usage
 from corolla.sdk.streams import Stream
 from corolla.sdk.tools import AnyTool
-from corolla.sdk.transport import CHANNEL_OPTIONS, ApiKey, begun, call_metadata, error_of
+from corolla.sdk.transport import (
+    CHANNEL_OPTIONS,
+    ApiKey,
+    begun,
+    call_metadata,
+    called,
+    error_of,
+)
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -65,7 +72,8 @@ class Client:
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
         """Completes a prompt: text, or token ids. The options are those of `GenerateOptions`."""
         request = requests.generate_request(prompt, options)
-        return responses.generation(self._call(self._stub.Generate, request, timeout_s=options.get("timeout")))
+        answered = self._called(self._stub.Generate, request, timeout_s=options.get("timeout"))
+        return responses.generation(*answered)
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
         """Completes a prompt chunk by chunk."""
@@ -77,7 +85,7 @@ class Client:
     ) -> Reply:
         """Answers a whole conversation, or a session's new messages. The answer may call tools; see `ChatOptions`."""
         request = requests.chat_request(messages, options, session)
-        return responses.reply(self._call(self._stub.Chat, request, timeout_s=options.get("timeout")))
+        return responses.reply(*self._called(self._stub.Chat, request, timeout_s=options.get("timeout")))
 
     def stream_chat(
         self, messages: Sequence[AnyMessage], *, session: str = "", **options: Unpack[ChatOptions]
@@ -191,9 +199,19 @@ class Client:
         *,
         timeout_s: float | None = None,
     ) -> Answered:
+        answer, _ = self._called(method, request, timeout_s=timeout_s)
+        return answer
+
+    def _called(
+        self,
+        method: "grpc.UnaryUnaryMultiCallable[Any, Answered]",
+        request: ProtoMessage,
+        *,
+        timeout_s: float | None = None,
+    ) -> tuple[Answered, tuple[str, ...]]:
         try:
             metadata = call_metadata(self._api_key)
-            return method(request, timeout=self._limit(timeout_s), metadata=metadata)
+            return called(method, request, timeout=self._limit(timeout_s), metadata=metadata)
         except grpc.RpcError as failure:
             raise error_of(failure, self.address) from None
 

@@ -37,6 +37,7 @@ def set_format(message: pb.ResponseFormat, given: object) -> None:
                 message.json_object.SetInParent()
             case "json_schema":
                 message.json_schema = json.dumps(form["json_schema"]["schema"])
+                message.strict = bool(form["json_schema"].get("strict"))
             case "choice":
                 message.choice.texts.extend(form["choice"])
                 message.choice.SetInParent()

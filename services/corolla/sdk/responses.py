@@ -26,13 +26,13 @@ def usage(message: pb.Usage) -> results.Usage:
     )
 
 
-def generation(message: pb.GenerateResponse) -> results.Generation:
+def generation(message: pb.GenerateResponse, ignored: tuple[str, ...] = ()) -> results.Generation:
     completions = tuple(_completion(each, each.text) for each in message.completions)
     prompt = None
     if message.HasField("prompt"):
         echoed = message.prompt
         prompt = results.EchoedPrompt(echoed.text, tuple(echoed.token_ids), _logprobs(echoed.logprobs))
-    return results.Generation(message.model, completions, usage(message.usage), prompt)
+    return results.Generation(message.model, completions, usage(message.usage), prompt, ignored)
 
 
 def score(message: pb.ScoreResponse) -> results.Score:
@@ -45,7 +45,7 @@ def embedding(message: pb.EmbedResponse) -> results.Embedding:
     return results.Embedding(message.model, tuple(message.embedding), usage(message.usage))
 
 
-def reply(message: pb.ChatResponse) -> results.Reply:
+def reply(message: pb.ChatResponse, ignored: tuple[str, ...] = ()) -> results.Reply:
     return results.Reply(
         model=message.model,
         text=message.message.content,
@@ -59,6 +59,7 @@ def reply(message: pb.ChatResponse) -> results.Reply:
             _completion(each, each.message.content, each.message.reasoning, _tool_calls(each.message))
             for each in message.others
         ),
+        ignored=ignored,
     )
 
 

@@ -163,13 +163,16 @@ class Embedding:
 class Generation:
     """All completions of a prompt. `text`, `token_ids`, `finish_reason` and `logprobs` are those of the first one.
 
-    `prompt` is set if it was to be echoed.
+    Attributes:
+        prompt: set if it was to be echoed.
+        ignored: the places in the request that had no effect, such as keywords of a schema.
     """
 
     model: str
     completions: tuple[Completion, ...]
     usage: Usage
     prompt: EchoedPrompt | None = None
+    ignored: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -193,7 +196,12 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The model's turn in a conversation. `others` are the further answers, if several were asked for."""
+    """The model's turn in a conversation.
+
+    Attributes:
+        others: the further answers, if several were asked for.
+        ignored: the places in the request that had no effect, such as keywords of a schema.
+    """
 
     model: str
     text: str
@@ -204,6 +212,7 @@ class Reply:
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     others: tuple[Completion, ...] = ()
+    ignored: tuple[str, ...] = ()
 
     @property
     def message(self) -> Message:

@@ -8,6 +8,7 @@ from typing import Any, Self
 import grpc
 from grpc import aio
 
+from corolla.chassis.ignored_places import ignored_places
 from corolla.sdk.answer import Answer
 from corolla.sdk.results import Chunk
 from corolla.sdk.transport import error_of
@@ -36,6 +37,7 @@ class Stream(Answer):
             message = next(self._call)
         except StopIteration:
             self._closed = True
+            self.ignored = ignored_places(self._call.trailing_metadata())
             raise
         except grpc.RpcError as failure:
             if self._closed:
@@ -95,6 +97,7 @@ class AsyncStream(Answer):
             raise error_of(failure, self._address) from None
         if message is aio.EOF:
             self._closed = True
+            self.ignored = ignored_places(await self._call.trailing_metadata())
             raise StopAsyncIteration
         return self._add(message)
 

@@ -8,6 +8,7 @@ import grpc
 
 from corolla.chassis import errors
 from corolla.chassis.channels import MAX_FRAME_BYTES
+from corolla.chassis.ignored_places import ignored_places
 from corolla.chassis.status import parse_status, status_of
 
 Metadata = tuple[tuple[str, str], ...]
@@ -45,6 +46,18 @@ async def async_call_metadata(api_key: AsyncApiKey) -> Metadata:
     """Does the same as `call_metadata`, for asyncio."""
     given = api_key() if callable(api_key) else api_key
     return _metadata(await given if inspect.isawaitable(given) else given)
+
+
+def called(method: Any, request: Any, **options: Any) -> tuple[Any, tuple[str, ...]]:
+    """Makes a unary call. Returns the answer, and the places in the request that had no effect."""
+    answer, call = method.with_call(request, **options)
+    return answer, ignored_places(call.trailing_metadata())
+
+
+async def async_called(method: Callable[..., Any], request: Any, **options: Any) -> tuple[Any, tuple[str, ...]]:
+    """Does the same as `called`, for asyncio."""
+    call = method(request, **options)
+    return await call, ignored_places(await call.trailing_metadata())
 
 
 def begun(method: Callable[..., Any], api_key: ApiKey) -> Any:

@@ -279,12 +279,19 @@ class ResponseFormat(_message.Message):
     REGEX_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     LARK_FIELD_NUMBER: _builtins.int
+    STRICT_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
-    """A JSON Schema, as text. Properties come in the order of the schema."""
+    """A JSON Schema, as text. Properties come in the order of the schema. An object has the properties that its schema
+    names, and no others unless the schema says so.
+    """
     regex: _builtins.str
     """A regular expression for the whole answer."""
     lark: _builtins.str
     """A grammar in llguidance's form of Lark's notation; its rule `start` is the whole answer."""
+    strict: _builtins.bool
+    """Whether a JSON Schema with keywords that grammars cannot follow is refused. Otherwise they have no effect, and the
+    trailing metadata `x-corolla-ignored` names them.
+    """
     @_builtins.property
     def json_object(self) -> Global___JsonObject:
         """Any JSON object."""
@@ -301,10 +308,11 @@ class ResponseFormat(_message.Message):
         regex: _builtins.str = ...,
         choice: Global___Choice | None = ...,
         lark: _builtins.str = ...,
+        strict: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "format", b"format", "json_object", b"json_object", "json_schema", b"json_schema", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "format", b"format", "json_object", b"json_object", "json_schema", b"json_schema", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "format", b"format", "json_object", b"json_object", "json_schema", b"json_schema", "lark", b"lark", "regex", b"regex", "strict", b"strict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_format: _TypeAlias = _typing.Literal["json_object", "json_schema", "regex", "choice", "lark"]  # noqa: Y015
     _WhichOneofArgType_format: _TypeAlias = _typing.Literal["format", b"format"]  # noqa: Y015
@@ -792,11 +800,14 @@ class Tool(_message.Message):
     parameters: _builtins.str
     """A JSON Schema of an object, as text; empty: no parameters."""
     strict: _builtins.bool
-    """Whether the arguments of each call must match the schema, even if calls are not required. A schema that grammars
-    cannot follow is refused. Without `strict`, the arguments of required calls match it as far as grammars can.
+    """Whether the arguments of each call must match the schema, even if calls are not required. Keywords that grammars
+    cannot follow are refused. Without `strict`, the arguments of required calls match the schema without these
+    keywords, which the trailing metadata `x-corolla-ignored` names.
     """
     lenient: _builtins.bool
-    """With `strict`: arguments match the schema as far as grammars can follow it, and no schema is refused."""
+    """With `strict`: keywords that grammars cannot follow have no effect and are named instead, and so is a schema that
+    no grammar can follow, unless calls are required.
+    """
     def __init__(
         self,
         *,

@@ -19,8 +19,10 @@ from corolla.models.checkpoint import Checkpoint
 from corolla.v1 import blocks_pb2 as pb
 from tests.checkpoints import VOCAB_SIZE, make_tiny_checkpoint, make_tokenizer
 
-FORM = formats.regex("[ab]{1,5}", "regex").grammar
-DEEP = formats.lark("start: r0\n" + "".join(f"r{n}:r{n + 1}\n" for n in range(5000)) + 'r5000:"a"', "lark").grammar
+FORM = formats.grammar_of(formats.regex("[ab]{1,5}", "regex")).text
+DEEP = formats.grammar_of(
+    formats.lark("start: r0\n" + "".join(f"r{n}:r{n + 1}\n" for n in range(5000)) + 'r5000:"a"', "lark")
+).text
 
 
 def a_servers(checkpoint: Checkpoint, registry: CollectorRegistry | None = None) -> Grammars:
@@ -59,11 +61,11 @@ def test_only_the_latest_are_kept(checkpoint: Checkpoint) -> None:
     grammars = a_servers(checkpoint)
     grammars.begin(FORM, [])
     for number in range(70):
-        grammars.begin(formats.regex(f"a{number}", "regex").grammar, [])
+        grammars.begin(formats.grammar_of(formats.regex(f"a{number}", "regex")).text, [])
         if number == 50:
             grammars.begin(FORM, [])
     assert has(grammars, FORM)
-    assert not has(grammars, formats.regex("a0", "regex").grammar)
+    assert not has(grammars, formats.grammar_of(formats.regex("a0", "regex")).text)
 
 
 def hold_up(monkeypatch: pytest.MonkeyPatch, may_end: threading.Event, on_begun: Callable[[str], None]) -> None:
@@ -120,7 +122,7 @@ async def test_a_tenant_does_not_wait_for_all_the_grammars_of_another_one(
 ) -> None:
     grammars, may_end, texts = a_servers(checkpoint), threading.Event(), list[str]()
     hold_up(monkeypatch, may_end, texts.append)
-    many = [formats.regex(f"a{{{number}}}", "regex").grammar for number in range(1, 1001)]
+    many = [formats.grammar_of(formats.regex(f"a{{{number}}}", "regex")).text for number in range(1, 1001)]
     noisy = [asyncio.ensure_future(grammars.read("noisy", text)) for text in many]
     await asyncio.sleep(0)
     quiet = asyncio.ensure_future(grammars.read("quiet", FORM))

@@ -35,11 +35,13 @@ TOO_COMPLEX = 'start: (start start start| /[a-z ]/ | "" )*'
 
 
 def grammar_of(schema: dict[str, Any]) -> AnswerGrammar:
-    return AnswerGrammar(read_grammar(TOKENIZER, formats.json_schema(json.dumps(schema), "schema").grammar))
+    return AnswerGrammar(
+        read_grammar(TOKENIZER, formats.grammar_of(formats.json_schema(json.dumps(schema), "schema")).text)
+    )
 
 
 def of_lark(text: str) -> AnswerGrammar:
-    return AnswerGrammar(read_grammar(TOKENIZER, formats.lark(text, "lark").grammar))
+    return AnswerGrammar(read_grammar(TOKENIZER, formats.grammar_of(formats.lark(text, "lark")).text))
 
 
 def logits_of(seed: int) -> torch.Tensor:
@@ -157,7 +159,7 @@ def test_tokens_that_only_the_tokenizer_knows_bar_nothing() -> None:
     """A head may be smaller than the tokenizer's vocabulary, or larger."""
     for vocab_size in (VOCAB_SIZE, VOCAB_SIZE + 13):
         tokenizer = grammar_tokenizer(tokenizer_text(HF_TOKENIZER) or "", vocab_size, [END_ID])
-        matcher = read_grammar(tokenizer, formats.regex("[ab]{3}", "regex").grammar)
+        matcher = read_grammar(tokenizer, formats.grammar_of(formats.regex("[ab]{3}", "regex")).text)
         sampler = Sampler(DRAWN, (), grammar=AnswerGrammar(matcher))
         logits = torch.cat([logits_of(1), torch.full((vocab_size - VOCAB_SIZE,), 50.0)])
         text = HF_TOKENIZER.decode([sampler.sample(logits).token_id for _ in range(3)])
@@ -198,7 +200,7 @@ def test_texts_of_any_bytes_are_read_or_refused() -> None:
     chosen = random.Random(5)
     for _ in range(300):
         text = "".join(chosen.choice('{}[]":,()|/abstr\\ \n\x00é<>%') for _ in range(chosen.randrange(80)))
-        for grammar in (text, formats.lark(text or "x", "f").grammar):
+        for grammar in (text, formats.grammar_of(formats.lark(text or "x", "f")).text):
             try:
                 AnswerGrammar(read_grammar(TOKENIZER, grammar)).allowed()
             except (UnreadableGrammar, InvalidRequest):

@@ -1,6 +1,5 @@
 """Converts conversations in requests to values, or refuses them with an error that names the field. Pure."""
 
-import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from corolla.chassis.errors import InvalidRequest
 from corolla.client.output_parsing.call_rules import CallRules
 from corolla.client.output_parsing.formats import ReasoningFormat
 from corolla.client.text.conversation import ChatSetting, Message, Tool, ToolCall, arguments_of, check_messages
+from corolla.client.text.schemas import depth_of, parsed
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2
 
@@ -21,7 +21,7 @@ MAX_MESSAGES: Final = 2048
 during which no other Python code runs."""
 MAX_TOOLS: Final = 128
 MAX_CALLS: Final = 128
-MAX_SCHEMA_CHARS: Final = 64 << 10
+MAX_CALL_CHARS: Final = 64 << 10
 MAX_JSON_CHARS: Final = 256 << 10
 """The limit for all schemas together, and for the arguments of all calls together. No other Python code runs while they
 are parsed."""
@@ -69,8 +69,8 @@ def _check_call(given: pb.ToolCall, field: str) -> None:
         raise InvalidRequest(f"{field}.name", "must be 1 to 64 letters, digits, dashes or underscores")
     if len(given.id) > MAX_ID_CHARS:
         raise InvalidRequest(f"{field}.id", f"must have at most {MAX_ID_CHARS} characters")
-    if len(given.arguments) > MAX_SCHEMA_CHARS:
-        raise InvalidRequest(f"{field}.arguments", f"must have at most {MAX_SCHEMA_CHARS} characters")
+    if len(given.arguments) > MAX_CALL_CHARS:
+        raise InvalidRequest(f"{field}.arguments", f"must have at most {MAX_CALL_CHARS} characters")
     if given.arguments.count("{") + given.arguments.count("[") > MAX_JSON_DEPTH:
         _check_depth(arguments_of(given.arguments), f"{field}.arguments")
 
@@ -119,41 +119,15 @@ def _tools(given: Sequence[pb.Tool]) -> tuple[Tool, ...]:
         if tool.name in names:
             raise InvalidRequest(f"tools[{index}].name", "must differ from the names of the other tools")
         names.add(tool.name)
-        parameters = _json_object(tool.parameters, f"tools[{index}].parameters") if tool.parameters else None
-        tools.append(Tool(tool.name, tool.description, parameters, tool.strict, tool.lenient))
+        field = f"tools[{index}].parameters"
+        parameters = parsed(tool.parameters, field) if tool.parameters else None
+        tools.append(Tool(tool.name, tool.description, parameters, tool.strict, tool.lenient, field))
     return tuple(tools)
-
-
-def _json_object(text: str, field: str) -> dict[str, Any]:
-    if len(text) > MAX_SCHEMA_CHARS:
-        raise InvalidRequest(field, f"must have at most {MAX_SCHEMA_CHARS} characters")
-
-    def refuse(name: str) -> None:
-        raise InvalidRequest(field, f"{name} is not a number in JSON")
-
-    try:
-        value = json.loads(text, parse_constant=refuse)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise InvalidRequest(field, "must be an object in JSON")
-    if text.count("{") + text.count("[") > MAX_JSON_DEPTH:
-        _check_depth(value, field)
-    return value
 
 
 def _check_depth(value: Any, field: str) -> None:
     if depth_of(value) > MAX_JSON_DEPTH:
         raise InvalidRequest(field, f"must be at most {MAX_JSON_DEPTH} deep")
-
-
-def depth_of(value: Any) -> int:
-    """The depth of a value: 1 for an object of plain values. A loop computes it, since callers choose the depth."""
-    depth, level = 0, [value]
-    while level := [each for each in level if isinstance(each, dict | list)]:
-        depth += 1
-        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
-    return depth
 
 
 def _template_arguments(given: struct_pb2.Struct, reserved_names: frozenset[str]) -> dict[str, Any]:

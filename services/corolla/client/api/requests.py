@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from corolla.chain.cache_salts import CacheSalts
@@ -12,7 +12,7 @@ from corolla.client.api import conversations
 from corolla.client.generation.admission import Caller
 from corolla.client.generation.request import AnswerRequest, MakeReadout
 from corolla.client.generation.resumption import Resumption
-from corolla.client.output_parsing.call_rules import FORM
+from corolla.client.output_parsing.call_rules import FORM, arguments_parts
 from corolla.client.output_parsing.parser_choice import OutputFormat, OutputParsing
 from corolla.client.text import formats
 from corolla.client.text.conversation import ChatSetting, Message, check_conversation
@@ -318,25 +318,7 @@ def _form_of_calls(output_parsing: OutputParsing, form: AnswerFormat | None) -> 
     calls = output_parsing.format.grammar(rules)
     if calls is None:
         return None
-    text_form = None if rules.is_required else form
-    looser = output_parsing.format.grammar(rules, follows_lenient=False)
-    fallback = None
-    if looser is not None and looser != calls:
-        fallback = formats.calls_or(looser, text_form, FORM, "tools")
-    try:
-        made = formats.calls_or(calls, text_form, FORM, "tools")
-    except InvalidRequest:
-        if fallback is None:
-            raise
-        made, fallback = fallback, None
-    parts = {
-        f"the tool {tool.name!r}": formats.schema_part(tool.parameters)
-        for tool in rules.tools
-        if tool.must_fit and tool.parameters is not None
-    }
-    if fallback is not None:
-        fallback = replace(fallback, parts=parts)
-    return replace(made, fallback=fallback, parts=parts)
+    return formats.calls_or(calls, arguments_parts(rules), None if rules.is_required else form, FORM, "tools")
 
 
 def _response_format(given: pb.ResponseFormat) -> AnswerFormat | None:
@@ -346,7 +328,7 @@ def _response_format(given: pb.ResponseFormat) -> AnswerFormat | None:
         case "json_object":
             return formats.json_object(field)
         case "json_schema":
-            return formats.json_schema(given.json_schema, field)
+            return formats.json_schema(given.json_schema, field, is_strict=given.strict)
         case "regex":
             return formats.regex(given.regex, field)
         case "choice":

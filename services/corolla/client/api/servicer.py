@@ -436,7 +436,17 @@ class GenerationServicer:
             until_s = asyncio.get_running_loop().time() + max(0.0, seconds_left - self._farewell_s)
         trace = trace_parent(dict(call.context.invocation_metadata() or ())) if spans.is_collected() else None
         is_continuous = is_streamed and isinstance(message, AnyMessage) and message.continuous_usage
-        caller = Caller(tenant, usage, until_s, trace, is_streamed, is_continuous, limits.answer_seconds, call.note)
+        caller = Caller(
+            tenant,
+            usage,
+            until_s,
+            trace,
+            is_streamed,
+            is_continuous,
+            limits.answer_seconds,
+            call.note,
+            call.name_ignored,
+        )
         return caller, adapter
 
 

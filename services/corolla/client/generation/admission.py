@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Self
@@ -62,6 +62,7 @@ class Caller:
         has_continuous_usage: whether each part of the stream says the usage so far.
         answer_seconds: the most seconds that the tenant's answers may take; None: no limit.
         note: what is stored with the turn of a session, for those who read it again.
+        name_ignored: tells the caller which places of its request have no effect.
     """
 
     tenant: str
@@ -72,6 +73,7 @@ class Caller:
     has_continuous_usage: bool = False
     answer_seconds: float | None = None
     note: bytes = b""
+    name_ignored: Callable[[Sequence[str]], None] = lambda places: None
 
     def waits_until_s(self, time_limit_s: float | None) -> float:
         """When the caller stops waiting for an answer that begins now, by the event loop's clock."""

@@ -40,7 +40,6 @@ from corolla.client.generation.resumption import UnsentDeltas, replay_answer
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.enforcer import Allowance, QuotaEnforcer
 from corolla.client.text.conversation import Message
-from corolla.client.text.formats import AnswerFormat
 from corolla.client.text.grammar_process import GrammarProcess
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
@@ -368,7 +367,7 @@ class Answering:
     async def _entered(
         self, request: AnyRequest
     ) -> AsyncIterator[tuple[Allowance, AdmissionTicket, RequestMeter, AnyRequest]]:
-        """Holds a request's quotas and its place in the line until its end. Yields the request with the form to use.
+        """Holds a request's quotas and its place in the line until its end. Yields the request with its grammar.
 
         Raises QuotaExceeded, QueueFull, or InvalidRequest.
         """
@@ -380,7 +379,7 @@ class Answering:
                 ) as allowance,
                 self._admission.enter(caller.tenant, request.num_bytes, num_sequences) as ticket,
             ):
-                request = replace(request, form=await self._checked_form(request))
+                request = replace(request, grammar=await self._checked_grammar(request))
                 with RequestMeter(self._metrics, caller.usage) as meter:
                     yield allowance, ticket, meter, request
 
@@ -394,17 +393,19 @@ class Answering:
             raise InvalidRequest("prompt", f"has the token {largest}; the model knows {self._limits.vocab_size} tokens")
         return num_kept_tokens, prompt_ids
 
-    async def _checked_form(self, request: AnyRequest) -> AnswerFormat | None:
-        """The request's form, or its fallback.
+    async def _checked_grammar(self, request: AnyRequest) -> str:
+        """The grammar of the request's form; empty without one. The caller learns what it does not follow.
 
         Raises InvalidRequest for a form that no answer can have, or that the received tokens do not fit.
         """
         if request.form is None:
-            return None
+            return ""
         received_ids = request.resumption.received_ids
         if len(received_ids) > self._limits.context_length:
             raise ContextLengthExceeded("received.ids", "must not be more than the model's context")
-        return await self._grammars.admit(request.caller.tenant, request.form, received_ids)
+        admitted = await self._grammars.admit(request.caller.tenant, request.form, received_ids)
+        request.caller.name_ignored(admitted.ignored)
+        return admitted.grammar
 
     async def _check_turn(self, request: AnyRequest, next_prompt: NextPrompt) -> None:
         """Checks a turn before it waits: a text that is too long now stays too long, since sessions only grow."""
@@ -544,7 +545,7 @@ class Answering:
             max_new_tokens=max_tokens,
             end_token_ids=() if request.ignore_eos else self._limits.eos_token_ids,
             drafts=self._drafts(request.speculation),
-            grammar="" if request.form is None else request.form.grammar,
+            grammar=request.grammar,
         )
 
     def _drafts(self, speculation: SpeculationOptions) -> blocks_pb2.Drafts | None:

@@ -30,6 +30,7 @@ class AnswerRequest(Generic[Prompt]):
         cache_salt: only requests with the same salt share computed prefixes.
         output_parsing: how chats separate reasoning and calls from text; None if an answer is only text.
         form: the form that an answer must have; None allows any text.
+        grammar: the grammar of the form, once it is admitted.
         readout: makes the readout of the prompt from its tokens; None: nothing is asked about the prompt.
     """
 
@@ -50,6 +51,7 @@ class AnswerRequest(Generic[Prompt]):
     cache_salt: bytes = b""
     output_parsing: OutputParsing | None = None
     form: AnswerFormat | None = None
+    grammar: str = ""
     readout: MakeReadout | None = None
 
     @property

@@ -7,7 +7,7 @@ from google.protobuf.struct_pb2 import Struct
 from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
 
 from corolla.chassis.errors import InvalidRequest
-from corolla.client.api.conversations import MAX_ARGUMENT_DEPTH, depth_of
+from corolla.client.api.conversations import MAX_ARGUMENT_DEPTH
 from corolla.client.http.field_paths import Paths
 from corolla.client.http.fields import (
     AnswerFields,
@@ -22,6 +22,7 @@ from corolla.client.http.fields import (
     as_json,
 )
 from corolla.client.http.foreign_fields import OF_CHATS, OF_MESSAGES, Ignored, unread
+from corolla.client.text.schemas import depth_of
 from corolla.v1 import generation_pb2 as pb
 
 _TEXTS: Final = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")

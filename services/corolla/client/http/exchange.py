@@ -22,10 +22,12 @@ from corolla.chassis.errors import (
     MessageTooLarge,
     QueueFull,
 )
+from corolla.chassis.ignored_places import IGNORED, ignored_places, ignored_text
 from corolla.client.http import body_faults
 from corolla.client.http.connections import connection_of
 from corolla.client.http.errors import body_of, headers_of, status_of
-from corolla.client.http.field_paths import shown
+from corolla.client.http.field_paths import callers_path, shown
+from corolla.client.http.fields import Body as Fields
 from corolla.client.http.foreign_fields import ignored_fields
 from corolla.client.http.metrics import HttpMetrics
 
@@ -101,6 +103,8 @@ class Exchange:
         self._is_read = False
         self._ignored: Sequence[str] = ()
         self._known_query: Collection[str] = ()
+        self._fields: BaseModel | None = None
+        self._without_effect: Sequence[str] = ()
         self._is_silent = False
         self._watching: asyncio.Task[None] | None = None
 
@@ -118,6 +122,11 @@ class Exchange:
 
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
         return {}
+
+    def set_trailing_metadata(self, metadata: tuple[tuple[str, str], ...], /) -> None:
+        paths = self._fields.paths() if isinstance(self._fields, Fields) else {}
+        if places := [callers_path(each, paths) for each in ignored_places(metadata)]:
+            self._without_effect = (ignored_text(places),)
 
     # --- the request ---------------------------------------------------------------------------------------------
 
@@ -144,6 +153,7 @@ class Exchange:
         except ValidationError as failure:
             raise body_faults.refusal(kind, failure) from None
         self._ignored = ignored_fields(body)
+        self._fields = body
         return body
 
     def query(self, kind: type[Body]) -> Body:
@@ -286,9 +296,13 @@ class Exchange:
     def _start(self, status: int, headers: Mapping[str, str]) -> Message:
         lines = {**headers, **self.more_headers, "x-request-id": self.request_id}
         unread = (name for name in self._query() if name not in self._known_query)
-        ignored = [*self._ignored, *(f"?{shown(name)}" for name in islice(unread, _MOST_QUERY_NAMES))]
+        ignored = [
+            *self._ignored,
+            *self._without_effect,
+            *(f"?{shown(name)}" for name in islice(unread, _MOST_QUERY_NAMES)),
+        ]
         if ignored:
-            lines["x-corolla-ignored"] = ", ".join(ignored)
+            lines[IGNORED] = ", ".join(ignored)
             self._metrics.ignored_fields.inc()
         encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in lines.items()]
         return {"type": "http.response.start", "status": status, "headers": encoded}

@@ -272,7 +272,7 @@ class JsonSchema(Fields):
     name: str | None = None
     description: Any = Tolerated
     json_schema: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = Field(None, description="Answers fit the schema in any case.")
+    strict: bool | None = Field(None, description="Whether keywords that grammars cannot follow are refused.")
 
 
 class TextFormat(Fields):
@@ -335,7 +335,7 @@ def response_format(given: ResponseFormat | None) -> tuple[str, pb.ResponseForma
             return "response_format.schema", json_schema_format(schema, "response_format.schema")
         case JsonSchemaFormat(json_schema=schema):
             path = "response_format.json_schema.schema"
-            return path, json_schema_format(schema.json_schema, path)
+            return path, json_schema_format(schema.json_schema, path, is_strict=schema.strict)
         case RegexFormat(regex=regex):
             return "response_format.regex", pb.ResponseFormat(regex=regex)
         case ChoiceFormat(choice=texts):
@@ -344,11 +344,13 @@ def response_format(given: ResponseFormat | None) -> tuple[str, pb.ResponseForma
             return "response_format.lark", pb.ResponseFormat(lark=lark)
 
 
-def json_schema_format(schema: Mapping[str, Any] | None, field: str) -> pb.ResponseFormat:
+def json_schema_format(
+    schema: Mapping[str, Any] | None, field: str, *, is_strict: bool | None = None
+) -> pb.ResponseFormat:
     """The form that a JSON schema describes. Raises InvalidRequest if the schema is missing."""
     if schema is None:
         raise InvalidRequest(field, "must be set")
-    return pb.ResponseFormat(json_schema=as_json(schema))
+    return pb.ResponseFormat(json_schema=as_json(schema), strict=bool(is_strict))
 
 
 def as_json(value: Any) -> str:

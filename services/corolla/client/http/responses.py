@@ -126,7 +126,7 @@ class FunctionTool(Function):
     def as_protocol(self) -> pb.Tool:
         """The tool in the protocol of gRPC.
 
-        Unless `strict` is set, arguments fit the schema as far as grammars can follow it, as at OpenAI.
+        Unless `strict` is set, arguments fit the schema as far as a grammar can follow it, as at OpenAI.
         """
         tool = super().as_protocol()
         if self.strict is None and self.parameters is not None:
@@ -393,6 +393,8 @@ def _format_of(options: TextOptions | None) -> pb.ResponseFormat | None:
     match _format(options):
         case JsonObjectFormat(json_schema=None):
             return pb.ResponseFormat(json_object=pb.JsonObject())
-        case JsonObjectFormat(json_schema=schema) | JsonSchemaText(json_schema=schema):
+        case JsonObjectFormat(json_schema=schema):
             return json_schema_format(schema, "text.format.schema")
+        case JsonSchemaText(json_schema=schema, strict=is_strict):
+            return json_schema_format(schema, "text.format.schema", is_strict=is_strict)
     return None

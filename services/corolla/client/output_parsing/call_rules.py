@@ -3,15 +3,12 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from corolla.client.output_parsing.formats import CallFormat, ReasoningFormat
 from corolla.client.text.conversation import Tool
-from corolla.client.text.tool_schemas import closed, readable
+from corolla.client.text.formats import ANY_OBJECT, FormPart
 
-_NO_ARGUMENTS: Final[Mapping[str, Any]] = {"properties": {}, "additionalProperties": False}
-# Calls have the layout of `tojson` in chat templates, so that the next turn renders them to the same text.
-_AS_TEMPLATES_WRITE: Final = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 Mark = Callable[[str], str]
 """Returns the grammar's notation for a text of the call format."""
 
@@ -34,26 +31,26 @@ class CallRules:
     has_form: bool = False
 
     @property
+    def needs_grammar(self) -> bool:
+        """Whether the answer cannot be left to the model alone."""
+        return bool(self.tools) and (self.is_required or self.has_form or any(tool.is_strict for tool in self.tools))
+
+    @property
     def most_calls(self) -> int | None:
         return None if self.may_be_several else 1
 
 
 def calls_grammar(
-    rules: CallRules,
-    calls: CallFormat,
-    reasoning: ReasoningFormat | None,
-    special_ids: Mapping[str, int],
-    *,
-    follows_lenient: bool = True,
+    rules: CallRules, calls: CallFormat, reasoning: ReasoningFormat | None, special_ids: Mapping[str, int]
 ) -> str | None:
-    """A grammar in llguidance's Lark in which calls fit their tools' schemas; None if no grammar is needed.
+    """A grammar of calls in llguidance's Lark; None if no grammar is needed.
+
+    It refers to the arguments of the tool with index i as `@arguments_i`.
 
     Args:
-        follows_lenient: whether calls fit the schemas, as far as possible, of tools whose schemas need not be followed.
         special_ids: ids, by text, of the tokens that a grammar must name by id; see `is_special_in_grammars`.
     """
-    needs_grammar = rules.is_required or rules.has_form or any(tool.is_strict for tool in rules.tools)
-    if not rules.tools or not needs_grammar:
+    if not rules.needs_grammar:
         return None
 
     def mark(text: str) -> str:
@@ -66,12 +63,25 @@ def calls_grammar(
     lines += _written_calls(rules, calls, mark(calls.closing) if calls.closing else "")
     for index, tool in enumerate(rules.tools):
         if calls.infix:
-            lines.append(f"call_{index}: {json.dumps(tool.name)} {mark(calls.infix)} arguments_{index}")
+            lines.append(f"call_{index}: {json.dumps(tool.name)} {mark(calls.infix)} @arguments_{index}")
         else:
             beginning = json.dumps(f'{{"name": "{tool.name}", "{calls.arguments_key}": ')
-            lines.append(f'call_{index}: {beginning} arguments_{index} "}}"')
-        lines.append(f"arguments_{index}: %json {json.dumps(_schema(tool, rules, follows_lenient))}")
+            lines.append(f'call_{index}: {beginning} @arguments_{index} "}}"')
     return "\n".join(["%llguidance {}", *lines, ""])
+
+
+def arguments_parts(rules: CallRules) -> list[FormPart]:
+    """The schemas to which the grammar of calls refers."""
+    return [
+        FormPart(
+            f"arguments_{index}",
+            json_schema={**tool.schema, "type": "object"} if rules.is_required or tool.is_strict else ANY_OBJECT,
+            field=tool.field,
+            is_strict=tool.is_strict and not tool.is_lenient,
+            may_be_any=tool.is_lenient and not rules.is_required,
+        )
+        for index, tool in enumerate(rules.tools)
+    ]
 
 
 def is_special_in_grammars(text: str, *, is_special: bool) -> bool:
@@ -124,14 +134,3 @@ def _written_calls(rules: CallRules, calls: CallFormat, closing: str) -> list[st
     if calls.infix:
         return [f"calls: {one}"]
     return [rf'calls: "\n" {one} "\n" {closing}']
-
-
-def _schema(tool: Tool, rules: CallRules, follows_lenient: bool) -> dict[str, Any]:
-    if not (rules.is_required or tool.is_strict):
-        return {"type": "object"}
-    schema = _NO_ARGUMENTS if tool.parameters is None else tool.parameters
-    if tool.must_fit:
-        return {**schema, "type": "object", "x-guidance": _AS_TEMPLATES_WRITE}
-    if not follows_lenient:
-        return {"type": "object"}
-    return {**closed(readable(schema)), "type": "object", "x-guidance": {**_AS_TEMPLATES_WRITE, "lenient": True}}

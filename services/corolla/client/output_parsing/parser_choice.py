@@ -58,9 +58,9 @@ class OutputFormat:
             getattr(hf_tokenizer, "response_template", None),
         )
 
-    def grammar(self, rules: CallRules, *, follows_lenient: bool = True) -> str | None:
+    def grammar(self, rules: CallRules) -> str | None:
         """The grammar for these formats; see `calls_grammar`."""
-        return calls_grammar(rules, self.calls, self.reasoning, self.grammar_ids, follows_lenient=follows_lenient)
+        return calls_grammar(rules, self.calls, self.reasoning, self.grammar_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class OutputParsing:
     @property
     def _by_response_template(self) -> bool:
         """Whether the response template parses the answer; it does not if a grammar prescribes the format of calls."""
-        return self.format.response_template is not None and self.format.grammar(self.rules) is None
+        return self.format.response_template is not None and not self.rules.needs_grammar
 
     def _call_id(self, turn_name: str) -> Callable[[int], str]:
         name = turn_name or secrets.token_hex(16)

@@ -1,7 +1,8 @@
 """The messages and tools of a conversation, and the values that chat templates get for them. Pure."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from typing import Any, Final
 
 from pydantic_core import from_json
@@ -39,7 +40,10 @@ class Message:
 class Tool:
     """A function that a model may call; `parameters` is a JSON Schema of an object, or None.
 
-    `is_strict`: whether arguments fit the schema. `is_lenient`: only as far as grammars can follow it.
+    Attributes:
+        is_strict: whether the arguments of all calls fit the schema.
+        is_lenient: whether they fit it only as far as grammars can follow it.
+        field: the request's field that holds the schema.
     """
 
     name: str
@@ -47,11 +51,12 @@ class Tool:
     parameters: Mapping[str, Any] | None = None
     is_strict: bool = False
     is_lenient: bool = False
+    field: str = dataclass_field(default="parameters", compare=False)
 
     @property
-    def must_fit(self) -> bool:
-        """Whether a schema that grammars cannot follow is refused."""
-        return self.is_strict and not self.is_lenient
+    def schema(self) -> Mapping[str, Any]:
+        """The schema of the arguments; without `parameters`, there are none."""
+        return _NO_PARAMETERS if self.parameters is None else self.parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,7 @@ class ChatSetting:
 
     tools: tuple[Tool, ...] = ()
     continues_last: bool = False
-    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    template_arguments: Mapping[str, Any] = dataclass_field(default_factory=dict)
 
 
 def check_messages(messages: Sequence[Message]) -> None:
@@ -150,7 +155,7 @@ def tool_values(tool: Tool) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name}
     if tool.description:
         function["description"] = tool.description
-    function["parameters"] = dict(_NO_PARAMETERS if tool.parameters is None else tool.parameters)
+    function["parameters"] = dict(tool.schema)
     return {"type": "function", "function": function}
 
 

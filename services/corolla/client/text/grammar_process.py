@@ -1,18 +1,18 @@
-"""Checks the grammars of requests in a process of its own, before an answer is computed."""
+"""Makes and tries the grammars of requests in a process of its own, before an answer is computed."""
 
 import asyncio
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Final
 
 from corolla.chassis.errors import InvalidRequest, QueueFull
 from corolla.chassis.fair_lock import FairLock
 from corolla.chassis.metrics import GrammarMetrics
-from corolla.client.text.formats import AnswerFormat, SchemaPart
+from corolla.client.text.formats import AnswerFormat
 from corolla.client.text.tokenizer import TextTokenizer
-from corolla.client.text.tool_schemas import place_of_problem
 from corolla.client.text.worker_process import WorkerProcess, WorkLimitExceeded
 from corolla.models.tokenizer_text import tokenizer_text
 
@@ -22,8 +22,25 @@ _LONGEST_WAIT_S: Final = 10.0
 _MOST_WAITING: Final = 512
 
 
+@dataclass(frozen=True, slots=True)
+class AdmittedForm:
+    """A form that answers can have.
+
+    Attributes:
+        grammar: its grammar, as hops read it.
+        ignored: the places in the request of what the grammar does not follow.
+    """
+
+    grammar: str
+    ignored: tuple[str, ...] = ()
+
+
+_Result = AdmittedForm | tuple[tuple[str, str], ...]
+"""An admitted form, or what is wrong with it, by field."""
+
+
 class GrammarProcess:
-    """Checks grammars, and caches the results of the latest ones. Safe to use from several threads.
+    """Makes grammars, and caches the latest ones. Safe to use from several threads.
 
     Args:
         vocab_size: the number of the model's logits.
@@ -38,7 +55,7 @@ class GrammarProcess:
         self._end_token_ids = sorted(end_token_ids)
         self._metrics = metrics
         self._worker: WorkerProcess | None = None
-        self._problems: OrderedDict[str, str | None] = OrderedDict()
+        self._results: OrderedDict[str, _Result] = OrderedDict()
         self._lock = threading.Lock()
         # The process checks one grammar at a time, so one thread that waits for it is enough.
         self._thread = ThreadPoolExecutor(1, "grammars")
@@ -49,83 +66,72 @@ class GrammarProcess:
         """The id of the process; None before the first request starts it."""
         return None if self._worker is None else self._worker.pid
 
-    async def admit(self, tenant: str, form: AnswerFormat, received_ids: Sequence[int]) -> AnswerFormat:
-        """Waits for the tenant's turn, then does what `check` does. Returns the form to use: this one, or its fallback.
-
-        The refusal of a form with parts names the part that cannot be a grammar.
-        """
-        try:
-            await self._admit(tenant, form, received_ids)
-        except InvalidRequest as refusal:
-            if refusal.violations[0][0] != form.field:
-                raise  # the received tokens are at fault
-            if form.fallback is not None:
-                return await self.admit(tenant, form.fallback, received_ids)
-            for name, part in form.parts.items():
-                await self._admit_part(tenant, form.field, name, part)
-            raise
-        return form
-
-    async def _admit_part(self, tenant: str, field: str, name: str, part: SchemaPart) -> None:
-        try:
-            await self._admit(tenant, AnswerFormat(part.grammar, field), ())
-        except InvalidRequest as refusal:
-            problem = refusal.violations[0][1]
-            raise InvalidRequest("tools", f"{name}: {place_of_problem(part.schema, problem) or problem}") from None
-
-    async def _admit(self, tenant: str, form: AnswerFormat, received_ids: Sequence[int]) -> None:
-        if not received_ids and self._is_known(form):
+    async def admit(self, tenant: str, form: AnswerFormat, received_ids: Sequence[int]) -> AdmittedForm:
+        """Waits for the tenant's turn, then does what `check` does."""
+        if not received_ids and self._known(form) is not None:
             return self.check(form)
         try:
             async with asyncio.timeout(_LONGEST_WAIT_S), self._fair_lock.hold(tenant):
                 loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._thread, self.check, form, received_ids)
+                return await loop.run_in_executor(self._thread, self.check, form, received_ids)
         except TimeoutError:
             raise QueueFull("the answer formats of other callers take too long to check") from None
 
-    def check(self, form: AnswerFormat, received_ids: Sequence[int] = ()) -> None:
-        """Checks that answers can have this form, and that one can begin with `received_ids`. Blocks the thread.
+    def check(self, form: AnswerFormat, received_ids: Sequence[int] = ()) -> AdmittedForm:
+        """Makes the grammar of a form with which an answer can begin with `received_ids`. Blocks the thread.
+
+        Where no grammar can follow a schema that need not be followed, the form does without it.
 
         Raises:
             InvalidRequest: the form is invalid, takes too long or too much memory, or the tokens do not fit it.
             QueueFull: other callers' forms take too long.
             InternalError: the process ends again and again.
         """
-        with self._lock:
-            is_known, problem = form.grammar in self._problems, self._problems.get(form.grammar)
-        is_tried = not is_known or bool(received_ids)
+        result = self._known(form)
+        is_tried = result is None or bool(received_ids)
         try:
             if is_tried:
-                problem = self._try(form, received_ids)
-            if problem is not None:
-                raise InvalidRequest(form.field, problem)
+                result = self._try(form, received_ids)
         except InvalidRequest:
             self._metrics.refused.inc()
             raise
-        (self._metrics.compiled if is_tried else self._metrics.cached).inc()
+        if isinstance(result, AdmittedForm):
+            (self._metrics.compiled if is_tried else self._metrics.cached).inc()
+            return replace(result, ignored=(*form.ignored, *result.ignored))
+        if form.loosened is not None:
+            return self.check(form.loosened, received_ids)
+        self._metrics.refused.inc()
+        first, *more = result or ()
+        raise InvalidRequest(*first, *more)
 
-    def _is_known(self, form: AnswerFormat) -> bool:
+    def _known(self, form: AnswerFormat) -> _Result | None:
         with self._lock:
-            return form.grammar in self._problems
+            return self._results.get(form.text)
 
-    def _try(self, form: AnswerFormat, received_ids: Sequence[int]) -> str | None:
+    def _try(self, form: AnswerFormat, received_ids: Sequence[int]) -> _Result:
         worker = self._its_worker(form.field)
+        result: _Result
+        fits = True
         try:
             with self._metrics.seconds.time():
-                found = worker.ask([form.grammar, list(received_ids)])
+                answer = worker.ask([form.text, list(received_ids)])
         except WorkLimitExceeded as error:
-            # If tokens were given, they may be the cause, so nothing is recorded about the grammar.
-            found = "token_ids" if received_ids else "grammar", f"takes {error} to read"
-        what: str
-        problem: str | None
-        what, problem = found or ("grammar", None)
-        if problem is not None and what == "token_ids":
-            raise InvalidRequest("received.ids", problem)
+            if received_ids:
+                # The tokens may be the cause, so nothing is recorded about the form.
+                raise InvalidRequest("received.ids", f"takes {error} to read") from None
+            result = ((form.field, f"takes {error} to read"),)
+        else:
+            if violations := answer.get("violations"):
+                result = tuple((name, problem) for name, problem in violations)
+            else:
+                result, fits = AdmittedForm(answer["grammar"], tuple(answer["ignored"])), answer["fits"]
         with self._lock:
-            self._problems[form.grammar] = problem
-            if len(self._problems) > _MOST_REMEMBERED:
-                self._problems.popitem(last=False)
-        return problem
+            self._results[form.text] = result
+            if len(self._results) > _MOST_REMEMBERED:
+                self._results.popitem(last=False)
+        if not fits:
+            raise InvalidRequest("received.ids", "must be the beginning of an answer in this response format")
+        return result
 
     def _its_worker(self, field: str) -> WorkerProcess:
         with self._lock:

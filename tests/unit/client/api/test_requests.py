@@ -77,6 +77,7 @@ async def replies_to(method: str, message: WatchedMessage, scope: Scope) -> list
         caller=KeyHolder("acme", NewKey("acme", scopes=[scope]).record),
         context=SimpleNamespace(time_remaining=lambda: None, invocation_metadata=lambda: ()),
         describe=lambda facts: None,
+        name_ignored=lambda places: None,
     )
     answer = getattr(servicer, method)(message, call)
     replies = [each async for each in answer] if method.endswith("Stream") else [await answer]

@@ -8,10 +8,11 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 
-from corolla.client.output_parsing.call_rules import CallRules, calls_grammar, is_special_in_grammars
+from corolla.client.output_parsing.call_rules import CallRules, arguments_parts, calls_grammar, is_special_in_grammars
 from corolla.client.output_parsing.deltas import joined_deltas
 from corolla.client.output_parsing.formats import HERMES, LLAMA, MISTRAL, MISTRAL_V11, CallFormat, ReasoningFormat
 from corolla.client.output_parsing.parser import MarkupParser
+from corolla.client.text import formats
 from corolla.client.text.conversation import Tool
 from tests.checkpoints import make_tokenizer
 
@@ -72,7 +73,8 @@ class Reader:
         }
         grammar = calls_grammar(rules, calls, options.get("reasoning", THINK), special_ids)
         assert grammar is not None
-        self._matcher = LLMatcher(read_by, LLMatcher.grammar_from_lark(grammar), log_level=0)
+        form = formats.calls_or(grammar, arguments_parts(rules), None, "", "tools")
+        self._matcher = LLMatcher(read_by, formats.grammar_of(form).text, log_level=0)
         assert not self._matcher.is_error(), self._matcher.get_error()
         self._tokenizer = tokenizer
 
@@ -113,7 +115,8 @@ OPEN = {"properties": {"a": TEXT}, "additionalProperties": True}
 NESTED = {
     "properties": {
         "at": {"properties": {"a": TEXT}},
-        "any": {"properties": {}},
+        "any": {"type": "object"},
+        "none": {"properties": {}},
         "all": {"items": {"properties": {"a": TEXT}}},
     }
 }
@@ -125,12 +128,13 @@ NESTED = {
         ({"properties": {}}, {}, {"a": "b"}),
         ({"properties": {"a": TEXT}}, {"a": "b"}, {"a": "b", "c": 1}),
         (NESTED, {"at": {"a": "b"}, "any": {"c": 1}, "all": [{"a": "b"}]}, {"at": {"a": "b", "c": 1}}),
-        (NESTED, {"all": []}, {"all": [{"c": 1}]}),
+        (NESTED, {"none": {}, "all": []}, {"all": [{"c": 1}]}),
+        (NESTED, {}, {"none": {"c": 1}}),
         (OPEN, {"a": "b", "c": 1}, {"a": 1}),
         ({"properties": {"a": TEXT}, "required": ["c"]}, {"a": "b", "c": 1}, {"a": "b"}),
         ({"type": "object"}, {"c": 1}, None),
     ],
-    ids=["none", "some", "nested", "in lists", "open", "required ones", "unnamed"],
+    ids=["none", "some", "nested", "in lists", "named none", "open", "required ones", "unnamed"],
 )
 def test_arguments_are_those_that_a_tool_declares(
     tokenizer: Any, read_by: LLTokenizer, schema: dict[str, Any], fitting: dict[str, Any], others: dict[str, Any] | None

@@ -1,6 +1,7 @@
 """Grammars are tried in a small process that can be ended."""
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -71,6 +72,30 @@ def test_a_grammar_that_exhausts_the_process_is_refused_and_the_next_one_tried(g
     deep = "start: r0\n" + "".join(f"r{n}:r{n + 1}\n" for n in range(5000)) + 'r5000:"a"'
     assert "too much memory" in str(refusal(grammars, formats.lark(deep, "lark")))
     assert refusal(grammars, formats.regex("a", "regex")) is None
+
+
+AHEAD = {"type": "object", "properties": {"a": {"pattern": "^(?!x)"}, "b": {"pattern": "^y"}}, "required": ["b"]}
+IMPOSSIBLE = {"type": "integer", "minimum": 5, "maximum": 3}
+
+
+def test_a_pattern_that_looks_ahead_is_left_out_and_named(grammars: GrammarProcess) -> None:
+    for _ in range(2):
+        admitted = grammars.check(formats.json_schema(json.dumps(AHEAD), "f"))
+        assert admitted.ignored == ("f.properties.a.pattern",)
+        assert "(?!" not in admitted.grammar
+        assert "^y" in admitted.grammar
+    strict = formats.json_schema(json.dumps(AHEAD), "f", is_strict=True)
+    assert refusal(grammars, strict) == "f: is strict, and grammars cannot follow properties.a.pattern"
+
+
+def test_a_schema_that_nothing_fits_is_refused_by_its_field_or_left_out(grammars: GrammarProcess) -> None:
+    def form(*, may_be_any: bool) -> formats.AnswerFormat:
+        fine = formats.FormPart("a", json_schema=AHEAD, field="first")
+        impossible = formats.FormPart("b", json_schema=IMPOSSIBLE, field="second", may_be_any=may_be_any)
+        return formats.calls_or("start: @a | @b", [fine, impossible], None, "", "tools")
+
+    assert str(refusal(grammars, form(may_be_any=False))).startswith("second: cannot be a grammar: Unsatisfiable")
+    assert grammars.check(form(may_be_any=True)).ignored == ("second", "first.properties.a.pattern")
 
 
 async def test_a_tenant_does_not_wait_for_all_the_grammars_of_another_one(grammars: GrammarProcess) -> None:

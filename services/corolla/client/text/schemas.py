@@ -1,0 +1,752 @@
+"""JSON Schemas that answers must fit: what they allow, and which of their keywords grammars cannot follow. Pure.
+
+An object has the properties that its schema names, and no others, unless the schema says otherwise: by having no
+`properties` at all, or by `additionalProperties` or `unevaluatedProperties` other than false. What a schema names
+includes what `$ref`, `allOf` and its like bring to the same object. A model that may invent properties often invents
+them without end.
+
+The schema for llguidance has only keywords that llguidance follows, and names no rule of its own: it means the same to
+each version that reads it.
+"""
+
+import re
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, Final
+from urllib.parse import unquote, urldefrag, urljoin
+
+from pydantic_core import from_json
+
+from corolla.chassis.errors import InvalidRequest
+
+MAX_SCHEMA_BYTES: Final = 64 << 10
+MAX_SCHEMA_DEPTH: Final = 64
+_MAX_PARTS: Final = 50_000
+"""The most subschemas and names that a schema for llguidance may get: schemas can multiply what they refer to."""
+_MAX_STEPS: Final = 64
+"""The most schemas that may apply to one value by way of one another."""
+
+# The layout is that of `json.dumps`, which models know best, and of `tojson` in chat templates, so that the next turn
+# renders a call to the same text. With free spaces, a model might never end.
+_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "item_separator": ", ",
+        "key_separator": ": ",
+        "whitespace_flexible": False,
+        "coerce_one_of": False,
+        "lenient": False,
+    }
+)
+_TYPES: Final = frozenset({"null", "boolean", "object", "array", "number", "integer", "string"})
+_FORMATS: Final = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+)
+_MOST: Final = 1 << 31
+_LARGEST: Final = 1e15
+_SMALLEST: Final = 1e-9
+_PREFIX: Final = re.compile(r"\^[A-Za-z0-9_ -]+")
+
+# Keywords that say nothing in these cases, so nothing is lost without them.
+_NEUTRAL: Final[Mapping[str, Callable[[Any], bool]]] = MappingProxyType(
+    {
+        "uniqueItems": lambda value: value is False,
+        "not": lambda value: value is False,
+        "if": lambda value: False,
+        "contains": lambda value: False,
+        "propertyNames": lambda value: value is True or value == {},
+        "unevaluatedItems": lambda value: value is True or value == {},
+        "dependentRequired": lambda value: value == {},
+        "dependentSchemas": lambda value: value == {},
+        "dependencies": lambda value: value == {},
+        "$dynamicRef": lambda value: False,
+        "$recursiveRef": lambda value: False,
+    }
+)
+"""The keywords of JSON Schema that no grammar here follows. Those that are in no table are annotations."""
+_IN_PLACE: Final = ("$ref", "allOf", "anyOf", "oneOf")
+_CONDITIONS: Final = ("if", "then", "else")
+
+
+@dataclass(frozen=True, slots=True)
+class FollowedSchema:
+    """A schema as grammars follow it.
+
+    Attributes:
+        schema: the schema for llguidance.
+        ignored: the places of the keywords that it leaves out, such as `properties.tags.uniqueItems`.
+        patterns: its regular expressions, which llguidance may refuse.
+    """
+
+    schema: Mapping[str, Any]
+    ignored: tuple[str, ...] = ()
+    patterns: frozenset[str] = frozenset()
+
+
+def parsed(text: str, name: str) -> dict[str, Any]:
+    """The schema that a caller wrote as the field `name`. Raises InvalidRequest."""
+    if len(text.encode()) > MAX_SCHEMA_BYTES:
+        raise InvalidRequest(name, f"must have at most {MAX_SCHEMA_BYTES >> 10} KiB")
+    try:
+        value = from_json(text, allow_inf_nan=False)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidRequest(name, "must be an object in JSON")
+    if depth_of(value) > MAX_SCHEMA_DEPTH:
+        raise InvalidRequest(name, f"must be at most {MAX_SCHEMA_DEPTH} deep")
+    return value
+
+
+def depth_of(value: Any) -> int:
+    """The depth of a value: 1 for an object of plain values. A loop computes it, since callers choose the depth."""
+    depth, level = 0, [value]
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        depth += 1
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+    return depth
+
+
+def followed(
+    schema: Mapping[str, Any], name: str, *, is_strict: bool, unreadable: Collection[str] = ()
+) -> FollowedSchema:
+    """The schema as grammars follow it.
+
+    Args:
+        name: the field that holds the schema; the places of ignored keywords begin with it.
+        is_strict: whether a keyword that grammars cannot follow is refused.
+        unreadable: the regular expressions that llguidance refuses, which are left out.
+
+    Raises InvalidRequest.
+    """
+    reader = _Reader(schema, name, frozenset(unreadable))
+    made = reader.whole()
+    ignored = tuple(f"{name}.{each}" for each in reader.ignored)
+    if ignored and is_strict:
+        raise InvalidRequest(name, f"is strict, and grammars cannot follow {', '.join(reader.ignored)}")
+    return FollowedSchema({**made, "x-guidance": dict(_OPTIONS)}, ignored, frozenset(reader.patterns))
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The properties that a schema names for an object, and patterns of further ones.
+
+    Attributes:
+        is_said: whether there is a `properties`, so that the object is closed.
+        is_open: whether the schema allows further properties in so many words.
+    """
+
+    names: Mapping[str, None] = field(default_factory=dict)
+    patterns: Mapping[str, None] = field(default_factory=dict)
+    is_said: bool = False
+    is_open: bool = False
+
+    def __or__(self, other: "_Names") -> "_Names":
+        return _Names(
+            {**self.names, **other.names},
+            {**self.patterns, **other.patterns},
+            self.is_said or other.is_said,
+            self.is_open or other.is_open,
+        )
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return tuple(self.names), tuple(self.patterns), self.is_said, self.is_open
+
+
+_NO_NAMES: Final = _Names()
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A schema, or a part of one, and where in the whole schema it stands."""
+
+    value: Any
+    place: tuple[str, ...] = ()
+
+    def at(self, *steps: str) -> "_Placed":
+        value = self.value
+        for step in steps:
+            value = value[int(step)] if isinstance(value, list) else value[step]
+        return _Placed(value, (*self.place, *steps))
+
+    @property
+    def each(self) -> list["_Placed"]:
+        return [_Placed(value, (*self.place, str(index))) for index, value in enumerate(self.value)]
+
+
+@dataclass(slots=True)
+class _Flat:
+    """What applies to one value together: schemas without others in their place, and groups of alternatives."""
+
+    leaves: list[_Placed] = field(default_factory=list)
+    groups: list[list[_Placed]] = field(default_factory=list)
+    has_reference: bool = False
+
+
+class _Reader:
+    """Reads one schema."""
+
+    def __init__(self, schema: Mapping[str, Any], name: str, unreadable: frozenset[str]) -> None:
+        self._root = _Placed(schema)
+        self._name = name
+        self._unreadable = unreadable
+        self._num_parts = 0
+        self._num_steps = 0
+        self._ids = dict(_ids(self._root))
+        self._definitions: dict[str, Any] = {}
+        self._references: dict[tuple[Any, ...], str] = {}
+        self._unmade: deque[tuple[str, Callable[[], Any]]] = deque()
+        self._names: dict[tuple[str, ...], _Names] = {}
+        self.ignored: dict[str, None] = {}
+        self.patterns: set[str] = set()
+
+    def whole(self) -> dict[str, Any]:
+        made = self._schema(self._root, _NO_NAMES)
+        while self._unmade:
+            reference, make = self._unmade.popleft()
+            self._definitions[reference] = make()
+        found = made if isinstance(made, dict) else {} if made else {"anyOf": [False]}
+        return {**found, "$defs": self._definitions} if self._definitions else found
+
+    # --- one schema ----------------------------------------------------------------------------------------------
+
+    def _schema(self, given: _Placed, outer: _Names | None) -> Any:
+        """The schema for llguidance.
+
+        Args:
+            outer: what other schemas name for the same object; None: another schema closes the object.
+        """
+        self._count()
+        schema = given.value
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            self._ignore(given)
+            return True
+        if (target := self._only_reference(given)) is not None and outer is not None and outer.key == _NO_NAMES.key:
+            return self._definition(("closed", *target.place), lambda: self._schema(target, outer))
+        flat = self._flat(given)
+        if flat.has_reference:
+            key = (given.place, None if outer is None else outer.key)
+            return self._definition(key, lambda: self._composed(given, flat, outer))
+        return self._composed(given, flat, outer)
+
+    def _definition(self, key: tuple[Any, ...], make: Callable[[], Any]) -> dict[str, str]:
+        """A reference to what `make` will return, or has returned for this key."""
+        if key not in self._references:
+            self._references[key] = str(len(self._references))
+            self._unmade.append((self._references[key], make))
+        return {"$ref": f"#/$defs/{self._references[key]}"}
+
+    def _composed(self, given: _Placed, flat: _Flat, outer: _Names | None) -> Any:
+        parts = self._parts(flat, outer)
+        made = parts[0] if len(parts) == 1 else {"allOf": parts} if parts else True
+        return {"anyOf": [made, {"type": "null"}]} if given.value.get("nullable") is True else made
+
+    def _parts(self, flat: _Flat, outer: _Names | None) -> list[Any]:
+        named = _NO_NAMES
+        for leaf in flat.leaves:
+            named |= self._own_names(leaf)
+        types = _types_of(leaf.value for leaf in flat.leaves)
+        if types is not None and "object" not in types:
+            outer = None  # there is nothing to close
+        is_alone = not flat.groups and len(flat.leaves) == 1
+        if not is_alone and named.patterns:
+            named = _Names(named.names, {}, named.is_said, is_open=True)
+        is_closed = outer is not None and not named.is_open
+        known = named if outer is None else named | outer
+        if is_alone:
+            (leaf,) = flat.leaves
+            return [self._leaf(leaf, known if is_closed and known.is_said else None, is_alone=True)]
+        made = [self._leaf(leaf, None, is_alone=False) for leaf in flat.leaves]
+        of_groups = [_union(map(self._all_names, group)) for group in flat.groups]
+        for index, group in enumerate(flat.groups):
+            others = known | _union(names for place, names in enumerate(of_groups) if place != index)
+            others = _Names(others.names, {}, known.is_said)
+            made.append({"anyOf": [self._schema(each, others if is_closed else None) for each in group]})
+        if is_closed and known.is_said and not flat.groups:
+            made.append(self._closure(known))
+        return [each for each in made if each not in (True, {})]
+
+    def _closure(self, known: _Names) -> dict[str, Any]:
+        self._count(len(known.names))
+        return {"properties": dict.fromkeys(known.names, True), "additionalProperties": False}
+
+    # --- what stands in the same place ---------------------------------------------------------------------------
+
+    def _only_reference(self, given: _Placed) -> _Placed | None:
+        """What a schema refers to, if it says nothing else."""
+        schema = given.value
+        if isinstance(schema.get("$ref"), str) and not (_FOLLOWED | _NEUTRAL.keys()) & schema.keys():
+            return self._target(schema["$ref"])
+        if isinstance(many := schema.get("allOf"), list) and len(many) == 1 and isinstance(many[0], dict):
+            rest = schema.keys() - {"allOf"}
+            if not (_FOLLOWED | _NEUTRAL.keys() | {"$ref"}) & rest:
+                return self._only_reference(given.at("allOf", "0"))
+        return None
+
+    def _flat(self, given: _Placed) -> _Flat:
+        flat = _Flat()
+        self._flatten(given, flat, ())
+        return flat
+
+    def _flatten(self, given: _Placed, flat: _Flat, passed: tuple[tuple[str, ...], ...]) -> None:
+        self._count()
+        schema = given.value
+        if isinstance(schema, bool):
+            if not schema:
+                flat.groups.append([given])
+            return
+        if not isinstance(schema, dict) or given.place in passed:
+            self._ignore(given)
+            return
+        if len(passed) == _MAX_STEPS:
+            raise self._too_complex()
+        passed = (*passed, given.place)
+        own = [name for name in schema if name in _FOLLOWED or name in _NEUTRAL]
+        first_own = "properties" if "properties" in own else next(iter(own), None)
+        for name in schema:  # properties come in the order in which the schema has them
+            if name in _IN_PLACE:
+                self._flatten_in_place(given.at(name), flat, passed)
+            elif name == first_own:
+                flat.leaves.append(given)
+
+    def _flatten_in_place(self, part: _Placed, flat: _Flat, passed: tuple[tuple[str, ...], ...]) -> None:
+        name, value = part.place[-1], part.value
+        if name == "$ref":
+            target = self._target(value) if isinstance(value, str) else None
+            if target is None or target.place in passed:
+                self._ignore(part)
+                return
+            flat.has_reference = True
+            self._flatten(target, flat, passed)
+        elif not isinstance(value, list):
+            self._ignore(part)
+        elif name == "allOf":
+            for each in part.each:
+                self._flatten(each, flat, passed)
+        else:
+            if name == "oneOf" and not self._are_disjoint(part.each):
+                self._ignore(part)
+            flat.groups.append(part.each)
+
+    def _own_names(self, leaf: _Placed) -> _Names:
+        """The names in a schema alone, without those of others in its place."""
+        if leaf.place not in self._names:
+            self._names[leaf.place] = self._read_names(leaf)
+        return self._names[leaf.place]
+
+    def _read_names(self, leaf: _Placed) -> _Names:
+        schema = leaf.value
+        properties, required = schema.get("properties"), schema.get("required")
+        is_said = isinstance(properties, dict)
+        names: dict[str, None] = dict.fromkeys(properties) if is_said else {}
+        if isinstance(required, list) and schema.get("additionalProperties") is not False:
+            names.update(dict.fromkeys(each for each in required if isinstance(each, str)))
+        patterns = schema.get("patternProperties")
+        readable = isinstance(patterns, dict) and not any(each in self._unreadable for each in patterns)
+        is_open = (patterns is not None and not readable) or any(
+            schema.get(name, False) is not False for name in ("additionalProperties", "unevaluatedProperties")
+        )
+        # Conditions are left out, but what they name may come.
+        for part in _conditional(leaf):
+            names.update(self._all_names(part).names)
+        fewest = schema.get("minProperties")
+        if is_said and _is_number(fewest) and fewest > len(names):
+            is_open = True
+        self._count(len(names))
+        return _Names(
+            names, dict.fromkeys(patterns) if readable and patterns else {}, is_said or bool(patterns), is_open
+        )
+
+    def _all_names(self, given: _Placed) -> _Names:
+        """The names in a schema and in what stands in its place."""
+        if not isinstance(given.value, dict):
+            return _NO_NAMES
+        key = ("all", *given.place)
+        if key not in self._names:
+            self._names[key] = _NO_NAMES  # for one that refers to itself
+            self._num_steps += 1
+            if self._num_steps > _MAX_STEPS:
+                raise self._too_complex()
+            flat = self._flat(given)
+            parts = [
+                *map(self._own_names, flat.leaves),
+                *(self._all_names(each) for group in flat.groups for each in group),
+            ]
+            self._names[key] = _union(parts)
+            self._num_steps -= 1
+        return self._names[key]
+
+    def _are_disjoint(self, options: Sequence[_Placed]) -> bool:
+        """Whether it is plain that no value fits two of the schemas: by their types, or by a property that tells."""
+        objects: list[dict[str, list[Any]]] = []
+        seen: list[tuple[frozenset[str], list[Any] | None]] = []
+        for option in options:
+            leaves = self._flat(option).leaves if isinstance(option.value, dict) else []
+            types = _types_of(leaf.value for leaf in leaves)
+            if types == frozenset({"object"}):
+                objects.append(self._tags(leaves))
+            elif types is None:
+                return False
+            else:
+                listed = next((found for leaf in leaves if (found := _listed(leaf.value)) is not None), None)
+                seen.append((types, listed))
+        by_type: dict[str, list[list[Any] | None]] = {}
+        for types, listed in seen:
+            for each in types:
+                by_type.setdefault("number" if each == "integer" else each, []).append(listed)
+        if "object" in by_type and objects:
+            return False
+        if any(len(found) > 1 and not _differ(found) for found in by_type.values()):
+            return False
+        common = set(objects[0]).intersection(*objects[1:]) if objects else set()
+        return len(objects) < 2 or any(_differ([each[name] for each in objects]) for name in common)
+
+    def _tags(self, leaves: Iterable[_Placed]) -> dict[str, list[Any]]:
+        """The required properties of an object that have one of some values."""
+        tags: dict[str, list[Any]] = {}
+        required: set[str] = set()
+        for leaf in leaves:
+            if isinstance(names := leaf.value.get("required"), list):
+                required.update(each for each in names if isinstance(each, str))
+            if isinstance(properties := leaf.value.get("properties"), dict):
+                for name, schema in properties.items():
+                    if isinstance(schema, dict) and (listed := _listed(schema)) is not None:
+                        tags[name] = listed
+        return {name: listed for name, listed in tags.items() if name in required}
+
+    def _target(self, reference: str) -> _Placed | None:
+        """The schema that a reference names; None if the whole schema does not hold it."""
+        base, fragment = urldefrag(urljoin(self._base, reference))
+        if (found := self._ids.get((base, ""))) is None:
+            return None
+        if not fragment.startswith("/"):
+            return self._ids.get((base, fragment))
+        try:
+            return found.at(*(unquote(step).replace("~1", "/").replace("~0", "~") for step in fragment[1:].split("/")))
+        except (KeyError, IndexError, ValueError, TypeError):
+            return None
+
+    @property
+    def _base(self) -> str:
+        return str(self._root.value.get("$id") or "") if isinstance(self._root.value.get("$id", ""), str) else ""
+
+    # --- a schema without others in its place --------------------------------------------------------------------
+
+    def _leaf(self, leaf: _Placed, closed_by: _Names | None, *, is_alone: bool) -> dict[str, Any]:
+        """The keywords of a schema, without those in `_IN_PLACE`.
+
+        Args:
+            closed_by: all that may be in the object; None: it may have more, or another schema closes it.
+            is_alone: whether no other schema applies to the same value.
+        """
+        schema = leaf.value
+        made: dict[str, Any] = {}
+        for name, is_neutral in _NEUTRAL.items():
+            if name in schema and not is_neutral(schema[name]):
+                self._ignore(leaf.at(name))
+        for name, value in schema.items():
+            if (read := _SIMPLE.get(name)) is not None:
+                kept = read(value, schema)
+                if kept is _LEFT_OUT:
+                    self._ignore(leaf.at(name))
+                elif kept is not _SAYS_NOTHING:
+                    made[name] = kept
+        self._read_pattern(leaf, made)
+        self._read_items(leaf, made)
+        self._read_properties(leaf, made, closed_by, is_alone=is_alone)
+        return made
+
+    def _read_pattern(self, leaf: _Placed, made: dict[str, Any]) -> None:
+        pattern = leaf.value.get("pattern")
+        if isinstance(pattern, str) and pattern not in self._unreadable:
+            made["pattern"] = pattern
+            self.patterns.add(pattern)
+        elif "pattern" in leaf.value:
+            self._ignore(leaf.at("pattern"))
+
+    def _read_items(self, leaf: _Placed, made: dict[str, Any]) -> None:
+        """Reads the schemas of a list's items; earlier drafts call those of the first ones `items`, too."""
+        schema = leaf.value
+        first, rest = (
+            ("items", "additionalItems") if isinstance(schema.get("items"), list) else ("prefixItems", "items")
+        )
+        if isinstance(schema.get(first), list):
+            made["prefixItems"] = [self._schema(each, _NO_NAMES) for each in leaf.at(first).each]
+        elif first in schema:
+            self._ignore(leaf.at(first))
+        if rest in schema:
+            made["items"] = self._schema(leaf.at(rest), _NO_NAMES)
+
+    def _read_properties(
+        self, leaf: _Placed, made: dict[str, Any], closed_by: _Names | None, *, is_alone: bool
+    ) -> None:
+        schema = leaf.value
+        properties: dict[str, Any] = {}
+        if isinstance(schema.get("properties"), dict):
+            given = leaf.at("properties")
+            properties = {name: self._schema(given.at(name), _NO_NAMES) for name in given.value}
+        elif "properties" in schema:
+            self._ignore(leaf.at("properties"))
+        required = schema.get("required")
+        if isinstance(required, list) and all(isinstance(each, str) for each in required):
+            made["required"] = list(dict.fromkeys(required))
+        elif "required" in schema:
+            self._ignore(leaf.at("required"))
+        if closed_by is not None:
+            self._count(len(closed_by.names))
+            properties |= {name: True for name in closed_by.names if name not in properties}
+        if properties or "properties" in schema:
+            made["properties"] = properties
+        self._read_other_properties(leaf, made, closed_by, is_alone=is_alone)
+        self._read_numbers_of_properties(leaf, made, is_alone=is_alone)
+
+    def _read_other_properties(
+        self, leaf: _Placed, made: dict[str, Any], closed_by: _Names | None, *, is_alone: bool
+    ) -> None:
+        schema, patterns = leaf.value, leaf.value.get("patternProperties")
+        if closed_by is not None:
+            made["additionalProperties"] = False
+        elif "additionalProperties" in schema:
+            made["additionalProperties"] = self._schema(leaf.at("additionalProperties"), _NO_NAMES)
+        elif schema.get("unevaluatedProperties", False) not in (True, False, {}):
+            if is_alone:
+                made["additionalProperties"] = self._schema(leaf.at("unevaluatedProperties"), _NO_NAMES)
+            else:
+                self._ignore(leaf.at("unevaluatedProperties"))
+        if patterns is None or patterns == {}:
+            return
+        given = leaf.at("patternProperties")
+        # What several schemas say of patterns together is beyond grammars.
+        if not is_alone or not isinstance(patterns, dict) or any(each in self._unreadable for each in patterns):
+            self._ignore(given)
+            made.pop("additionalProperties", None)
+            return
+        read = {pattern: self._schema(given.at(pattern), _NO_NAMES) for pattern in patterns}
+        if len(read) > 1 and not _begin_differently(read):
+            # llguidance takes only patterns that no name matches twice.
+            self._ignore(given)
+            read = {"|".join(f"(?:{each})" for each in read): {"anyOf": list(read.values())}}
+        self.patterns.update(patterns)
+        made["patternProperties"] = read
+
+    def _read_numbers_of_properties(self, leaf: _Placed, made: dict[str, Any], *, is_alone: bool) -> None:
+        """Reads how many properties an object may have. llguidance counts only those that need not be there."""
+        properties, required = made.get("properties", {}), frozenset(made.get("required", ()))
+        is_closed = made.get("additionalProperties") is False and "patternProperties" not in made
+        counts = {name: _count_of(leaf.value.get(name)) for name in ("minProperties", "maxProperties")}
+        fewest, most = counts["minProperties"], counts["maxProperties"]
+        if fewest is not None and fewest <= len(required):
+            fewest = None
+        if most is not None and is_closed and most >= len(properties.keys() | required):
+            most = None
+        is_possible = is_alone and (
+            properties.keys() <= required
+            or (is_closed and not required and (fewest, most) in ((1, None), (None, 1), (1, 1)))
+        )
+        for name, count in (("minProperties", fewest), ("maxProperties", most)):
+            is_wrong = name in leaf.value and counts[name] is None
+            if is_wrong or (count is not None and not is_possible):
+                self._ignore(leaf.at(name))
+            elif count is not None:
+                made[name] = count
+
+    # --- what is counted -----------------------------------------------------------------------------------------
+
+    def _ignore(self, part: _Placed) -> None:
+        self.ignored[".".join(part.place)] = None
+
+    def _count(self, number: int = 1) -> None:
+        self._num_parts += number
+        if self._num_parts > _MAX_PARTS:
+            raise self._too_complex()
+
+    def _too_complex(self) -> InvalidRequest:
+        return InvalidRequest(self._name, "must not be so complex: its parts refer to each other too often")
+
+
+_LEFT_OUT: Final = object()
+"""A value that its keyword cannot have, or that grammars cannot follow."""
+_SAYS_NOTHING: Final = object()
+
+
+def _type(value: Any, schema: Mapping[str, Any]) -> Any:
+    many = value if isinstance(value, list) else [value]
+    if not many or not all(isinstance(each, str) and each in _TYPES for each in many):
+        return _LEFT_OUT
+    return value
+
+
+def _enum(value: Any, schema: Mapping[str, Any]) -> Any:
+    return value if isinstance(value, list) else _LEFT_OUT
+
+
+def _const(value: Any, schema: Mapping[str, Any]) -> Any:
+    return value
+
+
+def _format(value: Any, schema: Mapping[str, Any]) -> Any:
+    """Formats of numbers say how programs store them, and nothing about JSON."""
+    types = _types_of([schema])
+    if types is not None and "string" not in types:
+        return _SAYS_NOTHING
+    return value if isinstance(value, str) and value in _FORMATS else _LEFT_OUT
+
+
+def _count_of(value: Any) -> int | None:
+    """The value as a count, which callers may write as 3.0; None for any other value."""
+    return int(value) if _is_number(value) and value >= 0 and value == int(value) else None
+
+
+def _fewest(value: Any, schema: Mapping[str, Any]) -> Any:
+    count = _count_of(value)
+    return _LEFT_OUT if count is None or count > _MOST else count
+
+
+def _most(value: Any, schema: Mapping[str, Any]) -> Any:
+    count = _count_of(value)
+    return _LEFT_OUT if count is None else _SAYS_NOTHING if count > _MOST else count
+
+
+def _bound(value: Any, schema: Mapping[str, Any]) -> Any:
+    return value if _is_number(value) and abs(value) <= _LARGEST else _LEFT_OUT
+
+
+def _exclusive(inclusive: str) -> Callable[[Any, Mapping[str, Any]], Any]:
+    """Reads `exclusiveMinimum` or its like; in draft 4, and in OpenAPI 3.0, true makes the other bound exclusive."""
+
+    def read(value: Any, schema: Mapping[str, Any]) -> Any:
+        if value is False:
+            return _SAYS_NOTHING
+        return _bound(schema.get(inclusive) if value is True else value, schema)
+
+    return read
+
+
+def _multiple(value: Any, schema: Mapping[str, Any]) -> Any:
+    return value if _is_number(value) and _SMALLEST <= value <= _LARGEST else _LEFT_OUT
+
+
+_SIMPLE: Final[Mapping[str, Callable[[Any, Mapping[str, Any]], Any]]] = MappingProxyType(
+    {
+        "type": _type,
+        "enum": _enum,
+        "const": _const,
+        "format": _format,
+        "minLength": _fewest,
+        "maxLength": _most,
+        "minItems": _fewest,
+        "maxItems": _most,
+        "minimum": _bound,
+        "maximum": _bound,
+        "exclusiveMinimum": _exclusive("minimum"),
+        "exclusiveMaximum": _exclusive("maximum"),
+        "multipleOf": _multiple,
+    }
+)
+_FOLLOWED: Final = frozenset(
+    {
+        *_SIMPLE, "pattern", "items", "prefixItems", "additionalItems", "properties", "required",
+        "additionalProperties", "unevaluatedProperties", "patternProperties", "minProperties", "maxProperties",
+        "nullable",
+    }
+)  # fmt: skip
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _union(many: Iterable[_Names]) -> _Names:
+    found = _NO_NAMES
+    for each in many:
+        found |= each
+    return found
+
+
+def _conditional(leaf: _Placed) -> Iterator[_Placed]:
+    """Yields the schemas that may apply to the same object, under conditions that grammars cannot follow."""
+    for name in _CONDITIONS:
+        if isinstance(leaf.value.get(name), dict):
+            yield leaf.at(name)
+    for name in ("dependentSchemas", "dependencies"):
+        if isinstance(many := leaf.value.get(name), dict):
+            yield from (leaf.at(name, each) for each, value in many.items() if isinstance(value, dict))
+
+
+def _types_of(schemas: Iterable[Mapping[str, Any]]) -> frozenset[str] | None:
+    """The types that a value of all these schemas may have; None: any."""
+    found: frozenset[str] | None = None
+    for schema in schemas:
+        given = schema.get("type")
+        many = given if isinstance(given, list) else [given]
+        types = frozenset(many) if all(isinstance(each, str) and each in _TYPES for each in many) else None
+        if types is None and (listed := _listed(schema)) is not None:
+            types = frozenset(map(_type_name, listed))
+        if types is not None:
+            found = types if found is None else found & types
+    return found
+
+
+def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
+    """The only values that a schema allows, if it lists them."""
+    if "const" in schema:
+        return [schema["const"]]
+    return schema["enum"] if isinstance(schema.get("enum"), list) else None
+
+
+def _type_name(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int() | float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+    return "object"
+
+
+def _differ(many: Sequence[list[Any] | None]) -> bool:
+    """Whether no value is in two of the lists."""
+    values = [f"{_type_name(value)} {value}" for each in many if each is not None for value in each]
+    return None not in many and len(set(values)) == len(values)
+
+
+def _begin_differently(patterns: Iterable[str]) -> bool:
+    """Whether it is plain that no text matches two of the patterns."""
+    found = [_PREFIX.match(each) for each in patterns]
+    if None in found:
+        return False
+    ordered = sorted(each.group() for each in found if each is not None)
+    return not any(later.startswith(earlier) for earlier, later in pairwise(ordered))
+
+
+def _ids(root: _Placed) -> Iterator[tuple[tuple[str, str], _Placed]]:
+    """Yields each schema that has a name by `$id` or an anchor, with its address and the name of its fragment."""
+    parts: list[tuple[_Placed, str]] = [(root, "")]
+    yield ("", ""), root
+    while parts:
+        part, base = parts.pop()
+        value = part.value
+        if isinstance(value, dict):
+            for name in ("$id", "id"):
+                if isinstance(given := value.get(name), str) and (
+                    given.startswith("#") or name == "$id" or part is root
+                ):
+                    address, fragment = urldefrag(urljoin(base, given))
+                    base = address or base
+                    yield (base, fragment), part
+            for name in ("$anchor", "$dynamicAnchor"):
+                if isinstance(given := value.get(name), str):
+                    yield (base, given), part
+            parts += [(part.at(name), base) for name in value if name not in ("enum", "const", "default", "examples")]
+        elif isinstance(value, list):
+            parts += [(each, base) for each in part.each]
