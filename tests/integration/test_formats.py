@@ -19,6 +19,7 @@ from corolla.client.text import formats
 from corolla.decoding.grammar import AnswerGrammar
 from corolla.decoding.grammar_text import grammar_tokenizer, read_grammar
 from corolla.models.tokenizer_text import tokenizer_text
+from corolla.sdk.client import Client
 from corolla.sdk.results import FinishReason
 from tests.checkpoints import VOCAB_SIZE, make_tiny_checkpoint
 from tests.integration.deaths import beyond, doom
@@ -247,6 +248,24 @@ async def test_an_answer_keeps_its_form_and_its_tokens_when_a_hop_dies(
         swarm.servers.remove(victim)
         await swarm.until_empty()
         await victim.stop()
+
+
+async def test_a_caller_learns_what_its_schema_asks_in_vain(swarm: Swarm) -> None:
+    """By the trailing metadata, of whole answers and of streams."""
+    odd = schema_format({"enum": [1], "not": {"const": 3}, "properties": {"ö, a": {"format": "decimal"}}})
+    odd["json_schema"]["strict"] = False
+    named = tuple(f"response_format.json_schema.{each}" for each in ("not", "properties.ö, a.format"))
+    async with swarm.connect() as client:
+        whole = await client.generate(PROMPT, response_format=odd)
+        assert (whole.text, whole.ignored) == ("1", named)
+        assert (await client.generate(PROMPT, response_format=schema_format(PERSON), max_tokens=1)).ignored == ()
+        stream = client.stream_chat([{"role": "user", "content": "a"}], response_format=odd)
+        async for _ in stream:
+            assert stream.ignored == ()
+        assert (stream.text, stream.ignored) == ("1", named)
+    with Client(swarm.address) as blocking:
+        reply = await asyncio.to_thread(blocking.complete_chat, [{"role": "user", "content": "a"}], response_format=odd)
+        assert reply.ignored == named
 
 
 @pytest.mark.parametrize("num_received", [1, 9])

@@ -90,18 +90,35 @@ FREE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    "schema",
-    [FREE, {"type": "object", "properties": {"a": {"$ref": "http://elsewhere.example/x"}}}, {"not": {"type": "null"}}],
+    "schema, ignored",
+    [
+        (FREE, ["propertyNames", "properties.tags.uniqueItems", "properties.tags.items.pattern"]),
+        (
+            {"type": "object", "properties": {"ö, a": {"$ref": "http://elsewhere.example/x"}}},
+            ["properties.%C3%B6%2C%20a.$ref"],
+        ),
+        ({"type": "object", "not": {"type": "null"}}, ["not"]),
+    ],
 )
-async def test_a_schema_beyond_grammars_is_followed_as_far_as_possible(http: httpx2.AsyncClient, schema: Any) -> None:
+async def test_keywords_that_grammars_cannot_follow_are_named_by_every_door(
+    http: httpx2.AsyncClient, schema: Any, ignored: list[str]
+) -> None:
     tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
-    for choice in ("auto", "required"):
-        body = {**ASKED, "tools": [tool], "tool_choice": choice, "max_tokens": 60}
-        reply = await http.post(CHATS, json=body)
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    called = {"tools": [{"type": "web_search"}, tool], "tool_choice": "required"}
+    for asked, place, others in (
+        ({"response_format": form}, "response_format.json_schema.schema", []),
+        ({"guided_json": schema, "stream": True}, "guided_json", []),
+        (called, "tools[1].function.parameters", ["tools[0] (web_search)"]),
+        ({"tools": [tool], "tool_choice": "auto"}, None, []),
+    ):
+        reply = await http.post(CHATS, json={**ASKED, "max_tokens": 4, **asked})
         assert reply.status_code == 200, reply.text
+        expected = [] if place is None else [f"{place}.{each}" for each in ignored]
+        assert reply.headers.get("x-corolla-ignored", "") == ", ".join([*others, *expected])
     unset = {"type": "function", "name": "weather", "parameters": schema}
     reply = await http.post("/v1/responses", json={"input": "a", "tools": [unset], "max_output_tokens": 4})
-    assert reply.status_code == 200, reply.text
+    assert reply.headers["x-corolla-ignored"] == ", ".join(f"tools[0].parameters.{each}" for each in ignored)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +135,7 @@ async def test_a_strict_schema_beyond_grammars_is_refused_by_its_keyword(
     function = {"name": "search", "parameters": {"type": "object", **broken}, "strict": True}
     reply = await http.post(CHATS, json={**ASKED, "tools": [TOOL, {"type": "function", "function": function}]})
     error = reply.json()["error"]
-    assert (reply.status_code, error["param"]) == (400, "tools[1].parameters")
+    assert (reply.status_code, error["param"]) == (400, "tools[1].function.parameters")
     assert error["message"].endswith(f"grammars cannot follow {named}")
 
 
