@@ -78,6 +78,7 @@ async def replies_to(method: str, message: WatchedMessage, scope: Scope) -> list
         context=SimpleNamespace(time_remaining=lambda: None, invocation_metadata=lambda: ()),
         describe=lambda facts: None,
         name_ignored=lambda places: None,
+        note=b"",
     )
     answer = getattr(servicer, method)(message, call)
     replies = [each async for each in answer] if method.endswith("Stream") else [await answer]
