@@ -52,6 +52,7 @@ _WITHOUT_EFFECT: Final[Mapping[str, Any]] = {
     "rope.scaling.yarn_beta_slow": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
 }
+_BLOCK: Final = re.compile(r"blk\.(?P<block>\d{1,6})\.")
 _SIZES: Final = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings",
     "intermediate_size",
@@ -169,6 +170,12 @@ def _check_sizes(found: Mapping[str, Any], header: GgufHeader) -> None:
     absent = [name for name in _SIZES if not isinstance(found.get(name), int) or found[name] < 1]
     if absent:
         raise CheckpointError(f"The file does not say the model's {absent[0]}; fetch it again.")
+    numbers = {int(match["block"]) for name in header.tensors if (match := _BLOCK.match(name))}
+    if found["num_hidden_layers"] != len(numbers):
+        raise CheckpointError(
+            f"The file says that the model has {found['num_hidden_layers']} blocks, and has tensors of {len(numbers)}; "
+            "convert the model again."
+        )
     if not isinstance(found.get("rms_norm_eps"), float):
         raise CheckpointError("The file does not say the model's rms_norm_eps; fetch it again.")
     num_tokens = len(header.metadata.get("tokenizer.ggml.tokens", ()))
@@ -189,6 +196,12 @@ def _add_defaults(found: dict[str, Any]) -> None:
 
 
 def _check_heads(found: Mapping[str, Any], settings: Mapping[str, Any], architecture: str) -> None:
+    heads, kv_heads, head_dim = (found[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    if not all(type(each) is int and each > 0 for each in (kv_heads, head_dim)) or heads % kv_heads:
+        raise CheckpointError(
+            f"The file gives {heads} heads {kv_heads} heads of keys, each of {head_dim} numbers, which no model has; "
+            "convert the model again."
+        )
     for key in ("rope.dimension_count", "attention.value_length"):
         if settings.get(key, found["head_dim"]) != found["head_dim"]:
             raise CheckpointError(

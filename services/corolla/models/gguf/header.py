@@ -251,6 +251,10 @@ class _Reader:
                 f"of these: {known}."
             )
         _, block_weights, block_bytes = TYPES[type_number]
+        if 0 in shape:
+            raise CheckpointError(
+                f"{self._path} gives {name!r} the shape {list(shape)}, which holds no weights; convert the model again."
+            )
         if not shape or shape[-1] % block_weights:
             raise ValueError("a row that is not a whole number of blocks")
         num_bytes = math.prod(shape) // block_weights * block_bytes

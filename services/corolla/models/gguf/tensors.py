@@ -150,22 +150,30 @@ class GgufTensors(Mapping[str, "LazyTensor | Tensor"]):
         """What transformers makes of the stored tensors `names`, whose numbers are those of the arrays `numbers`."""
         parsed: dict[str, Any] = {"tensors": {}}
         for name in names:
-            result = self._processor.process(
-                weights=numbers(name), name=name, tensor_key_mapping=self._names, parsed_parameters=parsed
-            )
+            result = self._process(name, numbers(name), parsed)
             if result.name is not None and result.name in self._names:
                 return torch.from_numpy(np.ascontiguousarray(result.weights))
         (whole,) = parsed["tensors"].values()
         return cast(Tensor, whole)
+
+    def _process(self, name: str, weights: Any, parsed: dict[str, Any]) -> Any:
+        try:
+            return self._processor.process(
+                weights=weights, name=name, tensor_key_mapping=self._names, parsed_parameters=parsed
+            )
+        except ValueError:  # it takes rows apart by heads
+            stored = self.header.tensors[name]
+            raise CheckpointError(
+                f"{stored.path} has {name!r} of the shape {list(stored.shape)}, which does not fit its settings; "
+                "convert the model again."
+            ) from None
 
     def has_rows(self, names: Sequence[str]) -> bool:
         """Whether `names` is one stored matrix whose rows are unchanged and in the model's order."""
         if len(names) != 1 or len(self.header.tensors[names[0]].shape) != 2:
             return False
         numbers = np.arange(self.header.tensors[names[0]].shape[0], dtype=np.float32)[:, None]
-        result = self._processor.process(
-            weights=numbers, name=names[0], tensor_key_mapping=self._names, parsed_parameters={"tensors": {}}
-        )
+        result = self._process(names[0], numbers, {"tensors": {}})
         return result.name == names[0] and np.array_equal(result.weights, numbers)
 
     def read_rows(self, name: str, start: int, end: int) -> Tensor:

@@ -37,7 +37,8 @@ def described(
         "tokenizer.ggml.tokens": [str(number) for number in range(NUM_TOKENS)],
         **{f"{architecture}.{key}": value for key, value in facts.items()},
     }
-    return configuration(GgufHeader(metadata, {"token_embd.weight": ROWS, **(tensors or {})}, b""))
+    blocks = {f"blk.{block}.attn_norm.weight": ROWS for block in range(facts.get("block_count", 0))}
+    return configuration(GgufHeader(metadata, {"token_embd.weight": ROWS, **blocks, **(tensors or {})}, b""))
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import gguf
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from corolla.chassis.errors import CheckpointError
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.edges import load_edges
 from corolla.models.gguf.header import read_header
+from corolla.models.span_model import load_span
+from corolla.wire.span import Span
 from tests.gguf_files import make_tiny_gguf, rewrite_gguf
 
 MAX_BYTES = 8 << 20
@@ -47,6 +51,40 @@ def refused(path: Path) -> bool:
         tracemalloc.stop()
         assert peak < MAX_BYTES
     return False
+
+
+def _numbers_of(path: Path) -> list[tuple[str, int, str]]:
+    """The name, the place and the form of each dimension of a tensor and each size among the settings."""
+    reader = gguf.GGUFReader(path)
+    found = []
+    for tensor in reader.tensors:
+        at = tensor.field.offset + 8 + len(tensor.name) + 4
+        found += [(f"{tensor.name} {number}", at + 8 * number, "<Q") for number in range(len(tensor.shape))]
+    for key, field in reader.fields.items():
+        if field.types == [gguf.GGUFValueType.UINT32] and not key.startswith(("GGUF.", "tokenizer.", "general.")):
+            found.append((key, field.offset + 8 + len(key) + 4, "<I"))
+    return found
+
+
+def load(path: Path) -> None:
+    checkpoint = Checkpoint.from_pretrained(str(path))
+    load_span(checkpoint, Span(0, checkpoint.num_blocks), dtype=torch.float32)
+    load_edges(checkpoint, dtype=torch.float32)
+
+
+def test_a_size_that_no_model_has_is_refused_with_a_sentence(good: Path, tmp_path: Path) -> None:
+    """One refusal comes before memory is taken: none, one, or more than the file can hold."""
+    content = good.read_bytes()
+    harmless = {"llama.context_length"}
+    for name, place, form in _numbers_of(good):
+        for value in (0, 2**31 - 1, 2**32 - 1, *((2**40, 2**63 - 1, 2**64 - 1) if form == "<Q" else ())):
+            if name in harmless and value:
+                continue
+            damage = struct.pack(form, value)
+            path = tmp_path / "odd.gguf"
+            path.write_bytes(content[:place] + damage + content[place + len(damage) :])
+            with pytest.raises(CheckpointError):
+                load(path)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
