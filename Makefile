@@ -73,7 +73,7 @@ lock: setup ## Resolves pyproject.toml into the locks, keeping pins that still f
 	@printf 'cyclonedx-bom>=7.5,<8\npip-audit>=2.10,<3\n' | uv pip compile - --quiet $(UPGRADE) --universal \
 	  --python-version 3.11 --generate-hashes --no-annotate --default-index https://pypi.org/simple \
 	  --custom-compile-command 'make lock' --output-file requirements/tools.txt
-	@printf 'guidance>=0.3,<1\ninstructor>=1,<2\nlangchain-openai>=1.7,<2\nlitellm>=1.110,<2\nllm>=0.32,<0.33\nopenai>=3.57,<4\npydantic-ai-slim[openai]>=2,<3\nschemathesis>=4.32,<5\nsmolagents[openai]>=1.26,<2\n' | \
+	@printf 'anthropic>=2.14,<3\nguidance>=0.3,<1\ninstructor>=1,<2\nlangchain-openai>=1.7,<2\nlitellm>=1.110,<2\nllm>=0.32,<0.33\nopenai>=3.57,<4\npydantic-ai-slim[openai]>=2,<3\nschemathesis>=4.32,<5\nsmolagents[openai]>=1.26,<2\n' | \
 	  uv pip compile - --quiet $(UPGRADE) --universal --python-version 3.11 --generate-hashes --no-annotate \
 	  --default-index https://pypi.org/simple --custom-compile-command 'make lock' \
 	  --output-file requirements/http-clients.txt
@@ -150,6 +150,18 @@ $(VENV)/.http-clients-done: requirements/http-clients.txt | $(STAMP)
 	@$(INSTALL) --quiet --target $(VENV)/http-clients -r requirements/http-clients.txt
 	@touch $@
 
+.PHONY: claude-code
+claude-code: $(VENV)/.claude-code-done ## Installs Claude Code (400 MB), which `make test-all` lets edit a file.
+
+# A program of Anthropic's, which npm brings whole: it needs no node.
+$(VENV)/.claude-code-done: requirements/claude-code/package-lock.json | $(STAMP)
+	@command -v npm >/dev/null || { echo "npm is missing: on Debian or Ubuntu, apt-get install npm" >&2; exit 1; }
+	@echo "==> Installing Claude Code, for tests"
+	@rm -rf $(VENV)/claude-code
+	@cp -r requirements/claude-code $(VENV)/claude-code
+	@npm ci --prefix $(VENV)/claude-code --ignore-scripts --no-audit --no-fund --loglevel=error >/dev/null
+	@touch $@
+
 # In a folder of its own, too: it brings 75 packages.
 .PHONY: evaluation
 evaluation: $(VENV)/.evaluation-done ## Installs the evaluation harness lm-eval (600 MB), which `make test-all` scores a model with.
@@ -209,9 +221,9 @@ $(VENV)/.triton-done: requirements/triton.txt | $(STAMP)
 
 # What the larger tiers need besides.
 .PHONY: test-tools
-test-tools: setup $(HELM) gemma http-clients evaluation browser fuzzing triton
+test-tools: setup $(HELM) gemma http-clients evaluation browser fuzzing triton claude-code
 	@for tool in chromium promtool; do command -v $$tool >/dev/null || { \
-	  echo "$$tool is missing: on Debian or Ubuntu, apt-get install chromium prometheus" >&2; exit 1; }; done
+	  echo "$$tool is missing: on Debian or Ubuntu, apt-get install chromium prometheus npm" >&2; exit 1; }; done
 
 .PHONY: test-all
 test-all: test-tools llama-cpp ## Runs all tests but those of faults and of a cluster.

@@ -48,6 +48,7 @@ STAND_INS: Final = {
     "minikube": ("there is no container runtime", ":"),
     "kubectl": ("there is no cluster; tests/cluster asks one", ":"),
     "pip": ("the tests' packages are installed from locks; tests/release/test_wheel.py installs the wheel", ":"),
+    "claude": ("it is a large download; tests/integration/test_claude_code.py runs it", ":"),
     "helm": (
         "without a cluster, the chart is rendered as for one with every API",
         'if [ "$1" = install ]; then command helm template "${@:2}" $APIS >rendered.yaml; fi',
@@ -107,9 +108,9 @@ def run_shell(example: Example, up: RunningUp, folder: Path) -> None:
 def run_python(examples: list[Example], page: str, up: RunningUp, folder: Path) -> None:
     """Runs the examples of a page one after the other in one process, since later ones use names of earlier ones."""
     program = addressed("\n".join(each.text for each in examples), up.addresses)
-    has_openai = re.search(r"^from openai import", program, re.MULTILINE)
-    command = command_of("-c", program) if has_openai else [sys.executable, "-W", "ignore", "-c", program]
-    check(command, variables() if has_openai else os.environ, folder, page)
+    has_clients = re.search(r"^from (?:anthropic|openai) import", program, re.MULTILINE)
+    command = command_of("-c", program) if has_clients else [sys.executable, "-W", "ignore", "-c", program]
+    check(command, variables() if has_clients else os.environ, folder, page)
 
 
 def check(command: list[str], environment: Mapping[str, str], folder: Path, what: str) -> None:

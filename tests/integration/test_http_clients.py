@@ -1,4 +1,4 @@
-"""Clients that others wrote for OpenAI's API, each in a process of its own, and the OpenAPI document under a fuzzer."""
+"""Clients that others wrote, each in a process of its own, and the OpenAPI document under a fuzzer."""
 
 import asyncio
 
@@ -33,7 +33,7 @@ async def run(*arguments: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["chats", "tools"])
-@pytest.mark.parametrize("package", ["openai", "langchain", "pydantic_ai", "litellm", "llm", "smolagents"])
+@pytest.mark.parametrize("package", ["anthropic", "openai", "langchain", "pydantic_ai", "litellm", "llm", "smolagents"])
 async def test_a_client_finds_what_it_knows(swarm: Swarm, package: str, what: str) -> None:
     await run(script(package), swarm.url, KEY, what)
 

@@ -100,6 +100,31 @@ async def test_scopes_sessions_and_quotas_are_those_of_grpc(swarm: Swarm) -> Non
         assert (await http.post(COMPLETIONS, json={**LONG, "max_tokens": 1, "n": 2})).status_code == 200
 
 
+async def test_messages_are_let_in_counted_and_refused_as_other_requests(
+    swarm: Swarm, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, audit.LOGGER)
+    url, body = f"{swarm.url}/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    async with httpx2.AsyncClient(timeout=60) as http:
+        for headers, status, kind in (
+            ({"x-api-key": SIMPLE}, 200, None),
+            ({"authorization": f"Bearer {SIMPLE}", "x-api-key": "nobody's"}, 200, None),
+            ({}, 401, "authentication_error"),
+            ({"x-api-key": "nobody's"}, 401, "authentication_error"),
+            ({"x-api-key": KEY.key}, 403, "permission_error"),
+        ):
+            reply = await http.post(url, json=body, headers=headers)
+            assert (reply.status_code, reply.json().get("error", {}).get("type")) == (status, kind)
+            assert reply.headers["request-id"] == reply.headers["x-request-id"]
+        counted = await http.post(f"{url}/count_tokens", json=body, headers={"x-api-key": SIMPLE})
+        usage = (await http.post(url, json=body, headers={"x-api-key": SIMPLE})).json()["usage"]
+        assert counted.json() == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+    facts = [vars(each) for each in caplog.records if vars(each).get("method") == "POST /v1/messages"]
+    assert [each["outcome"] for each in facts] == ["OK", "OK", *["UNAUTHENTICATED"] * 2, "SCOPE_DENIED", "OK"]
+    assert (facts[0]["tenant"], facts[0]["generated_tokens"]) == ("bob", 2)
+    assert await metric(swarm.clients[0], "corolla_http_requests_total", route="POST /v1/messages", status="200") == 3
+
+
 async def test_a_response_and_the_session_made_for_it_are_one_request(swarm: Swarm) -> None:
     async with caller(swarm.clients[0], HASTY) as http:
         reply = await http.post("/v1/responses", json={"input": "a", "max_output_tokens": 1})

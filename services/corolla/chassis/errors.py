@@ -121,7 +121,11 @@ def context_exceeded(context_length: int, num_prompt_tokens: int | None) -> Cont
     counted = "more than that" if num_prompt_tokens is None else f"{num_prompt_tokens} tokens"
     rest = ", which leaves no room for an answer" if num_prompt_tokens == context_length else ""
     limit = f"This model's maximum context length is {context_length} tokens. The prompt has {counted}{rest}"
-    return ContextLengthExceeded("prompt", limit)
+    error = ContextLengthExceeded("prompt", limit)
+    error.metadata["context_length"] = str(context_length)
+    if num_prompt_tokens is not None:
+        error.metadata["prompt_tokens"] = str(num_prompt_tokens)
+    return error
 
 
 class MessageTooLarge(CorollaError):

@@ -54,25 +54,29 @@ class StopMatcher:
 
     Args:
         stop_sequences: the stop sequences, which must not be empty.
+
+    Attributes:
+        matched: the stop sequence that is complete; empty: none is.
     """
 
     def __init__(self, stop_sequences: Sequence[str]) -> None:
         self._sequences = tuple(dict.fromkeys(stop_sequences))
         self._max_held_chars = max((len(sequence) for sequence in self._sequences), default=1) - 1
         self._held = ""
-        self._matched = False
+        self.matched = ""
 
     def push(self, text: str) -> tuple[str, bool]:
         """Takes the next piece; returns the text that may be sent, and whether a stop sequence is complete.
 
         On a match the returned text ends where the stop sequence begins; whatever is pushed later is dropped.
         """
-        if self._matched:
+        if self.matched:
             return "", True
         text = self._held + text
-        start = self._match_start(text)
-        if start is not None:
-            self._matched, self._held = True, ""
+        found = self._match(text)
+        if found is not None:
+            start, self.matched = found
+            self._held = ""
             return text[:start], True
         held_start = self._held_start(text)
         self._held = text[held_start:]
@@ -83,10 +87,10 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _match_start(self, text: str) -> int | None:
+    def _match(self, text: str) -> tuple[int, str] | None:
         starts = ((text.find(sequence), sequence) for sequence in self._sequences)
-        ends = [(start + len(sequence), start) for start, sequence in starts if start >= 0]
-        return min(ends)[1] if ends else None
+        ends = [(start + len(sequence), start, sequence) for start, sequence in starts if start >= 0]
+        return min(ends)[1:] if ends else None
 
     def _held_start(self, text: str) -> int:
         for start in range(max(0, len(text) - self._max_held_chars), len(text)):

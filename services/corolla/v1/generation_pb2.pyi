@@ -1033,8 +1033,11 @@ class ChatResponse(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     OTHERS_FIELD_NUMBER: _builtins.int
+    STOP_SEQUENCE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     finish_reason: Global___FinishReason.ValueType
+    stop_sequence: _builtins.str
+    """Which of the stop sequences ended the answer; empty: none."""
     @_builtins.property
     def message(self) -> Global___ChatMessage: ...
     @_builtins.property
@@ -1045,7 +1048,7 @@ class ChatResponse(_message.Message):
     def usage(self) -> Global___Usage: ...
     @_builtins.property
     def others(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatCompletion]:
-        """The other answers, if num_completions asked for several; the fields above are the first one."""
+        """The other answers, if num_completions asked for several; all other fields but usage are of the first one."""
 
     def __init__(
         self,
@@ -1057,10 +1060,11 @@ class ChatResponse(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
         usage: Global___Usage | None = ...,
         others: _abc.Iterable[Global___ChatCompletion] | None = ...,
+        stop_sequence: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "message", b"message", "model", b"model", "others", b"others", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "message", b"message", "model", b"model", "others", b"others", "stop_sequence", b"stop_sequence", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1075,8 +1079,10 @@ class ChatCompletion(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    STOP_SEQUENCE_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     finish_reason: Global___FinishReason.ValueType
+    stop_sequence: _builtins.str
     @_builtins.property
     def message(self) -> Global___ChatMessage: ...
     @_builtins.property
@@ -1091,10 +1097,11 @@ class ChatCompletion(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
         logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        stop_sequence: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "message", b"message", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "message", b"message", "stop_sequence", b"stop_sequence", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1143,12 +1150,15 @@ class ChatChunk(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     REASONING_DELTA_FIELD_NUMBER: _builtins.int
+    STOP_SEQUENCE_FIELD_NUMBER: _builtins.int
     text_delta: _builtins.str
     finish_reason: Global___FinishReason.ValueType
     """Set on an answer's last chunk."""
     index: _builtins.int
     """The index of the answer, if there are several."""
     reasoning_delta: _builtins.str
+    stop_sequence: _builtins.str
+    """On the last chunk of an answer that a stop sequence ended: which one."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1170,10 +1180,11 @@ class ChatChunk(_message.Message):
         index: _builtins.int = ...,
         tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
         reasoning_delta: _builtins.str = ...,
+        stop_sequence: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "reasoning_delta", b"reasoning_delta", "text_delta", b"text_delta", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "reasoning_delta", b"reasoning_delta", "stop_sequence", b"stop_sequence", "text_delta", b"text_delta", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

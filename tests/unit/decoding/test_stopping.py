@@ -46,6 +46,8 @@ def test_any_cutting_agrees_with_a_search_over_the_whole_text(pieces: list[str],
 
     start = first_complete_match(text, sequences)
     assert matched is (start is not None)
+    assert matcher.matched in (sequences if matched else [""])
+    assert start is None or text[start:].startswith(matcher.matched)
     assert emitted == (text if start is None else text[:start])
 
 

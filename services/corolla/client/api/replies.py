@@ -141,6 +141,7 @@ def chat_completion(tokenizer: TextTokenizer, index: int, answer: Delta) -> pb.C
         token_ids=[token.token_id for token in answer.tokens],
         finish_reason=finish_reason(answer.finish_reason),
         logprobs=logprobs(tokenizer, answer.tokens),
+        stop_sequence=answer.stop_sequence,
     )
 
 
@@ -158,4 +159,5 @@ def chat_chunk(tokenizer: TextTokenizer, index: int, delta: Delta, counted: Requ
         logprobs=logprobs(tokenizer, delta.tokens),
         finish_reason=finish_reason(delta.finish_reason),
         usage=None if counted is None else usage(counted),
+        stop_sequence=delta.stop_sequence,
     )

@@ -202,6 +202,7 @@ class GenerationServicer:
             token_ids=first.token_ids,
             finish_reason=first.finish_reason,
             logprobs=first.logprobs,
+            stop_sequence=first.stop_sequence,
             usage=replies.usage(request.caller.usage),
             others=others,
         )

@@ -106,11 +106,9 @@ class Tenants:
     async def _holder(self, context: Context) -> KeyHolder:
         if self._keys is None and self._tokens is None:
             return KeyHolder(PUBLIC)
-        given = next((value for key, value in context.invocation_metadata() or () if key == "authorization"), "")
-        text = given.decode("latin-1") if isinstance(given, bytes) else given
-        if not text.lower().startswith(_SCHEME):
-            raise Unauthenticated("send the metadata `authorization: Bearer <key or token>`")
-        shown = text[len(_SCHEME) :].strip()
+        shown = _shown(context)
+        if not shown:
+            raise Unauthenticated("send the metadata `authorization: Bearer <key or token>`, or `x-api-key: <key>`")
         holder = self._key_holder(shown)
         if holder is None and self._tokens is not None:
             holder = self._apart(await self._tokens.find(shown))
@@ -140,3 +138,16 @@ class Tenants:
         except UnicodeDecodeError:
             raise ValueError("cannot be read") from None
         self._keys = KeyTable.parse(text)
+
+
+def _shown(context: Context) -> str:
+    """The key or token that a caller shows, by `authorization` or else as clients of Anthropic do; empty: none."""
+    shown = ""
+    for name, value in context.invocation_metadata() or ():
+        if name in ("authorization", "x-api-key"):
+            text = value.decode("latin-1") if isinstance(value, bytes) else value
+            if name == "x-api-key":
+                shown = shown or text.strip()
+            elif text.lower().startswith(_SCHEME):
+                return text[len(_SCHEME) :].strip()
+    return shown

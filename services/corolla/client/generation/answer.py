@@ -23,6 +23,7 @@ class Delta:
         finish_reason: set on the last delta.
         reasoning, calls: in a chat, new reasoning, which is not in `text`, and calls of tools.
         readout: what hops reported about the prompt, if the request asks for that; on one of the first deltas.
+        stop_sequence: on the last delta of an answer that a stop sequence ended: which one.
     """
 
     tokens: tuple[SampledToken, ...]
@@ -31,6 +32,7 @@ class Delta:
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
     readout: PromptReadout | None = None
+    stop_sequence: str = ""
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:
@@ -40,7 +42,8 @@ def joined(deltas: Sequence[Delta]) -> Delta:
     tokens = tuple(token for delta in deltas for token in delta.tokens)
     joined = joined_deltas(AnswerDelta(delta.text, delta.reasoning, delta.calls) for delta in deltas)
     readout = next((delta.readout for delta in deltas if delta.readout is not None), None)
-    return Delta(tokens, joined.text, deltas[-1].finish_reason, joined.reasoning, joined.calls, readout)
+    last = deltas[-1]
+    return Delta(tokens, joined.text, last.finish_reason, joined.reasoning, joined.calls, readout, last.stop_sequence)
 
 
 class Answer:
@@ -85,6 +88,11 @@ class Answer:
         return "".join(self._message.texts)
 
     @property
+    def stop_sequence(self) -> str:
+        """The stop sequence that ended the answer; empty: none did."""
+        return self._matcher.matched
+
+    @property
     def message(self) -> Message:
         """The answer so far as the next message of a conversation."""
         return self._message.message
@@ -110,8 +118,7 @@ class Answer:
         else:
             text += self._matcher.flush()
         parsed = self._read(text, is_last=True)
-        self._message.add(parsed)
-        self._deltas.append(Delta((), parsed.text, self.finish_reason, parsed.reasoning, parsed.calls))
+        self._add((), parsed, self.finish_reason)
 
     def deltas(self) -> list[Delta]:
         """The deltas of the tokens since the last call, one for each token; an answer that was cut off has one more."""
@@ -132,9 +139,20 @@ class Answer:
             elif is_last:
                 text += self._matcher.flush()
             parsed = self._read(text, is_last=matched or is_last)
-            self._message.add(parsed)
-            finish_reason = self.finish_reason if matched or is_last else None
-            self._deltas.append(Delta((token,), parsed.text, finish_reason, parsed.reasoning, parsed.calls))
+            self._add((token,), parsed, self.finish_reason if matched or is_last else None)
+
+    def _add(self, tokens: tuple[SampledToken, ...], parsed: AnswerDelta, finish_reason: FinishReason | None) -> None:
+        self._message.add(parsed)
+        self._deltas.append(
+            Delta(
+                tokens,
+                parsed.text,
+                finish_reason,
+                parsed.reasoning,
+                parsed.calls,
+                stop_sequence=self.stop_sequence,
+            )
+        )
 
     def _read(self, text: str, *, is_last: bool) -> AnswerDelta:
         """Parses more text. An answer that calls tools and ends with an end token gets the reason TOOL_CALLS."""

@@ -253,11 +253,12 @@ class Answering:
                 for index in range(num_completions):
                     yield index, Delta((), "", FinishReason.LENGTH, readout=readout)
                 return
-            if (end := (await self._begun_answer(prompt_ids, job.max_tokens, request)).finish_reason) is not None:
+            begun = await self._begun_answer(prompt_ids, job.max_tokens, request)
+            if begun.finish_reason is not None:
                 # The caller has all tokens already, but not the finish reason.
                 meter.count_prompt(len(prompt_ids), len(prompt_ids), 0)
-                meter.count_finish(end)
-                yield 0, Delta((), "", end)
+                meter.count_finish(begun.finish_reason)
+                yield 0, Delta((), "", begun.finish_reason, stop_sequence=begun.stop_sequence)
                 return
             await allowance.take_prompt(len(prompt_ids), job.room.num_tokens)
             await ticket.admitted()

@@ -82,7 +82,7 @@ class UnsentDeltas:
             return None
         if self._num_tokens < self._num_received:
             raise _too_many(self._num_tokens)
-        return Delta((), "", delta.finish_reason)
+        return Delta((), "", delta.finish_reason, stop_sequence=delta.stop_sequence)
 
 
 def replay_answer(answer: Answer, tokens: Sequence[SampledToken], finish_reason: FinishReason) -> list[Delta]:

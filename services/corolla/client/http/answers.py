@@ -34,24 +34,38 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int = Field(description="Whose keys and values were still on the servers.")
 
 
-class CompletionUsage(BaseModel):
+class Disturbances(BaseModel):
+    """What the loss of hops did to an answer. A part of each usage."""
+
+    recoveries: int = Field(description="How often a hop was replaced during the answer.")
+    stall_seconds: float = Field(description="How long that stalled it.")
+    may_differ_from_token: int | None = Field(
+        description="Set if a hop was replaced by a server of other numerics: how many first tokens of an answer are "
+        "surely those of an undisturbed one.",
+    )
+
+
+def disturbances(*counted: pb.Usage) -> dict[str, Any]:
+    """The fields of `Disturbances`, over all calls of a request."""
+    differing = (each.may_differ_from_token for each in counted if each.HasField("may_differ_from_token"))
+    return {
+        "recoveries": sum(each.recoveries for each in counted),
+        "stall_seconds": sum(each.stall_seconds for each in counted),
+        "may_differ_from_token": min(differing, default=None),
+    }
+
+
+class CompletionUsage(Disturbances):
     """What a request cost."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    recoveries: int = Field(description="How often a hop was replaced during the answer.")
-    stall_seconds: float = Field(description="How long that stalled it.")
     time_to_first_token_seconds: float
     total_seconds: float
     drafted_tokens: int
     accepted_tokens: int
-    may_differ_from_token: int | None = Field(
-        default=None,
-        description="Set if a hop was replaced by a server of other numerics: how many first tokens of an answer are "
-        "surely those of an undisturbed one.",
-    )
 
 
 def usage_of(*counted: pb.Usage) -> CompletionUsage:
@@ -62,15 +76,11 @@ def usage_of(*counted: pb.Usage) -> CompletionUsage:
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(each.cached_tokens for each in counted)),
-        recoveries=sum(each.recoveries for each in counted),
-        stall_seconds=sum(each.stall_seconds for each in counted),
         time_to_first_token_seconds=max(each.time_to_first_token_seconds for each in counted),
         total_seconds=max(each.total_seconds for each in counted),
         drafted_tokens=sum(each.drafted_tokens for each in counted),
         accepted_tokens=sum(each.accepted_tokens for each in counted),
-        may_differ_from_token=min(
-            (each.may_differ_from_token for each in counted if each.HasField("may_differ_from_token")), default=None
-        ),
+        **disturbances(*counted),
     )
 
 

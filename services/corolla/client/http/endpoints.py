@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 from corolla.chassis.calls import Authenticate, Call, Guard
 from corolla.chassis.errors import CallerStalled, CorollaError, ServiceStopping
 from corolla.client.api.tenants import KeyHolder
+from corolla.client.http.dialects import OPENAI, Dialect
 from corolla.client.http.errors import ErrorFacts, ErrorReply
 from corolla.client.http.exchange import Exchange, Limits
 from corolla.client.http.metrics import HttpMetrics
@@ -47,7 +48,13 @@ class EndpointFactory:
         self._limits = limits
 
     def endpoint(
-        self, route: str, behaviours: Mapping[str, Behaviour], *, is_open: bool = False, is_of_page: bool = False
+        self,
+        route: str,
+        behaviours: Mapping[str, Behaviour],
+        dialect: Dialect = OPENAI,
+        *,
+        is_open: bool = False,
+        is_of_page: bool = False,
     ) -> "Endpoint":
         """The application for a route.
 
@@ -70,7 +77,7 @@ class EndpointFactory:
             rules = self._pages
             check = rules.check_host if is_open else rules.check_reader if is_of_page else rules.check
         origins = NO_ORIGINS if is_of_page else self._origins
-        return Endpoint(behaviours, guards, self._metrics, self._limits, check, origins)
+        return Endpoint(behaviours, guards, self._metrics, self._limits, check, origins, dialect)
 
     async def not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers requests for unknown paths."""
@@ -89,9 +96,10 @@ class Endpoint:
     limits: Limits
     check: HeaderCheck | None
     origins: AllowedOrigins
+    dialect: Dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send, self.limits, self.metrics)
+        exchange = Exchange(scope, receive, send, self.limits, self.metrics, self.dialect)
         exchange.more_headers = self.origins.headers(exchange.headers)
         behaviour = self.behaviours.get(scope["method"])
         if behaviour is None:

@@ -25,7 +25,8 @@ from corolla.chassis.errors import (
 from corolla.chassis.ignored_places import IGNORED, ignored_places, ignored_text
 from corolla.client.http import body_faults
 from corolla.client.http.connections import connection_of
-from corolla.client.http.errors import body_of, headers_of, status_of
+from corolla.client.http.dialects import OPENAI, Dialect
+from corolla.client.http.errors import headers_of, status_of
 from corolla.client.http.field_paths import callers_path, shown
 from corolla.client.http.fields import Body as Fields
 from corolla.client.http.foreign_fields import ignored_fields
@@ -35,7 +36,6 @@ JSON: Final = "application/json"
 _OF_STREAMS: Final = MappingProxyType(
     {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 )
-_COMMENT: Final = b": the answer is being prepared\n\n"
 _LINGER_S: Final = 1.0
 _MOST_QUERY_NAMES: Final = 16
 
@@ -68,7 +68,7 @@ class Limits:
         read_timeout_s: seconds within which a body must arrive.
         reader_timeout_s: seconds after which a reply ends because its caller reads nothing of it.
         headers_after_s: seconds after which a stream begins although no event has come.
-        comment_interval_s: seconds without an event after which a stream sends a comment.
+        comment_interval_s: seconds without an event after which a stream sends a comment or a ping.
     """
 
     max_bytes: int
@@ -82,6 +82,9 @@ class Limits:
 class Exchange:
     """A request and its reply over ASGI.
 
+    Args:
+        dialect: what errors and streams look like.
+
     Attributes:
         request_id: the caller's id of the request, or a new one.
         is_left: whether the caller has left.
@@ -89,13 +92,22 @@ class Exchange:
         more_headers: headers that every reply has.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits, metrics: HttpMetrics) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        limits: Limits,
+        metrics: HttpMetrics,
+        dialect: Dialect = OPENAI,
+    ) -> None:
         self.scope = scope
         self.headers = Headers(scope=scope)
         self._receive = receive
         self._send = send
         self._limits = limits
         self._metrics = metrics
+        self._dialect = dialect
         self.request_id = x_request_id(self.headers.items()) or f"req_{secrets.token_hex(16)}"
         self.is_left = False
         self.has_begun = False
@@ -231,18 +243,20 @@ class Exchange:
 
     async def reply_error(self, error: CorollaError, **headers: str) -> None:
         """Sends an error as the reply, or as the last event of a stream that has begun."""
+        body = self._dialect.error_body(error, self.request_id)
         if not self.has_begun:
             headers |= headers_of(error)
-            await self.reply(body_of(error), status=status_of(error), **headers)
+            await self.reply(body, status=status_of(error), **headers)
             return
         self.end_watch()
-        event = b"event: error\ndata: " + body_of(error) + b"\n\n"
+        event = b"event: error\ndata: " + body + b"\n\n"
         await self._send_out({"type": "http.response.body", "body": event})
 
     async def stream(self, events: AsyncGenerator[bytes, None], *, is_watch: bool = False) -> None:
         """Sends events as they come. The reply begins with the first event, or after a second without one.
 
-        A failure in this second sets the status, as that of a bad request does. Comments bridge later silences.
+        A failure in this second sets the status, as that of a bad request does. Comments or pings bridge later
+        silences.
 
         Args:
             is_watch: whether the stream has no end of its own and counts as a watcher, not as an answer.
@@ -269,7 +283,7 @@ class Exchange:
             await self._send_out(self._start(200, _OF_STREAMS))
 
     async def _keep_alive(self) -> None:
-        """Begins the reply if no event comes soon, and sends comments while none comes.
+        """Begins the reply if no event comes soon, and sends what stands for silence while none comes.
 
         Proxies and clients give up on a reply of which they see nothing, as while a long prompt is computed.
         """
@@ -280,7 +294,9 @@ class Exchange:
                 self._is_silent = True
                 await asyncio.sleep(self._limits.comment_interval_s)
                 if self._is_silent:
-                    await self._send_out({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+                    await self._send_out(
+                        {"type": "http.response.body", "body": self._dialect.silence, "more_body": True}
+                    )
 
     def end_watch(self) -> None:
         """Stops watching whether the caller leaves, because the reply is ready or has failed."""
@@ -294,7 +310,7 @@ class Exchange:
             connection.abort()
 
     def _start(self, status: int, headers: Mapping[str, str]) -> Message:
-        lines = {**headers, **self.more_headers, "x-request-id": self.request_id}
+        lines = {**headers, **self.more_headers, **dict.fromkeys(self._dialect.id_headers, self.request_id)}
         unread = (name for name in self._query() if name not in self._known_query)
         ignored = [
             *self._ignored,

@@ -38,7 +38,11 @@ def in_callers_words(error: CorollaError, paths: Paths) -> CorollaError:
     """The error with the fields by their paths in the caller's body."""
     if isinstance(error, InvalidRequest):
         violations = [(callers_path(field, paths), text) for field, text in error.violations]
-        return type(error)(*violations[0], *violations[1:]) if violations else error
+        if not violations:
+            return error
+        renamed = type(error)(*violations[0], *violations[1:])
+        renamed.metadata = error.metadata
+        return renamed
     if isinstance(error, ResourceNotFound) and error.field:
         error.field = callers_path(error.field, paths)
     return error

@@ -179,6 +179,31 @@ OF_RESPONSES: Final[Mapping[str, Refused]] = {
 }
 """The same, with the fields of the other routes that would change an answer of this one."""
 
+OF_ANTHROPIC: Final[Mapping[str, Refused]] = {
+    **{name: refused for name, refused in OF_ANSWERS.items() if name != "thinking"},
+    "enable_thinking": Refused(instead="thinking"),
+    "input": Refused(instead="messages"),
+    "prompt": Refused(instead="messages"),
+    "instructions": Refused(instead="system"),
+    "max_completion_tokens": Refused(instead="max_tokens"),
+    "max_output_tokens": Refused(instead="max_tokens"),
+    "response_format": Refused(instead="output_config.format"),
+    "output_format": Refused(instead="output_config.format"),
+    "guided_json": Refused(instead="output_config.format"),
+    "guided_regex": Refused(),
+    "guided_choice": Refused(),
+    "structured_outputs": Refused(instead="output_config.format"),
+    "reasoning_effort": Refused(instead="output_config.effort"),
+    "chat_template_kwargs": Refused(),
+    "mcp_servers": Refused(),
+    "stop": Refused(instead="stop_sequences"),
+    "n": Refused((1,)),
+    "ignore_eos": Refused((False,)),
+    "time_limit_ms": Refused(),
+    "session_id": Refused(),
+}
+"""The same for Anthropic's dialect."""
+
 OF_MESSAGES: Final[Mapping[str, Refused]] = {"audio": _AUDIO, "images": _IMAGES}
 OF_FORMS: Final[Mapping[str, Refused]] = {"grammar": Refused(), "structural_tag": Refused()}
 """Fields of a chat's messages, and of the form of an answer, that would change the answer."""

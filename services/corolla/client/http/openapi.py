@@ -17,6 +17,7 @@ from corolla.client.api.tenants import KeyHolder
 from corolla.client.http import (
     chat_replies,
     completions,
+    message_replies,
     placement_facts,
     readings,
     response_replies,
@@ -25,9 +26,10 @@ from corolla.client.http import (
 )
 from corolla.client.http.chat import ChatCompletionRequest
 from corolla.client.http.completions import CompletionRequest
+from corolla.client.http.dialects import ANTHROPIC, OPENAI, Dialect
 from corolla.client.http.endpoints import EndpointFactory
-from corolla.client.http.errors import ErrorReply
 from corolla.client.http.exchange import Exchange
+from corolla.client.http.messages import CountTokensRequest, MessageRequest
 from corolla.client.http.page import pages
 from corolla.client.http.responses import ItemsQuery, ReplayQuery, ResponseRequest
 from corolla.client.http.routes import HttpRoutes
@@ -37,6 +39,10 @@ _EVENTS: Final = {"description": "Server-sent events, the data of each of which 
 """Readers of OpenAPI 3.1 do not agree whether the schema of a stream is that of its text, or of each event."""
 _REFERENCES: Final = "#/components/schemas/{model}"
 _TOO_MUCH: Final = {"400": "The request is refused.", "413": "The request is too large."}
+_SCHEMES: Final = {
+    "key": {"type": "http", "scheme": "bearer"},
+    "x_api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
 _ERRORS: Final = {
     "401": "The key or token is not known.",
     "403": "The key or token is for other calls.",
@@ -63,6 +69,7 @@ class Operation:
         streams: whether the reply may be a stream of events.
         is_watch: whether the reply is a stream of events for as long as the caller stays.
         is_open: whether callers need no key.
+        dialect: what errors and streams look like.
     """
 
     path: str
@@ -75,6 +82,7 @@ class Operation:
     streams: bool = False
     is_watch: bool = False
     is_open: bool = False
+    dialect: Dialect = OPENAI
 
 
 OPERATIONS: Final = (
@@ -90,6 +98,23 @@ OPERATIONS: Final = (
     ),
     Operation("/v1/completions", "POST", HttpRoutes.complete, completions.Completion, CompletionRequest, streams=True),
     Operation("/v1/responses", "POST", HttpRoutes.respond, response_replies.Response, ResponseRequest, streams=True),
+    Operation(
+        "/v1/messages",
+        "POST",
+        HttpRoutes.create_message,
+        message_replies.Message,
+        MessageRequest,
+        streams=True,
+        dialect=ANTHROPIC,
+    ),
+    Operation(
+        "/v1/messages/count_tokens",
+        "POST",
+        HttpRoutes.count_tokens,
+        message_replies.TokenCount,
+        CountTokensRequest,
+        dialect=ANTHROPIC,
+    ),
     Operation(
         "/v1/responses/{response_id}",
         "GET",
@@ -144,15 +169,15 @@ def document(operations: Sequence[Operation]) -> dict[str, Any]:
         "paths": paths,
         "components": {
             "schemas": definitions["$defs"],
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": _SCHEMES,
         },
     }
 
 
 def _models(operations: Sequence[Operation]) -> list[tuple[type[BaseModel], Any]]:
-    found: list[tuple[type[BaseModel], Any]] = [(ErrorReply, "serialization")]
+    found: list[tuple[type[BaseModel], Any]] = []
     for operation in operations:
-        found.append((operation.reply, "serialization"))
+        found += [(operation.reply, "serialization"), (operation.dialect.error_reply, "serialization")]
         if operation.body is not None:
             found.append((operation.body, "validation"))
     return list(dict.fromkeys(found))
@@ -161,14 +186,14 @@ def _models(operations: Sequence[Operation]) -> list[tuple[type[BaseModel], Any]
 def _described(operation: Operation, named: Mapping[Any, Any]) -> dict[str, Any]:
     replies = {"200": {"description": "It was done.", "content": dict(_contents(operation, named))}}
     failures = {**(_TOO_MUCH if operation.body is not None else {}), **_ERRORS}
-    failure = {"application/json": {"schema": named[ErrorReply, "serialization"]}}
+    failure = {"application/json": {"schema": named[operation.dialect.error_reply, "serialization"]}}
     for status, text in {"503": _ERRORS["503"]}.items() if operation.is_open else failures.items():
         replies[status] = {"description": text, "content": failure}
     facts: dict[str, Any] = {
         "operationId": operation.does.__name__,
         "summary": operation.does.__doc__,
         "responses": replies,
-        "security": [] if operation.is_open else [{"key": []}, {}],
+        "security": [] if operation.is_open else [*({name: []} for name in _SCHEMES), {}],
     }
     if operation.body is not None:
         schema = named[operation.body, "validation"]
@@ -214,7 +239,8 @@ def router(endpoints: EndpointFactory, handlers: HttpRoutes, *, has_page: bool) 
     for path, group in groupby(operations, lambda each: each.path):
         found = list(group)
         behaviours = {each.method: partial(each.does, handlers) for each in found}
-        endpoint = endpoints.endpoint(path, behaviours, is_open=found[0].is_open, is_of_page=found[0].is_watch)
+        first = found[0]
+        endpoint = endpoints.endpoint(path, behaviours, first.dialect, is_open=first.is_open, is_of_page=first.is_watch)
         # A model's name may be an id of the Hugging Face Hub, which has a slash.
         pattern = path.replace("{model}", "{model:path}")
         # Many clients leave /v1 out of their base address.

@@ -1,14 +1,14 @@
 """`/v1/responses`: replies and events of streams."""
 
 import json
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel
 
-from corolla.client.http.answers import compact, escaped, now_s
-from corolla.client.http.log_probabilities import logprob_facts
+from corolla.client.http.answer_items import Item, ItemEvents, ItemKind, as_chunk
+from corolla.client.http.answers import Disturbances, compact, disturbances, escaped, now_s
 from corolla.client.http.responses import ResponseRequest
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2
@@ -22,7 +22,7 @@ class OutputDetails(BaseModel):
     reasoning_tokens: int = 0
 
 
-class ResponseUsage(BaseModel):
+class ResponseUsage(Disturbances):
     """What a response cost."""
 
     input_tokens: int
@@ -30,9 +30,6 @@ class ResponseUsage(BaseModel):
     output_tokens: int
     output_tokens_details: OutputDetails
     total_tokens: int
-    recoveries: int
-    stall_seconds: float
-    may_differ_from_token: int | None = None
 
 
 class Incomplete(BaseModel):
@@ -81,6 +78,12 @@ _MOST_NOTE_BYTES: Final = 2048
 _OF_ANSWERS: Final = {"id", "object", "status", "error", "incomplete_details", "output", "usage"}
 """The fields of a response that are no options of its request."""
 _CUT_OFF: Final = frozenset({pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_TIME_LIMIT, pb.FINISH_REASON_CANCELLED})
+_ID_PREFIXES: Final = {ItemKind.REASONING: "rs_", ItemKind.TEXT: "msg_", ItemKind.CALL: "fc_"}
+_EVENTS: Final = {
+    ItemKind.REASONING: "response.reasoning_text",
+    ItemKind.TEXT: "response.output_text",
+    ItemKind.CALL: "response.function_call_arguments",
+}
 
 
 class Reply:
@@ -133,14 +136,14 @@ class Reply:
     def whole(self, answer: pb.ChatResponse) -> bytes:
         """The body of a reply that is not streamed."""
         writer = _Writer(self._id)
-        writer.take(_as_chunk(answer))
+        writer.take(as_chunk(answer))
         writer.end(is_cut=answer.finish_reason in _CUT_OFF)
         return self._ended(writer.output, answer.finish_reason, answer.usage).model_dump_json().encode()
 
     async def replayed(self, answer: pb.ChatResponse, after: int = -1) -> AsyncGenerator[bytes, None]:
         """Yields the events of a finished answer that come after the event of a number."""
         writer = _Writer(self._id, after)
-        text = self._begun(writer) + writer.take(_as_chunk(answer))
+        text = self._begun(writer) + writer.take(as_chunk(answer))
         yield (text + self._end(writer, answer.finish_reason, answer.usage)).encode()
 
     async def events(self, chunks: AsyncGenerator[pb.ChatChunk, None]) -> AsyncGenerator[bytes, None]:
@@ -186,18 +189,14 @@ class Reply:
                     output_tokens=usage.completion_tokens,
                     output_tokens_details=OutputDetails(),
                     total_tokens=usage.prompt_tokens + usage.completion_tokens,
-                    recoveries=usage.recoveries,
-                    stall_seconds=usage.stall_seconds,
-                    may_differ_from_token=(
-                        usage.may_differ_from_token if usage.HasField("may_differ_from_token") else None
-                    ),
+                    **disturbances(usage),
                 ),
             }
         )
 
 
-class _Writer:
-    """Makes the events of one answer. Its items follow one another, so at most one is open.
+class _Writer(ItemEvents):
+    """Makes the events of one answer.
 
     An event's number is one more than that of the event before it; that of a delta, as many more as it has characters.
     So the numbers do not depend on how an answer was divided into deltas, and a replay may begin behind any of them.
@@ -210,11 +209,13 @@ class _Writer:
     """
 
     def __init__(self, make_id: Callable[[str, int], str], after: int = -1) -> None:
+        super().__init__()
         self.output: list[dict[str, Any]] = []
         self._make_id = make_id
         self._after = after
         self._number = 0
-        self._open: _OpenItem | None = None
+        self._place: dict[str, Any] = {}
+        self._delta_head = self._delta_place = ""
 
     def event(self, kind: str, **facts: Any) -> str:
         """The text of an event; empty if the reader has it."""
@@ -224,123 +225,50 @@ class _Writer:
             return ""
         return f"event: {kind}\ndata: {compact({'type': kind, 'sequence_number': number, **facts})}\n\n"
 
-    def take(self, chunk: pb.ChatChunk) -> str:
-        """The events for a chunk."""
-        text = ""
-        if chunk.reasoning_delta:
-            text += self._extend("reasoning", chunk.reasoning_delta)
-        if chunk.text_delta:
-            text += self._extend("message", chunk.text_delta, logprob_facts(chunk.logprobs))
-        for call in chunk.tool_calls:
-            if call.id:
-                text += self._begin(self._item("function_call", self._next_index, call.id, call.name))
-            text += self._extend("function_call", call.arguments_delta)
+    def begun(self, item: Item) -> str:
+        facts = self._facts(item, "in_progress")
+        self._place = {"item_id": facts["id"], "output_index": item.index}
+        begun = {**facts, "content": []} if item.kind is ItemKind.TEXT else facts
+        text = self.event("response.output_item.added", output_index=item.index, item=begun)
+        if item.kind is not ItemKind.CALL:
+            self._place["content_index"] = 0
+            text += self.event("response.content_part.added", **self._place, part=facts["content"][0])
+        # The text before and after the sequence number in each delta's event.
+        kind = f"{_EVENTS[item.kind]}.delta"
+        self._delta_head = f'event: {kind}\ndata: {{"type":"{kind}","sequence_number":'
+        self._delta_place = f',{compact(self._place)[1:-1]},"delta":'
         return text
 
-    def end(self, *, is_cut: bool = False) -> str:
-        """The events that end the last item. An answer without items gets an empty message."""
-        text = "" if self._open is not None or self.output else self._begin(self._item("message", 0))
-        return text + self._close("incomplete" if is_cut else "completed")
-
-    def _item(self, kind: str, index: int, call_id: str = "", name: str = "") -> "_OpenItem":
-        prefix = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}[kind]
-        return _OpenItem(self._make_id(prefix, index), kind, index, call_id, name)
-
-    def _extend(self, kind: str, delta: str, logprobs: list[dict[str, Any]] | None = None) -> str:
-        item, text = self._open, ""
-        if item is None or item.kind != kind:
-            text = self._begin(self._item(kind, self._next_index))
-            item = self._open
-        if item is None or not delta:
-            return text
-        item.parts.append(delta)
-        item.logprobs += logprobs or ()
+    def grown(self, item: Item, delta: str, logprobs: list[dict[str, Any]]) -> str:
         self._number += len(delta)
         if (num_new := self._number - 1 - self._after) <= 0:
-            return text
-        more = f',"logprobs":{compact(logprobs)}' if logprobs else item.no_logprobs
-        new = escaped(delta[-num_new:])
-        return text + f'{item.delta_head}{self._number - 1}{item.delta_place}"delta":{new}{more}}}\n\n'
-
-    @property
-    def _next_index(self) -> int:
-        """The index of the next item, which comes after the open one, if any."""
-        return len(self.output) + (self._open is not None)
-
-    def _begin(self, item: "_OpenItem") -> str:
-        text = self._close()
-        self._open = item
-        text += self.event("response.output_item.added", output_index=item.index, item=item.facts("in_progress"))
-        if item.part_kind:
-            text += self.event("response.content_part.added", **item.place, part=item.part(""))
-        return text
-
-    def _close(self, status: str = "completed") -> str:
-        item, self._open = self._open, None
-        if item is None:
             return ""
-        whole, text = "".join(item.parts), ""
-        for kind, facts in item.ends(whole):
-            text += self.event(kind, **facts)
-        self.output.append(item.facts(status))
-        return text + self.event("response.output_item.done", output_index=item.index, item=self.output[-1])
+        more = f',"logprobs":{compact(logprobs)}' if item.kind is ItemKind.TEXT else ""
+        return f"{self._delta_head}{self._number - 1}{self._delta_place}{escaped(delta[-num_new:])}{more}}}\n\n"
 
+    def ended(self, item: Item, *, is_cut: bool) -> str:
+        facts = self._facts(item, "incomplete" if is_cut else "completed")
+        self.output.append(facts)
+        done = f"{_EVENTS[item.kind]}.done"
+        if item.kind is ItemKind.CALL:
+            text = self.event(done, **self._place, name=item.name, arguments=item.text)
+        else:
+            part = facts["content"][0]
+            logprobs = {"logprobs": item.logprobs} if item.kind is ItemKind.TEXT else {}
+            text = self.event(done, **self._place, text=item.text, **logprobs)
+            text += self.event("response.content_part.done", **self._place, part=part)
+        return text + self.event("response.output_item.done", output_index=item.index, item=facts)
 
-class _OpenItem:
-    """An item that grows: a message, reasoning, or a call."""
-
-    def __init__(self, item_id: str, kind: str, index: int, call_id: str = "", name: str = "") -> None:
-        self.kind, self.index = kind, index
-        self.parts: list[str] = []
-        self.logprobs: list[dict[str, Any]] = []
-        self._call_id, self._name = call_id, name
-        self._id = item_id
-        self.part_kind = {"message": "output_text", "reasoning": "reasoning_text", "function_call": ""}[kind]
-        self.place: dict[str, Any] = {"item_id": self._id, "output_index": index}
-        if self.part_kind:
-            self.place["content_index"] = 0
-        self._events = f"response.{self.part_kind or 'function_call_arguments'}"
-        # The text before and after the sequence number in each delta's event.
-        self.delta_head = f'event: {self._events}.delta\ndata: {{"type":"{self._events}.delta","sequence_number":'
-        self.delta_place = "," + compact(self.place)[1:-1] + ","
-        self.no_logprobs = ',"logprobs":[]' if kind == "message" else ""
-
-    def part(self, text: str) -> dict[str, Any]:
-        """The item's only content part, with this text."""
-        if self.kind == "message":
-            return _text_part(text, self.logprobs)
-        return {"type": "reasoning_text", "text": text}
-
-    def facts(self, status: str) -> dict[str, Any]:
-        """The item so far, in OpenAI's form."""
-        text = "".join(self.parts)
-        if self.kind == "function_call":
-            return _call(self._id, self._call_id, self._name, text, status)
-        if self.kind == "reasoning":
-            return _reasoning(self._id, text, status)
-        facts = _message(self._id, text, self.logprobs, status)
-        return {**facts, "content": []} if status == "in_progress" else facts
-
-    def ends(self, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yields kind and facts of the events that complete the item, except `response.output_item.done`."""
-        if self.kind == "function_call":
-            yield f"{self._events}.done", {**self.place, "name": self._name, "arguments": text}
-            return
-        more = {"logprobs": self.logprobs} if self.kind == "message" else {}
-        yield f"{self._events}.done", {**self.place, "text": text, **more}
-        yield "response.content_part.done", {**self.place, "part": self.part(text)}
-
-
-def _as_chunk(answer: pb.ChatResponse) -> pb.ChatChunk:
-    """A whole answer as the only chunk of a stream."""
-    message = answer.message
-    calls = (
-        pb.ToolCallDelta(index=index, id=each.id, name=each.name, arguments_delta=each.arguments)
-        for index, each in enumerate(message.tool_calls)
-    )
-    return pb.ChatChunk(
-        reasoning_delta=message.reasoning, text_delta=message.content, logprobs=answer.logprobs, tool_calls=calls
-    )
+    def _facts(self, item: Item, status: str) -> dict[str, Any]:
+        """An item so far, in OpenAI's form."""
+        item_id = self._make_id(_ID_PREFIXES[item.kind], item.index)
+        match item.kind:
+            case ItemKind.REASONING:
+                return _reasoning(item_id, item.text, status)
+            case ItemKind.TEXT:
+                return _message(item_id, item.text, item.logprobs, status)
+            case ItemKind.CALL:
+                return _call(item_id, item.call_id, item.name, item.text, status)
 
 
 def input_items(messages: Sequence[pb.ChatMessage], response_id: str) -> list[dict[str, Any]]:
@@ -369,12 +297,8 @@ def input_items(messages: Sequence[pb.ChatMessage], response_id: str) -> list[di
     return items
 
 
-def _text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-
 def _message(item_id: str, text: str, logprobs: list[dict[str, Any]], status: str = "completed") -> dict[str, Any]:
-    content = [_text_part(text, logprobs)]
+    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}]
     return {"id": item_id, "type": "message", "status": status, "role": "assistant", "content": content}
 
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
+from datetime import UTC, datetime
 from functools import partial
 from typing import Final, Literal, TypeVar
 
@@ -14,12 +15,13 @@ from corolla.chassis.merge import merge
 from corolla.client.api.replies import finish_reason, recorded_message
 from corolla.client.api.servicer import GenerationServicer
 from corolla.client.api.tenants import KeyHolder
-from corolla.client.http import chat_replies, completions
+from corolla.client.http import chat_replies, completions, message_replies
 from corolla.client.http.answers import now_s
 from corolla.client.http.chat import ChatCompletionRequest
 from corolla.client.http.completions import CompletionRequest
 from corolla.client.http.exchange import Exchange
 from corolla.client.http.fields import Body, Text
+from corolla.client.http.messages import CountTokensRequest, MessageRequest
 from corolla.client.http.placement_stream import PlacementStream
 from corolla.client.http.readings import (
     EmbeddingList,
@@ -55,11 +57,14 @@ _MAX_PARALLEL: Final = 16
 
 
 class ModelFacts(BaseModel):
-    """A model that the service has."""
+    """A model that the service has, in OpenAI's dialect and in Anthropic's."""
 
     id: str
     object: str = "model"
+    type: Literal["model"] = "model"
+    display_name: str
     created: int
+    created_at: datetime
     owned_by: str = "corolla"
     max_model_len: int = Field(description="Tokens of its context.")
     ready: bool = Field(description="Whether every block has a live server now.")
@@ -161,6 +166,27 @@ class HttpRoutes:
         with body.in_own_words():
             answer = await self._servicer.Chat(request, call)
         await exchange.reply(chat_replies.reply(answer, **wishes))
+
+    async def create_message(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+        """Answers a conversation in Anthropic's dialect."""
+        body = await exchange.read(MessageRequest)
+        request = body.as_protocol()
+        if body.stream:
+            chunks = self._servicer.ChatStream(request, call)
+            events = message_replies.events(chunks, body.model or self._model, shows_thinking=body.thinks)
+            with body.in_own_words():
+                await exchange.stream(events)
+            return
+        with body.in_own_words():
+            answer = await self._servicer.Chat(request, call)
+        await exchange.reply(message_replies.reply(answer, shows_thinking=body.thinks))
+
+    async def count_tokens(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+        """Counts the tokens of a conversation in Anthropic's dialect."""
+        body = await exchange.read(CountTokensRequest)
+        with body.in_own_words():
+            found = await self._servicer.Tokenize(body.as_protocol(), call)
+        await _reply(exchange, message_replies.TokenCount(input_tokens=len(found.token_ids)))
 
     async def respond(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Answers a conversation. The service stores it unless the request forbids that."""
@@ -359,7 +385,14 @@ class HttpRoutes:
         yield await self._servicer.Generate(request, call)
 
     def _facts(self, model: pb.Model) -> ModelFacts:
-        return ModelFacts(id=model.name, created=self._created, max_model_len=model.context_length, ready=model.ready)
+        return ModelFacts(
+            id=model.name,
+            display_name=model.name,
+            created=self._created,
+            created_at=datetime.fromtimestamp(self._created, UTC),
+            max_model_len=model.context_length,
+            ready=model.ready,
+        )
 
 
 async def _until_kept(

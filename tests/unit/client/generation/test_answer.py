@@ -83,11 +83,13 @@ def test_no_part_of_a_stop_sequence_is_ever_seen(text: str, stop: list[str]) -> 
     ends = [text.find(each) + len(each) for each in stop if each in text]
     if ends:
         assert deltas[-1].finish_reason is FinishReason.STOP_SEQUENCE
+        assert deltas[-1].stop_sequence in stop
+        assert text.startswith(answer.text + deltas[-1].stop_sequence)
         assert not any(each in answer.text for each in stop)
         assert text.startswith(answer.text)
     else:
         assert answer.text == text
-        assert deltas[-1].finish_reason is FinishReason.LENGTH
+        assert (deltas[-1].finish_reason, deltas[-1].stop_sequence) == (FinishReason.LENGTH, "")
 
 
 def test_a_possible_stop_sequence_is_held_back_until_it_is_none() -> None:
