@@ -4,6 +4,7 @@ Blocks count the tokens of each row, padding left out. transformers counts colum
 some of its layers measure distances in columns. Where that makes a difference, a sentence says what to give instead.
 """
 
+import copy
 import functools
 from typing import Final
 
@@ -53,7 +54,9 @@ class PositionRules:
         family = family_of(self._config)
         if family.model_type in _MEASURING_COLUMNS or recurrent_layers(self._config):
             return True
-        base = without_weights(model_class_of(AutoModel, self._config), self._config)
+        config = copy.deepcopy(self._config)
+        config._attn_implementation = "eager"  # every family has this one
+        base = without_weights(model_class_of(AutoModel, config), config)
         return any(window is not None for window in attention_windows(base, family))
 
     def refuse_holes(self, mask: Tensor) -> None:

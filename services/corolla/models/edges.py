@@ -117,7 +117,8 @@ class Edges:
     def output_embedding(self) -> nn.Module:
         """The head without the final norm."""
         head = _present(self._head_model)
-        return cast(nn.Module, head.get_output_embeddings() or head.lm_head)
+        # The getter of most families asks the base model first, which has no embedding here.
+        return cast(nn.Module, getattr(head, "lm_head", None) or head.get_output_embeddings())
 
     @output_embedding.setter
     def output_embedding(self, module: nn.Module) -> None:
@@ -419,9 +420,6 @@ class _NormOnly(nn.Module):
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self.norm = norm
-
-    def get_input_embeddings(self) -> None:
-        """The head's model asks its base model before it says what its head is."""
 
     def forward(self, *_arguments: Any, inputs_embeds: Tensor, **_options: Any) -> _NormedOutput:
         return _NormedOutput(last_hidden_state=self.norm(inputs_embeds))
