@@ -69,13 +69,19 @@ class Store:
         timeout_s: The time-out of an answer.
         metrics: The router's metrics.
         password: The password, unless `url` has one.
+        silence_s: How long Redis is silent before the log says so: a machine may be busy or stand still for a moment.
 
     Raises:
         StartupError: `url` is not a Redis address.
     """
 
-    def __init__(self, url: str, timeout_s: float, metrics: RouterMetrics, *, password: str = "") -> None:
+    def __init__(
+        self, url: str, timeout_s: float, metrics: RouterMetrics, *, password: str = "", silence_s: float = 2.0
+    ) -> None:
         self._metrics = metrics
+        self._silence_s = silence_s
+        self._failing_since_s = 0.0
+        self._is_said = False
         self._password = password
         self._timeout_s = timeout_s
         # Why Redis counts as away; None while it is well.
@@ -211,7 +217,8 @@ class Store:
         if failure is RedisFailure.BUG:
             raise error
         if failure is not RedisFailure.BAD_RECORD:
-            self._note(failure, "full" if failure is RedisFailure.FULL else code_of(error) or type(error).__name__)
+            cause = "full" if failure is RedisFailure.FULL else code_of(error) or type(error).__name__
+            self._note(failure, cause, is_silence=isinstance(error, RedisTimeoutError | TimeoutError))
         if failure not in ANSWERED:
             await self._connect_anew()
         return failure
@@ -236,11 +243,16 @@ class Store:
         else:
             self._note(None, "")
 
-    def _note(self, failure: RedisFailure | None, cause: str) -> None:
+    def _note(self, failure: RedisFailure | None, cause: str, *, is_silence: bool = False) -> None:
         self._metrics.store_up.set(failure is None)
-        if (failure is None) is not (self._failure is None):
-            if failure is None:
+        now_s = asyncio.get_running_loop().time()
+        if self._failure is None:
+            self._failing_since_s = now_s
+        if failure is None:
+            if self._is_said:
                 log.info("redis is back")
-            else:
-                log.warning("redis does not answer, or refuses calls; retrying", extra={"cause": cause})
+            self._is_said = False
+        elif not self._is_said and (not is_silence or now_s - self._failing_since_s >= self._silence_s):
+            log.warning("redis does not answer, or refuses calls; retrying", extra={"cause": cause})
+            self._is_said = True
         self._failure = failure

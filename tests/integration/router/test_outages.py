@@ -335,6 +335,35 @@ def test_a_connection_that_is_reset_just_before_it_is_written_to(
     uvloop.run(call())
 
 
+async def test_a_short_silence_is_not_reported(
+    own_redis: EmbeddedRedis, model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A machine that is merely busy looks like a silent Redis for a moment."""
+    caplog.set_level("INFO", "corolla.router.store")
+    store = Store(own_redis.url, 0.05, RouterMetrics(new_registry()), silence_s=0.5)
+    registry = Registry(store, lease_ms=600)
+
+    async def answers() -> bool:
+        with contextlib.suppress(StoreUnavailable):
+            await registry.snapshot(model)
+            return True
+        return False
+
+    await until(answers)
+    with own_redis.frozen():
+        assert not await answers()
+    await until(answers)
+    assert caplog.messages == []
+    with own_redis.frozen():
+        until_s = time.monotonic() + 30
+        while not caplog.messages and time.monotonic() < until_s:
+            assert not await answers()
+            await asyncio.sleep(0.05)
+    await until(answers)
+    assert caplog.messages == ["redis does not answer, or refuses calls; retrying", "redis is back"]
+    await store.close()
+
+
 async def test_a_bug_is_not_reported_as_an_outage(redis_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(redis_url, 1.0, RouterMetrics(new_registry()))
     registry = Registry(store, lease_ms=600)
