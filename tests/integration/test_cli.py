@@ -97,6 +97,14 @@ def test_the_page_is_where_it_says(up: RunningUp) -> None:
         assert "<title>Corolla</title>" in reply.read().decode()
 
 
+def test_metrics_are_where_it_says(up: RunningUp) -> None:
+    metrics = up.addresses["metrics"]
+    assert metrics.keys() == {name for name in up.pids if name != "redis"}
+    for url in metrics.values():
+        with urllib.request.urlopen(url, timeout=30) as reply:
+            assert "# TYPE corolla_" in reply.read().decode()
+
+
 def test_a_refusal_is_one_sentence(up: RunningUp) -> None:
     server = up.addresses["client"]
     for arguments in (

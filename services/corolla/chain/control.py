@@ -6,7 +6,7 @@ from typing import Final, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from corolla.chassis.channels import Channels, open_channel
+from corolla.chassis.channels import Channels, open_channel, unreached
 from corolla.chassis.errors import CorollaError, RouterUnavailable
 from corolla.chassis.status import from_rpc_error, status_of
 from corolla.chassis.tracing.carriers import trace_metadata
@@ -97,8 +97,4 @@ class ControlPlane:
         details = (failure.details() or "") if isinstance(failure, grpc.aio.AioRpcError) else ""
         if isinstance(failure, grpc.aio.AioRpcError) and failure.code() is grpc.StatusCode.UNIMPLEMENTED:
             return RouterUnavailable(f"another gRPC service than a router answers at {self._router}")
-        if "http1" in details or "http2 frame" in details.lower() or "Missing :status" in details:
-            return RouterUnavailable(f"no router answers at {self._router}, but a server of another protocol")
-        if "refused" in details:
-            return RouterUnavailable(f"no router answers at {self._router}: nothing listens there")
-        return RouterUnavailable(f"no router answers at {self._router}")
+        return unreached(RouterUnavailable, "router", self._router, details)

@@ -10,7 +10,7 @@ from typing import Any, Final
 import grpc
 
 from corolla.chassis.descriptors import most_connections_of_a_port
-from corolla.chassis.errors import StartupError
+from corolla.chassis.errors import CorollaError, InvalidRequest, StartupError
 
 TLS_1_3_ONLY: Final = ("GRPC_SSL_CIPHER_SUITES", "ECDHE-PSK-CHACHA20-POLY1305")
 """The environment variable and value that restrict gRPC to TLS 1.3; set it before the first handshake. gRPC has no
@@ -77,6 +77,9 @@ _LABELLED_EXCESS_BYTES: Final = 64 << 10
 _SILENCE_LIMITS: Final = frozenset(
     {"grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms", "grpc.min_reconnect_backoff_ms"}
 )
+
+# Ways to name a service that gRPC knows besides HOST:PORT.
+_SCHEMES: Final = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:")
 
 
 def tolerate_silence(silence_ms: int) -> None:
@@ -153,3 +156,28 @@ def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.Server
     if bound == 0:
         raise StartupError(f"cannot listen on {host}:{port}: the address is taken or not ours; choose another port")
     return bound
+
+
+def unreached(kind: type[CorollaError], service: str, address: str, details: str) -> CorollaError:
+    """The error of a call that no service answered.
+
+    Args:
+        kind: the class of the error, unless the address itself is wrong.
+        service: what was called, such as `router`.
+        address: where it was called.
+        details: what gRPC says.
+    """
+    host, _, port = address.rpartition(":")
+    is_address = bool(host) and port.isdecimal() and 0 < int(port) < 2**16 and "://" not in address
+    if not is_address and not address.startswith(_SCHEMES):
+        return InvalidRequest("address", f"{address!r} is no address; write HOST:PORT, such as 127.0.0.1:50051")
+    reason = ""
+    if "http1" in details:
+        reason = ": a server of HTTP/1 does, such as a client service's HTTP port; name the port for gRPC"
+    elif "http2 frame" in details.lower() or "Missing :status" in details:
+        reason = ": a server of another protocol does"
+    elif "errors resolving" in details:
+        reason = f": no machine has the name {host}"
+    elif "refused" in details:
+        reason = ": nothing listens there"
+    return kind(f"no {service} answers at {address}{reason}")

@@ -10,6 +10,7 @@ from corolla.chassis import errors
 
 _OPTIONS: Final = MappingProxyType(
     {
+        "address": "the address",
         "num_completions": "-n",
         "speculation": "--speculation",
         "speculation.mode": "--speculation",

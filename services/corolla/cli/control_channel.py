@@ -13,13 +13,14 @@ from corolla.v1.router_pb2_grpc import RouterServiceStub
 
 
 @contextmanager
-def control_channel(address: str, unreached: CorollaError) -> Iterator[grpc.Channel]:
+def control_channel(address: str, kind: type[CorollaError], service: str) -> Iterator[grpc.Channel]:
     """Opens a channel, with the operator's certificate if `COROLLA_TLS_DIR` or a stack on this machine has one.
 
     Calls that fail inside the context raise a CorollaError.
 
     Args:
-        unreached: the error to raise if nothing answers at the address.
+        kind: the class of the error to raise if nothing answers at the address.
+        service: what should answer there, such as `router`.
 
     Raises:
         SettingsError: the folder does not hold a certificate.
@@ -28,14 +29,13 @@ def control_channel(address: str, unreached: CorollaError) -> Iterator[grpc.Chan
         try:
             yield channel
         except grpc.RpcError as failure:
-            error = error_of(failure, address)
-            raise (unreached if error.reason == "SERVICE_UNAVAILABLE" else error) from None
+            raise error_of(failure, address, kind, service) from None
 
 
 @contextmanager
 def router_stub(address: str) -> Iterator[RouterServiceStub]:
     """A stub of the router at an address, on a `control_channel`."""
-    with control_channel(address, RouterUnavailable(f"no router answers at {address}")) as channel:
+    with control_channel(address, RouterUnavailable, "router") as channel:
         yield RouterServiceStub(channel)
 
 

@@ -137,9 +137,7 @@ def drain(
     from corolla.v1.admin_pb2_grpc import AdminServiceStub
 
     # A StartupError, because a ServiceUnavailable would be shown with the advice to start a stack.
-    with control_channel(
-        address, StartupError(f"no block server answers at {address}; give the COROLLA_ADMIN_PORT that is set for it")
-    ) as channel:
+    with control_channel(address, StartupError, "block server with COROLLA_ADMIN_PORT") as channel:
         left = AdminServiceStub(channel).Drain(admin_pb2.DrainRequest(), timeout=timeout_s).num_sessions_left
     sys.stdout.write(
         "drained" + (f"; {left} sessions found no room elsewhere and will be replayed" if left else "") + "\n"

@@ -74,6 +74,7 @@ def _say_what_to_try(view: StackConsole, stack: Stack, *, as_json: bool) -> None
             client=stack.client_address,
             http=stack.http_address,
             page=stack.page_url,
+            metrics={process.name: url for process, url in stack.metrics_urls},
             router=stack.router_address,
             log_folder=str(stack.options.log_folder),
             processes=pids,
@@ -82,6 +83,8 @@ def _say_what_to_try(view: StackConsole, stack: Stack, *, as_json: bool) -> None
         return
     view.line("page", f"{stack.page_url} shows a chat, and the model at work", "bold")
     view.line("http", f"http://{stack.http_address}/v1 speaks OpenAI's dialect", "bold")
+    for process, url in stack.metrics_urls:
+        view.line("metrics", f"{url} of {process.title.removeprefix('corolla ')}")
     corolla = command_name()
     for command in (
         f'{corolla} generate "Once upon a time, in a small village by the sea," --server {stack.client_address}',

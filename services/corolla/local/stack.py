@@ -84,6 +84,12 @@ class Stack:
         return tuple(self._processes.values())
 
     @property
+    def metrics_urls(self) -> tuple[tuple[ManagedProcess, str], ...]:
+        """Each process that has metrics, and where they are."""
+        metered = (each for each in self.processes if each.metrics_port)
+        return tuple((each, f"http://{LOOPBACK}:{each.metrics_port}/metrics") for each in metered)
+
+    @property
     def servers(self) -> tuple[ManagedProcess, ...]:
         """The block servers."""
         return tuple(process for process in self.processes if process.is_block_server)

@@ -7,7 +7,7 @@ from typing import Any, Final
 import grpc
 
 from corolla.chassis import errors
-from corolla.chassis.channels import MAX_FRAME_BYTES
+from corolla.chassis.channels import MAX_FRAME_BYTES, unreached
 from corolla.chassis.ignored_places import ignored_places
 from corolla.chassis.status import parse_status, status_of
 
@@ -81,8 +81,19 @@ def _metadata(api_key: str | None) -> Metadata:
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
-def error_of(failure: grpc.RpcError, address: str) -> errors.CorollaError:
-    """Returns the error of `corolla.chassis.errors` for a failed call to the service at `address`."""
+def error_of(
+    failure: grpc.RpcError,
+    address: str,
+    kind: type[errors.CorollaError] = errors.ServiceUnavailable,
+    service: str = "client service",
+) -> errors.CorollaError:
+    """Returns the error of `corolla.chassis.errors` for a failed call.
+
+    Args:
+        address: where the service was called.
+        kind: the class of the error if it does not answer there.
+        service: what was called.
+    """
     if (status := status_of(failure)) is not None:
         return parse_status(status)
     code = failure.code() if isinstance(failure, grpc.Call | grpc.aio.AioRpcError) else None
@@ -91,7 +102,8 @@ def error_of(failure: grpc.RpcError, address: str) -> errors.CorollaError:
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return errors.MessageTooLarge("a message is larger than the service or this connection takes")
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return errors.ServiceUnavailable(f"{address} is not a Corolla client service of this version")
+        return kind(f"{address} is not a Corolla {service} of this version")
     if code is None or code in _UNREACHED:
-        return errors.ServiceUnavailable(f"no service answers at {address}")
+        details = str(failure.details()) if isinstance(failure, grpc.Call | grpc.aio.AioRpcError) else ""
+        return unreached(kind, service, address, details)
     return errors.InternalError(f"the call to {address} failed with {code.name}")

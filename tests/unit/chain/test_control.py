@@ -43,4 +43,4 @@ async def test_an_http_server_answers() -> None:
 
     server = await asyncio.start_server(reply, "127.0.0.1", 0)
     async with server:
-        assert "a server of another protocol" in await said_at(server.sockets[0].getsockname()[1])
+        assert "a server of HTTP/1" in await said_at(server.sockets[0].getsockname()[1])

@@ -1,6 +1,7 @@
 """Connections between services."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,7 +11,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
 from corolla.chassis import channels
-from corolla.chassis.channels import CallerBounds, bind, new_server, open_channel
+from corolla.chassis.channels import CallerBounds, bind, new_server, open_channel, unreached
+from corolla.chassis.errors import InvalidRequest, RouterUnavailable
 
 
 @asynccontextmanager
@@ -78,3 +80,31 @@ async def test_a_connection_that_grew_old_takes_no_new_call_and_ends_none(monkey
         assert connections[0] != connections[1]
         assert not watch.done()
         watch.cancel()
+
+
+@pytest.mark.parametrize(
+    "address, details, sentence",
+    [
+        ("127.0.0.1:1", "Failed to connect to remote host: Connection refused", r"at 127\.0\.0\.1:1: nothing listens"),
+        (
+            "127.0.0.1:8080",
+            "(Trying to connect an http1.x server (HTTP status 404))",
+            "HTTP port; name the port for gRPC",
+        ),
+        ("127.0.0.1:22", "Failed parsing HTTP/2: got HTTP2 frame type 80", "another protocol"),
+        ("no-such:50051", "errors resolving no-such:50051: Domain name not found", "no machine has the name no-such"),
+        ("[::1]:1", "Socket closed", r"no router answers at \[::1\]:1$"),
+        ("dns:///service", "Socket closed", "no router answers at dns:///service$"),
+        ("nonsense", "errors resolving nonsense", "'nonsense' is no address; write HOST:PORT"),
+        ("http://127.0.0.1:8080", "errors resolving", "'http://127.0.0.1:8080' is no address"),
+        ("127.0.0.1:99999", "Connection refused", "'127.0.0.1:99999' is no address"),
+        (":50051", "host must not be empty", "':50051' is no address"),
+        ("", "the target uri is not valid", "'' is no address"),
+    ],
+)
+def test_an_address_without_a_service_is_told_from_what_is_no_address(
+    address: str, details: str, sentence: str
+) -> None:
+    error = unreached(RouterUnavailable, "router", address, details)
+    assert isinstance(error, InvalidRequest if "no address" in sentence else RouterUnavailable)
+    assert re.search(sentence, error.message)

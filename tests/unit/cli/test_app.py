@@ -61,10 +61,16 @@ def test_a_wrong_call_is_one_sentence(arguments: list[str], sentence: str, capsy
     "arguments, advice",
     [
         (["generate", "hi", "--server", "127.0.0.1:1"], "corolla up"),
+        (["generate", "hi", "--server", "nonsense"], "'nonsense' is no address; write HOST:PORT"),
+        (["generate", "hi", "--server", "http://127.0.0.1:8080"], "'http://127.0.0.1:8080' is no address"),
+        (["generate", "hi", "--server", "127.0.0.1:99999"], "'127.0.0.1:99999' is no address"),
+        (["generate", "hi", "--server", ""], "'' is no address"),
+        (["generate", "hi", "--server", "no.such.invalid:50051"], "no machine has the name no.such.invalid"),
         (["status", "--router", "127.0.0.1:1"], "no router answers at 127.0.0.1:1"),
+        (["status", "--router", "nonsense"], "'nonsense' is no address"),
     ],
 )
-def test_an_unreachable_service_is_reported_with_the_command_that_starts_it(
+def test_an_unreachable_service_is_reported_with_what_to_do(
     arguments: list[str], advice: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 1
@@ -98,7 +104,7 @@ def test_draining_an_unreachable_server_gives_no_advice_for_clients(capsys: pyte
     assert main(["drain", "127.0.0.1:1", "--timeout-s", "5"]) == 1
     assert (
         capsys.readouterr().err
-        == "corolla: no block server answers at 127.0.0.1:1; give the COROLLA_ADMIN_PORT that is set for it\n"
+        == "corolla: no block server with COROLLA_ADMIN_PORT answers at 127.0.0.1:1: nothing listens there\n"
     )
 
 

@@ -131,7 +131,7 @@ def test_a_service_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None
         assert main([*name, *what_is_required(command), place, "127.0.0.1:1"]) == 1, name
         said = capsys.readouterr().err
         assert_one_sentence(said)
-        assert "127.0.0.1:1; start a stack with `corolla up`" in said
+        assert "127.0.0.1:1: nothing listens there; start a stack with `corolla up`" in said
         assert ("--tls" in said) == ("--tls" in options), "a service that speaks TLS looks like none without it"
     assert num_commands >= 5
 
