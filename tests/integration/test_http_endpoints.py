@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from corolla.chassis import audit
 from corolla.client.api.keys import NewKey, Scope
+from corolla.client.http.openapi import OPERATIONS
 from corolla.client.service import ClientService
 from corolla.trust.workload import Role
 from tests.checkpoints import make_tiny_checkpoint
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 KEY = NewKey("acme", scopes=[Scope.GENERATE])
 SIMPLE = "a-simple-key-of-bob"
 HASTY = "a-simple-key-of-hasty"
+JSON = {"content-type": "application/json"}
 CHATS = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 LONG: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 3000, "temperature": 0, "ignore_eos": True}
@@ -151,6 +153,56 @@ async def test_requests_are_counted_and_audited(swarm: Swarm, caplog: pytest.Log
     assert [each["x_request_id"] for each in facts] == [each.headers["x-request-id"] for each in replies]
 
 
+async def test_each_request_of_each_endpoint_ends_in_one_series(swarm: Swarm, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, audit.LOGGER)
+    service = swarm.clients[0]
+    total = "corolla_http_requests_total"
+    before, num_requests, num_audited = await metric(service, total), 0, 0
+    async with caller(service) as http:
+        for operation in OPERATIONS:
+            path = operation.path.replace("{", "").replace("}", "")
+            allowed = {each.method for each in OPERATIONS if each.path == operation.path} | {"OPTIONS"}
+            other = next(each for each in ("PUT", "PATCH") if each not in allowed)
+            for method, headers, content in (
+                (operation.method, {}, b"{"),
+                (operation.method, {"authorization": "none"}, b""),
+                (other, {}, b""),
+                ("OPTIONS", {"origin": "http://a"}, b""),
+            ):
+                await http.request(method, path, headers={**JSON, **headers}, content=content)
+            num_requests += 4
+            # Open operations are in no audit log.
+            num_audited += 0 if operation.is_open else 2
+        await http.get("/v1/nothing")
+        await http.request("INVENTED", "/v1/nothing")
+    reader, writer = await asyncio.open_connection("127.0.0.1", service.http_port)
+    writer.write(b"GARBAGE\r\n\r\n")
+    async with asyncio.timeout(5):
+        await reader.read()
+    writer.close()
+    assert await metric(service, total) == before + num_requests + 3
+    assert await metric(service, total, route="unknown path", status="404") == 2
+    assert await metric(service, total, route="unknown path", status="400") == 1
+    assert await metric(service, total, route=f"other {CHATS}", status="405") == 2
+    assert len([each for each in caplog.records if each.name == audit.LOGGER]) == num_audited
+
+
+async def test_requests_without_an_answer_are_no_answers(swarm: Swarm) -> None:
+    service = swarm.clients[0]
+    names = ("corolla_request_success_total", "corolla_e2e_request_latency_seconds_count", "corolla_readings_total")
+    before = [await metric(service, name) for name in names]
+    async with caller(service) as http:
+        for path, body in (
+            ("/v1/embeddings", {"input": ["a", "b"]}),
+            ("/v1/score", {"text_1": "a", "text_2": "b"}),
+            ("/v1/rerank", {"query": "a", "documents": ["b", "c"]}),
+            (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 1, "max_tokens": 0}),
+            (COMPLETIONS, {"prompt": "a", "echo": True, "max_tokens": 1, "n": 2}),
+        ):
+            assert (await http.post(path, json=body)).status_code == 200
+    assert [await metric(service, name) for name in names] == [before[0] + 2, before[1] + 2, before[2] + 6]
+
+
 async def test_who_leaves_is_counted_as_gone_and_leaves_nothing(swarm: Swarm) -> None:
     service = swarm.clients[0]
     async with caller(service) as http, http.stream("POST", COMPLETIONS, json={**LONG, "stream": True}) as stream:
@@ -164,6 +216,7 @@ async def test_who_leaves_is_counted_as_gone_and_leaves_nothing(swarm: Swarm) ->
 
     await until(is_counted)
     assert await metric(service, "corolla_http_open_streams") == 0
+    assert await metric(service, "corolla_request_success_total", finished_reason="abort") == 1
 
 
 async def test_connections_are_bounded(swarm: Swarm) -> None:

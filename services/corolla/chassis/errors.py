@@ -250,6 +250,14 @@ class AdapterNotFound(ResourceNotFound):
     field = "adapter"
 
 
+class MethodNotAllowed(CorollaError):
+    """A path of HTTP does not accept the request's method."""
+
+    code = grpc.StatusCode.UNIMPLEMENTED
+    reason = "METHOD_NOT_ALLOWED"
+    is_callers_fault = True
+
+
 class LeaseLost(CorollaError):
     """The router does not know this block server, and the call has too little information to register it."""
 

@@ -2,8 +2,8 @@
 
 This module, not gRPC, parses requests, so that undecodable bytes and over-long messages get a status of Corolla's own.
 It also reads them, after it has let the caller in: gRPC would read a single request before it calls a handler, and a
-refused caller's request must take no memory. Therefore every method is registered as one that reads a stream of
-requests, which looks the same on the wire.
+refused caller's request must take no memory. It also writes single responses, since gRPC does not say whether it could
+send one. Therefore every method is registered as one that reads and writes streams, which looks the same on the wire.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ def service_handler(
                 _unary_stream(guard, behaviour, parse, reader_timeout_s), response_serializer=_serialise
             )
         else:
-            handlers[method.name] = grpc.stream_unary_rpc_method_handler(
+            handlers[method.name] = grpc.stream_stream_rpc_method_handler(
                 _unary_unary(guard, behaviour, parse, name if traced else None), response_serializer=_serialise
             )
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
@@ -101,6 +101,14 @@ async def _request(context: Context) -> bytes:
     return bytes(data)
 
 
+async def _write(response: message.Message, context: Context) -> None:
+    """Sends a response. Raises CancelledError if the caller has left, or refuses a response of this size."""
+    try:
+        await context.write(response)
+    except aio.BaseError:
+        raise asyncio.CancelledError from None
+
+
 class _Responses:
     """Sends the responses of a streaming method, and closes their generator if the caller reads nothing for too long.
 
@@ -127,9 +135,7 @@ class _Responses:
         if self._timeout_s is not None:
             timer = asyncio.get_running_loop().call_later(self._timeout_s, self._give_up)
         try:
-            await context.write(response)
-        except aio.BaseError:
-            raise asyncio.CancelledError from None
+            await _write(response, context)
         finally:
             if timer is not None:
                 timer.cancel()
@@ -145,10 +151,11 @@ class _Responses:
 
 
 def _unary_unary(guard: Guard, behaviour: Any, parse: Callable[[bytes], message.Message], traced_as: str | None) -> Any:
-    async def handle(requests: object, context: Context) -> Any:
+    async def handle(requests: object, context: Context) -> None:
         async with _guarded(guard, context) as call:
             with _span(traced_as, context):
-                return await behaviour(parse(await _request(context)), call)
+                response = await behaviour(parse(await _request(context)), call)
+            await _write(response, context)
 
     return handle
 

@@ -1,5 +1,6 @@
 """The metrics of a client service. Many names after `corolla_`, and the buckets, are vLLM's, to fit its dashboards."""
 
+from enum import StrEnum
 from functools import partial
 from itertools import product
 from typing import get_args
@@ -8,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from corolla.chain.quarantine import QuarantineCause
 from corolla.chain.recovery_budget import CAUSES, METHODS, RecoveryReport
+from corolla.chassis.errors import CorollaError
 from corolla.chassis.metrics import (
     INTER_TOKEN_BUCKETS,
     RECOVERY_BUCKETS,
@@ -17,6 +19,28 @@ from corolla.chassis.metrics import (
     GrammarMetrics,
 )
 from corolla.chassis.tenant_limits import QUOTAS
+
+
+class RequestEnd(StrEnum):
+    """How a request ends that has no finish reason."""
+
+    DONE = "done"
+    ABORT = "abort"
+    REFUSED = "refused"
+    ERROR = "error"
+
+    @classmethod
+    def of(cls, failure: BaseException | None) -> "RequestEnd":
+        """The end of a request that failed with an exception, or did not."""
+        match failure:
+            case None:
+                return cls.DONE
+            case CorollaError(is_callers_fault=True):
+                return cls.REFUSED
+            case Exception():
+                return cls.ERROR
+        # The caller left: its task was cancelled, or the generator of its answer was closed.
+        return cls.ABORT
 
 
 class ClientMetrics:
@@ -39,7 +63,7 @@ class ClientMetrics:
         )
         self.e2e = histogram(
             "corolla_e2e_request_latency_seconds",
-            "Time from the request to the end of its answer, in seconds.",
+            "Time from the request to the end of its answer, however it ends, in seconds.",
             buckets=REQUEST_BUCKETS,
         )
         self.prompt_tokens = counter("corolla_prompt_tokens", "Tokens of prompts.")
@@ -66,7 +90,26 @@ class ClientMetrics:
             "chose again after a recovery.",
         )
         self.grammars = GrammarMetrics(registry, "corolla_grammar")
-        self.success = counter("corolla_request_success", "Finished answers by why they ended.", ["finished_reason"])
+        self.success = counter(
+            "corolla_request_success",
+            "Answers by why they ended. abort: the caller left; refused, error: caller or service were at fault.",
+            ["finished_reason"],
+        )
+        self.readings = counter(
+            "corolla_readings",
+            "Requests without an answer (embeddings, scores, prompts that are only echoed) by how they ended: done, "
+            "abort, refused or error.",
+            ["outcome"],
+        )
+        for end in RequestEnd:
+            self.readings.labels(end)
+            if end is not RequestEnd.DONE:
+                self.success.labels(end)
+        self.reading_seconds = histogram(
+            "corolla_reading_seconds",
+            "Time from a request without an answer to its end, in seconds.",
+            buckets=REQUEST_BUCKETS,
+        )
         self.quota_refusals = counter(
             "corolla_quota_refusals", "Requests refused because their tenant had used up a quota.", ["quota"]
         )

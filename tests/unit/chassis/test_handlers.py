@@ -31,6 +31,8 @@ class Servicer:
         self.num_cleanups = 0
 
     async def Generate(self, request: pb.GenerateRequest, call: Any) -> pb.GenerateResponse:
+        if request.model == "large":
+            return pb.GenerateResponse(model="x" * (6 << 20))
         raise self._failure(request.model)
 
     async def GenerateStream(self, request: pb.GenerateRequest, call: Any) -> AsyncIterator[pb.GenerateChunk]:
@@ -157,6 +159,21 @@ async def test_a_caller_that_stops_reading_is_given_up_and_gets_the_error_when_i
         assert kinds(refusal_of(failure)) == (grpc.StatusCode.DEADLINE_EXCEEDED, "CALLER_STALLED")
         assert service.count("corolla_errors_total", reason="CALLER_STALLED") == 1
         assert service.count("corolla_rpcs_total", method=STREAM, code="DEADLINE_EXCEEDED", fault="caller") == 1
+
+
+async def test_a_response_that_its_caller_refuses_was_not_sent() -> None:
+    async with running() as service, grpc.aio.insecure_channel(service.address) as channel:
+        untyped: Any = channel
+        request, name = pb.GenerateRequest(model="large").SerializeToString(), "GenerationService/Generate"
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await untyped.unary_unary(f"/corolla.v1.{name}")(request)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+        async def is_counted() -> bool:
+            return service.count("corolla_rpcs_total", method=name, code="CANCELLED", fault="caller") == 1
+
+        await until(is_counted)
+        assert service.count("corolla_rpcs_total", method=name, code="OK", fault="none") == 0
 
 
 async def test_a_stalled_caller_may_leave_silently() -> None:

@@ -44,6 +44,10 @@ class Running:
         await exchange.without_body()
         await exchange.stream(self._parts())
 
+    async def large(self, exchange: Exchange, call: Call[Any]) -> None:
+        await exchange.without_body()
+        await exchange.reply(b"x" * MOST_SENT_BYTES)
+
     async def broken(self, exchange: Exchange, call: Call[Any]) -> None:
         await exchange.without_body()
         await exchange.stream(self._failing())
@@ -83,6 +87,7 @@ async def running(
     behaviours = {
         "/much": {"GET": service.much},
         "/broken": {"GET": service.broken},
+        "/large": {"GET": service.large},
         "/strict": {"POST": service.strict},
     }
     routes = [Route(path, endpoints.endpoint(path, methods)) for path, methods in behaviours.items()]
@@ -120,6 +125,20 @@ async def test_an_answer_that_nobody_takes_ends_with_its_connection() -> None:
             await until(is_over)
             assert service.count("corolla_errors_total", reason="CALLER_STALLED") == 1
             assert service.count("corolla_http_requests_total", route="GET /much", status="408", fault="caller") == 1
+
+
+async def test_a_reply_that_its_caller_did_not_wait_for_was_not_sent() -> None:
+    async with running() as service:
+        with socket.socket() as connection:
+            connection.connect(("127.0.0.1", service.server.port))
+            connection.sendall(b"GET /large HTTP/1.1\r\nhost: a\r\n\r\n")
+            await asyncio.get_running_loop().run_in_executor(None, connection.recv, 1000)
+
+        async def is_counted() -> bool:
+            return service.count("corolla_http_requests_total", route="GET /large", status="499", fault="caller") == 1
+
+        await until(is_counted)
+        assert service.count("corolla_http_requests_total", route="GET /large", status="200", fault="none") == 0
 
 
 async def test_what_fails_in_a_stream_is_its_last_event_and_says_nothing_of_its_text() -> None:

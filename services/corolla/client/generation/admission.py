@@ -12,7 +12,7 @@ from corolla.chain.recovery_budget import RecoveryReport
 from corolla.chassis.tracing import spans
 from corolla.chassis.tracing.carriers import TraceParent
 from corolla.client.generation.waiting_line import WaitingLine
-from corolla.client.metrics import ClientMetrics
+from corolla.client.metrics import ClientMetrics, RequestEnd
 from corolla.decoding.stopping import FinishReason
 
 
@@ -137,12 +137,17 @@ class Admission:
 class RequestMeter:
     """Counts one request in its usage and in the metrics.
 
-    Inside the context, the request counts as waiting until `count_prompt`, and then as running.
+    Inside the context, the request counts as waiting until `count_prompt`, and then as running. Each of its answers
+    ends once: by its finish reason, or at the end of the context. A reading, a request without an answer, ends there.
+
+    Args:
+        num_answers: how many answers the request has; 0: it is a reading.
     """
 
-    def __init__(self, metrics: ClientMetrics, usage: RequestCounts) -> None:
+    def __init__(self, metrics: ClientMetrics, usage: RequestCounts, num_answers: int = 1) -> None:
         self._metrics = metrics
         self._usage = usage
+        self._num_answers = num_answers
         self._newest_token_s: dict[int, float] = {}
         self._is_waiting = True
 
@@ -150,8 +155,14 @@ class RequestMeter:
         self._metrics.waiting.inc()
         return self
 
-    def __exit__(self, *_failure: object) -> None:
+    def __exit__(self, kind: object, failure: BaseException | None, traceback: object) -> None:
         (self._metrics.waiting if self._is_waiting else self._metrics.running).dec()
+        end = RequestEnd.of(failure)
+        if not self._num_answers:
+            self._metrics.readings.labels(end).inc()
+            self._metrics.reading_seconds.observe(self._usage.elapsed_s)
+        for _ in range(self._num_answers - len(self._usage.finish_reasons)):
+            self._count_end(end)
 
     @property
     def started_s(self) -> float:
@@ -213,5 +224,8 @@ class RequestMeter:
         if reason is None:
             return
         self._usage.finish_reasons.append(reason)
-        self._metrics.success.labels(reason.value).inc()
+        self._count_end(reason.value)
+
+    def _count_end(self, reason: str) -> None:
+        self._metrics.success.labels(reason).inc()
         self._metrics.e2e.observe(self._usage.elapsed_s)

@@ -245,11 +245,10 @@ class Answering:
             readout = None if request.readout is None else request.readout(prompt_ids)
             room = self._room(allowance, len(prompt_ids), max_tokens, request)
             job = _Completion(request, prompt_ids, max_tokens, room, meter, until_s, adapter, shared, readout)
-            if readout is not None and max_tokens == 0:
+            if readout is not None and request.is_reading:
                 await allowance.take_prompt(len(prompt_ids), len(prompt_ids))
                 await ticket.admitted()
                 await self._read_out(job, readout)
-                meter.count_finish(FinishReason.LENGTH)
                 for index in range(num_completions):
                     yield index, Delta((), "", FinishReason.LENGTH, readout=readout)
                 return
@@ -312,7 +311,7 @@ class Answering:
                 )
             record = turn.record
             if turn_name and record.last_turn == turn_name:
-                for delta in request.resumption.unsent_of(await self._last_answer(record, request)):
+                for delta in request.resumption.unsent_of(await self._last_answer(record, request, meter)):
                     yield 0, delta
                 return
             earlier = common_pb2.Chain.FromString(record.chain.SerializeToString())
@@ -381,7 +380,7 @@ class Answering:
                 self._admission.enter(caller.tenant, request.num_bytes, num_sequences) as ticket,
             ):
                 request = replace(request, grammar=await self._checked_grammar(request))
-                with RequestMeter(self._metrics, caller.usage) as meter:
+                with RequestMeter(self._metrics, caller.usage, 0 if request.is_reading else num_sequences) as meter:
                     yield allowance, ticket, meter, request
 
     async def _in_thread(self, work: Callable[..., Result], *args: Any) -> Result:
@@ -603,14 +602,19 @@ class Answering:
         request = replace(request, resumption=request.resumption.without_last())
         return await self._begun_answer(prompt_ids, max_tokens, request), request
 
-    async def _last_answer(self, record: router_pb2.SessionRecord, request: AnyRequest) -> list[Delta]:
+    async def _last_answer(
+        self, record: router_pb2.SessionRecord, request: AnyRequest, meter: RequestMeter
+    ) -> list[Delta]:
         """The deltas of the session's last answer, made from its record without computing."""
+        reason = FinishReason(record.last_finish_reason)
         prompt_ids, tokens = read_last_answer(record)
         usage = request.caller.usage
         usage.prompt_tokens = usage.cached_tokens = len(prompt_ids)
         unbounded = StopDecider(max_new_tokens=len(record.token_log), ignore_eos=True)
         answer = self._new_answer(prompt_ids, unbounded, request)
-        return await self._in_thread(replay_answer, answer, tokens, FinishReason(record.last_finish_reason))
+        deltas = await self._in_thread(replay_answer, answer, tokens, reason)
+        meter.count_finish(reason)
+        return deltas
 
 
 def _count_recovery(meter: RequestMeter, answer: Answer | None, report: RecoveryReport) -> None:

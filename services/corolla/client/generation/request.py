@@ -55,6 +55,11 @@ class AnswerRequest(Generic[Prompt]):
     readout: MakeReadout | None = None
 
     @property
+    def is_reading(self) -> bool:
+        """Whether the request has no answer: only its prompt is read."""
+        return self.readout is not None and self.max_tokens == 0
+
+    @property
     def turn_name(self) -> str:
         """The name of the request's turn; see `Resumption.turn_name`."""
         return self.resumption.turn_name(self.caller.tenant)

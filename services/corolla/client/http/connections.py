@@ -29,6 +29,7 @@ class Connection(asyncio.BufferedProtocol):
     Attributes:
         is_open: whether TLS, if any, has begun.
         lost: a future that is done when the connection has ended.
+        failure: why it ended before all was sent; None: all was sent, or it has not ended.
         speaker: uvicorn's protocol, which gets the bytes; it is set before the connection begins.
     """
 
@@ -43,6 +44,7 @@ class Connection(asyncio.BufferedProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._num_requests = 0
         self.lost: asyncio.Future[None] = self._loop.create_future()
+        self.failure: Exception | None = None
 
     @property
     def is_open(self) -> bool:
@@ -52,6 +54,17 @@ class Connection(asyncio.BufferedProtocol):
         """Ends the connection and drops its buffers."""
         if self._transport is not None:
             self._transport.abort()
+
+    async def sent(self, timeout_s: float) -> None:
+        """Waits until little is left to be sent. Raises TimeoutError if the caller takes nothing for so long."""
+        while self._transport is not None and not self.lost.done() and self.speaker.flow.write_paused:
+            num_left = self._transport.get_write_buffer_size()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self.speaker.flow.drain()
+            except TimeoutError:
+                if self._transport.get_write_buffer_size() >= num_left:
+                    raise
 
     @contextmanager
     def answering(self, num_body_bytes: int) -> Iterator[None]:
@@ -107,6 +120,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_watch()
+        self.failure = exc
         self.speaker.connection_lost(exc)
         if not self.lost.done():
             self.lost.set_result(None)

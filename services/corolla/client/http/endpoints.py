@@ -3,15 +3,14 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Final
 
 from starlette.types import Receive, Scope, Send
 
 from corolla.chassis.calls import Authenticate, Call, Guard
-from corolla.chassis.errors import CallerStalled, CorollaError, ServiceStopping
+from corolla.chassis.errors import CallerStalled, CorollaError, MethodNotAllowed, ResourceNotFound, ServiceStopping
 from corolla.client.api.tenants import KeyHolder
 from corolla.client.http.dialects import OPENAI, Dialect
-from corolla.client.http.errors import ErrorFacts, ErrorReply
 from corolla.client.http.exchange import Exchange, Limits
 from corolla.client.http.metrics import HttpMetrics
 from corolla.client.http.origins import NO_ORIGINS, AllowedOrigins, OwnPages
@@ -22,6 +21,10 @@ Behaviour = Callable[[Exchange, Call[KeyHolder]], Awaitable[None]]
 
 HeaderCheck = Callable[[Mapping[str, str]], None]
 """Checks the headers of a request. Raises InvalidRequest."""
+
+
+UNKNOWN_PATH: Final = "unknown path"
+ANY_OTHER: Final = "other"
 
 
 class EndpointFactory:
@@ -77,13 +80,15 @@ class EndpointFactory:
             rules = self._pages
             check = rules.check_host if is_open else rules.check_reader if is_of_page else rules.check
         origins = NO_ORIGINS if is_of_page else self._origins
-        return Endpoint(behaviours, guards, self._metrics, self._limits, check, origins, dialect)
+        # Strangers choose the names of methods, so all others of a route are counted as one.
+        others = Guard(f"{ANY_OTHER} {route}", self._metrics, None, is_audited=False)
+        return Endpoint(behaviours, guards, others, self._metrics, self._limits, check, origins, dialect)
 
-    async def not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers requests for unknown paths."""
-        exchange = Exchange(scope, receive, send, self._limits, self._metrics)
-        exchange.more_headers = self._origins.headers(exchange.headers)
-        await _refuse(exchange, 404, "not_found", "this path does not exist")
+    @property
+    def not_found(self) -> "Endpoint":
+        """The application for unknown paths."""
+        unknown = Guard(UNKNOWN_PATH, self._metrics, None, is_audited=False)
+        return Endpoint({}, {}, unknown, self._metrics, self._limits, None, self._origins, OPENAI)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,7 @@ class Endpoint:
 
     behaviours: Mapping[str, Behaviour]
     guards: Mapping[str, Guard]
+    others: Guard
     metrics: HttpMetrics
     limits: Limits
     check: HeaderCheck | None
@@ -101,20 +107,11 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, self.limits, self.metrics, self.dialect)
         exchange.more_headers = self.origins.headers(exchange.headers)
-        behaviour = self.behaviours.get(scope["method"])
-        if behaviour is None:
-            allowed = ", ".join(sorted(self.behaviours))
-            if scope["method"] == "OPTIONS" and "access-control-allow-origin" in exchange.more_headers:
-                # A browser asks without a key whether a page may send a request with one.
-                preflight = self.origins.preflight_headers(exchange.headers, allowed)
-                await exchange.reply(b"", status=204, **preflight)
-                return
-            await _refuse(exchange, 405, "method_not_allowed", f"this path accepts only {allowed}", allow=allowed)
-            return
-        guard = self.guards[scope["method"]]
+        behaviour = self.behaviours.get(scope["method"], self._refuse)
+        guard = self.guards.get(scope["method"], self.others)
         call = guard.begin(exchange)
         try:
-            if self.check is not None:
+            if self.check is not None and guard is not self.others:
                 self.check(exchange.headers)
             await guard.let_in(call)
             await behaviour(exchange, call)
@@ -134,12 +131,25 @@ class Endpoint:
             guard.stalled()
             exchange.abort()
         elif error is not None:
+            allowed = {"allow": self._allowed} if isinstance(error, MethodNotAllowed) else {}
             try:
-                await exchange.reply_error(error)
+                await exchange.reply_error(error, **allowed)
             except CallerStalled:
                 exchange.abort()
+            except asyncio.CancelledError:
+                if not exchange.is_left:
+                    raise
 
+    @property
+    def _allowed(self) -> str:
+        return ", ".join(sorted(self.behaviours))
 
-async def _refuse(exchange: Exchange, status: int, code: str, message: str, **headers: Any) -> None:
-    facts = ErrorFacts(message=message, type="invalid_request_error", param=None, code=code)
-    await exchange.reply(ErrorReply(error=facts).model_dump_json().encode(), status=status, **headers)
+    async def _refuse(self, exchange: Exchange, call: object) -> None:
+        """Answers requests with other methods."""
+        if not self.behaviours:
+            raise ResourceNotFound("this path does not exist")
+        if exchange.scope["method"] != "OPTIONS" or "access-control-allow-origin" not in exchange.more_headers:
+            raise MethodNotAllowed(f"this path accepts only {self._allowed}")
+        # A browser asks without a key whether a page may send a request with one.
+        preflight = self.origins.preflight_headers(exchange.headers, self._allowed)
+        await exchange.reply(b"", status=204, **preflight)

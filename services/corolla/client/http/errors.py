@@ -26,6 +26,7 @@ _CALLERS_FAULTS: Final = MappingProxyType(
         "DEADLINE_EXCEEDED": 408,
         "ABORTED": 409,
         "RESOURCE_EXHAUSTED": 429,
+        "UNIMPLEMENTED": 405,
     }
 )
 """HTTP statuses of errors that are the caller's fault, by gRPC's code."""
@@ -37,6 +38,7 @@ _TYPES: Final = MappingProxyType(
         401: "authentication_error",
         403: "permission_error",
         404: "invalid_request_error",
+        405: "invalid_request_error",
         408: "timeout_error",
         409: "conflict_error",
         413: "invalid_request_error",

@@ -7,7 +7,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers, QueryParams
@@ -324,14 +324,25 @@ class Exchange:
         return {"type": "http.response.start", "status": status, "headers": encoded}
 
     async def _send_out(self, message: Message) -> None:
-        """Sends a part of the reply. Raises CallerStalled."""
+        """Sends a part of the reply. Raises CallerStalled, or CancelledError if the caller has left before its end."""
+        connection, timeout_s = connection_of(self.scope), self._limits.reader_timeout_s
+        if connection is not None and connection.lost.done():
+            self._leave()
+        is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
         try:
-            async with asyncio.timeout(self._limits.reader_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 await self._send(message)
+            if is_last and connection is not None:
+                await connection.sent(timeout_s)
         except TimeoutError:
-            raise CallerStalled(
-                f"the caller read nothing of the answer for {self._limits.reader_timeout_s:g} seconds"
-            ) from None
+            raise CallerStalled(f"the caller read nothing of the answer for {timeout_s:g} seconds") from None
+        if connection is not None and connection.failure is not None:
+            self._leave()
+
+    def _leave(self) -> NoReturn:
+        """Ends the exchange with a caller that has left before it had the whole reply."""
+        self.is_left = True
+        raise asyncio.CancelledError
 
     async def _linger(self) -> None:
         """Drops the rest of a refused request for up to a second: a caller cut off while sending may miss the reply."""

@@ -24,7 +24,8 @@ class HttpMetrics:
         self._requests = counter(
             "corolla_http_requests",
             "HTTP requests by route, status, and which side caused a failure: none, caller or service. 499: the caller "
-            "left. A stream that fails after its beginning counts with the status that its error would have had.",
+            "left. A stream that fails after its beginning counts with the status that its error would have had. Other "
+            "methods of a route are its `other`, all that has no route is the `unknown path`.",
             ["route", "status", "fault"],
         )
         self._seconds = Histogram(

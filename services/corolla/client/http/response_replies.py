@@ -76,7 +76,7 @@ class ItemList(BaseModel):
 
 _MOST_NOTE_BYTES: Final = 2048
 _OF_ANSWERS: Final = {"id", "object", "status", "error", "incomplete_details", "output", "usage"}
-"""The fields of a response that are no options of its request."""
+"""What a response has apart from the options of its request."""
 _CUT_OFF: Final = frozenset({pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_TIME_LIMIT, pb.FINISH_REASON_CANCELLED})
 _ID_PREFIXES: Final = {ItemKind.REASONING: "rs_", ItemKind.TEXT: "msg_", ItemKind.CALL: "fc_"}
 _EVENTS: Final = {

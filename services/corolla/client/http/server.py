@@ -15,8 +15,9 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from corolla.chassis.acceptor import Acceptor
-from corolla.chassis.errors import ServiceUnavailable, StartupError
+from corolla.chassis.errors import MalformedMessage, ServiceUnavailable, StartupError
 from corolla.client.http.connections import Connection, watched
+from corolla.client.http.endpoints import UNKNOWN_PATH
 from corolla.client.http.errors import body_of
 from corolla.client.http.metrics import HttpMetrics
 
@@ -114,7 +115,8 @@ class HttpServer:
     async def _serve(self, server: "_Server", caller: socket.socket) -> None:
         """Serves one connection, from its handshake to its end."""
         connection = Connection(self._head_timeout_s)
-        connection.speaker = H11Protocol(server.config, server.server_state, {"connection": connection})
+        state = {"connection": connection, "metrics": self._metrics}
+        connection.speaker = _Speaker(server.config, server.server_state, state)
         task = asyncio.current_task()
         self._connections[task] = connection
         try:
@@ -128,6 +130,15 @@ class HttpServer:
                 await connection.lost
         finally:
             del self._connections[task]
+
+
+class _Speaker(H11Protocol):
+    """uvicorn's protocol, which also counts requests that it cannot read."""
+
+    def send_400_response(self, msg: str) -> None:
+        error = MalformedMessage("request", "is not HTTP")
+        self.app_state["metrics"].done(UNKNOWN_PATH, error, 0.0, "caller")
+        super().send_400_response(msg)
 
 
 class _Server(uvicorn.Server):

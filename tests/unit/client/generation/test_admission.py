@@ -1,11 +1,12 @@
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from corolla.chassis.errors import ContextLengthExceeded, QueueFull
+from corolla.chassis.errors import ContextLengthExceeded, InvalidRequest, NoChain, QueueFull
 from corolla.client.generation.admission import Admission, AdmissionTicket, RequestCounts, RequestMeter
 from corolla.client.generation.waiting_line import WaitingLine
 from corolla.client.metrics import ClientMetrics
@@ -89,6 +90,40 @@ async def test_tokens_and_ends_are_counted() -> None:
     assert subject.value("inter_token_latency_seconds_count") == 3
     assert subject.value("request_success_total", finished_reason="eos") == 1
     assert usage.time_to_first_token_s > 0
+
+
+ENDS = {
+    None: "eos",
+    GeneratorExit: "abort",
+    asyncio.CancelledError: "abort",
+    lambda: InvalidRequest("n", "is wrong"): "refused",
+    lambda: NoChain("no chain"): "error",
+    ValueError: "error",
+}
+
+
+@pytest.mark.parametrize("num_answers", [0, 1, 3])
+@pytest.mark.parametrize("failure, end", ENDS.items())
+def test_each_answer_and_each_reading_ends_in_one_series(failure: Any, end: str, num_answers: int) -> None:
+    registry = CollectorRegistry()
+    with suppress(BaseException), RequestMeter(ClientMetrics(registry), RequestCounts(), num_answers) as meter:
+        for _ in range(num_answers if failure is None else num_answers - 1):
+            meter.count_finish(FinishReason.EOS)
+        if failure is not None:
+            raise failure()
+    series = {
+        (sample.name.removeprefix("corolla_"), *sample.labels.values()): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.value and sample.name.endswith(("_success_total", "_readings_total", "_count"))
+    }
+    if not num_answers:
+        outcome = "done" if failure is None else end
+        assert series == {("readings_total", outcome): 1, ("reading_seconds_count",): 1}
+    else:
+        assert sum(value for name, value in series.items() if name[0] == "request_success_total") == num_answers
+        assert series["request_success_total", end] == (num_answers if failure is None else 1)
+        assert series["e2e_request_latency_seconds_count",] == num_answers
 
 
 async def request(subject: MeasuredAdmission, tenant: str, ran: list[str], leave: asyncio.Event) -> None:
