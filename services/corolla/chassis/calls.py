@@ -164,7 +164,8 @@ class Guard:
             return None
         if isinstance(failure, errors.CorollaError):
             error = failure
-        elif isinstance(failure, Exception):
+        elif not isinstance(failure, KeyboardInterrupt | SystemExit | GeneratorExit):
+            # Rust code that panics raises no Exception.
             log.error("unexpected failure", extra={"method": self._method, "where": call_path(failure)})
             error = errors.InternalError("internal error")
         else:

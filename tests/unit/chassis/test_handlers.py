@@ -24,6 +24,10 @@ STREAM = "GenerationService/GenerateStream"
 SECRET = "the prompt of somebody"
 
 
+class Panic(BaseException):
+    """Rust code that panics raises a class like this one."""
+
+
 class Servicer:
     """Fails in all ways; the request chooses which."""
 
@@ -46,8 +50,13 @@ class Servicer:
         finally:
             self.num_cleanups += 1
 
-    def _failure(self, kind: str) -> Exception:
-        return QueueFull("come again", retry_after_s=2.5) if kind == "typed" else RuntimeError(SECRET)
+    def _failure(self, kind: str) -> BaseException:
+        match kind:
+            case "typed":
+                return QueueFull("come again", retry_after_s=2.5)
+            case "panic":
+                return Panic(SECRET)
+        return RuntimeError(SECRET)
 
 
 class Running:
@@ -97,17 +106,18 @@ async def test_an_error_of_the_tree_leaves_as_its_status(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
+@pytest.mark.parametrize("kind, raised", [("untyped", "RuntimeError"), ("panic", "Panic")])
 async def test_any_other_exception_is_internal_and_its_text_goes_nowhere(
-    method: str, caplog: pytest.LogCaptureFixture
+    kind: str, raised: str, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     async with running() as service:
-        refused = await refusal(service.channel, method, pb.GenerateRequest(model="untyped"))
+        refused = await refusal(service.channel, method, pb.GenerateRequest(model=kind))
         assert kinds(refused) == (grpc.StatusCode.INTERNAL, "INTERNAL")
         assert SECRET not in f"{refused.message}{refused.details}"
         assert service.count("corolla_errors_total", reason="INTERNAL") == 1
     (record,) = [record for record in caplog.records if record.message == "unexpected failure"]
-    assert "RuntimeError at test_handlers.py" in vars(record)["where"]
+    assert f"{raised} at test_handlers.py" in vars(record)["where"]
     assert all(SECRET not in f"{record.getMessage()} {vars(record)} {record.exc_text}" for record in caplog.records)
 
 

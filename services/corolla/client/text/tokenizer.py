@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from corolla.chassis.errors import CheckpointError, InvalidRequest, context_exceeded
 from corolla.client.text import token_bytes
+from corolla.client.text.pattern_trial import try_patterns
 
 # Most texts have fewer characters per token, so checking the beginning of a long text once is enough.
 _FIRST_CHARS_PER_TOKEN: Final = 6
@@ -45,7 +46,8 @@ class TextTokenizer:
         """Reads the tokenizer files of a checkpoint folder, without the network and without the checkpoint's own code.
 
         Raises:
-            CheckpointError: the folder holds no tokenizer that `transformers` can read.
+            CheckpointError: the folder holds no tokenizer that `transformers` can read, or one whose patterns take too
+                long.
         """
         if not folder.is_dir():
             raise CheckpointError(f"There is no checkpoint folder {folder}.")
@@ -57,6 +59,8 @@ class TextTokenizer:
                 f"The tokenizer in {folder} cannot be read: put the checkpoint's tokenizer.json and"
                 " tokenizer_config.json there, whole and unchanged."
             ) from error
+        if isinstance(hf_tokenizer, PreTrainedTokenizerFast):
+            try_patterns(hf_tokenizer)
         return cls(hf_tokenizer)
 
     @property

@@ -1,9 +1,11 @@
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from corolla.chassis.errors import CheckpointError, ContextLengthExceeded, InvalidRequest
+from corolla.client.text.pattern_trial import try_patterns
 from corolla.client.text.tokenizer import TextTokenizer
 
 TEXT = " Two  spaces, café 你好 😀\n\tand <|im_end|> don't stop ."
@@ -82,3 +84,30 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         TextTokenizer.load(tmp_path)
     assert not ran.exists()
+
+
+@pytest.mark.parametrize("place", ["normalizer", "pre_tokenizer"])
+def test_a_pattern_that_takes_too_long_is_refused_before_any_text_comes(tmp_path: Path, place: str) -> None:
+    backend = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    slow = Regex(r"(q+)+b")
+    if place == "normalizer":
+        backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace(slow, "x")])
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(slow, "isolated")])
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="takes too long on texts such as 'qqqqqqqq'"):
+        TextTokenizer.load(tmp_path)
+
+
+def test_patterns_of_well_known_tokenizers_are_quick_enough() -> None:
+    """Those of GPT-2, Llama 3, o200k and of numbers in groups of three."""
+    contractions = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+    for pattern in (
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        contractions + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+" + contractions + r"?|\s+",
+        r"(?=(\d{3})+(?!\d))",
+    ):
+        backend = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+        try_patterns(PreTrainedTokenizerFast(tokenizer_object=backend))
