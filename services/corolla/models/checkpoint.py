@@ -16,9 +16,10 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
-from corolla.chassis.errors import CheckpointError
+from corolla.chassis.errors import CheckpointError, UnsupportedFamily
 from corolla.models.demo import DEMO_MODEL, demo_checkpoint
 from corolla.models.families import (
+    ALIASES,
     FAMILIES,
     LONG_ROPE,
     Family,
@@ -27,6 +28,7 @@ from corolla.models.families import (
     rope_types,
     short_factor_length,
     stretched_lengths,
+    why_unsupported,
 )
 from corolla.models.gguf.folder import settings_folder
 from corolla.models.gguf.header import is_gguf, part_names
@@ -40,7 +42,15 @@ from corolla.models.quantized.description import (
     Quantization,
     quantization_of,
 )
-from corolla.models.weights import INDEX_FILE, SINGLE_FILE, find_weights, no_weights, read_header, sample_bytes
+from corolla.models.weights import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    StoredTensor,
+    find_weights,
+    no_weights,
+    read_header,
+    sample_bytes,
+)
 
 # Raise this whenever two releases would not compute the same hidden states or read the same frames.
 PROTOCOL_VERSION = 7
@@ -83,6 +93,11 @@ _FACTORS = (
     "attention_multiplier", "attn_logit_softcapping", "clip_qkv", "embedding_multiplier", "final_logit_softcapping",
     "lm_head_multiplier", "logit_scale", "logits_scaling", "query_pre_attn_scalar", "residual_multiplier",
 )  # fmt: skip
+# The most blocks and the largest vocabulary that a configuration may name, under each name that families give them.
+_MOST = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 1 << 12),
+    "vocab_size": 1 << 24,
+}
 _SAMPLE_BYTES = 256
 _MAX_REASON = 300
 
@@ -298,6 +313,23 @@ class Checkpoint:
             wanted = self.weight_index if names is None else names
             self.snapshot.fetch({self.weight_index[name].name for name in wanted})
 
+    def stored(self, names: Iterable[str]) -> dict[str, StoredTensor]:
+        """The places of those tensors whose safetensors files are here and can be read, by their stored names."""
+        if self.gguf is not None:
+            return {}
+        headers: dict[Path, Mapping[str, StoredTensor]] = {}
+        found: dict[str, StoredTensor] = {}
+        for name in names:
+            shard = self.weight_index[name]
+            if shard not in headers:
+                headers[shard] = {}
+                # A file of the cache that is cut short is fetched again when it is opened.
+                with contextlib.suppress(CheckpointError):
+                    headers[shard] = read_header(shard)
+            if name in headers[shard]:
+                found[name] = headers[shard][name]
+        return found
+
     @contextlib.contextmanager
     def open_tensors(self, names: Mapping[str, str], dtype: Any = None) -> Iterator[dict[str, Any]]:
         """Fetches some tensors' shards and opens the tensors; see `chunked_reads.open_tensors`.
@@ -435,11 +467,23 @@ class Checkpoint:
                 )
 
     def _check_blocks(self) -> None:
-        absent = sorted(set(range(self.num_blocks)) - {block for block, _ in self._block_tensors()})
-        if absent:
+        promised, held = self.num_blocks, {block for block, _ in self._block_tensors()}
+        if not held:
             raise CheckpointError(
-                f"{self.folder} has no weights for block {absent[0]} although config.json promises {self.num_blocks} "
-                "blocks; fetch the checkpoint again."
+                f"{self.folder} has no tensors named as the blocks of a {self.family.model_type} model "
+                f"({self.family.layers}.0.…); {min(self.weight_index, default='none')!r} is among its names. Correct "
+                "model_type in config.json, or give a checkpoint in the layout of transformers."
+            )
+        absent = next((block for block in range(promised) if block not in held), None)
+        if absent is not None and absent == len(held):
+            raise CheckpointError(
+                f"{self.folder} has weights of {len(held)} blocks where config.json promises {promised}; set "
+                f"num_hidden_layers to {len(held)} if the model was cut, or give the whole checkpoint."
+            )
+        if absent is not None:
+            raise CheckpointError(
+                f"{self.folder} has no weights of block {absent}, and config.json promises {promised} blocks; give the "
+                "whole checkpoint."
             )
 
 
@@ -488,6 +532,7 @@ def _read_config(folder: Path) -> tuple[PretrainedConfig, Quantization | None]:
     if not path.is_file():
         raise _no_config(folder)
     stored = _read_json(path)
+    _check_numbers(path, stored)
     _check_files(folder, stored)
     described = {name: _read_json(folder / name) for name in DESCRIPTION_FILES if (folder / name).is_file()}
     quantization = quantization_of(stored, described)
@@ -496,13 +541,16 @@ def _read_config(folder: Path) -> tuple[PretrainedConfig, Quantization | None]:
             f"{folder} needs code of its own, which is never run; choose a model that transformers knows."
         )
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        if alias := ALIASES.get(str(stored.get("model_type"))):
+            config = AutoConfig.for_model(alias).from_dict({**stored, "model_type": alias}, name_or_path=str(folder))
+        else:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # a foreign model_type, or a field that the family's own checks refuse
-        model_type = stored.get("model_type")
-        family_of(PretrainedConfig(**({"model_type": model_type} if model_type else {})))
+        if stored.get("model_type") not in FAMILIES:
+            raise UnsupportedFamily(why_unsupported(stored)) from None
         reason = " ".join(str(error).split())[:_MAX_REASON]
         raise CheckpointError(
-            f"{path} does not describe a model that transformers knows; correct it or fetch it again: {reason}"
+            f"{path} does not describe a model that transformers knows; correct it: {reason}"
         ) from error
     if not isinstance(config, PretrainedConfig):
         raise CheckpointError(f"{path} does not describe a model.")
@@ -511,6 +559,16 @@ def _read_config(folder: Path) -> tuple[PretrainedConfig, Quantization | None]:
         if hasattr(config, name):
             delattr(config, name)
     return config, quantization
+
+
+def _check_numbers(path: Path, stored: Mapping[str, Any]) -> None:
+    """Refuses numbers of which a configuration of transformers would make lists that no machine has room for."""
+    for name, most in _MOST.items():
+        number = stored.get(name)
+        if isinstance(number, int | float) and not 0 < number <= most:
+            raise CheckpointError(
+                f"{path} sets {name} to {str(number)[:40]}, where 1 to {most} can be served; correct it."
+            )
 
 
 def _check_factors(path: Path, config: PretrainedConfig) -> None:
@@ -551,8 +609,12 @@ def _check_files(folder: Path, stored: Mapping[str, Any]) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged; fetch the checkpoint again.") from error
+    except json.JSONDecodeError as error:
+        raise CheckpointError(
+            f"{path} is no JSON from line {error.lineno} on; correct it there, or fetch the checkpoint again."
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read; fetch the checkpoint again.") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is damaged; fetch the checkpoint again.")
+        raise CheckpointError(f"{path} holds no table of settings; give the file that save_pretrained writes.")
     return content

@@ -35,6 +35,9 @@ PER_LAYER_LISTS = (
     "num_attention_heads_per_layer",
 )
 CPU: Final = torch.device("cpu")
+_MAX_REASON: Final = 200
+_MOST_OF_A_BYTE: Final = 4
+_MOST_TABLE_BYTES: Final = 1 << 27
 LAYER_INDEX_NAMES = ("layer_idx", "layer_id")
 # The standard deviation of random weights; most families are initialised with it.
 _SPREAD: Final = 0.02
@@ -87,7 +90,7 @@ def build(
     Raises:
         CheckpointError: the tensors do not fill the model exactly, or some are left over.
     """
-    settings, advice = "config.json", "fetch the checkpoint again"
+    settings, advice = "config.json", "correct config.json, or give a checkpoint that fits it"
     if checkpoint.gguf is not None:
         settings, advice = "settings", "convert the model again, or give it as safetensors"
     try:
@@ -98,16 +101,56 @@ def build(
             model, report = _fill(cut_class(model_class, prepare), config, chunked, dtype, attention)
     except RuntimeError as error:
         raise CheckpointError(f"The weights of {checkpoint.name} do not fit its {settings}; {advice}.") from error
-    missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    for name, own, wanted in sorted(report["mismatched_keys"]):
+        raise _other_shape(checkpoint, name, own, wanted)
+    missing = sorted(report["missing_keys"])
     if missing:
         if checkpoint.gguf is None and missing[0] in (model_class._tied_weights_keys or ()):
             advice = f'{advice}, or set "tie_word_embeddings" to true in config.json if its head is its embedding'
-        raise CheckpointError(f"{checkpoint.name} lacks {len(missing)} tensors, {missing[0]} among them; {advice}.")
+        raise CheckpointError(
+            f"{checkpoint.name} lacks {len(missing)} tensors of the model in its {settings}, {missing[0]} among them; "
+            f"{advice}."
+        )
     refuse_leftovers(checkpoint.name, str(config.model_type), report["unexpected_keys"], ignored_names(model_class))
     model.eval().requires_grad_(False)
     if device != CPU:
         read_deferred(model, chunked.values(), device, when_read)
     return model
+
+
+def refuse_absurd(checkpoint: Checkpoint, model: nn.Module, names: Mapping[str, str]) -> None:
+    """Refuses a configuration whose model is not the one of the stored tensors, before memory is taken for it.
+
+    Args:
+        model: the model on the meta device.
+        names: maps names of the model's tensors to stored names.
+
+    Raises:
+        CheckpointError: a tensor has another shape, or the model has far more numbers than there are bytes for.
+    """
+    wanted, stored = model.state_dict(), checkpoint.stored(names.values())
+    if checkpoint.quantization is None:
+        for name, given in names.items():
+            own = stored[given].shape if name in wanted and given in stored else ()
+            if own and own != tuple(wanted[name].shape):
+                raise _other_shape(checkpoint, name, own, tuple(wanted[name].shape))
+    num_bytes = sum(each.num_bytes for each in stored.values())
+    num_numbers = sum(tensor.numel() for tensor in model.parameters())
+    num_table_bytes = sum(tensor.nbytes for tensor in model.buffers())
+    # No format has more than four numbers in a byte. Masks and rotary tables are not stored.
+    if stored and num_numbers + num_table_bytes > _MOST_OF_A_BYTE * num_bytes + _MOST_TABLE_BYTES:
+        raise CheckpointError(
+            f"The settings of {checkpoint.name} make a model of {num_numbers} numbers and {num_table_bytes} bytes of "
+            f"tables, for which the checkpoint has {num_bytes} bytes; correct config.json."
+        )
+
+
+def _other_shape(checkpoint: Checkpoint, name: str, own: Sequence[int], wanted: Sequence[int]) -> CheckpointError:
+    settings = "config.json" if checkpoint.gguf is None else "settings"
+    return CheckpointError(
+        f"{checkpoint.name} has {name} in the shape {list(own)} where the model in its {settings} has {list(wanted)}; "
+        "correct config.json, or give a checkpoint that fits it."
+    )
 
 
 def ignored_names(model_class: type[PreTrainedModel]) -> frozenset[str]:
@@ -138,6 +181,7 @@ def build_cut(
         replace_packed(model, layouts, dtype, device)
 
     empty = functools.partial(without_weights, cut_class(model_class, cut_to), config)
+    refuse_absurd(checkpoint, empty(), names)
     with checkpoint.open_tensors(names, dtype) as tensors:
         if checkpoint.gguf is None and quantization == PACKED:
             tensors = merged(empty(), tensors)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from corolla.chassis.errors import UnsupportedFamily
 
@@ -22,6 +24,12 @@ PAGELESS_KINDS = frozenset({"conv", "linear_attention"})
 
 # A rotary embedding with other factors for long texts. transformers chooses factors by the longest position of a call.
 LONG_ROPE = "longrope"
+
+# Model types whose checkpoints are those of a family of another name, bit for bit.
+ALIASES = {"kimi_k2": "deepseek_v3"}
+
+# Where configurations of models that see or hear keep that of their language model.
+_TEXT_CONFIGS = ("text_config", "language_config", "llm_config", "thinker_config")
 
 # Rotary embeddings that remember the longest position of all calls, so that sessions would change each other's output.
 STATEFUL_ROPE = frozenset({"dynamic"})
@@ -235,9 +243,14 @@ def family_of(config: PretrainedConfig) -> Family:
     model_type = str(config.model_type)
     family = FAMILIES.get(model_type)
     if family is None:
-        known = ", ".join(sorted(FAMILIES))
+        raise UnsupportedFamily(why_unsupported(config.to_dict()))
+    unknown = sorted(set(rope_types(config)) - {"default", *ROPE_INIT_FUNCTIONS})
+    if unknown:
+        # All positions of a text are the same in each of its sections.
+        advice = "'default', which is the same for text" if unknown[0] == "mrope" else "one that transformers knows"
         raise UnsupportedFamily(
-            f"Models of type {model_type!r} are not supported; choose a checkpoint of one of these types: {known}."
+            f"{model_type!r} models of transformers have no rotary embedding of the type {unknown[0][:40]!r}; set "
+            f"rope_type in config.json to {advice}."
         )
     stateful = sorted(set(rope_types(config)) & STATEFUL_ROPE)
     if stateful and not (family.has_rope_alpha and config.rope_parameters.get("alpha")):
@@ -253,6 +266,32 @@ def family_of(config: PretrainedConfig) -> Family:
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise UnsupportedFamily("Only decoder-only models are supported; this checkpoint has an encoder.")
     return family
+
+
+def why_unsupported(stored: Mapping[str, Any]) -> str:
+    """The sentence about a model whose type the table lacks: what its configuration lets its owner do.
+
+    Args:
+        stored: the content of `config.json`.
+    """
+    model_type = str(stored.get("model_type") or "")[:60]
+    unsupported = f"Models of type {model_type!r} are not supported"
+    if not model_type:
+        unsupported = "config.json names no model_type"
+    own = [str(each) for each in stored.get("architectures") or () if isinstance(each, str)]
+    for name in FAMILIES:
+        if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name) in own and name != model_type:
+            return (
+                f"{unsupported}, but config.json names the architecture of {name!r}; set model_type to it there if its "
+                "tensors and settings are the same."
+            )
+    inner = next((stored[key] for key in _TEXT_CONFIGS if isinstance(stored.get(key), Mapping)), None)
+    if inner is not None and inner.get("model_type") in FAMILIES:
+        return (
+            f"{unsupported}; its language model is a {inner['model_type']!r}, which is: load the whole in "
+            "transformers, and give the folder to which you save the language model alone by save_pretrained."
+        )
+    return f"{unsupported}; docs/families.md lists the {len(FAMILIES)} types that are."
 
 
 def packs_rows(family: Family, config: PretrainedConfig) -> bool:

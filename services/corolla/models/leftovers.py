@@ -15,10 +15,13 @@ _COMPUTED: Final = re.compile(
     r".*\b(rotary_emb\.inv_freq|inv_freq|position_ids|masked_bias|causal_mask|attn\.bias|attention\.bias"
     r"|embed_positions\.weights)"
 )
-# Parts next to a language model that no text reaches: those that see and hear, and those that predict further tokens.
+# Scales of keys, values and scores for caches in 8 bits, which are not used here (docs/models.md).
+_CACHE_SCALES: Final = re.compile(r".*\.((k|v|q|kv|prob)_scale|(k|v|q)_proj\.(output_scale|output_zero_point))")
+# Parts next to a language model that no text reaches: those that see and hear, those that predict further tokens, and
+# the head by which training judges an answer.
 _OTHER_PARTS: Final = re.compile(
     r"(.*\.)?(mtp|mtp_layers|visual|vision_tower|vision_model|vision_embed_tokens|multi_modal_projector|mm_projector"
-    r"|audio_tower|audio_model|embed_vision|embed_audio)\..*"
+    r"|audio_tower|audio_model|embed_vision|embed_audio|v_head)\..*"
 )
 
 
@@ -39,12 +42,13 @@ def refuse_leftovers(model: str, model_type: str, names: Iterable[str], ignored:
         name
         for name in names
         if not (
-            _COMPUTED.fullmatch(name) or _OTHER_PARTS.fullmatch(name) or any(each.search(name) for each in patterns)
+            any(known.fullmatch(name) for known in (_COMPUTED, _CACHE_SCALES, _OTHER_PARTS))
+            or any(each.search(name) for each in patterns)
         )
     ]
     if odd:
         raise CheckpointError(
             f"{model} holds {len(odd)} tensors that a {model_type} model with its configuration does not use, "
-            f"{min(odd)} among them, so answers would change without them; correct config.json, or give a checkpoint "
-            "whose tensors it describes."
+            f"{min(odd)} among them, so answers could be others than those it was made for; correct config.json, or "
+            "give a checkpoint whose tensors it describes."
         )

@@ -23,6 +23,7 @@ from corolla.models.cut_model import (
     keep_layers_of_config,
     make_up,
     model_class_of,
+    refuse_absurd,
     without_weights,
 )
 from corolla.models.families import Family, packs_rows, short_factor_length
@@ -369,6 +370,7 @@ def make_span(
     names = span_tensors(checkpoint, span)
     layouts = layouts_of(checkpoint, names, quantization, device, functools.partial(empty_span, checkpoint, span))
     config, cut = _cut_class_of(checkpoint, span, layouts, dtype, device)
+    refuse_absurd(checkpoint, without_weights(cut, config), names)
     base = make_up(cut, config, dtype=dtype, attention="sdpa", device=device)
     make_up_packed(base)
     return _finished(cast(Any, base).to(device), span, checkpoint.family, quantization)
@@ -440,6 +442,13 @@ def span_tensors(checkpoint: Checkpoint, span: Span) -> dict[str, str]:
         match = layer.fullmatch(stored)
         if match and span.start <= int(match[1]) < span.end:
             names[f"{checkpoint.family.layers}.{int(match[1]) - span.start}.{match[2]}"] = stored
+    if not names and len(span):
+        other = next((each for each in checkpoint.weight_index if f"{checkpoint.family.layers}." in each), "none")
+        raise CheckpointError(
+            f"{checkpoint.name} names the tensors of its blocks as {other!r}, where a {checkpoint.family.model_type} "
+            f"model has {prefix}.{checkpoint.family.layers}.0.…; if it is a part of a larger model, load that in "
+            "transformers, and save the language model alone by save_pretrained."
+        )
     return names
 
 

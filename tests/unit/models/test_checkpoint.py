@@ -1,9 +1,11 @@
 """Supported checkpoints open quickly; others are refused with a sentence that says what to do."""
 
+import itertools
 import json
+import resource
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from corolla.chassis.errors import CheckpointError, UnsupportedFamily
+from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.models import weights
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import load_edges
-from corolla.models.span_model import load_span
+from corolla.models.span_model import load_span, make_span
 from corolla.wire.span import Span
 from tests.checkpoints import (
     CONTEXT_LENGTH,
@@ -29,6 +32,7 @@ from tests.checkpoints import (
     make_tiny_checkpoint,
 )
 from tests.families import family_cases
+from tests.tiers import quick
 
 INDEX = "model.safetensors.index.json"
 
@@ -136,8 +140,9 @@ def test_a_tensor_that_its_model_does_not_use_is_refused(folder: Path, name: str
         load = partial(load_span, checkpoint, Span(0, 5), dtype=torch.float32)
     with pytest.raises(
         CheckpointError, match=r"1 tensors that a llama model .* does not use, .*; correct config\.json"
-    ):
+    ) as refused:
         load()
+    assert "would change" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +152,11 @@ def test_a_tensor_that_its_model_does_not_use_is_refused(folder: Path, name: str
         "model.layers.2.self_attn.masked_bias",
         "model.vision_tower.norm.weight",
         "mtp.layers.0.mlp.up_proj.weight",
+        "model.layers.2.self_attn.kv_scale",
+        "model.layers.2.self_attn.k_proj.k_scale",
+        "model.layers.2.self_attn.attn.prob_scale",
+        "model.layers.2.self_attn.v_proj.output_scale",
+        "v_head.summary.weight",
     ],
 )
 def test_a_tensor_that_changes_no_answer_may_be_left_over(folder: Path, name: str) -> None:
@@ -300,6 +310,40 @@ def odd_heads(folder: Path) -> None:
     edit_json(folder / "config.json", num_attention_heads="four")
 
 
+def no_tensor_of_a_block(folder: Path) -> None:
+    edit_json(folder / "config.json", model_type="gpt2")
+
+
+def lose_middle_block(folder: Path) -> None:
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    tensors = {name: tensor for shard in shards(folder) for name, tensor in load_file(shard).items()}
+    for shard in shards(folder):
+        shard.unlink()
+    kept = {name: tensors[name] for name in weight_map if ".layers.2." not in name}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config_by_hand(folder: Path) -> None:
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace("{", "{\n\n,", 1))
+
+
+def of_mlx(folder: Path) -> None:
+    edit_json(folder / "config.json", quantization={"group_size": 64, "bits": 4}, quantization_config={"bits": 4})
+
+
+def of_mlx_alone(folder: Path) -> None:
+    edit_json(folder / "config.json", quantization={"group_size": 64, "bits": 4})
+
+
+def too_many_blocks(folder: Path) -> None:
+    edit_json(folder / "config.json", num_hidden_layers=100_000_000)
+
+
+def a_group_of_nothing(folder: Path) -> None:
+    edit_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 0})
+
+
 def quantise(folder: Path) -> None:
     edit_json(folder / "config.json", quantization_config={"quant_method": "aqlm", "bits": 2})
 
@@ -312,15 +356,22 @@ def quantise(folder: Path) -> None:
         (empty_shard, r"damaged or cut short; delete it and fetch"),
         (lose_shard, r"is missing although .* names it; fetch"),
         (lose_tensor, r"lacks the tensor model\.layers\.2\.mlp\.up_proj\.weight .*; fetch"),
-        (lose_block, r"no weights for block 5 although config\.json promises 6 blocks; fetch"),
+        (lose_block, r"weights of 5 blocks where config\.json promises 6; set num_hidden_layers to 5 if"),
+        (lose_middle_block, r"no weights of block 2, and config\.json promises 5 blocks; give the whole"),
+        (no_tensor_of_a_block, r"named as the blocks of a gpt2 model \(h\.0\.…\); 'lm_head\.weight' is .* model_type"),
+        (too_many_blocks, r"sets num_hidden_layers to 100000000, where 1 to 4096 can be served; correct it"),
+        (edit_config_by_hand, r"config\.json is no JSON from line 3 on; correct it there, or fetch"),
+        (of_mlx, r"the format of MLX are not served; give the original checkpoint"),
+        (of_mlx_alone, r"the format of MLX are not served; give the original checkpoint"),
+        (a_group_of_nothing, r"has a group_size that makes no sense; correct it, or give the original"),
         (damage_index, r"index\.json is damaged; fetch"),
         (point_index_outside, r"outside its folder; fetch a checkpoint that you trust"),
         (lose_index, r"safetensors files but no .*index\.json; fetch"),
         (pickle_weights, r"only pickled weights \(pytorch_model\.bin\).*; convert them"),
         (lose_weights, r"no safetensors weights; point to"),
         (lose_config, r"has no config\.json; point to"),
-        (damage_config, r"config\.json is damaged; fetch"),
-        (list_config, r"config\.json is damaged; fetch"),
+        (damage_config, r"config\.json is no JSON from line 1 on; correct it there, or fetch"),
+        (list_config, r"config\.json holds no table of settings; give the file"),
         (adapter_only, r"holds an adapter and no model; give its base model"),
         (adapter_with_model, r"holds an adapter \(adapter_config\.json\) next to a model"),
         (gguf_only, r"holds GGUF files, .*; give .*/tiny\.Q8_0\.GGUF"),
@@ -330,7 +381,7 @@ def quantise(folder: Path) -> None:
         (describe_by_file, r"ModelOpt's weights of the type 'NVFP4' are not served"),
         (describe_by_a_file_that_says_nothing, r"has a quantize_config\.json without a quant_method"),
         (factor_of_another_family, r"sets logit_scale, with which a llama model is not computed; correct model_type"),
-        (odd_heads, r"does not describe a model that transformers knows; .*num_attention_heads"),
+        (odd_heads, r"does not describe a model that transformers knows; correct it: .*num_attention_heads"),
         (quantise, r"quantised by 'aqlm' are not served; give the original"),
     ],
 )
@@ -343,10 +394,25 @@ def test_a_bad_checkpoint_is_refused(folder: Path, damage: Callable[[Path], None
 @pytest.mark.parametrize(
     "changes, advice",
     [
-        ({"model_type": "t5"}, r"type 't5' are not supported; choose"),
-        ({"model_type": "of-nobody"}, r"type 'of-nobody' are not supported; choose"),
-        ({"model_type": "of-nobody", "auto_map": {"AutoConfig": "code.Config"}}, r"'of-nobody' are not supported"),
-        ({"model_type": None, "architectures": None}, r"are not supported; choose"),
+        ({"model_type": "t5", "architectures": None}, r"type 't5' are not supported; docs/families\.md lists the"),
+        ({"model_type": "of-nobody", "architectures": ["Own"]}, r"'of-nobody' are not supported; docs/families"),
+        (
+            {"model_type": "of-nobody", "auto_map": {"AutoConfig": "code.Config"}},
+            r"'of-nobody' are not supported, but .* the architecture of 'llama'; set model_type to it",
+        ),
+        ({"model_type": None, "architectures": None}, r"names no model_type; docs/families\.md lists"),
+        (
+            {"model_type": "gemma3", "architectures": None, "text_config": {"model_type": "gemma3_text"}},
+            r"'gemma3' are not supported; its language model is a 'gemma3_text', .* save the language model alone",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "mrope", "mrope_section": [2, 3, 3], "rope_theta": 1e4}},
+            r"no rotary embedding of the type 'mrope'; set rope_type .* to 'default', which is the same for text",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}},
+            r"no rotary embedding of the type 'spiral'; set rope_type .* to one that transformers knows",
+        ),
         (
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
             r"keeps state .*; set another",
@@ -473,14 +539,101 @@ def test_a_tensor_that_the_index_never_named_is_missed_at_loading(folder: Path) 
     del weight_map[name]
     edit_json(folder / INDEX, weight_map=weight_map)
     checkpoint = Checkpoint.from_pretrained(str(folder))
-    with pytest.raises(CheckpointError, match=r"lacks 1 tensors, layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"lacks 1 tensors of the model in its config\.json, layers\.1\.mlp\.up_proj\.weight .*; correct",
+    ):
         load_span(checkpoint, Span(1, 3), dtype=torch.float32)
 
 
 def test_a_tensor_of_another_shape_is_refused_at_loading(folder: Path) -> None:
     edit_tensor(folder, "model.layers.2.mlp.up_proj.weight", lambda tensor: tensor[:-1].contiguous())
-    with pytest.raises(CheckpointError, match="fetch the checkpoint again"):
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight in the shape \[95, 64\] where the model .* \[96"):
         load_span(Checkpoint.from_pretrained(str(folder)), Span(2, 3), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("begin", ["language_model.model.", "model.language_model."])
+def test_a_language_model_within_a_larger_one_is_named(folder: Path, begin: str) -> None:
+    tensors = {name: tensor for shard in shards(folder) for name, tensor in load_file(shard).items()}
+    lose_weights(folder)
+    renamed = {name.replace("model.", begin, 1): tensor for name, tensor in tensors.items()}
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=rf"its blocks as '{begin}layers\..*a llama model has model\.layers\.0.*save "
+    ):
+        make_span(Checkpoint.from_pretrained(str(folder)), Span(2, 3), dtype=torch.float32)
+
+
+def test_kimi_k2_is_the_family_of_deepseek_v3(tmp_path: Path) -> None:
+    """Its own code is that of DeepSeek-V3, so the unsplit model of that name is the truth."""
+    folder = make_tiny_checkpoint("deepseek_v3", tmp_path / "kimi")
+    library: Any = AutoModelForCausalLM
+    tokens = torch.tensor([[5, 77, 200, 31, 9, 140]])
+    with torch.inference_mode():
+        expected = library.from_pretrained(folder, dtype=torch.float32)(tokens).logits
+    edit_json(folder / "config.json", model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.Config"})
+    checkpoint = Checkpoint.from_pretrained(str(folder))
+    assert checkpoint.family.model_type == checkpoint.config.model_type == "deepseek_v3"
+    edges = load_edges(checkpoint, dtype=torch.float32)
+    span = load_span(checkpoint, Span(0, checkpoint.num_blocks), dtype=torch.float32)
+    runner = SpanRunner(span, num_pages=8, is_fused=False)
+    num_tokens = tokens.shape[1]
+    cache = runner.new_cache()
+    cache.reserve(num_tokens)
+    hidden = edges.embed(tokens[0], torch.arange(num_tokens))
+    computed = runner.forward([RowWork(cache, 0, num_tokens)], hidden, span.span)
+    torch.testing.assert_close(edges.head(computed), expected[0])
+    assert torch.equal(edges.head(computed).argmax(-1), expected[0].argmax(-1))
+
+
+def numbers_of(settings: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yields the path of each number within a configuration; of lists, of their first entry."""
+    if isinstance(settings, dict):
+        for key, value in settings.items():
+            yield from numbers_of(value, (*path, key))
+    elif isinstance(settings, list) and settings:
+        yield from numbers_of(settings[0], (*path, 0))
+    elif isinstance(settings, int | float) and not isinstance(settings, bool):
+        yield path
+
+
+@contextmanager
+def one_more_gib() -> Iterator[None]:
+    """This process cannot take more than another gigabyte."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + (1 << 30), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+# Blocks with experts, masks of all positions, latents, states, own names of sizes, and sizes within tables.
+ABSURD = ("bloom", "dbrx", "deepseek_v3", "falcon_h1", "gemma3_text", "gpt2", "gpt_bigcode", "llama", "qwen3_next")
+
+
+@pytest.mark.parametrize("family", quick(ABSURD, "llama"))
+def test_an_absurd_number_is_refused_by_a_sentence_or_takes_no_memory(tmp_path: Path, family: str) -> None:
+    """Each number of the configuration, one by one, is far too large, or negative."""
+    folder = make_tiny_checkpoint(family, tmp_path / family)
+    original = (folder / "config.json").read_text()
+    refused = set()
+    for path, absurd in zip(numbers_of(json.loads(original)), itertools.cycle((10**15, -1, 10**8)), strict=False):
+        settings = place = json.loads(original)
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = absurd
+        (folder / "config.json").write_text(json.dumps(settings))
+        with suppress(CheckpointError, UnsupportedFamily), one_more_gib():
+            refused.add(path)
+            checkpoint = Checkpoint.from_pretrained(str(folder))
+            make_span(checkpoint, Span(0, 1), dtype=torch.float32)
+            load_edges(checkpoint, dtype=torch.float32)
+            refused.remove(path)
+    names = {str(path[-1]) for path in refused}
+    assert names & {"num_hidden_layers", "n_layer", "n_layers", "num_layers"}
+    assert names & {"hidden_size", "n_embd", "d_model"}
 
 
 def test_a_fingerprint_is_stable_and_short(pristine: Path, folder: Path) -> None:

@@ -24,6 +24,8 @@ MAX_FILE_BYTES: Final = 16 << 30
 _HEADER_LENGTH: Final = struct.Struct("<Q")
 _BYTES_OF_DTYPES: Final = {"F32": 4, "F16": 2, "BF16": 2}
 _PASS_BYTES: Final = 1 << 20
+# Layers of some families: latents are expanded by the first, and states continue by the second (families.read_weights).
+_NOT_CALLED: Final = ("kv_b_proj", "dt_proj")
 _NAME: Final = re.compile(
     r"base_model\.model\.(?P<name>(?:[a-z_]+\.){0,2}(?P<layers>[a-z_]+)\.(?P<block>\d{1,4})\.(?P<module>[\w.]+))"
     r"\.lora_(?P<part>[AB])\.weight"
@@ -185,7 +187,7 @@ def _parts(header: bytes, num_data_bytes: int) -> tuple[ProductPart, ...]:
 
 def _part(name: str, entry: Any) -> ProductPart:
     match = _NAME.fullmatch(name)
-    if match is None or "experts" in match["module"]:
+    if match is None or "experts" in match["module"] or match["module"].endswith(_NOT_CALLED):
         raise AdapterError(_why_not(name))
     try:
         dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -206,6 +208,8 @@ def _why_not(name: str) -> str:
         return "it is a DoRA adapter, which normalises the base weights; merge it into the checkpoint"
     if "experts" in name:
         return "it changes experts, each of which sees some of the tokens only; merge it into the checkpoint"
+    if odd := next((each for each in _NOT_CALLED if f".{each}." in name), None):
+        return f"it changes {odd}, whose weights are read without a call of the layer; merge it, or train it without"
     if "lora_embedding" in name or "embed" in name or "lm_head" in name:
         return "it changes embedding or head; merge it into the checkpoint, or train it on the blocks only"
     return f"{name[:128]} is no product of a linear layer in a block"

@@ -42,15 +42,33 @@ _MORE_KEYS: Final[Mapping[str, Mapping[str, str]]] = {
 _OWN_KEYS: Final = frozenset({"rope.dimension_count", "attention.value_length", "attention.sliding_window_pattern"})
 # Keys that llama.cpp does not read for these architectures, and that describe how a file came about.
 _NOTES: Final = frozenset({"tensor_data_layout", "rope.scaling.finetuned", "attention.layer_norm_epsilon"})
-# llama.cpp computes with these settings as if they were absent; 0 experts are an example.
-_WITHOUT_EFFECT: Final[Mapping[str, Any]] = {
-    "attention.causal": True,
-    "expert_count": 0,
-    "expert_used_count": 0,
-    "rope.scaling.yarn_attn_factor": 1.0,
-    "rope.scaling.yarn_beta_fast": 32.0,
-    "rope.scaling.yarn_beta_slow": 1.0,
-    "rope.scaling.yarn_ext_factor": 1.0,
+# llama.cpp computes with these values of settings as if they were absent; 0 experts are an example.
+_WITHOUT_EFFECT: Final[Mapping[str, tuple[float, ...]]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.scale": (0.0,),
+    "attention.shared_kv_layers": (0,),
+    "attention.sliding_window": (0,),
+    "attn_logit_softcapping": (0.0,),
+    "embedding_scale": (0.0, 1.0),
+    "expert_count": (0,),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+    "expert_shared_count": (0,),
+    "expert_used_count": (0,),
+    "expert_weights_scale": (0.0, 1.0),
+    "final_logit_softcapping": (0.0,),
+    "leading_dense_block_count": (0,),
+    "logit_scale": (0.0, 1.0),
+    "nextn_predict_layers": (0,),
+    "pooling_type": (0,),
+    "residual_scale": (0.0, 1.0),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_beta_fast": (32.0,),
+    "rope.scaling.yarn_beta_slow": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0,),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
 }
 _BLOCK: Final = re.compile(r"blk\.(?P<block>\d{1,6})\.")
 _SIZES: Final = (
@@ -95,9 +113,9 @@ def configuration(header: GgufHeader) -> dict[str, Any]:
         )
     model_type, row = _ARCHITECTURES[architecture]
     settings = {
-        key.removeprefix(f"{architecture}."): value
+        name: value
         for key, value in header.metadata.items()
-        if key.startswith(f"{architecture}.")
+        if key.startswith(f"{architecture}.") and not _is_idle(name := key.removeprefix(f"{architecture}."), value)
     }
     rows: Mapping[str, Any] = GGUF_CONFIG_MAPPING
     names = {
@@ -146,9 +164,7 @@ def _of_all_blocks(key: str, value: Any) -> Any:
 
 def _refuse_others(settings: Mapping[str, Any], known: Iterable[str], architecture: str) -> None:
     others = sorted(
-        key
-        for key, value in settings.items()
-        if key not in set(known) and not key.startswith(("rope.scaling.", "rope.scale_")) and not _is_idle(key, value)
+        key for key in settings if key not in set(known) and not key.startswith(("rope.scaling.", "rope.scale_"))
     )
     if "expert_count" in others:
         raise CheckpointError(
@@ -157,19 +173,19 @@ def _refuse_others(settings: Mapping[str, Any], known: Iterable[str], architectu
         )
     if others:
         raise CheckpointError(
-            f"The file sets {architecture}.{others[0]}, which would change answers and is not served; "
+            f"The file sets {architecture}.{others[0]}, by which answers may change, and which is not served; "
             f"{_TO_SAFETENSORS}."
         )
 
 
 def _is_idle(key: str, value: Any) -> bool:
-    return key in _WITHOUT_EFFECT and value == _WITHOUT_EFFECT[key]
+    return isinstance(value, bool | int | float) and value in _WITHOUT_EFFECT.get(key, ())
 
 
 def _check_sizes(found: Mapping[str, Any], header: GgufHeader) -> None:
     absent = [name for name in _SIZES if not isinstance(found.get(name), int) or found[name] < 1]
     if absent:
-        raise CheckpointError(f"The file does not say the model's {absent[0]}; fetch it again.")
+        raise CheckpointError(f"The file does not say the model's {absent[0]}; convert the model again.")
     numbers = {int(match["block"]) for name in header.tensors if (match := _BLOCK.match(name))}
     if found["num_hidden_layers"] > len(numbers):
         raise CheckpointError(
@@ -177,7 +193,7 @@ def _check_sizes(found: Mapping[str, Any], header: GgufHeader) -> None:
             "convert the model again."
         )
     if not isinstance(found.get("rms_norm_eps"), float):
-        raise CheckpointError("The file does not say the model's rms_norm_eps; fetch it again.")
+        raise CheckpointError("The file does not say the model's rms_norm_eps; convert the model again.")
     num_tokens = len(header.metadata.get("tokenizer.ggml.tokens", ()))
     embedding = header.tensors.get("token_embd.weight")
     num_rows = num_tokens if embedding is None else embedding.shape[0]
@@ -244,7 +260,9 @@ def _add_windows(found: dict[str, Any], settings: Mapping[str, Any]) -> None:
     elif pattern is None:
         return
     else:
-        raise CheckpointError("The file has an attention.sliding_window_pattern that makes no sense; fetch it again.")
+        raise CheckpointError(
+            "The file has an attention.sliding_window_pattern that makes no sense; convert the model again."
+        )
     found["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
 
 
@@ -260,18 +278,20 @@ def _rotary_scaling(header: GgufHeader, settings: Mapping[str, Any], architectur
     scaling |= {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
     kind, factor, attention_factor = scaling["type"], scaling["factor"] or 1.0, scaling.get("attn_factor", 1.0)
     if not all(isinstance(each, int | float) and each > 0 for each in (factor, attention_factor)):
-        raise CheckpointError(f"The file has a {architecture}.{prefix}factor that makes no sense; fetch it again.")
+        raise CheckpointError(
+            f"The file has a {architecture}.{prefix}factor that makes no sense; convert the model again."
+        )
     if kind not in _SCALINGS:
         raise CheckpointError(
             f"The file has a rotary embedding of the type {kind!r}, which is not served; {_TO_SAFETENSORS}."
         )
     known = {"type", "factor", "attn_factor", "original_context_length", "finetuned"}
-    others = sorted(key for key, value in scaling.items() if key not in known and not _is_idle(f"{prefix}{key}", value))
+    others = sorted(scaling.keys() - known)
     if attention_factor != 1.0 and kind != "yarn":
         others.append("attn_factor")
     if others:
         raise CheckpointError(
-            f"The file sets {architecture}.{prefix}{others[0]}, which would change answers and is not served; "
+            f"The file sets {architecture}.{prefix}{others[0]}, by which answers may change, and which is not served; "
             f"{_TO_SAFETENSORS}."
         )
     if kind == "none" or (factor == 1.0 and attention_factor == 1.0):

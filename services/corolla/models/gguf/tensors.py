@@ -54,7 +54,7 @@ class GgufTensors(Mapping[str, "LazyTensor | Tensor"]):
             if name is None:
                 raise CheckpointError(
                     f"The file holds the tensor {stored!r}, which its {config.model_type} model does not use here, so "
-                    "answers would change without it; give the model as safetensors."
+                    "answers could be others than llama.cpp's; give the model as safetensors."
                 )
             self._stored[name].append(stored)
             self._zeros.pop(name, None)
@@ -108,7 +108,7 @@ class GgufTensors(Mapping[str, "LazyTensor | Tensor"]):
             if tensor.shape != own:
                 raise CheckpointError(
                     f"{tensor.path} has {each!r} of the shape {list(tensor.shape)} where its model has {list(own)}; "
-                    "fetch it again."
+                    "convert the model again, or give it as safetensors."
                 )
         num_rows = math.prod(shape[:-1])
         row_bytes = sum(tensor.num_bytes for tensor in tensors) // num_rows

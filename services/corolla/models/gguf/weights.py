@@ -87,6 +87,6 @@ class GgufWeights:
         absent = sorted(set(range(num_blocks)) - held)
         if absent:
             raise CheckpointError(
-                f"{self.path} has no weights for block {absent[0]} although it promises {num_blocks} blocks; fetch it "
-                "again."
+                f"{self.path} has no weights for block {absent[0]} although it promises {num_blocks} blocks; "
+                "convert the model again, or give all parts of a split one."
             )

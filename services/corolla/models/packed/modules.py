@@ -251,7 +251,7 @@ def replace_packed(root: nn.Module, layouts: Mapping[str, Layout], dtype: torch.
         if packed.shape[-1] % layout.block_weights:
             raise CheckpointError(
                 f"The file has {path!r} as {layout.name}, whose blocks have {layout.block_weights} columns, and "
-                f"its model has {packed.shape[-1]} there; fetch it again."
+                f"its model has {packed.shape[-1]} there; convert the model again."
             )
         setattr(parent, child_name, packed)
 

@@ -88,10 +88,13 @@ def quantization_of(
     if stored is None and others:
         name = next(each for each in DESCRIPTION_FILES if each in others)
         place, stored = f"the checkpoint has a {name}", others[name]
+    is_described = isinstance(stored, Mapping) and stored.get("quant_method") is not None
+    if isinstance(configuration.get("quantization"), Mapping) and not is_described:
+        raise CheckpointError(f"Weights in the format of MLX are not served; {_WHAT_TO_DO}.")
     if stored is None:
         return None
     if not isinstance(stored, Mapping):
-        raise CheckpointError("config.json has a quantization_config that is not a table; fetch the checkpoint again.")
+        raise CheckpointError("config.json has a quantization_config that is not a table; correct or remove it.")
     method = stored.get("quant_method")
     if method is None:
         method = next((named for named, keys in _TELLING_KEYS.items() if any(stored.get(key) for key in keys)), None)
@@ -230,4 +233,6 @@ def _block(stored: Mapping[str, Any], name: str) -> tuple[int, int] | None:
 
 
 def _senseless(name: str) -> CheckpointError:
-    return CheckpointError(f"config.json has a {name} that makes no sense; fetch the checkpoint again.")
+    return CheckpointError(
+        f"config.json has a {name} that makes no sense; correct it, or give the original checkpoint."
+    )

@@ -188,4 +188,4 @@ def _is_lacking(name: str, dtype: str) -> bool:
 
 
 def _unfit(name: str, reason: str) -> CheckpointError:
-    return CheckpointError(f"The weight {name} {reason}; fetch the checkpoint again.")
+    return CheckpointError(f"The weight {name} {reason}; give another revision, or the original checkpoint.")

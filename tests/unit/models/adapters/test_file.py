@@ -118,6 +118,8 @@ NAMES = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
             "DoRA",
         ),
         (lambda header: header.update({NAMES.replace("q_proj", "experts.0.up"): header.pop(NAMES)}), "experts"),
+        (lambda header: header.update({NAMES.replace("q_proj", "kv_b_proj"): header.pop(NAMES)}), "kv_b_proj, whose"),
+        (lambda header: header.update({NAMES.replace("q_proj", "dt_proj"): header.pop(NAMES)}), "dt_proj, whose"),
         (lambda header: header.clear(), "cut short"),
     ],
 )

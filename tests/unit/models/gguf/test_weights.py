@@ -107,7 +107,11 @@ def test_a_file_with_a_tensor_that_its_model_does_not_use_is_refused(tmp_path: P
     "settings, lost, sentence",
     [
         ({"llama.feed_forward_length": 100}, {}, r"weights of odd do not fit its settings; convert"),
-        ({}, {"blk.1.ffn_up.weight": None}, r"lacks 1 tensors, .*up_proj\.weight among them; convert"),
+        (
+            {},
+            {"blk.1.ffn_up.weight": None},
+            r"lacks 1 tensors of the model in its settings, .*up_proj\.weight among them; convert",
+        ),
     ],
 )
 def test_a_file_whose_tensors_do_not_fit_its_settings_is_refused(
