@@ -41,7 +41,6 @@ _MOST_TABLE_BYTES: Final = 1 << 27
 LAYER_INDEX_NAMES = ("layer_idx", "layer_id")
 # The standard deviation of random weights; most families are initialised with it.
 _SPREAD: Final = 0.02
-_MAX_REASON: Final = 200
 # Random weights repeat after this many numbers, a prime, so that the rows of a matrix, and thereby experts, differ.
 # Drawing all weights of a block could take minutes, and twice its memory in float32.
 _NUM_MADE_UP: Final = (1 << 20) - 3

@@ -132,7 +132,6 @@ def test_a_setting_that_is_the_same_for_all_blocks_may_be_a_list() -> None:
         ("gemma2", {"rope__freq_base_swa": 5000.0}, r"sets gemma2\.rope\.freq_base_swa"),
         ("llama", {"vocab_size": 32}, r"lists 12 tokens, has 12 rows of embeddings and a vocabulary of 32"),
         ("llama", {"attention__layer_norm_rms_epsilon": None}, r"does not say the model's rms_norm_eps"),
-        ("llama", {"block_count": 10**8}, r"says that the model has 100000000 blocks, .* convert the model again"),
         ("llama", {"a_key_of_tomorrow": 1}, r"sets llama\.a_key_of_tomorrow"),
         ("phi3", {}, r"architecture 'phi3' are not served"),
     ],
