@@ -70,8 +70,6 @@ _SERVER: Final[list[tuple[str, Any]]] = [
 
 _MOST_PEERS: Final = 4096
 """The most connections from other services, where the limit of descriptors allows so many."""
-_LABELLED_EXCESS_BYTES: Final = 64 << 10
-"""A request that exceeds the limit by no more than this is read, and refused with a status that names its size."""
 
 
 _SILENCE_LIMITS: Final = frozenset(
@@ -141,7 +139,8 @@ def new_server(callers: CallerBounds | None = None) -> grpc.aio.Server:
     options["grpc.max_allowed_incoming_connections"] = max_connections
     if callers is not None:
         options |= dict(_CALLERS)
-        options["grpc.max_receive_message_length"] = callers.max_request_bytes + _LABELLED_EXCESS_BYTES
+        # A request of up to twice the limit is read, and refused with a status that names its size.
+        options["grpc.max_receive_message_length"] = 2 * callers.max_request_bytes
         options["grpc.max_connection_age_ms"] = round(callers.max_connection_age_s * 1000)
     return grpc.aio.server(options=list(options.items()))
 

@@ -110,6 +110,12 @@ class ContextLengthExceeded(InvalidRequest):
     reason = "CONTEXT_LENGTH_EXCEEDED"
 
 
+class ReplyTooLarge(InvalidRequest):
+    """The reply could be larger than the service sends, or than its caller receives."""
+
+    reason = "REPLY_TOO_LARGE"
+
+
 def context_exceeded(context_length: int, num_prompt_tokens: int | None) -> ContextLengthExceeded:
     """The error of a prompt that is too long, or that leaves no room for an answer.
 

@@ -7,7 +7,7 @@ send one. Therefore every method is registered as one that reads and writes stre
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Iterable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from grpc import aio
 
 from corolla.chassis import errors
 from corolla.chassis.calls import Authenticate, Call, Guard, call_path
+from corolla.chassis.message_fields import check_fields
 from corolla.chassis.metrics import RpcMetrics
 from corolla.chassis.status import trailing_metadata
 from corolla.chassis.tracing import spans
@@ -25,8 +26,11 @@ from corolla.chassis.tracing.carriers import trace_parent
 
 __all__ = ["MAX_CONTROL_REQUEST_BYTES", "Authenticate", "Call", "call_path", "service_handler"]
 
+MostReplyBytes = Callable[[Iterable[tuple[str, str | bytes]]], int]
+
 Context = aio.ServicerContext[Any, Any]
 
+_REFUSAL_S: Final = 0.1
 MAX_CONTROL_REQUEST_BYTES: Final = 4 << 20
 
 
@@ -36,6 +40,8 @@ def service_handler(
     metrics: RpcMetrics,
     *,
     max_request_bytes: int = MAX_CONTROL_REQUEST_BYTES,
+    max_fields: int | None = None,
+    most_reply_bytes: MostReplyBytes | None = None,
     reader_timeout_s: float | None = None,
     authenticate: Authenticate | None = None,
     audited: Container[str] = (),
@@ -49,8 +55,11 @@ def service_handler(
             asynchronous generators.
         metrics: The service's RPC metrics.
         max_request_bytes: The greatest size of a request; larger ones are refused with MESSAGE_TOO_LARGE.
-        reader_timeout_s: How long the caller of a streaming method may read nothing before its call ends with
-            CALLER_STALLED; None: for ever.
+        most_reply_bytes: Returns, by a call's metadata, how large a reply of a unary method its caller receives; None:
+            any size.
+        max_fields: The most fields of a request, counted before it is parsed; None: they are not counted.
+        reader_timeout_s: How long a caller may read nothing of its answer before its call ends with CALLER_STALLED;
+            None: for ever, and gRPC sends the reply of a unary method after the method's end is recorded.
         authenticate: The function that authenticates callers; None: callers are not authenticated.
         audited: The methods (`Service/Method`) whose calls are all logged in the audit log; denied calls of every
             method are logged there.
@@ -63,10 +72,15 @@ def service_handler(
             continue
         name = f"{service.name}/{method.name}"
         guard = Guard(name, metrics, authenticate, is_audited=name in audited)
-        parse = _parser(message_factory.GetMessageClass(method.input_type), max_request_bytes)
+        parse = _parser(method.input_type, max_request_bytes, max_fields)
         if method.server_streaming:
             handlers[method.name] = grpc.stream_stream_rpc_method_handler(
                 _unary_stream(guard, behaviour, parse, reader_timeout_s), response_serializer=_serialise
+            )
+        elif reader_timeout_s is not None:
+            handlers[method.name] = grpc.stream_stream_rpc_method_handler(
+                _unary_unary_sent(guard, behaviour, parse, reader_timeout_s, most_reply_bytes),
+                response_serializer=_serialise,
             )
         else:
             handlers[method.name] = grpc.stream_stream_rpc_method_handler(
@@ -79,26 +93,35 @@ def _serialise(response: message.Message) -> bytes:
     return response.SerializeToString()
 
 
-def _parser(request_class: type[message.Message], max_request_bytes: int) -> Callable[[bytes], message.Message]:
+def _parser(
+    kind: descriptor.Descriptor, max_request_bytes: int, max_fields: int | None
+) -> Callable[[bytes], message.Message]:
+    request_class = message_factory.GetMessageClass(kind)
+
     def parse(data: bytes) -> message.Message:
         if len(data) > max_request_bytes:
             raise errors.MessageTooLarge(
                 f"the request has {len(data)} bytes; at most {max_request_bytes} are accepted",
                 metadata={"max_request_bytes": str(max_request_bytes)},
             )
+        if max_fields is not None:
+            check_fields(data, kind, max_fields)
         try:
             return request_class.FromString(data)
         except DecodeError:
-            raise errors.MalformedMessage("request", f"the bytes are not a {request_class.DESCRIPTOR.name}") from None
+            raise errors.MalformedMessage("request", f"the bytes are not a {kind.name}") from None
 
     return parse
 
 
-async def _request(context: Context) -> bytes:
+async def _request(context: Context, call: Call[Any]) -> bytes:
     data = await context.read()
-    if data is aio.EOF:
-        raise errors.MalformedMessage("request", "must be sent")
-    return bytes(data)
+    if data is not aio.EOF:
+        return bytes(data)
+    # gRPC itself refuses a message far above the limit, tells its caller so in its own words, and cancels the call.
+    call.failure = errors.MessageTooLarge("the request is far larger than is accepted")
+    await asyncio.sleep(_REFUSAL_S)
+    raise errors.MalformedMessage("request", "must be sent")
 
 
 async def _write(response: message.Message, context: Context) -> None:
@@ -154,10 +177,32 @@ def _unary_unary(guard: Guard, behaviour: Any, parse: Callable[[bytes], message.
     async def handle(requests: object, context: Context) -> None:
         async with _guarded(guard, context) as call:
             with _span(traced_as, context):
-                response = await behaviour(parse(await _request(context)), call)
+                response = await behaviour(parse(await _request(context, call)), call)
             await _write(response, context)
 
     return handle
+
+
+def _unary_unary_sent(
+    guard: Guard,
+    behaviour: Any,
+    parse: Callable[[bytes], message.Message],
+    reader_timeout_s: float,
+    most_reply_bytes: MostReplyBytes | None,
+) -> Any:
+    """A unary method whose call ends when its reply has been sent. On the wire, it looks like any other."""
+
+    async def reply(request: message.Message, call: Call[Any]) -> AsyncGenerator[message.Message, None]:
+        response = await behaviour(request, call)
+        if most_reply_bytes is not None:
+            num_bytes, most = response.ByteSize(), most_reply_bytes(call.context.invocation_metadata() or ())
+            if num_bytes > most:
+                raise errors.ReplyTooLarge(
+                    "reply", f"has {num_bytes} bytes, and its caller receives {most}; ask for less at a time"
+                )
+        yield response
+
+    return _unary_stream(guard, reply, parse, reader_timeout_s)
 
 
 def _unary_stream(
@@ -165,7 +210,9 @@ def _unary_stream(
 ) -> Any:
     async def handle(requests: object, context: Context) -> None:
         async with _guarded(guard, context) as call:
-            responses = _Responses(behaviour(parse(await _request(context)), call), reader_timeout_s, guard.stalled)
+            responses = _Responses(
+                behaviour(parse(await _request(context, call)), call), reader_timeout_s, guard.stalled
+            )
             # The servicer's own clean-up runs now, not at the next garbage collection.
             async with aclosing(responses):
                 async for response in responses.generator:

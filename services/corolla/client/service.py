@@ -19,7 +19,7 @@ from corolla.chain.reservations import ChainLimits
 from corolla.chain.routes import Routes
 from corolla.chain.session import ChainSessions
 from corolla.chain.streams import DataPlane
-from corolla.chassis.channels import CallerBounds
+from corolla.chassis.channels import MAX_FRAME_BYTES, CallerBounds
 from corolla.chassis.descriptors import most_connections_of_a_port
 from corolla.chassis.errors import SettingsError
 from corolla.chassis.handlers import service_handler
@@ -30,7 +30,7 @@ from corolla.chassis.tasks import TaskGroup
 from corolla.chassis.weight_formats import tokens_follow_numerics
 from corolla.client.adapters import ModelNames
 from corolla.client.api.issuer import issuer_keys
-from corolla.client.api.servicer import GenerationServicer
+from corolla.client.api.servicer import CallBounds, GenerationServicer
 from corolla.client.api.tenants import Tenants, Tokens
 from corolla.client.api.tokens import TokenRules
 from corolla.client.bounds import USUAL_BOUNDS, ClientBounds
@@ -50,6 +50,7 @@ from corolla.client.http.routes import HttpRoutes
 from corolla.client.http.server import HttpServer
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.enforcer import QuotaEnforcer
+from corolla.client.reply_sizes import stated_bytes
 from corolla.client.settings import ClientSettings
 from corolla.client.text.chat import ChatTemplate
 from corolla.client.text.grammar_process import GrammarProcess
@@ -70,6 +71,9 @@ log = logging.getLogger(__name__)
 
 _LEASE_MS: Final = 60_000
 """How long hops keep a running session without steps: longer than a client service needs to restart."""
+_MAX_FIELDS: Final = 1 << 15
+"""The most fields of a gRPC request: twice those of a request with everything that the servicer allows."""
+_MAX_GRPC_REPLY_BYTES: Final = MAX_FRAME_BYTES - (1 << 10)
 _MAX_CONNECTION_AGE_S: Final = 3600.0
 """A gRPC connection of this age takes no new calls. Its caller connects again, perhaps to a new replica."""
 
@@ -130,6 +134,10 @@ class ClientService:
         self._grammars: GrammarProcess | None = None
         self._recoveries = RecoveryLog(time.time)
         self._placement_stream: PlacementStream | None = None
+
+    @property
+    def _max_grpc_reply_bytes(self) -> int:
+        return min(self.settings.max_reply_mib << 20, _MAX_GRPC_REPLY_BYTES)
 
     @property
     def port(self) -> int:
@@ -229,6 +237,7 @@ class ClientService:
             grammars,
             names,
             RequestTraces(checkpoint.name, settings.trace_callers),
+            await asyncio.to_thread(tokenizer.widths),
         )
         model = generation_pb2.Model(
             name=names.model, family=checkpoint.family.model_type, num_blocks=checkpoint.num_blocks,
@@ -237,7 +246,8 @@ class ClientService:
         )  # fmt: skip
         servicer = GenerationServicer(
             model, self._quotas, answering, tokenizations, transcripts, sessions, placement, tokenizer,
-            chat, self._cache_salts, names, farewell_s=bounds.farewell_s,
+            chat, self._cache_salts, names,
+            bounds=CallBounds(bounds.farewell_s, self._max_grpc_reply_bytes),
         )  # fmt: skip
         self._add_to_rpc(servicer)
         if self._tokens is not None:
@@ -280,6 +290,8 @@ class ClientService:
             servicer,
             self._rpc_metrics,
             max_request_bytes=self.settings.max_request_bytes,
+            max_fields=_MAX_FIELDS,
+            most_reply_bytes=partial(stated_bytes, most_bytes=self._max_grpc_reply_bytes),
             reader_timeout_s=self._bounds.reader_timeout_s,
             authenticate=self._tenants.authenticate,
             audited={f"{service.name}/{method.name}" for method in service.methods},
@@ -310,7 +322,11 @@ class ClientService:
 
         watched = PlacementStream(describe, max_watchers=max_watchers, max_of_tenant=max_of_tenant)
         self._placement_stream = watched
-        await server.start(self._http_app(HttpRoutes(servicer, model, lambda: self._rpc.is_serving, watched)))
+        await server.start(
+            self._http_app(
+                HttpRoutes(servicer, model, lambda: self._rpc.is_serving, watched, self.settings.max_reply_mib << 20)
+            )
+        )
         self._tasks.start_essential(server.run, "http")
 
     def _http_app(self, routes: HttpRoutes) -> ASGIApp:

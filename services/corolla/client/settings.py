@@ -143,6 +143,14 @@ class ClientSettings(ServiceSettings):
         description="The most bytes of all requests that run or wait; further requests are refused. Requests that are "
         "still being read over HTTP have a separate allowance of the same size, so a slow caller blocks no other.",
     )
+    max_reply_mib: int = Field(
+        64,
+        ge=1,
+        le=1024,
+        description="The most MiB of a reply that is not streamed: a request whose reply could be larger is refused, "
+        "and one that sets no number of tokens gets as many as fit. Callers of gRPC get at most what they state in the "
+        "metadata `x-corolla-max-reply-bytes`, 4 MiB without it, and 64 in any case.",
+    )
     trace_callers: bool = Field(
         False,
         description="Whether a request continues the trace in the caller's `traceparent` header, and is sampled if the "

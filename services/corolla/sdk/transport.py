@@ -33,6 +33,9 @@ CHANNEL_OPTIONS: Final[list[tuple[str, Any]]] = [
     ("grpc.enable_http_proxy", 0),
 ]
 
+_RECEIVES: Final = ("x-corolla-max-reply-bytes", str(MAX_FRAME_BYTES))
+"""How large a reply this client receives. Without a number, services keep to what most clients of gRPC receive."""
+
 # CANCELLED is one of them, since a stopping service cancels the calls that outlast its grace period.
 _UNREACHED = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED})
 
@@ -78,7 +81,7 @@ def async_begun(method: Callable[..., Any], api_key: AsyncApiKey) -> Any:
 
 
 def _metadata(api_key: str | None) -> Metadata:
-    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+    return (_RECEIVES, ("authorization", f"Bearer {api_key}")) if api_key else (_RECEIVES,)
 
 
 def error_of(

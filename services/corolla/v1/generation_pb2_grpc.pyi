@@ -4,7 +4,11 @@ isort:skip_file
 The public API: text or token ids in, text and token ids out.
 
 Errors are gRPC statuses with google.rpc details: always ErrorInfo (reason, domain "corolla.dev"), and BadRequest,
-QuotaFailure, RetryInfo, ResourceInfo or PreconditionFailure if they apply. Chunks contain no errors.
+QuotaFailure, RetryInfo, ResourceInfo or PreconditionFailure if they apply. Only gRPC itself refuses without them: a
+request of more than twice the service's limit. Chunks contain no errors.
+
+A unary reply that could be larger than its caller receives is refused before work: callers state how many bytes they
+receive in the metadata `x-corolla-max-reply-bytes`; unset: 4 MiB.
 
 Callers authenticate with the metadata `authorization: Bearer <key>` if the service has keys configured.
 """

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from corolla.chassis.channels import open_channel
+from corolla.chassis.channels import CallerBounds, open_channel
 from corolla.chassis.errors import QueueFull, Unauthenticated
 from corolla.chassis.handlers import Call, service_handler
 from corolla.chassis.metrics import RpcMetrics
@@ -21,6 +21,8 @@ from tests.integration.waiting import until
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
 STREAM = "GenerationService/GenerateStream"
+REPLY_BYTES = 8 << 20
+"""More than gRPC sends ahead of its reader."""
 SECRET = "the prompt of somebody"
 
 
@@ -36,7 +38,7 @@ class Servicer:
 
     async def Generate(self, request: pb.GenerateRequest, call: Any) -> pb.GenerateResponse:
         if request.model == "large":
-            return pb.GenerateResponse(model="x" * (6 << 20))
+            return pb.GenerateResponse(model="x" * REPLY_BYTES)
         raise self._failure(request.model)
 
     async def GenerateStream(self, request: pb.GenerateRequest, call: Any) -> AsyncIterator[pb.GenerateChunk]:
@@ -77,10 +79,14 @@ class Running:
 @asynccontextmanager
 async def running() -> AsyncIterator[Running]:
     registry, servicer = CollectorRegistry(), Servicer()
-    server = RpcServer("127.0.0.1", 0, with_reflection=False)
+    server = RpcServer("127.0.0.1", 0, with_reflection=False, callers=CallerBounds(1000, 8, 60.0))
     server.add(
-        SERVICE, service_handler(SERVICE, servicer, RpcMetrics(registry), max_request_bytes=1000, reader_timeout_s=4.0)
-    )
+        SERVICE,
+        service_handler(
+            SERVICE, servicer, RpcMetrics(registry), max_request_bytes=1000, reader_timeout_s=4.0,
+            most_reply_bytes=lambda metadata: int(dict(metadata).get("receives", 2 * REPLY_BYTES)),
+        ),
+    )  # fmt: skip
     await server.start()
     try:
         address = f"127.0.0.1:{server.port}"
@@ -130,6 +136,26 @@ async def test_malformed_and_oversized_messages_have_their_own_statuses() -> Non
         too_long = await refusal(service.channel, "Generate", bytes(1001))
         assert kinds(too_long) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE")
         assert too_long.metadata == {"max_request_bytes": "1000"}
+        # gRPC itself refuses what is far too long, and the service counts that as what it is.
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await service.channel.unary_unary(f"/{SERVICE.full_name}/Generate")(bytes(100_000))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        codes = {"method": "GenerationService/Generate", "code": "RESOURCE_EXHAUSTED", "fault": "caller"}
+
+        async def is_counted() -> bool:
+            return service.count("corolla_rpcs_total", **codes) == 2
+
+        await until(is_counted)
+
+
+async def test_a_reply_above_what_its_caller_says_it_receives_is_refused_by_name() -> None:
+    method, request = f"/{SERVICE.full_name}/Generate", pb.GenerateRequest(model="large").SerializeToString()
+    outcomes = {"method": "GenerationService/Generate", "fault": "caller"}
+    async with running() as service:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await service.channel.unary_unary(method)(request, metadata=[("receives", "1000")])
+        assert kinds(refusal_of(caught.value)) == (grpc.StatusCode.INVALID_ARGUMENT, "REPLY_TOO_LARGE")
+        assert service.count("corolla_rpcs_total", code="INVALID_ARGUMENT", **outcomes) == 1
 
 
 async def test_a_method_that_is_not_served_is_unimplemented() -> None:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from corolla.chassis.errors import InvalidRequest
 from corolla.client.http.body_faults import refusal
+from corolla.client.http.body_values import MAX_PARTS, MAX_VALUES, check_values
 from corolla.client.http.chat import ChatCompletionRequest
 from corolla.client.http.completions import CompletionRequest
 from corolla.client.http.fields import Fields
@@ -40,6 +41,13 @@ def may_fail(schema: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", BODIES)
+def test_each_list_has_a_most_number_at_which_reading_ends(kind: type[BaseModel]) -> None:
+    for each in schemas(kind.__pydantic_core_schema__):
+        if each["type"] in ("list", "dict") and each.get("values_schema", {"type": "str"})["type"] != "any":
+            assert each.get("max_length"), each
+
+
+@pytest.mark.parametrize("kind", BODIES)
 def test_each_list_is_refused_at_its_first_fault(kind: type[BaseModel]) -> None:
     for each in schemas(kind.__pydantic_core_schema__):
         if each["type"] == "list" and may_fail(each.get("items_schema")):
@@ -67,6 +75,34 @@ def test_a_body_of_nothing_but_faults_has_few(kind: type[BaseModel], body: Any) 
     with pytest.raises(ValidationError) as refusal:
         kind.model_validate_json(json.dumps(body))
     assert refusal.value.error_count() < 10
+
+
+COMMAS = '", [{"'
+
+
+@pytest.mark.parametrize(
+    "body, problem",
+    [
+        ([COMMAS * MAX_PARTS], ""),
+        (["\\", '"', COMMAS * MAX_PARTS, "\\"], ""),
+        ([0] * MAX_VALUES, ""),
+        ([0] * (MAX_VALUES + 1), f"has more than {MAX_VALUES} values"),
+        ([""] * (MAX_PARTS - 1), ""),
+        ([""] * (MAX_PARTS + 1), f"has more than {MAX_PARTS} texts, lists and objects"),
+        ([[]] * (MAX_PARTS - 1), ""),
+        ([[]] * MAX_PARTS, f"has more than {MAX_PARTS} texts, lists and objects"),
+        ([{"a": 0}] * (MAX_PARTS // 2 + 1), f"has more than {MAX_PARTS} texts, lists and objects"),
+        (["\\"] * (MAX_PARTS + 1), f"has more than {MAX_PARTS} texts, lists and objects"),
+    ],
+)
+def test_values_are_counted_outside_of_texts(body: Any, problem: str) -> None:
+    data = json.dumps(body, separators=(",", ":")).encode()
+    if not problem:
+        check_values(data)
+        return
+    with pytest.raises(InvalidRequest) as refusal:
+        check_values(data)
+    assert refusal.value.violations == (("body", problem),)
 
 
 def nested(depth: int) -> Any:

@@ -16,7 +16,7 @@ from corolla.client.http.readings import EmbeddingRequest, RerankRequest, ScoreR
 from corolla.client.http.responses import ResponseRequest
 
 LABELS = {
-    400: {"INVALID_REQUEST", "MALFORMED_MESSAGE", "CONTEXT_LENGTH_EXCEEDED"},
+    400: {"INVALID_REQUEST", "MALFORMED_MESSAGE", "CONTEXT_LENGTH_EXCEEDED", "REPLY_TOO_LARGE"},
     401: {"UNAUTHENTICATED"},
     403: {"SCOPE_DENIED", "ADAPTER_DENIED", "ROLE_DENIED", "ADDRESS_NOT_YOURS", "CAPABILITY_DENIED"},
     404: {"NOT_FOUND", "MODEL_NOT_FOUND", "SESSION_NOT_FOUND", "ADAPTER_NOT_FOUND"},

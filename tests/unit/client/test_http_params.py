@@ -19,6 +19,7 @@ from corolla.client.http.foreign_fields import ignored_fields
 from corolla.client.http.openapi import OPERATIONS, document
 from corolla.client.http.responses import ResponseRequest
 from corolla.client.output_parsing.parser_choice import OutputFormat
+from corolla.client.reply_sizes import ANY_ROOM
 from corolla.client.text.conversation import check_conversation
 from corolla.v1 import generation_pb2 as pb
 from tests.unit.client.api.test_requests import TOKENIZER
@@ -164,17 +165,17 @@ def asked(body: Any) -> list[Any]:
     if not hasattr(body, "as_protocol"):
         return []
     found = body.as_protocol()
-    return found if isinstance(found, list) else [found]
+    return [*found] if isinstance(found, Iterator) else [found]
 
 
 def parse(request: Any) -> None:
     match request:
         case pb.GenerateRequest():
-            PARSER.text(request, CALLER, "")
+            PARSER.text(request, CALLER, "", ANY_ROOM)
         case pb.ChatRequest():
-            PARSER.chat(request, CALLER, "")
+            PARSER.chat(request, CALLER, "", ANY_ROOM)
         case pb.ScoreRequest():
-            PARSER.score(request, CALLER, "")
+            PARSER.score(request, CALLER, "", ANY_ROOM)
         case pb.EmbedRequest():
             PARSER.embedding(request, CALLER, "")
         case pb.DetokenizeRequest():

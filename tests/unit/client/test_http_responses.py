@@ -78,7 +78,8 @@ async def test_a_replay_goes_on_behind_any_event_however_the_answer_was_divided(
         if rest:
             # What the events say at their end does not depend on where the replay begins.
             assert rest[-1]["response"]["output"] == found[-1]["response"]["output"]
-    assert json.loads(reply.whole(answer))["output"] == found[-1]["response"]["output"]
+    whole = "".join([piece async for piece in reply.whole(answer)])
+    assert json.loads(whole)["output"] == found[-1]["response"]["output"]
 
 
 @pytest.mark.parametrize(

@@ -276,6 +276,12 @@ async def test_a_head_that_does_not_come_ends_the_connection(first: bytes) -> No
         writer.close()
 
 
+async def test_a_head_of_very_many_lines_is_refused_before_it_is_read() -> None:
+    async with running() as service:
+        head = b"POST /strict HTTP/1.1\r\nhost: a\r\n" + b"a:\r\n" * 300
+        assert (await asked(service, head)).startswith(b"HTTP/1.1 431 ")
+
+
 async def test_a_head_that_is_too_large_is_refused() -> None:
     async with running() as service:
         reply = await asked(service, b"GET / HTTP/1.1\r\nx: ".ljust(33 << 10, b"y"))

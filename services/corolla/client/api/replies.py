@@ -1,9 +1,10 @@
 """Converts answers, usage and sessions to messages of the public API."""
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from corolla.chain.prompt_readout import PromptReadout
 from corolla.client.generation.admission import RequestCounts
@@ -13,6 +14,12 @@ from corolla.decoding.parameters import SampledToken
 from corolla.decoding.stopping import FinishReason
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2
+
+PIECE_TOKENS: Final = 64
+"""How many tokens' log probabilities are written at a time. 64 tokens with 20 alternatives each take milliseconds."""
+
+Entries = Any
+"""A field of a message that holds log probabilities."""
 
 _FINISH_REASONS: Final[Mapping[FinishReason, "pb.FinishReason.ValueType"]] = {
     reason: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason
@@ -55,28 +62,38 @@ def logprobs(tokenizer: TextTokenizer, tokens: Sequence[SampledToken]) -> list[p
     return entries
 
 
-def echoed_prompt(tokenizer: TextTokenizer, prompt: str | Sequence[int], readout: PromptReadout) -> pb.EchoedPrompt:
+async def add_logprobs(entries: Entries, tokenizer: TextTokenizer, tokens: Sequence[SampledToken]) -> None:
+    """Adds one entry for each token, as `logprobs`. Other tasks run between two pieces."""
+    for start in range(0, len(tokens), PIECE_TOKENS):
+        entries.extend(logprobs(tokenizer, tokens[start : start + PIECE_TOKENS]))
+        await asyncio.sleep(0)
+
+
+async def echoed_prompt(
+    tokenizer: TextTokenizer, prompt: str | Sequence[int], readout: PromptReadout
+) -> pb.EchoedPrompt:
     """A prompt as a caller gave it, with its tokens and their log probabilities."""
     text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=False)
     own = tokenizer.token_bytes(readout.prompt_ids[0])
     first = pb.TokenLogprob(token_id=readout.prompt_ids[0], text=own.decode(errors="replace"), bytes=own)
-    return pb.EchoedPrompt(
-        text=text, token_ids=readout.prompt_ids, logprobs=logprobs(tokenizer, readout.scored), first=first
-    )
+    echoed = pb.EchoedPrompt(text=text, token_ids=readout.prompt_ids, first=first)
+    await add_logprobs(echoed.logprobs, tokenizer, readout.scored)
+    return echoed
 
 
-def score(
+async def score(
     tokenizer: TextTokenizer, model: str, readout: PromptReadout, num_logprobs: int, counted: RequestCounts
 ) -> pb.ScoreResponse:
     """The score of a continuation; `num_logprobs` is how many probable tokens the caller wants to see."""
     scored = [replace(token, top_logprobs=token.top_logprobs[:num_logprobs]) for token in readout.scored]
-    return pb.ScoreResponse(
+    response = pb.ScoreResponse(
         model=model,
-        logprobs=logprobs(tokenizer, scored),
         logprob=math.fsum(token.logprob or 0.0 for token in scored),
         is_greedy=all(token.token_id == token.top_logprobs[0][0] for token in readout.scored),
         usage=usage(counted),
     )
+    await add_logprobs(response.logprobs, tokenizer, scored)
+    return response
 
 
 def embedding(readout: PromptReadout, message: pb.EmbedRequest) -> list[float]:
@@ -117,32 +134,32 @@ def recorded_message(given: router_pb2.TranscriptMessage) -> pb.ChatMessage:
     )
 
 
-def completion(tokenizer: TextTokenizer, index: int, answer: Delta) -> pb.Completion:
-    """A complete answer to a text; a request may ask for several, which `index` numbers."""
-    return pb.Completion(
-        index=index,
-        text=answer.text,
-        token_ids=[token.token_id for token in answer.tokens],
-        finish_reason=finish_reason(answer.finish_reason),
-        logprobs=logprobs(tokenizer, answer.tokens),
-    )
+async def write_completion(written: pb.Completion, tokenizer: TextTokenizer, answer: Delta) -> None:
+    """Writes a complete answer to a text."""
+    written.text = answer.text
+    await _write_tokens(written, tokenizer, answer)
 
 
-def chat_completion(tokenizer: TextTokenizer, index: int, answer: Delta) -> pb.ChatCompletion:
-    """A complete answer to a chat; a request may ask for several, which `index` numbers."""
-    return pb.ChatCompletion(
-        index=index,
-        message=pb.ChatMessage(
+async def write_chat(written: pb.ChatResponse | pb.ChatCompletion, tokenizer: TextTokenizer, answer: Delta) -> None:
+    """Writes a complete answer to a chat."""
+    written.stop_sequence = answer.stop_sequence
+    written.message.MergeFrom(
+        pb.ChatMessage(
             role="assistant",
             content=answer.text,
             reasoning=answer.reasoning,
             tool_calls=[pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in answer.calls],
-        ),
-        token_ids=[token.token_id for token in answer.tokens],
-        finish_reason=finish_reason(answer.finish_reason),
-        logprobs=logprobs(tokenizer, answer.tokens),
-        stop_sequence=answer.stop_sequence,
+        )
     )
+    await _write_tokens(written, tokenizer, answer)
+
+
+async def _write_tokens(
+    written: pb.Completion | pb.ChatResponse | pb.ChatCompletion, tokenizer: TextTokenizer, answer: Delta
+) -> None:
+    written.token_ids.extend(token.token_id for token in answer.tokens)
+    written.finish_reason = finish_reason(answer.finish_reason)
+    await add_logprobs(written.logprobs, tokenizer, answer.tokens)
 
 
 def chat_chunk(tokenizer: TextTokenizer, index: int, delta: Delta, counted: RequestCounts | None) -> pb.ChatChunk:

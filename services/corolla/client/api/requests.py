@@ -2,22 +2,29 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 from corolla.chain.cache_salts import CacheSalts
 from corolla.chain.prompt_readout import Pooling, PromptReadout
-from corolla.chassis.errors import InvalidRequest, context_exceeded
+from corolla.chassis.errors import ContextLengthExceeded, InvalidRequest, context_exceeded
 from corolla.client.api import conversations
 from corolla.client.generation.admission import Caller
 from corolla.client.generation.request import AnswerRequest, MakeReadout
 from corolla.client.generation.resumption import Resumption
 from corolla.client.output_parsing.call_rules import FORM, arguments_parts
 from corolla.client.output_parsing.parser_choice import OutputFormat, OutputParsing
+from corolla.client.reply_sizes import ReplyRoom
 from corolla.client.text import formats
 from corolla.client.text.conversation import ChatSetting, Message, check_conversation
 from corolla.client.text.formats import AnswerFormat
-from corolla.decoding.parameters import MAX_LOGPROBS, SamplingParams, SpeculationMode, SpeculationOptions
+from corolla.decoding.parameters import (
+    MAX_BIASED_TOKENS,
+    MAX_LOGPROBS,
+    SamplingParams,
+    SpeculationMode,
+    SpeculationOptions,
+)
 from corolla.decoding.speculation import MAX_DRAFT_TOKENS
 from corolla.v1 import generation_pb2 as pb
 
@@ -97,11 +104,11 @@ class RequestParser:
     output_format: OutputFormat
     cache_salts: CacheSalts
 
-    def text(self, message: pb.GenerateRequest, caller: Caller, adapter: str) -> TextRequest:
+    def text(self, message: pb.GenerateRequest, caller: Caller, adapter: str, reply: ReplyRoom) -> TextRequest:
         """Parses a prompt and the options of its answer. Raises InvalidRequest, ContextLengthExceeded."""
-        return self._request(message, caller, adapter, self._text_prompt(message), None)
+        return self._request(message, caller, adapter, reply, self._text_prompt(message), None)
 
-    def score(self, message: pb.ScoreRequest, caller: Caller, adapter: str) -> ScoreRequest:
+    def score(self, message: pb.ScoreRequest, caller: Caller, adapter: str, reply: ReplyRoom) -> ScoreRequest:
         """Parses a continuation and the text before it. Raises InvalidRequest, ContextLengthExceeded."""
         num_logprobs = _given(message, "logprobs") or 0
         if not 0 <= num_logprobs <= MAX_LOGPROBS:
@@ -118,9 +125,10 @@ class RequestParser:
             )
         pair = ContinuationPrompt(prompt, continuation)
         # The most probable token says whether a greedy answer would choose the same.
-        return self._reading(
+        request = self._reading(
             message, caller, adapter, pair, lambda ids: PromptReadout.scores(ids, pair.first_scored, num_logprobs or 1)
         )
+        return replace(request, reply=reply, echoed_from=lambda: pair.first_scored, reply_logprobs=num_logprobs)
 
     def embedding(self, message: pb.EmbedRequest, caller: Caller, adapter: str) -> TextRequest:
         """Parses a text to embed. Raises InvalidRequest, ContextLengthExceeded."""
@@ -172,7 +180,7 @@ class RequestParser:
             readout=readout,
         )
 
-    def chat(self, message: pb.ChatRequest, caller: Caller, adapter: str) -> ChatRequest:
+    def chat(self, message: pb.ChatRequest, caller: Caller, adapter: str, reply: ReplyRoom) -> ChatRequest:
         """Parses messages and the options of their answer. Raises InvalidRequest."""
         messages = conversations.messages(message.messages)
         setting = conversations.setting(message, self.reserved_names)
@@ -180,7 +188,8 @@ class RequestParser:
         begun = "".join(messages[-1].content if messages else ()) if setting.continues_last else None
         expected_turns = _given(message, "expected_turns") if message.session_id else None
         prompt = ChatPrompt(messages, setting, message.instructions, expected_turns)
-        request = self._request(message, caller, adapter, prompt, OutputParsing(self.output_format, rules, begun))
+        parsing = OutputParsing(self.output_format, rules, begun)
+        request = self._request(message, caller, adapter, reply, prompt, parsing)
         if not request.session_id:
             check_conversation(messages, setting)
         return request
@@ -198,7 +207,13 @@ class RequestParser:
         return token_ids("tokens.ids", message.tokens.ids, self.vocab_size)
 
     def _request(
-        self, message: AnyMessage, caller: Caller, adapter: str, prompt: _Prompt, output_parsing: OutputParsing | None
+        self,
+        message: AnyMessage,
+        caller: Caller,
+        adapter: str,
+        reply: ReplyRoom,
+        prompt: _Prompt,
+        output_parsing: OutputParsing | None,
     ) -> AnswerRequest[_Prompt]:
         """Parses the common fields. Raises InvalidRequest with one violation per field that is out of range."""
         num_completions = _num_completions(message)
@@ -217,7 +232,7 @@ class RequestParser:
             "stopping.stop": (len(stopping.stop) <= MAX_STOP_SEQUENCES, f"at most {MAX_STOP_SEQUENCES} are accepted"),
             **{
                 f"stopping.stop[{index}]": (False, f"must have 1 to {MAX_STOP_CHARS} characters")
-                for index, sequence in enumerate(stopping.stop)
+                for index, sequence in enumerate(stopping.stop[:MAX_STOP_SEQUENCES])
                 if not 1 <= len(sequence) <= MAX_STOP_CHARS
             },
             "speculation.max_draft_tokens": _up_to(MAX_DRAFT_TOKENS, max_draft_tokens),
@@ -250,9 +265,12 @@ class RequestParser:
             max_tokens=max_tokens,
             stop_sequences=tuple(stopping.stop),
             ignore_eos=stopping.ignore_eos,
+            reply=reply,
+            echoed_from=(lambda: 0) if echoes else None,
+            reply_logprobs=sampling.num_logprobs,
             time_limit_s=min((limit_s for limit_s in time_limits_s if limit_s is not None), default=None),
             speculation=SpeculationOptions(_SPECULATION_MODES[speculation.mode], max_draft_tokens),
-            resumption=_resumption(message, self.vocab_size),
+            resumption=_resumption(message, self.vocab_size, self.context_length),
             cache_salt=self.cache_salts.of(caller.tenant, message.cache_salt),
             output_parsing=output_parsing,
             form=form,
@@ -339,16 +357,18 @@ def _response_format(given: pb.ResponseFormat) -> AnswerFormat | None:
             return None
 
 
-def _resumption(message: AnyMessage, vocab_size: int) -> Resumption:
-    received_ids = token_ids("received.ids", message.received.ids, vocab_size)
+def _resumption(message: AnyMessage, vocab_size: int, context_length: int) -> Resumption:
     if not message.request_id:
-        if message.resume_from_index or received_ids:
+        if message.resume_from_index or message.received.ids:
             raise InvalidRequest("request_id", "must be the one with which the answer began")
         return Resumption()
     if not REQUEST_ID.fullmatch(message.request_id):
         raise InvalidRequest("request_id", "must be 1 to 64 letters, digits, dots, dashes or underscores")
-    if received_ids and len(received_ids) != message.resume_from_index:
+    if message.received.ids and len(message.received.ids) != message.resume_from_index:
         raise InvalidRequest("received.ids", "must be as many as resume_from_index says, or none")
+    if len(message.received.ids) > context_length:
+        raise ContextLengthExceeded("received.ids", "must not be more than the model's context")
+    received_ids = token_ids("received.ids", message.received.ids, vocab_size)
     return Resumption(message.request_id, message.resume_from_index, received_ids)
 
 
@@ -356,6 +376,8 @@ def _sampling(given: pb.SamplingParameters, num_logprobs: int | None, vocab_size
     values = {descriptor.name: value for descriptor, value in given.ListFields()}
     if "temperature" not in values and values.keys() & {"top_k", "top_p", "min_p", "seed"}:
         values["temperature"] = 1.0
+    if len(given.logit_bias) > MAX_BIASED_TOKENS:
+        raise InvalidRequest("logit_bias", f"must be for at most {MAX_BIASED_TOKENS} tokens")
     values["logit_bias"] = tuple(sorted(given.logit_bias.items()))
     if max(given.logit_bias, default=0) >= vocab_size:
         raise InvalidRequest("logit_bias", f"must be for tokens below the vocabulary's size, {vocab_size}")

@@ -5,7 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -37,6 +37,7 @@ from corolla.client.generation.request import AnyRequest
 from corolla.client.output_parsing.default_tools import written_out
 from corolla.client.output_parsing.parser_choice import OutputFormat
 from corolla.client.quotas.enforcer import QuotaEnforcer
+from corolla.client.reply_sizes import ANY_ROOM, PROTOBUF, ReplyRoom, stated_bytes
 from corolla.client.text.chat import ChatTemplate
 from corolla.client.text.conversation import ChatSetting, Message, check_conversation, with_instructions
 from corolla.client.text.tokenizer import TextTokenizer
@@ -48,8 +49,26 @@ Answers = AsyncGenerator[tuple[int, Delta], None]
 StoredTurn = tuple[router_pb2.SessionRecord, router_pb2.FinishedTurn | None]
 """A session, and one of its finished turns; None if an earlier version of the service made that turn."""
 
+MAX_TOKENIZED_BYTES: Final = 1 << 20
+MAX_DETOKENIZED: Final = 1 << 18
+_PIECE_TOKENS: Final = 1 << 14
+
 _WITHOUT_NAME: Final = (pb.ScoreRequest, pb.EmbedRequest)
 """Requests without an answer; callers do not name them, since there is nothing to continue."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallBounds:
+    """The bounds of a call.
+
+    Attributes:
+        farewell_s: how many seconds before a call's deadline the service stops waiting for a chain, so that the error
+            still reaches the caller.
+        max_reply_bytes: how large a reply to gRPC may be.
+    """
+
+    farewell_s: float
+    max_reply_bytes: int
 
 
 class GenerationServicer:
@@ -59,8 +78,6 @@ class GenerationServicer:
         model: the reply of GetModel, without `ready`.
         tokenizations: admits calls of Tokenize and Detokenize.
         names: the names of the model.
-        farewell_s: how many seconds before a call's deadline the service stops waiting for a chain, so that the error
-            still reaches the caller.
     """
 
     def __init__(
@@ -77,7 +94,7 @@ class GenerationServicer:
         cache_salts: CacheSalts,
         names: ModelNames,
         *,
-        farewell_s: float,
+        bounds: CallBounds,
     ) -> None:
         self._model = model
         self._quotas = quotas
@@ -98,29 +115,46 @@ class GenerationServicer:
             self._output_format,
             cache_salts,
         )
-        self._farewell_s = farewell_s
+        self._bounds = bounds
 
     @property
     def model_names(self) -> tuple[str, ...]:
         """All names that callers may give as the model."""
         return self._names.all_names
 
+    @property
+    def hidden_size(self) -> int:
+        """The number of numbers in an embedding."""
+        return self._model.hidden_size
+
     # --- text ---------------------------------------------------------------------------------------------------
 
-    async def Generate(self, message: pb.GenerateRequest, call: Call[KeyHolder]) -> pb.GenerateResponse:
-        request = self._requests.text(message, *self._caller(Scope.GENERATE, message, call))
+    # HTTP passes the room for its own reply; that of gRPC follows from the call.
+
+    def check_text(self, message: pb.GenerateRequest, call: Call[KeyHolder]) -> None:
+        """Checks a request as Generate does before it does any work. Raises the same errors."""
+        self._requests.text(message, *self._caller(Scope.GENERATE, message, call), ANY_ROOM)
+
+    async def Generate(
+        self, message: pb.GenerateRequest, call: Call[KeyHolder], reply: ReplyRoom | None = None
+    ) -> pb.GenerateResponse:
+        caller = self._caller(Scope.GENERATE, message, call)
+        request = self._requests.text(message, *caller, reply or self._reply_room(call))
         answers = await _collected(self._text_answers(request, call))
-        return pb.GenerateResponse(
-            model=self._names.with_adapter(request.adapter),
-            completions=[replies.completion(self._tokenizer, *each) for each in answers],
-            usage=replies.usage(request.caller.usage),
-            prompt=next((self._echoed(request, delta) for _, delta in answers if delta.readout is not None), None),
+        response = pb.GenerateResponse(
+            model=self._names.with_adapter(request.adapter), usage=replies.usage(request.caller.usage)
         )
+        for index, answer in answers:
+            await replies.write_completion(response.completions.add(index=index), self._tokenizer, answer)
+            if (echoed := await self._echoed(request, answer)) is not None:
+                response.prompt.MergeFrom(echoed)
+        return response
 
     async def GenerateStream(
-        self, message: pb.GenerateRequest, call: Call[KeyHolder]
+        self, message: pb.GenerateRequest, call: Call[KeyHolder], reply: ReplyRoom | None = None
     ) -> AsyncGenerator[pb.GenerateChunk, None]:
-        request = self._requests.text(message, *self._caller(Scope.GENERATE, message, call, is_streamed=True))
+        caller = self._caller(Scope.GENERATE, message, call, is_streamed=True)
+        request = self._requests.text(message, *caller, reply or self._reply_room(call, is_streamed=True))
         num_open = request.num_completions
         async with aclosing(self._text_answers(request, call)) as deltas:
             async for index, delta in deltas:
@@ -133,19 +167,22 @@ class GenerationServicer:
                     logprobs=replies.logprobs(self._tokenizer, delta.tokens),
                     finish_reason=replies.finish_reason(delta.finish_reason),
                     usage=replies.usage(request.caller.usage) if has_usage else None,
-                    prompt=self._echoed(request, delta),
+                    prompt=await self._echoed(request, delta),
                 )
 
-    def _echoed(self, request: TextRequest, delta: Delta) -> pb.EchoedPrompt | None:
+    async def _echoed(self, request: TextRequest, delta: Delta) -> pb.EchoedPrompt | None:
         readout = delta.readout
-        return None if readout is None else replies.echoed_prompt(self._tokenizer, request.prompt, readout)
+        return None if readout is None else await replies.echoed_prompt(self._tokenizer, request.prompt, readout)
 
-    async def Score(self, message: pb.ScoreRequest, call: Call[KeyHolder]) -> pb.ScoreResponse:
-        request = self._requests.score(message, *self._caller(Scope.GENERATE, message, call))
+    async def Score(
+        self, message: pb.ScoreRequest, call: Call[KeyHolder], reply: ReplyRoom | None = None
+    ) -> pb.ScoreResponse:
+        caller = self._caller(Scope.GENERATE, message, call)
+        request = self._requests.score(message, *caller, reply or self._reply_room(call))
         encode = partial(self._tokenizer.encode, max_tokens=self._model.context_length)
         readout = await self._read_out(request, call, lambda: request.prompt.encoded(encode))
         model, usage = self._names.with_adapter(request.adapter), request.caller.usage
-        return replies.score(self._tokenizer, model, readout, message.logprobs, usage)
+        return await replies.score(self._tokenizer, model, readout, message.logprobs, usage)
 
     async def Embed(self, message: pb.EmbedRequest, call: Call[KeyHolder]) -> pb.EmbedResponse:
         request = self._requests.embedding(message, *self._caller(Scope.GENERATE, message, call))
@@ -192,23 +229,25 @@ class GenerationServicer:
 
     # --- conversations --------------------------------------------------------------------------------------------
 
-    async def Chat(self, message: pb.ChatRequest, call: Call[KeyHolder]) -> pb.ChatResponse:
-        request = self._requests.chat(message, *self._caller(Scope.CHAT, message, call))
+    async def Chat(
+        self, message: pb.ChatRequest, call: Call[KeyHolder], reply: ReplyRoom | None = None
+    ) -> pb.ChatResponse:
+        caller = self._caller(Scope.CHAT, message, call)
+        request = self._requests.chat(message, *caller, reply or self._reply_room(call))
         answers = await _collected(self._chat_answers(request, call))
-        first, *others = [replies.chat_completion(self._tokenizer, *each) for each in answers]
-        return pb.ChatResponse(
-            model=self._names.with_adapter(request.adapter),
-            message=first.message,
-            token_ids=first.token_ids,
-            finish_reason=first.finish_reason,
-            logprobs=first.logprobs,
-            stop_sequence=first.stop_sequence,
-            usage=replies.usage(request.caller.usage),
-            others=others,
+        response = pb.ChatResponse(
+            model=self._names.with_adapter(request.adapter), usage=replies.usage(request.caller.usage)
         )
+        for index, answer in answers:
+            written = response.others.add(index=index) if index else response
+            await replies.write_chat(written, self._tokenizer, answer)
+        return response
 
-    async def ChatStream(self, message: pb.ChatRequest, call: Call[KeyHolder]) -> AsyncGenerator[pb.ChatChunk, None]:
-        request = self._requests.chat(message, *self._caller(Scope.CHAT, message, call, is_streamed=True))
+    async def ChatStream(
+        self, message: pb.ChatRequest, call: Call[KeyHolder], reply: ReplyRoom | None = None
+    ) -> AsyncGenerator[pb.ChatChunk, None]:
+        caller = self._caller(Scope.CHAT, message, call, is_streamed=True)
+        request = self._requests.chat(message, *caller, reply or self._reply_room(call, is_streamed=True))
         num_open = request.num_completions
         async with aclosing(self._chat_answers(request, call)) as deltas:
             async for index, delta in deltas:
@@ -325,6 +364,8 @@ class GenerationServicer:
 
     async def Tokenize(self, request: pb.TokenizeRequest, call: Call[KeyHolder]) -> pb.TokenizeResponse:
         tenant = self._tenant(call, Scope.TOKENIZE, self._names.adapter_of(request.model))
+        if request.ByteSize() > MAX_TOKENIZED_BYTES:
+            raise InvalidRequest("text", f"must have at most {MAX_TOKENIZED_BYTES} bytes; a longer one needs parts")
         encode: Callable[[], Sequence[int]]
         match request.WhichOneof("input"):
             case "text":
@@ -347,10 +388,17 @@ class GenerationServicer:
         token_ids = encode()
         # A long text repeats its tokens, and decoding one costs more than the rest of its reply: each is decoded once.
         texts = {token_id: self._tokenizer.token_text(token_id) for token_id in set(token_ids)}
-        return pb.TokenizeResponse(token_ids=token_ids, tokens=map(texts.__getitem__, token_ids))
+        response = pb.TokenizeResponse()
+        for start in range(0, len(token_ids), _PIECE_TOKENS):  # other Python code runs between two pieces
+            piece = token_ids[start : start + _PIECE_TOKENS]
+            response.token_ids.extend(piece)
+            response.tokens.extend(map(texts.__getitem__, piece))
+        return response
 
     async def Detokenize(self, request: pb.DetokenizeRequest, call: Call[KeyHolder]) -> pb.DetokenizeResponse:
         tenant = self._tenant(call, Scope.TOKENIZE, self._names.adapter_of(request.model))
+        if len(request.token_ids) > MAX_DETOKENIZED:
+            raise InvalidRequest("token_ids", f"must be at most {MAX_DETOKENIZED}; more of them need parts")
         token_ids = requests.token_ids("token_ids", request.token_ids, self._model.vocab_size)
         await self._quotas.check_request(tenant)
         async with self._tokenizations.enter(tenant, request.ByteSize()) as ticket:
@@ -403,6 +451,11 @@ class GenerationServicer:
                 raise denied from None
             return self._tenant(call, Scope.SESSIONS, record.adapter.name)
 
+    def _reply_room(self, call: Call[KeyHolder], *, is_streamed: bool = False) -> ReplyRoom:
+        """The room for a reply to gRPC."""
+        metadata = call.context.invocation_metadata() or ()
+        return ReplyRoom(PROTOBUF, stated_bytes(metadata, self._bounds.max_reply_bytes), is_streamed)
+
     def _caller(
         self,
         scope: Scope,
@@ -434,7 +487,7 @@ class GenerationServicer:
         seconds_left, until_s = call.context.time_remaining(), math.inf
         if seconds_left is not None:
             # The wait ends before the deadline, so that the error still reaches the caller.
-            until_s = asyncio.get_running_loop().time() + max(0.0, seconds_left - self._farewell_s)
+            until_s = asyncio.get_running_loop().time() + max(0.0, seconds_left - self._bounds.farewell_s)
         trace = trace_parent(dict(call.context.invocation_metadata() or ())) if spans.is_collected() else None
         is_continuous = is_streamed and isinstance(message, AnyMessage) and message.continuous_usage
         caller = Caller(

@@ -20,7 +20,6 @@ from corolla.chain.recovery_budget import RecoveryReport
 from corolla.chain.reservations import OpenOptions
 from corolla.chain.session import ChainSession, ChainSessions
 from corolla.chassis.errors import (
-    ContextLengthExceeded,
     CorollaError,
     InvalidRequest,
     QuotaExceeded,
@@ -39,6 +38,7 @@ from corolla.client.generation.request_trace import RequestTraces
 from corolla.client.generation.resumption import UnsentDeltas, replay_answer
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.enforcer import Allowance, QuotaEnforcer
+from corolla.client.reply_sizes import NO_WIDTHS, TokenWidths
 from corolla.client.text.conversation import Message
 from corolla.client.text.grammar_process import GrammarProcess
 from corolla.client.text.tokenizer import TextTokenizer
@@ -200,7 +200,9 @@ class Answering:
         grammars: GrammarProcess,
         names: ModelNames,
         traces: RequestTraces | None = None,
+        widths: TokenWidths = NO_WIDTHS,
     ) -> None:
+        self._widths = widths
         self._grammars = grammars
         self._names = names
         # Prompts are tokenised in threads of their own: long ones must not delay other work in threads, such as reading
@@ -250,7 +252,7 @@ class Answering:
                 await ticket.admitted()
                 await self._read_out(job, readout)
                 for index in range(num_completions):
-                    yield index, Delta((), "", FinishReason.LENGTH, readout=readout)
+                    yield index, Delta((), "", FinishReason.LENGTH, readout=None if index else readout)
                 return
             begun = await self._begun_answer(prompt_ids, job.max_tokens, request)
             if begun.finish_reason is not None:
@@ -400,10 +402,7 @@ class Answering:
         """
         if request.form is None:
             return ""
-        received_ids = request.resumption.received_ids
-        if len(received_ids) > self._limits.context_length:
-            raise ContextLengthExceeded("received.ids", "must not be more than the model's context")
-        admitted = await self._grammars.admit(request.caller.tenant, request.form, received_ids)
+        admitted = await self._grammars.admit(request.caller.tenant, request.form, request.resumption.received_ids)
         request.caller.name_ignored(admitted.ignored)
         return admitted.grammar
 
@@ -509,12 +508,19 @@ class Answering:
     def _max_tokens(self, num_prompt_tokens: int, request: AnyRequest) -> int:
         """The most new tokens: as many as the request asks for, or as the context has room for.
 
-        Raises ContextLengthExceeded if the prompt leaves no room for an answer.
+        Raises ContextLengthExceeded if the prompt leaves no room for an answer, and ReplyTooLarge.
         """
         room = self._limits.context_length - num_prompt_tokens
+        num_echoed = request.num_echoed(num_prompt_tokens)
+        of_reply = self._widths, request.num_completions, request.reply_logprobs, num_echoed
+        most = request.reply.most_tokens(*of_reply)
         wanted = self._limits.default_max_tokens if request.max_tokens is None else request.max_tokens
         if room < (0 if wanted == 0 else 1):
             raise context_exceeded(self._limits.context_length, num_prompt_tokens)
+        if request.max_tokens is not None:
+            request.reply.check_tokens(min(request.max_tokens, room), *of_reply)
+        elif most is not None and (room := min(room, most)) < 1:
+            request.reply.check_tokens(1, *of_reply)
         return room if wanted is None else min(wanted, room)
 
     def _sampler(

@@ -8,6 +8,7 @@ from corolla.chain.prompt_readout import PromptReadout
 from corolla.client.generation.admission import Caller
 from corolla.client.generation.resumption import Resumption
 from corolla.client.output_parsing.parser_choice import OutputParsing
+from corolla.client.reply_sizes import ANY_ROOM, ReplyRoom
 from corolla.client.text.formats import AnswerFormat
 from corolla.decoding.parameters import SamplingParams, SpeculationOptions
 
@@ -31,6 +32,9 @@ class AnswerRequest(Generic[Prompt]):
         output_parsing: how chats separate reasoning and calls from text; None if an answer is only text.
         form: the form that an answer must have; None allows any text.
         grammar: the grammar of the form, once it is admitted.
+        reply: the room for the reply.
+        echoed_from: returns the index of the prompt's first token that the reply has; None: it has none of them.
+        reply_logprobs: the number of alternatives with each token of the reply; None: it has no log probabilities.
         readout: makes the readout of the prompt from its tokens; None: nothing is asked about the prompt.
     """
 
@@ -52,7 +56,14 @@ class AnswerRequest(Generic[Prompt]):
     output_parsing: OutputParsing | None = None
     form: AnswerFormat | None = None
     grammar: str = ""
+    reply: ReplyRoom = ANY_ROOM
+    echoed_from: Callable[[], int] | None = None
+    reply_logprobs: int | None = None
     readout: MakeReadout | None = None
+
+    def num_echoed(self, num_prompt_tokens: int) -> int:
+        """How many tokens of the prompt the reply has."""
+        return 0 if self.echoed_from is None else num_prompt_tokens - self.echoed_from()
 
     @property
     def is_reading(self) -> bool:

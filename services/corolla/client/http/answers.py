@@ -6,7 +6,7 @@ A token's event is joined from prepared texts and one escaped string, because ea
 import json
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from json.encoder import encode_basestring
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field
 
 from corolla.v1 import generation_pb2 as pb
 
+PIECE_CHARS: Final = 1 << 16
 DONE: Final = b"data: [DONE]\n\n"
 
 FINISH_REASONS: Final[Mapping["pb.FinishReason.ValueType", str | None]] = {
@@ -102,6 +103,19 @@ def compact(value: Any) -> str:
     """JSON without blanks, and without any character that a reader may take for an end of line."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return text if text.isascii() else text.translate(_LINE_ENDS)
+
+
+def joined(pieces: Iterable[str]) -> Iterator[bytes]:
+    """The pieces of a text, as few of them as are quickly encoded and sent."""
+    parts, num_chars = [], 0
+    for piece in pieces:
+        parts.append(piece)
+        num_chars += len(piece)
+        if num_chars >= PIECE_CHARS:
+            yield "".join(parts).encode()
+            parts, num_chars = [], 0
+    if parts:
+        yield "".join(parts).encode()
 
 
 def ids_text(token_ids: Iterable[int]) -> str:

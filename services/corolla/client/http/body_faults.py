@@ -46,7 +46,10 @@ def refusal(kind: type[BaseModel], failure: ValidationError) -> InvalidRequest:
             other.setdefault(place, _sentence(each))
         elif wanted not in expected.setdefault(place, []):
             expected[place].append(wanted)
+    # A list that is too long is of the right kind: what the other members of its union miss does not matter.
+    too_long = {_place(kind, each["loc"]) for each in problems if each["type"] == "too_long"}
     found = {place: f"must be {' or '.join(wanted)}" for place, wanted in expected.items()} | other
+    found = {place: text for place, text in found.items() if not any(_is_within(place, each) for each in too_long)}
     # The member of a union that fits best fails deepest within the value.
     kept = [(place, text) for place, text in found.items() if not any(_is_within(each, place) for each in found)]
     first, *more = kept[:_MOST_NAMED]
@@ -66,6 +69,8 @@ def _wanted(problem: Mapping[str, Any]) -> str | None:
 def _sentence(problem: Mapping[str, Any]) -> str:
     if problem["type"] in ("missing", "union_tag_not_found"):
         return "must be set"
+    if problem["type"] == "too_long":
+        return f"must be at most {problem['ctx']['max_length']}"
     text = str(problem["msg"]).removeprefix("Value error, ")
     for words in ("Input should ", "String should ", "List should ", "Dictionary should ", "Value should "):
         text = text.replace(words, "must ", 1) if text.startswith(words) else text

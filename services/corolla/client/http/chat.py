@@ -3,13 +3,22 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, Self
 
+from annotated_types import MaxLen
 from google.protobuf.struct_pb2 import Struct
 from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
 
 from corolla.chassis.errors import InvalidRequest
-from corolla.client.api.conversations import MAX_ARGUMENT_DEPTH
+from corolla.client.api.conversations import (
+    MAX_ARGUMENT_DEPTH,
+    MAX_ARGUMENTS,
+    MAX_ARGUMENTS_BYTES,
+    MAX_CALLS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+)
 from corolla.client.http.field_paths import Paths
 from corolla.client.http.fields import (
+    MAX_NAMES,
     AnswerFields,
     Fields,
     Flag,
@@ -63,6 +72,9 @@ class ContentPart(Fields):
         return "" if self.is_skipped else self.text or self.refusal
 
 
+ContentParts = Annotated[ListOf[ContentPart], MaxLen(MAX_MESSAGES)]
+
+
 class CalledFunction(Fields):
     name: str
     arguments: Text = Field("", description="An object in JSON; a call that was cut off may have the beginning of one.")
@@ -98,9 +110,9 @@ class ChatMessage(Fields):
     refused_fields = OF_MESSAGES
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | ListOf[ContentPart] | None = None
+    content: str | ContentParts | None = None
     name: str | None = None
-    tool_calls: ListOf[ToolCall] | None = None
+    tool_calls: Annotated[ListOf[ToolCall], MaxLen(MAX_CALLS)] | None = None
     function_call: CalledFunction | None = Field(None, description="OpenAI's older form of one call.")
     tool_call_id: str | None = None
     reasoning_content: str | None = None
@@ -154,6 +166,9 @@ def kind_of_tool(tool: Any) -> str:
 AnyTool = Annotated[Annotated[Tool, Tag("function")] | Annotated[Skipped, Tag("other")], Discriminator(kind_of_tool)]
 """Tools of other types than functions are skipped."""
 
+Tools = Annotated[ListOf[AnyTool], MaxLen(MAX_TOOLS)]
+Messages = Annotated[ListOf[ChatMessage], MaxLen(MAX_MESSAGES)]
+
 
 class FunctionName(Fields):
     name: str
@@ -185,7 +200,7 @@ class AllowedTools(Fields):
     """The only tools that may be called."""
 
     mode: Literal["auto", "required"] | None = None
-    tools: ListOf[AllowedName]
+    tools: Annotated[ListOf[AllowedName], MaxLen(MAX_TOOLS)]
 
 
 class ChatAllowedTools(Fields):
@@ -201,11 +216,11 @@ class ChatCompletionRequest(AnswerFields):
 
     refused_fields = OF_CHATS
 
-    messages: ListOf[ChatMessage] = Field(description="With a session_id: what is new since its last turn.")
+    messages: Messages = Field(description="With a session_id: what is new since its last turn.")
     max_completion_tokens: Int32 | None = Field(None, description="Another name of max_tokens.")
     logprobs: bool | None = None
     top_logprobs: Int32 | None = Field(None, description="0 to 20.")
-    tools: ListOf[AnyTool] | None = None
+    tools: Tools | None = None
     tool_choice: ToolMode | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Handed to the chat template.")
@@ -216,7 +231,7 @@ class ChatCompletionRequest(AnswerFields):
         False, description="The last message is an assistant's, and the answer continues it."
     )
     add_generation_prompt: bool | None = Field(None, description="Must be the contrary of continue_final_message.")
-    modalities: ListOf[Literal["text"]] | None = Tolerated
+    modalities: Annotated[ListOf[Literal["text"]], MaxLen(MAX_NAMES)] | None = Tolerated
     verbosity: Annotated[Any, Ignored(("medium",))] = Unheeded
     prediction: Annotated[Any, Ignored()] = Unheeded
 
@@ -339,6 +354,10 @@ def struct_of(arguments: dict[str, Any]) -> Struct | None:
     # Protobuf itself fails on too deep values only when it copies the message.
     if depth_of(arguments) > MAX_ARGUMENT_DEPTH:
         raise InvalidRequest("chat_template_kwargs", f"must be at most {MAX_ARGUMENT_DEPTH} deep")
+    if len(arguments) > MAX_ARGUMENTS or len(as_json(arguments)) > MAX_ARGUMENTS_BYTES:
+        raise InvalidRequest(
+            "chat_template_kwargs", f"must be at most {MAX_ARGUMENTS}, of {MAX_ARGUMENTS_BYTES} bytes together"
+        )
     struct = Struct()
     try:
         struct.update(arguments)

@@ -1,6 +1,6 @@
 """`/v1/chat/completions`: replies and events of streams."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from corolla.client.http.answers import (
     now_s,
     usage_of,
 )
-from corolla.client.http.log_probabilities import logprob_facts
+from corolla.client.http.log_probabilities import logprob_facts, logprob_texts
 from corolla.v1 import generation_pb2 as pb
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -90,33 +90,24 @@ def message_of(message: pb.ChatMessage) -> AnsweredMessage:
     )
 
 
-def reply(response: pb.ChatResponse, *, has_logprobs: bool, has_token_ids: bool) -> bytes:
-    """The body of a reply that is not streamed."""
-    first = pb.ChatCompletion(
-        index=0,
-        message=response.message,
-        token_ids=response.token_ids,
-        finish_reason=response.finish_reason,
-        logprobs=response.logprobs,
-    )
-    choices = [
-        Choice(
-            index=each.index,
-            message=message_of(each.message),
-            logprobs=Logprobs.model_validate({"content": logprob_facts(each.logprobs)}) if has_logprobs else None,
-            finish_reason=FINISH_REASONS[each.finish_reason],  # type: ignore[arg-type]
-            token_ids=list(each.token_ids) if has_token_ids else None,
-        )
-        for each in (first, *response.others)
-    ]
-    completion = ChatCompletion(
-        id=new_id("chatcmpl-"),
-        created=now_s(),
-        model=response.model,
-        choices=choices,
-        usage=usage_of(response.usage),
-    )
-    return completion.model_dump_json(exclude_defaults=False).encode()
+async def reply(response: pb.ChatResponse, *, has_logprobs: bool, has_token_ids: bool) -> AsyncGenerator[str, None]:
+    """The pieces of a reply that is not streamed, a `ChatCompletion`."""
+    facts = {"id": new_id("chatcmpl-"), "object": "chat.completion", "created": now_s(), "model": response.model}
+    yield compact(facts)[:-1] + ',"choices":['
+    answers: Sequence[pb.ChatResponse | pb.ChatCompletion] = (response, *response.others)
+    for index, each in enumerate(answers):
+        message = message_of(each.message).model_dump_json()
+        yield f'{"," if index else ""}{{"index":{index},"message":{message},"logprobs":'
+        if has_logprobs:
+            yield '{"content":['
+            async for piece in logprob_texts(each.logprobs):
+                yield piece
+            yield '],"refusal":null}'
+        else:
+            yield "null"
+        token_ids = ids_text(each.token_ids) if has_token_ids else "null"
+        yield f',"finish_reason":{compact(FINISH_REASONS[each.finish_reason])},"token_ids":{token_ids}}}'
+    yield f'],"usage":{usage_of(response.usage).model_dump_json()}}}'
 
 
 async def events(

@@ -2,8 +2,9 @@
 
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
+from annotated_types import MaxLen
 from pydantic import BaseModel, Field
 
 from corolla.chassis.errors import InvalidRequest
@@ -14,14 +15,15 @@ from corolla.client.http.answers import (
     compact,
     escaped,
     ids_text,
+    joined,
     new_id,
     now_s,
     usage_of,
 )
 from corolla.client.http.field_paths import Paths
-from corolla.client.http.fields import AnswerFields, Int32, ListOf, TokenId
+from corolla.client.http.fields import AnswerFields, Int32, ListOf, TokenIds
 from corolla.client.http.foreign_fields import OF_COMPLETIONS
-from corolla.client.http.log_probabilities import CompletionLogprobsBuilder
+from corolla.client.http.log_probabilities import CompletionLogprobsBuilder, CompletionLogprobsText
 from corolla.v1 import generation_pb2 as pb
 
 MAX_PROMPTS: Final = 64
@@ -32,7 +34,13 @@ class CompletionRequest(AnswerFields):
 
     refused_fields = OF_COMPLETIONS
 
-    prompt: str | ListOf[str] | ListOf[TokenId] | ListOf[ListOf[TokenId]] | None = Field(
+    prompt: (
+        str
+        | Annotated[ListOf[str], MaxLen(MAX_PROMPTS)]
+        | TokenIds
+        | Annotated[ListOf[TokenIds], MaxLen(MAX_PROMPTS)]
+        | None
+    ) = Field(
         None,
         description=f"A text or token ids, or up to {MAX_PROMPTS} of them; with a session_id just one. Without a text, "
         "the answer begins a new one.",
@@ -46,8 +54,8 @@ class CompletionRequest(AnswerFields):
         None, description="The n answers with the most probable tokens of so many, 1 to 16; not in streams."
     )
 
-    def as_protocol(self) -> list[pb.GenerateRequest]:
-        """A request in the protocol of gRPC for each prompt. Raises InvalidRequest."""
+    def as_protocol(self) -> Iterator[pb.GenerateRequest]:
+        """A request in the protocol of gRPC for each prompt, made when it is asked for. Raises InvalidRequest."""
         prompts = list(self._prompts())
         if not 1 <= len(prompts) <= MAX_PROMPTS:
             raise InvalidRequest("prompt", f"must be 1 to {MAX_PROMPTS} prompts")
@@ -59,7 +67,7 @@ class CompletionRequest(AnswerFields):
         # The best answers are those with the most probable tokens.
         logprobs = 0 if self.logprobs is None and best_of > self.num_completions else self.logprobs
         shared = {**self.shared(self.max_tokens), "num_completions": best_of if self.best_of else self.n}
-        return [
+        return (
             pb.GenerateRequest(
                 **shared,
                 logprobs=logprobs,
@@ -67,7 +75,7 @@ class CompletionRequest(AnswerFields):
                 **({"text": each} if isinstance(each, str) else {"tokens": pb.TokenIds(ids=each)}),
             )
             for each in prompts
-        ]
+        )
 
     def paths(self, number: int = 0) -> Paths:
         prompt = f"prompt[{number}]" if self._has_several else "prompt"
@@ -122,29 +130,31 @@ class Completion(BaseModel):
     usage: CompletionUsage
 
 
-def reply(
+async def reply(
     responses: Sequence[pb.GenerateResponse], num_completions: int, *, has_logprobs: bool, has_token_ids: bool
-) -> bytes:
-    """The body of a reply that is not streamed, with the best `num_completions` answers to each prompt."""
-    choices = [
-        CompletionChoice(
-            index=number * num_completions + index,
-            text=response.prompt.text + each.text,
-            logprobs=_logprobs(response.prompt, each.logprobs) if has_logprobs else None,
-            finish_reason=FINISH_REASONS[each.finish_reason],  # type: ignore[arg-type]
-            token_ids=list(each.token_ids) if has_token_ids else None,
-        )
-        for number, response in enumerate(responses)
-        for index, each in enumerate(_best(response.completions, num_completions))
-    ]
-    completion = Completion(
-        id=new_id("cmpl-"),
-        created=now_s(),
-        model=responses[0].model,
-        choices=choices,
-        usage=usage_of(*(each.usage for each in responses)),
-    )
-    return completion.model_dump_json().encode()
+) -> AsyncGenerator[str, None]:
+    """The pieces of a `Completion`, which is not streamed, with the best `num_completions` answers to each prompt.
+
+    The log probabilities of an echoed prompt are made once for all answers to it.
+    """
+    facts = {"id": new_id("cmpl-"), "object": "text_completion", "created": now_s(), "model": responses[0].model}
+    yield compact(facts)[:-1] + ',"choices":['
+    for number, response in enumerate(responses):
+        prompt = await _prompt_logprobs(response.prompt) if has_logprobs else None
+        for index, each in enumerate(_best(response.completions, num_completions)):
+            place = number * num_completions + index
+            text = escaped(response.prompt.text + each.text)
+            yield f'{"," if place else ""}{{"index":{place},"text":{text},"logprobs":'
+            if prompt is not None:
+                logprobs = prompt.copy()
+                await logprobs.add(each.logprobs)
+                for piece in logprobs.pieces():
+                    yield piece
+            else:
+                yield "null"
+            token_ids = ids_text(each.token_ids) if has_token_ids else "null"
+            yield f',"finish_reason":{compact(FINISH_REASONS[each.finish_reason])},"token_ids":{token_ids}}}'
+    yield f'],"usage":{usage_of(*(each.usage for each in responses)).model_dump_json()}}}'
 
 
 def _best(completions: Sequence[pb.Completion], number: int) -> Sequence[pb.Completion]:
@@ -158,9 +168,30 @@ def _best(completions: Sequence[pb.Completion], number: int) -> Sequence[pb.Comp
     return sorted(completions, key=mean, reverse=True)[:number]
 
 
-def _logprobs(prompt: pb.EchoedPrompt, entries: Sequence[pb.TokenLogprob]) -> CompletionLogprobs:
-    first = prompt.first if prompt.token_ids else None
-    return CompletionLogprobs.model_validate(CompletionLogprobsBuilder().facts((*prompt.logprobs, *entries), first))
+async def _prompt_logprobs(prompt: pb.EchoedPrompt) -> CompletionLogprobsText:
+    text = CompletionLogprobsText()
+    await text.add(prompt.logprobs, prompt.first if prompt.token_ids else None)
+    return text
+
+
+class _LogprobsOfStreams:
+    """The log probabilities of the chunks of several answers. Those of an echoed prompt are made once."""
+
+    def __init__(self) -> None:
+        self._builders: dict[int, CompletionLogprobsBuilder] = {}
+        self._prompts: dict[int, CompletionLogprobsText] = {}
+
+    async def of(self, number: int, index: int, chunk: pb.GenerateChunk) -> Sequence[str]:
+        """The pieces of the JSON for a chunk of answer `index`, which is one to prompt `number`."""
+        if chunk.HasField("prompt"):
+            self._prompts[number] = await _prompt_logprobs(chunk.prompt)
+        if index not in self._builders and number in self._prompts:
+            begun = self._prompts[number].copy()
+            await begun.add(chunk.logprobs)
+            self._builders[index] = begun.builder
+            return list(begun.pieces())
+        builder = self._builders.setdefault(index, CompletionLogprobsBuilder())
+        return [compact(builder.facts(chunk.logprobs)) if chunk.logprobs else "null"]
 
 
 async def events(
@@ -182,9 +213,9 @@ async def events(
     facts = {"id": new_id("cmpl-"), "object": "text_completion", "created": now_s(), "model": model}
     no_usage = ',"usage":null' if has_usage and not has_continuous_usage else ""
     head = "data: " + compact(facts)[:-1] + no_usage + ',"choices":[{"index":'
-    builders: dict[int, CompletionLogprobsBuilder] = {}
+    texts = _LogprobsOfStreams() if has_logprobs else None
     counted: dict[int, pb.Usage] = {}
-    prompts: dict[int, pb.EchoedPrompt] = {}
+    prompts: dict[int, str] = {}
     begun: set[int] = set()
     async with aclosing(chunks):
         async for number, chunk in chunks:
@@ -193,23 +224,16 @@ async def events(
             if chunk.HasField("usage"):
                 counted[number] = chunk.usage
             if chunk.HasField("prompt"):
-                prompts[number] = chunk.prompt
-            text, entries, first = chunk.text_delta, list(chunk.logprobs), None
-            if index not in begun and (prompt := prompts.get(number)) is not None:
-                text, entries, first = prompt.text + text, [*prompt.logprobs, *entries], prompt.first
+                prompts[number] = chunk.prompt.text
+            text = chunk.text_delta if index in begun else prompts.get(number, "") + chunk.text_delta
             begun.add(index)
-            logprobs = "null"
-            if has_logprobs and (entries or first):
-                logprobs = compact(builders.setdefault(index, CompletionLogprobsBuilder()).facts(entries, first))
+            logprobs = await texts.of(number, index, chunk) if texts is not None else ["null"]
             token_ids = f',"token_ids":{ids_text(chunk.token_ids)}' if has_token_ids else ""
-            if not (text or reason or token_ids or logprobs != "null"):
+            if not (text or reason or token_ids or logprobs != ["null"]):
                 continue
-            end = f'"{reason}"' if reason else "null"
             usage = f',"usage":{compact(usage_of(chunk.usage).model_dump())}' if has_continuous_usage else ""
-            yield (
-                f'{head}{index},"text":{escaped(text)},"logprobs":{logprobs}{token_ids},'
-                f'"finish_reason":{end}}}]{usage}}}\n\n'
-            ).encode()
+            tail = f'{token_ids},"finish_reason":{compact(reason)}}}]{usage}}}\n\n'
+            yield b"".join(joined((f'{head}{index},"text":{escaped(text)},"logprobs":', *logprobs, tail)))
     if has_usage:
         usage_facts = {**facts, "choices": [], "usage": usage_of(*counted.values()).model_dump()}
         yield f"data: {compact(usage_facts)}\n\n".encode()

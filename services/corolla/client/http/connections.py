@@ -17,6 +17,12 @@ _BYTES_PER_TURN: Final = 1024
 """The most bytes to read in one turn. A chunk of a body may have only one byte, and costs about 20 microseconds."""
 _WHOLE_BODY_BYTES_PER_TURN: Final = 64 << 10
 """The most bytes to read in one turn from a body with a content-length, which has no chunks."""
+_MAX_HEAD_LINES: Final = 256
+"""The most lines of a head. Each costs 4 microseconds, and the heads of many connections may end in the same turn."""
+_HEAD_END: Final = b"\r\n\r\n"
+_TOO_MANY_LINES: Final = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+)
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -43,6 +49,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._num_requests = 0
+        self._num_head_lines = 0
         self.lost: asyncio.Future[None] = self._loop.create_future()
         self.failure: Exception | None = None
 
@@ -75,6 +82,7 @@ class Connection(asyncio.BufferedProtocol):
         """
         self._num_requests += 1
         self._num_whole_bytes = num_body_bytes
+        self._num_head_lines = 0
         self._end_watch()
         try:
             yield
@@ -95,10 +103,15 @@ class Connection(asyncio.BufferedProtocol):
         return memoryview(self._buffer)
 
     def buffer_updated(self, nbytes: int) -> None:
-        if not self._num_requests:
-            self._watch_head()
         self._num_whole_bytes -= nbytes
         data, self._buffer = bytes(memoryview(self._buffer)[:nbytes]), bytearray()
+        if not self._num_requests:
+            self._watch_head()
+            self._num_head_lines += data.partition(_HEAD_END)[0].count(b"\n")
+            if self._num_head_lines > _MAX_HEAD_LINES and self._transport is not None:
+                self._transport.write(_TOO_MANY_LINES)
+                self._transport.close()
+                return
         self.speaker.data_received(data)
         if self._transport is not None and not self.speaker.flow.read_paused:
             # The pause keeps uvloop from reading more in the same turn of the event loop.

@@ -24,6 +24,8 @@ from corolla.chassis.errors import (
 )
 from corolla.chassis.ignored_places import IGNORED, ignored_places, ignored_text
 from corolla.client.http import body_faults
+from corolla.client.http.answers import PIECE_CHARS, joined
+from corolla.client.http.body_values import check_values
 from corolla.client.http.connections import connection_of
 from corolla.client.http.dialects import OPENAI, Dialect
 from corolla.client.http.errors import headers_of, status_of
@@ -130,7 +132,8 @@ class Exchange:
         return None
 
     def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]]:
-        return {**self.headers, "x-request-id": self.request_id}.items()
+        # The first of equal names counts. A look-up for each name would take the square of the head's time.
+        return [("x-request-id", self.request_id), *self.headers.items()]
 
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
         return {}
@@ -160,6 +163,7 @@ class Exchange:
         media = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media != JSON:
             raise MalformedMessage("content-type", f"must be {JSON}")
+        check_values(data)
         try:
             body = kind.model_validate_json(data)
         except ValidationError as failure:
@@ -231,12 +235,32 @@ class Exchange:
 
     async def reply(self, content: bytes, *, kind: str = JSON, status: int = 200, **headers: str) -> None:
         """Sends a whole reply."""
+        await self._reply([content], kind, status, headers)
+
+    async def reply_in_pieces(self, pieces: AsyncGenerator[str, None]) -> None:
+        """Sends a whole reply that is made in pieces, between which other tasks run."""
+        parts: list[bytes] = []
+        waiting: list[str] = []
+        num_chars = 0
+        async with aclosing(pieces):
+            async for piece in pieces:
+                waiting.append(piece)
+                num_chars += len(piece)
+                if num_chars >= PIECE_CHARS:
+                    parts += joined(waiting)
+                    waiting, num_chars = [], 0
+                    await asyncio.sleep(0)
+        await self._reply([*parts, *joined(waiting)], JSON, 200, {})
+
+    async def _reply(self, parts: Sequence[bytes], kind: str, status: int, headers: dict[str, str]) -> None:
         self.end_watch()
         if not self._is_read:
             headers["connection"] = "close"
-        lines = {"content-type": kind, "content-length": str(len(content)), **headers}
+        lines = {"content-type": kind, "content-length": str(sum(map(len, parts))), **headers}
         await self._send_out(self._start(status, lines))
-        await self._send_out({"type": "http.response.body", "body": content, "more_body": not self._is_read})
+        for number, part in enumerate(parts, start=1):
+            has_more = number < len(parts) or not self._is_read
+            await self._send_out({"type": "http.response.body", "body": part, "more_body": has_more})
         if not self._is_read:
             await self._linger()
             await self._send_out({"type": "http.response.body", "body": b""})

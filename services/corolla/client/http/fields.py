@@ -5,11 +5,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
+from annotated_types import MaxLen
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from corolla.chassis.errors import InvalidRequest, ResourceNotFound
+from corolla.client.api.requests import MAX_STOP_SEQUENCES
+from corolla.client.http.body_values import MAX_VALUES
 from corolla.client.http.field_paths import Paths, in_callers_words
 from corolla.client.http.foreign_fields import OF_ANSWERS, OF_FORMS, Ignored, Refused
+from corolla.client.text.formats import MAX_CHOICES
+from corolla.client.text.schemas import parsed
+from corolla.decoding.parameters import MAX_BIASED_TOKENS
 from corolla.v1 import generation_pb2 as pb
 
 DEFAULT_TEMPERATURE: Final = 1.0
@@ -24,12 +30,17 @@ Name = TypeVar("Name")
 
 ListOf = Annotated[list[Element], Field(fail_fast=True)]
 MappingOf = Annotated[dict[Name, Element], Field(fail_fast=True)]
-"""Lists and mappings fail at the first wrong element: collecting further faults would waste memory and time."""
+"""Lists and mappings fail at the first wrong element: collecting further faults would waste memory and time. Each also
+has a most number of elements, at which reading ends."""
+
+MAX_NAMES: Final = 64
+"""The most elements of a list that is only looked through for some names."""
 
 Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenId = Annotated[int, Field(ge=0, le=(1 << 32) - 1)]
+TokenIds = Annotated[ListOf[TokenId], MaxLen(MAX_VALUES)]
 Tolerated = Field(None, description="Taken, and without effect here.")
 Unheeded = Field(None, description="Without effect here; the reply's header X-Corolla-Ignored names it.")
 
@@ -46,6 +57,9 @@ _PATHS: Final[Paths] = {
     "template_arguments": "chat_template_kwargs",
 }
 """What has other paths here than in the protocol, in all requests."""
+
+Choices = Annotated[ListOf[str], MaxLen(MAX_CHOICES)]
+LogitBias = Annotated[MappingOf[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float], MaxLen(MAX_BIASED_TOKENS)]
 
 Text = Annotated[str, BeforeValidator(lambda given: "" if given is None else given, json_schema_input_type=str | None)]
 Flag = Annotated[
@@ -127,7 +141,7 @@ class SamplingFields(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: Int64 | None = None
-    logit_bias: MappingOf[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float] | None = Field(
+    logit_bias: LogitBias | None = Field(
         None, description="Added to the logits of these tokens, which are named by their ids."
     )
     user: Any = Tolerated
@@ -164,12 +178,14 @@ class AnswerFields(SamplingFields):
     n: Int32 | None = Field(None, description="Answers, 1 to 16.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: str | ListOf[str] | None = Field(None, description="The answer ends before the first of these texts.")
+    stop: str | Annotated[ListOf[str], MaxLen(MAX_STOP_SEQUENCES)] | None = Field(
+        None, description="The answer ends before the first of these texts."
+    )
     max_tokens: Int32 | None = Field(None, description="Unset or -1: as many as context and quota allow.")
     response_format: "ResponseFormat | None" = None
     guided_json: str | dict[str, Any] | None = Field(None, description="As vLLM has it: a schema for the answer.")
     guided_regex: str | None = None
-    guided_choice: ListOf[str] | None = None
+    guided_choice: Choices | None = None
     structured_outputs: "StructuredOutputs | None" = Field(None, description="The same in vLLM's newer form.")
     ignore_eos: Flag = False
     time_limit_ms: Int64 | None = Field(None, description="The answer ends then with what there is.")
@@ -178,7 +194,7 @@ class AnswerFields(SamplingFields):
     session_id: Text = Field("", description="Continue this session: only what is new is sent.")
     request_id: Text = Field("", description="Names the request, so that it can go on after its stream broke.")
     resume_from: Count | None = Field(None, description="With a request_id: so many tokens of the answer have come.")
-    received: ListOf[TokenId] | None = Field(None, description="Just these tokens, from a caller that still has them.")
+    received: TokenIds | None = Field(None, description="Just these tokens, from a caller that still has them.")
     return_token_ids: bool | None = Field(
         None, description="Whether to return the ids of tokens. Unset: only with a request_id."
     )
@@ -251,11 +267,9 @@ class AnswerFields(SamplingFields):
             ("guided_json", self.guided_json),
             ("structured_outputs.json", outputs.json_schema),
         ):
-            schema = json.loads(schema) if isinstance(schema, str) and _is_object(schema) else schema
-            if isinstance(schema, str):
-                raise InvalidRequest(schema_path, "must be an object in JSON")
             if schema is not None:
-                yield schema_path, pb.ResponseFormat(json_schema=as_json(schema))
+                value = parsed(schema, schema_path) if isinstance(schema, str) else schema
+                yield schema_path, pb.ResponseFormat(json_schema=as_json(value))
         for regex_path, regex in (("guided_regex", self.guided_regex), ("structured_outputs.regex", outputs.regex)):
             if regex is not None:
                 yield regex_path, pb.ResponseFormat(regex=regex)
@@ -296,7 +310,7 @@ class RegexFormat(Fields):
 
 class ChoiceFormat(Fields):
     type: Literal["choice"]
-    choice: ListOf[str]
+    choice: Choices
 
 
 class LarkFormat(Fields):
@@ -317,7 +331,7 @@ class StructuredOutputs(Fields):
 
     json_schema: str | dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
-    choice: ListOf[str] | None = None
+    choice: Choices | None = None
     json_object: Flag = False
 
 
@@ -356,13 +370,6 @@ def json_schema_format(
 def as_json(value: Any) -> str:
     """The value as JSON in one line, with its members in the given order."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 def _set(target: Any, source: BaseModel, names: Sequence[str]) -> None:

@@ -1,15 +1,25 @@
-"""Log probabilities in OpenAI's two forms: that of chats, and the older one of completions. Pure."""
+"""Log probabilities in OpenAI's two forms: that of chats, and the older one of completions."""
 
+import asyncio
 import codecs
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any, Self
 
+from corolla.client.api.replies import PIECE_TOKENS
+from corolla.client.http.answers import compact
 from corolla.v1 import generation_pb2 as pb
 
 
 def logprob_facts(entries: Sequence[pb.TokenLogprob]) -> list[dict[str, Any]]:
     """The form of chats. `bytes` are each token's own; the chosen token is always among the alternatives."""
     return [{**_token_facts(entry), "top_logprobs": list(map(_token_facts, _top(entry)))} for entry in entries]
+
+
+async def logprob_texts(entries: Sequence[pb.TokenLogprob]) -> AsyncGenerator[str, None]:
+    """The form of chats in JSON, without the brackets of the list, in pieces between which other tasks run."""
+    for start in range(0, len(entries), PIECE_TOKENS):
+        yield ("," if start else "") + compact(logprob_facts(entries[start : start + PIECE_TOKENS]))[1:-1]
+        await asyncio.sleep(0)
 
 
 class CompletionLogprobsBuilder:
@@ -34,11 +44,50 @@ class CompletionLogprobsBuilder:
             "text_offset": [self._advance(entry) for entry in all_entries],
         }
 
+    def copy(self) -> Self:
+        """Another builder, for texts that begin as this one's."""
+        copy = type(self)()
+        copy._offset = self._offset
+        copy._decoder.setstate(self._decoder.getstate())
+        return copy
+
     def _advance(self, entry: pb.TokenLogprob) -> int:
         """Counts the characters before the token; a character of several tokens counts with the last of them."""
         offset = self._offset
         self._offset += len(self._decoder.decode(_bytes(entry)))
         return offset
+
+
+class CompletionLogprobsText:
+    """The form of completions in JSON, made in pieces between which other tasks run."""
+
+    def __init__(self) -> None:
+        self.builder = CompletionLogprobsBuilder()
+        self._parts: dict[str, list[str]] = {}
+
+    async def add(self, entries: Sequence[pb.TokenLogprob], first: pb.TokenLogprob | None = None) -> None:
+        """Adds the next tokens, as `CompletionLogprobsBuilder.facts` does."""
+        for start in range(0, max(1, len(entries)), PIECE_TOKENS):
+            facts = self.builder.facts(entries[start : start + PIECE_TOKENS], None if start else first)
+            for name, values in facts.items():
+                self._parts.setdefault(name, []).extend([compact(values)[1:-1]] if values else [])
+            await asyncio.sleep(0)
+
+    def copy(self) -> Self:
+        """Another text that begins as this one. The two share what they have in common."""
+        copy = type(self)()
+        copy.builder = self.builder.copy()
+        copy._parts = {name: [*parts] for name, parts in self._parts.items()}
+        return copy
+
+    def pieces(self) -> Iterator[str]:
+        """The pieces of the text."""
+        for number, (name, parts) in enumerate(self._parts.items()):
+            yield f'{"," if number else "{"}"{name}":['
+            for place, part in enumerate(parts):
+                yield f",{part}" if place else part
+            yield "]"
+        yield "}"
 
 
 def _top(entry: pb.TokenLogprob) -> Sequence[pb.TokenLogprob]:

@@ -3,20 +3,24 @@
 import base64
 import math
 import struct
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final, Literal
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from typing import Annotated, Any, Final, Literal
 
+from annotated_types import MaxLen
 from pydantic import BaseModel, Field
 
 from corolla.chassis.errors import InvalidRequest
-from corolla.client.http.answers import new_id, now_s
+from corolla.client.http.answers import compact, new_id, now_s
 from corolla.client.http.field_paths import Paths
-from corolla.client.http.fields import Body, Count, Fields, Flag, ListOf, Text, TokenId, Tolerated
+from corolla.client.http.fields import Body, Count, Fields, Flag, ListOf, Text, TokenIds, Tolerated
 from corolla.client.http.foreign_fields import OF_READINGS
 from corolla.v1 import generation_pb2 as pb
 
 MAX_INPUTS: Final = 2048
 MAX_DOCUMENTS: Final = 1024
+Documents = Annotated[ListOf[str], MaxLen(MAX_DOCUMENTS)]
+_NUMBER_BYTES, _BASE64_BYTES, _EMBEDDING_BYTES = 26, 6, 64
+"""The most bytes of a number in JSON with its comma, of one in base64, and of a vector without its numbers."""
 _PROMPT: Final = "Passage: {document}\nPlease write a question based on this passage.\nQuestion:"
 """The prompt of Sachan et al. 2022, "Improving Passage Retrieval with Zero-Shot Question Generation"."""
 
@@ -39,9 +43,9 @@ class EmbeddingRequest(Body):
     refused_fields = OF_READINGS
 
     model: Text = Field("", max_length=512, description="Empty: the only model that the service has.")
-    input: str | ListOf[str] | ListOf[TokenId] | ListOf[ListOf[TokenId]] = Field(
-        description=f"A text or token ids, or up to {MAX_INPUTS} of them."
-    )
+    input: (
+        str | Annotated[ListOf[str], MaxLen(MAX_INPUTS)] | TokenIds | Annotated[ListOf[TokenIds], MaxLen(MAX_INPUTS)]
+    ) = Field(description=f"A text or token ids, or up to {MAX_INPUTS} of them.")
     encoding_format: Literal["float", "base64"] | None = Field(None, description="Unset: float.")
     dimensions: Count | None = Field(None, description="How many of the first numbers are kept.")
     pooling: Literal["mean", "last"] | None = Field(None, description="Unset: the mean over all tokens.")
@@ -49,13 +53,13 @@ class EmbeddingRequest(Body):
     user: Any = Tolerated
     cache_salt: Text = ""
 
-    def as_protocol(self) -> list[pb.EmbedRequest]:
-        """A request in the protocol of gRPC for each text. Raises InvalidRequest."""
+    def as_protocol(self) -> Iterator[pb.EmbedRequest]:
+        """A request in the protocol of gRPC for each text, made when it is asked for. Raises InvalidRequest."""
         inputs = list(self._inputs())
         if not 1 <= len(inputs) <= MAX_INPUTS:
             raise InvalidRequest("input", f"must be 1 to {MAX_INPUTS} texts")
         pooling = pb.EmbedRequest.POOLING_LAST if self.pooling == "last" else pb.EmbedRequest.POOLING_MEAN
-        return [
+        return (
             pb.EmbedRequest(
                 model=self.model,
                 pooling=pooling,
@@ -65,7 +69,13 @@ class EmbeddingRequest(Body):
                 **({"text": each} if isinstance(each, str) else {"tokens": pb.TokenIds(ids=each)}),
             )
             for each in inputs
-        ]
+        )
+
+    def most_reply_bytes(self, hidden_size: int) -> int:
+        """How large the reply can become. `hidden_size`: the most numbers of a vector."""
+        dimensions = hidden_size if self.dimensions is None else min(hidden_size, self.dimensions)
+        of_number = _BASE64_BYTES if self.encoding_format == "base64" else _NUMBER_BYTES
+        return sum(1 for _ in self._inputs()) * (_EMBEDDING_BYTES + dimensions * of_number)
 
     def paths(self, number: int = 0) -> Paths:
         place = f"input[{number}]" if self._has_several else "input"
@@ -99,15 +109,18 @@ class EmbeddingList(BaseModel):
     model: str
     usage: ReadingUsage
 
-    @classmethod
-    def of(cls, body: EmbeddingRequest, found: Sequence[pb.EmbedResponse]) -> "EmbeddingList":
-        def encoded(vector: Sequence[float]) -> list[float] | str:
-            if body.encoding_format != "base64":
-                return list(vector)
-            return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
-        facts = [EmbeddingFacts(index=index, embedding=encoded(each.embedding)) for index, each in enumerate(found)]
-        return cls(data=facts, model=found[0].model, usage=_usage([each.usage for each in found]))
+async def embeddings(body: EmbeddingRequest, found: Sequence[pb.EmbedResponse]) -> AsyncGenerator[str, None]:
+    """The pieces of an `EmbeddingList`."""
+    yield '{"object":"list","data":['
+    for index, each in enumerate(found):
+        vector: Sequence[float] | str = each.embedding
+        if body.encoding_format == "base64":
+            vector = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+        facts = EmbeddingFacts(index=index, embedding=vector if isinstance(vector, str) else list(vector))
+        yield ("," if index else "") + facts.model_dump_json()
+    usage = _usage([each.usage for each in found]).model_dump_json()
+    yield f'],"model":{compact(found[0].model)},"usage":{usage}}}'
 
 
 def _pair(model: str, query: str, document: str, cache_salt: str) -> pb.ScoreRequest:
@@ -138,12 +151,12 @@ class ScoreRequest(Body):
     refused_fields = OF_READINGS
 
     model: Text = Field("", max_length=512, description="Empty: the only model that the service has.")
-    text_1: str | ListOf[str] = Field(description="Queries.")
-    text_2: str | ListOf[str] = Field(description="Documents.")
+    text_1: str | Documents = Field(description="Queries.")
+    text_2: str | Documents = Field(description="Documents.")
     cache_salt: Text = ""
 
-    def as_protocol(self) -> list[pb.ScoreRequest]:
-        """A request in the protocol of gRPC for each pair. Raises InvalidRequest."""
+    def as_protocol(self) -> Iterator[pb.ScoreRequest]:
+        """A request in the protocol of gRPC for each pair, made when it is asked for. Raises InvalidRequest."""
         queries = [self.text_1] if isinstance(self.text_1, str) else self.text_1
         documents = [self.text_2] if isinstance(self.text_2, str) else self.text_2
         if not 1 <= len(documents) <= MAX_DOCUMENTS:
@@ -152,7 +165,7 @@ class ScoreRequest(Body):
             raise InvalidRequest("text_1", "must be one text, or as many as text_2")
         if len(queries) == 1:
             queries = queries * len(documents)
-        return [_pair(self.model, *each, self.cache_salt) for each in zip(queries, documents, strict=True)]
+        return (_pair(self.model, *each, self.cache_salt) for each in zip(queries, documents, strict=True))
 
     def paths(self, number: int = 0) -> Paths:
         query = "text_1" if isinstance(self.text_1, str) else f"text_1[{number if len(self.text_1) > 1 else 0}]"
@@ -193,7 +206,7 @@ class RerankRequest(Body):
 
     model: Text = Field("", max_length=512, description="Empty: the only model that the service has.")
     query: str
-    documents: ListOf[str | DocumentText]
+    documents: Annotated[ListOf[str | DocumentText], MaxLen(MAX_DOCUMENTS)]
     top_n: Count | None = Field(None, description="Unset or 0: all documents are returned.")
     return_documents: Flag = True
     cache_salt: Text = ""
@@ -202,13 +215,13 @@ class RerankRequest(Body):
     def texts(self) -> list[str]:
         return [each if isinstance(each, str) else each.text for each in self.documents]
 
-    def as_protocol(self) -> list[pb.ScoreRequest]:
-        """A request in the protocol of gRPC for each document. Raises InvalidRequest."""
+    def as_protocol(self) -> Iterator[pb.ScoreRequest]:
+        """A request in the protocol of gRPC for each document, made when it is asked for. Raises InvalidRequest."""
         if not self.query:
             raise InvalidRequest("query", "must not be empty")
         if not 1 <= len(self.documents) <= MAX_DOCUMENTS:
             raise InvalidRequest("documents", f"must be 1 to {MAX_DOCUMENTS} texts")
-        return [_pair(self.model, self.query, each, self.cache_salt) for each in self.texts]
+        return (_pair(self.model, self.query, each, self.cache_salt) for each in self.texts)
 
     def paths(self, number: int = 0) -> Paths:
         of_text = "" if isinstance(self.documents[number], str) else ".text"
@@ -231,13 +244,13 @@ class Ranking(BaseModel):
 
     @classmethod
     def of(cls, body: RerankRequest, found: Sequence[pb.ScoreResponse]) -> "Ranking":
-        scores = [_relevance(each) for each in found]
+        scores, texts = [_relevance(each) for each in found], body.texts
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
         results = [
             RankedDocument(
                 index=index,
                 relevance_score=scores[index],
-                document=DocumentText(text=body.texts[index]) if body.return_documents else None,
+                document=DocumentText(text=texts[index]) if body.return_documents else None,
             )
             for index in order
         ]

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from corolla.client.http.answer_items import Item, ItemEvents, ItemKind, as_chunk
 from corolla.client.http.answers import Disturbances, compact, disturbances, escaped, now_s
+from corolla.client.http.log_probabilities import logprob_texts
 from corolla.client.http.responses import ResponseRequest
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2
@@ -77,6 +78,7 @@ class ItemList(BaseModel):
 _MOST_NOTE_BYTES: Final = 2048
 _OF_ANSWERS: Final = {"id", "object", "status", "error", "incomplete_details", "output", "usage"}
 """What a response has apart from the options of its request."""
+_NO_LOGPROBS: Final = '"logprobs":[]'
 _CUT_OFF: Final = frozenset({pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_TIME_LIMIT, pb.FINISH_REASON_CANCELLED})
 _ID_PREFIXES: Final = {ItemKind.REASONING: "rs_", ItemKind.TEXT: "msg_", ItemKind.CALL: "fc_"}
 _EVENTS: Final = {
@@ -133,12 +135,19 @@ class Reply:
                 return note
         return b""
 
-    def whole(self, answer: pb.ChatResponse) -> bytes:
-        """The body of a reply that is not streamed."""
-        writer = _Writer(self._id)
-        writer.take(as_chunk(answer))
+    async def whole(self, answer: pb.ChatResponse) -> AsyncGenerator[str, None]:
+        """The pieces of a reply that is not streamed, a `Response`."""
+        writer, chunk = _Writer(self._id), as_chunk(answer)
+        del chunk.logprobs[:]
+        writer.take(chunk)
         writer.end(is_cut=answer.finish_reason in _CUT_OFF)
-        return self._ended(writer.output, answer.finish_reason, answer.usage).model_dump_json().encode()
+        text = self._ended(writer.output, answer.finish_reason, answer.usage).model_dump_json()
+        # The output comes before everything else of the caller that is no text, so its empty list is the first one.
+        head, place, tail = text.partition(_NO_LOGPROBS)
+        yield head + place[:-1]
+        async for piece in logprob_texts(answer.logprobs if place else ()):
+            yield piece
+        yield place[-1:] + tail
 
     async def replayed(self, answer: pb.ChatResponse, after: int = -1) -> AsyncGenerator[bytes, None]:
         """Yields the events of a finished answer that come after the event of a number."""

@@ -6,13 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, Self
 
+from annotated_types import MaxLen
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from corolla.chassis.errors import InvalidRequest, ResourceNotFound
+from corolla.client.api.conversations import MAX_MESSAGES, MAX_TOOLS
 from corolla.client.http.chat import (
     MAX_EFFORT_CHARS,
     AllowedTools,
-    ContentPart,
+    ContentParts,
     Function,
     FunctionName,
     ToolMode,
@@ -25,6 +27,7 @@ from corolla.client.http.chat import (
 )
 from corolla.client.http.field_paths import Paths, shown
 from corolla.client.http.fields import (
+    MAX_NAMES,
     UNLIMITED,
     Body,
     Count,
@@ -58,7 +61,7 @@ class Item(Fields):
 class MessageItem(Item):
     type: Literal["message"] | None = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | ListOf[ContentPart] | None = None
+    content: str | ContentParts | None = None
     phase: Any = Tolerated
 
 
@@ -76,13 +79,13 @@ class FunctionOutputItem(Item):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | ListOf[ContentPart] | None = None
+    output: str | ContentParts | None = None
 
 
 class ReasoningItem(Item):
     type: Literal["reasoning"]
-    summary: ListOf[ContentPart] | None = None
-    content: ListOf[ContentPart] | None = None
+    summary: ContentParts | None = None
+    content: ContentParts | None = None
     encrypted_content: Annotated[Any, Ignored()] = Unheeded
 
 
@@ -186,7 +189,7 @@ class ResponseRequest(SamplingFields):
 
     refused_fields = OF_RESPONSES
 
-    input: str | ListOf[InputItem] | None = None
+    input: str | Annotated[ListOf[InputItem], MaxLen(MAX_MESSAGES)] | None = None
     instructions: str | None = Field(
         None, description="A system message in front of the whole conversation, for this response only."
     )
@@ -195,12 +198,14 @@ class ResponseRequest(SamplingFields):
     stream: bool | None = None
     stream_options: Annotated[Any, Ignored(({"include_obfuscation": False},))] = Unheeded
     max_output_tokens: Int32 | None = Field(None, description="Unset or -1: as many as context and quota allow.")
-    tools: ListOf[AnyResponseTool] | None = None
+    tools: Annotated[ListOf[AnyResponseTool], MaxLen(MAX_TOOLS)] | None = None
     tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    include: ListOf[str] | None = Field(None, description=f"`{_LOGPROBS}`; others are ignored.")
+    include: Annotated[ListOf[str], MaxLen(MAX_NAMES)] | None = Field(
+        None, description=f"`{_LOGPROBS}`; others are ignored."
+    )
     top_logprobs: Int32 | None = Field(None, description="0 to 20.")
     truncation: Annotated[Any, Ignored(("disabled",))] = Field(
         None, description="Without effect: conversations are never cut."

@@ -1,10 +1,9 @@
 """The routes of HTTP: each one reads a request, calls the servicer of gRPC, and writes its answer."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from datetime import UTC, datetime
-from functools import partial
 from typing import Final, Literal, TypeVar
 
 from pydantic import BaseModel, Field
@@ -15,7 +14,7 @@ from corolla.chassis.merge import merge
 from corolla.client.api.replies import finish_reason, recorded_message
 from corolla.client.api.servicer import GenerationServicer
 from corolla.client.api.tenants import KeyHolder
-from corolla.client.http import chat_replies, completions, message_replies
+from corolla.client.http import chat_replies, completions, message_replies, readings, tokenization
 from corolla.client.http.answers import now_s
 from corolla.client.http.chat import ChatCompletionRequest
 from corolla.client.http.completions import CompletionRequest
@@ -24,7 +23,6 @@ from corolla.client.http.fields import Body, Text
 from corolla.client.http.messages import CountTokensRequest, MessageRequest
 from corolla.client.http.placement_stream import PlacementStream
 from corolla.client.http.readings import (
-    EmbeddingList,
     EmbeddingRequest,
     Ranking,
     RerankRequest,
@@ -43,17 +41,19 @@ from corolla.client.http.responses import (
 from corolla.client.http.tokenization import (
     Detokenized,
     DetokenizeRequest,
-    Tokenized,
     TokenizeRequest,
     TokenizerFacts,
 )
+from corolla.client.reply_sizes import ANY_ROOM, CHATS, COMPLETIONS, RESPONSES, STREAMED_RESPONSES, ReplyRoom
 from corolla.decoding.stopping import FinishReason
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2
 
+Request = TypeVar("Request", pb.EmbedRequest, pb.ScoreRequest)
 Result = TypeVar("Result")
 
 _MAX_PARALLEL: Final = 16
+_MAX_PARALLEL_BYTES: Final = 1 << 20
 
 
 class ModelFacts(BaseModel):
@@ -116,11 +116,18 @@ class HttpRoutes:
         model: the name of the model that is served.
         is_serving: returns whether the service takes requests.
         placement: the stream for watchers.
+        max_reply_bytes: how large a reply may be that is not streamed.
     """
 
     def __init__(
-        self, servicer: GenerationServicer, model: str, is_serving: Callable[[], bool], placement: PlacementStream
+        self,
+        servicer: GenerationServicer,
+        model: str,
+        is_serving: Callable[[], bool],
+        placement: PlacementStream,
+        max_reply_bytes: int,
     ) -> None:
+        self._max_reply_bytes = max_reply_bytes
         self._servicer = servicer
         self._model = model
         self._is_serving = is_serving
@@ -152,7 +159,7 @@ class HttpRoutes:
         request = body.as_protocol()
         wishes = {"has_logprobs": bool(body.logprobs), "has_token_ids": body.has_token_ids}
         if body.stream:
-            chunks = self._servicer.ChatStream(request, call)
+            chunks = self._servicer.ChatStream(request, call, ANY_ROOM)
             events = chat_replies.events(
                 chunks,
                 body.model or self._model,
@@ -164,21 +171,21 @@ class HttpRoutes:
                 await exchange.stream(events)
             return
         with body.in_own_words():
-            answer = await self._servicer.Chat(request, call)
-        await exchange.reply(chat_replies.reply(answer, **wishes))
+            answer = await self._servicer.Chat(request, call, ReplyRoom(CHATS, self._max_reply_bytes))
+        await exchange.reply_in_pieces(chat_replies.reply(answer, **wishes))
 
     async def create_message(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Answers a conversation in Anthropic's dialect."""
         body = await exchange.read(MessageRequest)
         request = body.as_protocol()
         if body.stream:
-            chunks = self._servicer.ChatStream(request, call)
+            chunks = self._servicer.ChatStream(request, call, ANY_ROOM)
             events = message_replies.events(chunks, body.model or self._model, shows_thinking=body.thinks)
             with body.in_own_words():
                 await exchange.stream(events)
             return
         with body.in_own_words():
-            answer = await self._servicer.Chat(request, call)
+            answer = await self._servicer.Chat(request, call, ReplyRoom(CHATS, self._max_reply_bytes))
         await exchange.reply(message_replies.reply(answer, shows_thinking=body.thinks))
 
     async def count_tokens(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
@@ -196,14 +203,15 @@ class HttpRoutes:
             reply = Reply(body, turn.response_id if turn is not None else new_response_id(), body.model or self._model)
             call.note = reply.note
             if body.stream:
-                events = reply.events(_until_kept(self._servicer.ChatStream(request, call), is_kept))
+                room = ReplyRoom(STREAMED_RESPONSES, self._max_reply_bytes) if body.has_logprobs else ANY_ROOM
+                events = reply.events(_until_kept(self._servicer.ChatStream(request, call, room), is_kept))
                 with body.in_own_words(len(earlier)):
                     await exchange.stream(events)
                 return
             with body.in_own_words(len(earlier)):
-                answer = await self._servicer.Chat(request, call)
+                answer = await self._servicer.Chat(request, call, ReplyRoom(RESPONSES, self._max_reply_bytes))
             is_kept.set()
-            await exchange.reply(reply.whole(answer))
+            await exchange.reply_in_pieces(reply.whole(answer))
 
     @asynccontextmanager
     async def _turn(
@@ -255,7 +263,7 @@ class HttpRoutes:
         if query.stream:
             await exchange.stream(reply.replayed(answer, -1 if query.starting_after is None else query.starting_after))
         else:
-            await exchange.reply(reply.whole(answer))
+            await exchange.reply_in_pieces(reply.whole(answer))
 
     async def list_input_items(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Lists the items of the conversation before a stored response."""
@@ -287,10 +295,11 @@ class HttpRoutes:
     async def complete(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Completes prompts."""
         body = await exchange.read(CompletionRequest)
-        requests = body.as_protocol()
+        requests = self._checked(body, call)
         wishes = {"has_logprobs": body.logprobs is not None, "has_token_ids": body.has_token_ids}
         if body.stream:
-            streams = [self._servicer.GenerateStream(each, call) for each in requests]
+            room = ReplyRoom(COMPLETIONS, self._max_reply_bytes // len(requests), is_streamed=True)
+            streams = [self._servicer.GenerateStream(each, call, room) for each in requests]
             chunks = merge([_in_words_of(body, number, each) for number, each in enumerate(streams)])
             await exchange.stream(
                 completions.events(
@@ -304,27 +313,30 @@ class HttpRoutes:
             )
             return
         # All prompts are completed at the same time; the first failure ends the others.
-        calls = [_in_words_of(body, number, self._generated(each, call)) for number, each in enumerate(requests)]
+        room = ReplyRoom(COMPLETIONS, self._max_reply_bytes // len(requests))
+        calls = [_in_words_of(body, number, self._generated(each, call, room)) for number, each in enumerate(requests)]
         found = {index: each async for index, each in merge(calls)}
         responses = [found[index] for index in range(len(requests))]
-        await exchange.reply(completions.reply(responses, body.num_completions, **wishes))
+        await exchange.reply_in_pieces(completions.reply(responses, body.num_completions, **wishes))
 
     async def embed(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Makes vectors of texts from the model's last hidden states."""
         body = await exchange.read(EmbeddingRequest)
-        found = await _all(body, (partial(self._servicer.Embed, each, call) for each in body.as_protocol()))
-        await _reply(exchange, EmbeddingList.of(body, found))
+        num_bytes = body.most_reply_bytes(self._servicer.hidden_size)
+        ReplyRoom(COMPLETIONS, self._max_reply_bytes).check_bytes(num_bytes, "input")
+        found = await _all(body, body.as_protocol(), lambda each: self._servicer.Embed(each, call))
+        await exchange.reply_in_pieces(readings.embeddings(body, found))
 
     async def score(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Tells how probable queries are after documents."""
         body = await exchange.read(ScoreRequest)
-        found = await _all(body, (partial(self._servicer.Score, each, call) for each in body.as_protocol()))
+        found = await _all(body, body.as_protocol(), lambda each: self._servicer.Score(each, call, ANY_ROOM))
         await _reply(exchange, ScoreList.of(found))
 
     async def rerank(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Orders documents by how probable a query is after each of them."""
         body = await exchange.read(RerankRequest)
-        found = await _all(body, (partial(self._servicer.Score, each, call) for each in body.as_protocol()))
+        found = await _all(body, body.as_protocol(), lambda each: self._servicer.Score(each, call, ANY_ROOM))
         await _reply(exchange, Ranking.of(body, found))
 
     async def describe_tokenizer(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
@@ -339,13 +351,8 @@ class HttpRoutes:
         with body.in_own_words():
             found = await self._servicer.Tokenize(request, call)
         model = await self._servicer.GetModel(pb.GetModelRequest(model=self._model), call)
-        tokenized = Tokenized(
-            tokens=list(found.token_ids),
-            count=len(found.token_ids),
-            max_model_len=model.context_length,
-            token_strs=list(found.tokens) if body.return_token_strs else None,
-        )
-        await _reply(exchange, tokenized)
+        texts = found.tokens if body.return_token_strs else None
+        await exchange.reply_in_pieces(tokenization.reply(found.token_ids, model.context_length, texts))
 
     async def detokenize(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Joins tokens to a text."""
@@ -379,10 +386,18 @@ class HttpRoutes:
         call.caller.check(None, *self._servicer.model_names)
         await exchange.stream(self._placement.watch(call.caller), is_watch=True)
 
+    def _checked(self, body: CompletionRequest, call: Call[KeyHolder]) -> list[pb.GenerateRequest]:
+        """A request for each prompt. What they share is only repeated after the service has accepted the first one."""
+        requests = body.as_protocol()
+        first = next(requests)
+        with body.in_own_words(0):
+            self._servicer.check_text(first, call)
+        return [first, *requests]
+
     async def _generated(
-        self, request: pb.GenerateRequest, call: Call[KeyHolder]
+        self, request: pb.GenerateRequest, call: Call[KeyHolder], room: ReplyRoom
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        yield await self._servicer.Generate(request, call)
+        yield await self._servicer.Generate(request, call, room)
 
     def _facts(self, model: pb.Model) -> ModelFacts:
         return ModelFacts(
@@ -414,22 +429,30 @@ async def _in_words_of(body: Body, number: int, results: AsyncGenerator[Result, 
                 yield each
 
 
-async def _all(body: Body, calls: Iterable[Callable[[], Awaitable[Result]]]) -> list[Result]:
-    """Makes a body's calls, a few at a time, and returns their results in order. The first failure ends the others."""
-    room = asyncio.Semaphore(_MAX_PARALLEL)
+async def _all(body: Body, requests: Iterator[Request], ask: Callable[[Request], Awaitable[Result]]) -> list[Result]:
+    """Asks for a body's requests, a few at a time, and returns the results in order. The first failure ends the others.
 
-    async def one(number: int, call: Callable[[], Awaitable[Result]]) -> Result:
-        async with room:
-            with body.in_own_words(number):
-                return await call()
+    The requests may repeat a long text, so each is made when its turn comes, and the first one is tried alone.
+    """
+    first = next(requests)
+    with body.in_own_words(0):
+        results = {0: await ask(first)}
+    pending = enumerate(requests, start=1)
 
-    tasks = [asyncio.ensure_future(one(*each)) for each in enumerate(calls)]
+    async def work() -> None:
+        for index, request in pending:
+            with body.in_own_words(index):
+                results[index] = await ask(request)
+
+    most = min(_MAX_PARALLEL, max(1, _MAX_PARALLEL_BYTES // first.ByteSize()))
+    tasks = [asyncio.create_task(work()) for _ in range(most)]
     try:
-        return await asyncio.gather(*tasks)
+        await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+    return [results[index] for index in range(len(results))]
 
 
 async def _reply(exchange: Exchange, value: BaseModel) -> None:

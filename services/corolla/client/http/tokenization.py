@@ -1,15 +1,20 @@
 """`/tokenize` and `/detokenize`, in the form of vLLM."""
 
-from typing import Any
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Final
 
 from pydantic import BaseModel, Field
 
 from corolla.chassis.errors import InvalidRequest
-from corolla.client.http.chat import AnyTool, ChatMessage, allowed_places, message_of, struct_of, tools_of
+from corolla.client.http.answers import compact
+from corolla.client.http.chat import Messages, Tools, allowed_places, message_of, struct_of, tools_of
 from corolla.client.http.field_paths import Paths
-from corolla.client.http.fields import Body, Flag, ListOf, Text, TokenId
+from corolla.client.http.fields import Body, Flag, Text, TokenIds
 from corolla.client.http.foreign_fields import OF_READINGS
 from corolla.v1 import generation_pb2 as pb
+
+_PIECE_VALUES: Final = 1 << 14
 
 
 class TokenizeRequest(Body):
@@ -19,8 +24,8 @@ class TokenizeRequest(Body):
 
     model: Text = Field("", max_length=512, description="Empty: the only model that the service has.")
     prompt: str | None = Field(None, description="One of prompt and messages must be set.")
-    messages: ListOf[ChatMessage] | None = Field(None, description="They go through the model's chat template.")
-    tools: ListOf[AnyTool] | None = None
+    messages: Messages | None = Field(None, description="They go through the model's chat template.")
+    tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: Flag = False
     add_special_tokens: bool | None = Field(
@@ -62,6 +67,29 @@ class Tokenized(BaseModel):
     token_strs: list[str] | None = None
 
 
+async def reply(
+    token_ids: Sequence[int], context_length: int, texts: Sequence[str] | None
+) -> AsyncGenerator[str, None]:
+    """The pieces of a `Tokenized`."""
+    yield '{"tokens":['
+    async for piece in _in_pieces(token_ids):
+        yield piece
+    yield f'],"count":{len(token_ids)},"max_model_len":{context_length},"token_strs":'
+    if texts is None:
+        yield "null}"
+        return
+    yield "["
+    async for piece in _in_pieces(texts):
+        yield piece
+    yield "]}"
+
+
+async def _in_pieces(values: Sequence[int] | Sequence[str]) -> AsyncGenerator[str, None]:
+    for start in range(0, len(values), _PIECE_VALUES):
+        yield ("," if start else "") + compact(list(values[start : start + _PIECE_VALUES]))[1:-1]
+        await asyncio.sleep(0)
+
+
 class TokenizerFacts(BaseModel):
     """The tokenizer, by the names of transformers' tokenizer files."""
 
@@ -78,7 +106,7 @@ class DetokenizeRequest(Body):
     """Tokens to join to a text."""
 
     model: Text = Field("", max_length=512, description="Empty: the only model that the service has.")
-    tokens: ListOf[TokenId]
+    tokens: TokenIds
     skip_special_tokens: Flag = False
 
     def as_protocol(self) -> pb.DetokenizeRequest:

@@ -9,6 +9,7 @@ from typing import Any, Final
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from corolla.chassis.errors import CheckpointError, InvalidRequest, context_exceeded
+from corolla.client.reply_sizes import TokenWidths
 from corolla.client.text import token_bytes
 from corolla.client.text.pattern_trial import try_patterns
 
@@ -16,6 +17,7 @@ from corolla.client.text.pattern_trial import try_patterns
 _FIRST_CHARS_PER_TOKEN: Final = 6
 _MAX_TOKENS_AT_CUT: Final = 128
 _BEGINNING_CHARS: Final = 2
+_FEW_TOKENS: Final = 256
 
 
 class TextTokenizer:
@@ -23,7 +25,7 @@ class TextTokenizer:
 
     def __init__(self, hf_tokenizer: PreTrainedTokenizerBase) -> None:
         self.hf_tokenizer = hf_tokenizer
-        self._decode = _decoder(hf_tokenizer)
+        self._decode, self._decode_many = _decoders(hf_tokenizer)
         added_tokens = hf_tokenizer.added_tokens_decoder.items()
         self.special_token_ids = frozenset(
             {*hf_tokenizer.all_special_ids, *(token_id for token_id, token in added_tokens if token.special)}
@@ -113,13 +115,12 @@ class TextTokenizer:
             return None
         if not isinstance(self.hf_tokenizer, PreTrainedTokenizerFast):
             return 0, len(text)
-        encoding = self.hf_tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+        encoding = _encoded(self.hf_tokenizer.backend_tokenizer, text)
         # The token for unknown characters does not count: no text spells it.
         spelled_ids = self.special_token_ids - {self.hf_tokenizer.unk_token_id}
-        found = [
-            offsets for token_id, offsets in zip(encoding.ids, encoding.offsets, strict=True) if token_id in spelled_ids
-        ]
-        return (found[0][0], found[-1][1]) if found else None
+        found = [index for index, token_id in enumerate(encoding.ids) if token_id in spelled_ids]
+        # The offsets of all tokens together would be a long list.
+        return (encoding.token_to_chars(found[0])[0], encoding.token_to_chars(found[-1])[1]) if found else None
 
     def check_text(self, text: str, max_tokens: int | None = None) -> None:
         """Checks a text before it is encoded. Raises the errors of `encode`."""
@@ -144,7 +145,7 @@ class TextTokenizer:
             plain = type(backend).from_str(backend.to_str())
             plain.encode_special_tokens = True
             self._plain = plain
-        return list(self._plain.encode(text, add_special_tokens=False).ids)
+        return list(_encoded(self._plain, text).ids)
 
     def _refuse_long(self, text: str, max_tokens: int) -> None:
         """Refuses a long text by its beginning, whose tokens are those of the whole text except for some at the cut."""
@@ -156,6 +157,8 @@ class TextTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the ids, exactly as the tokenizer decodes it; bytes that are not UTF-8 become U+FFFD."""
+        if self._decode_many is not None and len(token_ids) > _FEW_TOKENS:
+            return str(self._decode_many([list(token_ids)], skip_special_tokens)[0])
         return self._decode(list(token_ids), skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
@@ -184,9 +187,21 @@ class TextTokenizer:
                 return token_bytes.from_sentence_piece(token) if found is None else found
         return self.token_text(token_id).encode()
 
+    def widths(self) -> TokenWidths:
+        """How many bytes the tokens take in replies."""
+        return TokenWidths.of(map(self.token_bytes, range(self.vocab_size)))
 
-def _decoder(hf_tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int], bool], str]:
-    """A function that decodes ids; its second argument says whether to skip special tokens.
+
+def _encoded(backend: Any, text: str) -> Any:
+    """A text's encoding. Other Python code runs meanwhile, which `encode` does not allow."""
+    return backend.encode_batch([text], add_special_tokens=False)[0]
+
+
+def _decoders(
+    hf_tokenizer: PreTrainedTokenizerBase,
+) -> tuple[Callable[[list[int], bool], str], Callable[[list[list[int]], bool], list[str]] | None]:
+    """A function that decodes ids; its second argument says whether to skip special tokens. And a function for several
+    lists of ids, if there is one: it lets other Python code run meanwhile, and takes longer for a few ids.
 
     The service calls the function for each token of each answer. transformers' own function would spend most of the
     time on checking for arrays, tensors and batches, so this is the Rust tokenizer's function unless the checkpoint's
@@ -196,12 +211,11 @@ def _decoder(hf_tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int], bool
     if PreTrainedTokenizerFast in classes:
         own = classes[: classes.index(PreTrainedTokenizerFast)]
         if not any({"decode", "_decode"} & vars(each).keys() for each in own):
-            decode: Callable[[list[int], bool], str] = hf_tokenizer.backend_tokenizer.decode
-            return decode
+            return hf_tokenizer.backend_tokenizer.decode, hf_tokenizer.backend_tokenizer.decode_batch
 
     def decode_by_class(token_ids: list[int], skip_special_tokens: bool) -> str:
         return str(
             hf_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
         )
 
-    return decode_by_class
+    return decode_by_class, None

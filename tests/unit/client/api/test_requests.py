@@ -12,13 +12,14 @@ from corolla.chassis.tenant_limits import TenantLimits
 from corolla.client.adapters import ModelNames
 from corolla.client.api.keys import NewKey, Scope
 from corolla.client.api.requests import RequestParser
-from corolla.client.api.servicer import GenerationServicer
+from corolla.client.api.servicer import CallBounds, GenerationServicer
 from corolla.client.api.tenants import KeyHolder
 from corolla.client.generation.admission import Caller, RequestCounts
 from corolla.client.generation.answer import Delta
 from corolla.client.generation.request import AnyRequest
 from corolla.client.generation.resumption import Resumption
 from corolla.client.output_parsing.parser_choice import OutputFormat
+from corolla.client.reply_sizes import ANY_ROOM
 from corolla.decoding.stopping import FinishReason
 from corolla.v1 import generation_pb2 as pb
 
@@ -71,7 +72,8 @@ async def replies_to(method: str, message: WatchedMessage, scope: Scope) -> list
     servicer = GenerationServicer(
         pb.Model(name="m", vocab_size=10, context_length=100),
         tokenizations=unused, transcripts=unused, sessions=unused, placement=unused,
-        tokenizer=TOKENIZER, cache_salts=SALTS, names=ModelNames(["m"], unused), farewell_s=0.2, **parts,
+        tokenizer=TOKENIZER, cache_salts=SALTS, names=ModelNames(["m"], unused),
+        bounds=CallBounds(farewell_s=0.2, max_reply_bytes=1 << 20), **parts,
     )  # fmt: skip
     call: Any = SimpleNamespace(
         caller=KeyHolder("acme", NewKey("acme", scopes=[scope]).record),
@@ -126,7 +128,9 @@ async def test_the_message_is_not_read_behind_its_request(
 def parsed(message: Any, answer_seconds: float | None = None) -> AnyRequest:
     parser = RequestParser(10, 100, 16, frozenset(), OutputFormat.of(TOKENIZER), SALTS)
     parse: Any = parser.chat if isinstance(message, pb.ChatRequest) else parser.text
-    request: AnyRequest = parse(message, Caller("acme", RequestCounts(), answer_seconds=answer_seconds), "fine")
+    request: AnyRequest = parse(
+        message, Caller("acme", RequestCounts(), answer_seconds=answer_seconds), "fine", ANY_ROOM
+    )
     return request
 
 

@@ -170,7 +170,8 @@ ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
 def a_form(message: pb.ChatRequest | pb.GenerateRequest) -> AnswerFormat:
     caller = Caller("acme", RequestCounts())
     chat = isinstance(message, pb.ChatRequest)
-    request = PARSER.chat(message, caller, "") if chat else PARSER.text(message, caller, "")  # type: ignore[arg-type]
+    parse: Any = PARSER.chat if chat else PARSER.text
+    request = parse(message, caller, "", ANY_ROOM)
     assert request.form is not None
     return request.form
 
@@ -180,7 +181,7 @@ def of_chat(**fields: Any) -> AnswerFormat:
 
 
 def of_completion(**fields: Any) -> AnswerFormat:
-    return a_form(CompletionRequest.model_validate_json(json.dumps({"prompt": "a", **fields})).as_protocol()[0])
+    return a_form(next(CompletionRequest.model_validate_json(json.dumps({"prompt": "a", **fields})).as_protocol()))
 
 
 def of_response(**fields: Any) -> AnswerFormat:
