@@ -14,7 +14,7 @@ from corolla.decoding.parameters import MAX_LOGPROBS
 
 MIB: Final = 1 << 20
 DEFAULT_GRPC_BYTES: Final = 4 * MIB
-"""What clients of gRPC receive unless they are told otherwise."""
+"""What clients of gRPC receive by default."""
 LIMIT_KEY: Final = "x-corolla-max-reply-bytes"
 """The metadata in which a caller of gRPC states how large a reply it receives."""
 
@@ -120,7 +120,7 @@ class ReplyRoom:
         Args:
             num_echoed: the number of the prompt's tokens that come back.
 
-        Raises ReplyTooLarge if there is no room for what comes besides the answers' tokens.
+        Raises ReplyTooLarge if there is no room for all but the answers' tokens.
         """
         form = self.form
         token_bytes = form.token_bytes(widths, num_logprobs)

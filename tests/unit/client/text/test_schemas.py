@@ -13,11 +13,13 @@ from corolla.chain.cache_salts import CacheSalts
 from corolla.chassis.errors import InvalidRequest
 from corolla.client.api.requests import RequestParser
 from corolla.client.generation.admission import Caller, RequestCounts
+from corolla.client.generation.request import AnyRequest
 from corolla.client.http.chat import ChatCompletionRequest
 from corolla.client.http.completions import CompletionRequest
 from corolla.client.http.responses import ResponseRequest
 from corolla.client.output_parsing.formats import HERMES
 from corolla.client.output_parsing.parser_choice import OutputFormat
+from corolla.client.reply_sizes import ANY_ROOM
 from corolla.client.text import formats, schemas
 from corolla.client.text.formats import AnswerFormat, grammar_of
 from corolla.sdk.requests import chat_request
@@ -171,7 +173,7 @@ def a_form(message: pb.ChatRequest | pb.GenerateRequest) -> AnswerFormat:
     caller = Caller("acme", RequestCounts())
     chat = isinstance(message, pb.ChatRequest)
     parse: Any = PARSER.chat if chat else PARSER.text
-    request = parse(message, caller, "", ANY_ROOM)
+    request: AnyRequest = parse(message, caller, "", ANY_ROOM)
     assert request.form is not None
     return request.form
 
