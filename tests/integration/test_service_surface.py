@@ -79,11 +79,15 @@ def address(service: Any) -> str:
     return f"127.0.0.1:{service.control_port if isinstance(service, BlockServer) else service.port}"
 
 
-async def listed(channel: grpc.aio.Channel) -> set[str]:
-    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
-    request = reflection_pb2.ServerReflectionRequest(list_services="")
-    async for answer in stub.ServerReflectionInfo(iter([request])):
-        return {service.name for service in answer.list_services_response.service}
+async def reflected(channel: Any, version: str, **asked: Any) -> Any:
+    """What reflection answers in one of its versions, whose messages are the same."""
+    ask = channel.stream_stream(
+        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+    )
+    async for answer in ask(iter([reflection_pb2.ServerReflectionRequest(**asked)])):
+        return answer
     raise AssertionError("no answer")
 
 
@@ -98,16 +102,19 @@ async def test_health_reports_the_process_and_each_of_its_services(kind: str, sw
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
 @each_service
-async def test_reflection_lists_and_describes_what_is_served(kind: str, swarm: Swarm) -> None:
+async def test_reflection_lists_and_describes_what_is_served(kind: str, version: str, swarm: Swarm) -> None:
     async with open_channel(address(services(swarm)[kind])) as channel:
-        assert SERVICES[kind] in await listed(channel)
-        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
-        request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICES[kind])
-        async for answer in stub.ServerReflectionInfo(iter([request])):
+        listed = await reflected(channel, version, list_services="")
+        names = {service.name for service in listed.list_services_response.service}
+        assert names >= {SERVICES[kind], *(f"grpc.reflection.{each}.ServerReflection" for each in ("v1", "v1alpha"))}
+        for name in names:
+            answer = await reflected(channel, version, file_containing_symbol=name)
             (data, *_) = answer.file_descriptor_response.file_descriptor_proto
             described = FileDescriptorProto.FromString(data)
-            assert SERVICES[kind].rpartition(".")[2] in {service.name for service in described.service}
+            package, _, service = name.rpartition(".")
+            assert (described.package, service in {each.name for each in described.service}) == (package, True)
 
 
 @each_service

@@ -3,9 +3,9 @@
 import grpc
 from google.protobuf import descriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from corolla.chassis.channels import CallerBounds, bind, new_server
+from corolla.chassis.reflection import add_reflection
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -49,7 +49,7 @@ class RpcServer:
     async def start(self) -> None:
         await self._set_all(_NOT_SERVING)
         if self._with_reflection:
-            reflection.enable_server_reflection([*self._services, reflection.SERVICE_NAME], self._server)
+            add_reflection(self._services, self._server)
         self._is_started = True
         await self._server.start()
 
