@@ -381,8 +381,8 @@ class Raw:
 
 async def test_heads_and_bodies_that_do_not_come_are_not_waited_for(swarm: Swarm) -> None:
     silent, half_head, half_body = [await Raw.to(swarm) for _ in range(3)]
-    half_head.writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n")
-    half_body.writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{")
+    half_head.writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n")
+    half_body.writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
     assert await silent.rest() == b""
     assert await half_head.rest() == b""
     assert b" 504 " in (await half_body.rest()).partition(b"\r\n")[0]
@@ -390,7 +390,7 @@ async def test_heads_and_bodies_that_do_not_come_are_not_waited_for(swarm: Swarm
 
 async def test_a_body_without_a_length_is_counted_as_it_comes(swarm: Swarm) -> None:
     raw = await Raw.to(swarm)
-    raw.writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n")
+    raw.writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n")
     for _ in range(100):
         raw.writer.write(b"1000\r\n" + b" " * 0x1000 + b"\r\n")
     assert (await raw.rest()).startswith(b"HTTP/1.1 413 ")
