@@ -10,6 +10,7 @@ from corolla.chassis import errors
 from corolla.chassis.status import from_reason
 from corolla.client.http.chat import ChatCompletionRequest
 from corolla.client.http.completions import CompletionRequest
+from corolla.client.http.dialects import ANTHROPIC
 from corolla.client.http.errors import body_of, facts_of, headers_of, status_of
 from corolla.client.http.field_paths import callers_path
 from corolla.client.http.readings import EmbeddingRequest, RerankRequest, ScoreRequest
@@ -85,6 +86,8 @@ def test_each_label_has_its_status(kind: type[errors.CorollaError]) -> None:
 def test_whose_fault_it_is_shows_in_the_status(kind: type[errors.CorollaError]) -> None:
     facts = facts_of(made(kind))
     assert (facts["type"], facts["code"]) == (facts["type"].lower(), facts["code"].lower())
+    anthropics = json.loads(ANTHROPIC.error_body(made(kind), "req_1"))["error"]["type"]
+    assert (anthropics == "api_error") == (status_of(made(kind)) == 500)
     if kind is not errors.QueueFull:  # its status is the same where only the tenant's own share is full
         assert (status_of(made(kind)) < 500) == kind.is_callers_fault
 

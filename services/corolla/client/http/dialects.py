@@ -35,6 +35,7 @@ _ANTHROPICS_TYPES: Final = MappingProxyType(
         401: "authentication_error",
         403: "permission_error",
         404: "not_found_error",
+        405: "invalid_request_error",
         408: "timeout_error",
         409: "conflict_error",
         413: "request_too_large",
