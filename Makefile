@@ -73,8 +73,10 @@ lock: setup ## Resolves pyproject.toml into the locks, keeping pins that still f
 	@printf 'cyclonedx-bom>=7.5,<8\npip-audit>=2.10,<3\n' | uv pip compile - --quiet $(UPGRADE) --universal \
 	  --python-version 3.11 --generate-hashes --no-annotate --default-index https://pypi.org/simple \
 	  --custom-compile-command 'make lock' --output-file requirements/tools.txt
-	@printf 'anthropic>=2.14,<3\nguidance>=0.3,<1\ninstructor>=1,<2\nlangchain-openai>=1.7,<2\nlitellm>=1.110,<2\nllm>=0.32,<0.33\nopenai>=3.57,<4\npydantic-ai-slim[openai]>=2,<3\nschemathesis>=4.32,<5\nsmolagents[openai]>=1.26,<2\n' | \
+	@printf '%s\n' 'anthropic>=2.14,<3' 'guidance>=0.3,<1' 'instructor>=1.17,<2' 'langchain-openai>=1.7,<2' \
+	  'litellm>=1.110,<2' 'llm>=0.32,<0.33' 'openai>=3.57,<4' 'pydantic-ai-slim[openai]>=2,<3' 'schemathesis>=4.32,<5' 'smolagents[openai]>=1.26,<2' | \
 	  uv pip compile - --quiet $(UPGRADE) --universal --python-version 3.11 --generate-hashes --no-annotate \
+	  --overrides <(printf '%s\n' 'jiter>=0.16' 'rich>=15') --excludes <(echo ipywidgets) \
 	  --default-index https://pypi.org/simple --custom-compile-command 'make lock' \
 	  --output-file requirements/http-clients.txt
 	@echo 'lm-eval[api]>=0.4.13,<0.5' | uv pip compile - --quiet $(UPGRADE) --universal \

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import openai
+from cars import QUESTION, Car
 from openai import AsyncOpenAI, OpenAI
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Who is the thin man?"}]
@@ -108,6 +109,19 @@ def strict_json(client: OpenAI) -> None:
         assert set(found) == {"yes", "count"}
 
 
+def parsed(client: OpenAI) -> None:
+    """What the package makes of a model of pydantic's, and makes of the answer."""
+    options: dict[str, Any] = {**GREEDY, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 300}
+    by_format = client.chat.completions.parse(**options, response_format=Car).choices[0].message.parsed
+    assert isinstance(by_format, Car)
+    tool = openai.pydantic_function_tool(Car)
+    called = client.chat.completions.parse(**options, tools=[tool], tool_choice="required", parallel_tool_calls=False)
+    (call,) = called.choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Car)
+    by_response = client.responses.parse(**GREEDY, input=QUESTION, text_format=Car, max_output_tokens=300)
+    assert by_response.output_parsed == by_format
+
+
 def tools(client: OpenAI) -> None:
     asked: dict[str, Any] = {
         **GREEDY,
@@ -151,6 +165,7 @@ def main(url: str, key: str, what: str, _: str = "") -> None:
         known_answer(client)
     else:
         strict_json(client)
+        parsed(client)
         tools(client)
 
 

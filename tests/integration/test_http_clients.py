@@ -33,7 +33,10 @@ async def run(*arguments: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["chats", "tools"])
-@pytest.mark.parametrize("package", ["anthropic", "openai", "langchain", "pydantic_ai", "litellm", "llm", "smolagents"])
+@pytest.mark.parametrize(
+    "package",
+    ["anthropic", "openai", "langchain", "pydantic_ai", "litellm", "llm", "smolagents", "instructor", "guidance"],
+)
 async def test_a_client_finds_what_it_knows(swarm: Swarm, package: str, what: str) -> None:
     await run(script(package), swarm.url, KEY, what)
 
