@@ -38,7 +38,8 @@ _LEAVES = st.one_of(
 def _objects(draw: st.DrawFn, inner: st.SearchStrategy[dict[str, Any]]) -> dict[str, Any]:
     properties = draw(st.dictionaries(_NAMES, inner, max_size=4))
     required = [name for name in properties if draw(st.booleans())]
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    closed = {"additionalProperties": False} if draw(st.booleans()) else {}
+    return {"type": "object", "properties": properties, "required": required, **closed}
 
 
 def _composed(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:

@@ -251,7 +251,7 @@ async def test_an_answer_keeps_its_form_and_its_tokens_when_a_hop_dies(
 
 
 async def test_a_caller_learns_what_its_schema_asks_in_vain(swarm: Swarm) -> None:
-    """By the trailing metadata, of whole answers and of streams."""
+    """The trailing metadata of whole answers and of streams names it."""
     odd = schema_format({"enum": [1], "not": {"const": 3}, "properties": {"ö, a": {"format": "decimal"}}})
     odd["json_schema"]["strict"] = False
     named = tuple(f"response_format.json_schema.{each}" for each in ("not", "properties.ö, a.format"))

@@ -46,7 +46,7 @@ class Context(Protocol):
         """Returns the properties of the caller's certificate; empty without one."""
 
     def set_trailing_metadata(self, metadata: tuple[tuple[str, str], ...], /) -> None:
-        """Adds to what the caller learns beside the reply."""
+        """Sets the names and values that the caller gets after the reply."""
 
 
 def x_request_id(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:

@@ -10,7 +10,7 @@ IGNORED: Final = "x-corolla-ignored"
 _MOST: Final = 16
 _MOST_CHARS: Final = 200
 _SHOWN: Final = "!#$&'()*+/:;<=>?@[]^`{|}~"
-"""What may stand in a header beside letters and digits. A comma separates places."""
+"""What may stand in a header apart from letters and digits. A comma separates places."""
 
 
 def ignored_text(places: Sequence[str]) -> str:

@@ -22,6 +22,8 @@ def begin(first: Sequence[Any]) -> Answer:
             made, matcher = _read(tokenizer, form_of(text))
         except InvalidRequest as refusal:
             return {"violations": refusal.violations}
+        except RecursionError:
+            return {"violations": [(form_of(text).field, "must not be so complex")]}
         fits = not token_ids or matcher.consume_tokens(token_ids)
         return {"grammar": made.text, "ignored": made.ignored, "fits": fits}
 

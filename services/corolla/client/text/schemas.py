@@ -9,11 +9,9 @@ The schema for llguidance has only keywords that llguidance follows, and names n
 each version that reads it.
 """
 
-import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Final
 from urllib.parse import unquote, urldefrag, urljoin
@@ -21,6 +19,19 @@ from urllib.parse import unquote, urldefrag, urljoin
 from pydantic_core import from_json
 
 from corolla.chassis.errors import InvalidRequest
+from corolla.client.text.schema_keywords import (
+    FOLLOWED,
+    LEFT_OUT,
+    NEUTRAL,
+    SAYS_NOTHING,
+    SIMPLE,
+    begin_differently,
+    count_of,
+    have_no_common_value,
+    is_number,
+    listed_values,
+    types_of,
+)
 
 MAX_SCHEMA_BYTES: Final = 64 << 10
 MAX_SCHEMA_DEPTH: Final = 64
@@ -40,32 +51,6 @@ _OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(
         "lenient": False,
     }
 )
-_TYPES: Final = frozenset({"null", "boolean", "object", "array", "number", "integer", "string"})
-_FORMATS: Final = frozenset(
-    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
-)
-_MOST: Final = 1 << 31
-_LARGEST: Final = 1e15
-_SMALLEST: Final = 1e-9
-_PREFIX: Final = re.compile(r"\^[A-Za-z0-9_ -]+")
-
-# Keywords that say nothing in these cases, so nothing is lost without them.
-_NEUTRAL: Final[Mapping[str, Callable[[Any], bool]]] = MappingProxyType(
-    {
-        "uniqueItems": lambda value: value is False,
-        "not": lambda value: value is False,
-        "if": lambda value: False,
-        "contains": lambda value: False,
-        "propertyNames": lambda value: value is True or value == {},
-        "unevaluatedItems": lambda value: value is True or value == {},
-        "dependentRequired": lambda value: value == {},
-        "dependentSchemas": lambda value: value == {},
-        "dependencies": lambda value: value == {},
-        "$dynamicRef": lambda value: False,
-        "$recursiveRef": lambda value: False,
-    }
-)
-"""The keywords of JSON Schema that no grammar here follows. Those that are in no table are annotations."""
 _IN_PLACE: Final = ("$ref", "allOf", "anyOf", "oneOf")
 _CONDITIONS: Final = ("if", "then", "else")
 
@@ -182,7 +167,7 @@ class _Flat:
     """What applies to one value together: schemas without others in their place, and groups of alternatives."""
 
     leaves: list[_Placed] = field(default_factory=list)
-    groups: list[list[_Placed]] = field(default_factory=list)
+    groups: list[_Placed] = field(default_factory=list)
     has_reference: bool = False
 
 
@@ -250,7 +235,7 @@ class _Reader:
         named = _NO_NAMES
         for leaf in flat.leaves:
             named |= self._own_names(leaf)
-        types = _types_of(leaf.value for leaf in flat.leaves)
+        types = types_of(leaf.value for leaf in flat.leaves)
         if types is not None and "object" not in types:
             outer = None  # there is nothing to close
         is_alone = not flat.groups and len(flat.leaves) == 1
@@ -262,11 +247,13 @@ class _Reader:
             (leaf,) = flat.leaves
             return [self._leaf(leaf, known if is_closed and known.is_said else None, is_alone=True)]
         made = [self._leaf(leaf, None, is_alone=False) for leaf in flat.leaves]
-        of_groups = [_union(map(self._all_names, group)) for group in flat.groups]
+        of_groups = [_union(map(self._all_names, group.each)) for group in flat.groups]
         for index, group in enumerate(flat.groups):
             others = known | _union(names for place, names in enumerate(of_groups) if place != index)
             others = _Names(others.names, {}, known.is_said)
-            made.append({"anyOf": [self._schema(each, others if is_closed else None) for each in group]})
+            made.append({"anyOf": [self._schema(each, others if is_closed else None) for each in group.each]})
+            if group.place[-1:] == ("oneOf",) and not self._are_disjoint(group.each, types):
+                self._ignore(group)
         if is_closed and known.is_said and not flat.groups:
             made.append(self._closure(known))
         return [each for each in made if each not in (True, {})]
@@ -280,11 +267,11 @@ class _Reader:
     def _only_reference(self, given: _Placed) -> _Placed | None:
         """What a schema refers to, if it says nothing else."""
         schema = given.value
-        if isinstance(schema.get("$ref"), str) and not (_FOLLOWED | _NEUTRAL.keys()) & schema.keys():
+        if isinstance(schema.get("$ref"), str) and not (FOLLOWED | NEUTRAL.keys()) & schema.keys():
             return self._target(schema["$ref"])
         if isinstance(many := schema.get("allOf"), list) and len(many) == 1 and isinstance(many[0], dict):
             rest = schema.keys() - {"allOf"}
-            if not (_FOLLOWED | _NEUTRAL.keys() | {"$ref"}) & rest:
+            if not (FOLLOWED | NEUTRAL.keys() | {"$ref"}) & rest:
                 return self._only_reference(given.at("allOf", "0"))
         return None
 
@@ -298,7 +285,7 @@ class _Reader:
         schema = given.value
         if isinstance(schema, bool):
             if not schema:
-                flat.groups.append([given])
+                flat.groups.append(_Placed([False], given.place))
             return
         if not isinstance(schema, dict) or given.place in passed:
             self._ignore(given)
@@ -306,7 +293,7 @@ class _Reader:
         if len(passed) == _MAX_STEPS:
             raise self._too_complex()
         passed = (*passed, given.place)
-        own = [name for name in schema if name in _FOLLOWED or name in _NEUTRAL]
+        own = [name for name in schema if name in FOLLOWED or name in NEUTRAL]
         first_own = "properties" if "properties" in own else next(iter(own), None)
         for name in schema:  # properties come in the order in which the schema has them
             if name in _IN_PLACE:
@@ -315,6 +302,7 @@ class _Reader:
                 flat.leaves.append(given)
 
     def _flatten_in_place(self, part: _Placed, flat: _Flat, passed: tuple[tuple[str, ...], ...]) -> None:
+        """Adds what one keyword of a schema says about the schema's own value."""
         name, value = part.place[-1], part.value
         if name == "$ref":
             target = self._target(value) if isinstance(value, str) else None
@@ -329,9 +317,7 @@ class _Reader:
             for each in part.each:
                 self._flatten(each, flat, passed)
         else:
-            if name == "oneOf" and not self._are_disjoint(part.each):
-                self._ignore(part)
-            flat.groups.append(part.each)
+            flat.groups.append(part)
 
     def _own_names(self, leaf: _Placed) -> _Names:
         """The names in a schema alone, without those of others in its place."""
@@ -355,7 +341,7 @@ class _Reader:
         for part in _conditional(leaf):
             names.update(self._all_names(part).names)
         fewest = schema.get("minProperties")
-        if is_said and _is_number(fewest) and fewest > len(names):
+        if is_said and is_number(fewest) and fewest > len(names):
             is_open = True
         self._count(len(names))
         return _Names(
@@ -375,25 +361,31 @@ class _Reader:
             flat = self._flat(given)
             parts = [
                 *map(self._own_names, flat.leaves),
-                *(self._all_names(each) for group in flat.groups for each in group),
+                *(self._all_names(each) for group in flat.groups for each in group.each),
             ]
             self._names[key] = _union(parts)
             self._num_steps -= 1
         return self._names[key]
 
-    def _are_disjoint(self, options: Sequence[_Placed]) -> bool:
-        """Whether it is plain that no value fits two of the schemas: by their types, or by a property that tells."""
+    def _are_disjoint(self, options: Sequence[_Placed], within: frozenset[str] | None) -> bool:
+        """Whether it is plain that no value fits two of the schemas: by their types, or by a property that tells.
+
+        Args:
+            within: the types that the values have in any case; None: any.
+        """
         objects: list[dict[str, list[Any]]] = []
         seen: list[tuple[frozenset[str], list[Any] | None]] = []
         for option in options:
             leaves = self._flat(option).leaves if isinstance(option.value, dict) else []
-            types = _types_of(leaf.value for leaf in leaves)
+            types = types_of(leaf.value for leaf in leaves)
+            if within is not None:
+                types = within if types is None else types & within
             if types == frozenset({"object"}):
                 objects.append(self._tags(leaves))
             elif types is None:
                 return False
             else:
-                listed = next((found for leaf in leaves if (found := _listed(leaf.value)) is not None), None)
+                listed = next((found for leaf in leaves if (found := listed_values(leaf.value)) is not None), None)
                 seen.append((types, listed))
         by_type: dict[str, list[list[Any] | None]] = {}
         for types, listed in seen:
@@ -401,10 +393,10 @@ class _Reader:
                 by_type.setdefault("number" if each == "integer" else each, []).append(listed)
         if "object" in by_type and objects:
             return False
-        if any(len(found) > 1 and not _differ(found) for found in by_type.values()):
+        if any(len(found) > 1 and not have_no_common_value(found) for found in by_type.values()):
             return False
         common = set(objects[0]).intersection(*objects[1:]) if objects else set()
-        return len(objects) < 2 or any(_differ([each[name] for each in objects]) for name in common)
+        return len(objects) < 2 or any(have_no_common_value([each[name] for each in objects]) for name in common)
 
     def _tags(self, leaves: Iterable[_Placed]) -> dict[str, list[Any]]:
         """The required properties of an object that have one of some values."""
@@ -415,7 +407,7 @@ class _Reader:
                 required.update(each for each in names if isinstance(each, str))
             if isinstance(properties := leaf.value.get("properties"), dict):
                 for name, schema in properties.items():
-                    if isinstance(schema, dict) and (listed := _listed(schema)) is not None:
+                    if isinstance(schema, dict) and (listed := listed_values(schema)) is not None:
                         tags[name] = listed
         return {name: listed for name, listed in tags.items() if name in required}
 
@@ -446,15 +438,15 @@ class _Reader:
         """
         schema = leaf.value
         made: dict[str, Any] = {}
-        for name, is_neutral in _NEUTRAL.items():
+        for name, is_neutral in NEUTRAL.items():
             if name in schema and not is_neutral(schema[name]):
                 self._ignore(leaf.at(name))
         for name, value in schema.items():
-            if (read := _SIMPLE.get(name)) is not None:
+            if (read := SIMPLE.get(name)) is not None:
                 kept = read(value, schema)
-                if kept is _LEFT_OUT:
+                if kept is LEFT_OUT:
                     self._ignore(leaf.at(name))
-                elif kept is not _SAYS_NOTHING:
+                elif kept is not SAYS_NOTHING:
                     made[name] = kept
         self._read_pattern(leaf, made)
         self._read_items(leaf, made)
@@ -527,7 +519,7 @@ class _Reader:
             made.pop("additionalProperties", None)
             return
         read = {pattern: self._schema(given.at(pattern), _NO_NAMES) for pattern in patterns}
-        if len(read) > 1 and not _begin_differently(read):
+        if len(read) > 1 and not begin_differently(read):
             # llguidance takes only patterns that no name matches twice.
             self._ignore(given)
             read = {"|".join(f"(?:{each})" for each in read): {"anyOf": list(read.values())}}
@@ -538,7 +530,7 @@ class _Reader:
         """Reads how many properties an object may have. llguidance counts only those that need not be there."""
         properties, required = made.get("properties", {}), frozenset(made.get("required", ()))
         is_closed = made.get("additionalProperties") is False and "patternProperties" not in made
-        counts = {name: _count_of(leaf.value.get(name)) for name in ("minProperties", "maxProperties")}
+        counts = {name: count_of(leaf.value.get(name)) for name in ("minProperties", "maxProperties")}
         fewest, most = counts["minProperties"], counts["maxProperties"]
         if fewest is not None and fewest <= len(required):
             fewest = None
@@ -569,98 +561,6 @@ class _Reader:
         return InvalidRequest(self._name, "must not be so complex: its parts refer to each other too often")
 
 
-_LEFT_OUT: Final = object()
-"""A value that its keyword cannot have, or that grammars cannot follow."""
-_SAYS_NOTHING: Final = object()
-
-
-def _type(value: Any, schema: Mapping[str, Any]) -> Any:
-    many = value if isinstance(value, list) else [value]
-    if not many or not all(isinstance(each, str) and each in _TYPES for each in many):
-        return _LEFT_OUT
-    return value
-
-
-def _enum(value: Any, schema: Mapping[str, Any]) -> Any:
-    return value if isinstance(value, list) else _LEFT_OUT
-
-
-def _const(value: Any, schema: Mapping[str, Any]) -> Any:
-    return value
-
-
-def _format(value: Any, schema: Mapping[str, Any]) -> Any:
-    """Formats of numbers say how programs store them, and nothing about JSON."""
-    types = _types_of([schema])
-    if types is not None and "string" not in types:
-        return _SAYS_NOTHING
-    return value if isinstance(value, str) and value in _FORMATS else _LEFT_OUT
-
-
-def _count_of(value: Any) -> int | None:
-    """The value as a count, which callers may write as 3.0; None for any other value."""
-    return int(value) if _is_number(value) and value >= 0 and value == int(value) else None
-
-
-def _fewest(value: Any, schema: Mapping[str, Any]) -> Any:
-    count = _count_of(value)
-    return _LEFT_OUT if count is None or count > _MOST else count
-
-
-def _most(value: Any, schema: Mapping[str, Any]) -> Any:
-    count = _count_of(value)
-    return _LEFT_OUT if count is None else _SAYS_NOTHING if count > _MOST else count
-
-
-def _bound(value: Any, schema: Mapping[str, Any]) -> Any:
-    return value if _is_number(value) and abs(value) <= _LARGEST else _LEFT_OUT
-
-
-def _exclusive(inclusive: str) -> Callable[[Any, Mapping[str, Any]], Any]:
-    """Reads `exclusiveMinimum` or its like; in draft 4, and in OpenAPI 3.0, true makes the other bound exclusive."""
-
-    def read(value: Any, schema: Mapping[str, Any]) -> Any:
-        if value is False:
-            return _SAYS_NOTHING
-        return _bound(schema.get(inclusive) if value is True else value, schema)
-
-    return read
-
-
-def _multiple(value: Any, schema: Mapping[str, Any]) -> Any:
-    return value if _is_number(value) and _SMALLEST <= value <= _LARGEST else _LEFT_OUT
-
-
-_SIMPLE: Final[Mapping[str, Callable[[Any, Mapping[str, Any]], Any]]] = MappingProxyType(
-    {
-        "type": _type,
-        "enum": _enum,
-        "const": _const,
-        "format": _format,
-        "minLength": _fewest,
-        "maxLength": _most,
-        "minItems": _fewest,
-        "maxItems": _most,
-        "minimum": _bound,
-        "maximum": _bound,
-        "exclusiveMinimum": _exclusive("minimum"),
-        "exclusiveMaximum": _exclusive("maximum"),
-        "multipleOf": _multiple,
-    }
-)
-_FOLLOWED: Final = frozenset(
-    {
-        *_SIMPLE, "pattern", "items", "prefixItems", "additionalItems", "properties", "required",
-        "additionalProperties", "unevaluatedProperties", "patternProperties", "minProperties", "maxProperties",
-        "nullable",
-    }
-)  # fmt: skip
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _union(many: Iterable[_Names]) -> _Names:
     found = _NO_NAMES
     for each in many:
@@ -676,57 +576,6 @@ def _conditional(leaf: _Placed) -> Iterator[_Placed]:
     for name in ("dependentSchemas", "dependencies"):
         if isinstance(many := leaf.value.get(name), dict):
             yield from (leaf.at(name, each) for each, value in many.items() if isinstance(value, dict))
-
-
-def _types_of(schemas: Iterable[Mapping[str, Any]]) -> frozenset[str] | None:
-    """The types that a value of all these schemas may have; None: any."""
-    found: frozenset[str] | None = None
-    for schema in schemas:
-        given = schema.get("type")
-        many = given if isinstance(given, list) else [given]
-        types = frozenset(many) if all(isinstance(each, str) and each in _TYPES for each in many) else None
-        if types is None and (listed := _listed(schema)) is not None:
-            types = frozenset(map(_type_name, listed))
-        if types is not None:
-            found = types if found is None else found & types
-    return found
-
-
-def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
-    """The only values that a schema allows, if it lists them."""
-    if "const" in schema:
-        return [schema["const"]]
-    return schema["enum"] if isinstance(schema.get("enum"), list) else None
-
-
-def _type_name(value: Any) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int() | float():
-            return "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-    return "object"
-
-
-def _differ(many: Sequence[list[Any] | None]) -> bool:
-    """Whether no value is in two of the lists."""
-    values = [f"{_type_name(value)} {value}" for each in many if each is not None for value in each]
-    return None not in many and len(set(values)) == len(values)
-
-
-def _begin_differently(patterns: Iterable[str]) -> bool:
-    """Whether it is plain that no text matches two of the patterns."""
-    found = [_PREFIX.match(each) for each in patterns]
-    if None in found:
-        return False
-    ordered = sorted(each.group() for each in found if each is not None)
-    return not any(later.startswith(earlier) for earlier, later in pairwise(ordered))
 
 
 def _ids(root: _Placed) -> Iterator[tuple[tuple[str, str], _Placed]]:

@@ -71,6 +71,13 @@ TABLE: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     "one of kinds": (
         of({"oneOf": [CAT, DOG]}), either({"kind": "cat", "lives": 9}), either({"kind": "dog", "lives": 1}),
     ),
+    "one of actions": (
+        {"type": "object", "oneOf": [
+            {"properties": {"do": {"const": "list"}}, "required": ["do"]},
+            {"properties": {"do": {"const": "call"}, "to": TEXT}, "required": ["do", "to"]},
+        ]},
+        [{"do": "list"}, {"do": "call", "to": "a"}], [{"do": "list", "to": "a"}],
+    ),
     "recursion": (
         {**NODE, "$defs": {"N": {"anyOf": [NODE, NULL]}}},
         [{"of": 1, "next": {"of": 2, "next": None}}], [{"of": 1, "next": {"x": 1}}],
@@ -155,6 +162,11 @@ BEYOND: dict[str, tuple[dict[str, Any], list[Any], list[str]]] = {
         of({"patternProperties": {"^a": TEXT, "b$": NUMBER}}),
         either({"ab": 1}), ["properties.v.patternProperties"],
     ),
+    "patterns that might overlap": (
+        of({"patternProperties": {"^ab*c": TEXT, "^ac": NUMBER}}),
+        either({"ac": 1}), ["properties.v.patternProperties"],
+    ),
+    "counts without an end": (of({"type": "string", "maxLength": 1e999}), either("a"), ["properties.v.maxLength"]),
     "a number of named ones": (
         of({"properties": {"a": TEXT, "b": TEXT}, "maxProperties": 0}),
         either({"a": "b"}), ["properties.v.maxProperties"],
@@ -333,3 +345,10 @@ def _doubled(depth: int, join: Callable[[dict[str, Any]], dict[str, Any]]) -> di
 def test_a_schema_that_multiplies_is_refused_before_it_has(schema: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="complex"):
         grammar_of(formats.json_schema(json.dumps(schema), "f"))
+
+
+@pytest.mark.parametrize("keyword", ["allOf", "anyOf", "oneOf"])
+def test_a_schema_that_refers_to_itself_in_its_own_place_is_read(keyword: str) -> None:
+    """No grammar can follow it, but it costs no more than others."""
+    schema = {keyword: [{"$ref": "#"}, {"$ref": "#", "properties": {"a": TEXT}}]}
+    assert grammar_of(formats.json_schema(json.dumps(schema), "f")).text
