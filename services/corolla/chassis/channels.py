@@ -11,6 +11,7 @@ import grpc
 
 from corolla.chassis.descriptors import most_connections_of_a_port
 from corolla.chassis.errors import CorollaError, InvalidRequest, StartupError
+from corolla.chassis.health import OpenStreams
 
 TLS_1_3_ONLY: Final = ("GRPC_SSL_CIPHER_SUITES", "ECDHE-PSK-CHACHA20-POLY1305")
 """The environment variable and value that restrict gRPC to TLS 1.3; set it before the first handshake. gRPC has no
@@ -142,7 +143,7 @@ def new_server(callers: CallerBounds | None = None) -> grpc.aio.Server:
         # A request of up to twice the limit is read, and refused with a status that names its size.
         options["grpc.max_receive_message_length"] = 2 * callers.max_request_bytes
         options["grpc.max_connection_age_ms"] = round(callers.max_connection_age_s * 1000)
-    return grpc.aio.server(options=list(options.items()))
+    return grpc.aio.server(options=list(options.items()), interceptors=[OpenStreams()])
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:

@@ -5,6 +5,7 @@ from google.protobuf import descriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from corolla.chassis.channels import CallerBounds, bind, new_server
+from corolla.chassis.health import HealthServicer
 from corolla.chassis.reflection import add_reflection
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -30,7 +31,7 @@ class RpcServer:
         self._server = new_server(callers)
         self._with_reflection = with_reflection
         self._services = [health.SERVICE_NAME]
-        self._health = health.aio.HealthServicer()
+        self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._is_started = False
         self.is_serving = False
@@ -70,4 +71,4 @@ class RpcServer:
     async def _set_all(self, status: int) -> None:
         self.is_serving = status == _SERVING
         for service in ("", *self._services):
-            await self._health.set(service, status)
+            self._health.set(service, status)

@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
 
 from corolla.chassis import channels
 from corolla.chassis.channels import CallerBounds, bind, new_server, open_channel, unreached
 from corolla.chassis.errors import InvalidRequest, RouterUnavailable
+from corolla.chassis.health import HealthServicer
 
 
 @asynccontextmanager
 async def serving(port: int = 0, callers: CallerBounds | None = None) -> AsyncIterator[int]:
     server = new_server(callers)
-    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(), server)
+    servicer = HealthServicer()
+    servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     port = bind(server, "127.0.0.1", port)
     await server.start()
     try:
