@@ -34,10 +34,12 @@ class Servicer:
         self.cancelled = threading.Event()
         self.failure: errors.CorollaError | None = None
         self.loses_answers = False
+        self.ignored: tuple[str, ...] = ()
         self._numbers = itertools.count(1)
 
     async def Generate(self, request: pb.GenerateRequest, call: Any) -> pb.GenerateResponse:
         self._note(request)
+        call.name_ignored(self.ignored)
         words = request.text.split() or [str(each) for each in request.tokens.ids]
         completions = [
             pb.Completion(
@@ -53,6 +55,7 @@ class Servicer:
 
     async def GenerateStream(self, request: pb.GenerateRequest, call: Any) -> AsyncIterator[pb.GenerateChunk]:
         self._note(request)
+        call.name_ignored(self.ignored)
         async for number, word, is_last in self._words(request.text):
             chunk = pb.GenerateChunk(token_ids=[number], text_delta=word)
             if is_last:

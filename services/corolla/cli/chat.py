@@ -9,7 +9,7 @@ from typing import Any
 
 from corolla.chassis.errors import CorollaError, InvalidRequest, SessionNotFound
 from corolla.cli.advice import sentence_of
-from corolla.cli.generate import usage_text
+from corolla.cli.generate import print_ignored, usage_text
 from corolla.cli.interruption import interruption
 from corolla.sdk.client import Chat, Client
 from corolla.sdk.conversation import Turn
@@ -94,6 +94,7 @@ def _answer_on_terminal(chat: Chat, turn: Turn) -> tuple[ToolCall, ...]:
     sys.stdout.write("\n" + "".join(map(_called, stream.tool_calls)))
     if stream.usage is not None:
         _say(usage_text(stream.usage, stream.finish_reason))
+    print_ignored(stream.ignored)
     return stream.tool_calls
 
 
@@ -139,6 +140,7 @@ def _piped_answer(chat: Chat, turn: Turn, text: str, *, as_json: bool) -> tuple[
         sys.stdout.flush()
     sys.stdout.write("\n" + "".join(map(_called, stream.tool_calls)) + "\n")
     sys.stdout.flush()
+    print_ignored(stream.ignored)
     return stream.tool_calls
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from corolla.cli.interruption import EXIT_INTERRUPTED, interruption
@@ -65,6 +66,7 @@ def _print_stream(client: Client, prompt: str, options: dict[str, Any], *, as_js
             sys.stdout.write("\n")
             sys.stdout.flush()
         print_usage(stream.usage, stream.finish_reason)
+    print_ignored(stream.ignored)
     return 0
 
 
@@ -80,6 +82,7 @@ def _print_whole(client: Client, prompt: str, options: dict[str, Any], *, as_jso
             _print_numbered(completion.index, completion.text)
     sys.stdout.flush()
     print_usage(generation.usage, generation.finish_reason)
+    print_ignored(generation.ignored)
 
 
 def _print_numbered(index: int, text: str) -> None:
@@ -103,6 +106,12 @@ def usage_text(usage: Usage, finish_reason: FinishReason | None = None) -> str:
     if finish_reason in _NOTES:
         parts.append(_NOTES[finish_reason])
     return ", ".join(parts)
+
+
+def print_ignored(places: Sequence[str]) -> None:
+    """Writes to standard error which places of the request had no effect."""
+    if places:
+        sys.stderr.write(f"without effect: {', '.join(places)}\n")
 
 
 def print_usage(usage: Usage | None, finish_reason: FinishReason | None = None) -> None:

@@ -163,6 +163,17 @@ def test_a_form_arrives(server: GenerationServer, tmp_path: Path) -> None:
     assert by_regex.response_format.regex == "[a-z]+"
 
 
+@pytest.mark.parametrize("how", ["--stream", "--no-stream"])
+def test_what_has_no_effect_is_said(
+    server: GenerationServer, tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"not": {}}')
+    server.servicer.ignored = ("response_format.json_schema.not",)
+    assert main(["generate", "one", "--json-schema", str(schema), how]) == 0
+    assert capsys.readouterr() == ("one\n", "without effect: response_format.json_schema.not\n")
+
+
 @pytest.mark.parametrize("text, more", [("{", []), ("{}", ["--regex", "a"])], ids=["no JSON", "two forms"])
 def test_a_form_that_is_none_is_refused_before_the_call(
     server: GenerationServer, tmp_path: Path, text: str, more: list[str]
