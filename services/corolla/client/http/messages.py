@@ -282,7 +282,9 @@ class MessageRequest(ConversationBody, SamplingFields):
             stopping=stopping,
             cache_salt=self.cache_salt,
             response_format=(
-                None if form is None else json_schema_format(form.json_schema, "output_config.format.schema")
+                None
+                if form is None
+                else json_schema_format(form.json_schema, "output_config.format.schema", is_strict=form.strict)
             ),
             # The first event has the number of tokens of the prompt.
             continuous_usage=bool(self.stream),

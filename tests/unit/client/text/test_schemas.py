@@ -16,6 +16,7 @@ from corolla.client.generation.admission import Caller, RequestCounts
 from corolla.client.generation.request import AnyRequest
 from corolla.client.http.chat import ChatCompletionRequest
 from corolla.client.http.completions import CompletionRequest
+from corolla.client.http.messages import MessageRequest
 from corolla.client.http.responses import ResponseRequest
 from corolla.client.output_parsing.formats import HERMES
 from corolla.client.output_parsing.parser_choice import OutputFormat
@@ -201,6 +202,10 @@ def of_response(**fields: Any) -> AnswerFormat:
     return a_form(ResponseRequest.model_validate_json(json.dumps({"input": "a", **fields})).as_protocol(None))
 
 
+def of_message(**fields: Any) -> AnswerFormat:
+    return a_form(MessageRequest.model_validate_json(json.dumps({**ASKED, "max_tokens": 9, **fields})).as_protocol())
+
+
 def of_sdk(**options: Any) -> AnswerFormat:
     return a_form(chat_request([{"role": "user", "content": "a"}], options))  # type: ignore[arg-type]
 
@@ -229,6 +234,12 @@ DOORS: dict[str, Door] = {
     ),
     "tool of a response": lambda schema, strict: of_response(
         tools=[{"type": "function", **tool(schema, strict)}], tool_choice={"type": "function", "name": "a"}
+    ),
+    "output_config": lambda schema, strict: of_message(
+        output_config={"format": {"type": "json_schema", "schema": schema, "strict": strict}}
+    ),
+    "tool of a message": lambda schema, strict: of_message(
+        tools=[{"name": "a", "input_schema": schema, "strict": strict}], tool_choice={"type": "any"}
     ),
     "SDK's response_format": lambda schema, strict: of_sdk(
         response_format={"type": "json_schema", "json_schema": named(schema, strict)}
