@@ -10,18 +10,28 @@ from tests.tiers import quick
 # Names of modules; whichever a family has, they are handled alike.
 _PLACES: Final = frozenset({"model_type", "layers", "embedding", "norm"})
 
+_WITHIN_BLOCKS: Final = frozenset(
+    {"is_fused", "rotates_pairs", "has_paired_angles", "rotates_windows", "has_rope_alpha", "read_weights", "required"}
+)
+"""What decides only how a block computes, or whether it is served: tests of spans compare these bit for bit."""
+
 SHAPES: Final = ("llama", "gemma2", "bloom", "mixtral", "deepseek_v3", "lfm2", "qwen3_next")
 """Fused blocks, alternating windows and capped scores, rows that are computed one by one, experts, latents, and the two
 kinds of recurrent states."""
 
 
-def kind_of(family: Family) -> tuple[bool, ...]:
-    """Which of the table's flags and special parts the family has."""
-    return tuple(bool(getattr(family, field.name)) for field in fields(Family) if field.name not in _PLACES)
+def kind_of(family: Family, *, within_blocks: bool = True) -> tuple[bool, ...]:
+    """Which of the table's flags and special parts the family has; without those of blocks alone if so asked."""
+    left_out = _PLACES if within_blocks else _PLACES | _WITHIN_BLOCKS
+    return tuple(bool(getattr(family, field.name)) for field in fields(Family) if field.name not in left_out)
 
 
 def family_cases(
-    families: Iterable[str] = FAMILIES, kept: Collection[str] = SHAPES, *, every: bool = True
+    families: Iterable[str] = FAMILIES,
+    kept: Collection[str] = SHAPES,
+    *,
+    every: bool = True,
+    within_blocks: bool = True,
 ) -> list[Any]:
     """Families as parameters: `make test` runs those in `kept`, the gate one of each other kind as well.
 
@@ -29,13 +39,14 @@ def family_cases(
         families: the model types.
         kept: those that `make test` runs.
         every: whether `make test-all` runs all others; where only the table's flags decide what runs, kinds suffice.
+        within_blocks: see `kind_of`; False for tests of chains in processes, in which blocks are what they are alone.
     """
     names = sorted(families)
     own = [name for name in names if name in kept]
-    covered = {kind_of(FAMILIES[name]) for name in own}
+    covered = {kind_of(FAMILIES[name], within_blocks=within_blocks) for name in own}
     kinds = []
     for name in names:
-        if (kind := kind_of(FAMILIES[name])) not in covered:
+        if (kind := kind_of(FAMILIES[name], within_blocks=within_blocks)) not in covered:
             covered.add(kind)
             kinds.append(name)
     return quick(names if every else [*own, *kinds], *own, kinds=kinds)

@@ -167,7 +167,7 @@ async def ask(chat: AsyncChat, turn: Turn) -> Reply:
     return await chat.send(turn.question, max_tokens=turn.max_tokens, stop=turn.stop or None, **sampling)
 
 
-@pytest.mark.kind
+@pytest.mark.full
 async def test_turns_of_several_chats_at_once_do_not_mix(
     clients: tuple[AsyncClient, AsyncClient], local_runs: LocalRuns
 ) -> None:

@@ -54,7 +54,7 @@ async def test_an_answer_without_a_limit_is_that_with_the_rest_of_the_context(
     await swarm.until_empty()
 
 
-@pytest.mark.kind
+@pytest.mark.full
 async def test_a_turn_of_a_session_grows_too(swarm: Swarm) -> None:
     async with swarm.connect() as client, client.session() as session:
         first = await session.generate(PROMPT, ignore_eos=True, max_tokens=300)

@@ -25,7 +25,6 @@ SPANS = ["0:2", "2:5"]
 SAMPLED: Sampling = {"temperature": 1.1, "top_p": 0.95, "seed": 7}
 # A short convolution, linear attention, a state beside attention, a scan that begins anew.
 KINDS = ("lfm2", "qwen3_next", "falcon_h1", "jamba")
-every_kind = pytest.mark.parametrize("family", quick(KINDS, KINDS[0], kinds=KINDS[1:]))
 # States travel as bytes, whatever they hold; a state beside attention travels with keys and values.
 some_kinds = pytest.mark.parametrize("family", quick(KINDS, KINDS[0], kinds=["falcon_h1"]))
 # The rules of a hop are the same for each kind of state, so the gate need not test them with all.
@@ -150,7 +149,7 @@ async def test_speculation_is_refused_and_no_default(tmp_path: Path, family: str
             DraftModel.load(drafting, target, dtype=torch.float32, device="cpu")
 
 
-@every_kind
+@each_in_turn
 async def test_states_count_against_the_memory_for_keys_and_values(tmp_path: Path, family: str) -> None:
     model = checkpoint(tmp_path, family)
     async with Swarm(tmp_path, model, ["0:5"], server={"kv_cache_mib": 16}) as swarm, swarm.connect() as client:

@@ -98,6 +98,8 @@ _MOST = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 1 << 12),
     "vocab_size": 1 << 24,
 }
+# What wrappers of training put before the names of a model's tensors.
+_WRAPPERS = ("_orig_mod.", "module.", "_fsdp_wrapped_module.", "base_model.model.")
 _SAMPLE_BYTES = 256
 _MAX_REASON = 300
 
@@ -467,6 +469,12 @@ class Checkpoint:
                 )
 
     def _check_blocks(self) -> None:
+        for wrapper in _WRAPPERS:
+            if self.weight_index and all(name.startswith(wrapper) for name in self.weight_index):
+                raise CheckpointError(
+                    f"{self.folder} has names that all begin with {wrapper!r}, which torch.compile, DDP, FSDP or PEFT "
+                    "put there in training; save the model without that wrapper, or take the beginning off the names."
+                )
         promised, held = self.num_blocks, {block for block, _ in self._block_tensors()}
         if not held:
             raise CheckpointError(

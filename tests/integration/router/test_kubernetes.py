@@ -280,7 +280,8 @@ async def test_releases_that_share_a_namespace_and_a_store_each_have_a_leader(
     await until(both_have_reported)
 
 
-@pytest.mark.kind
+# What is recorded, and when, is decided by `router.cluster.events`; the next test writes an Event as this one does.
+@pytest.mark.full
 async def test_the_router_records_uncovered_and_restored_spans_on_its_pod(
     start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
 ) -> None:

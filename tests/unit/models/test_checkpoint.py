@@ -328,6 +328,12 @@ def edit_config_by_hand(folder: Path) -> None:
     (folder / "config.json").write_text(text.replace("{", "{\n\n,", 1))
 
 
+def save_within_a_wrapper(folder: Path) -> None:
+    tensors = {f"_orig_mod.{name}": each for shard in shards(folder) for name, each in load_file(shard).items()}
+    lose_weights(folder)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def of_mlx(folder: Path) -> None:
     edit_json(folder / "config.json", quantization={"group_size": 64, "bits": 4}, quantization_config={"bits": 4})
 
@@ -361,6 +367,7 @@ def quantise(folder: Path) -> None:
         (no_tensor_of_a_block, r"named as the blocks of a gpt2 model \(h\.0\.…\); 'lm_head\.weight' is .* model_type"),
         (too_many_blocks, r"sets num_hidden_layers to 100000000, where 1 to 4096 can be served; correct it"),
         (edit_config_by_hand, r"config\.json is no JSON from line 3 on; correct it there, or fetch"),
+        (save_within_a_wrapper, r"all begin with '_orig_mod\.', which torch\.compile.*take the beginning off"),
         (of_mlx, r"the format of MLX are not served; give the original checkpoint"),
         (of_mlx_alone, r"the format of MLX are not served; give the original checkpoint"),
         (a_group_of_nothing, r"has a group_size that makes no sense; correct it, or give the original"),

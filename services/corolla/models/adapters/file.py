@@ -208,6 +208,8 @@ def _why_not(name: str) -> str:
         return "it is a DoRA adapter, which normalises the base weights; merge it into the checkpoint"
     if "experts" in name:
         return "it changes experts, each of which sees some of the tokens only; merge it into the checkpoint"
+    if "_orig_mod." in name or name.startswith("module."):
+        return "its names have the beginning of a wrapper (torch.compile or DDP); save it from the model without that"
     if odd := next((each for each in _NOT_CALLED if f".{each}." in name), None):
         return f"it changes {odd}, whose weights are read without a call of the layer; merge it, or train it without"
     if "lora_embedding" in name or "embed" in name or "lm_head" in name:

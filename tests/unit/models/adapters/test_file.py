@@ -120,6 +120,7 @@ NAMES = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         (lambda header: header.update({NAMES.replace("q_proj", "experts.0.up"): header.pop(NAMES)}), "experts"),
         (lambda header: header.update({NAMES.replace("q_proj", "kv_b_proj"): header.pop(NAMES)}), "kv_b_proj, whose"),
         (lambda header: header.update({NAMES.replace("q_proj", "dt_proj"): header.pop(NAMES)}), "dt_proj, whose"),
+        (lambda header: header.update({f"_orig_mod.{NAMES}": header.pop(NAMES)}), "beginning of a wrapper"),
         (lambda header: header.clear(), "cut short"),
     ],
 )

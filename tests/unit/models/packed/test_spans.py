@@ -50,7 +50,7 @@ def logits(checkpoint: Checkpoint, spans: list[Span], quantization: str, dtype: 
     return last.head(hidden)
 
 
-@pytest.mark.parametrize("kind", quick(["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"], "Q4_1", "Q8_0"))
+@pytest.mark.parametrize("kind", quick(["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"], "Q4_1"))
 @pytest.mark.parametrize("family", quick(sorted(ARCHITECTURES), "llama", kinds=sorted({*ARCHITECTURES} - {"llama"})))
 def test_a_packed_chain_equals_itself_unsplit_and_the_expanded_one_up_to_rounding(
     tmp_path: Path, family: str, kind: str
