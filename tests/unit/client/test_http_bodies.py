@@ -155,10 +155,10 @@ def test_unknown_fields_are_ignored_and_named_by_their_places() -> None:
 
 def test_tools_and_items_of_other_kinds_are_skipped_and_named() -> None:
     tools = [{"type": "web_search", "filters": {}}, {"type": "custom", "name": "apply_patch", "format": {"type": "x"}}]
-    items = [{"type": "local_shell_call", "action": {}}, {"role": "user", "content": "a"}, {"type": "item_reference"}]
+    items = [{"type": "local_shell_call", "action": {}}, {"role": "user", "content": "a"}, {"type": "mcp_list_tools"}]
     body = parse(ResponseRequest, {"input": items, "tools": tools, "client_metadata": {"a": "b"}})
     assert ignored_fields(body) == [
-        "client_metadata", "input[0] (local_shell_call)", "input[2] (item_reference)", "tools[0] (web_search)",
+        "client_metadata", "input[0] (local_shell_call)", "input[2] (mcp_list_tools)", "tools[0] (web_search)",
         "tools[1] (custom)",
     ]  # fmt: skip
     request = body.as_protocol(None)
@@ -219,6 +219,36 @@ def test_media_are_refused_by_their_parts(part: Any, held: str) -> None:
             parse(kind, body)
         error = refusal(kind, failure.value)
         assert error.violations == ((place, f"{held} not supported by this model"),)
+
+
+@pytest.mark.parametrize(
+    "kind, body, expected",
+    [
+        (CompletionRequest, {"prompt": ["a", 5]}, ("prompt[1]", "must be a text")),
+        (CompletionRequest, {"prompt": "a", "suffix": "b"}, ("suffix", "must be empty")),
+        (ResponseRequest, {"input": "a", "background": True}, ("background", "must be false")),
+        (ResponseRequest, {"input": [{"type": "item_reference", "id": "a"}]}, ("input[0]", "must be the item itself")),
+        (
+            ResponseRequest,
+            {"text": {"format": {"type": "b"}}},
+            ("text.format.type", "must be 'text', 'json_object' or "),
+        ),
+        (ChatCompletionRequest, {"messages": [], "max_tokens": 1.5}, ("max_tokens", "must be a whole number")),
+    ],
+)
+def test_a_fault_has_one_sentence_of_the_callers_words(kind: Any, body: Any, expected: tuple[str, str]) -> None:
+    with pytest.raises(ValidationError) as failure:
+        parse(kind, body)
+    ((place, text),) = refusal(kind, failure.value).violations
+    assert (place, text.startswith(expected[1])) == (expected[0], True), text
+
+
+def test_whole_numbers_may_have_a_point() -> None:
+    for kind, body in ASKED.items():
+        for name in ("max_tokens", "top_k", "seed", "n", "top_logprobs"):
+            if name in kind.model_fields:
+                number = getattr(parse(kind, {**body, name: 3.0}), name)
+                assert (number, type(number)) == (3, int)
 
 
 def test_what_cannot_be_followed_anywhere_is_refused_everywhere() -> None:

@@ -1,5 +1,6 @@
 """The faults of a body that pydantic found, as an error in the caller's words. Pure."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -23,7 +24,9 @@ _EXPECTED: Final[Mapping[str, str]] = {
 }
 """What a value must be, by pydantic's name of the fault."""
 
-_INNER: Final = ("schema", "schemas")
+_LITERALS: Final = {"False": "false", "True": "true", "''": "empty"}
+_PARTS: Final = re.compile(r"[^.\[\]]+|\[[0-9]+\]")
+
 Schema = Mapping[str, Any]
 
 
@@ -50,8 +53,8 @@ def refusal(kind: type[BaseModel], failure: ValidationError) -> InvalidRequest:
     too_long = {_place(kind, each["loc"]) for each in problems if each["type"] == "too_long"}
     found = {place: f"must be {' or '.join(wanted)}" for place, wanted in expected.items()} | other
     found = {place: text for place, text in found.items() if not any(_is_within(place, each) for each in too_long)}
-    # The member of a union that fits best fails deepest within the value.
-    kept = [(place, text) for place, text in found.items() if not any(_is_within(each, place) for each in found)]
+    # The member of a union that fits best fails deepest within the value, or latest within a list.
+    kept = [(place, text) for place, text in found.items() if not any(_fits_better(each, place) for each in found)]
     first, *more = kept[:_MOST_NAMED]
     return InvalidRequest(*first, *more)
 
@@ -60,9 +63,10 @@ def _wanted(problem: Mapping[str, Any]) -> str | None:
     """What the value must be, for faults that the members of a union share; None: the fault needs its own sentence."""
     kind = problem["type"]
     if kind == "literal_error":
-        return str(problem["ctx"]["expected"])
+        expected = str(problem["ctx"]["expected"])
+        return _LITERALS.get(expected, expected)
     if kind == "union_tag_invalid":
-        return str(problem["ctx"]["expected_tags"])
+        return " or ".join(str(problem["ctx"]["expected_tags"]).rsplit(", ", 1))
     return _EXPECTED.get(kind)
 
 
@@ -75,6 +79,16 @@ def _sentence(problem: Mapping[str, Any]) -> str:
     for words in ("Input should ", "String should ", "List should ", "Dictionary should ", "Value should "):
         text = text.replace(words, "must ", 1) if text.startswith(words) else text
     return text
+
+
+def _fits_better(place: str, other: str) -> bool:
+    """Whether a fault lies within another one, or later in the same list. Lists fail at their first wrong element."""
+    parts, others = _PARTS.findall(place), _PARTS.findall(other)
+    for part, of_other in zip(parts, others, strict=False):
+        if part != of_other:
+            are_places = part.startswith("[") and of_other.startswith("[")
+            return are_places and int(part[1:-1]) > int(of_other[1:-1])
+    return len(parts) > len(others)
 
 
 def _is_within(place: str, outer: str) -> bool:

@@ -36,9 +36,16 @@ has a most number of elements, at which reading ends."""
 MAX_NAMES: Final = 64
 """The most elements of a list that is only looked through for some names."""
 
-Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
-Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
-Count = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+def _whole(given: Any) -> Any:
+    """The number as an integer if it is whole: JSON has no integers, and some programs write 16.0."""
+    return int(given) if isinstance(given, float) and given.is_integer() else given
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Int32 = Annotated[Whole, Field(ge=-(1 << 31), lt=1 << 31)]
+Int64 = Annotated[Whole, Field(ge=-(1 << 63), lt=1 << 63)]
+Count = Annotated[Whole, Field(ge=0, lt=1 << 31)]
 TokenId = Annotated[int, Field(ge=0, le=(1 << 32) - 1)]
 TokenIds = Annotated[ListOf[TokenId], MaxLen(MAX_VALUES)]
 Tolerated = Field(None, description="Taken, and without effect here.")

@@ -130,6 +130,7 @@ OF_ANSWERS: Final[Mapping[str, Refused]] = {
     "smoothing_factor": Refused((0, 0.0)),
     "watermark": Refused((False,)),
     "enable_thinking": Refused(instead="chat_template_kwargs"),
+    "think": Refused(instead="chat_template_kwargs"),
     "thinking": Refused(instead="chat_template_kwargs"),
     "thinking_budget": Refused(),
     "safe_prompt": Refused((False,)),

@@ -94,9 +94,11 @@ class OtherItem(Skipped):
 
     @model_validator(mode="after")
     def _is_no_part(self) -> Self:
-        """Refuses media, which belong to a message and must not be lost."""
+        """Refuses what must not be lost: media, which belong to a message, and items that the service does not have."""
         if (problem := unread(self.type)) is not None:
             raise ValueError(problem)
+        if self.type == "item_reference":
+            raise ValueError("must be the item itself; previous_response_id continues a stored conversation")
         return self
 
 
