@@ -141,7 +141,8 @@ class ClientSettings(ServiceSettings):
         256 << 20,
         ge=1024,
         description="The most bytes of all requests that run or wait; further requests are refused. Requests that are "
-        "still being read over HTTP have a separate allowance of the same size, so a slow caller blocks no other.",
+        "still being read over HTTP, and replies over HTTP that are not streamed and not sent yet, have a separate "
+        "allowance of the same size, so a slow caller blocks no other.",
     )
     max_reply_mib: int = Field(
         64,

@@ -137,8 +137,9 @@ async def test_malformed_and_oversized_messages_have_their_own_statuses() -> Non
         assert kinds(too_long) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE")
         assert too_long.metadata == {"max_request_bytes": "1000"}
         # gRPC itself refuses what is far too long, and the service counts that as what it is.
+        untyped: Any = service.channel
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await service.channel.unary_unary(f"/{SERVICE.full_name}/Generate")(bytes(100_000))
+            await untyped.unary_unary(f"/{SERVICE.full_name}/Generate")(bytes(100_000))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         codes = {"method": "GenerationService/Generate", "code": "RESOURCE_EXHAUSTED", "fault": "caller"}
 
@@ -152,8 +153,9 @@ async def test_a_reply_above_what_its_caller_says_it_receives_is_refused_by_name
     method, request = f"/{SERVICE.full_name}/Generate", pb.GenerateRequest(model="large").SerializeToString()
     outcomes = {"method": "GenerationService/Generate", "fault": "caller"}
     async with running() as service:
+        untyped: Any = service.channel
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await service.channel.unary_unary(method)(request, metadata=[("receives", "1000")])
+            await untyped.unary_unary(method)(request, metadata=[("receives", "1000")])
         assert kinds(refusal_of(caught.value)) == (grpc.StatusCode.INVALID_ARGUMENT, "REPLY_TOO_LARGE")
         assert service.count("corolla_rpcs_total", code="INVALID_ARGUMENT", **outcomes) == 1
 

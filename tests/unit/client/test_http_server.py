@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from corolla.chassis.calls import Call
 from corolla.chassis.errors import InternalError, StartupError
 from corolla.chassis.metrics import RpcMetrics
+from corolla.client.http.answers import PIECE_CHARS
 from corolla.client.http.completions import CompletionRequest
 from corolla.client.http.endpoints import EndpointFactory
 from corolla.client.http.exchange import Exchange, HeldBytes, Limits
@@ -56,6 +57,14 @@ class Running:
         await exchange.read(CompletionRequest)
         await exchange.reply(b"{}")
 
+    async def pieces(self, exchange: Exchange, call: Call[Any]) -> None:
+        await exchange.without_body()
+        await exchange.reply_in_pieces(self._pieces(3))
+
+    async def _pieces(self, number: int) -> AsyncGenerator[str, None]:
+        for _ in range(number):
+            yield "x" * PIECE_CHARS
+
     async def _parts(self) -> AsyncGenerator[bytes, None]:
         try:
             while True:
@@ -73,7 +82,11 @@ class Running:
 
 @asynccontextmanager
 async def running(
-    app: ASGIApp | None = None, *, head_timeout_s: float = 5.0, context: ssl.SSLContext | None = None
+    app: ASGIApp | None = None,
+    *,
+    head_timeout_s: float = 5.0,
+    context: ssl.SSLContext | None = None,
+    held_bytes: int = 1000,
 ) -> AsyncIterator[Running]:
     registry = CollectorRegistry()
     metrics = HttpMetrics(registry, RpcMetrics(registry))
@@ -83,12 +96,13 @@ async def running(
     async def let_in(call: Call[Any]) -> None:
         pass
 
-    endpoints = EndpointFactory(let_in, metrics, Limits(1000, HeldBytes(1000), 5.0, 0.3))
+    endpoints = EndpointFactory(let_in, metrics, Limits(1000, HeldBytes(held_bytes), 5.0, 0.3))
     behaviours = {
         "/much": {"GET": service.much},
         "/broken": {"GET": service.broken},
         "/large": {"GET": service.large},
         "/strict": {"POST": service.strict},
+        "/pieces": {"GET": service.pieces},
     }
     routes = [Route(path, endpoints.endpoint(path, methods)) for path, methods in behaviours.items()]
     await server.start(app or Router(routes, default=endpoints.not_found))
@@ -274,6 +288,20 @@ async def test_a_head_that_does_not_come_ends_the_connection(first: bytes) -> No
             with suppress(ConnectionResetError):
                 assert await reader.read() == b""
         writer.close()
+
+
+async def test_replies_that_nobody_has_read_yet_are_under_one_budget() -> None:
+    asks = b"GET /pieces HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
+    async with running(held_bytes=3 * PIECE_CHARS) as service:
+        for _ in range(2):  # what the first one held is given back
+            reply = await asked(service, asks)
+            assert reply.startswith(b"HTTP/1.1 200 ")
+            assert len(reply.partition(b"\r\n\r\n")[2]) == 3 * PIECE_CHARS
+    async with running(held_bytes=3 * PIECE_CHARS - 1) as service:
+        for _ in range(2):
+            reply = await asked(service, asks)
+            assert reply.startswith(b"HTTP/1.1 429 ")
+            assert b"queue_full" in reply
 
 
 async def test_a_head_of_very_many_lines_is_refused_before_it_is_read() -> None:

@@ -45,7 +45,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 class HeldBytes:
-    """Limits the bytes of all bodies that are being read."""
+    """Limits the bytes of all bodies that are being read, and of all replies that are not streamed and not sent yet."""
 
     def __init__(self, max_bytes: int) -> None:
         self._left = max_bytes
@@ -53,7 +53,7 @@ class HeldBytes:
     def take(self, num_bytes: int) -> None:
         """Counts bytes that are held now. Raises QueueFull if they are too many."""
         if num_bytes > self._left:
-            raise QueueFull("the service is reading too many requests; try again")
+            raise QueueFull("the service holds too many requests and replies of slow callers; try again")
         self._left -= num_bytes
 
     def give_back(self, num_bytes: int) -> None:
@@ -66,7 +66,7 @@ class Limits:
 
     Attributes:
         max_bytes: the most bytes of a body.
-        held: counts the bytes of the bodies of all exchanges.
+        held: counts the bytes of bodies and replies of all exchanges.
         read_timeout_s: seconds within which a body must arrive.
         reader_timeout_s: seconds after which a reply ends because its caller reads nothing of it.
         headers_after_s: seconds after which a stream begins although no event has come.
@@ -241,16 +241,23 @@ class Exchange:
         """Sends a whole reply that is made in pieces, between which other tasks run."""
         parts: list[bytes] = []
         waiting: list[str] = []
-        num_chars = 0
-        async with aclosing(pieces):
-            async for piece in pieces:
-                waiting.append(piece)
-                num_chars += len(piece)
-                if num_chars >= PIECE_CHARS:
-                    parts += joined(waiting)
-                    waiting, num_chars = [], 0
-                    await asyncio.sleep(0)
-        await self._reply([*parts, *joined(waiting)], JSON, 200, {})
+        num_chars = num_bytes = 0
+        held = self._limits.held
+        try:
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    waiting.append(piece)
+                    num_chars += len(piece)
+                    if num_chars >= PIECE_CHARS:
+                        made = list(joined(waiting))
+                        held.take(sum(map(len, made)))
+                        num_bytes += sum(map(len, made))
+                        parts += made
+                        waiting, num_chars = [], 0
+                        await asyncio.sleep(0)
+            await self._reply([*parts, *joined(waiting)], JSON, 200, {})
+        finally:
+            held.give_back(num_bytes)
 
     async def _reply(self, parts: Sequence[bytes], kind: str, status: int, headers: dict[str, str]) -> None:
         self.end_watch()
