@@ -13,6 +13,7 @@ from corolla.client.http.completions import CompletionRequest
 from corolla.client.http.dialects import ANTHROPIC
 from corolla.client.http.errors import body_of, facts_of, headers_of, status_of
 from corolla.client.http.field_paths import callers_path
+from corolla.client.http.messages import MessageRequest
 from corolla.client.http.readings import EmbeddingRequest, RerankRequest, ScoreRequest
 from corolla.client.http.responses import ResponseRequest
 
@@ -68,6 +69,26 @@ PLACES_OF_ITEMS = {
     "messages[4].tool_call_id": "input[6].call_id",
 }
 """Where the parts of these items are, by their paths in the protocol, behind two earlier messages."""
+
+USE = {"type": "tool_use", "id": "1", "name": "a", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "1"}
+BLOCKS = [
+    {"role": "assistant", "content": [{"type": "text", "text": "a"}, USE]},
+    {"role": "assistant", "content": [USE]},
+    {"role": "user", "content": [RESULT, RESULT, {"type": "text", "text": "a"}]},
+    {"role": "user", "content": "b"},
+]
+PLACES_OF_BLOCKS = {
+    "messages": "messages",
+    "messages[0].content": "system",
+    "messages[1].tool_calls[0].id": "messages[0].content[1].id",
+    "messages[1].tool_calls[1].arguments": "messages[1].content[0].input",
+    "messages[3].tool_call_id": "messages[2].content[1].tool_use_id",
+    "messages[4]": "messages[2]",
+    "stopping.stop[1]": "stop_sequences[1]",
+    "text": "messages",
+}
+"""Where the parts of these messages are: those of one role are joined, behind the system prompt."""
 
 KINDS = list(dict.fromkeys(tree(errors.CorollaError)))
 
@@ -128,6 +149,7 @@ def test_an_error_names_its_first_field() -> None:
         (ResponseRequest, {"text": {"format": {"type": "json_object"}}}, 0, "response_format", "text.format"),
         (ResponseRequest, {}, 0, "expected_turns", "previous_response_id"),
         *((ResponseRequest, {"input": ITEMS}, 2, *each) for each in PLACES_OF_ITEMS.items()),
+        *((MessageRequest, {"system": "s", "messages": BLOCKS}, 0, *each) for each in PLACES_OF_BLOCKS.items()),
     ],
 )
 def test_fields_of_the_protocol_have_the_callers_paths(

@@ -214,6 +214,7 @@ class ConversationBody(Body):
             "response_format.json_schema": "output_config.format.schema",
             "stopping.stop": "stop_sequences",
             "template_arguments.reasoning_effort": "output_config.effort",
+            "text": "messages",
             "tool_choice.mode": "tool_choice.type",
         }
         for index, place in enumerate(allowed_places(self.tools)):
@@ -312,6 +313,7 @@ class _Conversation:
         self.paths: dict[str, str] = {}
         if system:
             self._add("system", system, "system")
+            self.paths["messages[0].content"] = "system"
         for index, message in enumerate(given):
             self._add(message.role, message.content, f"messages[{index}]", f"messages[{index}].content")
         for joined in self.messages:
