@@ -49,6 +49,7 @@ from corolla.chassis.tasks import TaskGroup
 from corolla.chassis.tenant_limits import QuotaTable
 from corolla.chassis.tracing import spans
 from corolla.chassis.weight_formats import weight_format
+from corolla.compute.agreement import LayerCheck, check_small_copy
 from corolla.compute.compute_thread import ComputeThread
 from corolla.compute.device import (
     device_id,
@@ -73,8 +74,7 @@ from corolla.models.edges import Edges, fetch_edges, head_bytes, load_edges
 from corolla.models.families import pageless_layers
 from corolla.models.hub import Hub
 from corolla.models.read_ahead import ReadAhead, tensors_of
-from corolla.models.span_model import SpanModel, empty_span, fetch_span, load_span, weight_types
-from corolla.models.visible_tokens import attention_windows
+from corolla.models.span_model import SpanModel, fetch_span, load_span, weight_types
 from corolla.trust.watched_files import Contents, WatchedFiles
 from corolla.v1 import blocks_pb2, router_pb2
 from corolla.wire.network import Network
@@ -281,8 +281,7 @@ class BlockServer:
         """The model's checkpoint and its fingerprint."""
         settings = self.settings
         checkpoint = Checkpoint.from_pretrained(settings.model, revision=settings.revision, hub=self._hub)
-        whole = Span(0, checkpoint.num_blocks)
-        attention_windows(empty_span(checkpoint, whole), checkpoint.family)  # refuses what cannot be served
+        check_small_copy(checkpoint, settings.num_page_tokens, is_fused=settings.fused_blocks)
         return checkpoint, checkpoint.fingerprint(settings.dtype, settings.quantization, settings.kv_cache_dtype)
 
     async def _serve(
@@ -576,6 +575,7 @@ class BlockServer:
     ) -> tuple[SpanRunner, int]:
         """The runner, and the bytes of the device that its recorded steps took."""
         settings = self.settings
+        check = LayerCheck(model, settings.num_page_tokens)
         layout = CacheLayout(
             LayerGroups.of(model.windows, pageless_layers(model.config)),
             settings.num_page_tokens,
@@ -601,6 +601,7 @@ class BlockServer:
             num_state_pages=layout.num_state_pages,
         )
         runner.warm_up()
+        check.compare(runner, checkpoint.name)
         if (before := memory_of(model.device) if may_replay else None) is None:
             return runner, 0
         choose_graphs(runner, partial(CudaCapture, model.device))

@@ -5,7 +5,7 @@ import copy
 import functools
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -221,6 +221,23 @@ def _widen(model: PreTrainedModel, chunked: Mapping[str, ChunkedTensor], dtype: 
     name_of = renaming(model)
     for stored, tensor in chunked.items():
         tensor.dtype = dtypes.get(name_of(stored)) or dtypes.get(stored, dtype)
+
+
+def kind_of_layer(layer: nn.Module) -> Hashable:
+    """What tells a layer from others of its model: its modules, their settings, and the shapes of their weights."""
+    return tuple(
+        (name, type(module).__name__, _settings_of(module), *(tuple(each.shape) for each in module.parameters(False)))
+        for name, module in layer.named_modules()
+    )
+
+
+def _settings_of(module: nn.Module) -> Hashable:
+    settings = (
+        (name, value)
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str | None) and name not in LAYER_INDEX_NAMES
+    )
+    return tuple(sorted(settings, key=lambda each: each[0]))
 
 
 def renaming(model: PreTrainedModel) -> Callable[[str], str]:

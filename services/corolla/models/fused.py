@@ -149,7 +149,7 @@ class FusedSpan:
         }
         return cls(
             [
-                FusedLayer(layer, window, tables[kind] if _rotates(layer, window, family) else None)
+                FusedLayer(layer, window, tables[kind] if _rotates(layer, family) else None)
                 for layer, window, kind in zip(layers, windows, own, strict=True)
             ]
         )
@@ -458,12 +458,14 @@ class FusedLayer:
         return residual + change if self.residual_multiplier == 1.0 else residual + change * self.residual_multiplier
 
 
-def _rotates(layer: Any, window: int | None, family: Family) -> bool:
+def _rotates(layer: Any, family: Family) -> bool:
     attention = layer.self_attn
     if not family.rotates_windows:
         return bool(getattr(attention, "use_rope", True))
-    # EXAONE rotates all layers where the configuration has no window; Cohere has no such exception.
-    return window is not None or (hasattr(attention, "is_sliding") and attention.sliding_window is None)
+    if hasattr(attention, "is_sliding"):
+        # EXAONE rotates all layers where the configuration has no window; Cohere has no such exception.
+        return bool(attention.is_sliding or attention.sliding_window is None)
+    return attention.sliding_window is not None
 
 
 def _normed(norm: BlockNorm | None, hidden: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import copy
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -21,6 +21,7 @@ from corolla.models.cut_model import (
     cut_class,
     keep_layers,
     keep_layers_of_config,
+    kind_of_layer,
     make_up,
     model_class_of,
     refuse_absurd,
@@ -191,6 +192,14 @@ class SpanModel:
             self.adapters.add(layer, place, rows.reshape(num_tokens, -1), output.view(num_tokens, -1))
 
         return add
+
+    @property
+    def first_of_kinds(self) -> tuple[int, ...]:
+        """The indices of the first layer of each kind; see `kind_of_layer`."""
+        kinds: dict[Hashable, int] = {}
+        for index, window in enumerate(self.windows):
+            kinds.setdefault((window, kind_of_layer(self._layer(index))), index)
+        return tuple(kinds.values())
 
     def _layer(self, index: int) -> nn.Module:
         return cast(nn.ModuleList, self._base.get_submodule(self.family.layers))[index]

@@ -126,10 +126,12 @@ def largest_difference(
 
     The backend attends for chunks and single tokens of two sessions, with inputs in `dtype` on `device`. A window that
     is longer than a page is cut to a page, so that it hides keys. With a codec, the definition has decoded keys and
-    values. NaN is infinite. The first session begins with so many full pages.
+    values. NaN is infinite. The first session begins with so many full pages. Where `scaling` is large, queries are
+    smaller, so that scores are no larger than those of other models.
     """
     generator = torch.Generator().manual_seed(0)
     window = None if shape.window is None else min(shape.window, page_tokens)
+    query_scale = min(1.0, shape.key_size**-0.5 / shape.scaling)
 
     def draw(num_tokens: int, heads: int, size: int) -> Tensor:
         return torch.randn(num_tokens, heads, size, generator=generator).to(device=device, dtype=dtype)
@@ -150,7 +152,7 @@ def largest_difference(
             cache.prepare(cache.num_tokens, num_tokens)
             rows.append(PackedRow(cache, cache.num_tokens, start, start + num_tokens))
             query, key = (
-                draw(num_tokens, shape.num_heads, shape.key_size),
+                draw(num_tokens, shape.num_heads, shape.key_size) * query_scale,
                 draw(num_tokens, shape.num_key_heads, shape.key_size),
             )
             text.append((query, key, draw(num_tokens, shape.num_key_heads, shape.value_size)))
