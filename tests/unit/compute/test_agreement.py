@@ -1,4 +1,4 @@
-"""At start, a small copy of a model and layers with the model's own weights agree with transformers, or it fails."""
+"""A small copy of a model, and its layers with their own weights, agree with transformers, or the start fails."""
 
 from pathlib import Path
 from typing import Any

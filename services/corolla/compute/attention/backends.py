@@ -127,7 +127,7 @@ def largest_difference(
     The backend attends for chunks and single tokens of two sessions, with inputs in `dtype` on `device`. A window that
     is longer than a page is cut to a page, so that it hides keys. With a codec, the definition has decoded keys and
     values. NaN is infinite. The first session begins with so many full pages. Where `scaling` is large, queries are
-    smaller, so that scores are no larger than those of other models.
+    smaller, so that scores have the size that other models have.
     """
     generator = torch.Generator().manual_seed(0)
     window = None if shape.window is None else min(shape.window, page_tokens)
