@@ -10,7 +10,8 @@ from typing import Any, Final
 log = logging.getLogger(__name__)
 
 _BACKLOG: Final = 2048
-_MORE_ACCEPTS_PER_TURN: Final = 64
+_MORE_ACCEPTS_PER_TURN: Final = 3
+"""Each may begin a handshake, which costs about a millisecond, and answers wait for the turn to end."""
 _REST_S: Final = 1.0
 _WARNING_INTERVAL_S: Final = 60.0
 

@@ -622,13 +622,13 @@ class StreamListener:
     ) -> None:
         """Begins to accept streams. Connections before this call are refused."""
         limits = limits or from_callers()
-        loop = asyncio.get_running_loop()
+        loop, options = asyncio.get_running_loop(), _tls_options(trust, limits)
 
         async def serve(caller: socket.socket) -> None:
             stream = FrameStream(accept, limits, trust)
             self._streams.add(stream)
             try:
-                await loop.connect_accepted_socket(lambda: stream, caller, **_tls_options(trust, limits))
+                await loop.connect_accepted_socket(lambda: stream, caller, **options)
                 await stream.ended
             finally:
                 self._streams.discard(stream)
