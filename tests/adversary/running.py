@@ -36,7 +36,7 @@ REASONS: Final = _reasons(CorollaError) - {"INTERNAL"}
 """The reasons that a refusal may have; none of them means a failure that the service did not foresee."""
 
 
-def _slowness() -> float:
+def slowness() -> float:
     """How many times as long as usual this machine takes for the reference, of the thread's own time; 1 at least."""
 
     def reference_s() -> float:
@@ -72,7 +72,7 @@ class Running:
         settle()
         gc.callbacks.append(self._on_collection)
         logging.disable(logging.WARNING)
-        slowness = _slowness()
+        usual = slowness()
         self.longest_s = 0.0
         num_bytes = self._own.memory_info().rss
         try:
@@ -84,7 +84,7 @@ class Running:
             settle()
         num_more_mib = (self._own.memory_info().rss - num_bytes) / (1 << 20)
         # Other processes of the machine may have come or gone meanwhile.
-        assert self.longest_s < LONGEST_STALL_S * max(slowness, _slowness())
+        assert self.longest_s < LONGEST_STALL_S * max(usual, slowness())
         assert num_more_mib < MOST_MIB
 
     def _on_collection(self, phase: str, _: dict[str, int]) -> None:
