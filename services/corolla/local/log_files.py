@@ -37,6 +37,15 @@ class LogFile:
             return []
         return data.decode(errors="replace").rstrip("\n").split("\n")[-num_lines:] if data else []
 
+    def refusal(self) -> str | None:
+        """Why nothing can be written to the file, such as a full disk; None if something can."""
+        try:
+            with self.path.open("ab", buffering=0) as file:
+                file.write(b"\n")
+        except OSError as failure:
+            return failure.strerror
+        return None
+
 
 def state_folder() -> Path:
     """The folder for state files: `$XDG_STATE_HOME/corolla`, else `~/.local/state/corolla`."""

@@ -385,4 +385,8 @@ def _choose(ports: Ports, wanted: int | None, usual: int, what: str, host: str) 
 
 def _with_log(sentence: str, log: LogFile) -> str:
     lines = [f"    {line}" for line in log.last_lines()]
-    return "\n".join([f"{sentence}; the end of {log.path}:" if lines else f"{sentence}; {log.path} is empty", *lines])
+    if lines:
+        return "\n".join([f"{sentence}; the end of {log.path}:", *lines])
+    if (reason := log.refusal()) is not None:
+        return f"{sentence}; {log.path} cannot be written: {reason}"
+    return f"{sentence}; {log.path} is empty"

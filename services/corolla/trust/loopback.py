@@ -32,7 +32,9 @@ def make_folder(router: str) -> Path:
         folder.mkdir(mode=0o700)
         (folder / _OWNER_FILE).write_text(str(os.getpid()))
     except OSError as failure:
-        raise StartupError(f"cannot make {folder}: {failure.strerror}") from None
+        raise StartupError(
+            f"cannot make {folder}: {failure.strerror}; set XDG_RUNTIME_DIR to a folder of your own"
+        ) from None
     return folder
 
 

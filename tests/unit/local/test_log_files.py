@@ -24,3 +24,9 @@ def test_a_log_file_is_read_to_its_end(tmp_path: Path) -> None:
     log.path.write_text("".join(f"{number}\n" for number in range(100)))
     assert log.last_lines(3) == ["97", "98", "99"]
     assert len(log.new_lines()) == 100
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    assert LogFile(Path("/dev/full")).refusal() == "No space left on device"
+    assert LogFile(tmp_path / "a.log").refusal() is None
+    assert LogFile(tmp_path / "no" / "a.log").refusal() == "No such file or directory"
