@@ -268,7 +268,7 @@ class _Reader:
         """What a schema refers to, if it says nothing else."""
         schema = given.value
         if isinstance(schema.get("$ref"), str) and not (FOLLOWED | NEUTRAL.keys()) & schema.keys():
-            return self._target(schema["$ref"])
+            return self._target(given.at("$ref"))
         if isinstance(many := schema.get("allOf"), list) and len(many) == 1 and isinstance(many[0], dict):
             rest = schema.keys() - {"allOf"}
             if not (FOLLOWED | NEUTRAL.keys() | {"$ref"}) & rest:
@@ -305,7 +305,7 @@ class _Reader:
         """Adds what one keyword of a schema says about the schema's own value."""
         name, value = part.place[-1], part.value
         if name == "$ref":
-            target = self._target(value) if isinstance(value, str) else None
+            target = self._target(part) if isinstance(value, str) else None
             if target is None or target.place in passed:
                 self._ignore(part)
                 return
@@ -411,21 +411,26 @@ class _Reader:
                         tags[name] = listed
         return {name: listed for name, listed in tags.items() if name in required}
 
-    def _target(self, reference: str) -> _Placed | None:
-        """The schema that a reference names; None if the whole schema does not hold it."""
-        base, fragment = urldefrag(urljoin(self._base, reference))
-        if (found := self._ids.get((base, ""))) is None:
+    def _target(self, reference: _Placed) -> _Placed | None:
+        """The schema that a `$ref` names; None if the whole schema does not hold it."""
+        address, fragment = _address(self._base_of(reference), reference.value)
+        if (found := self._ids.get((address, ""))) is None:
             return None
         if not fragment.startswith("/"):
-            return self._ids.get((base, fragment))
+            return self._ids.get((address, fragment))
         try:
             return found.at(*(unquote(step).replace("~1", "/").replace("~0", "~") for step in fragment[1:].split("/")))
         except (KeyError, IndexError, ValueError, TypeError):
             return None
 
-    @property
-    def _base(self) -> str:
-        return str(self._root.value.get("$id") or "") if isinstance(self._root.value.get("$id", ""), str) else ""
+    def _base_of(self, part: _Placed) -> str:
+        """The address to which references in this part are relative."""
+        base, value = "", self._root.value
+        for step in part.place:
+            if isinstance(value, dict) and isinstance(own := value.get("$id"), str):
+                base = _address(base, own)[0]
+            value = value[int(step)] if isinstance(value, list) else value[step]
+        return base
 
     # --- a schema without others in its place --------------------------------------------------------------------
 
@@ -439,7 +444,11 @@ class _Reader:
         schema = leaf.value
         made: dict[str, Any] = {}
         for name, is_neutral in NEUTRAL.items():
-            if name in schema and not is_neutral(schema[name]):
+            if (
+                name in schema
+                and not is_neutral(schema[name])
+                and not (name == "propertyNames" and is_alone and self._keys(leaf) is not None)
+            ):
                 self._ignore(leaf.at(name))
         for name, value in schema.items():
             if (read := SIMPLE.get(name)) is not None:
@@ -510,6 +519,9 @@ class _Reader:
                 made["additionalProperties"] = self._schema(leaf.at("unevaluatedProperties"), _NO_NAMES)
             else:
                 self._ignore(leaf.at("unevaluatedProperties"))
+        if is_alone and (keys := self._keys(leaf)) is not None:
+            kept = made.pop("additionalProperties", True)
+            made |= {"properties": dict.fromkeys(keys, kept), "additionalProperties": False}
         if patterns is None or patterns == {}:
             return
         given = leaf.at("patternProperties")
@@ -525,6 +537,17 @@ class _Reader:
             read = {"|".join(f"(?:{each})" for each in read): {"anyOf": list(read.values())}}
         self.patterns.update(patterns)
         made["patternProperties"] = read
+
+    def _keys(self, leaf: _Placed) -> list[str] | None:
+        """The only names of properties by `propertyNames`, if it lists them and nothing else names any."""
+        schema = leaf.value
+        if "propertyNames" not in schema or "properties" in schema or "patternProperties" in schema:
+            return None
+        names = leaf.at("propertyNames")
+        if isinstance(names.value, dict) and "$ref" in names.value:
+            names = self._only_reference(names) or names
+        listed = listed_values(names.value) if isinstance(names.value, dict) else None
+        return listed if listed and all(isinstance(each, str) for each in listed) else None
 
     def _read_numbers_of_properties(self, leaf: _Placed, made: dict[str, Any], *, is_alone: bool) -> None:
         """Reads how many properties an object may have. llguidance counts only those that need not be there."""
@@ -586,16 +609,21 @@ def _ids(root: _Placed) -> Iterator[tuple[tuple[str, str], _Placed]]:
         part, base = parts.pop()
         value = part.value
         if isinstance(value, dict):
-            for name in ("$id", "id"):
-                if isinstance(given := value.get(name), str) and (
-                    given.startswith("#") or name == "$id" or part is root
-                ):
-                    address, fragment = urldefrag(urljoin(base, given))
-                    base = address or base
-                    yield (base, fragment), part
+            if isinstance(given := value.get("$id"), str):
+                base, fragment = _address(base, given)
+                yield (base, fragment), part
             for name in ("$anchor", "$dynamicAnchor"):
                 if isinstance(given := value.get(name), str):
                     yield (base, given), part
             parts += [(part.at(name), base) for name in value if name not in ("enum", "const", "default", "examples")]
         elif isinstance(value, list):
             parts += [(each, base) for each in part.each]
+
+
+def _address(base: str, reference: str) -> tuple[str, str]:
+    """The address and the fragment that a reference means where `base` is the address of what contains it."""
+    try:
+        address, fragment = urldefrag(urljoin(base, reference))
+    except ValueError:
+        return reference, ""
+    return address, fragment

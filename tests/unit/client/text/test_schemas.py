@@ -32,6 +32,7 @@ USER: dict[str, Any] = {"type": "object", "properties": {"name": TEXT}, "require
 NODE: dict[str, Any] = {"type": "object", "properties": {"of": NUMBER, "next": {"$ref": "#/$defs/N"}}}
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "lives": NUMBER}, "required": ["kind"]}
 DOG = {"type": "object", "properties": {"kind": {"const": "dog"}}, "required": ["kind"]}
+KEYS = {"enum": ["a", "b"]}
 EVE, MORE = {"name": "Eve"}, {"name": "Eve", "age": 3}
 
 
@@ -91,6 +92,14 @@ TABLE: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     "an address": (
         of({"$ref": "u#/properties/name"}, **{"$id": "http://x.example/s", "$defs": {"U": {"$id": "u", **USER}}}),
         either("a"), either(1),
+    ),
+    "an address within another one": (
+        of({"$ref": "u"}, **{"$defs": {"V": TEXT, "U": {"$id": "u", "$ref": "#/$defs/V", "$defs": {"V": NUMBER}}}}),
+        either(1), either("a"),
+    ),
+    "names of a list": (
+        of({"propertyNames": {"$ref": "#/$defs/K"}, "additionalProperties": NUMBER}, **{"$defs": {"K": KEYS}}),
+        either({}, {"a": 1, "b": 2}), either({"c": 1}, {"a": "x"}),
     ),
     "open": (of({**USER, "additionalProperties": True}), either(MORE), either({"age": 3})),
     "open in other words": (of({**USER, "unevaluatedProperties": {}}), either(MORE), either({"age": 3})),
@@ -155,6 +164,7 @@ BEYOND: dict[str, tuple[dict[str, Any], list[Any], list[str]]] = {
         for name in ("decimal", "password", "binary", "uri-reference")
     },
     "a reference elsewhere": (of({"$ref": "https://example.org/x"}), either(1), ["properties.v.$ref"]),
+    "a reference that is no address": (of({"$ref": "http://["}), either(1), ["properties.v.$ref"]),
     "a reference to nothing": (of({"$ref": "#/$defs/missing"}), either(1), ["properties.v.$ref"]),
     "a type that is none": (of({"type": "float"}), either(1.5), ["properties.v.type"]),
     "required by itself": (of({**TEXT, "required": True}), either("a"), ["properties.v.required"]),
