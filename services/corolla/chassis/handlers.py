@@ -2,8 +2,9 @@
 
 This module, not gRPC, parses requests, so that undecodable bytes and over-long messages get a status of Corolla's own.
 It also reads them, after it has let the caller in: gRPC would read a single request before it calls a handler, and a
-refused caller's request must take no memory. It also writes single responses, since gRPC does not say whether it could
-send one. Therefore every method is registered as one that reads and writes streams, which looks the same on the wire.
+refused caller's request must take no memory. To callers with a time-out it also writes single responses, since gRPC
+does not say whether it could send one. Therefore methods are registered as ones that read a stream, and those of such
+callers as ones that write a stream, too; all look the same on the wire.
 """
 
 import asyncio
@@ -83,7 +84,7 @@ def service_handler(
                 response_serializer=_serialise,
             )
         else:
-            handlers[method.name] = grpc.stream_stream_rpc_method_handler(
+            handlers[method.name] = grpc.stream_unary_rpc_method_handler(
                 _unary_unary(guard, behaviour, parse, name if traced else None), response_serializer=_serialise
             )
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
@@ -124,14 +125,6 @@ async def _request(context: Context, call: Call[Any]) -> bytes:
     raise errors.MalformedMessage("request", "must be sent")
 
 
-async def _write(response: message.Message, context: Context) -> None:
-    """Sends a response. Raises CancelledError if the caller has left, or refuses a response of this size."""
-    try:
-        await context.write(response)
-    except aio.BaseError:
-        raise asyncio.CancelledError from None
-
-
 class _Responses:
     """Sends the responses of a streaming method, and closes their generator if the caller reads nothing for too long.
 
@@ -158,7 +151,9 @@ class _Responses:
         if self._timeout_s is not None:
             timer = asyncio.get_running_loop().call_later(self._timeout_s, self._give_up)
         try:
-            await _write(response, context)
+            await context.write(response)
+        except aio.BaseError:
+            raise asyncio.CancelledError from None
         finally:
             if timer is not None:
                 timer.cancel()
@@ -174,11 +169,10 @@ class _Responses:
 
 
 def _unary_unary(guard: Guard, behaviour: Any, parse: Callable[[bytes], message.Message], traced_as: str | None) -> Any:
-    async def handle(requests: object, context: Context) -> None:
+    async def handle(requests: object, context: Context) -> Any:
         async with _guarded(guard, context) as call:
             with _span(traced_as, context):
-                response = await behaviour(parse(await _request(context, call)), call)
-            await _write(response, context)
+                return await behaviour(parse(await _request(context, call)), call)
 
     return handle
 

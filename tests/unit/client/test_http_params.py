@@ -213,3 +213,13 @@ def test_a_value_out_of_range_is_named_by_its_own_path(name: str) -> None:
 def is_at(path: str, param: str) -> bool:
     """Whether a path is the one that was changed, or lies within it."""
     return param == path or param.startswith((f"{path}.", f"{path}["))
+
+
+@pytest.mark.parametrize("query", [each.query for each in OPERATIONS if each.query is not None])
+def test_a_wrong_parameter_behind_the_path_is_named(query: Any) -> None:
+    for name, schema in query.model_json_schema()["properties"].items():
+        if "string" in allowed_kinds(schema) and not any("enum" in each for each in branches(schema)):
+            continue
+        with pytest.raises(ValidationError) as failure:
+            query.model_validate_strings({name: "surely wrong"})
+        assert [place for place, _ in refusal(query, failure.value).violations] == [name]
