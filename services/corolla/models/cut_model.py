@@ -89,9 +89,7 @@ def build(
     Raises:
         CheckpointError: the tensors do not fill the model exactly, or some are left over.
     """
-    settings, advice = "config.json", "correct config.json, or give a checkpoint that fits it"
-    if checkpoint.gguf is not None:
-        settings, advice = "settings", "convert the model again, or give it as safetensors"
+    settings, advice = _settings_of(checkpoint)
     try:
         with _quietly():
             tensors = merged(without_weights(model_class, config), tensors)
@@ -145,11 +143,18 @@ def refuse_absurd(checkpoint: Checkpoint, model: nn.Module, names: Mapping[str, 
 
 
 def _other_shape(checkpoint: Checkpoint, name: str, own: Sequence[int], wanted: Sequence[int]) -> CheckpointError:
-    settings = "config.json" if checkpoint.gguf is None else "settings"
+    settings, advice = _settings_of(checkpoint)
     return CheckpointError(
         f"{checkpoint.name} has {name} in the shape {list(own)} where the model in its {settings} has {list(wanted)}; "
-        "correct config.json, or give a checkpoint that fits it."
+        f"{advice}."
     )
+
+
+def _settings_of(checkpoint: Checkpoint) -> tuple[str, str]:
+    """Where the model's settings stand, and what to do if its tensors are not those of that model."""
+    if checkpoint.gguf is not None:
+        return "settings", "convert the model again, or give it as safetensors"
+    return "config.json", "correct config.json, or give a checkpoint that fits it"
 
 
 def ignored_names(model_class: type[PreTrainedModel]) -> frozenset[str]:
@@ -342,6 +347,8 @@ def _fill(
             dtype=dtype,
             attn_implementation=attention,
             output_loading_info=True,
+            # The report then names them, and `build` refuses them.
+            ignore_mismatched_sizes=True,
         )
     return cast(tuple[PreTrainedModel, Mapping[str, Any]], filled)
 

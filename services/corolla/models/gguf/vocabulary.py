@@ -78,6 +78,11 @@ def write_tokenizer(header: GgufHeader, folder: Path) -> None:
             f"The file's tokenizer cuts texts in a way ({cut!r}) that is not known here, so its tokens would be others;"
             " give the model as safetensors with its tokenizer."
         )
+    if vocabulary["tokenizer_type"] == "gpt2" and not vocabulary.get("merges"):
+        raise CheckpointError(
+            "The file's tokenizer has no merges (tokenizer.ggml.merges), without which it cannot cut texts; convert "
+            "the model again, or give it as safetensors with its tokenizer."
+        )
     if templates := dict(_named_templates(settings)):
         options["chat_template"] = {"default": options["chat_template"], **templates}
     try:

@@ -129,6 +129,11 @@ def test_a_type_of_tokenizer_that_is_not_served_is_named(tmp_path: Path, kind: s
         tokenizer_of(tmp_path, ggml__model=kind)
 
 
+def test_a_byte_level_tokenizer_without_merges_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no merges .*; convert the model again"):
+        byte_level(tmp_path, ggml__merges=[])
+
+
 @pytest.mark.parametrize("cut", [None, "default", "deepseek-v3"])
 def test_an_unknown_way_to_split_is_refused(tmp_path: Path, cut: str | None) -> None:
     with pytest.raises(CheckpointError, match=r"cuts texts in a way \(.*\) that is not known here"):

@@ -106,7 +106,11 @@ def test_a_file_with_a_tensor_that_its_model_does_not_use_is_refused(tmp_path: P
 @pytest.mark.parametrize(
     "settings, lost, sentence",
     [
-        ({"llama.feed_forward_length": 100}, {}, r"weights of odd do not fit its settings; convert"),
+        (
+            {"llama.feed_forward_length": 100},
+            {},
+            r"down_proj\.weight in the shape \[64, 96\] where the model in its settings has \[64, 100\]; convert",
+        ),
         (
             {},
             {"blk.1.ffn_up.weight": None},

@@ -205,7 +205,7 @@ NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
 @pytest.mark.parametrize(
     "name, damage, advice",
     [
-        ("gptq", change_part("scales", lose), r"up_proj\.weight has no scales; fetch"),
+        ("gptq", change_part("scales", lose), r"up_proj\.weight has no scales; give another revision"),
         ("gptq", change_part("scales", lambda part: part[:-1]), "fit none of the bits and groups that config.json"),
         ("gptq", change_part("qweight", lambda part: part[:-1]), r"g_idx of the shape \[64\], which does not fit"),
         ("gptq-symmetric", change_part("qweight", lambda part: part[:4]), "fit none of the bits and groups"),
@@ -258,7 +258,9 @@ def test_a_bad_packed_checkpoint_is_refused(
 def test_weights_of_another_shape_than_the_configuration_says_are_refused(tmp_path: Path) -> None:
     folder, _ = make_packed_checkpoint("llama", tmp_path, FORMATS["awq"](), num_blocks=1)
     edit_config(folder, intermediate_size=128)
-    with pytest.raises(CheckpointError, match=r"do not fit its config\.json; correct config\.json, or"):
+    with pytest.raises(
+        CheckpointError, match=r"_proj\.weight in the shape .* where the model in its config\.json has .*; correct"
+    ):
         load_span(Checkpoint.from_pretrained(str(folder)), Span(0, 1), dtype=torch.float32)
 
 
