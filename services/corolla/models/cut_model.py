@@ -89,7 +89,7 @@ def build(
     Raises:
         CheckpointError: the tensors do not fill the model exactly, or some are left over.
     """
-    settings, advice = _settings_of(checkpoint)
+    settings, advice = _advice_on(checkpoint)
     try:
         with _quietly():
             tensors = merged(without_weights(model_class, config), tensors)
@@ -143,14 +143,14 @@ def refuse_absurd(checkpoint: Checkpoint, model: nn.Module, names: Mapping[str, 
 
 
 def _other_shape(checkpoint: Checkpoint, name: str, own: Sequence[int], wanted: Sequence[int]) -> CheckpointError:
-    settings, advice = _settings_of(checkpoint)
+    settings, advice = _advice_on(checkpoint)
     return CheckpointError(
         f"{checkpoint.name} has {name} in the shape {list(own)} where the model in its {settings} has {list(wanted)}; "
         f"{advice}."
     )
 
 
-def _settings_of(checkpoint: Checkpoint) -> tuple[str, str]:
+def _advice_on(checkpoint: Checkpoint) -> tuple[str, str]:
     """Where the model's settings stand, and what to do if its tensors are not those of that model."""
     if checkpoint.gguf is not None:
         return "settings", "convert the model again, or give it as safetensors"
