@@ -108,7 +108,11 @@ def reply(answer: pb.ChatResponse, *, shows_thinking: bool) -> bytes:
 async def events(
     chunks: AsyncGenerator[pb.ChatChunk, None], model: str, *, shows_thinking: bool
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a stream: the message without content, its blocks, and how it ended. Each chunk has the usage."""
+    """Yields the events of a stream: the message without content, its blocks, and how it ended.
+
+    Args:
+        chunks: each one has the usage so far.
+    """
     writer = _Writer()
     is_begun = False
     async with aclosing(chunks):

@@ -311,12 +311,15 @@ class _Conversation:
     def __init__(self, system: str | Sequence[TextBlock], given: Sequence[InputMessage]) -> None:
         self.messages: list[pb.ChatMessage] = []
         self.paths: dict[str, str] = {}
+        self._thoughts: list[list[str]] = []
         if system:
             self._add("system", system, "system")
             self.paths["messages[0].content"] = "system"
         for index, message in enumerate(given):
             self._add(message.role, message.content, f"messages[{index}]", f"messages[{index}].content")
-        for joined in self.messages:
+        for joined, thoughts in zip(self.messages, self._thoughts, strict=True):
+            # A text that grew by each block would be copied as often.
+            joined.reasoning = "".join(thoughts)
             if len(joined.content_parts) == 1:
                 joined.content = joined.content_parts.pop()
 
@@ -342,7 +345,7 @@ class _Conversation:
             case TextBlock(text=text):
                 message.content_parts.append(text)
             case ThinkingBlock(thinking=thoughts):
-                message.reasoning += thoughts
+                self._thoughts[-1].append(thoughts)
             case ToolUseBlock():
                 path = f"messages[{len(self.messages) - 1}].tool_calls[{len(message.tool_calls)}]"
                 self.paths |= {path: place, f"{path}.arguments": f"{place}.input"}
@@ -353,4 +356,5 @@ class _Conversation:
         if not self.messages or self.messages[-1].role != role or role == "tool":
             self.paths[f"messages[{len(self.messages)}]"] = place
             self.messages.append(pb.ChatMessage(role=role))
+            self._thoughts.append([])
         return self.messages[-1]
