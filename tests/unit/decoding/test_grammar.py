@@ -36,7 +36,9 @@ TOO_COMPLEX = 'start: (start start start| /[a-z ]/ | "" )*'
 
 def grammar_of(schema: dict[str, Any]) -> AnswerGrammar:
     return AnswerGrammar(
-        read_grammar(TOKENIZER, formats.grammar_of(formats.json_schema(json.dumps(schema), "schema")).text)
+        read_grammar(
+            TOKENIZER, formats.grammar_of(formats.json_schema(json.dumps(schema), "schema", is_strict=True)).text
+        )
     )
 
 

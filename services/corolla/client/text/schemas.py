@@ -373,6 +373,9 @@ class _Reader:
         Args:
             within: the types that the values have in any case; None: any.
         """
+        options = [each for each in options if each.value is not False]
+        if len(options) < 2:
+            return True
         objects: list[dict[str, list[Any]]] = []
         seen: list[tuple[frozenset[str], list[Any] | None]] = []
         for option in options:
@@ -622,6 +625,8 @@ def _ids(root: _Placed) -> Iterator[tuple[tuple[str, str], _Placed]]:
 
 def _address(base: str, reference: str) -> tuple[str, str]:
     """The address and the fragment that a reference means where `base` is the address of what contains it."""
+    if reference.startswith("#"):
+        return base, reference[1:]
     try:
         address, fragment = urldefrag(urljoin(base, reference))
     except ValueError:
