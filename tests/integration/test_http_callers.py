@@ -97,7 +97,7 @@ async def test_pages_of_other_origins_read_nothing(swarm: Swarm, number: int) ->
 async def test_paths_are_found_as_programs_write_them(http: httpx2.AsyncClient) -> None:
     body = {"messages": CHAT, "max_tokens": 2, "temperature": 0}
     expected = (await http.post("/v1/chat/completions", json=body)).json()["choices"]
-    for path in ("/chat/completions", "/v1/chat/completions/", "/chat/completions/"):
+    for path in ("/chat/completions", "/v1/chat/completions/", "/chat/completions/", "/v1/v1/chat/completions"):
         assert (await http.post(path, json=body)).json()["choices"] == expected
     for path in ("/v1/models/", "/models", "/v1/models/house-model/", "/health/", "/"):
         found = await http.get(path)

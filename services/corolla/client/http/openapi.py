@@ -227,7 +227,7 @@ def _contents(operation: Operation, named: Mapping[Any, Any]) -> Iterator[tuple[
 
 
 def router(endpoints: EndpointFactory, handlers: HttpRoutes, *, has_page: bool) -> ASGIApp:
-    """The application that serves all operations, also at paths without `/v1` or with a slash at the end."""
+    """The application that serves all operations, also where `/v1` is missing or doubled, or a slash ends the path."""
     operations = (*OPERATIONS, *(OF_THE_PAGE if has_page else ()))
     described = json.dumps(document(operations)).encode()
 
@@ -249,8 +249,9 @@ def router(endpoints: EndpointFactory, handlers: HttpRoutes, *, has_page: bool) 
         served.append(Route(path, endpoints.endpoint("/page", {"GET": show}, is_open=True)))
     routed = Router(served, redirect_slashes=False, default=endpoints.not_found)
 
-    async def without_trailing_slash(scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"]
-        await routed({**scope, "path": path.rstrip("/") or "/"} if path.endswith("/") else scope, receive, send)
+    async def with_usual_path(scope: Scope, receive: Receive, send: Send) -> None:
+        # Anthropic's clients put /v1 behind a base address that has it already, as OpenAI's clients need it.
+        path = scope["path"].removeprefix(_VERSION if scope["path"].startswith(_VERSION * 2) else "")
+        await routed({**scope, "path": path.rstrip("/") or "/"}, receive, send)
 
-    return without_trailing_slash
+    return with_usual_path
