@@ -27,17 +27,26 @@ def numerics_of(runner: SpanRunner, edges: Edges | None) -> Numerics:
 
 def machine_facts(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     """The device's kind, the dtype and the versions, since kernels of another release may round in another way."""
+    compiler = "triton" if device.type == "cuda" else "llvmlite"
     if device.type == "cuda":
         kind = f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"
     else:
         kind = f"{device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     return {
         "corolla": importlib.metadata.version("corolla"),
+        "compiler": _version(compiler),
         "device": kind,
         "dtype": str(dtype),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _choices(runner: SpanRunner) -> dict[str, str]:

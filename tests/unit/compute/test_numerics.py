@@ -1,11 +1,12 @@
 """The digest of what a server computes with: equal for equal choices, another one for each other choice."""
 
+import importlib.metadata
 from typing import Any
 
 import pytest
 import torch
 
-from corolla.compute.numerics import numerics_of
+from corolla.compute.numerics import machine_facts, numerics_of
 from corolla.compute.span_runner import SpanRunner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import load_edges
@@ -52,3 +53,16 @@ def test_only_a_server_with_the_head_names_how_it_computes_the_head(checkpoint: 
     named = numerics_of(last, with_head)
     assert named.head
     assert named.blocks == numerics_of(last, without).blocks
+
+
+@pytest.mark.parametrize("package, device", [("triton", "cuda"), ("llvmlite", "cpu")])
+def test_the_version_of_the_compiler_counts(monkeypatch: pytest.MonkeyPatch, package: str, device: str) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    version = importlib.metadata.version
+
+    def facts(released: str) -> dict[str, str]:
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: released if name == package else version(name))
+        return machine_facts(torch.device(device), torch.float32)
+
+    assert facts("3.6.0") != facts("3.7.0")
