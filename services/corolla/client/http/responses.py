@@ -30,7 +30,6 @@ from corolla.client.http.fields import (
     MAX_NAMES,
     UNLIMITED,
     Body,
-    Count,
     Fields,
     Int32,
     JsonObjectFormat,
@@ -294,7 +293,9 @@ class ReplayQuery(Body):
     """How a stored response is read."""
 
     stream: bool | None = Field(None, description="Its events are sent again.")
-    starting_after: Count | None = Field(None, description="With stream: only the events after the one of this number.")
+    starting_after: int | None = Field(
+        None, ge=0, lt=1 << 31, description="With stream: only the events after the one of this number."
+    )
 
 
 class ItemsQuery(Body):
