@@ -142,7 +142,7 @@ class Reply:
         writer.take(chunk)
         writer.end(is_cut=answer.finish_reason in _CUT_OFF)
         text = self._ended(writer.output, answer.finish_reason, answer.usage).model_dump_json()
-        # The output comes before everything else of the caller that is no text, so its empty list is the first one.
+        # All that the caller chose and that is not a text comes behind the output, whose empty list is the first one.
         head, place, tail = text.partition(_NO_LOGPROBS)
         yield head + place[:-1]
         async for piece in logprob_texts(answer.logprobs if place else ()):
