@@ -172,7 +172,9 @@ class HttpRoutes:
             return
         with body.in_own_words():
             answer = await self._servicer.Chat(request, call, ReplyRoom(CHATS, self._max_reply_bytes))
-        await exchange.reply_in_pieces(chat_replies.reply(answer, **wishes))
+        pieces = chat_replies.reply(answer, **wishes)
+        del answer  # its caller may take minutes to read the pieces
+        await exchange.reply_in_pieces(pieces)
 
     async def create_message(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Answers a conversation in Anthropic's dialect."""
@@ -316,8 +318,10 @@ class HttpRoutes:
         room = ReplyRoom(COMPLETIONS, self._max_reply_bytes // len(requests))
         calls = [_in_words_of(body, number, self._generated(each, call, room)) for number, each in enumerate(requests)]
         found = {index: each async for index, each in merge(calls)}
-        responses = [found[index] for index in range(len(requests))]
-        await exchange.reply_in_pieces(completions.reply(responses, body.num_completions, **wishes))
+        responses = [found.pop(index) for index in range(len(requests))]
+        pieces = completions.reply(responses, body.num_completions, **wishes)
+        del responses
+        await exchange.reply_in_pieces(pieces)
 
     async def embed(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Makes vectors of texts from the model's last hidden states."""
@@ -325,7 +329,9 @@ class HttpRoutes:
         num_bytes = body.most_reply_bytes(self._servicer.hidden_size)
         ReplyRoom(COMPLETIONS, self._max_reply_bytes).check_bytes(num_bytes, "input")
         found = await _all(body, body.as_protocol(), lambda each: self._servicer.Embed(each, call))
-        await exchange.reply_in_pieces(readings.embeddings(body, found))
+        pieces = readings.embeddings(body, found)
+        del found
+        await exchange.reply_in_pieces(pieces)
 
     async def score(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Tells how probable queries are after documents."""
@@ -351,8 +357,9 @@ class HttpRoutes:
         with body.in_own_words():
             found = await self._servicer.Tokenize(request, call)
         model = await self._servicer.GetModel(pb.GetModelRequest(model=self._model), call)
-        texts = found.tokens if body.return_token_strs else None
-        await exchange.reply_in_pieces(tokenization.reply(found.token_ids, model.context_length, texts))
+        pieces = tokenization.reply(found, model.context_length, has_texts=body.return_token_strs)
+        del found
+        await exchange.reply_in_pieces(pieces)
 
     async def detokenize(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Joins tokens to a text."""

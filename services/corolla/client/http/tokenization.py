@@ -67,19 +67,17 @@ class Tokenized(BaseModel):
     token_strs: list[str] | None = None
 
 
-async def reply(
-    token_ids: Sequence[int], context_length: int, texts: Sequence[str] | None
-) -> AsyncGenerator[str, None]:
+async def reply(found: pb.TokenizeResponse, context_length: int, *, has_texts: bool) -> AsyncGenerator[str, None]:
     """The pieces of a `Tokenized`."""
     yield '{"tokens":['
-    async for piece in _in_pieces(token_ids):
+    async for piece in _in_pieces(found.token_ids):
         yield piece
-    yield f'],"count":{len(token_ids)},"max_model_len":{context_length},"token_strs":'
-    if texts is None:
+    yield f'],"count":{len(found.token_ids)},"max_model_len":{context_length},"token_strs":'
+    if not has_texts:
         yield "null}"
         return
     yield "["
-    async for piece in _in_pieces(texts):
+    async for piece in _in_pieces(found.tokens):
         yield piece
     yield "]}"
 
