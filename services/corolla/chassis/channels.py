@@ -77,7 +77,7 @@ _SILENCE_LIMITS: Final = frozenset(
     {"grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms", "grpc.min_reconnect_backoff_ms"}
 )
 
-# Ways to name a service that gRPC knows besides HOST:PORT.
+# Ways to name a service that gRPC knows, other than HOST:PORT.
 _SCHEMES: Final = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:")
 
 

@@ -104,7 +104,7 @@ async def test_a_connection_that_grew_old_takes_no_new_call_and_ends_none(monkey
         ("", "the target uri is not valid", "'' is no address"),
     ],
 )
-def test_an_address_without_a_service_is_told_from_what_is_no_address(
+def test_an_address_without_a_service_differs_from_an_invalid_address(
     address: str, details: str, sentence: str
 ) -> None:
     error = unreached(RouterUnavailable, "router", address, details)

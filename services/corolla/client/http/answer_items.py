@@ -1,4 +1,4 @@
-"""The items of an answer, which follow one another: reasoning, text and calls. Pure.
+"""The items of an answer, which follow one another: reasoning, text and calls.
 
 Each API but that of chats has events for the beginning, the growth and the end of an item.
 """
