@@ -582,7 +582,12 @@ def _check_numbers(path: Path, stored: Mapping[str, Any]) -> None:
 def _check_factors(path: Path, config: PretrainedConfig) -> None:
     """Refuses factors of other families: transformers keeps them in a configuration, and computes without them."""
     known = type(config)()
-    odd = [name for name in _FACTORS if getattr(config, name, None) not in (None, 1.0) and not hasattr(known, name)]
+    odd = [
+        name
+        for name in _FACTORS
+        # A factor of 1 changes nothing, and neither does a cap or a bound of 0.
+        if getattr(config, name, None) not in (None, 1.0, 0.0) and not hasattr(known, name)
+    ]
     if odd:
         raise CheckpointError(
             f"{path} sets {odd[0]}, with which a {config.model_type} model is not computed; correct model_type, or "

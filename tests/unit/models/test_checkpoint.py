@@ -398,6 +398,11 @@ def test_a_bad_checkpoint_is_refused(folder: Path, damage: Callable[[Path], None
         Checkpoint.from_pretrained(str(folder))
 
 
+def test_factors_that_change_nothing_are_no_reason_to_refuse(folder: Path) -> None:
+    edit_json(folder / "config.json", logit_scale=1.0, final_logit_softcapping=0.0, clip_qkv=None)
+    Checkpoint.from_pretrained(str(folder))
+
+
 @pytest.mark.parametrize(
     "changes, advice",
     [
