@@ -257,7 +257,7 @@ class AdapterNotFound(ResourceNotFound):
 
 
 class MethodNotAllowed(CorollaError):
-    """A path of HTTP does not accept the request's method."""
+    """A service of gRPC, or a path of HTTP, does not have the method of a call."""
 
     code = grpc.StatusCode.UNIMPLEMENTED
     reason = "METHOD_NOT_ALLOWED"

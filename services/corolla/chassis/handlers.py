@@ -8,7 +8,7 @@ callers as ones that write a stream, too; all look the same on the wire.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final
 
@@ -87,7 +87,40 @@ def service_handler(
             handlers[method.name] = grpc.stream_unary_rpc_method_handler(
                 _unary_unary(guard, behaviour, parse, name if traced else None), response_serializer=_serialise
             )
-    return grpc.method_handlers_generic_handler(service.full_name, handlers)
+    # Strangers choose the names of methods, so all others of a service are counted as one.
+    unknown = Guard(f"{service.name}/unknown", metrics, None, is_audited=False)
+    return _Handlers(service.full_name, handlers, grpc.stream_stream_rpc_method_handler(_refuse(unknown)))
+
+
+class _Handlers(grpc.GenericRpcHandler):
+    """The handlers of a service, and the one for all methods that it does not have.
+
+    Args:
+        service: The service's full name.
+        handlers: The handlers by the names of their methods.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        handlers: "Mapping[str, grpc.RpcMethodHandler[Any, Any]]",
+        unknown: "grpc.RpcMethodHandler[Any, Any]",
+    ) -> None:
+        self._service = service
+        self._handlers = handlers
+        self._unknown = unknown
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any] | None":
+        service, _, method = handler_call_details.method.rpartition("/")
+        return self._handlers.get(method, self._unknown) if service == f"/{self._service}" else None
+
+
+def _refuse(guard: Guard) -> Any:
+    async def handle(requests: object, context: Context) -> None:
+        async with _guarded(guard, context):
+            raise errors.MethodNotAllowed("this service does not have the method")
+
+    return handle
 
 
 def _serialise(response: message.Message) -> bytes:

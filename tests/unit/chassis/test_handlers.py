@@ -165,6 +165,8 @@ async def test_a_method_that_is_not_served_is_unimplemented() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await service.channel.unary_unary("/corolla.v1.GenerationService/Tokenize")(b"")  # type: ignore[arg-type]
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        name = "GenerationService/unknown"
+        assert service.count("corolla_rpcs_total", method=name, code="UNIMPLEMENTED", fault="caller") == 1
 
 
 async def test_the_servicer_cleans_up_when_its_caller_leaves() -> None:
