@@ -51,7 +51,10 @@ BASES: Final[dict[str, Any]] = {
 
 @dataclass
 class Interpreter:
-    """How long no other Python code of this process ran; a thread that wakes up again and again notices."""
+    """How long no other Python code of this process ran; a thread that wakes up again and again notices.
+
+    Only the process's own time counts: while others have the processors, nothing in it holds the interpreter.
+    """
 
     longest_s: float = 0.0
     _stopped: threading.Event = field(default_factory=threading.Event)
@@ -66,10 +69,11 @@ class Interpreter:
         self._thread.join()
 
     def _watch(self) -> None:
-        last_s = time.perf_counter()
+        last_s, last_own_s = time.perf_counter(), time.process_time()
         while not self._stopped.wait(0.005):
-            now_s = time.perf_counter()
-            self.longest_s, last_s = max(self.longest_s, now_s - last_s), now_s
+            now_s, own_s = time.perf_counter(), time.process_time()
+            self.longest_s = max(self.longest_s, min(now_s - last_s, own_s - last_own_s))
+            last_s, last_own_s = now_s, own_s
 
 
 @dataclass
