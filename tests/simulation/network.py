@@ -394,11 +394,10 @@ class _StreamEnd:
 class _Call:
     """One call, of both ends."""
 
-    def __init__(self, connection: _Connection, method: str, kind: str, parse: Callable[[bytes], Any] | None) -> None:
+    def __init__(self, connection: _Connection, method: str, parse: Callable[[bytes], Any] | None) -> None:
         self._connection = connection
         self._loop = connection.network.loop
         self._method = method
-        self._kind = kind
         self._parse = parse or (lambda data: data)
         self._received: deque[Any] = deque()
         self._news: asyncio.Future[None] | None = None
@@ -495,10 +494,8 @@ class _Call:
         serialise = handler.response_serializer or (lambda response: response)
         context = _Context(self, serialise, request)
         try:
-            if self._kind == "unary_unary":
-                await context.write(await handler.stream_unary(None, context))
-            else:
-                await handler.stream_stream(None, context)
+            # Services register all methods as ones that read and write streams.
+            await handler.stream_stream(None, context)
         except aio.AbortError:
             pass
         except Exception:
@@ -573,7 +570,7 @@ class _Channel:
         self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **_options: Any
     ) -> Callable[..., Awaitable[Any]]:
         def call(request: Any, timeout: float | None = None, metadata: None = None) -> _Call:
-            return self._begin(method, "unary_unary", request_serializer(request), response_deserializer, timeout)
+            return self._begin(method, request_serializer(request), response_deserializer, timeout)
 
         return call
 
@@ -581,7 +578,7 @@ class _Channel:
         self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **_options: Any
     ) -> Callable[..., _Call]:
         def call(request: Any, timeout: float | None = None) -> _Call:
-            return self._begin(method, "unary_stream", request_serializer(request), response_deserializer, timeout)
+            return self._begin(method, request_serializer(request), response_deserializer, timeout)
 
         return call
 
@@ -591,10 +588,10 @@ class _Channel:
                 if isinstance(call, _Call):
                     call.cancel()
 
-    def _begin(self, method: str, kind: str, request: bytes | None, parse: Any, timeout_s: float | None) -> _Call:
+    def _begin(self, method: str, request: bytes | None, parse: Any, timeout_s: float | None) -> _Call:
         if self._connection is None or self._connection.is_gone:
             self._connection = self._network.connect(self._process, self._address)
-        call = _Call(self._connection, method, kind, parse)
+        call = _Call(self._connection, method, parse)
         call.begin(request, timeout_s)
         return call
 
