@@ -110,41 +110,6 @@ def test_required_calls_fit_their_schemas(tokenizer: Any, read_by: LLTokenizer, 
     assert not Reader(tokenizer, read_by, BOTH, calls, reasoning=None).takes("<think></think>" + answer_of(calls, now))
 
 
-TEXT = {"type": "string"}
-OPEN = {"properties": {"a": TEXT}, "additionalProperties": True}
-NESTED = {
-    "properties": {
-        "at": {"properties": {"a": TEXT}},
-        "any": {"type": "object"},
-        "none": {"properties": {}},
-        "all": {"items": {"properties": {"a": TEXT}}},
-    }
-}
-
-
-@pytest.mark.parametrize(
-    "schema, fitting, others",
-    [
-        ({"properties": {}}, {}, {"a": "b"}),
-        ({"properties": {"a": TEXT}}, {"a": "b"}, {"a": "b", "c": 1}),
-        (NESTED, {"at": {"a": "b"}, "any": {"c": 1}, "all": [{"a": "b"}]}, {"at": {"a": "b", "c": 1}}),
-        (NESTED, {"none": {}, "all": []}, {"all": [{"c": 1}]}),
-        (NESTED, {}, {"none": {"c": 1}}),
-        (OPEN, {"a": "b", "c": 1}, {"a": 1}),
-        ({"properties": {"a": TEXT}, "required": ["c"]}, {"a": "b", "c": 1}, {"a": "b"}),
-        ({"type": "object"}, {"c": 1}, None),
-    ],
-    ids=["none", "some", "nested", "in lists", "named none", "open", "required ones", "unnamed"],
-)
-def test_arguments_are_those_that_a_tool_declares(
-    tokenizer: Any, read_by: LLTokenizer, schema: dict[str, Any], fitting: dict[str, Any], others: dict[str, Any] | None
-) -> None:
-    reader = Reader(tokenizer, read_by, CallRules((Tool("f", "", schema),), is_required=True), HERMES)
-    assert reader.takes(answer_of(HERMES, call("f", fitting, HERMES)))
-    if others is not None:
-        assert not reader.takes(answer_of(HERMES, call("f", others, HERMES)))
-
-
 @pytest.mark.parametrize("calls", FORMATS.values(), ids=FORMATS.keys())
 def test_one_call_where_several_are_not_wanted(tokenizer: Any, read_by: LLTokenizer, calls: CallFormat) -> None:
     reader = Reader(tokenizer, read_by, CallRules((NOW,), is_required=True, may_be_several=False), calls)
