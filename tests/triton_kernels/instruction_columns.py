@@ -20,7 +20,7 @@ from corolla.kernels.layouts import LAYOUTS, Layout, Number, Scale, group_layout
 from corolla.kernels.page_tables import PageTables
 from corolla.kernels.triton import compilation
 from corolla.kernels.triton.expert_launches import ChosenExperts, multiply_packed_experts
-from corolla.kernels.triton.launches import attend
+from corolla.kernels.triton.launches import attend, multiply, row_counts
 from corolla.kernels.triton.packed_launches import Tile, candidates, multiply_packed
 
 NUM_OUTPUTS, NUM_COLUMNS = 64, 512
@@ -95,6 +95,14 @@ def attend_to_codes(codec: str) -> None:
         attend(query, pages, pages, tables, scaling=0.125, codec=codec)
 
 
+def instructions_of_products(dtype: torch.dtype, arch: int) -> set[str]:
+    """The kinds of tensor core instructions in the tiles of a product."""
+    weight = torch.empty(NUM_OUTPUTS, NUM_COLUMNS, dtype=dtype, device="meta")
+    shapes = [(count, NUM_COLUMNS) for count in row_counts()]
+    texts = [text_of(partial(multiply, weight.new_empty(shape), weight), arch) for shape in shapes]
+    return {kind for text in texts for kind in re.findall(r"versionMajor = \d|tc_gen5_mma", text)}
+
+
 if __name__ == "__main__":
     for each in (*LAYOUTS.values(), *filter(None, GROUPS)):
         widths, exchanges = columns_of(each, 90)
@@ -103,5 +111,7 @@ if __name__ == "__main__":
             if tile.in_pairs:
                 widths, exchanges = columns_of_tile(each, tile, 90)
                 sys.stdout.write(f"{each.name} by {tile}: {' '.join(widths)} {exchanges}\n")
+    for dtype in (torch.bfloat16, torch.float16):
+        sys.stdout.write(f"instructions for {dtype}: {', '.join(instructions_of_products(dtype, 100))}\n")
     for name in CODECS:
         sys.stdout.write(f"{name}: {' '.join(widths_in(text_of(partial(attend_to_codes, name), 90)))}\n")

@@ -74,9 +74,14 @@ def test_kernels_fit_into_the_smallest_gpu(tmp_path: Path) -> None:
 
 
 def test_a_product_with_packed_weights_takes_columns_as_one_with_expanded_weights_does(tmp_path: Path) -> None:
-    """And each thread unpacks the weights that its own instructions take, in every layout."""
+    """And each thread unpacks the weights that its own instructions take, in every layout.
+
+    Tiles of all heights have one kind of instructions on compute capability 10.0.
+    """
     found = dict(line.split(": ") for line in printed(tmp_path, "tests.triton_kernels.instruction_columns"))
     assert {found.pop(codec) for codec in CODECS} == {"2"}
+    dtypes = ("torch.bfloat16", "torch.float16")
+    assert {found.pop(f"instructions for {dtype}") for dtype in dtypes} == {"versionMajor = 2"}
     assert found.keys() >= {"Q4_0", "Q8_0", "Q6_K", "E4M3 of 128, float32"}
     assert {"in_pairs=True" in name for name in found} == {True, False}
     assert set(found.values()) == {"2 0"}
