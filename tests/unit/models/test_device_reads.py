@@ -126,7 +126,9 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint("llama", tmp_path / "llama", num_blocks=4)))
     lost = next(name for name in checkpoint.weight_index if name.endswith("layers.1.mlp.up_proj.weight"))
     del checkpoint.weight_index[lost]  # type: ignore[attr-defined]
-    with pytest.raises(CheckpointError, match=r"lacks 1 tensors, layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(
+        CheckpointError, match=r"lacks 1 tensors of the model in its config\.json, layers\.1\.mlp\.up_proj\.weight"
+    ):
         load_span(checkpoint, Span(0, 4), dtype=torch.bfloat16)
 
 
