@@ -119,3 +119,10 @@ def test_files_and_folders_have_the_words_of_the_field() -> None:
         if "__pycache__" not in path.parts
     ]
     assert [name for name in names if _FORMS.search(words_of(name.replace("/", " ").replace(".", " ")))] == []
+
+
+def test_nothing_tells_to_install_corolla_from_a_registry() -> None:
+    """Its name there is not the project's, so readers would install what somebody else has put there."""
+    places = [path for path in [*texts(), *PACKAGE.rglob("*.py")] if "tests" not in path.relative_to(ROOT).parts]
+    told = re.compile(r"pip install\b[^`\n]*\bcorolla\b")
+    assert [identify(path) for path in places if told.search(path.read_text(encoding="utf-8"))] == []

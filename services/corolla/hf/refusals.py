@@ -24,6 +24,9 @@ _OPTIONS: Final[Mapping[str, str]] = {
     "continuous_batching_config": "block servers form their batches themselves",
 }
 
+# What an option may say that remote blocks do anyway: a cache grows with its text.
+_USUAL: Final = (("cache_implementation", "dynamic"), ("cache_implementation", "dynamic_full"))
+
 # Arguments of `generate` itself that remote blocks cannot serve; None and False are accepted.
 _ARGUMENTS: Final[Mapping[str, str]] = {
     "synced_gpus": "each process steps through its own chain",
@@ -90,7 +93,8 @@ def refuse_unsupported(arguments: Mapping[str, Any], config: GenerationConfig) -
         if _is_asked_for(arguments.get(name)):
             raise ValueError(f"`{name}` is not supported over remote blocks: {reason}.")
     for name, reason in _OPTIONS.items():
-        if _is_asked_for(getattr(config, name, None)):
+        value = getattr(config, name, None)
+        if _is_asked_for(value) and (name, value) not in _USUAL:
             raise ValueError(f"`{name}` is not supported over remote blocks: {reason}.")
     for applies, sentence in _further_refusals(arguments, config):
         if applies:

@@ -17,7 +17,7 @@ def objection() -> str | None:
     try:
         import llvmlite.binding  # noqa: F401
     except ImportError:
-        return "llvmlite is not installed (`pip install 'corolla[packed]'`)"
+        return "llvmlite is not installed (`pip install llvmlite`)"
     features = processor_features()
     if "avx" in features and not (features.get("f16c") and features.get("fma")):
         return "this processor lacks FMA and F16C, which x86 has since 2013"

@@ -218,6 +218,6 @@ def _torchao() -> Any:
         import torchao.quantization
     except ImportError as error:
         raise StartupError(
-            "COROLLA_QUANTIZATION needs torchao; run `pip install 'corolla[quantization]'`, or set it to none."
+            "COROLLA_QUANTIZATION needs torchao; run `pip install torchao`, or set it to none."
         ) from error
     return torchao.quantization

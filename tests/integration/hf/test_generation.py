@@ -77,6 +77,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "biases": {"sequence_bias": {(10,): 4.0}, "exponential_decay_length_penalty": (2, 1.5)},
     "some tokens allowed": {"num_beams": 2, "prefix_allowed_tokens_fn": lambda row, text: list(range(50))},
     "without cache": {"use_cache": False},
+    "a growing cache": {"cache_implementation": "dynamic"},
     "prefill in chunks": {"prefill_chunk_size": 4},
     "bad words": {"bad_words_ids": [[token] for token in range(100, 200)]},
     "minimum": {"min_new_tokens": 8, "eos_token_id": list(range(60)), "pad_token_id": 0},

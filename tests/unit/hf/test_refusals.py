@@ -73,7 +73,7 @@ def test_a_mask_of_another_size_is_refused(name: str) -> None:
 
 def test_options_at_their_defaults_are_not_refused() -> None:
     refuse_unsupported(dict.fromkeys(ARGUMENTS), config_with(**dict.fromkeys(OPTIONS)))
-    refuse_unsupported({"synced_gpus": False}, config_with(output_attentions=False))
+    refuse_unsupported({"synced_gpus": False}, config_with(output_attentions=False, cache_implementation="dynamic"))
 
 
 @pytest.mark.parametrize(

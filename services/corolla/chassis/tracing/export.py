@@ -39,7 +39,7 @@ def obstacle(environment: Mapping[str, str]) -> str | None:
     if exporter != "otlp" or protocol != "grpc":
         return f"{named} is set, but no trace is sent: traces are sent by OTLP over gRPC only"
     if not _is_installed("opentelemetry.sdk") or not _is_installed("opentelemetry.exporter.otlp.proto.grpc"):
-        return f"{named} is set, but no trace is sent: install corolla[tracing]"
+        return f"{named} is set, but no trace is sent: install the packages of the extra tracing"
     return None
 
 

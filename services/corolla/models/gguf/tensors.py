@@ -239,7 +239,7 @@ def _names(
     try:
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
     except ImportError as error:
-        raise StartupError("GGUF files need the package gguf; run `pip install 'corolla[gguf]'`.") from error
+        raise StartupError("GGUF files need the package gguf; run `pip install gguf`.") from error
     known = {name: architecture for architecture, name in MODEL_ARCH_NAMES.items()}
     if architecture not in known:
         raise CheckpointError("The package gguf does not know this architecture; install a newer one.")

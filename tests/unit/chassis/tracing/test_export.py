@@ -89,7 +89,7 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 """ + ONE_SPAN.format(extra="")
     _, log, _ = run(program, {ENDPOINT: "http://127.0.0.1:1"})
-    assert log.count(f"{ENDPOINT} is set, but no trace is sent: install corolla[tracing]") == 1
+    assert log.count(f"{ENDPOINT} is set, but no trace is sent: install the packages of the extra tracing") == 1
 
 
 def test_the_last_spans_of_a_process_are_sent() -> None:
