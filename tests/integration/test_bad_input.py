@@ -350,7 +350,7 @@ ROWS: list[Row] = [
             with_tools(pb.Tool(name="f", parameters=parameters)),
             "tools[0].parameters",
         )
-        for parameters in ("{", "[]", "true", '{"a": Infinity}', '{"a":' * 40 + "1" + "}" * 40)
+        for parameters in ("{", "[]", "true", '{"a": Infinity}', '{"a":' * 99 + "1" + "}" * 99)
     ),
     invalid("calls required of nobody", CHAT, chat(("user", "hi"), tool_choice=REQUIRED), "tool_choice.mode"),
     invalid("an unknown choice", CHAT, with_tools(A_TOOL, tool_choice=pb.ToolChoice(mode=9)), "tool_choice.mode"),  # type: ignore[arg-type]
