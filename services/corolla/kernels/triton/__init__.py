@@ -7,6 +7,6 @@ here.
 
 import os
 
-# On compute capability 10.0, Triton gives tiles of 64 rows or more another kind of tensor core instruction than smaller
-# ones, and nobody has shown that both round alike. So all tiles of a kernel get the instructions of small ones.
+# Triton gives tiles of 64 rows or more another kind of tensor core instruction than smaller ones on compute capability
+# 10.0, and it is not known whether both round alike. So all tiles of a kernel get the instructions of small ones.
 os.environ.setdefault("DISABLE_MMA_V5", "1")
