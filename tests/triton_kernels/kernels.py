@@ -320,15 +320,17 @@ def test_attention_has_the_same_bits_in_every_cut(case: Case, dtype: torch.dtype
                 assert torch.equal(output, whole[text][start:stop])
 
 
-@pytest.mark.parametrize("window", quick([None, 70], None))
+@pytest.mark.parametrize("window", quick([None, 70], 70))
 @pytest.mark.parametrize("length", quick([4 * 32, 4 * 67 + 1], 4 * 32))
 def test_a_token_with_many_pages_has_the_bits_of_a_chunk(length: int, window: int | None) -> None:
-    """Factors of 32 pages are computed together, and parts of 16 are read together."""
-    texts = PagedTexts((length, 40), 4, (2, 1), 16, torch.float32)
-    (chunk,) = texts.step([(0, 0, length)], window, None)
-    assert_near(chunk[-1:], texts.definition(0, window, None)[-1:])
+    """Factors of 32 pages are computed together, and parts of 16 are read together. Pages before a window are not."""
+    texts, sinks = PagedTexts((length, 40), 4, (2, 1), 16, torch.float32), draw(2, dtype=torch.float32)
+    (chunk,) = texts.step([(0, 0, length)], window, None, sinks)
+    assert_near(chunk[-1:], texts.definition(0, window, None, sinks)[-1:])
+    if window is not None:
+        texts.spoil(0, length - window)
     for rows in ([(0, length - 1, length)], [(1, 39, 40), (0, length - 1, length)]):
-        assert torch.equal(texts.step(rows, window, None)[-1], chunk[-1:])
+        assert torch.equal(texts.step(rows, window, None, sinks)[-1], chunk[-1:])
 
 
 @pytest.mark.parametrize("kind", CODECS)

@@ -106,6 +106,12 @@ class PagedTexts:
             scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(query), 1)), dim=-1)
         return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1)[..., : len(keys)], values)
 
+    def spoil(self, text: int, num_tokens: int) -> None:
+        """Puts NaN in the place of the keys and values of a text's first pages, those with so many tokens or fewer."""
+        for position in range(num_tokens // self.page_tokens * self.page_tokens):
+            slot = self._slot(text, position)
+            self.keys[slot] = self.values[slot] = torch.nan
+
     def _stored(self, numbers: Tensor) -> Tensor:
         return numbers if self._codec is None else self._codec.encode(numbers)
 

@@ -371,8 +371,8 @@ def attend_pages(
 ):  # fmt: skip
     """Single tokens: each page of one row by itself, for the GROUP heads that share a key head.
 
-    A program takes every `splits`th page. That decides who computes a page's part, and changes none. The part of a
-    text's first page has the sinks.
+    A program takes every `splits`th page. That decides who computes a page's part, and changes none. Pages before the
+    window have no part. The part of the first page that has one has the sinks.
     """
     split, key_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     held = tl.load(num_keys + row)
@@ -388,14 +388,17 @@ def attend_pages(
     q = tl.load(query + where, mask=there, other=0.0)
     positions = tl.full([ROWS], 0, tl.int32) + held - 1
     first_part = tl.load(first_parts + row).to(tl.int64)
-    for number in range(split, tl.cdiv(held, PAGE), splits):
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(held - window, 0) // PAGE
+    for number in range(first + split, tl.cdiv(held, PAGE), splits):
         base = tl.load(pages + row * table_width + number).to(tl.int64) * PAGE * STRIDE + key_head * STORED
         m, l, a = _page(
             q, keys + base, values + base, positions, number * PAGE, held, scale, window, softcap,
             STRIDE, ROWS, HEAD, HEAD_BLOCK, BLOCK, PAGE, HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODEC,
         )  # fmt: skip
         if sinks is not None:
-            m, l, a = _with_sinks(sinks + key_head * GROUP + lane, inside & (number == 0), m, l, a)
+            m, l, a = _with_sinks(sinks + key_head * GROUP + lane, inside & (number == first), m, l, a)
         place = (first_part + number) * NUM_HEADS + key_head * GROUP + lane
         tl.store(maxima + place, m, mask=inside)
         tl.store(sums + place, tl.max(l, 1), mask=inside)
@@ -407,12 +410,14 @@ def _greater(one, other):
     return tl.maximum(one, other)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])
 def merge_pages(
-    parts, sums, maxima, out, num_keys, first_parts,
+    parts, sums, maxima, out, num_keys, first_parts, window,
     NUM_HEADS: tl.constexpr, HEAD: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Single tokens: merges the parts of a row's pages in their order, for COLUMNS numbers of one head.
+
+    A window of 0 means that there is none.
 
     Maxima are exact in any order, so each thread of a warp computes the factors of a page. The sums take the pages in
     their order.
@@ -427,7 +432,8 @@ def merge_pages(
     greatest = tl.full((), -float("inf"), tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
     acc = tl.zeros([COLUMNS], tl.float32)
-    for first in range(0, num_pages, _FACTORS):
+    begin = tl.where(window > 0, tl.maximum(held - window, 0) // PAGE, 0)
+    for first in range(begin, num_pages, _FACTORS):
         number = first + lane
         is_there = number < num_pages
         m = tl.load(maxima + place + number * NUM_HEADS, mask=is_there, other=-float("inf"))

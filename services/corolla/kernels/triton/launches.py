@@ -361,7 +361,7 @@ def attend(
         )  # fmt: skip
         launch(
             merging, (num_heads, num_rows, -(-head // _MERGED_COLUMNS)), parts, sums, maxima, out,
-            tables.num_keys, tables.first_pages,
+            tables.num_keys, tables.first_pages, window or 0,
         )  # fmt: skip
         return out
     tokens, attending = _attention_of_chunks(heads)
