@@ -1,5 +1,8 @@
 """Packed weights are the numbers that their types stand for, and products with them are those of float32."""
 
+import sys
+from types import SimpleNamespace
+
 import gguf
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from corolla.kernels.products import NARROW, WIDE, Kernel, kernel_of, plain_layo
 from corolla.kernels.repacking import empty_matrices, lay_out, repack, unpack
 from corolla.models.gguf.header import TYPES
 from corolla.models.packed.modules import PackedEmbedding, PackedLinear
+from tests.gpu_double import a_gpu
 
 NUM_COLUMNS = 512
 NUMBERS = {name: number for number, (name, _, _) in TYPES.items()}
@@ -154,6 +158,31 @@ def test_embeddings_refuse_ids_that_are_not_theirs() -> None:
     for row_id in (-1, 40):
         with pytest.raises(IndexError):
             table(torch.tensor([row_id]))
+
+
+def test_embeddings_on_a_gpu_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step ahead looks up ids that the device has yet to choose. There is no kernel here; the rows lie expanded."""
+    rows = random_rows("Q8_0", 40)
+    table = PackedEmbedding(40, NUM_COLUMNS, LAYOUTS["Q8_0"], torch.float32, scale=0.3)
+    table.panels = packed(rows, "Q8_0")
+    ids = torch.tensor([[3, 39], [0, 3]])
+    expected, weights = table(ids), expanded(rows, "Q8_0")
+    with a_gpu() as gpu, torch.inference_mode():
+        there = gpu.put(weights)
+
+        def expand_packed(_layout: object, row_ids: Tensor, _panels: Tensor, dtype: torch.dtype) -> Tensor:
+            return there.index_select(0, row_ids).to(dtype)
+
+        kernels = SimpleNamespace(expand_packed=expand_packed)
+        monkeypatch.setitem(sys.modules, "corolla.kernels.triton.packed_launches", kernels)
+        table.panels = gpu.put(table.panels)
+        gpu_ids, strange_ids = gpu.put(ids), gpu.put(torch.tensor([-1, 5, 40]))
+        found = table(gpu_ids)
+        assert not gpu.waits
+        strange = table(strange_ids)
+        assert not gpu.waits
+        assert torch.equal(gpu.numbers(found), expected)
+        assert gpu.numbers(strange).isnan().all(dim=-1).tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

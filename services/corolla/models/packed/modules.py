@@ -171,20 +171,26 @@ class PackedEmbedding(nn.Module):
     def forward(self, token_ids: Tensor) -> Tensor:
         """Looks up the rows of `token_ids`, int64 `[...]`; returns `[..., embedding_dim]` in `dtype`.
 
+        On a GPU it waits for nothing, so an id that is not within the table has a row of NaN there.
+
         Raises:
-            IndexError: an id is not within the table.
+            IndexError: an id is not within the table, on a CPU.
         """
         flat, panels = token_ids.reshape(-1), cast(Tensor, self.panels)
-        if bool(((flat < 0) | (flat >= self.num_embeddings)).any()):
-            raise IndexError(f"a token id is not within 0:{self.num_embeddings}")
         if panels.device.type == "cpu":
+            if bool(((flat < 0) | (flat >= self.num_embeddings)).any()):
+                raise IndexError(f"a token id is not within 0:{self.num_embeddings}")
             rows = kernel_of(self.layout, self.dtype).expand(flat, panels, self.embedding_dim).to(self.dtype)
         else:
             from corolla.kernels.triton.packed_launches import expand_packed
 
-            rows = expand_packed(self.layout, flat, panels, self.dtype)
+            # The kernel reads whatever lies at an id.
+            known = flat.clamp(0, self.num_embeddings - 1)
+            rows = expand_packed(self.layout, known, panels, self.dtype)
+            rows.masked_fill_((known != flat).unsqueeze(1), math.nan)
         if self.scale != 1.0:
-            rows *= torch.tensor(self.scale, dtype=self.dtype, device=rows.device)
+            # A factor on the host needs no copy to the device.
+            rows *= torch.tensor(self.scale, dtype=self.dtype)
         return rows.reshape(*token_ids.shape, self.embedding_dim)
 
     def extra_repr(self) -> str:
