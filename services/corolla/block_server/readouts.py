@@ -2,18 +2,15 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Final
 
 import torch
 from torch import Tensor
 
 from corolla.chassis.errors import MalformedMessage, NonFiniteOutput
+from corolla.compute.device_memory import most_logit_rows
 from corolla.decoding.parameters import MAX_LOGPROBS
 from corolla.models.edges import Edges
 from corolla.v1 import blocks_pb2 as pb
-
-_MAX_LOGITS: Final = 16 << 20
-"""The most logits at a time: those of all tokens of a chunk would take gigabytes for a large vocabulary."""
 
 
 def check(readout: pb.Readout, num_tokens: int, vocab_size: int) -> None:
@@ -49,9 +46,8 @@ def read_out(edges: Edges, readout: pb.Readout, hidden: Tensor) -> pb.SampledRow
 @torch.inference_mode()
 def _scored(edges: Edges, readout: pb.Readout, hidden: Tensor) -> Iterator[pb.SampledToken]:
     """The log probabilities of the scored tokens; `hidden` is `[S, H]`, one row for the token before each of them."""
-    start = 0
+    start, size = 0, most_logit_rows(edges.config.vocab_size)
     while start < len(hidden):
-        size = max(1, _MAX_LOGITS // edges.config.vocab_size)
         part = hidden[start : start + size]
         token_ids: Sequence[int] = readout.scored_token_ids[start : start + size]
         start += size

@@ -14,6 +14,7 @@ from torch import Tensor
 from corolla.block_server.grammars import Grammars
 from corolla.chassis.errors import CorollaError, InternalError, InvalidRequest, MalformedMessage, NonFiniteOutput
 from corolla.chassis.handlers import call_path
+from corolla.compute.device_memory import most_logit_rows
 from corolla.decoding.batched_sampling import launch_choice, sample_together
 from corolla.decoding.draft_model import DraftModel
 from corolla.decoding.parameters import SampledToken, SamplingParams
@@ -273,14 +274,15 @@ def draw_ahead(samplers: Sequence[SessionSampler], device: torch.device) -> None
         streams.draw_ahead([each.sampler for each in samplers], samplers[0].vocab_size)
 
 
-def in_parts(rows: Sequence[SamplingRow], max_logits: int = 16 << 20) -> Iterator[Sequence[SamplingRow]]:
-    """Splits rows into runs of at most `max_logits` logits, or of one row; the logits of all could take gigabytes."""
-    start = num_logits = 0
+def in_parts(rows: Sequence[SamplingRow]) -> Iterator[Sequence[SamplingRow]]:
+    """Splits rows, at least one, into runs whose logits are made at a time: of one row, or see `most_logit_rows`."""
+    most = most_logit_rows(rows[0].sampler.vocab_size)
+    start = num_choices = 0
     for index, each in enumerate(rows):
-        num_logits += each.num_choices * each.sampler.vocab_size
-        if num_logits > max_logits and index > start:
+        num_choices += each.num_choices
+        if num_choices > most and index > start:
             yield rows[start:index]
-            start, num_logits = index, each.num_choices * each.sampler.vocab_size
+            start, num_choices = index, each.num_choices
     yield rows[start:]
 
 

@@ -12,14 +12,24 @@ _SHARE_OF_PAGES: Final = 5
 
 SHARE_OF_ACTIVATIONS: Final = 8
 """Boundary activations of a server on a GPU take at most this part of the machine's memory."""
-_HEAD_ROWS: Final = 64
+_MAX_LOGITS: Final = 16 << 20
+_RECORDED_ROWS: Final = 128
 _LOGIT_BYTES: Final = 8 + 20
-"""The last server makes the logits of so many rows at a time, in float32, and as much again for masks and sampling.
+"""What a logit takes: a float32, and as much again for masks and sampling.
 
-A row that draws takes 20 more: two words and a float64 of its random stream, and a float32 for what is drawn.
+That of a row that draws takes 20 more: two words and a float64 of its random stream, and a float32 for what is drawn.
 """
 
 DEVICE_MEMORY_USES: Final = ("weights", "pages", "recordings", "workspace", "other", "free")
+
+
+def most_logit_rows(vocab_size: int) -> int:
+    """The most rows whose logits the last server makes at a time: those of a whole step could take gigabytes.
+
+    They are at least as many as those of the largest recorded step, so that its head, and the step after it, can be
+    launched ahead whatever the size of the vocabulary.
+    """
+    return max(_RECORDED_ROWS, _MAX_LOGITS // vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +48,8 @@ class StepSize:
 
     def num_bytes(self, num_tokens: int, *, has_head: bool) -> int:
         """The bytes of the largest step, on a server whose steps have at most so many tokens."""
-        logits = _HEAD_ROWS * self.vocab_size * _LOGIT_BYTES if has_head else 0
-        return num_tokens * self.row_bytes + self.fixed_bytes + logits
+        num_rows = min(num_tokens, most_logit_rows(self.vocab_size)) if has_head else 0
+        return num_tokens * self.row_bytes + self.fixed_bytes + num_rows * self.vocab_size * _LOGIT_BYTES
 
 
 def reserved_bytes(num_total: int, step_bytes: int, adapter_bytes: int) -> int:

@@ -281,15 +281,16 @@ def test_a_drafter_that_fails_does_not_fail_the_answer(monkeypatch: pytest.Monke
     assert (ids_of(choice), list(choice.draft_token_ids)) == ([1], [])
 
 
-def test_many_rows_of_a_large_vocabulary_come_in_parts(edges: Edges) -> None:
-    rows = [row(states(edges, length, length), SamplingParams(), [1] * (length - 1)) for length in (1, 2, 2, 3, 9, 1)]
-    assert [[len(each.hidden) for each in part] for part in in_parts(rows, 4 * VOCABULARY_SIZE)] == [
-        [1, 2],
-        [2],
-        [3],
-        [9],
-        [1],
-    ]
+@pytest.mark.parametrize(
+    "lengths, sizes",
+    [([1] * 128, [128]), ([1] * 300, [128, 128, 44]), ([200, 100, 20, 9, 65, 54, 128, 1], [1, 2, 3, 1, 1])],
+)
+def test_rows_of_a_large_vocabulary_come_in_parts(lengths: Sequence[int], sizes: Sequence[int]) -> None:
+    sampler = SessionSampler(Sampler(SamplingParams(), ()), None, 262_144, 100)
+    rows = [SamplingRow(pb.StepRow(), torch.empty(length, 1), length, sampler) for length in lengths]
+    parts = list(in_parts(rows))
+    assert [len(part) for part in parts] == sizes
+    assert list(itertools.chain(*parts)) == rows
 
 
 REFUSED = {

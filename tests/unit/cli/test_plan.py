@@ -22,7 +22,7 @@ def test_each_kind_of_device_gets_a_plan_with_values_for_the_chart(
 ) -> None:
     folder = str(make_tiny_checkpoint("llama", tmp_path / "llama"))
     given = ("--model", folder, "--sessions", "2", "--session-tokens", "64", "--replicas", "3")
-    large, small = planned(capsys, *given, "--memory", "2.64GiB", "--gpu", "h100")
+    large, small = planned(capsys, *given, "--memory", "2.7GiB", "--gpu", "h100")
     assert small["tokens_per_second"] is None
     assert large["tokens_per_second"]["8"] > large["tokens_per_second"]["1"] > 0
     assert [each["blocks"] for each in large["servers"]] == [[0, 5]]

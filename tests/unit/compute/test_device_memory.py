@@ -8,7 +8,8 @@ from prometheus_client import CollectorRegistry
 
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.cache.store import KVStore
-from corolla.compute.device_memory import DEVICE_MEMORY_USES, DeviceMemory, StepSize
+from corolla.compute.decode_graphs import SIZES
+from corolla.compute.device_memory import DEVICE_MEMORY_USES, DeviceMemory, StepSize, most_logit_rows
 from corolla.compute.memory_bound import MemoryBound
 from corolla.compute.speed import measure_bandwidth
 
@@ -53,6 +54,16 @@ def test_pages_leave_room_for_the_largest_step_and_not_for_the_one_token_that_wa
     usual, large = (memory.for_pages(step.num_bytes(tokens, has_head=False)) for tokens in (2048, 16384))
     assert usual - large == 14336 * step.row_bytes
     assert step.num_bytes(16384, has_head=False) > 4.9e9
+
+
+def test_the_logits_of_the_largest_recorded_step_are_made_at_a_time_and_have_room() -> None:
+    for vocab_size, num_rows in ((1, 2048), (32_000, 524), (128_256, 130), (262_144, 128), (1 << 24, 128)):
+        most = most_logit_rows(vocab_size)
+        assert most >= SIZES[-1]
+        assert min(2048, most) == num_rows
+        step = StepSize(row_bytes=1, vocab_size=vocab_size)
+        drawn = step.num_bytes(2048, has_head=True) - step.num_bytes(2048, has_head=False)
+        assert drawn == num_rows * vocab_size * 28
 
 
 def test_the_metrics_show_what_the_memory_is_used_for_at_each_look() -> None:
