@@ -48,7 +48,8 @@ swarm = tiny_swarm(
         "max_running_requests": NUM_RUNNING,
         "max_waiting_requests": NUM_WAITING,
         "max_request_bytes": MAX_BYTES,
-        "max_held_request_bytes": MAX_BYTES,
+        "max_reply_mib": 1,
+        "max_held_request_bytes": 4 * MAX_BYTES,
     },
     api_key=KEYS["ada"],
 )
@@ -293,24 +294,30 @@ async def test_a_turn_that_is_too_long_for_its_session_does_not_wait_to_be_refus
 
 
 @pytest.mark.kind
-async def test_the_line_is_bounded_in_bytes(swarm: Swarm) -> None:
+async def test_the_bytes_of_all_requests_are_bounded(swarm: Swarm) -> None:
     visitors = Visitors(swarm)
     # A field that the service does not know is carried along.
-    padding = MAX_BYTES * 2 // 3
+    padding = MAX_BYTES * 3 // 4
     tag_and_length = bytes([0xFA, 0x3F, *(padding >> shift & 0x7F | 0x80 for shift in (0, 7)), padding >> 14])
     large = a_request(max_tokens=4).SerializeToString() + tag_and_length + bytes(padding)
+    echoing = pb.GenerateRequest(tokens=pb.TokenIds(ids=[40] * 1000), echo=True, logprobs=20)
     async with open_channel(swarm.address) as channel:
         untyped: Any = channel
         call = untyped.unary_unary(SERVICE + "Generate")
         with held_up(swarm.servers[0]):
             running = [asyncio.create_task(visitors.visit("ada")) for _ in range(NUM_RUNNING)]
             await until(partial(is_held, swarm, NUM_RUNNING))
-            waiting = asyncio.ensure_future(call(large, metadata=key_metadata(KEYS["ada"])))
-            await until(partial(is_held, swarm, NUM_RUNNING + 1))
-            refused = await refusal(channel, "Generate", large, api_key=KEYS["ada"])
-            assert (refused.code, refused.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+            waiting = [asyncio.ensure_future(call(large, metadata=key_metadata(KEYS["ada"]))) for _ in range(2)]
+            await until(partial(is_held, swarm, NUM_RUNNING + 2))
+            # The second one is small, but its prompt takes much of the reply.
+            for too_much in (large, echoing):
+                refused = await refusal(channel, "Generate", too_much, api_key=KEYS["ada"])
+                assert (refused.code, refused.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+                assert "of this tenant" in refused.message
+            waiting.append(asyncio.ensure_future(call(large, metadata=key_metadata(KEYS["bob"]))))
+            await until(partial(is_held, swarm, NUM_RUNNING + 3))
             assert not any(task.done() for task in running)
-        await asyncio.gather(*running, visitors.visit("ada"), waiting)
+        await asyncio.gather(*running, *waiting)
         assert not visitors.refused
         # Once it is gone, there is room for another.
         await call(large, metadata=key_metadata(KEYS["ada"]))

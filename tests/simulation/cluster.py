@@ -238,7 +238,7 @@ class Client:
                 growth_tokens=GROWTH_TOKENS,
             ),
             QuotaEnforcer(None, metrics),
-            Admission(WaitingLine(64, 64, 1 << 20)),
+            Admission(WaitingLine(64, 64)),
             SpeculationDefaults(max_draft_tokens=3, is_adaptive=False),
             metrics,
             GrammarProcess(ToyTokenizer(), scenario.model.vocab_size, (), metrics.grammars),

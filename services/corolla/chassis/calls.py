@@ -55,6 +55,36 @@ def x_request_id(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
     return given if isinstance(given, str) and _REQUEST_ID.fullmatch(given) else ""
 
 
+class Holding(Protocol):
+    """Counts the bytes of one call's request and reply, which its service holds."""
+
+    def take(self, num_bytes: int) -> None:
+        """Counts bytes of the request. Raises QueueFull if the service holds too many."""
+
+    def expect_reply(self, num_bytes: int) -> None:
+        """Counts bytes that the reply will surely have. Raises QueueFull if the service holds too many."""
+
+    def add_reply(self, num_bytes: int) -> None:
+        """Counts bytes of the reply that are there now."""
+
+    def let_go(self) -> None:
+        """Counts none of the call's bytes any more."""
+
+
+class _Uncounted:
+    def take(self, num_bytes: int) -> None:
+        pass
+
+    expect_reply = add_reply = take
+
+    def let_go(self) -> None:
+        pass
+
+
+UNCOUNTED: Final[Holding] = _Uncounted()
+"""What a service that counts no bytes has."""
+
+
 class Call(Generic[Who]):
     """One call, as a servicer gets it.
 
@@ -64,6 +94,7 @@ class Call(Generic[Who]):
         failure: The error with which the call ends if its task is cancelled; None: the caller cancelled the call.
         started_s: The time at which the call began, by `time.perf_counter`.
         note: What the protocol wants to find again with a turn that the call makes; at most a few KiB.
+        held: Counts the bytes of the call's request and reply.
     """
 
     def __init__(self, method: str, context: Context, caller: Who) -> None:
@@ -73,6 +104,7 @@ class Call(Generic[Who]):
         self.failure: errors.CorollaError | None = None
         self.started_s = time.perf_counter()
         self.note = b""
+        self.held: Holding = UNCOUNTED
         self._described: list[Callable[[], Mapping[str, Any]]] = []
 
     def describe(self, facts: Callable[[], Mapping[str, Any]]) -> None:

@@ -311,7 +311,7 @@ class QueueFull(CorollaError):
     """Too many callers wait for the same thing.
 
     `client/generation/waiting_line` raises it when too many requests wait until their answers may run. In the client
-    service, `client/http/exchange` (bodies), `http/placement_stream` and the processes in `client/text` raise it, too;
+    service, `client/held_bytes`, `http/placement_stream` and the processes in `client/text` raise it, too;
     on hops `scheduler`, `pending_opens`, `adapters` and `chassis/fair_lock` (grammars); on routers `router/watch`.
     """
 

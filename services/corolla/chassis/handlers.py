@@ -9,7 +9,7 @@ callers as ones that write a stream, too; all look the same on the wire.
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Iterable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext
 from typing import Any, Final
 
 import grpc
@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from grpc import aio
 
 from corolla.chassis import errors
-from corolla.chassis.calls import Authenticate, Call, Guard, call_path
+from corolla.chassis.calls import UNCOUNTED, Authenticate, Call, Guard, Holding, call_path
 from corolla.chassis.message_fields import check_fields
 from corolla.chassis.metrics import RpcMetrics
 from corolla.chassis.status import trailing_metadata
@@ -28,6 +28,8 @@ from corolla.chassis.tracing.carriers import trace_parent
 __all__ = ["MAX_CONTROL_REQUEST_BYTES", "Authenticate", "Call", "call_path", "service_handler"]
 
 MostReplyBytes = Callable[[Iterable[tuple[str, str | bytes]]], int]
+Hold = Callable[[Call[Any]], AbstractContextManager[Holding]]
+Parse = Callable[[bytes, Holding], message.Message]
 
 Context = aio.ServicerContext[Any, Any]
 
@@ -43,6 +45,7 @@ def service_handler(
     max_request_bytes: int = MAX_CONTROL_REQUEST_BYTES,
     max_fields: int | None = None,
     most_reply_bytes: MostReplyBytes | None = None,
+    hold: Hold = lambda call: nullcontext(UNCOUNTED),
     reader_timeout_s: float | None = None,
     authenticate: Authenticate | None = None,
     audited: Container[str] = (),
@@ -59,6 +62,8 @@ def service_handler(
         most_reply_bytes: Returns, by a call's metadata, how large a reply of a unary method its caller receives; None:
             any size.
         max_fields: The most fields of a request, counted before it is parsed; None: they are not counted.
+        hold: Returns the context in which the bytes of a call's request, and of its reply to a caller with a time-out,
+            are counted: from the moment they are here until the call ends, or its caller reads nothing for too long.
         reader_timeout_s: How long a caller may read nothing of its answer before its call ends with CALLER_STALLED;
             None: for ever, and gRPC sends the reply of a unary method after the method's end is recorded.
         authenticate: The function that authenticates callers; None: callers are not authenticated.
@@ -76,11 +81,11 @@ def service_handler(
         parse = _parser(method.input_type, max_request_bytes, max_fields)
         if method.server_streaming:
             handlers[method.name] = grpc.stream_stream_rpc_method_handler(
-                _unary_stream(guard, behaviour, parse, reader_timeout_s), response_serializer=_serialise
+                _unary_stream(guard, behaviour, parse, reader_timeout_s, hold), response_serializer=_serialise
             )
         elif reader_timeout_s is not None:
             handlers[method.name] = grpc.stream_stream_rpc_method_handler(
-                _unary_unary_sent(guard, behaviour, parse, reader_timeout_s, most_reply_bytes),
+                _unary_unary_sent(guard, behaviour, parse, reader_timeout_s, hold, most_reply_bytes),
                 response_serializer=_serialise,
             )
         else:
@@ -127,17 +132,16 @@ def _serialise(response: message.Message) -> bytes:
     return response.SerializeToString()
 
 
-def _parser(
-    kind: descriptor.Descriptor, max_request_bytes: int, max_fields: int | None
-) -> Callable[[bytes], message.Message]:
+def _parser(kind: descriptor.Descriptor, max_request_bytes: int, max_fields: int | None) -> Parse:
     request_class = message_factory.GetMessageClass(kind)
 
-    def parse(data: bytes) -> message.Message:
+    def parse(data: bytes, held: Holding) -> message.Message:
         if len(data) > max_request_bytes:
             raise errors.MessageTooLarge(
                 f"the request has {len(data)} bytes; at most {max_request_bytes} are accepted",
                 metadata={"max_request_bytes": str(max_request_bytes)},
             )
+        held.take(len(data))
         if max_fields is not None:
             check_fields(data, kind, max_fields)
         try:
@@ -201,11 +205,11 @@ class _Responses:
         self._closing = asyncio.create_task(self.generator.aclose())
 
 
-def _unary_unary(guard: Guard, behaviour: Any, parse: Callable[[bytes], message.Message], traced_as: str | None) -> Any:
+def _unary_unary(guard: Guard, behaviour: Any, parse: Parse, traced_as: str | None) -> Any:
     async def handle(requests: object, context: Context) -> Any:
         async with _guarded(guard, context) as call:
             with _span(traced_as, context):
-                return await behaviour(parse(await _request(context, call)), call)
+                return await behaviour(parse(await _request(context, call), call.held), call)
 
     return handle
 
@@ -213,37 +217,45 @@ def _unary_unary(guard: Guard, behaviour: Any, parse: Callable[[bytes], message.
 def _unary_unary_sent(
     guard: Guard,
     behaviour: Any,
-    parse: Callable[[bytes], message.Message],
+    parse: Parse,
     reader_timeout_s: float,
+    hold: Hold,
     most_reply_bytes: MostReplyBytes | None,
 ) -> Any:
     """A unary method whose call ends when its reply has been sent. On the wire, it looks like any other."""
 
     async def reply(request: message.Message, call: Call[Any]) -> AsyncGenerator[message.Message, None]:
         response = await behaviour(request, call)
+        num_bytes = response.ByteSize()
         if most_reply_bytes is not None:
-            num_bytes, most = response.ByteSize(), most_reply_bytes(call.context.invocation_metadata() or ())
+            most = most_reply_bytes(call.context.invocation_metadata() or ())
             if num_bytes > most:
                 raise errors.ReplyTooLarge(
                     "reply", f"has {num_bytes} bytes, and its caller receives {most}; ask for less at a time"
                 )
+        call.held.add_reply(num_bytes)
         yield response
 
-    return _unary_stream(guard, reply, parse, reader_timeout_s)
+    return _unary_stream(guard, reply, parse, reader_timeout_s, hold)
 
 
-def _unary_stream(
-    guard: Guard, behaviour: Any, parse: Callable[[bytes], message.Message], reader_timeout_s: float | None
-) -> Any:
+def _unary_stream(guard: Guard, behaviour: Any, parse: Parse, reader_timeout_s: float | None, hold: Hold) -> Any:
     async def handle(requests: object, context: Context) -> None:
         async with _guarded(guard, context) as call:
-            responses = _Responses(
-                behaviour(parse(await _request(context, call)), call), reader_timeout_s, guard.stalled
-            )
-            # The servicer's own clean-up runs now, not at the next garbage collection.
-            async with aclosing(responses):
-                async for response in responses.generator:
-                    await responses.send(response, context)
+            with hold(call) as held:
+                call.held = held
+
+                def stalled() -> None:
+                    guard.stalled()
+                    held.let_go()  # the call itself may hang until its caller leaves
+
+                responses = _Responses(
+                    behaviour(parse(await _request(context, call), held), call), reader_timeout_s, stalled
+                )
+                # The servicer's own clean-up runs now, not at the next garbage collection.
+                async with aclosing(responses):
+                    async for response in responses.generator:
+                        await responses.send(response, context)
 
     return handle
 

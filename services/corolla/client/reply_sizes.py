@@ -124,13 +124,18 @@ class ReplyRoom:
         """
         form = self.form
         token_bytes = form.token_bytes(widths, num_logprobs)
-        num_prompts = num_answers if form.repeats_prompt and not self.is_streamed else 1
-        left = self.num_bytes - _REPLY_BYTES - num_answers * form.answer - num_prompts * num_echoed * token_bytes
+        echo_bytes = self.echo_bytes(widths, num_answers, num_logprobs, num_echoed)
+        left = self.num_bytes - _REPLY_BYTES - num_answers * form.answer - echo_bytes
         if left < 0:
             field = "echo" if num_echoed and num_answers == 1 and num_logprobs is None else "logprobs"
             field = "num_completions" if num_answers > 1 and num_logprobs is None else field
             raise self.refusal(field, self.num_bytes - left)
         return None if self.is_streamed else left // (num_answers * token_bytes)
+
+    def echo_bytes(self, widths: TokenWidths, num_answers: int, num_logprobs: int | None, num_echoed: int) -> int:
+        """How many bytes the prompt takes in the reply."""
+        num_prompts = num_answers if self.form.repeats_prompt and not self.is_streamed else 1
+        return num_prompts * num_echoed * self.form.token_bytes(widths, num_logprobs)
 
     def check_tokens(
         self, num_tokens: int, widths: TokenWidths, num_answers: int, num_logprobs: int | None, num_echoed: int = 0

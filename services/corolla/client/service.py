@@ -38,8 +38,9 @@ from corolla.client.generation.admission import Admission
 from corolla.client.generation.answering import Answering, ModelLimits, SpeculationDefaults
 from corolla.client.generation.request_trace import RequestTraces
 from corolla.client.generation.waiting_line import WaitingLine
+from corolla.client.held_bytes import HeldBytes
 from corolla.client.http.endpoints import EndpointFactory
-from corolla.client.http.exchange import HeldBytes, Limits
+from corolla.client.http.exchange import Limits
 from corolla.client.http.metrics import HttpMetrics
 from corolla.client.http.openapi import router
 from corolla.client.http.origins import AllowedOrigins, OwnPages
@@ -95,8 +96,11 @@ class ClientService:
     ) -> None:
         self.settings = settings
         _warn_of_few_descriptors(settings)
-        if settings.max_held_request_bytes < settings.max_request_bytes:
-            raise SettingsError("COROLLA_MAX_HELD_REQUEST_BYTES must allow one request of COROLLA_MAX_REQUEST_BYTES")
+        if settings.max_held_request_bytes < 2 * (settings.max_request_bytes + (settings.max_reply_mib << 20)):
+            raise SettingsError(
+                "COROLLA_MAX_HELD_REQUEST_BYTES must be at least twice COROLLA_MAX_REQUEST_BYTES and "
+                "COROLLA_MAX_REPLY_MIB together, so that one tenant's largest request leaves room for others"
+            )
         self._cache_salts = CacheSalts(settings.cache_secret.get_secret_value())
         self._network = network or Network.of(settings.tls_dir)
         self._bounds = bounds
@@ -125,6 +129,8 @@ class ClientService:
         self._rpc_metrics = RpcMetrics(self._registry)
         self._http_metrics = HttpMetrics(self._registry, self._rpc_metrics)
         self._http = self._http_server()
+        # If several tenants may come, a single one does not get the whole budget.
+        self._held = HeldBytes(settings.max_held_request_bytes, self._min_shares)
         self._tasks = TaskGroup(lambda: fail(self._rpc.not_ready), TaskMetrics(self._registry))
         self._control: ControlPlane | None = None
         self._plane: DataPlane | None = None
@@ -208,7 +214,7 @@ class ClientService:
         transcripts = self._transcripts = Transcripts(control, settings.session_ttl_s, self._tasks.subgroup())
         chat = self._chat = ChatTemplate(tokenizer, TemplateProcess)
         # If several tenants may come, a single one does not get the whole line.
-        line = settings.max_waiting_requests, settings.max_held_request_bytes, self._min_shares
+        line = settings.max_waiting_requests, self._min_shares
         admission = Admission(WaitingLine(settings.max_running_requests, *line, self._quotas.guaranteed_sequences))
         # Only one tokenization runs at a time: its thread takes time from the thread that serves answers.
         tokenizations = Admission(WaitingLine(1, *line))
@@ -292,6 +298,7 @@ class ClientService:
             max_request_bytes=self.settings.max_request_bytes,
             max_fields=_MAX_FIELDS,
             most_reply_bytes=partial(stated_bytes, most_bytes=self._max_grpc_reply_bytes),
+            hold=self._held.hold,
             reader_timeout_s=self._bounds.reader_timeout_s,
             authenticate=self._tenants.authenticate,
             audited={f"{service.name}/{method.name}" for method in service.methods},
@@ -331,8 +338,7 @@ class ClientService:
 
     def _http_app(self, routes: HttpRoutes) -> ASGIApp:
         settings, bounds = self.settings, self._bounds
-        held = HeldBytes(settings.max_held_request_bytes)
-        limits = Limits(settings.max_request_bytes, held, bounds.http_read_timeout_s, bounds.reader_timeout_s)
+        limits = Limits(settings.max_request_bytes, self._held, bounds.http_read_timeout_s, bounds.reader_timeout_s)
         asks_for_keys = settings.api_keys_file is not None or bool(settings.oidc_issuer)
         origins = AllowedOrigins.parse(settings.http_origins)
         pages = None if asks_for_keys else OwnPages(settings.host, origins)

@@ -140,9 +140,9 @@ class ClientSettings(ServiceSettings):
     max_held_request_bytes: int = Field(
         256 << 20,
         ge=1024,
-        description="The most bytes of all requests that run or wait; further requests are refused. Requests that are "
-        "still being read over HTTP, and replies over HTTP that are not streamed and not sent yet, have a separate "
-        "allowance of the same size, so a slow caller blocks no other.",
+        description="The most bytes of all requests that are read, wait or run, and of replies that are not streamed "
+        "and not sent yet, over gRPC and HTTP together. Further requests are refused; a reply that is made already is "
+        "not. If several tenants may come, each holds at most as much as stays free for others.",
     )
     max_reply_mib: int = Field(
         64,

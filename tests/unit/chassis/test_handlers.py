@@ -15,6 +15,7 @@ from corolla.chassis.errors import QueueFull, Unauthenticated
 from corolla.chassis.handlers import Call, service_handler
 from corolla.chassis.metrics import RpcMetrics
 from corolla.chassis.rpc_server import RpcServer
+from corolla.client.held_bytes import HeldBytes
 from corolla.v1 import generation_pb2 as pb
 from tests.integration.refusals import Refusal, refusal, refusal_of
 from tests.integration.waiting import until
@@ -23,6 +24,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
 STREAM = "GenerationService/GenerateStream"
 REPLY_BYTES = 8 << 20
 """More than gRPC sends ahead of its reader."""
+HELD_BYTES = 1400
 SECRET = "the prompt of somebody"
 
 
@@ -37,6 +39,8 @@ class Servicer:
         self.num_cleanups = 0
 
     async def Generate(self, request: pb.GenerateRequest, call: Any) -> pb.GenerateResponse:
+        if request.model == "wait":
+            await asyncio.sleep(60)
         if request.model == "large":
             return pb.GenerateResponse(model="x" * REPLY_BYTES)
         raise self._failure(request.model)
@@ -85,6 +89,7 @@ async def running() -> AsyncIterator[Running]:
         service_handler(
             SERVICE, servicer, RpcMetrics(registry), max_request_bytes=1000, reader_timeout_s=4.0,
             most_reply_bytes=lambda metadata: int(dict(metadata).get("receives", 2 * REPLY_BYTES)),
+            hold=HeldBytes(HELD_BYTES).hold,
         ),
     )  # fmt: skip
     await server.start()
@@ -160,6 +165,34 @@ async def test_a_reply_above_what_its_caller_says_it_receives_is_refused_by_name
         assert service.count("corolla_rpcs_total", code="INVALID_ARGUMENT", **outcomes) == 1
 
 
+@pytest.mark.parametrize("method, model", [("Generate", "wait"), ("GenerateStream", "wait"), ("Generate", "large")])
+async def test_requests_and_replies_that_nobody_has_read_are_under_one_budget(method: str, model: str) -> None:
+    text = "x" * (HELD_BYTES * 2 // 3) if model == "wait" else ""
+    another = pb.GenerateRequest(model="panic", text="x" * (HELD_BYTES // 2))
+    async with running() as service:
+
+        async def refused() -> Refusal:
+            return await refusal(service.channel, "GenerateStream", another)
+
+        async def is_full() -> bool:
+            return (await refused()).reason == "QUEUE_FULL"
+
+        async def has_room() -> bool:
+            return (await refused()).reason == "INTERNAL"
+
+        assert await has_room()
+        untyped: Any = service.channel
+        request = pb.GenerateRequest(model=model, text=text).SerializeToString()
+        call = untyped.unary_stream(f"/{SERVICE.full_name}/{method}")(request)
+        await until(is_full)
+        assert (await refused()).retry_after_s == 1
+        if model == "large":
+            assert len(await call.read()) > REPLY_BYTES, "what is made already is sent"
+        else:
+            call.cancel()
+        await until(has_room)
+
+
 async def test_a_method_that_is_not_served_is_unimplemented() -> None:
     async with running() as service:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -220,9 +253,12 @@ async def test_a_stalled_caller_may_leave_silently() -> None:
     async with running() as service:
         async with open_channel(service.address) as channel:
             untyped: Any = channel
-            call = untyped.unary_stream(f"/corolla.v1.{STREAM}")(pb.GenerateRequest(model="much").SerializeToString())
+            request = pb.GenerateRequest(model="much", text="x" * (HELD_BYTES * 2 // 3))
+            call = untyped.unary_stream(f"/corolla.v1.{STREAM}")(request.SerializeToString())
             assert await call.read()
             await until(service.is_cleaned_up)
+            another = pb.GenerateRequest(model="typed", text=request.text)
+            assert (await refusal(service.channel, "Generate", another)).message == "come again", "its bytes are free"
 
         async def is_counted() -> bool:
             return service.count("corolla_rpcs_total", method=STREAM, code="CANCELLED", fault="caller") == 1

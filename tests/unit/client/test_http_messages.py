@@ -22,10 +22,11 @@ from corolla.chassis.errors import (
     Unauthenticated,
     context_exceeded,
 )
+from corolla.client.held_bytes import HeldBytes
 from corolla.client.http import message_replies
 from corolla.client.http.dialects import ANTHROPIC, OPENAI, Dialect
 from corolla.client.http.errors import status_of
-from corolla.client.http.exchange import Exchange, HeldBytes, Limits
+from corolla.client.http.exchange import Exchange, Limits
 from corolla.client.http.foreign_fields import ignored_fields
 from corolla.client.http.messages import CountTokensRequest, MessageRequest
 from corolla.client.http.metrics import HttpMetrics

@@ -19,10 +19,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from corolla.chassis.calls import Call
 from corolla.chassis.errors import InternalError, StartupError
 from corolla.chassis.metrics import RpcMetrics
+from corolla.client.held_bytes import HeldBytes
 from corolla.client.http.answers import PIECE_CHARS
 from corolla.client.http.completions import CompletionRequest
 from corolla.client.http.endpoints import EndpointFactory
-from corolla.client.http.exchange import Exchange, HeldBytes, Limits
+from corolla.client.http.exchange import Exchange, Limits
 from corolla.client.http.metrics import HttpMetrics
 from corolla.client.http.server import HttpServer
 from corolla.trust.workload import Role
@@ -57,9 +58,13 @@ class Running:
         await exchange.read(CompletionRequest)
         await exchange.reply(b"{}")
 
+    async def waits(self, exchange: Exchange, call: Call[Any]) -> None:
+        await exchange.read(CompletionRequest)
+        await asyncio.sleep(60)
+
     async def pieces(self, exchange: Exchange, call: Call[Any]) -> None:
         await exchange.without_body()
-        await exchange.reply_in_pieces(self._pieces(3))
+        await exchange.reply_in_pieces(self._pieces(MOST_SENT_BYTES // PIECE_CHARS))
 
     async def _pieces(self, number: int) -> AsyncGenerator[str, None]:
         for _ in range(number):
@@ -87,6 +92,7 @@ async def running(
     head_timeout_s: float = 5.0,
     context: ssl.SSLContext | None = None,
     held_bytes: int = 1000,
+    reader_timeout_s: float = 0.3,
 ) -> AsyncIterator[Running]:
     registry = CollectorRegistry()
     metrics = HttpMetrics(registry, RpcMetrics(registry))
@@ -96,13 +102,14 @@ async def running(
     async def let_in(call: Call[Any]) -> None:
         pass
 
-    endpoints = EndpointFactory(let_in, metrics, Limits(1000, HeldBytes(held_bytes), 5.0, 0.3))
+    endpoints = EndpointFactory(let_in, metrics, Limits(1000, HeldBytes(held_bytes), 5.0, reader_timeout_s))
     behaviours = {
         "/much": {"GET": service.much},
         "/broken": {"GET": service.broken},
         "/large": {"GET": service.large},
         "/strict": {"POST": service.strict},
         "/pieces": {"GET": service.pieces},
+        "/waits": {"POST": service.waits},
     }
     routes = [Route(path, endpoints.endpoint(path, methods)) for path, methods in behaviours.items()]
     await server.start(app or Router(routes, default=endpoints.not_found))
@@ -122,8 +129,15 @@ async def asked(service: Running, text: bytes) -> bytes:
     return found
 
 
-def posted(body: bytes, *headers: bytes) -> bytes:
-    lines = (b"POST /strict HTTP/1.1", b"host: a", b"connection: close", b"content-length: %d" % len(body), *headers)
+def posted(body: bytes, *headers: bytes, path: bytes = b"/strict") -> bytes:
+    lines = (
+        b"POST %b HTTP/1.1" % path,
+        b"host: a",
+        b"content-type: application/json",
+        b"connection: close",
+        b"content-length: %d" % len(body),
+        *headers,
+    )
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
 
@@ -290,18 +304,49 @@ async def test_a_head_that_does_not_come_ends_the_connection(first: bytes) -> No
         writer.close()
 
 
-async def test_replies_that_nobody_has_read_yet_are_under_one_budget() -> None:
-    asks = b"GET /pieces HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
-    async with running(held_bytes=3 * PIECE_CHARS) as service:
-        for _ in range(2):  # what the first one held is given back
-            reply = await asked(service, asks)
-            assert reply.startswith(b"HTTP/1.1 200 ")
-            assert len(reply.partition(b"\r\n\r\n")[2]) == 3 * PIECE_CHARS
-    async with running(held_bytes=3 * PIECE_CHARS - 1) as service:
-        for _ in range(2):
-            reply = await asked(service, asks)
-            assert reply.startswith(b"HTTP/1.1 429 ")
-            assert b"queue_full" in reply
+BODY = b'{"prompt":"%b"}' % (b"x" * 600)
+UNREAD = {
+    "a part of a body": posted(BODY, path=b"/waits")[:-1],
+    "the body of a request that runs": posted(BODY, path=b"/waits"),
+    "a reply": b"GET /large HTTP/1.1\r\nhost: a\r\n\r\n",
+    "a reply in pieces": b"GET /pieces HTTP/1.1\r\nhost: a\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("what", UNREAD)
+async def test_bodies_and_replies_are_under_one_budget_until_their_calls_end(what: str) -> None:
+    async with running(reader_timeout_s=60.0) as service:
+
+        async def is_full() -> bool:
+            reply = await asked(service, posted(b" " * 500))
+            return reply.startswith(b"HTTP/1.1 429 ") and b"queue_full" in reply and b"retry-after: 1" in reply
+
+        async def has_room() -> bool:
+            return not await is_full()
+
+        assert await has_room()
+        _, writer = await asyncio.open_connection("127.0.0.1", service.server.port)
+        writer.write(UNREAD[what])
+        await until(is_full)
+        writer.transport.abort()
+        await until(has_room)
+
+
+async def test_a_reply_that_is_made_is_sent_whatever_the_service_holds() -> None:
+    async with running(held_bytes=1) as service:
+        reply = await asked(service, b"GET /pieces HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+        assert reply.startswith(b"HTTP/1.1 200 ")
+        assert len(reply.partition(b"\r\n\r\n")[2]) == MOST_SENT_BYTES
+
+
+async def test_a_body_that_is_dropped_is_not_held() -> None:
+    async with running(reader_timeout_s=60.0) as service:
+        reader, writer = await asyncio.open_connection("127.0.0.1", service.server.port)
+        writer.write(b"GET /much HTTP/1.1\r\nhost: a\r\ncontent-length: 600\r\n\r\n" + b"x" * 600)
+        async with asyncio.timeout(10):
+            await reader.readuntil(b"xxx")
+        assert b"queue_full" not in await asked(service, posted(b" " * 500))
+        writer.transport.abort()
 
 
 async def test_a_head_of_very_many_lines_is_refused_before_it_is_read() -> None:
@@ -326,6 +371,6 @@ async def test_a_taken_port_is_said_at_once() -> None:
 async def test_a_body_of_nothing_but_faults_is_refused_in_one_sentence() -> None:
     async with running() as service:
         body = json.dumps({name: [{}] for name in CompletionRequest.model_fields}).encode()
-        reply = await asked(service, posted(body, b"content-type: application/json"))
+        reply = await asked(service, posted(body))
         assert reply.startswith(b"HTTP/1.1 400 ")
         assert json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["message"] == "body: has more than 32 faults"

@@ -380,7 +380,7 @@ class GenerationServicer:
             case _:
                 raise InvalidRequest("input", "one of text and chat must be set")
         await self._quotas.check_request(tenant)
-        async with self._tokenizations.enter(tenant, request.ByteSize()) as ticket:
+        async with self._tokenizations.enter(tenant) as ticket:
             await ticket.admitted()
             return await asyncio.to_thread(self._tokenized, encode)
 
@@ -401,7 +401,7 @@ class GenerationServicer:
             raise InvalidRequest("token_ids", f"must be at most {MAX_DETOKENIZED}; more of them need parts")
         token_ids = requests.token_ids("token_ids", request.token_ids, self._model.vocab_size)
         await self._quotas.check_request(tenant)
-        async with self._tokenizations.enter(tenant, request.ByteSize()) as ticket:
+        async with self._tokenizations.enter(tenant) as ticket:
             await ticket.admitted()
             text = await asyncio.to_thread(
                 self._tokenizer.decode, token_ids, skip_special_tokens=request.without_special_tokens
@@ -500,6 +500,7 @@ class GenerationServicer:
             limits.answer_seconds,
             call.note,
             call.name_ignored,
+            call.held.expect_reply,
         )
         return caller, adapter
 

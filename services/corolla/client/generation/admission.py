@@ -63,6 +63,7 @@ class Caller:
         answer_seconds: the most seconds that the tenant's answers may take; None: no limit.
         note: what is stored with the turn of a session, for those who read it again.
         name_ignored: tells the caller which places of its request have no effect.
+        expect_reply: counts bytes that the reply will surely have; raises QueueFull if the service holds too many.
     """
 
     tenant: str
@@ -74,6 +75,7 @@ class Caller:
     answer_seconds: float | None = None
     note: bytes = b""
     name_ignored: Callable[[Sequence[str]], None] = lambda places: None
+    expect_reply: Callable[[int], None] = lambda num_bytes: None
 
     def waits_until_s(self, time_limit_s: float | None) -> float:
         """When the caller stops waiting for an answer that begins now, by the event loop's clock."""
@@ -103,19 +105,20 @@ class AdmissionTicket:
 
 
 class Admission:
-    """Bounds the running sequences, the waiting requests and the bytes of both. `line` chooses the next request."""
+    """Bounds the running sequences and the waiting requests. `line` chooses the next request."""
 
     def __init__(self, line: WaitingLine[asyncio.Future[None]]) -> None:
         self._line = line
 
     @asynccontextmanager
-    async def enter(self, tenant: str, num_bytes: int, num_sequences: int = 1) -> AsyncIterator[AdmissionTicket]:
+    async def enter(self, tenant: str, num_sequences: int = 1) -> AsyncIterator[AdmissionTicket]:
         """Gives a request a place in the line, and after its admission a running place for each of its sequences.
 
         Raises QueueFull.
         """
         ticket = asyncio.get_running_loop().create_future()
-        for displaced, refusal in self._line.enter(tenant, ticket, num_bytes, num_sequences):
+        if (found := self._line.enter(tenant, ticket, num_sequences)) is not None:
+            displaced, refusal = found
             if not displaced.done():
                 displaced.set_exception(refusal)
         try:

@@ -379,7 +379,7 @@ class Answering:
                 self._quotas.running(
                     caller.tenant, num_sequences, caller.usage, is_streamed=caller.is_streamed
                 ) as allowance,
-                self._admission.enter(caller.tenant, request.num_bytes, num_sequences) as ticket,
+                self._admission.enter(caller.tenant, num_sequences) as ticket,
             ):
                 request = replace(request, grammar=await self._checked_grammar(request))
                 with RequestMeter(self._metrics, caller.usage, 0 if request.is_reading else num_sequences) as meter:
@@ -508,7 +508,8 @@ class Answering:
     def _max_tokens(self, num_prompt_tokens: int, request: AnyRequest) -> int:
         """The most new tokens: as many as the request asks for, or as the context has room for.
 
-        Raises ContextLengthExceeded if the prompt leaves no room for an answer, and ReplyTooLarge.
+        Raises ContextLengthExceeded if the prompt leaves no room for an answer, ReplyTooLarge, and QueueFull
+        if the service has no room for the prompt in the reply.
         """
         room = self._limits.context_length - num_prompt_tokens
         num_echoed = request.num_echoed(num_prompt_tokens)
@@ -521,6 +522,7 @@ class Answering:
             request.reply.check_tokens(min(request.max_tokens, room), *of_reply)
         elif most is not None and (room := min(room, most)) < 1:
             request.reply.check_tokens(1, *of_reply)
+        request.caller.expect_reply(request.reply.echo_bytes(*of_reply))
         return room if wanted is None else min(wanted, room)
 
     def _sampler(

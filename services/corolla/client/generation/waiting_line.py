@@ -1,7 +1,7 @@
 """Decides which requests run, wait or are refused when there are more than can run. Pure."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Final, Generic, TypeVar
 
 from corolla.chassis.errors import QueueFull, ShareExceeded
@@ -13,7 +13,7 @@ _PARTS: Final = 16
 
 
 class WaitingLine(Generic[Ticket]):
-    """A line, bounded in tickets and in bytes, that tenants share fairly.
+    """A bounded line that tenants share fairly.
 
     A ticket takes a place for each of its sequences. The next places go to the tenant that has the fewest (among
     equals, to the one whose last turn is longest ago), and within a tenant to its oldest ticket. So each of T waiting
@@ -24,13 +24,11 @@ class WaitingLine(Generic[Ticket]):
     whatever other tenants do. If there may be several tenants, one part in sixteen of the places is reserved for
     tenants that hold no more places than this part, so no tenant gets all places.
 
-    If the line is full, a new ticket displaces the newest tickets of the tenant with the largest share of the line, as
-    long as the new ticket's tenant has a smaller share. A tenant's share is the larger one of its shares of the
-    tickets and of the bytes (Ghodsi et al.: "Dominant Resource Fairness", 2011).
+    If the line is full, a new ticket displaces the newest ticket of the tenant with the most tickets in it, if the new
+    ticket's tenant would still have fewer.
 
     Args:
         max_running: the number of places.
-        max_bytes: the most bytes of all tickets, running and waiting.
         min_shares: returns the least number of tenants among which the service is shared, even if fewer are there.
         guarantees: returns the guaranteed places by tenant, fewer than `max_running` in all.
     """
@@ -39,20 +37,17 @@ class WaitingLine(Generic[Ticket]):
         self,
         max_running: int,
         max_waiting: int,
-        max_bytes: int,
         min_shares: Callable[[], int] = lambda: 1,
         guarantees: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self._max_running = max_running
         self._max_waiting = max_waiting
-        self._max_bytes = max_bytes
         self._min_shares = min_shares
         self._guarantees = guarantees
         self._running: dict[Ticket, str] = {}
         # The waiting tickets by tenant, in order of arrival, without tenants that have none.
         self._waiting: dict[str, list[Ticket]] = {}
-        # The bytes of all tickets, and the places that they take or wait for.
-        self._sizes: dict[Ticket, int] = {}
+        # The places that all tickets take or wait for.
         self._places: dict[Ticket, int] = {}
         # The places of running tickets by tenant.
         self._held: Counter[str] = Counter()
@@ -69,27 +64,20 @@ class WaitingLine(Generic[Ticket]):
     def num_waiting(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all tickets."""
-        return sum(self._sizes.values())
+    def enter(self, tenant: str, ticket: Ticket, num_sequences: int = 1) -> tuple[Ticket, QueueFull] | None:
+        """Puts a ticket in the line. Returns the ticket that it displaces, with its error; often none.
 
-    def enter(
-        self, tenant: str, ticket: Ticket, num_bytes: int, num_sequences: int = 1
-    ) -> list[tuple[Ticket, QueueFull]]:
-        """Puts a ticket in the line. Returns the tickets that it displaces, each with its error; often none.
-
-        Raises QueueFull and changes nothing if there is no room and no other tenant has a larger share.
+        Raises QueueFull and changes nothing if there is no room and no other tenant has more tickets in the line.
         """
         num_places = min(num_sequences, self._most_places(tenant))
-        displaced = self._displaced(tenant, num_bytes, num_places)
-        refusals = [(theirs, self._refusal(loser, tenant)) for loser, theirs in displaced]
-        for loser, theirs in displaced:
-            self._remove(loser, theirs)
+        refusal = None
+        if (loser := self._loser(tenant, num_places)) is not None:
+            displaced = self._waiting[loser][-1]
+            refusal = displaced, self._refusal(loser, tenant)
+            self._remove(loser, displaced)
         self._waiting.setdefault(tenant, []).append(ticket)
-        self._sizes[ticket] = num_bytes
         self._places[ticket] = num_places
-        return refusals
+        return refusal
 
     def admit(self) -> list[Ticket]:
         """Moves tickets from the line to the running ones as places allow, and returns them."""
@@ -136,8 +124,7 @@ class WaitingLine(Generic[Ticket]):
         """Removes a ticket, whether it ran, waited or was displaced."""
         tenant = self._running.pop(ticket, None)
         if tenant is not None:
-            self._held[tenant] -= self._places[ticket]
-            self._forget(ticket)
+            self._held[tenant] -= self._places.pop(ticket)
         else:
             tenant = next((each for each, tickets in self._waiting.items() if ticket in tickets), None)
             if tenant is None:
@@ -149,57 +136,34 @@ class WaitingLine(Generic[Ticket]):
 
     def _remove(self, tenant: str, ticket: Ticket) -> None:
         self._stop_waiting(tenant, ticket)
-        self._forget(ticket)
+        del self._places[ticket]
 
     def _stop_waiting(self, tenant: str, ticket: Ticket) -> None:
         self._waiting[tenant].remove(ticket)
         if not self._waiting[tenant]:
             del self._waiting[tenant]
 
-    def _forget(self, ticket: Ticket) -> None:
-        del self._sizes[ticket], self._places[ticket]
-
-    def _displaced(self, tenant: str, num_bytes: int, num_more: int) -> list[tuple[str, Ticket]]:
-        """The waiting tickets that a new one displaces, as pairs `(tenant, ticket)`. Raises QueueFull."""
+    def _loser(self, tenant: str, num_more: int) -> str | None:
+        """The tenant whose newest waiting ticket a new one displaces; None: there is room. Raises QueueFull."""
         runs_at_once = self._may_run(tenant, num_more)
         if runs_at_once and self._is_guaranteed(tenant, num_more) and tenant not in self._waiting:
-            return []
-        num_places = self._max_waiting - self.num_waiting
-        if not self._waiting and runs_at_once:
-            num_places += 1
-        num_free_bytes = self._max_bytes - self.num_bytes
-        displaced: list[tuple[str, Ticket]] = []
-        if num_places >= 1 and num_free_bytes >= num_bytes:
-            return displaced
-        staying = {each: list(tickets) for each, tickets in self._waiting.items()}
-        own_share = self._share(staying.get(tenant, ()), 1, num_bytes)
-        while num_places < 1 or num_free_bytes < num_bytes:
-            shares = {each: self._share(tickets) for each, tickets in staying.items()}
-            largest = max(shares, key=shares.__getitem__, default=tenant)
-            if shares.get(largest, 0.0) <= own_share:
-                raise self._refusal(tenant, tenant)
-            ticket = staying[largest].pop()
-            displaced.append((largest, ticket))
-            num_places += 1
-            num_free_bytes += self._sizes[ticket]
-        return displaced
+            return None
+        if self.num_waiting < self._max_waiting or (not self._waiting and runs_at_once):
+            return None
+        largest = max(self._waiting, key=lambda each: len(self._waiting[each]), default=tenant)
+        if len(self._waiting.get(largest, ())) <= len(self._waiting.get(tenant, ())) + 1:
+            raise self._refusal(tenant, tenant)
+        return largest
 
     def _refusal(self, tenant: str, newcomer: str) -> QueueFull:
         """The error for a refused ticket: the tenant exceeds its share, or all tenants together fill the service."""
-        running = [each for each, owner in self._running.items() if owner == tenant]
-        waiting = self._waiting.get(tenant, [])
-        num_places = self._held[tenant] + len(waiting)
+        num_places = self._held[tenant] + len(self._waiting.get(tenant, ()))
         num_shares = max(self._min_shares(), len({newcomer, *self._waiting, *self._running.values()}))
         fair_places = -(-(self._max_running + self._max_waiting) // num_shares)
-        fair_bytes = self._max_bytes / num_shares
-        if num_places > fair_places or sum(self._sizes[each] for each in (*running, *waiting)) > fair_bytes:
+        if num_places > fair_places:
             return ShareExceeded("the service is full, and this tenant already has more than its share")
         return QueueFull("the service has no room for further running or waiting requests")
 
     def _small_part(self) -> int:
         """The number of places that are reserved for tenants that hold no more places than that."""
         return self._max_running // _PARTS if self._min_shares() > 1 else 0
-
-    def _share(self, tickets: Sequence[Ticket], num_more: int = 0, num_more_bytes: int = 0) -> float:
-        num_bytes = sum(self._sizes[ticket] for ticket in tickets) + num_more_bytes
-        return max((len(tickets) + num_more) / max(1, self._max_waiting), num_bytes / self._max_bytes)

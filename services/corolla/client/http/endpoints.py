@@ -114,7 +114,9 @@ class Endpoint:
             if self.check is not None and guard is not self.others:
                 self.check(exchange.headers)
             await guard.let_in(call)
-            await behaviour(exchange, call)
+            with self.limits.held.hold(call) as exchange.held:
+                call.held = exchange.held
+                await behaviour(exchange, call)
         except BaseException as failure:
             if not exchange.is_left and isinstance(failure, asyncio.CancelledError):
                 call.failure = ServiceStopping("the service is stopping; try again with another one")

@@ -20,9 +20,9 @@ from corolla.chassis.errors import (
     DeadlineExceeded,
     MalformedMessage,
     MessageTooLarge,
-    QueueFull,
 )
 from corolla.chassis.ignored_places import IGNORED, ignored_places, ignored_text
+from corolla.client.held_bytes import HeldBytes, Holding
 from corolla.client.http import body_faults
 from corolla.client.http.answers import PIECE_CHARS, joined
 from corolla.client.http.body_values import check_values
@@ -44,29 +44,13 @@ _MOST_QUERY_NAMES: Final = 16
 Body = TypeVar("Body", bound=BaseModel)
 
 
-class HeldBytes:
-    """Limits the bytes of all bodies that are being read, and of all replies that are not streamed and not sent yet."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._left = max_bytes
-
-    def take(self, num_bytes: int) -> None:
-        """Counts bytes that are held now. Raises QueueFull if they are too many."""
-        if num_bytes > self._left:
-            raise QueueFull("the service holds too many requests and replies of slow callers; try again")
-        self._left -= num_bytes
-
-    def give_back(self, num_bytes: int) -> None:
-        self._left += num_bytes
-
-
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The limits of an exchange.
 
     Attributes:
         max_bytes: the most bytes of a body.
-        held: counts the bytes of bodies and replies of all exchanges.
+        held: the budget for the bytes of all requests and replies.
         read_timeout_s: seconds within which a body must arrive.
         reader_timeout_s: seconds after which a reply ends because its caller reads nothing of it.
         headers_after_s: seconds after which a stream begins although no event has come.
@@ -92,6 +76,7 @@ class Exchange:
         is_left: whether the caller has left.
         has_begun: whether a stream of events has begun, after which the status cannot change.
         more_headers: headers that every reply has.
+        held: counts the bytes of the body and of a reply that is not streamed.
     """
 
     def __init__(
@@ -114,6 +99,7 @@ class Exchange:
         self.is_left = False
         self.has_begun = False
         self.more_headers: Mapping[str, str] = {}
+        self.held = Holding(limits.held, "")
         self._is_read = False
         self._ignored: Sequence[str] = ()
         self._known_query: Collection[str] = ()
@@ -187,6 +173,7 @@ class Exchange:
     async def without_body(self) -> None:
         """Drops a body that the route does not need. Afterwards, the current task is cancelled if the caller leaves."""
         await self._body()
+        self.held.let_go()
 
     async def _body(self) -> bytes:
         """Reads the whole body. Afterwards, the current task is cancelled if the caller leaves."""
@@ -204,16 +191,14 @@ class Exchange:
                         self.is_left = True
                         raise asyncio.CancelledError
                     part = message.get("body", b"")
-                    limits.held.take(len(part))
+                    self._is_read = not message.get("more_body", False)
                     num_bytes += len(part)
-                    parts.append(part)
                     if num_bytes > limits.max_bytes:
                         raise self._too_large(num_bytes)
-                    self._is_read = not message.get("more_body", False)
+                    self.held.take(len(part))
+                    parts.append(part)
         except TimeoutError:
             raise DeadlineExceeded(f"the request did not come within {limits.read_timeout_s:g} seconds") from None
-        finally:
-            limits.held.give_back(num_bytes)
         self._watching = asyncio.create_task(self._watch(asyncio.current_task()))
         return b"".join(parts)
 
@@ -235,29 +220,25 @@ class Exchange:
 
     async def reply(self, content: bytes, *, kind: str = JSON, status: int = 200, **headers: str) -> None:
         """Sends a whole reply."""
+        self.held.add_reply(len(content))
         await self._reply([content], kind, status, headers)
 
     async def reply_in_pieces(self, pieces: AsyncGenerator[str, None]) -> None:
         """Sends a whole reply that is made in pieces, between which other tasks run."""
         parts: list[bytes] = []
         waiting: list[str] = []
-        num_chars = num_bytes = 0
-        held = self._limits.held
-        try:
-            async with aclosing(pieces):
-                async for piece in pieces:
-                    waiting.append(piece)
-                    num_chars += len(piece)
-                    if num_chars >= PIECE_CHARS:
-                        made = list(joined(waiting))
-                        held.take(sum(map(len, made)))
-                        num_bytes += sum(map(len, made))
-                        parts += made
-                        waiting, num_chars = [], 0
-                        await asyncio.sleep(0)
-            await self._reply([*parts, *joined(waiting)], JSON, 200, {})
-        finally:
-            held.give_back(num_bytes)
+        num_chars = 0
+        async with aclosing(pieces):
+            async for piece in pieces:
+                waiting.append(piece)
+                num_chars += len(piece)
+                if num_chars >= PIECE_CHARS:
+                    made = list(joined(waiting))
+                    self.held.add_reply(sum(map(len, made)))
+                    parts += made
+                    waiting, num_chars = [], 0
+                    await asyncio.sleep(0)
+        await self._reply([*parts, *joined(waiting)], JSON, 200, {})
 
     async def _reply(self, parts: Sequence[bytes], kind: str, status: int, headers: dict[str, str]) -> None:
         self.end_watch()
@@ -277,7 +258,7 @@ class Exchange:
         body = self._dialect.error_body(error, self.request_id)
         if not self.has_begun:
             headers |= headers_of(error)
-            await self.reply(body, status=status_of(error), **headers)
+            await self._reply([body], JSON, status_of(error), headers)
             return
         self.end_watch()
         event = b"event: error\ndata: " + body + b"\n\n"

@@ -328,6 +328,7 @@ class HttpRoutes:
         body = await exchange.read(EmbeddingRequest)
         num_bytes = body.most_reply_bytes(self._servicer.hidden_size)
         ReplyRoom(COMPLETIONS, self._max_reply_bytes).check_bytes(num_bytes, "input")
+        exchange.held.expect_reply(num_bytes)
         found = await _all(body, body.as_protocol(), lambda each: self._servicer.Embed(each, call))
         pieces = readings.embeddings(body, found)
         del found

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from corolla.chain.cache_salts import CacheSalts
+from corolla.chassis.calls import UNCOUNTED
 from corolla.chassis.errors import InvalidRequest, ScopeDenied
 from corolla.chassis.tenant_limits import TenantLimits
 from corolla.client.adapters import ModelNames
@@ -80,6 +81,7 @@ async def replies_to(method: str, message: WatchedMessage, scope: Scope) -> list
         context=SimpleNamespace(time_remaining=lambda: None, invocation_metadata=lambda: ()),
         describe=lambda facts: None,
         name_ignored=lambda places: None,
+        held=UNCOUNTED,
         note=b"",
     )
     answer = getattr(servicer, method)(message, call)

@@ -18,16 +18,14 @@ TENANT = "ada"
 class MeasuredAdmission:
     """An admission, and its metrics."""
 
-    def __init__(self, max_running: int, max_waiting: int = 0, max_bytes: int = 1000) -> None:
+    def __init__(self, max_running: int, max_waiting: int = 0) -> None:
         self._registry = CollectorRegistry()
-        self.admission = Admission(WaitingLine(max_running, max_waiting, max_bytes))
+        self.admission = Admission(WaitingLine(max_running, max_waiting))
         self._metrics = ClientMetrics(self._registry)
 
     @asynccontextmanager
-    async def request(
-        self, tenant: str, num_bytes: int, usage: RequestCounts
-    ) -> AsyncIterator[tuple[AdmissionTicket, RequestMeter]]:
-        async with self.admission.enter(tenant, num_bytes) as ticket:
+    async def request(self, tenant: str, usage: RequestCounts) -> AsyncIterator[tuple[AdmissionTicket, RequestMeter]]:
+        async with self.admission.enter(tenant) as ticket:
             with RequestMeter(self._metrics, usage) as meter:
                 yield ticket, meter
 
@@ -42,7 +40,7 @@ class MeasuredAdmission:
 
 async def test_a_request_waits_until_its_prompt_is_known_and_then_runs() -> None:
     subject, usage = MeasuredAdmission(2), RequestCounts()
-    async with subject.request(TENANT, 1, usage) as (_, meter):
+    async with subject.request(TENANT, usage) as (_, meter):
         assert subject.held == (1, 0)
         meter.count_prompt(10, 4, 2)
         assert subject.held == (0, 1)
@@ -59,7 +57,7 @@ async def test_every_way_out_gives_the_place_back(is_known: bool) -> None:
     subject = MeasuredAdmission(1)
     for _ in range(3):
         with pytest.raises(GeneratorExit):  # noqa: PT012
-            async with subject.request(TENANT, 1, RequestCounts()) as (_, meter):
+            async with subject.request(TENANT, RequestCounts()) as (_, meter):
                 if is_known:
                     meter.count_prompt(1, 0, 0)
                 raise GeneratorExit
@@ -68,18 +66,18 @@ async def test_every_way_out_gives_the_place_back(is_known: bool) -> None:
 
 async def test_one_too_many_is_refused_and_takes_nothing() -> None:
     subject = MeasuredAdmission(1)
-    async with subject.request(TENANT, 1, RequestCounts()):
+    async with subject.request(TENANT, RequestCounts()):
         with pytest.raises(QueueFull):
-            async with subject.request(TENANT, 1, RequestCounts()):
+            async with subject.request(TENANT, RequestCounts()):
                 pass
         assert subject.held == (1, 0)
-    async with subject.request(TENANT, 1, RequestCounts()):
+    async with subject.request(TENANT, RequestCounts()):
         pass
 
 
 async def test_tokens_and_ends_are_counted() -> None:
     subject, usage = MeasuredAdmission(1), RequestCounts()
-    async with subject.request(TENANT, 1, usage) as (_, meter):
+    async with subject.request(TENANT, usage) as (_, meter):
         meter.count_prompt(3, 0, 0)
         for index in (0, 1, 0, 1, 0):
             meter.count_tokens(index, 1)
@@ -127,7 +125,7 @@ def test_each_answer_and_each_reading_ends_in_one_series(failure: Any, end: str,
 
 
 async def request(subject: MeasuredAdmission, tenant: str, ran: list[str], leave: asyncio.Event) -> None:
-    async with subject.request(tenant, 1, RequestCounts()) as (ticket, _):
+    async with subject.request(tenant, RequestCounts()) as (ticket, _):
         await ticket.admitted()
         ran.append(tenant)
         await leave.wait()
@@ -171,20 +169,9 @@ async def test_a_caller_that_leaves_the_line_leaves_no_gap(num_turns: int) -> No
     await asyncio.gather(first, second, third, return_exceptions=True)
     assert ran[-1] == "cyd"
     assert subject.held == (0, 0)
-    async with subject.request("ada", 1, RequestCounts()) as (ticket, _):
+    async with subject.request("ada", RequestCounts()) as (ticket, _):
         await ticket.admitted()
         pass
-
-
-async def test_the_bytes_of_all_requests_are_bounded() -> None:
-    subject = MeasuredAdmission(4, max_waiting=4, max_bytes=100)
-    async with subject.request(TENANT, 60, RequestCounts()):
-        with pytest.raises(QueueFull):
-            async with subject.request(TENANT, 41, RequestCounts()):
-                pass
-        async with subject.request(TENANT, 40, RequestCounts()) as (ticket, _):
-            await ticket.admitted()
-            assert subject.held == (2, 0)
 
 
 async def test_a_prompt_that_is_refused_before_its_turn_leaves_the_line() -> None:
@@ -192,7 +179,7 @@ async def test_a_prompt_that_is_refused_before_its_turn_leaves_the_line() -> Non
     running = asyncio.create_task(request(subject, "ada", ran, leave))
     await asyncio.sleep(0)
     with pytest.raises(ContextLengthExceeded):
-        async with subject.request("bob", 1, RequestCounts()):
+        async with subject.request("bob", RequestCounts()):
             raise ContextLengthExceeded("prompt", "is too long")
     next_one = asyncio.create_task(request(subject, "bob", ran, leave))
     await asyncio.sleep(0)

@@ -9,7 +9,6 @@ from corolla.client.generation.waiting_line import WaitingLine
 
 TENANTS = ("ada", "bob", "cyd")
 GUARANTEED = "cyd"
-MAX_BYTES = 100
 
 
 class Line(RuleBasedStateMachine):
@@ -20,17 +19,12 @@ class Line(RuleBasedStateMachine):
         self.max_running, self.max_waiting = max_running, max_waiting
         self.guaranteed = min(guaranteed, max_running - 1)
         self.line: WaitingLine[int] = WaitingLine(
-            max_running, max_waiting, MAX_BYTES, guarantees=lambda: {GUARANTEED: self.guaranteed}
+            max_running, max_waiting, guarantees=lambda: {GUARANTEED: self.guaranteed}
         )
         self.running: dict[int, str] = {}
         self.waiting: dict[int, str] = {}
-        self.sizes: dict[int, int] = {}
         self.num_sequences: dict[int, int] = {}
         self.number = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(self.sizes[each] for each in (*self.running, *self.waiting))
 
     def places(self, tenants: tuple[str, ...] = TENANTS) -> int:
         return sum(self.num_sequences[each] for each, its in self.running.items() if its in tenants)
@@ -42,16 +36,13 @@ class Line(RuleBasedStateMachine):
     def is_guaranteed(self, tenant: str, num_sequences: int) -> bool:
         return tenant == GUARANTEED and self.places((tenant,)) + num_sequences <= self.guaranteed
 
-    def fits(self, tenant: str, num_bytes: int, num_sequences: int) -> bool:
+    def fits(self, tenant: str, num_sequences: int) -> bool:
         if self.is_guaranteed(tenant, num_sequences) and tenant not in self.waiting.values():
             return True
-        has_place = len(self.waiting) < self.max_waiting or (not self.waiting and self.may_run(tenant, num_sequences))
-        return has_place and self.num_bytes + num_bytes <= MAX_BYTES
+        return len(self.waiting) < self.max_waiting or (not self.waiting and self.may_run(tenant, num_sequences))
 
-    def share(self, tenant: str, num_more: int = 0, num_more_bytes: int = 0) -> float:
-        mine = [number for number, its in self.waiting.items() if its == tenant]
-        num_bytes = sum(self.sizes[number] for number in mine) + num_more_bytes
-        return max((len(mine) + num_more) / max(1, self.max_waiting), num_bytes / MAX_BYTES)
+    def num_waiting(self, tenant: str) -> int:
+        return sum(its == tenant for its in self.waiting.values())
 
     def admit(self) -> None:
         for ticket in self.line.admit():
@@ -65,29 +56,28 @@ class Line(RuleBasedStateMachine):
 
     @rule(
         tenant=st.sampled_from(TENANTS),
-        num_bytes=st.one_of(st.just(0), st.integers(0, MAX_BYTES)),
         num_sequences=st.sampled_from([1, 1, 1, 2, 3, 6]),
     )
-    def enter(self, tenant: str, num_bytes: int, num_sequences: int) -> None:
+    def enter(self, tenant: str, num_sequences: int) -> None:
         self.number += 1
         num_sequences = min(num_sequences, self.max_running - (self.guaranteed if tenant != GUARANTEED else 0))
         is_guaranteed = self.is_guaranteed(tenant, num_sequences) and tenant not in self.waiting.values()
-        own_share = self.share(tenant, 1, num_bytes)
+        num_own = self.num_waiting(tenant) + 1
         try:
-            displaced = [ticket for ticket, _ in self.line.enter(tenant, self.number, num_bytes, num_sequences)]
+            displaced = self.line.enter(tenant, self.number, num_sequences)
         except QueueFull:
-            assert not self.fits(tenant, num_bytes, num_sequences)
-            num_running_bytes = sum(self.sizes[each] for each in self.running)
-            assert own_share > (1 - num_running_bytes / MAX_BYTES) / len(TENANTS), "less than its part was refused"
+            assert not self.fits(tenant, num_sequences)
+            assert num_own > self.max_waiting / len(TENANTS), "less than its part was refused"
             return
-        for loser in displaced:
-            assert not self.fits(tenant, num_bytes, num_sequences), "left for nothing"
+        if displaced is not None:
+            assert not self.fits(tenant, num_sequences), "left for nothing"
+            loser, _ = displaced
             its_tenant = self.waiting[loser]
-            assert self.share(its_tenant) == max(map(self.share, TENANTS)) > own_share
+            assert self.num_waiting(its_tenant) == max(map(self.num_waiting, TENANTS)) > num_own
             assert loser == max(each for each, its in self.waiting.items() if its == its_tenant)
             del self.waiting[loser]
-        assert self.fits(tenant, num_bytes, num_sequences)
-        self.waiting[self.number], self.sizes[self.number] = tenant, num_bytes
+        assert self.fits(tenant, num_sequences)
+        self.waiting[self.number] = tenant
         self.num_sequences[self.number] = num_sequences
         self.admit()
         assert not is_guaranteed or self.number in self.running
@@ -109,8 +99,6 @@ class Line(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost_and_nothing_too_much(self) -> None:
         assert self.line.num_waiting == len(self.waiting)
-        assert self.line.num_bytes == self.num_bytes
-        assert self.num_bytes <= MAX_BYTES * (1 + self.guaranteed)
         assert self.line.num_taken_places == self.places()
         assert self.places() <= self.max_running
         others = tuple({*TENANTS} - {GUARANTEED})
@@ -128,9 +116,9 @@ TestLine = Line.TestCase
 
 
 def test_tenants_take_turns() -> None:
-    line: WaitingLine[str] = WaitingLine(1, 10, max_bytes=100)
+    line: WaitingLine[str] = WaitingLine(1, 10)
     for ticket in ("a0", "a1", "a2", "b0", "b1", "c0"):
-        line.enter(ticket[0], ticket, 1)
+        line.enter(ticket[0], ticket)
     order = []
     while ticket_now := line.admit():
         order += ticket_now
@@ -139,9 +127,9 @@ def test_tenants_take_turns() -> None:
 
 
 def test_several_sequences_take_several_places_and_are_not_overtaken() -> None:
-    line: WaitingLine[str] = WaitingLine(4, 10, max_bytes=100)
+    line: WaitingLine[str] = WaitingLine(4, 10)
     for ticket, num_sequences in (("a0", 3), ("b0", 2), ("c0", 1), ("d0", 16)):
-        line.enter(ticket[0], ticket, 1, num_sequences)
+        line.enter(ticket[0], ticket, num_sequences)
     assert line.admit() == ["a0"]
     line.leave("a0")
     assert line.admit() == ["b0", "c0"]
@@ -153,26 +141,24 @@ def test_several_sequences_take_several_places_and_are_not_overtaken() -> None:
 
 
 def test_a_tenant_that_runs_many_sequences_comes_after_one_that_runs_few() -> None:
-    line: WaitingLine[str] = WaitingLine(6, 10, max_bytes=100)
+    line: WaitingLine[str] = WaitingLine(6, 10)
     for ticket, num_sequences in (("a0", 4), ("b0", 1), ("b1", 1), ("a1", 1), ("b2", 1)):
-        line.enter(ticket[0], ticket, 1, num_sequences)
+        line.enter(ticket[0], ticket, num_sequences)
         line.admit()
     line.leave("b0")
     assert line.admit() == ["b2"]
 
 
 def test_a_guaranteed_place_is_there_however_many_others_come() -> None:
-    line: WaitingLine[str] = WaitingLine(8, 2, 100, lambda: 2, lambda: {"quiet": 2})
+    line: WaitingLine[str] = WaitingLine(8, 2, lambda: 2, lambda: {"quiet": 2})
     for number in range(4):
-        line.enter("noisy", f"n{number}", 25, 3)
+        line.enter("noisy", f"n{number}", 3)
         line.admit()
-    assert (line.num_taken_places, line.num_waiting, line.num_bytes) == (6, 2, 100)
+    assert (line.num_taken_places, line.num_waiting) == (6, 2)
     for ticket in ("q0", "q1"):
         # Whatever the line holds, no request leaves it for this one.
-        assert line.enter("quiet", ticket, 10) == []
+        assert line.enter("quiet", ticket) is None
         assert line.admit() == [ticket]
-    with pytest.raises(QueueFull):
-        line.enter("other", "o0", 100)
     line.leave("q1")
     assert line.admit() == []
     line.leave("n0")
@@ -181,9 +167,9 @@ def test_a_guaranteed_place_is_there_however_many_others_come() -> None:
 
 def test_who_is_guaranteed_a_place_goes_before_who_runs_less() -> None:
     guarantees: dict[str, int] = {}
-    line: WaitingLine[str] = WaitingLine(4, 10, 100, lambda: 1, lambda: guarantees)
+    line: WaitingLine[str] = WaitingLine(4, 10, lambda: 1, lambda: guarantees)
     for ticket in ("q0", "q1", "n0", "n1", "o0", "q2"):
-        line.enter(ticket[0], ticket, 1)
+        line.enter(ticket[0], ticket)
         line.admit()
     guarantees["q"] = 3
     line.leave("n0")
@@ -194,12 +180,12 @@ def test_who_is_guaranteed_a_place_goes_before_who_runs_less() -> None:
 
 def test_no_tenant_has_all_places_where_there_are_several() -> None:
     min_shares = 1
-    line: WaitingLine[str] = WaitingLine(64, 100, 1000, lambda: min_shares)
+    line: WaitingLine[str] = WaitingLine(64, 100, lambda: min_shares)
     for number in range(70):
-        line.enter("noisy", f"n{number}", 1)
+        line.enter("noisy", f"n{number}")
         line.admit()
     assert line.num_taken_places == 64
-    line.enter("quiet", "q0", 1, 4)
+    line.enter("quiet", "q0", 4)
     assert line.admit() == []
     # Another tenant gets a key.
     min_shares = 2
@@ -208,28 +194,17 @@ def test_no_tenant_has_all_places_where_there_are_several() -> None:
     assert (line.admit(), line.num_taken_places) == (["q0"], 64)
 
 
-def test_few_large_requests_make_room_for_small_ones_of_others() -> None:
-    line: WaitingLine[str] = WaitingLine(1, 10, max_bytes=100)
-    for ticket in ("a0", "a1", "a2"):
-        assert line.enter("ada", ticket, 30) == []
-    line.admit()
-    assert [ticket for ticket, _ in line.enter("bob", "b0", 20)] == ["a2"]
-    with pytest.raises(QueueFull):
-        line.enter("ada", "a3", 30)
-    assert line.enter("ada", "a4", 20) == []
-
-
-def refused(line: WaitingLine[str], tenant: str, num_bytes: int = 1) -> type[QueueFull]:
+def refused(line: WaitingLine[str], tenant: str) -> type[QueueFull]:
     with pytest.raises(QueueFull) as caught:
-        line.enter(tenant, "one more", num_bytes)
+        line.enter(tenant, "one more")
     return type(caught.value)
 
 
 def filled(tenants: str, min_shares: int) -> WaitingLine[str]:
     """Four run and four wait, one letter each for whose they are."""
-    line: WaitingLine[str] = WaitingLine(4, 4, 1000, lambda: min_shares)
+    line: WaitingLine[str] = WaitingLine(4, 4, lambda: min_shares)
     for number, tenant in enumerate(tenants):
-        line.enter(tenant, f"{tenant}{number}", 1)
+        line.enter(tenant, f"{tenant}{number}")
         line.admit()
     return line
 
@@ -256,14 +231,6 @@ def test_a_tenant_beyond_an_equal_share_meets_its_own_limit(
 
 
 def test_a_displaced_request_gets_the_same_error_as_a_refused_one() -> None:
-    ((ticket, refusal),) = filled("aaaaaaaa", 2).enter("b", "b0", 1)
-    assert (ticket, type(refusal)) == ("a7", ShareExceeded)
-
-
-def test_a_share_is_of_the_bytes_as_well() -> None:
-    line: WaitingLine[str] = WaitingLine(4, 4, 1000)
-    line.enter("large", "l0", 600)
-    line.enter("small", "s0", 10)
-    line.admit()
-    assert refused(line, "large", 500) is ShareExceeded
-    assert refused(line, "small", 500) is QueueFull
+    displaced = filled("aaaaaaaa", 2).enter("b", "b0")
+    assert displaced is not None
+    assert (displaced[0], type(displaced[1])) == ("a7", ShareExceeded)
