@@ -52,6 +52,7 @@ OTHERS: Final[dict[str, Any]] = {
     "auth.oidc.issuer": "https://other",
     "auth.oidc.jwks": "https://other:4443/keys",
     "affinity": {"podAntiAffinity": {"x": []}},
+    "blockServer.defaults.gpu.count": 0,
     "blocks": "0:8",
     "image.digest.client": f"sha256:{'ab' * 32}",
     "image.digest.server": f"sha256:{'ab' * 32}",

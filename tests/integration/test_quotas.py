@@ -39,7 +39,7 @@ LIMITS: dict[str, dict[str, Any]] = {
     "spent": {"generated_tokens_per_minute": 30},
     "large": {"reserved_tokens": 100},
     "hoarding": {"stored_sessions": 2},
-    "full": {"stored_session_bytes": 4000},
+    "full": {"stored_session_bytes": 8300},
     "streaming": {"open_streams": 1},
     "slow": {"answer_seconds": 0.3},
     "discreet": {"withhold_cached_tokens": True},
@@ -254,24 +254,26 @@ async def test_who_has_stored_its_bytes_begins_no_turn(swarm: Swarm) -> None:
         first, second = [
             (await stub.CreateSession(pb.CreateSessionRequest(), metadata=metadata)).session_id for _ in range(2)
         ]
-        long, short = asking(), asking()
-        long.tokens.ids[:] = [300] * 3000
-        long.session_id, short.session_id = first, second
-        long.request_id = "long"
-        answered = await answer(swarm, "full", long)
+        # There is room for one of the two, and then for no other session.
+        one, other = asking(), asking()
+        one.session_id, other.session_id = first, second
+        for each in (one, other):
+            each.tokens.ids[:] = [300] * 3000
+        one.request_id = "one"
+        answered = await answer(swarm, "full", one)
         for client in (0, 1):
-            assert await refused(swarm, "full", short, client) == ("stored_session_bytes", 60)
+            assert await refused(swarm, "full", other, client) == ("stored_session_bytes", 60)
             quota, _ = await refused(swarm, "full", pb.CreateSessionRequest(), client, "CreateSession")
             assert quota == "stored_session_bytes"
         # An answer that is there is given again.
-        again = await answer(swarm, "full", long, client=1)
+        again = await answer(swarm, "full", one, client=1)
         assert again.completions[0].token_ids == answered.completions[0].token_ids
         refusals = await sample(
             swarm.clients[1].metrics_port, "corolla_quota_refusals_total", quota="stored_session_bytes"
         )
         assert refusals == 2
         await stub.DeleteSession(pb.DeleteSessionRequest(session_id=first), metadata=metadata)
-        assert (await answer(swarm, "full", short)).completions
+        assert (await answer(swarm, "full", other)).completions
 
 
 async def test_a_stream_is_open_until_its_answer_was_taken(swarm: Swarm) -> None:

@@ -107,7 +107,7 @@ class Tenants:
         if self._keys is None and self._tokens is None:
             return KeyHolder(PUBLIC)
         shown = _shown(context)
-        if not shown:
+        if shown is None:
             raise Unauthenticated("send the metadata `authorization: Bearer <key or token>`, or `x-api-key: <key>`")
         holder = self._key_holder(shown)
         if holder is None and self._tokens is not None:
@@ -140,14 +140,14 @@ class Tenants:
         self._keys = KeyTable.parse(text)
 
 
-def _shown(context: Context) -> str:
-    """The key or token that a caller shows, by `authorization` or else as clients of Anthropic do; empty: none."""
-    shown = ""
+def _shown(context: Context) -> str | None:
+    """The key or token of a caller, by `authorization` or else as clients of Anthropic show it; None: there is none."""
+    shown = None
     for name, value in context.invocation_metadata() or ():
         if name in ("authorization", "x-api-key"):
             text = value.decode("latin-1") if isinstance(value, bytes) else value
             if name == "x-api-key":
-                shown = shown or text.strip()
+                shown = text.strip() if shown is None else shown
             elif text.lower().startswith(_SCHEME):
                 return text[len(_SCHEME) :].strip()
     return shown
