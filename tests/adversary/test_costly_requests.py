@@ -16,7 +16,6 @@ import psutil
 import pytest
 from google.protobuf.descriptor import MethodDescriptor
 
-from corolla.chassis import handlers
 from corolla.chassis.heap import settle
 from corolla.client.api import servicer
 from corolla.client.http import exchange
@@ -255,7 +254,6 @@ MUTANTS = (
         "/v1/completions",
         of_http(CompletionRequest, "unknown: many lists"),
     ),
-    Mutant(handlers, "check_fields", lambda *counted: None, "Chat", of_grpc("Chat", "Chat messages: ")),
     Mutant(servicer, "MAX_DETOKENIZED", 1 << 40, "Detokenize", of_grpc("Detokenize", "token_ids: many")),
     Mutant(ReplyRoom, "most_tokens", lambda *counted: None, "/v1/completions", echoes),
 )
@@ -272,4 +270,5 @@ def test_a_limit_that_is_taken_out_is_missed(target: Target, mutant: Mutant, mon
     request = Costly(mutant.name, mutant.request)
     assert target.faults(request, send) == []
     monkeypatch.setattr(mutant.owner, mutant.name, mutant.without)
-    assert target.faults(request, send, num_tries=1)
+    # A fast processor may make up for it once.
+    assert any(target.faults(request, send, num_tries=1) for _ in range(MOST_TRIES))
