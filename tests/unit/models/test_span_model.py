@@ -105,14 +105,35 @@ def test_a_span_is_made_up_without_reading_weights(tmp_path: Path, family: str) 
     assert output.isfinite().all()
 
 
+def add_empty_experts(folder: Path, num_experts: int, width: int, hidden_size: int) -> None:
+    """Adds a file with bfloat16 experts of the second block, which takes no room on the disk."""
+    num_bytes = 2 * width * hidden_size
+    index_path = folder / "model.safetensors.index.json"
+    index = json.loads(index_path.read_text())
+    header: dict[str, Any] = {}
+    for expert in range(num_experts):
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            shape = [hidden_size, width] if name == "down_proj" else [width, hidden_size]
+            start = len(header) * num_bytes
+            tensor = f"model.layers.1.mlp.experts.{expert}.{name}.weight"
+            header[tensor] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, start + num_bytes]}
+            index["weight_map"][tensor] = "experts.safetensors"
+    index_path.write_text(json.dumps(index))
+    text = json.dumps(header).encode()
+    with (folder / "experts.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + len(header) * num_bytes)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 @pytest.mark.full
 def test_a_block_is_made_up_in_little_more_than_its_own_memory(tmp_path: Path) -> None:
     folder = make_tiny_checkpoint("deepseek_v3", tmp_path / "model", num_blocks=2)
     settings = json.loads((folder / "config.json").read_text())
-    # The second block has experts, of which the files know nothing: nothing is read.
+    # The second block has experts in a file of holes, of which nothing is read.
     large = {"first_k_dense_replace": 1, "n_routed_experts": 64, "moe_intermediate_size": 16384}
     (folder / "config.json").write_text(json.dumps({**settings, **large}))
+    add_empty_experts(folder, 64, 16384, settings["hidden_size"])
     command = [sys.executable, "-c", MEASURE_MAKING_UP, str(folder)]
     printed = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, check=True, timeout=120)
     grown, held = (int(number) for number in printed.stdout.split())
