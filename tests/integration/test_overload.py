@@ -229,8 +229,8 @@ async def test_client_service_tokenizes_texts_one_by_one_in_a_thread_and_bounds_
 
 TO_COUNT = {
     "a text just beyond the context": "\x00" * (CONTEXT_LENGTH + 1),
-    "a text far beyond the context": LONGEST_TEXT,
-    "a conversation far beyond the context": [{"role": "user", "content": "word " * 150_000}],
+    "a text far beyond the context": "word " * 40_000,
+    "a conversation far beyond the context": [{"role": "user", "content": "word " * 40_000}],
 }
 
 
