@@ -14,6 +14,7 @@ DOCUMENTS: Final = sorted(
         *(ROOT / "charts").rglob("*.md"),
     ]
 )
+DECISIONS: Final = ROOT / "docs" / "decisions"
 _LINK: Final = re.compile(r"\]\((?!\w+:)([\w./-]*)(?:#([\w-]+))?\)")
 _CODE: Final = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
@@ -49,6 +50,13 @@ def test_architecture_names_modules_that_exist() -> None:
 
 
 def test_each_decision_says_at_its_head_whether_it_stands() -> None:
-    records = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
-    heads = {each.name: each.read_text(encoding="utf-8").partition("\n## ")[0] for each in records}
-    assert [name for name, head in heads.items() if not re.search(r" · (?:stands|replaced by)\b", head)] == []
+    for folder, word in ((DECISIONS, "stands"), (DECISIONS / "replaced", "replaced by")):
+        heads = {each.name: each.read_text(encoding="utf-8").partition("\n## ")[0] for each in folder.glob("0*.md")}
+        assert heads
+        assert [name for name, head in heads.items() if f" · {word}" not in head] == []
+
+
+def test_the_index_lists_each_decision_once() -> None:
+    index = (DECISIONS / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[\d+\]\(([\w./-]+)\)", index, re.MULTILINE)
+    assert rows == [str(each.relative_to(DECISIONS)) for each in sorted(DECISIONS.rglob("0*.md"))]
