@@ -312,7 +312,7 @@ format: setup ## Formats the sources and fixes what ruff can fix.
 	@ruff format .
 
 .PHONY: verify
-verify: lint check-protos check-sync-client check-docs check-chart check-lock check-durations audit ## Checks all that needs no test: lint, generated files current, lock in step, budgets of time.
+verify: lint check-protos check-sync-client check-docs check-chart check-lock check-durations code-lines audit ## Checks all that needs no test: lint, generated files current, lock in step, budgets of time.
 
 .PHONY: check-protos
 check-protos: setup ## Checks that the stubs are what the protocol files give.
@@ -356,6 +356,11 @@ check-lock: setup ## Checks that the lock is the whole closure of pyproject.toml
 check-durations: setup ## Checks that no stage of the gate takes longer than it may, by what was measured.
 	@echo "==> time that tests take"
 	@$(PY) -m tests.durations
+
+.PHONY: code-lines
+code-lines: setup ## Prints how many lines each room of the services has, and how many more than at the last release.
+	@echo "==> lines of the services"
+	@$(PY) tools/code_lines.py
 
 # --- supply chain ---------------------------------------------------------------------------------------------------
 
