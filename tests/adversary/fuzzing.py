@@ -163,8 +163,10 @@ def _record_seeds() -> list[bytes]:
 
 
 def _sampler_seeds() -> list[bytes]:
-    plain = pb.Sampler(top_p=1, repetition_penalty=1, num_tokens_left=8)
-    drawn = pb.Sampler(temperature=1, top_p=0.5, top_k=4, repetition_penalty=1.2, num_tokens_left=8, seed=3)
+    plain = pb.Sampler(num_tokens_left=8)
+    drawn = pb.Sampler(
+        parameters=common_pb2.SamplingParameters(top_p=0.5, top_k=4, repetition_penalty=1.2), num_tokens_left=8, seed=3
+    )
     return [each.SerializeToString() for each in (plain, drawn)]
 
 

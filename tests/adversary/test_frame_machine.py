@@ -130,7 +130,7 @@ class Frames(RuleBasedStateMachine):
         samples=st.booleans(),
     )
     def open(self, session_id: bytes, epoch: int, max_tokens: int, samples: bool) -> None:
-        sampler = pb.Sampler(top_p=1, repetition_penalty=1, num_tokens_left=8) if samples else None
+        sampler = pb.Sampler(num_tokens_left=8) if samples else None
         self._send(self._an_open(session_id, epoch, max_tokens, sampler))
 
     @precondition(lambda self: self.connection is not None)

@@ -119,7 +119,7 @@ async def test_a_route_to_a_strangers_address_is_not_taken(swarm: Swarm) -> None
 
 
 async def test_what_goes_round_does_not_go_to_a_strangers_address(swarm: Swarm) -> None:
-    sampler = pb.Sampler(top_p=1.0, repetition_penalty=1.0, num_tokens_left=8)
+    sampler = pb.Sampler(num_tokens_left=8)
     async with Trap.laid() as trap, session_on(swarm, 1, LAST, sampler=sampler) as (rogue, session_id):
         ring = pb.Ring(first_address=trap.address, credit_end=10, max_step_tokens=8)
         step = rogue.step(session_id, blocks=LAST, samples=True, ring=ring, **HIDDEN)

@@ -20,6 +20,7 @@ from corolla.compute.span_runner import BatchOutput, RowWork, SpanRunner
 from corolla.decoding.grammar_text import read_grammar
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
+from corolla.v1.common_pb2 import SamplingParameters
 from corolla.wire.frames import MAX_PROMPT_BYTES, Frame, FrameParser, encode
 from corolla.wire.tensors import to_payload
 from tests.checkpoints import HIDDEN_SIZE, VOCAB_SIZE, make_tiny_checkpoint
@@ -259,12 +260,10 @@ BAD_OPENS: dict[str, pb.Open | tuple[pb.Open, bytes]] = {
     "prompts over the limit": with_prompts(MAX_PROMPT_BYTES // (5 * HIDDEN_SIZE * 4) + 1),
     "a payload that nothing describes": (an_open(), bytes(8)),
     "a tenant of very many letters": an_open(tenant="t" * 257),
-    "a sampler in the midst of the model": an_open(
-        sampler=pb.Sampler(top_p=1, repetition_penalty=1), blocks=common_pb2.BlockSpan(start=0, end=4)
-    ),
-    "a sampler without parameters": an_open(sampler=pb.Sampler()),
+    "a sampler in the midst of the model": an_open(sampler=pb.Sampler(), blocks=common_pb2.BlockSpan(start=0, end=4)),
+    "a temperature out of range": an_open(sampler=pb.Sampler(parameters=SamplingParameters(temperature=-1))),
     "a sampler of a text beyond the vocabulary": an_open(
-        sampler=pb.Sampler(top_p=1, repetition_penalty=1.1, token_ids=[VOCAB_SIZE])
+        sampler=pb.Sampler(parameters=SamplingParameters(repetition_penalty=1.1), token_ids=[VOCAB_SIZE])
     ),
 }
 
@@ -662,7 +661,7 @@ async def test_a_late_stream_that_ends_leaves_the_answers_of_the_other_one(
 
 async def test_all_answers_of_a_client_service_may_come_at_once_with_a_grammar_that_is_new(swarm: Swarm) -> None:
     grammar = pb.Grammar(text=formats.grammar_of(formats.regex("[ab]{1,50}", "regex")).text)
-    sampler = pb.Sampler(top_p=1, repetition_penalty=1, grammar=grammar)
+    sampler = pb.Sampler(grammar=grammar)
     async with calling(swarm) as caller:
         for number in range(1, 301):
             session_id = number.to_bytes(16, "big")
@@ -683,7 +682,7 @@ async def test_grammars_that_are_slow_to_read_hold_up_no_other_open(
         return read_grammar(tokenizer, text)
 
     def a_sampler(**changes: Any) -> pb.Sampler:
-        return pb.Sampler(temperature=1, top_p=1, repetition_penalty=1, **changes)
+        return pb.Sampler(parameters=SamplingParameters(temperature=1), **changes)
 
     monkeypatch.setattr("corolla.block_server.grammars.read_grammar", read_slowly)
     async with calling(swarm) as caller, streaming(swarm, b"d" * 16) as other:

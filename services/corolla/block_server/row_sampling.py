@@ -110,18 +110,8 @@ class SessionSampler:
                 raise MalformedMessage("sampler.grammar", "is not supported by this server")
             grammar = grammars.begin(message.grammar.text, generated_ids, may_read=may_read_grammar)
         try:
-            params = SamplingParams(
-                temperature=message.temperature,
-                top_k=message.top_k,
-                top_p=message.top_p,
-                min_p=message.min_p,
-                repetition_penalty=message.repetition_penalty,
-                presence_penalty=message.presence_penalty,
-                frequency_penalty=message.frequency_penalty,
-                seed=message.seed,
-                num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
-                logit_bias=tuple(zip(message.biased_token_ids, message.biases, strict=True)),
-            )
+            num_logprobs = message.num_logprobs if message.HasField("num_logprobs") else None
+            params = SamplingParams.read(message.parameters, vocab_size, num_logprobs, message.seed)
             sampler = Sampler(
                 params,
                 text[: message.num_prompt_tokens] if params.has_penalties else (),
@@ -229,10 +219,6 @@ def _check(message: pb.Sampler, vocab_size: int, max_tokens: int) -> None:
         raise MalformedMessage("sampler", "must not skip more draws than the session has tokens")
     if max(text, default=0) >= vocab_size:
         raise MalformedMessage("sampler.token_ids", f"must be ids below {vocab_size}")
-    if max(message.biased_token_ids, default=0) >= vocab_size:
-        raise MalformedMessage("sampler.biased_token_ids", f"must be ids below {vocab_size}")
-    if len(message.biased_token_ids) != len(message.biases):
-        raise MalformedMessage("sampler.biases", "must be as many as biased_token_ids")
     if drafts.source and not 1 <= drafts.max_tokens <= MAX_DRAFT_TOKENS:
         raise MalformedMessage("sampler.drafts.max_tokens", f"must be from 1 to {MAX_DRAFT_TOKENS}")
 

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, Self
 
 from corolla.chassis.errors import InvalidRequest
+from corolla.v1 import common_pb2 as pb
 
 MAX_LOGPROBS: Final = 20
 MAX_BIASED_TOKENS: Final = 1024
@@ -16,6 +17,9 @@ _MIN_TEMPERATURE: Final = 1e-4
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose tokens. The defaults are greedy, without penalties and without log probabilities.
+
+    The fields are those of the message `SamplingParameters`, in which parameters travel, and `num_logprobs`. Each
+    process reads the message once, where it enters.
 
     Args:
         temperature: 0 is greedy, which makes top-k, top-p and min-p irrelevant; else from 0.0001 to 100.
@@ -75,6 +79,36 @@ class SamplingParams:
         violations = [(field, text) for field, (is_allowed, text) in in_range.items() if not is_allowed]
         if violations:
             raise InvalidRequest(*violations[0], *violations[1:])
+
+    @classmethod
+    def read(
+        cls, message: pb.SamplingParameters, vocab_size: int, num_logprobs: int | None = None, seed: int | None = None
+    ) -> Self:
+        """Reads a message.
+
+        Args:
+            vocab_size: the number of tokens that biases may name.
+            seed: a seed in place of the message's.
+
+        Raises:
+            InvalidRequest: fields are out of range; the error has one violation per field.
+        """
+        values = {descriptor.name: value for descriptor, value in message.ListFields()}
+        if "temperature" not in values and values.keys() & {"top_k", "top_p", "min_p", "seed"}:
+            values["temperature"] = 1.0
+        if seed is not None:
+            values["seed"] = seed
+        if len(message.logit_bias) > MAX_BIASED_TOKENS:
+            raise InvalidRequest("logit_bias", f"must be for at most {MAX_BIASED_TOKENS} tokens")
+        values["logit_bias"] = tuple(sorted(message.logit_bias.items()))
+        if max(message.logit_bias, default=0) >= vocab_size:
+            raise InvalidRequest("logit_bias", f"must be for tokens below the vocabulary's size, {vocab_size}")
+        return cls(**values, num_logprobs=num_logprobs)
+
+    def message(self) -> pb.SamplingParameters:
+        """The message that `read` reads, without the seed."""
+        values = {each.name: getattr(self, each.name) for each in pb.SamplingParameters.DESCRIPTOR.fields}
+        return pb.SamplingParameters(**values | {"seed": None, "logit_bias": dict(self.logit_bias)})
 
     @property
     def is_greedy(self) -> bool:

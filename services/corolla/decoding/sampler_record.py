@@ -84,22 +84,13 @@ class SamplerRecord:
             # A session without room is opened again only to stay open, and then chooses no token.
             num_tokens_left = min(num_tokens_left, max(1, max_tokens - self.num_text_tokens))
         message = pb.Sampler(
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            repetition_penalty=params.repetition_penalty,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
+            parameters=params.message(),
             num_logprobs=params.num_logprobs,
             num_tokens_left=num_tokens_left,
             end_token_ids=self._end_token_ids,
         )
         if not params.is_greedy:
             message.seed, message.state, message.num_skipped = self._seed, self.state, self.num_draws
-        for token_id, bias in params.logit_bias:
-            message.biased_token_ids.append(token_id)
-            message.biases.append(bias)
         if params.has_penalties or self._drafts is not None:
             message.token_ids.extend(self._prompt_ids)
             message.num_prompt_tokens = len(message.token_ids)

@@ -53,7 +53,7 @@ from corolla.models.weights import (
 )
 
 # Raise this whenever two releases would not compute the same hidden states or read the same frames.
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 # The attribute of a configuration that names the GGUF file; `name_or_path` names the folder made from that file.
 GGUF_FILE = "gguf_file"

@@ -554,13 +554,7 @@ class Sampler(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    TEMPERATURE_FIELD_NUMBER: _builtins.int
-    TOP_K_FIELD_NUMBER: _builtins.int
-    TOP_P_FIELD_NUMBER: _builtins.int
-    MIN_P_FIELD_NUMBER: _builtins.int
-    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
-    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
-    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
     NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
@@ -571,16 +565,6 @@ class Sampler(_message.Message):
     NUM_TOKENS_LEFT_FIELD_NUMBER: _builtins.int
     END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
-    BIASED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    BIASES_FIELD_NUMBER: _builtins.int
-    temperature: _builtins.float
-    """The same fields as in SamplingParameters, with all values set."""
-    top_k: _builtins.int
-    top_p: _builtins.float
-    min_p: _builtins.float
-    repetition_penalty: _builtins.float
-    presence_penalty: _builtins.float
-    frequency_penalty: _builtins.float
     num_logprobs: _builtins.int
     """The number of most probable tokens whose log probabilities are reported with that of the chosen one; absent: no
     log probabilities at all.
@@ -593,6 +577,10 @@ class Sampler(_message.Message):
     num_prompt_tokens: _builtins.int
     num_tokens_left: _builtins.int
     """The number of tokens that the answer may still have, and the tokens that end it. No step begins after the end."""
+    @_builtins.property
+    def parameters(self) -> _common_pb2.SamplingParameters:
+        """How tokens are chosen; `seed` below has the seed."""
+
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The text so far, first the prompt's tokens, then the answer's; empty if neither penalties nor drafts need it."""
@@ -609,22 +597,10 @@ class Sampler(_message.Message):
         already advanced it.
         """
 
-    @_builtins.property
-    def biased_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Values that are added to the logits of these tokens, before all else."""
-
-    @_builtins.property
-    def biases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     def __init__(
         self,
         *,
-        temperature: _builtins.float = ...,
-        top_k: _builtins.int = ...,
-        top_p: _builtins.float = ...,
-        min_p: _builtins.float = ...,
-        repetition_penalty: _builtins.float = ...,
-        presence_penalty: _builtins.float = ...,
-        frequency_penalty: _builtins.float = ...,
+        parameters: _common_pb2.SamplingParameters | None = ...,
         num_logprobs: _builtins.int | None = ...,
         seed: _builtins.int = ...,
         state: _builtins.bytes = ...,
@@ -635,12 +611,10 @@ class Sampler(_message.Message):
         num_tokens_left: _builtins.int = ...,
         end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         grammar: Global___Grammar | None = ...,
-        biased_token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        biases: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "drafts", b"drafts", "grammar", b"grammar", "num_logprobs", b"num_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "drafts", b"drafts", "grammar", b"grammar", "num_logprobs", b"num_logprobs", "parameters", b"parameters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "biased_token_ids", b"biased_token_ids", "biases", b"biases", "drafts", b"drafts", "end_token_ids", b"end_token_ids", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "min_p", b"min_p", "num_logprobs", b"num_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "num_skipped", b"num_skipped", "num_tokens_left", b"num_tokens_left", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "state", b"state", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "drafts", b"drafts", "end_token_ids", b"end_token_ids", "grammar", b"grammar", "num_logprobs", b"num_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "num_skipped", b"num_skipped", "num_tokens_left", b"num_tokens_left", "parameters", b"parameters", "seed", b"seed", "state", b"state", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015

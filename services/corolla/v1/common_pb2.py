@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63orolla/v1/common.proto\x12\ncorolla.v1\"\'\n\tBlockSpan\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\"N\n\x03Hop\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12#\n\x04span\x18\x03 \x01(\x0b\x32\x15.corolla.v1.BlockSpan\".\n\x0e\x41\x64\x61pterVersion\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"\xb7\x01\n\x05\x43hain\x12\x1d\n\x04hops\x18\x01 \x03(\x0b\x32\x0f.corolla.v1.Hop\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x31\n\x08numerics\x18\x03 \x03(\x0b\x32\x1f.corolla.v1.Chain.NumericsEntry\x12\x16\n\x0emixes_numerics\x18\x04 \x01(\x08\x1a/\n\rNumericsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63orolla/v1/common.proto\x12\ncorolla.v1\"\'\n\tBlockSpan\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\"N\n\x03Hop\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12#\n\x04span\x18\x03 \x01(\x0b\x32\x15.corolla.v1.BlockSpan\".\n\x0e\x41\x64\x61pterVersion\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"\xb7\x01\n\x05\x43hain\x12\x1d\n\x04hops\x18\x01 \x03(\x0b\x32\x0f.corolla.v1.Hop\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x31\n\x08numerics\x18\x03 \x03(\x0b\x32\x1f.corolla.v1.Chain.NumericsEntry\x12\x16\n\x0emixes_numerics\x18\x04 \x01(\x08\x1a/\n\rNumericsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xcb\x03\n\x12SamplingParameters\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x03H\x07\x88\x01\x01\x12\x41\n\nlogit_bias\x18\t \x03(\x0b\x32-.corolla.v1.SamplingParameters.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,6 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CHAIN_NUMERICSENTRY']._loaded_options = None
   _globals['_CHAIN_NUMERICSENTRY']._serialized_options = b'8\001'
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_BLOCKSPAN']._serialized_start=39
   _globals['_BLOCKSPAN']._serialized_end=78
   _globals['_HOP']._serialized_start=80
@@ -43,4 +45,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHAIN']._serialized_end=392
   _globals['_CHAIN_NUMERICSENTRY']._serialized_start=345
   _globals['_CHAIN_NUMERICSENTRY']._serialized_end=392
+  _globals['_SAMPLINGPARAMETERS']._serialized_start=395
+  _globals['_SAMPLINGPARAMETERS']._serialized_end=854
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_start=685
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_end=733
 # @@protoc_insertion_point(module_scope)

@@ -17,6 +17,7 @@ from corolla.decoding.parameters import SamplingParams
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.models.checkpoint import Checkpoint
 from corolla.v1 import blocks_pb2 as pb
+from corolla.v1.common_pb2 import SamplingParameters
 from tests.checkpoints import VOCAB_SIZE, make_tiny_checkpoint, make_tokenizer
 
 FORM = formats.grammar_of(formats.regex("[ab]{1,5}", "regex")).text
@@ -154,9 +155,8 @@ async def test_grammars_are_counted_by_what_became_of_them(checkpoint: Checkpoin
     "broken",
     [
         pb.Sampler(grammar=pb.Grammar(text="no grammar")),
-        pb.Sampler(biased_token_ids=[1, 2], biases=[1.0]),
-        pb.Sampler(biased_token_ids=[VOCAB_SIZE], biases=[1.0]),
-        pb.Sampler(biased_token_ids=[1], biases=[1000.0]),
+        pb.Sampler(parameters=SamplingParameters(logit_bias={VOCAB_SIZE: 1.0})),
+        pb.Sampler(parameters=SamplingParameters(logit_bias={1: 1000.0})),
     ],
 )
 def test_samplers_that_make_no_sense_are_refused(checkpoint: Checkpoint, broken: pb.Sampler) -> None:

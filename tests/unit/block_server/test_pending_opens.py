@@ -11,11 +11,12 @@ from corolla.block_server.row_sampling import SessionSampler
 from corolla.chassis.errors import CorollaError, InternalError, MalformedMessage, QueueFull
 from corolla.chassis.tasks import TaskGroup
 from corolla.v1 import blocks_pb2 as pb
+from corolla.v1.common_pb2 import SamplingParameters
 from tests.integration.waiting import until
 from tests.unread_stream import UnreadStream
 
-GREEDY = pb.Sampler(top_p=1, repetition_penalty=1)
-SAMPLED = pb.Sampler(temperature=1, top_p=1, repetition_penalty=1, num_skipped=300)
+GREEDY = pb.Sampler()
+SAMPLED = pb.Sampler(parameters=SamplingParameters(temperature=1), num_skipped=300)
 
 
 def an_open(number: int = 1, epoch: int = 1, sampler: pb.Sampler = SAMPLED) -> pb.Open:
@@ -56,7 +57,7 @@ class Making:
 
 def test_long_texts_and_many_choices_take_a_while() -> None:
     assert not takes_a_while(GREEDY)
-    assert not takes_a_while(pb.Sampler(temperature=1, num_skipped=16, token_ids=range(500)))
+    assert not takes_a_while(pb.Sampler(num_skipped=16, token_ids=range(500)))
     assert takes_a_while(SAMPLED)
     assert takes_a_while(pb.Sampler(token_ids=range(5000)))
 

@@ -25,6 +25,7 @@ from corolla.decoding.sampling import Sampler
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, load_edges
 from corolla.v1 import blocks_pb2 as pb
+from corolla.v1.common_pb2 import SamplingParameters
 from tests.checkpoints import make_tiny_checkpoint
 
 VOCABULARY_SIZE = 30
@@ -294,14 +295,12 @@ def test_rows_of_a_large_vocabulary_come_in_parts(lengths: Sequence[int], sizes:
 
 
 REFUSED = {
-    "temperature": pb.Sampler(temperature=-1, top_p=1, repetition_penalty=1),
-    "an id beyond the vocabulary": pb.Sampler(top_p=1, repetition_penalty=1, token_ids=[VOCABULARY_SIZE]),
-    "a prompt longer than the text": pb.Sampler(top_p=1, repetition_penalty=1, token_ids=[1], num_prompt_tokens=2),
-    "more choices than tokens": pb.Sampler(temperature=1, top_p=1, repetition_penalty=1, num_skipped=10_200),
-    "too many draft tokens": pb.Sampler(
-        top_p=1, repetition_penalty=1, drafts=pb.Drafts(source=pb.Drafts.SOURCE_PROMPT_LOOKUP, max_tokens=65)
-    ),
-    "a state that is none": pb.Sampler(temperature=1, top_p=1, repetition_penalty=1, state=b"nonsense"),
+    "temperature": pb.Sampler(parameters=SamplingParameters(temperature=-1)),
+    "an id beyond the vocabulary": pb.Sampler(token_ids=[VOCABULARY_SIZE]),
+    "a prompt longer than the text": pb.Sampler(token_ids=[1], num_prompt_tokens=2),
+    "more choices than tokens": pb.Sampler(parameters=SamplingParameters(temperature=1), num_skipped=10_200),
+    "too many draft tokens": pb.Sampler(drafts=pb.Drafts(source=pb.Drafts.SOURCE_PROMPT_LOOKUP, max_tokens=65)),
+    "a state that is none": pb.Sampler(parameters=SamplingParameters(temperature=1), state=b"nonsense"),
 }
 
 

@@ -5,10 +5,11 @@ once; or a GPU that computes as late as it may (`tests.gpu_double`).
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import pytest
@@ -41,6 +42,7 @@ from corolla.models.checkpoint import Checkpoint
 from corolla.models.cuda_capture import CudaCapture
 from corolla.models.edges import Edges, load_edges
 from corolla.v1 import blocks_pb2 as pb
+from corolla.v1.common_pb2 import SamplingParameters
 from corolla.wire.device_copies import Reading
 from corolla.wire.frames import Buffer, Frame
 from corolla.wire.span import Span
@@ -56,6 +58,9 @@ NUM_BLOCKS = 2
 WHOLE = Span(0, NUM_BLOCKS)
 NUM_TOKENS = 24
 ADDRESS = "here:1"
+
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Tokens(UnreadStream):
@@ -164,13 +169,11 @@ class Server:
     def tell(self, control: Message) -> None:
         self._receive(Frame(control, b""))
 
-    async def open(self, name: int, epoch: int = 1, **sampler: Any) -> None:
+    async def open(self, name: int, epoch: int = 1, parameters: Mapping[str, Any] = NOTHING, **sampler: Any) -> None:
         wanted = self.client.num_opened + 1
         self.opened.add(name)
-        request = pb.Sampler(**{
-            "num_tokens_left": NUM_TOKENS, "top_p": 1.0, "repetition_penalty": 1.0, "temperature": 0.0, "seed": name,
-            **sampler,
-        })  # fmt: skip
+        sampler = {"num_tokens_left": NUM_TOKENS, "seed": name, **sampler}
+        request = pb.Sampler(parameters=SamplingParameters(**parameters), **sampler)
         self.tell(
             pb.Open(
                 session_id=session_id(name), epoch=epoch, tenant="t", max_tokens=48, lease_ms=60_000,
@@ -281,7 +284,9 @@ async def test_answers_that_are_drawn(model: Model, monkeypatch: pytest.MonkeyPa
     async with serving(model) as server:
         for name, options in DRAWN.items():
             ids = prompt(name)
-            await server.open(name, **options, token_ids=ids, num_prompt_tokens=len(ids), num_tokens_left=18 + name)
+            await server.open(
+                name, parameters=options, token_ids=ids, num_prompt_tokens=len(ids), num_tokens_left=18 + name
+            )
             server.begin(name)
         answers = await server.all_of(DRAWN)
     assert answers == {name: model.truth(name, **options)[: 18 + name] for name, options in DRAWN.items()}
@@ -305,7 +310,7 @@ async def test_a_server_on_a_gpu_waits_for_its_tokens_alone(tmp_path: Path, monk
             assert gpu.num_read == NUM_TOKENS
             for name in truth:
                 ids = prompt(name)
-                await server.open(name, **DRAWN.get(name, {}), token_ids=ids, num_prompt_tokens=len(ids))
+                await server.open(name, parameters=DRAWN.get(name, {}), token_ids=ids, num_prompt_tokens=len(ids))
             for name in truth:
                 server.begin(name)
             assert await server.all_of(truth) == truth
@@ -327,7 +332,7 @@ async def test_a_step_that_fails_when_tokens_are_drawn_ends_with_a_fault(
 
     monkeypatch.setattr(model.runner, "finish", fail_third)
     async with serving(model) as server:
-        await server.open(2, **DRAWN[2])
+        await server.open(2, parameters=DRAWN[2])
         server.begin(2)
         await server.client.until(lambda: session_id(2) in server.client.faults)
         assert server.client.faults[session_id(2)] == StepFailed.reason
@@ -385,7 +390,7 @@ async def test_what_happens_between_two_steps(model: Model, monkeypatch: pytest.
             ids = prompt(3)
             options: dict[str, Any] = {"drafts": drafts, "token_ids": ids, "num_prompt_tokens": len(ids)}
             if what == "bias":
-                options = {"biased_token_ids": [model.truth(3)[0]], "biases": [0.5], "num_logprobs": 2}
+                options = {"parameters": {"logit_bias": {model.truth(3)[0]: 0.5}}, "num_logprobs": 2}
             await server.open(3, **options)
             server.begin(3)
         names = {"close": [1], "draft": [1, 2, 3]}.get(what, [1, 2])
@@ -416,9 +421,7 @@ async def test_a_step_that_cannot_be_launched_ahead_or_fails_is_computed_in_its_
 def stepped(model: Model) -> HopSession[SessionCache]:
     """A session that holds three tokens."""
     table: SessionTable[SessionCache] = SessionTable(model.runner.store.pool, model.runner.new_cache)
-    sampler = SessionSampler.read(
-        pb.Sampler(num_tokens_left=9, top_p=1.0, repetition_penalty=1.0), None, vocab_size=9, max_tokens=20
-    )
+    sampler = SessionSampler.read(pb.Sampler(num_tokens_left=9), None, vocab_size=9, max_tokens=20)
     request = OpenRequest(
         session_id=session_id(1), epoch=1, tenant="t", client_id=CLIENT, resume=False, max_tokens=20, blocks=WHOLE,
         lease_s=60.0, transient=True, sampler=sampler,

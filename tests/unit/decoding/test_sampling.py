@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsP
 from corolla.chassis.errors import InternalError, InvalidRequest, NonFiniteOutput
 from corolla.decoding.parameters import MAX_LOGPROBS, SamplingParams
 from corolla.decoding.sampling import Sampler
+from corolla.v1.common_pb2 import SamplingParameters
 from tests.tiers import covering, quick
 
 VOCABULARY_SIZE = 131
@@ -335,6 +336,22 @@ def test_a_field_out_of_range_is_refused_by_name(field: str, values: list[float]
         with pytest.raises(InvalidRequest) as caught:
             SamplingParams(**{field: value})  # type: ignore[arg-type]
         assert [name for name, _ in caught.value.violations] == [field]
+
+
+def test_parameters_come_back_from_their_message() -> None:
+    biases = {4: -1.5, 2: 0.25}
+    given = SamplingParameters(
+        temperature=0.7, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.5, presence_penalty=0.5,
+        frequency_penalty=-0.5, seed=5, logit_bias=biases,
+    )  # fmt: skip
+    assert len(given.ListFields()) == len(given.DESCRIPTOR.fields)
+    params = SamplingParams.read(given, 5, num_logprobs=2)
+    assert SamplingParams.read(params.message(), 5, num_logprobs=2, seed=5) == params
+    assert params.message().logit_bias == biases
+    greedy = SamplingParams(top_k=3)
+    assert SamplingParams.read(greedy.message(), 5) == greedy
+    with pytest.raises(InvalidRequest, match="below the vocabulary"):
+        SamplingParams.read(given, 4)
 
 
 def test_all_violations_are_named_at_once() -> None:

@@ -18,13 +18,7 @@ from corolla.client.reply_sizes import ReplyRoom
 from corolla.client.text import formats
 from corolla.client.text.conversation import ChatSetting, Message, check_conversation
 from corolla.client.text.formats import AnswerFormat
-from corolla.decoding.parameters import (
-    MAX_BIASED_TOKENS,
-    MAX_LOGPROBS,
-    SamplingParams,
-    SpeculationMode,
-    SpeculationOptions,
-)
+from corolla.decoding.parameters import MAX_LOGPROBS, SamplingParams, SpeculationMode, SpeculationOptions
 from corolla.decoding.speculation import MAX_DRAFT_TOKENS
 from corolla.v1 import generation_pb2 as pb
 
@@ -242,7 +236,7 @@ class RequestParser:
         violations = [(field, problem) for field, (is_allowed, problem) in in_range.items() if not is_allowed]
         sampling, form = SamplingParams(), None
         try:
-            sampling = _sampling(message.sampling, _given(message, "logprobs"), self.vocab_size)
+            sampling = SamplingParams.read(message.sampling, self.vocab_size, _given(message, "logprobs"))
         except InvalidRequest as error:
             names = {"num_logprobs": "logprobs"}
             violations += [(names.get(field, f"sampling.{field}"), text) for field, text in error.violations]
@@ -370,15 +364,3 @@ def _resumption(message: AnyMessage, vocab_size: int, context_length: int) -> Re
         raise ContextLengthExceeded("received.ids", "must not be more than the model's context")
     received_ids = token_ids("received.ids", message.received.ids, vocab_size)
     return Resumption(message.request_id, message.resume_from_index, received_ids)
-
-
-def _sampling(given: pb.SamplingParameters, num_logprobs: int | None, vocab_size: int) -> SamplingParams:
-    values = {descriptor.name: value for descriptor, value in given.ListFields()}
-    if "temperature" not in values and values.keys() & {"top_k", "top_p", "min_p", "seed"}:
-        values["temperature"] = 1.0
-    if len(given.logit_bias) > MAX_BIASED_TOKENS:
-        raise InvalidRequest("logit_bias", f"must be for at most {MAX_BIASED_TOKENS} tokens")
-    values["logit_bias"] = tuple(sorted(given.logit_bias.items()))
-    if max(given.logit_bias, default=0) >= vocab_size:
-        raise InvalidRequest("logit_bias", f"must be for tokens below the vocabulary's size, {vocab_size}")
-    return SamplingParams(**values, num_logprobs=num_logprobs)

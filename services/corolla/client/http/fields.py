@@ -16,6 +16,7 @@ from corolla.client.http.foreign_fields import OF_ANSWERS, OF_FORMS, Ignored, Re
 from corolla.client.text.formats import MAX_CHOICES
 from corolla.client.text.schemas import parsed
 from corolla.decoding.parameters import MAX_BIASED_TOKENS
+from corolla.v1 import common_pb2
 from corolla.v1 import generation_pb2 as pb
 
 DEFAULT_TEMPERATURE: Final = 1.0
@@ -52,7 +53,7 @@ Tolerated = Field(None, description="Taken, and without effect here.")
 Unheeded = Field(None, description="Without effect here; the reply's header X-Corolla-Ignored names it.")
 
 _PATHS: Final[Paths] = {
-    **{f"sampling.{each.name}": each.name for each in pb.SamplingParameters.DESCRIPTOR.fields},
+    **{f"sampling.{each.name}": each.name for each in common_pb2.SamplingParameters.DESCRIPTOR.fields},
     **{f"stopping.{each.name}": each.name for each in pb.StoppingParameters.DESCRIPTOR.fields},
     "adapter": "model",
     "continue_last_message": "continue_final_message",
@@ -162,21 +163,17 @@ class SamplingFields(Body):
     def paths(self, number: int = 0) -> Paths:
         return _PATHS
 
-    def sampling(self) -> pb.SamplingParameters:
+    def sampling(self) -> common_pb2.SamplingParameters:
         """The sampling parameters in the protocol of gRPC."""
-        sampling = pb.SamplingParameters(
-            temperature=DEFAULT_TEMPERATURE if self.temperature is None else self.temperature
-        )
-        _set(sampling, self, ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed"))
+        values = {each.name: getattr(self, each.name) for each in common_pb2.SamplingParameters.DESCRIPTOR.fields}
+        if self.temperature is None:
+            values["temperature"] = DEFAULT_TEMPERATURE
         if self.top_p == 0:
-            sampling.temperature = 0.0
-        elif self.top_p is not None:
-            sampling.top_p = self.top_p
-        if self.top_k not in (None, -1):
-            sampling.top_k = self.top_k or 0
-        for token_id, bias in (self.logit_bias or {}).items():
-            sampling.logit_bias[int(token_id)] = bias
-        return sampling
+            values |= {"temperature": 0.0, "top_p": None}
+        if self.top_k == -1:
+            values["top_k"] = None
+        biases = {int(token_id): bias for token_id, bias in (self.logit_bias or {}).items()}
+        return common_pb2.SamplingParameters(**values | {"logit_bias": biases})
 
 
 class AnswerFields(SamplingFields):
