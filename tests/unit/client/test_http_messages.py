@@ -417,7 +417,7 @@ async def test_silence_and_failures_in_a_stream_have_the_form_of_the_dialect(
         await is_silent.wait()
         raise ServiceUnavailable("away")
 
-    scope: Any = {"type": "http", "headers": []}
+    scope: Any = {"type": "http", "headers": [], "query_string": b""}
     unused: Any = None
     limits = Limits(0, HeldBytes(0), 9, 9, headers_after_s=0, comment_interval_s=0.001)
     metrics = HttpMetrics(CollectorRegistry(), unused)

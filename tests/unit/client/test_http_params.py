@@ -225,3 +225,12 @@ def test_a_wrong_parameter_behind_the_path_is_named(query: Any) -> None:
         with pytest.raises(ValidationError) as failure:
             query.model_validate_strings({name: "surely wrong"})
         assert [place for place, _ in refusal(query, failure.value).violations] == [name]
+
+
+@pytest.mark.parametrize("name", [name for name, each in BODIES.items() if "logit_bias" in each.model_fields])
+def test_an_empty_list_is_an_empty_mapping_of_biases(name: str) -> None:
+    """PHP writes both in the same way."""
+    body = BODIES[name].model_validate_json(json.dumps({**SENSIBLE[name], "logit_bias": []}))
+    assert body.sampling() == BODIES[name].model_validate(SENSIBLE[name]).sampling()
+    with pytest.raises(ValidationError):
+        BODIES[name].model_validate_json(json.dumps({**SENSIBLE[name], "logit_bias": [1]}))

@@ -4,6 +4,8 @@ Each API but that of chats has events for the beginning, the growth and the end 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from enum import Enum
 from typing import Any
 
@@ -74,6 +76,29 @@ class ItemEvents(ABC):
     @abstractmethod
     def ended(self, item: Item, *, is_cut: bool) -> str:
         """The events that end an item; `is_cut`: the answer was cut off within it."""
+
+    async def stream(
+        self,
+        chunks: AsyncGenerator[pb.ChatChunk, None],
+        begin: Callable[[pb.ChatChunk], str],
+        end: Callable[[pb.ChatChunk], str],
+    ) -> AsyncGenerator[bytes, None]:
+        """Yields the events of a stream: those before its items, those of the items, and those that end it.
+
+        Args:
+            begin: makes the first events, with the first chunk.
+            end: ends the last item and makes the last events, with the last chunk.
+        """
+        is_begun = False
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                text = "" if is_begun else begin(chunk)
+                is_begun = True
+                text += self.take(chunk)
+                if chunk.finish_reason:
+                    text += end(chunk)
+                if text:
+                    yield text.encode()
 
     def take(self, chunk: pb.ChatChunk) -> str:
         """The events for a chunk."""

@@ -150,7 +150,7 @@ class Endpoint:
         """Answers requests with other methods."""
         if not self.behaviours:
             raise ResourceNotFound("this path does not exist")
-        if exchange.scope["method"] != "OPTIONS" or "access-control-allow-origin" not in exchange.more_headers:
+        if exchange.request.method != "OPTIONS" or "access-control-allow-origin" not in exchange.more_headers:
             raise MethodNotAllowed(f"this path accepts only {self._allowed}")
         # A browser asks without a key whether a page may send a request with one.
         preflight = self.origins.preflight_headers(exchange.headers, self._allowed)

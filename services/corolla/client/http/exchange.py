@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Final, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from starlette.datastructures import Headers, QueryParams
+from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from corolla.chassis.calls import x_request_id
@@ -72,6 +72,7 @@ class Exchange:
         dialect: what errors and streams look like.
 
     Attributes:
+        request: the framework's request: method, path, headers and query. `read` reads its body.
         request_id: the caller's id of the request, or a new one.
         is_left: whether the caller has left.
         has_begun: whether a stream of events has begun, after which the status cannot change.
@@ -88,8 +89,8 @@ class Exchange:
         metrics: HttpMetrics,
         dialect: Dialect = OPENAI,
     ) -> None:
-        self.scope = scope
-        self.headers = Headers(scope=scope)
+        self.request = Request(scope)
+        self.headers = self.request.headers
         self._receive = receive
         self._send = send
         self._limits = limits
@@ -111,7 +112,7 @@ class Exchange:
     # --- what a `Call` asks of its connection --------------------------------------------------------------------
 
     def peer(self) -> str:
-        host, port = self.scope.get("client") or ("", 0)
+        host, port = self.request.client or ("", 0)
         return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
 
     def time_remaining(self) -> None:
@@ -130,12 +131,6 @@ class Exchange:
             self._without_effect = (ignored_text(places),)
 
     # --- the request ---------------------------------------------------------------------------------------------
-
-    @property
-    def path_parameters(self) -> Mapping[str, str]:
-        """The parameters in the path, by the route's pattern."""
-        found: Mapping[str, str] = self.scope.get("path_params", {})
-        return found
 
     async def read(self, kind: type[Body], *, may_be_empty: bool = False) -> Body:
         """Reads the body as a `kind`. Raises InvalidRequest, MessageTooLarge, QueueFull, DeadlineExceeded.
@@ -161,14 +156,11 @@ class Exchange:
     def query(self, kind: type[Body]) -> Body:
         """Reads the parameters behind the path as a `kind`. Raises InvalidRequest."""
         self._known_query = kind.model_fields.keys()
-        given = {name: value for name, value in self._query().items() if name in self._known_query}
+        given = {name: value for name, value in self.request.query_params.items() if name in self._known_query}
         try:
             return kind.model_validate_strings(given)
         except ValidationError as failure:
             raise body_faults.refusal(kind, failure) from None
-
-    def _query(self) -> Mapping[str, str]:
-        return QueryParams(self.scope.get("query_string", b""))
 
     async def without_body(self) -> None:
         """Drops a body that the route does not need. Afterwards, the current task is cancelled if the caller leaves."""
@@ -318,12 +310,12 @@ class Exchange:
 
     def abort(self) -> None:
         """Ends the connection and drops its buffers."""
-        if (connection := connection_of(self.scope)) is not None:
+        if (connection := connection_of(self.request.scope)) is not None:
             connection.abort()
 
     def _start(self, status: int, headers: Mapping[str, str]) -> Message:
         lines = {**headers, **self.more_headers, **dict.fromkeys(self._dialect.id_headers, self.request_id)}
-        unread = (name for name in self._query() if name not in self._known_query)
+        unread = (name for name in self.request.query_params if name not in self._known_query)
         ignored = [
             *self._ignored,
             *self._without_effect,
@@ -337,7 +329,7 @@ class Exchange:
 
     async def _send_out(self, message: Message) -> None:
         """Sends a part of the reply. Raises CallerStalled, or CancelledError if the caller has left before its end."""
-        connection, timeout_s = connection_of(self.scope), self._limits.reader_timeout_s
+        connection, timeout_s = connection_of(self.request.scope), self._limits.reader_timeout_s
         if connection is not None and connection.lost.done():
             self._leave()
         is_last = message["type"] == "http.response.body" and not message.get("more_body", False)

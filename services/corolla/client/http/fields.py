@@ -67,7 +67,12 @@ _PATHS: Final[Paths] = {
 """What has other paths here than in the protocol, in all requests."""
 
 Choices = Annotated[ListOf[str], MaxLen(MAX_CHOICES)]
-LogitBias = Annotated[MappingOf[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float], MaxLen(MAX_BIASED_TOKENS)]
+LogitBias = Annotated[
+    MappingOf[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float],
+    MaxLen(MAX_BIASED_TOKENS),
+    BeforeValidator(lambda given: {} if given == [] else given),
+]
+"""Numbers by token ids. An empty list is an empty mapping, since PHP writes both in the same way."""
 
 Text = Annotated[str, BeforeValidator(lambda given: "" if given is None else given, json_schema_input_type=str | None)]
 Flag = Annotated[
@@ -175,6 +180,12 @@ class SamplingFields(Body):
         biases = {int(token_id): bias for token_id, bias in (self.logit_bias or {}).items()}
         return common_pb2.SamplingParameters(**values | {"logit_bias": biases})
 
+    def stopping(self, max_tokens: int | None, stop: Sequence[str] | None, **options: Any) -> pb.StoppingParameters:
+        """The stopping parameters in the protocol of gRPC; `options` are its other fields."""
+        return pb.StoppingParameters(
+            max_tokens=None if max_tokens == UNLIMITED else max_tokens, stop=stop or (), **options
+        )
+
 
 class AnswerFields(SamplingFields):
     """How an answer is made, for completions and chats."""
@@ -226,25 +237,15 @@ class AnswerFields(SamplingFields):
     def has_token_ids(self) -> bool:
         return bool(self.request_id) if self.return_token_ids is None else self.return_token_ids
 
-    def stopping(self, max_tokens: int | None) -> pb.StoppingParameters:
-        """The stopping parameters in the protocol of gRPC."""
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
-        stopping = pb.StoppingParameters(stop=[each for each in stop if each], ignore_eos=self.ignore_eos)
-        _set(stopping, self, ("time_limit_ms",))
-        if max_tokens not in (None, UNLIMITED):
-            stopping.max_tokens = max_tokens
-        return stopping
-
     def shared(self, max_tokens: int | None) -> dict[str, Any]:
         """The fields that completions and chats share, by their names in gRPC's protocol."""
         mode = pb.SpeculationMode.Value(f"SPECULATION_MODE_{(self.speculation or 'unspecified').upper()}")
-        speculation = pb.SpeculationParameters(mode=mode)
-        _set(speculation, self, ("max_draft_tokens",))
+        stop = [each for each in ([self.stop] if isinstance(self.stop, str) else self.stop or ()) if each]
         return {
             "model": self.model,
             "sampling": self.sampling(),
-            "stopping": self.stopping(max_tokens),
-            "speculation": speculation,
+            "stopping": self.stopping(max_tokens, stop, ignore_eos=self.ignore_eos, time_limit_ms=self.time_limit_ms),
+            "speculation": pb.SpeculationParameters(mode=mode, max_draft_tokens=self.max_draft_tokens),
             "session_id": self.session_id,
             "request_id": self.request_id,
             "resume_from_index": self.resume_from or 0,
@@ -374,10 +375,3 @@ def json_schema_format(
 def as_json(value: Any) -> str:
     """The value as JSON in one line, with its members in the given order."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-def _set(target: Any, source: BaseModel, names: Sequence[str]) -> None:
-    """Copies the named fields that have a value from `source` to `target`."""
-    for name in names:
-        if (value := getattr(source, name)) is not None:
-            setattr(target, name, value)

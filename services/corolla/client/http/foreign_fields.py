@@ -158,8 +158,19 @@ OF_COMPLETIONS: Final[Mapping[str, Refused]] = {
     "max_completion_tokens": Refused(instead="max_tokens"),
     "max_output_tokens": Refused(instead="max_tokens"),
 }
+_OF_OTHER_ROUTES: Final[Mapping[str, Refused]] = {
+    "guided_regex": Refused(),
+    "guided_choice": Refused(),
+    "chat_template_kwargs": Refused(),
+    "n": Refused((1,)),
+    "ignore_eos": Refused((False,)),
+    "time_limit_ms": Refused(),
+}
+"""What only chats and completions have."""
+
 OF_RESPONSES: Final[Mapping[str, Refused]] = {
     **OF_ANSWERS,
+    **_OF_OTHER_ROUTES,
     "conversation": Refused(instead="previous_response_id"),
     "prompt": Refused(instead="input"),
     "messages": Refused(instead="input"),
@@ -167,21 +178,16 @@ OF_RESPONSES: Final[Mapping[str, Refused]] = {
     "max_completion_tokens": Refused(instead="max_output_tokens"),
     "response_format": Refused(instead="text.format"),
     "guided_json": Refused(instead="text.format"),
-    "guided_regex": Refused(),
-    "guided_choice": Refused(),
     "structured_outputs": Refused(instead="text.format"),
     "reasoning_effort": Refused(instead="reasoning.effort"),
-    "chat_template_kwargs": Refused(),
     "stop": Refused(),
-    "n": Refused((1,)),
-    "ignore_eos": Refused((False,)),
-    "time_limit_ms": Refused(),
     "session_id": Refused(instead="previous_response_id"),
 }
 """The same, with the fields of the other routes that would change an answer of this one."""
 
 OF_ANTHROPIC: Final[Mapping[str, Refused]] = {
     **{name: refused for name, refused in OF_ANSWERS.items() if name != "thinking"},
+    **_OF_OTHER_ROUTES,
     "enable_thinking": Refused(instead="thinking"),
     "input": Refused(instead="messages"),
     "prompt": Refused(instead="messages"),
@@ -191,16 +197,10 @@ OF_ANTHROPIC: Final[Mapping[str, Refused]] = {
     "response_format": Refused(instead="output_config.format"),
     "output_format": Refused(instead="output_config.format"),
     "guided_json": Refused(instead="output_config.format"),
-    "guided_regex": Refused(),
-    "guided_choice": Refused(),
     "structured_outputs": Refused(instead="output_config.format"),
     "reasoning_effort": Refused(instead="output_config.effort"),
-    "chat_template_kwargs": Refused(),
     "mcp_servers": Refused(),
     "stop": Refused(instead="stop_sequences"),
-    "n": Refused((1,)),
-    "ignore_eos": Refused((False,)),
-    "time_limit_ms": Refused(),
     "session_id": Refused(),
 }
 """The same for Anthropic's dialect."""

@@ -1,7 +1,6 @@
 """`/v1/messages` in Anthropic's dialect: replies and events of streams."""
 
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, Field
@@ -89,9 +88,7 @@ class TokenCount(BaseModel):
 
 def reply(answer: pb.ChatResponse, *, shows_thinking: bool) -> bytes:
     """The body of a reply that is not streamed."""
-    if not shows_thinking:
-        answer.message.ClearField("reasoning")
-    writer = _Writer()
+    writer = _Writer(shows_thinking=shows_thinking)
     writer.take(as_chunk(answer))
     writer.end()
     message = Message(
@@ -105,7 +102,7 @@ def reply(answer: pb.ChatResponse, *, shows_thinking: bool) -> bytes:
     return message.model_dump_json().encode()
 
 
-async def events(
+def events(
     chunks: AsyncGenerator[pb.ChatChunk, None], model: str, *, shows_thinking: bool
 ) -> AsyncGenerator[bytes, None]:
     """Yields the events of a stream: the message without content, its blocks, and how it ended.
@@ -113,41 +110,37 @@ async def events(
     Args:
         chunks: each one has the usage so far.
     """
-    writer = _Writer()
-    is_begun = False
-    async with aclosing(chunks):
-        async for chunk in chunks:
-            text = ""
-            if not is_begun:
-                is_begun = True
-                text += _event("message_start", message=_begun(model, chunk.usage).model_dump())
-            if not shows_thinking:
-                chunk.ClearField("reasoning_delta")
-            text += writer.take(chunk)
-            if (reason := _STOP_REASONS[chunk.finish_reason]) is not None:
-                text += writer.end()
-                delta = {"stop_reason": reason, "stop_sequence": chunk.stop_sequence or None}
-                text += _event("message_delta", delta=delta, usage=MessageUsage.of(chunk.usage).model_dump())
-                text += _event("message_stop")
-            if text:
-                yield text.encode()
+    writer = _Writer(shows_thinking=shows_thinking)
 
+    def begin(chunk: pb.ChatChunk) -> str:
+        usage = MessageUsage.of(chunk.usage)
+        begun = Message(id=new_id("msg_"), model=model, content=[], stop_reason=None, stop_sequence=None, usage=usage)
+        return _event("message_start", message=begun.model_dump())
 
-def _begun(model: str, usage: pb.Usage) -> Message:
-    return Message(
-        id=new_id("msg_"),
-        model=model,
-        content=[],
-        stop_reason=None,
-        stop_sequence=None,
-        usage=MessageUsage.of(usage),
-    )
+    def end(chunk: pb.ChatChunk) -> str:
+        delta = {"stop_reason": _STOP_REASONS[chunk.finish_reason], "stop_sequence": chunk.stop_sequence or None}
+        ended = _event("message_delta", delta=delta, usage=MessageUsage.of(chunk.usage).model_dump())
+        return writer.end() + ended + _event("message_stop")
+
+    return writer.stream(chunks, begin, end)
 
 
 class _Writer(ItemEvents):
-    """Makes the events of one answer."""
+    """Makes the events of one answer.
 
-    _head = ""
+    Args:
+        shows_thinking: whether reasoning becomes items.
+    """
+
+    def __init__(self, *, shows_thinking: bool) -> None:
+        super().__init__()
+        self._shows_thinking = shows_thinking
+        self._head = ""
+
+    def take(self, chunk: pb.ChatChunk) -> str:
+        if not self._shows_thinking:
+            chunk.ClearField("reasoning_delta")
+        return super().take(chunk)
 
     def begun(self, item: Item) -> str:
         kind, name = {

@@ -20,7 +20,6 @@ from corolla.client.http.chat import (
 )
 from corolla.client.http.field_paths import Paths
 from corolla.client.http.fields import (
-    UNLIMITED,
     Body,
     Fields,
     Flag,
@@ -267,9 +266,6 @@ class MessageRequest(ConversationBody, SamplingFields):
     def as_protocol(self) -> pb.ChatRequest:
         """The request in the protocol of gRPC."""
         conversation = self.as_conversation()
-        stopping = pb.StoppingParameters(stop=self.stop_sequences or ())
-        if self.max_tokens not in (None, UNLIMITED):
-            stopping.max_tokens = self.max_tokens or 0
         form = self.output_config.format if self.output_config is not None else None
         return pb.ChatRequest(
             model=self.model,
@@ -280,7 +276,7 @@ class MessageRequest(ConversationBody, SamplingFields):
             tool_choice=choice_of(self._choice()),
             parallel_tool_calls=not (self.tool_choice is not None and self.tool_choice.disable_parallel_tool_use),
             sampling=self.sampling(),
-            stopping=stopping,
+            stopping=self.stopping(self.max_tokens, self.stop_sequences),
             cache_salt=self.cache_salt,
             response_format=(
                 None

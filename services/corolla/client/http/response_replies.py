@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel
@@ -155,21 +154,12 @@ class Reply:
         text = self._begun(writer) + writer.take(as_chunk(answer))
         yield (text + self._end(writer, answer.finish_reason, answer.usage)).encode()
 
-    async def events(self, chunks: AsyncGenerator[pb.ChatChunk, None]) -> AsyncGenerator[bytes, None]:
+    def events(self, chunks: AsyncGenerator[pb.ChatChunk, None]) -> AsyncGenerator[bytes, None]:
         """Yields the events of a stream: its beginning, the items of the answer, and its end."""
         writer = _Writer(self._id)
-        is_begun = False
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                text = ""
-                if not is_begun:
-                    is_begun = True
-                    text += self._begun(writer)
-                text += writer.take(chunk)
-                if chunk.finish_reason:
-                    text += self._end(writer, chunk.finish_reason, chunk.usage)
-                if text:
-                    yield text.encode()
+        return writer.stream(
+            chunks, lambda _first: self._begun(writer), lambda last: self._end(writer, last.finish_reason, last.usage)
+        )
 
     def _begun(self, writer: "_Writer") -> str:
         head = self.head.model_dump()

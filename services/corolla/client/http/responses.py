@@ -28,7 +28,6 @@ from corolla.client.http.chat import (
 from corolla.client.http.field_paths import Paths, shown
 from corolla.client.http.fields import (
     MAX_NAMES,
-    UNLIMITED,
     Body,
     Fields,
     Int32,
@@ -260,9 +259,6 @@ class ResponseRequest(SamplingFields):
             earlier: the messages that the session does not hold, in front of the input.
         """
         effort = self.reasoning.effort if self.reasoning is not None else None
-        stopping = pb.StoppingParameters()
-        if self.max_output_tokens not in (None, UNLIMITED):
-            stopping.max_tokens = self.max_output_tokens or 0
         return pb.ChatRequest(
             model=self.model,
             messages=[*earlier, *(message for message, _ in self._messages())],
@@ -270,7 +266,7 @@ class ResponseRequest(SamplingFields):
             session_id=turn.session_id if turn is not None else "",
             expected_turns=turn.number - 1 if turn is not None else None,
             sampling=self.sampling(),
-            stopping=stopping,
+            stopping=self.stopping(self.max_output_tokens, None),
             logprobs=(self.top_logprobs or 0) if self.has_logprobs else None,
             cache_salt=self.cache_salt,
             response_format=_format_of(self.text),

@@ -150,7 +150,7 @@ class HttpRoutes:
     async def get_model(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Describes a model."""
         await exchange.without_body()
-        request = pb.GetModelRequest(model=exchange.path_parameters["model"])
+        request = pb.GetModelRequest(model=exchange.request.path_params["model"])
         await _reply(exchange, self._facts(await self._servicer.GetModel(request, call)))
 
     async def chat(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
@@ -261,7 +261,7 @@ class HttpRoutes:
             finish_reason=finish_reason(FinishReason(finished.finish_reason)),
             usage=pb.Usage(prompt_tokens=finished.prompt_tokens, completion_tokens=finished.completion_tokens),
         )
-        reply = Reply.of_turn(exchange.path_parameters["response_id"], finished, model)
+        reply = Reply.of_turn(exchange.request.path_params["response_id"], finished, model)
         if query.stream:
             await exchange.stream(reply.replayed(answer, -1 if query.starting_after is None else query.starting_after))
         else:
@@ -272,7 +272,7 @@ class HttpRoutes:
         await exchange.without_body()
         query = exchange.query(ItemsQuery)
         (*earlier, _), _, _ = await self._response(exchange, call)
-        page, has_more = query.page(input_items(earlier, exchange.path_parameters["response_id"]))
+        page, has_more = query.page(input_items(earlier, exchange.request.path_params["response_id"]))
         first_id, last_id = (page[0]["id"], page[-1]["id"]) if page else (None, None)
         await _reply(exchange, ItemList(data=list(page), first_id=first_id, last_id=last_id, has_more=has_more))
 
@@ -280,7 +280,7 @@ class HttpRoutes:
         self, exchange: Exchange, call: Call[KeyHolder]
     ) -> tuple[list[pb.ChatMessage], router_pb2.FinishedTurn, str]:
         """The conversation up to a stored response, its turn, and its model. Raises ResourceNotFound."""
-        turn = StoredTurn.of(exchange.path_parameters["response_id"])
+        turn = StoredTurn.of(exchange.request.path_params["response_id"])
         record, finished = await self._servicer.stored_turn(turn.session_id, turn.number, call)
         if finished is None or not finished.num_messages:
             raise not_stored()
@@ -289,7 +289,7 @@ class HttpRoutes:
     async def delete_response(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Deletes a stored response; the last one of a conversation with its session."""
         await exchange.without_body()
-        response_id = exchange.path_parameters["response_id"]
+        response_id = exchange.request.path_params["response_id"]
         turn = StoredTurn.of(response_id)
         await self._servicer.delete_turn(turn.session_id, turn.number, call)
         await _reply(exchange, DeletedResponse(id=response_id))
@@ -378,13 +378,13 @@ class HttpRoutes:
     async def get_session(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Describes a session."""
         await exchange.without_body()
-        request = pb.GetSessionRequest(session_id=exchange.path_parameters["session_id"])
+        request = pb.GetSessionRequest(session_id=exchange.request.path_params["session_id"])
         await _reply(exchange, _session_facts(await self._servicer.GetSession(request, call)))
 
     async def delete_session(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Deletes a session."""
         await exchange.without_body()
-        session_id = exchange.path_parameters["session_id"]
+        session_id = exchange.request.path_params["session_id"]
         await self._servicer.DeleteSession(pb.DeleteSessionRequest(session_id=session_id), call)
         await _reply(exchange, DeletedSession(id=session_id))
 
