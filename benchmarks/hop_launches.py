@@ -210,7 +210,7 @@ class _Hop:
         device = self.device = _Device(step_s, self.marks)
         runner = SpanRunner(
             load_span(checkpoint, span, dtype=torch.float32), num_pages=num_rows * (num_steps // 32 + 2),
-            tuning_budget_s=0.0, has_scratch_page=True,
+            products="library", has_scratch_page=True,
         )  # fmt: skip
         self._record(runner, device, num_rows)
         metrics, self._peers = BlockServerMetrics(new_registry()), PeerTable()

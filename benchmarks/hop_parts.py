@@ -103,9 +103,7 @@ class _Hop:
     """A block server without router, sockets and periodic tasks, whose sessions go round already."""
 
     def __init__(self, checkpoint: Checkpoint, num_rows: int, num_steps: int) -> None:
-        self._runner = SpanRunner(
-            load_span(checkpoint, _SPAN, dtype=torch.float32), num_pages=8192, tuning_budget_s=0.0
-        )
+        self._runner = SpanRunner(load_span(checkpoint, _SPAN, dtype=torch.float32), num_pages=8192, products="library")
         self._hidden = torch.randn(num_rows, checkpoint.hidden_size, generator=torch.Generator().manual_seed(0))
         self._session_ids = [number.to_bytes(16, "big") for number in range(1, num_rows + 1)]
         self._num_steps = num_steps

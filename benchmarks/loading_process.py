@@ -53,7 +53,7 @@ def _load(checkpoint: Checkpoint, part: str, dtype: torch.dtype, quantization: s
     )
     held = edges.nbytes
     if edges.has_head:
-        edges.tune_head()
+        edges.choose_products()
     return held, edges
 
 

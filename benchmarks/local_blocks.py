@@ -26,7 +26,7 @@ class LocalBlocks:
     ) -> None:
         self._span = Span(0, checkpoint.num_blocks)
         self._edges = load_edges(checkpoint, dtype=DTYPES[dtype], quantization=quantization)
-        self._edges.tune_head()
+        self._edges.choose_products()
         self.model = load_span(checkpoint, self._span, dtype=DTYPES[dtype], quantization=quantization)
         self._runner = SpanRunner(self.model, kv_cache_dtype=kv_cache_dtype)
 

@@ -38,8 +38,8 @@ from tests.integration.wires import Wires
 
 _HERE: dict[str, Any] = {"host": "127.0.0.1", "metrics_host": "127.0.0.1", "metrics_port": 0, "grace_s": 0.5}
 _ONE_THREAD: dict[str, Any] = {"threads": 1}
-# A tiny model has nothing to gain by better kernels.
-_UNTUNED: dict[str, Any] = {"tuning_budget_s": 0.0}
+# A tiny model has nothing to gain by better kernels, and many of them would take seconds to compile.
+_BY_LIBRARY: dict[str, Any] = {"products": "library"}
 # Servers of one process share its event loop, and tests hold up what one computes.
 _MAX_INLINE_S = 0.0
 _NUM_DATABASES = 16
@@ -200,7 +200,7 @@ class Swarm:
             "model": self._model,
             **_HERE,
             **_ONE_THREAD,
-            **_UNTUNED,
+            **_BY_LIBRARY,
             "tls_dir": self._tls_dir(Role.BLOCK, len(self._wires)),
             **self._server_settings,
         }

@@ -31,8 +31,8 @@ CHAINS = {
     "five hops": ["0:7", "7:9", "9:20", "20:21", "21:30"],
 }
 MAX_STREAMS = 40
-# Servers in production choose their kernels by measuring for this long.
-TUNED = {"tuning_budget_s": 2.0}
+# Servers in production choose their kernels by the rule.
+TUNED = {"products": "auto"}
 # Nothing dies here, and this runs with what others leave of the processors: slowness is never a loss.
 PATIENT_ROUTER = {"lease_ms": 120_000, "redis_timeout_ms": 10_000}
 PATIENT_CLIENT = {"step_timeout_s": 600.0}

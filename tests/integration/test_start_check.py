@@ -18,7 +18,7 @@ async def checked(model: Path | str, *arguments: str, **environment: str) -> tup
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "corolla", "block-server", "--check", "--model", str(model), *arguments,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "COROLLA_HOST": "127.0.0.1", "COLUMNS": "300", "COROLLA_TUNING_BUDGET_S": "0", **ports,
+        env={**os.environ, "COROLLA_HOST": "127.0.0.1", "COLUMNS": "300", "COROLLA_PRODUCTS": "library", **ports,
              **environment},
     )  # fmt: skip
     text, _ = await process.communicate()

@@ -286,7 +286,7 @@ def test_processes_send_the_trace_of_an_answer_that_survived_a_kill(tmp_path: Pa
             "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://{collector.address}",
             "OTEL_EXPORTER_OTLP_HEADERS": "x-collector-key=secret",
             "OTEL_BSP_SCHEDULE_DELAY": "100",
-            "COROLLA_TUNING_BUDGET_S": "0",
+            "COROLLA_PRODUCTS": "library",
             "COROLLA_PREFILL_CHUNK_TOKENS": "64",
         }
         options = StackOptions(

@@ -83,7 +83,7 @@ def mixture_of(folder: Path, family: str) -> tuple[MixtureMlp, Mixture]:
     """The mixture of a family's last block, and its description. Its correction of scores is not zero."""
     made = make_tiny_checkpoint(family, folder, num_blocks=3, config_changes=CHANGES.get(family, {}))
     model = load_span(Checkpoint.from_pretrained(str(made)), Span(2, 3), dtype=torch.float32, device=DEVICE)
-    model.make_fused(0.0)
+    model.make_fused("library")
     assert model.fused is not None
     mlp = model.fused.layers[0].mlp
     assert isinstance(mlp, MixtureMlp)

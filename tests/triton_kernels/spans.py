@@ -63,7 +63,7 @@ def products() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         install(patch)
         for module in (span_model, edges_module, linear):
-            patch.setattr(module, "tune", take_triton)
+            patch.setattr(module, "choose_products", take_triton)
         # `mixtures.py` tries grouped products with more rows.
         patch.setattr(launches, "row_counts", lambda: (2,))
         yield
@@ -97,7 +97,7 @@ class Chain:
     def __init__(self, checkpoint: Checkpoint, quantization: str = "none") -> None:
         self._runners = [make_runner(checkpoint, span, quantization) for span in SPANS]
         self._edges: Edges = load_edges(checkpoint, dtype=torch.float32, device=DEVICE)
-        self._edges.tune_head()
+        self._edges.choose_products()
         assert set(self._edges.product_ways.values()) == {"triton"}
 
     @property

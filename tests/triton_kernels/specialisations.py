@@ -98,7 +98,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[Keys]:
     for module in (launches, expert_launches):
         monkeypatch.setattr(module, "launch", found)
     for other in (span_model, linear):
-        monkeypatch.setattr(other, "tune", take_triton)
+        monkeypatch.setattr(other, "choose_products", take_triton)
     with torch.device(DEVICE):
         yield found
 

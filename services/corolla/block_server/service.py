@@ -174,7 +174,7 @@ class BlockServer:
             page_tokens=settings.num_page_tokens,
             attention=settings.attention,
             is_fused=settings.fused_blocks,
-            tuning_budget_s=settings.tuning_budget_s,
+            products=settings.products,
             kv_cache_dtype=settings.kv_cache_dtype,
         )
         self._compute_thread = ComputeThread()
@@ -646,7 +646,7 @@ class BlockServer:
             checkpoint, dtype=DTYPES[settings.dtype], device=settings.device, quantization=settings.quantization, **ends
         )
         if ends["has_head"]:
-            edges.tune_head(settings.tuning_budget_s)
+            edges.choose_products(settings.products)
         return edges
 
     def _draft_blocks(self, block_bytes: int) -> float:

@@ -78,19 +78,17 @@ class BlockServerSettings(ServiceSettings):
         "(E4M3) or `int8`; client services must have the same setting.",
     )
     attention: Literal["auto", "compiled", "flash", "paged", "sdpa", "triton"] = Field(
-        "auto", description="Attention kernel; `auto` takes the fastest one that is correct on this device."
+        "auto", description="Attention kernel; `auto` takes the first that is correct on this device."
     )
     fused_blocks: bool = Field(
         True,
         description="Whether blocks of the usual shape run with fused projections, and on CPUs entirely in compiled "
         "functions. Otherwise they run with the code of their model family.",
     )
-    tuning_budget_s: float = Field(
-        2.0,
-        ge=0,
-        le=60,
-        description="Seconds at start in which the server measures which kernels multiply matrices fastest; 0: it does "
-        "not measure.",
+    products: Literal["auto", "panels", "onednn", "library"] = Field(
+        "auto",
+        description="How a CPU multiplies by weights that are not packed: `panels` (compiled functions), `onednn` or "
+        "`library` (torch) wherever that is possible; `auto`: by a rule of processor, type and shape.",
     )
     draft_model: str | None = Field(
         None,
@@ -103,7 +101,10 @@ class BlockServerSettings(ServiceSettings):
         "start finds them correct; `off`: launch single kernels.",
     )
     threads: int = Field(
-        0, ge=0, le=1024, description="Torch threads of this process; 0: as many as a measurement finds fastest."
+        0,
+        ge=0,
+        le=1024,
+        description="Torch threads of this process; 0: a power of two that follows from processors and block size.",
     )
     kv_cache_mib: int = Field(
         0,

@@ -47,6 +47,7 @@ REMOVED: Final[Mapping[str, str]] = {
         "LEAN_BLOCKS": "set COROLLA_FUSED_BLOCKS",
         "OFFLINE": "set HF_HUB_OFFLINE=1",
         "MERGE_REPLAYED_STEPS": "remove it; replays process decoded tokens in chunks",
+        "TUNING_BUDGET_S": "remove it; nothing is timed, and COROLLA_PRODUCTS=library takes the place of 0",
         "MAX_TOKENS_PER_FRAME": "set COROLLA_MAX_BATCH_TOKENS; a step may have at least 512 tokens in any case",
     }.items()
 }  # fmt: skip

@@ -18,6 +18,7 @@ from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.models.checkpoint import PROTOCOL_VERSION, Checkpoint
 from corolla.models.edges import load_edges
 from corolla.models.gguf.folder import default_cache_folder
+from corolla.models.product_rule import Way
 from corolla.models.small_copy import SmallCopy, small_config
 from corolla.models.span_model import SpanModel, load_span
 from corolla.models.visible_tokens import attention_windows
@@ -113,7 +114,7 @@ def _logits(small: SmallCopy, ids: Tensor, bounds: list[tuple[int, int]], page_t
             num_pages=num_pages,
             page_tokens=page_tokens,
             is_fused=is_fused,
-            tuning_budget_s=0.0,
+            products=Way.LIBRARY,
         )
         for span in spans
     ]

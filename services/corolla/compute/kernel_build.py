@@ -73,7 +73,7 @@ def _fused(checkpoint: Checkpoint, dtype: torch.dtype, quantization: str) -> tup
     """All blocks without weights, which multiply by the Triton kernels."""
     whole = Span(0, checkpoint.num_blocks)
     model = SpanModel(empty_span(checkpoint, whole, dtype, quantization), whole, checkpoint.family)
-    model.make_fused(0.0)
+    model.make_fused()
     if model.fused is None:
         raise StartupError(f"There is nothing to compile: {checkpoint.name} runs with its family's own code.")
     for layer in model.fused.layers:

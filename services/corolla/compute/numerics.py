@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import platform
+from typing import Final
 
 import torch
 import transformers
@@ -9,6 +10,9 @@ import transformers
 from corolla.compute.span_runner import SpanRunner
 from corolla.models.edges import Edges
 from corolla.wire.numerics import Numerics, digest_of
+
+# Those by which products in half precision round in another way.
+_INSTRUCTIONS: Final = ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
 
 
 def numerics_of(runner: SpanRunner, edges: Edges | None) -> Numerics:
@@ -28,15 +32,18 @@ def numerics_of(runner: SpanRunner, edges: Edges | None) -> Numerics:
 def machine_facts(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     """The device's kind, the dtype and the versions, since kernels of another release may round in another way."""
     compiler = "triton" if device.type == "cuda" else "llvmlite"
+    instructions = ""
     if device.type == "cuda":
         kind = f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"
     else:
         kind = f"{device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+        instructions = " ".join(filter(torch.cpu.get_capabilities().get, _INSTRUCTIONS))
     return {
         "corolla": importlib.metadata.version("corolla"),
         "compiler": _version(compiler),
         "device": kind,
         "dtype": str(dtype),
+        "instructions": instructions,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
@@ -50,7 +57,7 @@ def _version(package: str) -> str:
 
 
 def _choices(runner: SpanRunner) -> dict[str, str]:
-    """What was chosen for the blocks at start, by measurement or by settings; see `KernelChoices`."""
+    """What was chosen for the blocks at start, by rules, trials and settings; see `KernelChoices`."""
     codec = runner.store.codec
     return {
         **runner.kernel_choices.choices(),

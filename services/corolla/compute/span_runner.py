@@ -30,6 +30,7 @@ from corolla.compute.triton_blocks import choose_triton_blocks
 from corolla.models.adapters.products import AdapterBatch, AdapterStacks, SpanAdapter
 from corolla.models.families import pageless_layers, recurrent_layers
 from corolla.models.linear import ways_by_shape
+from corolla.models.product_rule import AUTO
 from corolla.models.span_model import SpanModel
 from corolla.wire.device_copies import Reading, copied_numbers, to_copy, to_device
 from corolla.wire.span import Span
@@ -103,7 +104,7 @@ class SpanRunner:
         max_step_tokens: the most new tokens of one row.
         attention: see `choose_backend`.
         is_fused: whether to replace the family's own code by faster code with the same results up to rounding.
-        tuning_budget_s: seconds for timing products, to choose the fastest code of each.
+        products: how a CPU multiplies by weights; see `product_rule.way_of`.
         has_scratch_page: see `KVStore`; recorded decode steps need it.
         max_stack_bytes: the most bytes of stacks, the stacked copies of adapters that ran together.
         kv_cache_dtype: how keys and values are stored: `auto`, as the model computes them, or a key of CODECS.
@@ -126,7 +127,7 @@ class SpanRunner:
         max_step_tokens: int = 512,
         attention: str = "auto",
         is_fused: bool = True,
-        tuning_budget_s: float = 2.0,
+        products: str = AUTO,
         has_scratch_page: bool = False,
         max_stack_bytes: int = 256 << 20,
         kv_cache_dtype: str = "auto",
@@ -137,7 +138,7 @@ class SpanRunner:
         self.decode_graphs: DecodeGraphs | None = None
         codec = CODECS[kv_cache_dtype](model.dtype) if kv_cache_dtype != "auto" else None
         if is_fused:
-            model.make_fused(tuning_budget_s)
+            model.make_fused(products)
         if model.packs_rows:
             model.set_attention(LATENT if model.family.caches_latents else RAGGED)
             if model.family.caches_latents:

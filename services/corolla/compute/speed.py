@@ -1,6 +1,5 @@
-"""Measures at start how fast this machine computes one block of the model."""
+"""Measures at start how fast this machine computes one block of the model. Plans use it; no kernel is chosen by it."""
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -10,13 +9,13 @@ from typing import Final
 import torch
 
 from corolla.cache.layout import stand_in_bytes
-from corolla.chassis.processors import is_cpu
+from corolla.chassis.processors import available_cores, is_cpu
 from corolla.compute.span_runner import RowWork, SpanRunner
-from corolla.compute.threads import set_num_threads
+from corolla.compute.threads import num_threads_for
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import head_bytes
 from corolla.models.families import recurrent_layers
-from corolla.models.span_model import SpanModel, make_span
+from corolla.models.span_model import SpanModel, empty_span, make_span
 from corolla.wire.span import Span
 
 _PREFILL_TOKENS: Final = 64
@@ -25,8 +24,6 @@ _LATEST_STEPS: Final = 64
 # This is more than caches of devices hold.
 _COPIED_BYTES: Final = 256 << 20
 _COPIES: Final = 4
-# This is enough for products with single rows, which are tuned first.
-_TUNING_BUDGET_S: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +106,8 @@ def measure_speed(
     any.
 
     Args:
-        num_threads: threads that this process computes with from now on; 0: the number with which the block is
-            fastest, and 1 for a device other than a CPU.
+        num_threads: threads that this process computes with from now on; 0: as many as the rule of `threads` has for
+            this block, and 1 for a device other than a CPU, which computes by itself.
         new_runner: makes a `SpanRunner` with this server's settings, so that the measured code is what will run.
     """
 
@@ -118,16 +115,12 @@ def measure_speed(
         block = Span(number, number + 1)
         return make_span(checkpoint, block, dtype=dtype, device=device, quantization=quantization)
 
+    if not num_threads:
+        largest = Span(checkpoint.largest_block, checkpoint.largest_block + 1)
+        num_weights = sum(each.numel() for each in empty_span(checkpoint, largest, dtype).parameters())
+        num_threads = num_threads_for(num_weights, available_cores()) if is_cpu(device) else 1
+    torch.set_num_threads(num_threads)
     trial = _Trial(made(), new_runner)
-
-    def seconds() -> float:
-        # The geometric mean gives both times the same weight, however large they are.
-        return math.sqrt(trial.prefill_s() * trial.decode_s())
-
-    if not is_cpu(device):
-        # Such a device computes by itself, so more threads of this process make no block faster.
-        num_threads = num_threads or 1
-    num_threads = set_num_threads(num_threads, seconds)
     prefill_s, decode_s = trial.prefill_s(), trial.decode_s()
     others = (made(other).nbytes for other in checkpoint.largest_blocks if other != checkpoint.largest_block)
     block_bytes = max(trial.model.nbytes, *others, 0)
@@ -148,7 +141,7 @@ class _Trial:
     def __init__(self, model: SpanModel, new_runner: Callable[..., SpanRunner]) -> None:
         self.model = model
         # This many pages are enough, even if a page has one token.
-        self._runner = new_runner(model, num_pages=_PREFILL_TOKENS + 1, tuning_budget_s=_TUNING_BUDGET_S)
+        self._runner = new_runner(model, num_pages=_PREFILL_TOKENS + 1)
         self._cache = self._runner.new_cache()
         self._cache.reserve(_PREFILL_TOKENS + 1)
 

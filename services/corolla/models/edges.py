@@ -35,9 +35,10 @@ from corolla.models.cut_model import (
 from corolla.models.families import Family
 from corolla.models.invariant_norms import invariant_norm
 from corolla.models.leftovers import refuse_leftovers
-from corolla.models.linear import TunedLinear, replace_linears, tune, ways_by_shape
+from corolla.models.linear import TunedLinear, choose_products, replace_linears, ways_by_shape
 from corolla.models.packed.modules import PackedLinear
 from corolla.models.packed.trial import choose_packed_products
+from corolla.models.product_rule import AUTO
 from corolla.models.quantized.tensors import likely_layouts
 
 # The head's name in most families, and in all that are served from GGUF files.
@@ -152,8 +153,8 @@ class Edges:
         """The embedding's model and the head's model, where both are loaded; they share tied weights."""
         return _present(self._embedding_model), _present(self._head_model)
 
-    def tune_head(self, budget_s: float = 2.0) -> None:
-        """Measures, for `budget_s` at most, how this machine multiplies by the head's weights fastest.
+    def choose_products(self, asked_for: str = AUTO) -> None:
+        """Chooses how this machine multiplies by the head's weights; for `asked_for` see `product_rule.way_of`.
 
         On a GPU, norm and product are chosen so that no row's logits depend on the other rows.
 
@@ -161,7 +162,7 @@ class Edges:
         """
         embedding = () if self._embedding_model is None else tuple(self._embedding_model.parameters())
         head = _present(self._head_model)
-        tune(replace_linears(head), shared=embedding, budget_s=budget_s)
+        choose_products(replace_linears(head), shared=embedding, asked_for=asked_for)
         if self.device.type == "cuda":
             choose_packed_products((each for each in head.modules() if isinstance(each, PackedLinear)), self.dtype)
             for module in head.modules():
@@ -170,7 +171,7 @@ class Edges:
 
     @property
     def product_ways(self) -> dict[str, str]:
-        """How this machine multiplies by the weights of the tuned head, by their shape; see `ways_by_shape`."""
+        """How this machine multiplies by the weights of the head, by their shape; see `ways_by_shape`."""
         if self._head_model is None:
             return {}
         return ways_by_shape(each for each in self._head_model.modules() if isinstance(each, TunedLinear))

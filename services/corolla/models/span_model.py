@@ -29,12 +29,13 @@ from corolla.models.cut_model import (
 )
 from corolla.models.families import Family, packs_rows, short_factor_length
 from corolla.models.fused import PLACES, FusedSpan, MixtureMlp, fits
-from corolla.models.linear import TunedLinear, replace_linears, tune
+from corolla.models.linear import TunedLinear, choose_products, replace_linears
 from corolla.models.long_rope import LongRope
 from corolla.models.packed.choice import layouts_of, types_of
 from corolla.models.packed.experts import PackedExpertWeights
 from corolla.models.packed.modules import PackedLinear, make_up_packed, replace_packed
 from corolla.models.packed.trial import choose_packed_products
+from corolla.models.product_rule import AUTO
 from corolla.models.quantization import pack_empty, quantize, quantizer, stored_bytes
 from corolla.models.visible_tokens import attention_windows
 from corolla.wire.span import Span
@@ -116,20 +117,22 @@ class SpanModel:
         """All modules of the blocks, as `nn.Module.modules` returns them."""
         return self._base.modules()
 
-    def make_fused(self, tuning_budget_s: float = 2.0) -> None:
-        """Chooses the fastest implementation of the blocks on this machine, once and for all.
+    def make_fused(self, products: str = AUTO) -> None:
+        """Chooses how this machine runs the blocks, once and for all.
 
         If it sets `fused`, nothing else may run the blocks from then on.
 
         Args:
-            tuning_budget_s: for how long products may be timed.
+            products: how a CPU multiplies; see `product_rule.way_of`.
         """
         layers = list(cast(nn.ModuleList, self._base.get_submodule(self.family.layers)))
         if self.family.is_fused and self.packs_rows and all(map(fits, layers)):
             rotary = self._base.get_submodule("rotary_emb")
             self.fused = FusedSpan.of(layers, rotary, self.config, self.family, self.windows)
         kept = self.family.read_weights
-        tune(replace_linears(self._base, kept) if self.fused is None else self.fused.linears, budget_s=tuning_budget_s)
+        choose_products(
+            replace_linears(self._base, kept) if self.fused is None else self.fused.linears, asked_for=products
+        )
         if self.device.type == "cuda":
             choose_packed_products(self.packed_layers, self.dtype)
 

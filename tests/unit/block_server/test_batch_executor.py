@@ -48,7 +48,7 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     changes = {"sliding_window": 6} if request.param == "mistral" else {}
     folder = make_tiny_checkpoint(request.param, Path(tmp_path_factory.mktemp("iteration")), config_changes=changes)
     model = load_span(Checkpoint.from_pretrained(str(folder)), SPAN, dtype=torch.float32)
-    return SpanRunner(model, page_tokens=4, max_step_tokens=8, tuning_budget_s=0.0)
+    return SpanRunner(model, page_tokens=4, max_step_tokens=8, products="library")
 
 
 def compute(runner: BatchRunner, admitted: list[AdmittedStep], blocks: Span) -> BatchResult:

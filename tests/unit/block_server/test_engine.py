@@ -49,7 +49,7 @@ def runner(tmp_path: Path) -> SpanRunner:
     model = load_span(
         Checkpoint.from_pretrained(str(make_tiny_checkpoint("llama", tmp_path))), SPAN, dtype=torch.float32
     )
-    return SpanRunner(model, num_pages=2, page_tokens=4, max_step_tokens=4, tuning_budget_s=0.0)
+    return SpanRunner(model, num_pages=2, page_tokens=4, max_step_tokens=4, products="library")
 
 
 async def test_a_device_that_hangs_is_noticed(runner: SpanRunner) -> None:

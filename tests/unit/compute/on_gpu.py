@@ -28,7 +28,7 @@ def runner_on(gpu: Gpu, folder: Path, span: Span, **options: Any) -> SpanRunner:
         patch.setitem(backends.BACKENDS, "paged", lambda: PagedFlash(paged_definition))
         # Weights are wrappers there, and products are not tried: a GPU's are the only ones that could differ.
         patch.setattr(fused, "is_plain", lambda module: type(module) is nn.Linear)
-        patch.setattr(span_model, "tune", lambda *_, **__: None)
+        patch.setattr(span_model, "choose_products", lambda *_, **__: None)
         runner = SpanRunner(
             model,
             **{

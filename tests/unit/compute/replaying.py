@@ -35,7 +35,7 @@ def make_runner(folder: Path, span: Span = SPAN, **options: Any) -> SpanRunner:
             load_span(Checkpoint.from_pretrained(str(folder)), span, dtype=torch.float32),
             **{
                 "num_pages": 400, "page_tokens": PAGE_TOKENS, "max_step_tokens": MAX_STEP_TOKENS, "attention": "paged",
-                "tuning_budget_s": 0.0, "has_scratch_page": True, **options,
+                "products": "library", "has_scratch_page": True, **options,
             },
         )  # fmt: skip
     runner.warm_up()

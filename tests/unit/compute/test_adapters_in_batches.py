@@ -38,7 +38,7 @@ class Harness:
         checkpoint = make_tiny_checkpoint(family, folder / "model", num_blocks=NUM_BLOCKS)
         folders = [make_adapter(checkpoint, folder / f"{seed}", seed=seed, **kind) for seed, kind in enumerate(kinds)]
         span = load_span(Checkpoint.from_pretrained(str(checkpoint)), BLOCKS, dtype=torch.float32)
-        self.runner = SpanRunner(span, num_pages=256, is_fused=is_fused, tuning_budget_s=0)
+        self.runner = SpanRunner(span, num_pages=256, is_fused=is_fused, products="library")
         span.take_adapters()
         self.adapters: list[SpanAdapter | None] = [None, *(load_adapter(each, span, NUM_BLOCKS) for each in folders)]
         states = [AdaptedModel(checkpoint, each).hidden_states(TEXT) for each in (None, *folders)]

@@ -13,7 +13,6 @@ from corolla.cache.store import SessionCache
 from corolla.compute import compiled_blocks
 from corolla.compute.compiled_blocks import choose_compiled_blocks, objection
 from corolla.compute.span_runner import RowWork, SpanRunner
-from corolla.models import linear
 from corolla.models.adapters.loading import load_adapter
 from corolla.models.adapters.products import SpanAdapter
 from corolla.models.checkpoint import Checkpoint
@@ -36,12 +35,6 @@ STEPS = ((70, 3, 1), (1, 1, 9), (8, 40, 1), (1, 1, 1), (2, 1, 300))
 
 
 @pytest.fixture(autouse=True)
-def panels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Says that panels are faster. With matrices as small as these, a call takes longer than the product."""
-    monkeypatch.setattr(linear, "measured_gain", lambda *_: 2.0)
-
-
-@pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
@@ -55,7 +48,9 @@ def checkpoint_of(family: str, folder: Path) -> Checkpoint:
 
 
 def runner_of(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, *, is_compiled: bool = True) -> SpanRunner:
-    runner = SpanRunner(load_span(checkpoint, WHOLE, dtype=dtype), num_pages=2000, max_step_tokens=1024)
+    runner = SpanRunner(
+        load_span(checkpoint, WHOLE, dtype=dtype), num_pages=2000, max_step_tokens=1024, products="panels"
+    )
     assert runner.compiled is not None
     if not is_compiled:
         runner.compiled = None
@@ -214,7 +209,7 @@ def test_packed_weights_are_compiled_too(
     outputs = []
     for is_compiled in (True, False):
         span = load_span(checkpoint, WHOLE, dtype=dtype, quantization="packed")
-        runner = SpanRunner(span, num_pages=2000, max_step_tokens=1024)
+        runner = SpanRunner(span, num_pages=2000, max_step_tokens=1024, products="panels")
         assert runner.compiled is not None
         if not is_compiled:
             runner.compiled = None
@@ -226,9 +221,9 @@ def test_what_no_function_is_made_for_stays_modules(tmp_path: Path) -> None:
     checkpoint = checkpoint_of("llama", tmp_path)
     for settings in (
         {"kv_cache_dtype": "int8"}, {"page_tokens": 8}, {"attention": "flash"}, {"is_fused": False},
-        {"tuning_budget_s": 0.0},
+        {"products": "library"},
     ):  # fmt: skip
-        options: dict[str, Any] = {"num_pages": 2000, **settings}
+        options: dict[str, Any] = {"num_pages": 2000, "products": "panels", **settings}
         assert SpanRunner(load_span(checkpoint, WHOLE, dtype=torch.float32), **options).compiled is None
     assert SpanRunner(load_span(checkpoint, WHOLE, dtype=torch.float16), num_pages=2000).compiled is None
     runner = runner_of(checkpoint)

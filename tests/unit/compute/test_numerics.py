@@ -1,6 +1,9 @@
 """The digest of what a server computes with: equal for equal choices, another one for each other choice."""
 
 import importlib.metadata
+import random
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 
 from corolla.compute.numerics import machine_facts, numerics_of
 from corolla.compute.span_runner import SpanRunner
+from corolla.kernels.products import plain_layout
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import load_edges
 from corolla.models.span_model import load_span
@@ -21,7 +25,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 def runner(checkpoint: Checkpoint, span: str = "0:2", dtype: torch.dtype = torch.float32, **options: Any) -> SpanRunner:
-    options = {"attention": "sdpa", "tuning_budget_s": 0.0, **options}
+    options = {"attention": "sdpa", "products": "library", **options}
     return SpanRunner(load_span(checkpoint, Span.parse(span), dtype=dtype), num_pages=4, **options)
 
 
@@ -49,10 +53,29 @@ def test_only_a_server_with_the_head_names_how_it_computes_the_head(checkpoint: 
     with_head = load_edges(checkpoint, dtype=torch.float32, has_embedding=False)
     without = load_edges(checkpoint, dtype=torch.float32, has_head=False)
     assert not numerics_of(last, without).head
-    with_head.tune_head(0.0)
+    with_head.choose_products("library")
     named = numerics_of(last, with_head)
     assert named.head
     assert named.blocks == numerics_of(last, without).blocks
+
+
+def test_choices_do_not_follow_a_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbours of a server keep the processors busy, so what it could measure is random."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32}
+    checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint("llama", tmp_path, config_changes=sizes)))
+    found = set()
+    for seed in range(3):
+        draw = random.Random(seed).uniform
+        for name in ("monotonic", "perf_counter", "process_time", "thread_time", "time"):
+            monkeypatch.setattr(time, name, lambda draw=draw: draw(0.0, 1e6))
+            monkeypatch.setattr(time, f"{name}_ns", lambda draw=draw: int(draw(0.0, 1e15)))
+        edges = load_edges(checkpoint, dtype=torch.float32, has_embedding=False)
+        edges.choose_products()
+        chosen = runner(checkpoint, attention="auto", products="auto")
+        found.add((str(chosen.kernel_choices), str(edges.product_ways), numerics_of(chosen, edges)))
+    assert len(found) == 1
+    if plain_layout(torch.float32) is not None:
+        assert chosen.kernel_choices.blocks == "compiled"
 
 
 @pytest.mark.parametrize("package, device", [("triton", "cuda"), ("llvmlite", "cpu")])

@@ -18,7 +18,6 @@ from corolla.cache.transfer import check_tokens, read_tokens, write_tokens
 from corolla.chassis.errors import MalformedMessage, NonFiniteOutput
 from corolla.compute.prompts import BlockPrompts
 from corolla.compute.span_runner import RowWork, SpanRunner
-from corolla.models import linear
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, load_edges
 from corolla.models.families import FAMILIES
@@ -309,13 +308,9 @@ def test_rows_of_different_lengths_share_a_batch(make_chain: MakeChain, family: 
 
 
 @every_kind
-def test_laid_out_weights_give_the_same_products(
-    make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
-    """Weights are laid out so wherever a measurement finds that way faster."""
-    monkeypatch.setattr(linear, "measured_gain", lambda *_: 2.0)
-    chain = make_chain(family, {"tuning_budget_s": 60.0})
-    chain.edges.tune_head()
+def test_laid_out_weights_give_the_same_products(make_chain: MakeChain, family: str) -> None:
+    chain = make_chain(family, {"products": "panels"})
+    chain.edges.choose_products("onednn")
     first, second = tokens(25), tokens(17, seed=1)
     one, other = chain.open(), chain.open()
     logits = [chain.step([(one, start, first[start:end])])[0] for start, end in ((0, 16), (16, 23))]
@@ -335,7 +330,7 @@ def test_a_run_of_some_blocks_equals_a_span_of_them(tmp_path: Path, family: str)
     hidden = torch.randn(12, checkpoint.hidden_size, generator=torch.Generator().manual_seed(0))
     outputs = []
     for held in (wide, narrow):
-        runner = SpanRunner(load_span(checkpoint, held, dtype=torch.float32), tuning_budget_s=0.0)
+        runner = SpanRunner(load_span(checkpoint, held, dtype=torch.float32), products="library")
         cache = runner.new_cache()
         parts = [runner.forward([RowWork(cache, start, 4)], hidden[start : start + 4], narrow) for start in (0, 4, 8)]
         outputs.append((torch.cat(parts), cache.nbytes))

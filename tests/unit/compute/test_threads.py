@@ -1,34 +1,25 @@
-"""Threads are added as long as they pay, and never beyond what the process may use."""
+"""A process has more threads for larger blocks, and never more than it may use cores."""
 
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from corolla.compute.threads import choose_num_threads, set_num_threads, single_threaded_pool
+from corolla.compute.threads import num_threads_for, single_threaded_pool
 
 
 @pytest.mark.parametrize(
-    "seconds, num_cores, chosen",
+    "num_weights, num_cores, num_threads",
     [
-        pytest.param({1: 1.0, 2: 2.0, 4: 0.1}, 4, 1, id="two are slower, so four are not tried"),
-        pytest.param({1: 1.0, 2: 0.5, 4: 0.25, 8: 0.24}, 8, 4, id="eight gain nothing"),
-        pytest.param({1: 1.0, 2: 0.9}, 2, 1, id="too small a gain"),
-        pytest.param({1: 1.0, 2: 0.5}, 3, 2, id="no more than the cores"),
-        pytest.param({1: 1.0}, 1, 1, id="one core"),
+        pytest.param(50_000, 8, 1, id="a tiny block"),
+        pytest.param(3_540_000, 2, 2, id="the demo model"),
+        pytest.param(3_540_000, 64, 4, id="no more than its weights occupy"),
+        pytest.param(218_000_000, 6, 4, id="a power of two"),
+        pytest.param(218_000_000, 1, 1, id="one core"),
     ],
 )
-def test_doublings_must_pay(seconds: dict[int, float], num_cores: int, chosen: int) -> None:
-    assert choose_num_threads(seconds.__getitem__, num_cores) == chosen
-
-
-def test_a_configured_number_of_threads_is_not_measured() -> None:
-    before = torch.get_num_threads()
-    try:
-        assert set_num_threads(1, lambda: pytest.fail("measured")) == 1
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(before)
+def test_threads_follow_from_weights_and_cores(num_weights: int, num_cores: int, num_threads: int) -> None:
+    assert num_threads_for(num_weights, num_cores) == num_threads
 
 
 def test_a_pool_of_single_threads_leaves_other_threads_theirs() -> None:

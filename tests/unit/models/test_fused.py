@@ -28,7 +28,7 @@ def model_of(family: str, folder: Path, **changes: object) -> SpanModel:
 def test_blocks_of_fused_families_have_kernels(family: str, tmp_path: Path) -> None:
     # Projections that are cut at a bound run by the family's own code.
     model = model_of(family, tmp_path, **({"clip_qkv": None} if family == "olmoe" else {}))
-    model.make_fused(0.0)
+    model.make_fused("library")
     assert model.fused is not None
     assert [unsupported(layer, torch.float32) for layer in model.fused.layers] == [None] * len(SPAN)
 
@@ -43,7 +43,7 @@ def test_a_norm_may_have_wider_weights_than_hidden_states() -> None:
 
 def test_an_attention_with_another_part_is_not_fused(tmp_path: Path) -> None:
     model = model_of("phi", tmp_path, qk_layernorm=True)
-    model.make_fused(0.0)
+    model.make_fused("library")
     assert model.fused is None
 
 
@@ -61,14 +61,14 @@ def test_layers_without_a_window_may_not_rotate(
     family: str, changes: dict[str, object], rotates: list[bool], tmp_path: Path
 ) -> None:
     model = model_of(family, tmp_path, **changes)
-    model.make_fused(0.0)
+    model.make_fused("library")
     assert model.fused is not None
     assert [layer.rotary is not None for layer in model.fused.layers] == rotates
 
 
 def test_each_kind_of_layer_has_its_own_table(tmp_path: Path) -> None:
     model = model_of("gemma3_text", tmp_path)
-    model.make_fused(0.0)
+    model.make_fused("library")
     assert model.fused is not None
     first, second, third = (layer.rotary for layer in model.fused.layers)
     assert first is not second

@@ -1,8 +1,5 @@
 """Tuned linear layers give the products of `nn.Linear`, with each kernel."""
 
-import itertools
-from collections.abc import Callable, Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,14 +9,14 @@ from corolla.kernels.products import plain_layout
 from corolla.models import linear
 from corolla.models.linear import (
     TunedLinear,
+    choose_products,
     is_plain,
-    measured_gain,
     multiply_relaid,
     padded,
     relay,
     replace_linears,
-    tune,
 )
+from corolla.models.product_rule import Processor
 
 
 @pytest.mark.parametrize("num_rows", [*range(20), 64, 67, 513])
@@ -80,53 +77,33 @@ def test_only_torchs_own_linear_layers_are_plain() -> None:
     assert not is_plain(TunedLinear(nn.Parameter(torch.ones(4, 4))))
 
 
-@pytest.fixture
-def gain(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Sets the result of the measurement."""
-    return lambda found: monkeypatch.setattr(linear, "measured_gain", lambda *_: found)
-
-
-@pytest.fixture
-def no_panels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves weights as they are, as where nothing can be compiled."""
-    monkeypatch.setattr(linear, "plain_layout", lambda _: None)
-
-
-@pytest.mark.usefixtures("no_panels")
-def test_the_faster_way_is_chosen_for_all_layers_of_a_shape(gain: Callable[[float], None]) -> None:
+def test_all_layers_of_a_shape_multiply_in_the_way_that_is_asked_for() -> None:
     layers = [TunedLinear(nn.Parameter(torch.randn(16, 16))) for _ in range(3)]
-    gain(1.0)
-    tune(layers)
+    choose_products(layers, asked_for="library")
     assert not any(layer.relaid for layer in layers)
-    gain(2.0)
-    tune(layers)
+    choose_products(layers, asked_for="onednn")
     assert all(layer.relaid and layer.weight.is_meta for layer in layers)
 
 
-def test_weights_that_others_read_stay(monkeypatch: pytest.MonkeyPatch, gain: Callable[[float], None]) -> None:
-    gain(2.0)
-    monkeypatch.setattr(linear, "MIN_TIMED_BYTES", 1000)
+def test_weights_that_others_read_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     for most_copied in (1 << 20, 0):
         monkeypatch.setattr(linear, "MAX_COPIED_BYTES", most_copied)
-        kept = nn.Parameter(weight := torch.randn(700, 24))
+        kept = nn.Parameter(weight := torch.randn(6000, 24))
         layer = TunedLinear(kept)
-        tune([layer], shared=[kept])
+        choose_products([layer], shared=[kept])
         assert (layer.relaid[0] is kept) == (not most_copied)
+        assert layer.panels is None
         assert torch.equal(kept, weight)
         torch.testing.assert_close(layer(weight[:3]), functional.linear(weight[:3], weight), rtol=0, atol=1e-4)
 
 
-@pytest.mark.usefixtures("no_panels")
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_layer_that_is_most_of_a_model_is_laid_out_in_pieces(
-    monkeypatch: pytest.MonkeyPatch, gain: Callable[[float], None], bias: bool
-) -> None:
-    gain(2.0)
-    monkeypatch.setattr(linear, "MIN_TIMED_BYTES", 1000)
+def test_a_layer_that_is_most_of_a_model_is_laid_out_in_pieces(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+    monkeypatch.setattr(linear, "MIN_WHOLE_BYTES", 1000)
     plain = nn.Linear(256, 1000, bias=bias).requires_grad_(False)
     layer = TunedLinear(nn.Parameter(plain.weight.clone()), plain.bias)
     given_up = layer.weight.detach()
-    tune([layer, TunedLinear(nn.Parameter(torch.randn(16, 256)))])
+    choose_products([layer, TunedLinear(nn.Parameter(torch.randn(16, 256)))], asked_for="onednn")
     assert [piece.shape[0] for piece in layer.relaid] == [128] * 7 + [104]
     assert layer.weight.is_meta
     # Each piece's memory is the system's again before the next piece is laid out.
@@ -136,65 +113,34 @@ def test_a_layer_that_is_most_of_a_model_is_laid_out_in_pieces(
         torch.testing.assert_close(layer(rows), plain(rows), rtol=0, atol=1e-5)
 
 
-def test_the_gain_is_the_ratio_of_the_best_times() -> None:
-    def readings() -> Iterator[float]:
-        """Before the plain product, between the two, and after the other one."""
-        now_s = 0.0
-        for plain_s, relaid_s in itertools.cycle([(5.0, 1.0), (2.0, 3.0)]):
-            yield now_s
-            yield (now_s := now_s + plain_s)
-            yield (now_s := now_s + relaid_s)
-
-    clock, weight = readings(), torch.randn(16, 16)
-    assert measured_gain(torch.ones(1, 16), [weight], [relay(weight)], multiply_relaid, lambda: next(clock)) == 2.0
-
-
-def test_a_spent_budget_leaves_the_librarys_order() -> None:
-    layer = TunedLinear(nn.Parameter(torch.randn(16, 16)))
-    tune([layer], budget_s=0.0)
-    assert not layer.relaid
-
-
-@pytest.mark.usefixtures("no_panels")
-def test_a_product_that_is_not_the_same_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, gain: Callable[[float], None]
-) -> None:
-    gain(2.0)
+def test_a_product_that_is_not_the_same_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = TunedLinear(nn.Parameter(torch.randn(16, 16)))
     monkeypatch.setattr(linear, "relay", lambda weight: relay(weight.bfloat16().float()))
-    tune([layer])
+    choose_products([layer], asked_for="onednn")
     assert not layer.relaid
 
 
-def test_a_type_without_a_kernel_is_left_alone(monkeypatch: pytest.MonkeyPatch, gain: Callable[[float], None]) -> None:
-    gain(2.0)
-
+def test_a_type_without_a_kernel_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(weight: Tensor) -> Tensor:
         raise RuntimeError("the cpu lacks support for it")
 
+    everything = Processor({}, frozenset({"float16", "float64"}))
     layers = [TunedLinear(nn.Parameter(torch.ones(16, 16, dtype=each))) for each in (torch.float16, torch.float64)]
+    monkeypatch.setattr(linear, "this_processor", lambda: everything)
     monkeypatch.setattr(linear, "relay", fails)
-    tune(layers)
+    choose_products(layers, asked_for="onednn")
     assert not any(layer.relaid for layer in layers)
 
 
-needs_panels = pytest.mark.skipif(plain_layout(torch.float32) is None, reason="nothing can be compiled here")
-
-
-@needs_panels
+@pytest.mark.skipif(plain_layout(torch.float32) is None, reason="nothing can be compiled here")
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_panels_give_the_product(
-    monkeypatch: pytest.MonkeyPatch, gain: Callable[[float], None], bias: bool, dtype: torch.dtype
-) -> None:
-    if plain_layout(dtype) is None:
-        pytest.skip("this processor has no instructions for pairs of bfloat16")
-    gain(2.0)
-    monkeypatch.setattr(linear, "MIN_TIMED_BYTES", 1000)
+def test_panels_give_the_product(monkeypatch: pytest.MonkeyPatch, bias: bool, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(linear, "MIN_WHOLE_BYTES", 1000)
     plain = nn.Linear(256, 1001, bias=bias, dtype=dtype).requires_grad_(False)
     layers = [TunedLinear(nn.Parameter(plain.weight.clone()), plain.bias) for _ in range(2)]
     given_up = layers[1].weight.detach()
-    tune(layers)
+    choose_products(layers, asked_for="panels")
     for layer in layers:
         assert layer.panels is not None
         assert layer.weight.is_meta
@@ -204,29 +150,3 @@ def test_panels_give_the_product(
         rows = torch.randn(num_rows, 256).to(dtype)
         torch.testing.assert_close(layers[0](rows), plain(rows), rtol=1e-5 if dtype.itemsize == 4 else 2e-2, atol=1e-5)
         assert torch.equal(layers[0](rows.unsqueeze(0))[0], layers[0](rows))
-
-
-@needs_panels
-@pytest.mark.parametrize("gains, has_panels", [((2.0, 2.0), True), ((2.0, 2.8), True), ((2.0, 3.0), False)])
-def test_panels_are_for_all_shapes_or_none(
-    monkeypatch: pytest.MonkeyPatch, gains: tuple[float, float], has_panels: bool
-) -> None:
-    """`gains`: of panels, and of oneDNN."""
-
-    def gain(*arguments: object) -> float:
-        return gains[arguments[3] is multiply_relaid]
-
-    monkeypatch.setattr(linear, "measured_gain", gain)
-    layers = [TunedLinear(nn.Parameter(torch.randn(16 * count, 32))) for count in (1, 2, 2)]
-    tune(layers)
-    assert [layer.panels is not None for layer in layers] == [has_panels] * 3
-    assert [bool(layer.relaid) for layer in layers] == [not has_panels] * 3
-
-
-@needs_panels
-def test_weights_that_others_read_are_never_panels(gain: Callable[[float], None]) -> None:
-    gain(2.0)
-    layer = TunedLinear(kept := nn.Parameter(torch.randn(32, 32)))
-    tune([layer], shared=[kept])
-    assert layer.panels is None
-    assert not kept.is_meta

@@ -120,7 +120,7 @@ def test_panels_have_the_weights_that_a_processor_multiplies_by(
         given = module(torch.eye(layer.in_features, dtype=dtype)).t()
         tolerance = 2 * torch.finfo(dtype).eps * float(rows.abs().max())
         torch.testing.assert_close(rows.to(dtype), given, rtol=0, atol=tolerance)
-    packed.make_fused(0.0)
+    packed.make_fused("library")
     assert packed.fused is not None
     # Queries, keys and values are one product, and so are gate and up.
     assert [type(each) for each in packed.fused.layers[0].projections] == [PackedLinear] * 4

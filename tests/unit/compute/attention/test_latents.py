@@ -62,7 +62,7 @@ def test_rows_give_the_same_together_apart_and_in_pieces(
     for most_tokens in (10_000, 20, 5):
         most = most_tokens * bytes_of_key(model.config, torch.empty(0), num_queries=1)
         monkeypatch.setattr(latents, "MAX_EXPANDED_BYTES", most)
-        runner = SpanRunner(model, num_pages=64, page_tokens=8, tuning_budget_s=0)
+        runner = SpanRunner(model, num_pages=64, page_tokens=8, products="library")
         caches = [runner.new_cache() for _ in range(3)]
         generator = torch.Generator().manual_seed(0)
         parts = []
@@ -130,7 +130,7 @@ def test_one_row_takes_no_more_than_its_share(
 ) -> None:
     folder = make_tiny_checkpoint("deepseek_v3", tmp_path / "tiny", config_changes=WIDE)
     model = load_span(Checkpoint.from_pretrained(str(folder)), Span(0, 1), dtype=dtype)
-    runner = SpanRunner(model, num_pages=320, page_tokens=32, tuning_budget_s=0)
+    runner = SpanRunner(model, num_pages=320, page_tokens=32, products="library")
     most = 32 << 20
     key_bytes = bytes_of_key(model.config, torch.empty(0, dtype=dtype), num_queries)
     assert num_tokens * key_bytes > 4 * most

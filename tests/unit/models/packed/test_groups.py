@@ -228,7 +228,7 @@ def logits(checkpoint: Checkpoint, spans: list[Span], quantization: str, dtype: 
     edges = load_edges(checkpoint, dtype=dtype, quantization=quantization)
     hidden = edges.embed(token_ids, torch.arange(40))
     for span in spans:
-        runner = SpanRunner(load_span(checkpoint, span, dtype=dtype, quantization=quantization), tuning_budget_s=0.0)
+        runner = SpanRunner(load_span(checkpoint, span, dtype=dtype, quantization=quantization), products="library")
         cache = runner.new_cache()
         cache.reserve(40)
         hidden = runner.forward([RowWork(cache, 0, 40)], hidden, span)
@@ -287,7 +287,7 @@ def test_a_span_takes_the_memory_of_its_packed_weights(tmp_path: Path, name: str
     assert len(linears) == 4 * 7
     assert model.nbytes < load_span(expanded, WHOLE, dtype=torch.float32).nbytes / 5
     before = model.nbytes
-    model.make_fused(tuning_budget_s=0.0)
+    model.make_fused(products="library")
     assert model.fused is not None
     # Joined layers share an order.
     assert model.nbytes == before if name != "gptq-act-order" else model.nbytes < before

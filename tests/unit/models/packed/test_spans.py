@@ -43,7 +43,7 @@ def logits(checkpoint: Checkpoint, spans: list[Span], quantization: str, dtype: 
     last = load_edges(checkpoint, dtype=dtype, has_embedding=False, quantization=quantization)
     hidden = first.embed(TOKEN_IDS, positions)
     for span in spans:
-        runner = SpanRunner(load_span(checkpoint, span, dtype=dtype, quantization=quantization), tuning_budget_s=0.0)
+        runner = SpanRunner(load_span(checkpoint, span, dtype=dtype, quantization=quantization), products="library")
         cache = runner.new_cache()
         cache.reserve(len(TOKEN_IDS))
         hidden = runner.forward([RowWork(cache, 0, len(TOKEN_IDS))], hidden, span)
@@ -100,7 +100,7 @@ def test_blocks_take_the_memory_that_they_take_in_the_file(tmp_path: Path, famil
     buffers_of_none = 4 * 64  # of the rotary embedding
     assert in_file <= model.nbytes <= in_file + buffers_of_none
     before = model.nbytes
-    model.make_fused(tuning_budget_s=0.0)
+    model.make_fused(products="library")
     assert model.fused is not None
     assert model.nbytes == before
     assert make_span(checkpoint, Span(0, 1), dtype=torch.float32, quantization="packed").nbytes < before / 3
