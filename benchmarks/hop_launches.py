@@ -181,9 +181,9 @@ class _OnDevice:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def launch(self, *arguments: Any) -> LaunchedBatch | None:
+    def launch(self, *arguments: Any) -> LaunchedBatch:
         launched = self._runner.launch(*arguments)
-        return launched and replace(launched, reading=_LateReading(launched.reading, self._device, self._marks))
+        return replace(launched, reading=_LateReading(launched.reading, self._device, self._marks))
 
 
 class _MarkedStream(FrameStream):

@@ -4,15 +4,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from corolla.block_server.batch_executor import BatchRunner
-from corolla.compute.span_runner import BatchOutput, LaunchedBatch, RowWork
+from corolla.compute.span_runner import LaunchedBatch, RowWork
 
 
 class FaultyRunner:
-    """Computes like the runner behind it.
+    """Computes like the runner behind it, without recorded steps.
 
     Args:
         before: sees the rows of each batch first; what it raises, computing them raises.
-        after: makes another output of the true one.
+        after: makes another batch of the one that was launched.
         is_broken: nothing at all can be computed.
     """
 
@@ -21,7 +21,7 @@ class FaultyRunner:
         runner: BatchRunner,
         *,
         before: Callable[[Sequence[RowWork]], None] = lambda rows: None,
-        after: Callable[[BatchOutput], BatchOutput] = lambda output: output,
+        after: Callable[[LaunchedBatch], LaunchedBatch] = lambda launched: launched,
         is_broken: bool = False,
     ) -> None:
         self._runner = runner
@@ -29,22 +29,19 @@ class FaultyRunner:
         self._after = after
         self._is_broken = is_broken
 
-    def forward_each(self, rows: Sequence[RowWork], *others: Any) -> BatchOutput:
+    def prepare(self, *_args: Any) -> None:
+        raise AssertionError("no step is recorded")
+
+    def launch(self, rows: Sequence[RowWork], *others: Any) -> LaunchedBatch:
         self._fail_if_broken()
         self._before(rows)
-        return self._after(self._runner.forward_each(rows, *others))
+        return self._after(self._runner.launch(rows, *others))
 
-    def launch(self, rows: Sequence[RowWork], *_others: Any) -> LaunchedBatch | None:
-        """Launches nothing, so that `forward_each` computes every step."""
+    def finish(self, *args: Any) -> tuple[bool, ...]:
+        return self._runner.finish(*args)
 
-    def prepare_next(self, *_args: Any) -> None:
-        raise AssertionError("nothing was launched")
-
-    def launch_next(self, *_args: Any) -> None:
-        """Launches nothing ahead, so that `forward_each` computes every step."""
-
-    def finish(self, *_args: Any) -> tuple[bool, ...]:
-        raise AssertionError("nothing was launched")
+    def may_be_recorded(self, *_args: Any) -> bool:
+        return False
 
     def warm_up(self) -> None:
         self._fail_if_broken()

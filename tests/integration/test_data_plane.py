@@ -5,6 +5,7 @@ import itertools
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from corolla.block_server import servicer
 from corolla.block_server.peers import Peer, PeerTable
 from corolla.cache.store import SessionCache
 from corolla.client.text import formats
-from corolla.compute.span_runner import BatchOutput, RowWork, SpanRunner
+from corolla.compute.span_runner import LaunchedBatch, RowWork, SpanRunner
 from corolla.decoding.grammar_text import read_grammar
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
@@ -284,15 +285,15 @@ async def test_block_server_refuses_a_bad_open(name: str, swarm: Swarm) -> None:
 async def held_iteration(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[threading.Event]:
     """Keeps the block server's iteration from ending. Yields an event that is set once one has begun."""
     has_begun, may_end = threading.Event(), threading.Event()
-    forward_each = SpanRunner.forward_each
+    launch = SpanRunner.launch
 
-    def held_forward(*args: Any) -> BatchOutput:
+    def held_launch(*args: Any) -> LaunchedBatch:
         has_begun.set()
         assert may_end.wait(30)
-        return forward_each(*args)
+        return launch(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(SpanRunner, "forward_each", held_forward)
+        patch.setattr(SpanRunner, "launch", held_launch)
         try:
             yield has_begun
         finally:
@@ -383,8 +384,8 @@ def faulty(swarm: Swarm, **faults: Any) -> Iterator[None]:
 async def test_an_unreadable_output_fails_only_its_own_steps(swarm: Swarm) -> None:
     """Reading fails as it does when a device has no room to put the rows of a result together."""
 
-    def unreadable(output: BatchOutput) -> BatchOutput:
-        return BatchOutput(output.hidden.to("meta"), output.finite)
+    def unreadable(launched: LaunchedBatch) -> LaunchedBatch:
+        return replace(launched, hidden=launched.hidden.to("meta"))
 
     async with calling(swarm) as caller:
         caller.send(an_open())

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from corolla.chassis.errors import (
     RequestKillsServers,
     StepFailed,
 )
-from corolla.compute.span_runner import BatchOutput, RowWork
+from corolla.compute.span_runner import LaunchedBatch, RowWork
 from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Frame
@@ -343,18 +344,19 @@ async def last_turn(client: AsyncClient, session: str) -> tuple[int, ...]:
     return answer.token_ids
 
 
-def to_nan(output: BatchOutput) -> BatchOutput:
-    return BatchOutput(torch.full_like(output.hidden, torch.nan), (False,) * len(output.finite))
+def to_nan(launched: LaunchedBatch) -> LaunchedBatch:
+    hidden = torch.full_like(launched.hidden, torch.nan)
+    return replace(launched, hidden=hidden, read_sum=hidden.sum)
 
 
-def failing(failure: Exception) -> Callable[[BatchOutput], BatchOutput]:
-    def fail(output: BatchOutput) -> BatchOutput:
+def failing(failure: Exception) -> Callable[[LaunchedBatch], LaunchedBatch]:
+    def fail(output: LaunchedBatch) -> LaunchedBatch:
         raise failure
 
     return fail
 
 
-SICKNESSES: dict[type[NotComputed], Callable[[BatchOutput], BatchOutput]] = {
+SICKNESSES: dict[type[NotComputed], Callable[[LaunchedBatch], LaunchedBatch]] = {
     NonFiniteOutput: to_nan,
     StepFailed: failing(IndexError("list index out of range")),
     OutOfMemory: failing(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")),
@@ -455,10 +457,10 @@ async def test_a_server_that_fails_to_compute_is_replaced_and_ends_itself(tmp_pa
         await swarm.until_empty()
 
 
-def sicken(server: BlockServer, sick: set[str], num_sick: int, spoil: Callable[[BatchOutput], BatchOutput]) -> None:
+def sicken(server: BlockServer, sick: set[str], num_sick: int, spoil: Callable[[LaunchedBatch], LaunchedBatch]) -> None:
     """Its outputs are spoilt from now on, if it is among the first `num_sick` servers to compute."""
 
-    def spoil_if_sick(output: BatchOutput) -> BatchOutput:
+    def spoil_if_sick(output: LaunchedBatch) -> LaunchedBatch:
         if len(sick) < num_sick:
             sick.add(server.server_id)
         return spoil(output) if server.server_id in sick else output

@@ -5,7 +5,7 @@ tokens that it sees. So each token depends on every token before it, on its posi
 or moved token, or a page of another session, changes all that follow.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from corolla.cache.store import KVStore
 from corolla.client.text.tokenizer import TextTokenizer
+from corolla.compute.decode_graphs import Embed
 from corolla.compute.span_runner import LaunchedBatch, RowWork, SpanRunner
 from corolla.decoding.parameters import SamplingParams
 from corolla.decoding.sampling import Sampler
@@ -120,6 +121,7 @@ class ToyRunner(SpanRunner):
         self.store = KVStore(
             num_pages, page_tokens, model.windows[span.start : span.end], max_step_tokens=max_step_tokens
         )
+        self.decode_graphs = None
         self.num_bad_batches = 0
         self._toy = model
 
@@ -137,28 +139,11 @@ class ToyRunner(SpanRunner):
             output.fill_(torch.nan)
         return output
 
-    def launch(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> LaunchedBatch | None:
-        self._check(rows, hidden, blocks)
-        for row in rows:
-            row.cache.truncate(row.position)
-            row.cache.prepare(row.position, row.num_tokens)
-        launched = self._launched(rows, self._forward_blocks(rows, hidden, blocks))
-        return replace(launched, reading=LateReading())
+    def launch(self, rows: Sequence[RowWork], hidden: Tensor | Embed, blocks: Span) -> LaunchedBatch:
+        return replace(super().launch(rows, hidden, blocks), reading=LateReading())
 
-    def prepare_next(self, rows: Sequence[RowWork], blocks: Span) -> None:
-        if all(row.position < row.cache.num_reserved_tokens for row in rows):
-            for row in rows:
-                row.cache.prepare(row.position, 1)
-
-    def launch_next(
-        self, rows: Sequence[RowWork], embed: Callable[[Tensor], Tensor], blocks: Span
-    ) -> LaunchedBatch | None:
-        if any(row.position >= row.cache.num_reserved_tokens for row in rows):
-            return None
-        for row in rows:
-            row.cache.prepare(row.position, 1)
-        hidden = embed(torch.tensor([row.position for row in rows]))
-        return self._launched(rows, self._forward_blocks(rows, hidden, blocks))
+    def may_be_recorded(self, rows: Sequence[RowWork], blocks: Span) -> bool:
+        return all(row.num_tokens == 1 for row in rows)
 
     def _forward_block(self, row: RowWork, block: int, states: "np.ndarray[Any, Any]") -> list[int]:
         layer = block - self.span.start

@@ -140,7 +140,7 @@ def test_steps_launch_what_was_compiled_at_the_start_and_ahead(
                 cache.reserve(size + 1)
             hidden = torch.zeros(sum(parts), span.hidden_size)
             rows = [RowWork(cache, 0, size, adapter=adapter) for cache, size in zip(caches, parts, strict=True)]
-            runner.forward_each(rows, hidden, blocks)
+            runner.forward(rows, hidden, blocks)
             for cache in caches:
                 cache.clear()
     served, keys.found = keys.found, set()

@@ -28,18 +28,19 @@ from corolla.block_server.row_sampling import (
     picked,
     sample_rows,
 )
-from corolla.block_server.step_ahead import AheadPace, StepAhead, next_rows
+from corolla.block_server.step_ahead import StepAhead, next_rows
 from corolla.chassis.errors import CorollaError, InternalError, NonFiniteOutput, OutOfMemory, StepFailed
 from corolla.chassis.handlers import call_path
+from corolla.compute.decode_graphs import Embed
 from corolla.compute.device import is_out_of_memory
-from corolla.compute.span_runner import BatchOutput, LaunchedBatch, RowWork
+from corolla.compute.span_runner import LaunchedBatch, RowWork
 from corolla.compute.threads import single_threaded_pool
 from corolla.decoding.batched_sampling import sample_together
 from corolla.decoding.parameters import SamplingParams
 from corolla.decoding.sampling import Sampler
 from corolla.models.edges import Edges
 from corolla.v1 import blocks_pb2 as pb
-from corolla.wire.device_copies import Reading, await_copies, begin_reading, copied_numbers, to_device
+from corolla.wire.device_copies import await_copies, begin_reading, copied_numbers, to_device
 from corolla.wire.span import Span
 from corolla.wire.tensors import from_payload
 
@@ -56,31 +57,17 @@ _EVERY_KERNEL: Final = (
 class BatchRunner(Protocol):
     """Computes blocks: a `SpanRunner`, or a test's wrapper that makes it fail."""
 
-    def forward_each(
-        self,
-        rows: Sequence[RowWork],
-        hidden: Tensor,
-        blocks: Span,
-        meanwhile: Callable[[Tensor, Reading], None] | None = None,
-    ) -> BatchOutput:
-        """See `SpanRunner.forward_each`. `hidden` is `[sum of num_tokens, H]`, in any dtype and on any device.
+    def prepare(self, rows: Sequence[RowWork], blocks: Span) -> None:
+        """See `SpanRunner.prepare`."""
 
-        `meanwhile` gets the output: `[sum of num_tokens, H]` in the model's dtype on its device.
-        """
-
-    def launch(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> LaunchedBatch | None:
+    def launch(self, rows: Sequence[RowWork], hidden: Tensor | Embed, blocks: Span) -> LaunchedBatch:
         """See `SpanRunner.launch`. `hidden` is `[sum of num_tokens, H]`, in any dtype and on any device."""
-
-    def prepare_next(self, rows: Sequence[RowWork], blocks: Span) -> None:
-        """See `SpanRunner.prepare_next`."""
-
-    def launch_next(
-        self, rows: Sequence[RowWork], embed: Callable[[Tensor], Tensor], blocks: Span
-    ) -> LaunchedBatch | None:
-        """See `SpanRunner.launch_next`. `embed` takes int64 `[rows]` and returns `[rows, H]`, both on the device."""
 
     def finish(self, launched: LaunchedBatch, kept: Sequence[int], blocks: Span) -> tuple[bool, ...]:
         """See `SpanRunner.finish`."""
+
+    def may_be_recorded(self, rows: Sequence[RowWork], blocks: Span) -> bool:
+        """See `SpanRunner.may_be_recorded`."""
 
     def warm_up(self) -> None:
         """See `SpanRunner.warm_up`."""
@@ -116,23 +103,29 @@ class LaunchedIteration:
     Attributes:
         admitted: its steps.
         blocks: the blocks that it runs.
-        launched: its batch.
+        batch: what was launched.
+        kept: the indices of its rows in the batch.
         copies: the copies of its outputs to the host.
-        early: the logits of its rows; None if no tokens are chosen in batches.
+        early: the logits of its rows, if the head was launched, too.
+        preparing: what threads prepare for the choice of its tokens.
         embed_seconds: the seconds that embedding took.
+        began_s: when the device began, if that was before the iteration.
     """
 
     admitted: Sequence[AdmittedStep]
     blocks: Span
-    launched: LaunchedBatch
+    batch: LaunchedBatch
+    kept: Sequence[int]
     copies: "_HostCopies"
     early: "_EarlyLogits | None"
+    preparing: Sequence[Future[None]]
     embed_seconds: float
+    began_s: float | None
 
     @property
     def is_computed(self) -> bool:
         """True if all that the host needs has arrived, so that `BatchExecutor.finish` waits for nothing."""
-        return self.launched.reading.has_arrived
+        return self.batch.reading.has_arrived
 
 
 class BatchExecutor:
@@ -166,9 +159,6 @@ class BatchExecutor:
         )
         self._ahead: StepAhead | None = None
         self._ahead_runner: BatchRunner | None = None
-        self._pace = AheadPace()
-        self._expected: list[RowWork] = []
-        self._preparing_pace = AheadPace()
 
     @property
     def is_ahead(self) -> bool:
@@ -183,7 +173,7 @@ class BatchExecutor:
     def compute(
         self, admitted: Sequence[AdmittedStep], blocks: Span, may_go_ahead: Callable[[], bool] = lambda: False
     ) -> BatchResult:
-        """Computes all rows as one batch; if that raises, row by row, so that a bad row fails alone.
+        """Launches all rows as one batch and finishes it; if that raises, computes row by row: a bad row fails alone.
 
         Computing a row again gives the same numbers: the failed batch wrote only to positions that no session counts as
         held, and these positions are written again. Tokens are chosen once, after all rows have been computed.
@@ -193,17 +183,26 @@ class BatchExecutor:
         """
         preparing = self._prepare_choices(admitted)
         early = None
-        if self._samples_batched and self._edges is not None:
-            go_ahead = partial(self._go_ahead, admitted, blocks, may_go_ahead, preparing)
-            early = _EarlyLogits(self._edges, admitted, go_ahead)
-        launched, kept = self._take_ahead(admitted)
-        if launched is not None and early is not None:
-            result = self._compute_ahead(launched, kept, admitted, blocks, early)
+        try:
+            launched = self._launched(admitted, _row_works(admitted), blocks, preparing, may_go_ahead)
+            early = launched.early
+            result = self._finished(launched)
+        except Exception as failure:
+            error, place = error_of(failure), call_path(failure)
         else:
-            result = self._compute_rows(admitted, blocks, early)
-        return self._with_choices(result, admitted, early, preparing)
+            return self._with_choices(result, admitted, early, preparing)
+        # It was launched on what the failed batch wrote.
+        self._ahead = None
+        # The exception has been released, so its frames no longer hold tensors in a device's memory that may be full.
+        rows = [AdmittedStep(batch.work, [row]) for batch in admitted for row in batch.rows]
+        log.error("iteration failed", extra={"rows": len(rows), "reason": error.reason, "where": place})
+        if early is not None and early.has_chosen:
+            # Samplers have chosen, which they must not do again, so clients recover their sessions with new ones.
+            failed = StepFailed("a block server could not compute a step")
+            return BatchResult((failed,) * len(rows), has_raised=True)
+        result = BatchResult(tuple(self._alone(row, blocks) for row in rows), has_raised=True)
+        return self._with_choices(result, admitted, None, preparing)
 
-    @torch.inference_mode()
     def launch(self, admitted: Sequence[AdmittedStep], blocks: Span) -> LaunchedIteration | None:
         """Launches what `compute` computes, and waits for nothing. `finish` must follow before any other iteration.
 
@@ -218,20 +217,10 @@ class BatchExecutor:
             row.adapter is not None or row.prompts is not None for row in work
         ):
             return None
-        self._take_ahead(admitted)
         try:
-            hidden, embed_seconds = self._inputs(admitted)
-            self._note_expected(work)
-            launched = self.runner.launch(work, hidden, blocks)
-            if launched is None:
+            if not self.runner.may_be_recorded(work, blocks):
                 return None
-            copies, early = _HostCopies(admitted), None
-            copies.begin(launched.hidden)
-            if self._samples_batched and self._edges is not None:
-                early = _EarlyLogits(self._edges, admitted, lambda logits: logits)
-                early(launched.hidden, launched.reading)
-            launched.reading.begin()
-            return LaunchedIteration(admitted, blocks, launched, copies, early, embed_seconds)
+            return self._launched(admitted, work, blocks)
         except Exception as failure:
             error_of(failure)
             log.warning("a step could not be launched", extra={"where": call_path(failure)})
@@ -239,39 +228,65 @@ class BatchExecutor:
 
     def finish(self, iteration: LaunchedIteration) -> BatchResult | None:
         """Waits for an iteration of `launch`. Returns None if that fails; then `compute` must compute its steps."""
-        launched, admitted = iteration.launched, iteration.admitted
         try:
-            finite = self.runner.finish(launched, range(len(launched.rows)), iteration.blocks)
-            parts = _split(launched.hidden, [1] * len(finite))
-            outputs = iteration.copies.in_place_of(tuple(_row_outputs(parts, finite)))
+            result = self._finished(iteration)
         except Exception as failure:
             error_of(failure)
             log.warning("a step that was launched failed", extra={"where": call_path(failure)})
             return None
-        result = BatchResult(outputs, edge_seconds=iteration.embed_seconds)
-        return self._with_choices(result, admitted, iteration.early, ())
+        return self._with_choices(result, iteration.admitted, iteration.early, ())
 
     def prepare_next(self, iteration: LaunchedIteration) -> None:
         """Prepares the next step of the rows of an iteration, which comes once the other hops have computed this one.
 
-        It is called when nothing else waits. After steps with other rows it prepares ever more seldom.
+        It is called when nothing else waits.
         """
-        if not self._preparing_pace.goes_ahead():
-            self._expected = []
-            return
-        self._expected = [row._replace(position=row.position + 1) for row in iteration.launched.rows]
+        expected = [row._replace(position=row.position + 1) for row in iteration.batch.rows]
         try:
-            self.runner.prepare_next(self._expected, iteration.blocks)
+            self.runner.prepare(expected, iteration.blocks)
         except Exception as failure:
             error_of(failure)
             log.warning("the next step could not be prepared", extra={"where": call_path(failure)})
 
-    def _note_expected(self, work: list[RowWork]) -> None:
-        if self._expected and self._expected == work:
-            self._preparing_pace.hit()
-        elif self._expected:
-            self._preparing_pace.missed()
-        self._expected = []
+    @torch.inference_mode()
+    def _launched(
+        self,
+        admitted: Sequence[AdmittedStep],
+        work: Sequence[RowWork],
+        blocks: Span,
+        preparing: Sequence[Future[None]] = (),
+        may_go_ahead: Callable[[], bool] = lambda: False,
+    ) -> LaunchedIteration:
+        """Launches an iteration, or takes the step that was launched ahead; then goes ahead of its tokens, if it can.
+
+        The head runs before it is known which rows are finite, so that a device has more to compute meanwhile.
+        """
+        copies, embed_seconds, began_s = _HostCopies(admitted), 0.0, None
+        ahead, kept = self._take_ahead(admitted)
+        if ahead is not None:
+            batch, began_s = ahead.launched, ahead.began_s
+            early: _EarlyLogits | None = _EarlyLogits.of_all(admitted, ahead.logits.part(kept))
+        else:
+            hidden, embed_seconds = self._inputs(admitted)
+            batch, kept, early = self.runner.launch(work, hidden, blocks), range(len(work)), None
+            copies.begin(batch.hidden)
+            if self._samples_batched and self._edges is not None:
+                early = _EarlyLogits.launched(self._edges, admitted, batch)
+            batch.reading.begin()
+        if early is not None and early.has_one_of_each_row and may_go_ahead():
+            early = self._go_ahead(admitted, blocks, preparing, early)
+        return LaunchedIteration(admitted, blocks, batch, kept, copies, early, preparing, embed_seconds, began_s)
+
+    @torch.inference_mode()
+    def _finished(self, iteration: LaunchedIteration) -> BatchResult:
+        """Waits for an iteration. Its result has no tokens yet."""
+        batch, kept = iteration.batch, iteration.kept
+        finite = self.runner.finish(batch, kept, iteration.blocks)
+        parts = _split(batch.hidden, [row.num_tokens for row in batch.rows])
+        outputs = tuple(_row_outputs([parts[index] for index in kept], finite))
+        return BatchResult(
+            iteration.copies.in_place_of(outputs), edge_seconds=iteration.embed_seconds, began_s=iteration.began_s
+        )
 
     def _with_choices(
         self,
@@ -300,29 +315,7 @@ class BatchExecutor:
         if ahead is None or self._ahead_runner is not self.runner:
             return None, ()
         indices = ahead.indices_of(admitted)
-        if indices is None:
-            self._pace.missed()
-            return None, ()
-        self._pace.hit()
-        return ahead, indices
-
-    def _compute_ahead(
-        self, ahead: StepAhead, kept: Sequence[int], admitted: Sequence[AdmittedStep], blocks: Span,
-        early: "_EarlyLogits",
-    ) -> BatchResult:  # fmt: skip
-        try:
-            early.take(ahead.logits.part(kept))
-            finite = self.runner.finish(ahead.launched, kept, blocks)
-        except Exception as failure:
-            error_of(failure)
-            log.error("a step that was launched ahead failed", extra={"where": call_path(failure)})
-        else:
-            parts = _split(ahead.launched.hidden, [1] * len(ahead.launched.rows))
-            return BatchResult(tuple(_row_outputs([parts[at] for at in kept], finite)), began_s=ahead.began_s)
-        self._ahead = None
-        if early.has_chosen:
-            return _all_failed(admitted)
-        return self._compute_rows(admitted, blocks, None)
+        return (None, ()) if indices is None else (ahead, indices)
 
     def _await(self, preparing: Sequence[Future[None]]) -> None:
         """Waits for the threads that prepare choices, and lets the device wait for what they copy."""
@@ -334,44 +327,39 @@ class BatchExecutor:
         self,
         admitted: Sequence[AdmittedStep],
         blocks: Span,
-        may_go_ahead: Callable[[], bool],
         preparing: Sequence[Future[None]],
-        logits: RowLogits,
-    ) -> RowLogits:
+        early: "_EarlyLogits",
+    ) -> "_EarlyLogits":
         """Launches the next step of the rows if the device can know its input, and before it the choice of its tokens.
 
         Returns the logits, with the tokens that were chosen.
         """
-        edges = self._edges
-        if edges is None or not edges.has_embedding or not may_go_ahead():
-            return logits
-        rows = next_rows(admitted)
-        if not rows or not self._pace.goes_ahead():
-            return logits
+        edges, rows = self._edges, next_rows(admitted)
+        work = [row.work() for row in rows]
+        if edges is None or not edges.has_embedding or not rows or not self.runner.may_be_recorded(work, blocks):
+            return early
         self._await(preparing)
         samplers = [batch.sampler_for(row, session) for batch in admitted for row, session, _ in batch.rows]
         choosing = [each for each in samplers if each is not None]
         try:
-            logits, token_ids = logits.with_choices(choosing)
+            logits, token_ids = early.logits.with_choices(choosing)
         except Exception as failure:
             # Samplers may have drawn random numbers, so they must not choose again.
             log.error("choosing tokens failed", extra={"rows": len(choosing), "where": call_path(failure)})
-            return logits.with_failed_choices(choosing, error_of(failure))
+            return replace(early, logits=early.logits.with_failed_choices(choosing, error_of(failure)))
         try:
-            work, token_ids = [row.work() for row in rows], picked(token_ids, [row.index for row in rows])
-            launched = self.runner.launch_next(work, partial(edges.embed, token_ids), blocks)
-            if launched is not None:
-                has_likeliest = any((each := row.session.request.sampler) and each.takes_likeliest for row in rows)
-                hidden, reading = launched.hidden, launched.reading
-                head = likeliest_of(edges, hidden, reading) if has_likeliest else all_logits_of(edges, hidden)
-                reading.begin()
-                self._ahead = StepAhead(rows, launched, head)
-                self._ahead_runner = self.runner
+            token_ids = picked(token_ids, [row.index for row in rows])
+            launched = self.runner.launch(work, partial(edges.embed, token_ids), blocks)
+            has_likeliest = any((each := row.session.request.sampler) and each.takes_likeliest for row in rows)
+            hidden, reading = launched.hidden, launched.reading
+            head = likeliest_of(edges, hidden, reading) if has_likeliest else all_logits_of(edges, hidden)
+            reading.begin()
+            self._ahead = StepAhead(rows, launched, head)
+            self._ahead_runner = self.runner
         except Exception as failure:
             error_of(failure)
             log.warning("the next step could not be launched ahead", extra={"where": call_path(failure)})
-            self._pace.missed()
-        return logits
+        return replace(early, logits=logits)
 
     def _prepare_choices(self, admitted: Sequence[AdmittedStep]) -> Sequence[Future[None]]:
         """Lets the device or threads draw random numbers, and threads find what grammars allow, while a step runs.
@@ -396,37 +384,11 @@ class BatchExecutor:
             if sampler.prepares_choice(device)
         ]
 
-    def _compute_rows(
-        self, admitted: Sequence[AdmittedStep], blocks: Span, early: "_EarlyLogits | None"
-    ) -> BatchResult:
-        try:
-            work, (hidden, embed_seconds) = _row_works(admitted), self._inputs(admitted)
-            copies = _HostCopies(admitted)
-
-            def meanwhile(output: Tensor, reading: Reading) -> None:
-                copies.begin(output)
-                if early is not None:
-                    early(output, reading)
-
-            outputs = copies.in_place_of(tuple(self._outputs(work, hidden, blocks, meanwhile)))
-            return BatchResult(outputs, edge_seconds=embed_seconds)
-        except Exception as failure:
-            error, place = error_of(failure), call_path(failure)
-        # It was launched on what the failed batch wrote.
-        self._ahead = None
-        if early is not None and early.has_chosen:
-            return _all_failed(admitted)
-        # The exception has been released, so its frames no longer hold tensors in a device's memory that may be full.
-        rows = [AdmittedStep(batch.work, [row]) for batch in admitted for row in batch.rows]
-        log.error("iteration failed", extra={"rows": len(rows), "where": place})
-        if len(rows) == 1:
-            return BatchResult((error,), has_raised=True)
-        return BatchResult(tuple(self._alone(row, blocks) for row in rows), has_raised=True)
-
     def _alone(self, row: AdmittedStep, blocks: Span) -> Tensor | CorollaError:
         try:
             hidden, _ = self._inputs([row])
-            (output,) = self._outputs(_row_works([row]), hidden, blocks)
+            launched = self.runner.launch(_row_works([row]), hidden, blocks)
+            (output,) = _row_outputs([launched.hidden], self.runner.finish(launched, (0,), blocks))
             return output
         except Exception as failure:
             error, place = error_of(failure), call_path(failure)
@@ -481,16 +443,6 @@ class BatchExecutor:
             lengths.append(len(token_ids) - sum(lengths))
         numbers = [(token_ids, torch.int64), (positions, torch.int64)]
         return _split(self._edges.embed(*copied_numbers(numbers, self._edges.device)), lengths)
-
-    def _outputs(
-        self,
-        work: list[RowWork],
-        hidden: Tensor,
-        blocks: Span,
-        meanwhile: Callable[[Tensor, Reading], None] | None = None,
-    ) -> Iterator[Tensor | CorollaError]:
-        output = self.runner.forward_each(work, hidden, blocks, meanwhile)
-        return _row_outputs(_split(output.hidden, [row.num_tokens for row in work]), output.finite)
 
     def _with_tokens(
         self, admitted: Sequence[AdmittedStep], outputs: Sequence[RowOutput], early: "_EarlyLogits | None"
@@ -591,82 +543,71 @@ class _HostCopies:
         return tuple(replaced)
 
 
+@dataclass(frozen=True, slots=True)
 class _EarlyLogits:
-    """Launches the head for the rows of an iteration before it is known which outputs are finite.
+    """The logits of an iteration's rows, before it is known which outputs are finite.
 
-    Args:
-        on_launched: is called with the logits if they are launched, and each row has exactly one of them. It returns
-            the logits to use, perhaps with chosen tokens.
+    Attributes:
+        rows: the rows for which tokens are chosen.
+        num_choices: how many of the logits each of them has.
+        has_one_of_each_row: whether each row of the iteration has exactly one of the logits.
     """
 
-    def __init__(
-        self, edges: Edges, admitted: Sequence[AdmittedStep], on_launched: Callable[[RowLogits], RowLogits]
-    ) -> None:
-        self._edges = edges
-        self._admitted = admitted
-        self._on_launched = on_launched
-        self._rows: Sequence[pb.StepRow] = ()
-        self._num_choices: Sequence[int] = ()
-        self._logits: RowLogits | None = None
+    rows: Sequence[pb.StepRow]
+    num_choices: Sequence[int]
+    logits: RowLogits
+    has_one_of_each_row: bool
 
     @property
     def has_chosen(self) -> bool:
         """True if samplers have chosen tokens, which they must not do again."""
-        return self._logits is not None and len(self._logits.slow) > 0
+        return len(self.logits.slow) > 0
 
-    def __call__(self, hidden: Tensor, reading: Reading) -> None:
-        """Launches the head for the output of all rows, `[sum of num_tokens, H]` in the model's dtype on its device.
+    @classmethod
+    def launched(cls, edges: Edges, admitted: Sequence[AdmittedStep], batch: LaunchedBatch) -> "_EarlyLogits | None":
+        """Launches the head behind a batch, whose reading then brings the most probable tokens.
 
-        The reading brings the most probable tokens, and begins before the next step is launched.
+        Returns None if no tokens are chosen, or if the logits of all rows at a time would take too much memory.
         """
-        pairs = [(row, batch.sampler_for(row, session)) for batch in self._admitted for row, session, _ in batch.rows]
-        outputs = _split(hidden, [row.num_tokens for row, _ in pairs])
+        pairs = [(row, step.sampler_for(row, session)) for step in admitted for row, session, _ in step.rows]
+        outputs = _split(batch.hidden, [row.num_tokens for row, _ in pairs])
         rows = [
             SamplingRow(row, output, row.num_result_tokens, sampler)
             for (row, sampler), output in zip(pairs, outputs, strict=True)
             if sampler is not None
         ]
         if not rows or len(list(in_parts(rows))) > 1:
-            return
+            return None
+        num_choices = [row.num_choices for row in rows]
+        whole = batch.hidden if sum(num_choices) == len(batch.hidden) else None
         try:
-            num_choices = [row.num_choices for row in rows]
-            whole = hidden if sum(num_choices) == len(hidden) else None
-            self._logits = logits_of(self._edges, rows, reading, whole)
+            logits = logits_of(edges, rows, batch.reading, whole)
         except Exception as failure:
             error_of(failure)
             # Once it is known which outputs are finite, the head is tried again, and says what fails.
             log.warning("the head could not be launched early", extra={"where": call_path(failure)})
-            return
-        reading.begin()
-        self._rows, self._num_choices = [row.row for row in rows], num_choices
-        if len(rows) == len(pairs) == sum(num_choices):
-            self._logits = self._on_launched(self._logits)
+            return None
+        return cls([row.row for row in rows], num_choices, logits, len(rows) == len(pairs) == sum(num_choices))
 
-    def take(self, logits: RowLogits) -> None:
-        """Takes the logits of all rows, which were launched before."""
-        self._rows = [row for batch in self._admitted for row, _, _ in batch.rows]
-        self._num_choices = [1] * len(self._rows)
-        self._logits = self._on_launched(logits)
+    @classmethod
+    def of_all(cls, admitted: Sequence[AdmittedStep], logits: RowLogits) -> "_EarlyLogits":
+        """The logits of all rows, one for each, which were launched before."""
+        rows = [row for step in admitted for row, _, _ in step.rows]
+        return cls(rows, [1] * len(rows), logits, True)
 
     def of(self, rows: Sequence[SamplingRow]) -> RowLogits | None:
         """The logits of these rows, if they were launched; `rows` lacks those whose output is not finite."""
-        if len(rows) == len(self._rows):
-            return self._logits
+        if len(rows) == len(self.rows):
+            return self.logits
         wanted = {id(row.row) for row in rows}
         indices: list[int] = []
         start = num_found = 0
-        for row, num_choices in zip(self._rows, self._num_choices, strict=True):
+        for row, num_choices in zip(self.rows, self.num_choices, strict=True):
             if id(row) in wanted:
                 indices.extend(range(start, start + num_choices))
                 num_found += 1
             start += num_choices
-        return self._logits.part(indices) if self._logits is not None and num_found == len(rows) else None
-
-
-def _all_failed(admitted: Sequence[AdmittedStep]) -> BatchResult:
-    """The result of a batch that failed after samplers had chosen: their clients recover with new samplers."""
-    failed = StepFailed("a block server could not compute a step")
-    return BatchResult((failed,) * sum(len(batch.rows) for batch in admitted), has_raised=True)
+        return self.logits.part(indices) if num_found == len(rows) else None
 
 
 def _row_outputs(parts: Sequence[Tensor], finite: Sequence[bool]) -> Iterator[Tensor | CorollaError]:

@@ -412,8 +412,10 @@ class Engine:
     async def _computed(self, admitted: Sequence[AdmittedStep], blocks: Span, *, is_inline: bool) -> BatchResult:
         if is_inline:
             return self._executor.compute(admitted, blocks)
+        # Rows that wait for their microbatch come next, and not those whose next step could be launched.
+        is_alone = not self.first_hop.num_waiting
         return await self._compute_thread.run(
-            self._executor.compute, admitted, blocks, lambda: not len(self._scheduler)
+            self._executor.compute, admitted, blocks, lambda: is_alone and not len(self._scheduler)
         )
 
     async def _finished(self, launched: LaunchedIteration) -> BatchResult | None:

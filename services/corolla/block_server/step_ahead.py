@@ -11,15 +11,12 @@ positions again.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from corolla.block_server.admitted_step import AdmittedStep
 from corolla.block_server.hop_session import HopSession
 from corolla.block_server.row_sampling import ChosenTokens, RowLogits
 from corolla.cache.store import SessionCache
 from corolla.compute.span_runner import LaunchedBatch, RowWork
-
-_MOST_MISSES: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +69,8 @@ def next_rows(admitted: Sequence[AdmittedStep]) -> Sequence[NextRow]:
             if not sampler.is_independent or row.num_result_tokens > 1 or row.HasField("readout"):
                 return ()
             position = row.position + row.num_tokens
-            if not sampler.is_at_last and position < ring.credit_end:
+            has_room = position < session.cache.num_reserved_tokens
+            if not sampler.is_at_last and position < ring.credit_end and has_room:
                 found.append(NextRow(index, session, session.version, position))
     return found
 
@@ -116,25 +114,3 @@ class StepAhead:
                     return None
                 indices.append(number)
         return indices
-
-
-class AheadPace:
-    """Decides after which steps to go ahead: ever more seldom while other steps come than those launched."""
-
-    def __init__(self) -> None:
-        self._num_misses = 0
-        self._num_skipped = 0
-
-    def hit(self) -> None:
-        self._num_misses = 0
-
-    def missed(self) -> None:
-        self._num_misses = min(self._num_misses + 1, _MOST_MISSES)
-        self._num_skipped = 2**self._num_misses - 1
-
-    def goes_ahead(self) -> bool:
-        """Returns True if the next step should be launched ahead of the present one's tokens."""
-        if self._num_skipped:
-            self._num_skipped -= 1
-            return False
-        return True

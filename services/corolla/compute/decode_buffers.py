@@ -23,11 +23,13 @@ class DecodeStep:
         tokens: the new token of each row.
         columns: the positions and then, for each group, slots and numbers of keys; each list ends with padding.
         versions: for each group, the versions of the rows' page tables.
+        slots: the slots of the rows' adapters in the table of adapters; None: no row has one.
     """
 
     tokens: Sequence[NewToken]
     columns: list[list[int]]
     versions: list[list[int]]
+    slots: Sequence[int] | None = None
 
 
 class DecodeBuffers:

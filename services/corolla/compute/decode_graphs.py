@@ -6,6 +6,7 @@ rows without a session are padding (as in vLLM and TensorRT-LLM).
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -19,12 +20,18 @@ from corolla.compute.triton_blocks import TritonBlocks
 from corolla.models.adapters.products import SpanAdapter
 from corolla.models.cuda_capture import Record
 from corolla.models.fused import FusedSpan
+from corolla.wire.device_copies import to_copy
 
 SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 96, 128)
 """The numbers of rows of recorded steps.
 
 Up to 64 rows, memory bandwidth limits a GPU, so padding costs little. Beyond, a step has up to a third of padding.
 """
+
+
+Embed = Callable[[Tensor], Tensor]
+"""Makes the input of rows of one token each on a device: from their positions, int64 `[rows]`, it returns `[rows, H]`
+in any dtype."""
 
 
 class DecodeGraphs:
@@ -80,73 +87,56 @@ class DecodeGraphs:
         self._kept = fused.rotary_tables
 
     @property
-    def device(self) -> torch.device:
-        """The device of the steps."""
-        return self.buffers.hidden.device
-
-    @property
     def max_rows(self) -> int:
         """The most rows of a recorded step."""
         return self._sizes[-1]
 
-    def step(self, tokens: Sequence[NewToken]) -> DecodeStep | None:
-        """The step of these new tokens; None if no recorded step has room for them."""
-        return self.buffers.step(tokens) if len(tokens) <= self.max_rows else None
+    def step(self, tokens: Sequence[NewToken], adapters: Sequence[SpanAdapter | None] = ()) -> DecodeStep | None:
+        """The step of these new tokens, whose pages may be written; None if no recorded step fits.
+
+        Args:
+            adapters: the adapters of all rows; empty: no row has one.
+        """
+        step = self.buffers.step(tokens) if len(tokens) <= self.max_rows else None
+        if step is None or all(adapter is None for adapter in adapters):
+            return step
+        slots = None if self._low_rank is None else self._low_rank.slots(adapters)
+        if slots is None or self._low_rank is None or self._low_rank.most_rank(slots) > RECORDED_RANK:
+            return None
+        return replace(step, slots=slots)
 
     def prepare(self, step: DecodeStep) -> None:
         """Gives the device all of a step but its hidden states; `replay` then does not write that again."""
         self.buffers.write(step, self._size_for(step))
 
-    def slots_for(self, adapters: Sequence[SpanAdapter | None]) -> list[int] | None:
-        """The slots of rows' adapters in the table; None if no recorded step has such adapters."""
-        slots = None if self._low_rank is None else self._low_rank.slots(adapters)
-        if slots is None or self._low_rank is None or self._low_rank.most_rank(slots) > RECORDED_RANK:
-            return None
-        return slots
-
-    def replay(self, step: DecodeStep, hidden: Tensor, slots: Sequence[int] | None = None) -> Tensor:
+    def replay(self, step: DecodeStep, hidden: Tensor | Embed) -> Tensor:
         """Runs all layers over one new token of each row, and stores their keys and values.
 
         Args:
-            step: a step whose pages may be written.
-            hidden: `[rows, H]`, any device and dtype; pinned memory of the CPU is copied without waiting.
-            slots: see `slots_for`; None: no row has an adapter.
+            hidden: `[rows, H]`, any device and dtype; or what makes it once the positions are on the device.
 
         Returns:
             The output `[rows, H]`, a copy on the model's device and in its dtype.
         """
         self.prepare(step)
-        return self._replay(step, hidden, slots)
-
-    def replay_embedded(self, step: DecodeStep, embed: Callable[[Tensor], Tensor]) -> Tensor:
-        """Does what `replay` does, with an input that is made once the positions are on the device.
-
-        Args:
-            step: see `replay`.
-            embed: takes the positions, int64 `[rows]` on the device, and returns the input `[rows, H]`, any device and
-                dtype.
-
-        Returns:
-            The output `[rows, H]`, a copy on the model's device and in its dtype.
-        """
-        self.prepare(step)
-        return self._replay(step, embed(self.buffers.positions.narrow(0, 0, len(step.tokens))))
+        buffers, num_rows, size = self.buffers, len(step.tokens), self._size_for(step)
+        if isinstance(hidden, Tensor):
+            hidden = to_copy(hidden, buffers.hidden.device, buffers.hidden.dtype)
+        else:
+            hidden = hidden(buffers.positions.narrow(0, 0, num_rows))
+        buffers.hidden.narrow(0, 0, num_rows).copy_(hidden, non_blocking=True)
+        if step.slots is None:
+            self._replays[size]()
+        else:
+            padding = [NO_SLOT] * (size - num_rows)
+            buffers.write_numbers(self._tiles[:size], LowRankBatch.tiles_of_tokens([*step.slots, *padding]))
+            self._adapting[size]()
+        self.num_replays += 1
+        return buffers.output.narrow(0, 0, num_rows).clone()
 
     def _size_for(self, step: DecodeStep) -> int:
         """The size of the smallest recorded step that has room for the rows."""
         return next(size for size in self._sizes if size >= len(step.tokens))
-
-    def _replay(self, step: DecodeStep, hidden: Tensor, slots: Sequence[int] | None = None) -> Tensor:
-        buffers, num_rows, size = self.buffers, len(step.tokens), self._size_for(step)
-        buffers.hidden.narrow(0, 0, num_rows).copy_(hidden, non_blocking=True)
-        if slots is None:
-            self._replays[size]()
-        else:
-            padding = [NO_SLOT] * (size - num_rows)
-            buffers.write_numbers(self._tiles[:size], LowRankBatch.tiles_of_tokens([*slots, *padding]))
-            self._adapting[size]()
-        self.num_replays += 1
-        return buffers.output.narrow(0, 0, num_rows).clone()
 
     def _recorded(
         self, record: Record, sizes: Sequence[int], *, has_adapters: bool = False

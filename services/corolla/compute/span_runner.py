@@ -22,7 +22,7 @@ from corolla.compute.attention.page_tables import PagedBackend, paged_batch
 from corolla.compute.attention.shapes import ShapeProbe
 from corolla.compute.compiled_blocks import choose_compiled_blocks
 from corolla.compute.decode_buffers import DecodeStep
-from corolla.compute.decode_graphs import DecodeGraphs
+from corolla.compute.decode_graphs import DecodeGraphs, Embed
 from corolla.compute.kernel_choices import KernelChoices
 from corolla.compute.low_rank import LowRankBatch, LowRankTable, choose_low_rank_table
 from corolla.compute.prompts import BlockPrompts
@@ -32,7 +32,7 @@ from corolla.models.families import pageless_layers, recurrent_layers
 from corolla.models.linear import ways_by_shape
 from corolla.models.product_rule import AUTO
 from corolla.models.span_model import SpanModel
-from corolla.wire.device_copies import Reading, copied_numbers, to_copy, to_device
+from corolla.wire.device_copies import Reading, copied_numbers, to_device
 from corolla.wire.span import Span
 
 
@@ -62,26 +62,16 @@ class RowWork(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class BatchOutput:
-    """The output of a batch.
-
-    Attributes:
-        hidden: `[sum of num_tokens, H]` in the model's dtype and on its device, row after row.
-        finite: for each row, whether all its numbers are finite. If they are not, the row's cache gets no new tokens.
-    """
-
-    hidden: Tensor
-    finite: tuple[bool, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class LaunchedBatch:
     """A batch that a device may not have computed yet; its rows' caches hold no new tokens so far.
+
+    More may be launched that reads its output before `SpanRunner.finish` waits for it.
 
     Attributes:
         rows: the batch's rows.
         hidden: the output, `[sum of num_tokens, H]` in the model's dtype and on its device.
-        reading: what the host reads of the batch, with one copy: the sum of all its numbers, and what users add.
+        reading: what the host reads of the batch, with one copy: the sum of all its numbers, and what users add before
+            it begins.
         read_sum: waits until the batch is computed, and returns this sum, `[]` in any dtype on any device.
     """
 
@@ -206,12 +196,15 @@ class SpanRunner:
         cache = self.new_cache()
         cache.reserve(1)
         try:
-            self.forward_each([RowWork(cache, 0, 1)], torch.zeros(1, self.model.hidden_size), self.span)
+            self.forward([RowWork(cache, 0, 1)], torch.zeros(1, self.model.hidden_size), self.span)
         finally:
             cache.clear()
 
     def forward(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
-        """Runs `blocks` and returns the output alone; raises if a row is not finite. See `SpanRunner.forward_each`.
+        """Launches and finishes a batch, and returns its output; raises if a row is not finite.
+
+        Args:
+            hidden: `[sum of num_tokens, H]`, any device and dtype; see `launch` for all arguments.
 
         Returns:
             `[sum of num_tokens, H]` in the model's dtype, on its device.
@@ -219,116 +212,43 @@ class SpanRunner:
         Raises:
             NonFiniteOutput: a row has NaN or Inf. The other rows' tokens are in their caches.
         """
-        output = self.forward_each(rows, hidden, blocks)
-        if not all(output.finite):
+        launched = self.launch(rows, hidden, blocks)
+        if not all(self.finish(launched, range(len(rows)), blocks)):
             raise NonFiniteOutput(f"Blocks {blocks} produced a number that is not finite.")
-        return output.hidden
+        return launched.hidden
 
     @torch.inference_mode()
-    def forward_each(
-        self,
-        rows: Sequence[RowWork],
-        hidden: Tensor,
-        blocks: Span,
-        meanwhile: Callable[[Tensor, Reading], None] | None = None,
-    ) -> BatchOutput:
-        """Runs `blocks` over the new tokens of all rows and stores their keys and values.
+    def launch(self, rows: Sequence[RowWork], hidden: Tensor | Embed, blocks: Span) -> LaunchedBatch:
+        """Launches `blocks` over the new tokens of all rows, which stores their keys and values.
 
-        If it raises, no cache holds more tokens than before.
+        No cache counts the new tokens as held before `finish`. Without it, another step writes the same positions
+        again.
 
         Args:
             rows: rows of different sessions; single tokens and chunks may be mixed.
-            hidden: `[sum of num_tokens, H]`, any device and dtype: the input of the first of `blocks`, row after row.
+            hidden: the input of the first of `blocks`, `[sum of num_tokens, H]`, any device and dtype, row after row.
+                Or a function that makes it on the device, for the step after one that is launched and not yet finished:
+                rows of one token each, which begin where the rows of that step end.
             blocks: a run of blocks within the span; a session has the same run for all its life.
-            meanwhile: gets the output, `[sum of num_tokens, H]` in the model's dtype on its device, before it is known
-                which rows are finite, so that a device has more to compute while the answer is on its way; and the
-                reading that will tell it, to which it may add.
 
         Returns:
-            The output of the last of `blocks`, on the model's device and in its dtype, and which rows are finite.
+            The batch, whose reading has not begun.
 
         Raises:
             ValueError: rows, tensor and span do not fit each other.
+            OutOfPages: the pool has too few pages.
         """
-        self._check(rows, hidden, blocks)
+        if isinstance(hidden, Tensor):
+            self._check(rows, hidden, blocks)
+            for row in rows:
+                row.cache.truncate(row.position)
         for row in rows:
-            row.cache.truncate(row.position)
             row.cache.prepare(row.position, row.num_tokens)
-        hidden = to_device(hidden, self.model.device, self.model.dtype)
-        if any(row.takes_prompts for row in rows):
-            output = self._forward_with_prompts(rows, hidden, blocks)
-        else:
-            output = self._forward_blocks(rows, hidden, blocks)
-        launched = self._launched(rows, output)
-        if meanwhile is not None:
-            meanwhile(output, launched.reading)
-        launched.reading.begin()
-        return BatchOutput(output, self._finished(launched, range(len(rows)), blocks))
-
-    @torch.inference_mode()
-    def launch(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> LaunchedBatch | None:
-        """Launches what `forward_each` computes, if a recorded step can compute it; `finish` must follow.
-
-        Args:
-            rows: rows of different sessions.
-            hidden: `[sum of num_tokens, H]`, any device and dtype, row after row.
-            blocks: see `forward_each`.
-
-        Returns:
-            None if no recorded step fits; then nothing was launched. The batch's reading has not begun.
-
-        Raises:
-            ValueError: rows, tensor and span do not fit each other.
-            OutOfPages: the pool has too few pages.
-        """
-        self._check(rows, hidden, blocks)
-        for row in rows:
-            row.cache.truncate(row.position)
         graphs, step = self.decode_graphs, self._recorded(rows, blocks)
-        if graphs is None or step is None:
-            return None
-        return self._launched(rows, graphs.replay(step, to_copy(hidden, graphs.device, self.model.dtype)))
-
-    @torch.inference_mode()
-    def prepare_next(self, rows: Sequence[RowWork], blocks: Span) -> None:
-        """Gives the device what it will need of a step that is expected next, all but its hidden states.
-
-        If another step comes, that costs only time: as in `launch_next`, nothing counts as held.
-
-        Args:
-            rows: rows of one token each, which begin where their caches end.
-
-        Raises:
-            OutOfPages: the pool has too few pages.
-        """
-        graphs, step = self.decode_graphs, self._recorded(rows, blocks) if _have_room(rows) else None
-        if graphs is not None and step is not None:
-            graphs.prepare(step)
-
-    @torch.inference_mode()
-    def launch_next(
-        self, rows: Sequence[RowWork], embed: Callable[[Tensor], Tensor], blocks: Span
-    ) -> LaunchedBatch | None:
-        """Launches the next step of rows whose present step is launched, if a recorded step can compute it.
-
-        The step writes only to positions that no cache counts as held. If `finish_next` follows, the tokens are held;
-        otherwise another step writes these positions again.
-
-        Args:
-            rows: rows of one token each, which begin where the present step ends.
-            embed: takes the rows' positions, int64 `[rows]` on the device, and returns their input there, `[rows, H]`
-                in the model's dtype.
-
-        Returns:
-            None if no recorded step fits, or a row has no room for the token. The batch's reading has not begun.
-
-        Raises:
-            OutOfPages: the pool has too few pages.
-        """
-        graphs, step = self.decode_graphs, self._recorded(rows, blocks) if _have_room(rows) else None
-        if graphs is None or step is None:
-            return None
-        return self._launched(rows, graphs.replay_embedded(step, embed))
+        output = self._computed(rows, hidden, blocks) if graphs is None or step is None else graphs.replay(step, hidden)
+        # If a row has NaN or Inf, the sum is not finite. It may also overflow, so then each row is checked by itself.
+        reading = Reading()
+        return LaunchedBatch(rows, output, reading, reading.add(output.sum(dtype=torch.float32)))
 
     @torch.inference_mode()
     def finish(self, launched: LaunchedBatch, kept: Sequence[int], blocks: Span) -> tuple[bool, ...]:
@@ -340,26 +260,6 @@ class SpanRunner:
         Returns:
             For each row in `kept`, whether all numbers of its output are finite. If not, its cache gets no new token.
         """
-        return self._finished(launched, kept, blocks)
-
-    def _recorded(self, rows: Sequence[RowWork], blocks: Span) -> DecodeStep | None:
-        """The recorded step of the rows, whose pages may be written now; None if none fits."""
-        graphs = self.decode_graphs
-        if graphs is None or blocks != self.span:
-            return None
-        for row in rows:
-            if row.num_tokens > 1 or row.adapter is not None or row.prompts is not None:
-                return None
-        for row in rows:
-            row.cache.prepare(row.position, 1)
-        return graphs.step([(row.cache, row.position) for row in rows])
-
-    def _launched(self, rows: Sequence[RowWork], output: Tensor) -> LaunchedBatch:
-        # If a row has NaN or Inf, the sum is not finite. It may also overflow, so then each row is checked by itself.
-        reading = Reading()
-        return LaunchedBatch(rows, output, reading, reading.add(output.sum(dtype=torch.float32)))
-
-    def _finished(self, launched: LaunchedBatch, kept: Sequence[int], blocks: Span) -> tuple[bool, ...]:
         rows = [launched.rows[index] for index in kept]
         finite: tuple[bool, ...] = (True,) * len(rows)
         if not math.isfinite(launched.read_sum().item()):
@@ -371,9 +271,54 @@ class SpanRunner:
                 row.cache.blocks = blocks
         return finite
 
+    @torch.inference_mode()
+    def prepare(self, rows: Sequence[RowWork], blocks: Span) -> None:
+        """Gives the device what it will need of a step that is expected next, all but its hidden states.
+
+        If another step comes, that costs only time, since nothing counts as held.
+
+        Args:
+            rows: rows of one token each, which begin where their caches end.
+
+        Raises:
+            OutOfPages: the pool has too few pages.
+        """
+        if any(row.position >= row.cache.num_reserved_tokens for row in rows):
+            return
+        for row in rows:
+            row.cache.prepare(row.position, row.num_tokens)
+        graphs, step = self.decode_graphs, self._recorded(rows, blocks)
+        if graphs is not None and step is not None:
+            graphs.prepare(step)
+
+    def may_be_recorded(self, rows: Sequence[RowWork], blocks: Span) -> bool:
+        """Returns True if a recorded step fits these rows, as far as that is known before their pages are prepared."""
+        graphs = self.decode_graphs
+        if graphs is None or blocks != self.span or len(rows) > graphs.max_rows:
+            return False
+        return all(row.num_tokens == 1 and not row.takes_prompts for row in rows)
+
+    def _recorded(self, rows: Sequence[RowWork], blocks: Span) -> DecodeStep | None:
+        """The recorded step of the rows, whose pages may be written; None if none fits."""
+        graphs = self.decode_graphs
+        if graphs is None or not self.may_be_recorded(rows, blocks):
+            return None
+        return graphs.step([(row.cache, row.position) for row in rows], [row.adapter for row in rows])
+
+    def _computed(self, rows: Sequence[RowWork], hidden: Tensor | Embed, blocks: Span) -> Tensor:
+        device, dtype = self.model.device, self.model.dtype
+        if not isinstance(hidden, Tensor):
+            (positions,) = copied_numbers([([row.position for row in rows], torch.int64)], device)
+            hidden = hidden(positions)
+        hidden = to_device(hidden, device, dtype)
+        if any(row.takes_prompts for row in rows):
+            return self._forward_with_prompts(rows, hidden, blocks)
+        return self._forward_blocks(rows, hidden, blocks)
+
     def _forward_blocks(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
-        forward = self._forward_packed if self.model.packs_rows else self._forward_rows
-        return forward(rows, hidden, blocks)
+        if self.model.packs_rows:
+            return self._forward_step(self._packed_step(rows, hidden.device), hidden, blocks)
+        return self._forward_rows(rows, hidden, blocks)
 
     def _forward_with_prompts(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
         """Runs block by block, and adds the rows' prompts to the input of each block."""
@@ -392,16 +337,6 @@ class SpanRunner:
             else:
                 hidden = self._forward_step(step, hidden, block)
         return hidden
-
-    def _forward_packed(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
-        graphs = self.decode_graphs if blocks == self.span else None
-        if graphs is not None and all(row.num_tokens == 1 for row in rows):
-            step = graphs.step([(row.cache, row.position) for row in rows])
-            has_adapters = any(row.adapter is not None for row in rows)
-            slots = graphs.slots_for([row.adapter for row in rows]) if has_adapters else None
-            if step is not None and (not has_adapters or slots is not None):
-                return graphs.replay(step, hidden, slots)
-        return self._forward_step(self._packed_step(rows, hidden.device), hidden, blocks)
 
     def _packed_step(self, rows: Sequence[RowWork], device: torch.device) -> "_PackedStep":
         positions = [row.position + index for row in rows for index in range(row.num_tokens)]
@@ -514,11 +449,6 @@ class _PackedStep:
     batch: AttentionBatch
     adapters: AdapterBatch | None
     low_rank: LowRankBatch | None
-
-
-def _have_room(rows: Sequence[RowWork]) -> bool:
-    """Returns True if the sessions of all rows, of one token each, have reserved room for it."""
-    return all(row.position < row.cache.num_reserved_tokens for row in rows)
 
 
 def _packed(rows: Sequence[RowWork]) -> list[PackedRow]:

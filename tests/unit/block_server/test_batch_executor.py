@@ -22,7 +22,8 @@ from corolla.cache.store import SessionCache
 from corolla.cache.tables import Copies
 from corolla.chassis.errors import CorollaError, NonFiniteOutput, OutOfMemory, OutOfPages, StepFailed
 from corolla.compute import span_runner
-from corolla.compute.span_runner import BatchOutput, RowWork, SpanRunner
+from corolla.compute.decode_graphs import Embed
+from corolla.compute.span_runner import LaunchedBatch, RowWork, SpanRunner
 from corolla.decoding.parameters import SamplingParams
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.models.checkpoint import Checkpoint
@@ -33,6 +34,7 @@ from corolla.wire.device_copies import Reading
 from corolla.wire.span import Span
 from corolla.wire.tensors import to_payload
 from tests.checkpoints import make_tiny_checkpoint
+from tests.faulty_runner import FaultyRunner
 from tests.unread_stream import UnreadStream
 
 SPAN = Span(1, 4)
@@ -95,35 +97,20 @@ class Sessions:
         return [AdmittedStep(StepWork(message, payload, Peer(b"c", UnreadStream())), admitted)]
 
 
-class Present:
-    """Launches no next step."""
-
-    def launch(self, *_args: Any) -> None:
-        raise AssertionError("nothing is launched before `compute` is asked")
-
-    def prepare_next(self, *_args: Any) -> None:
-        raise AssertionError("nothing is launched before `compute` is asked")
-
-    def launch_next(self, *_args: Any) -> None:
-        return None
-
-    def finish(self, *_args: Any) -> tuple[bool, ...]:
-        raise AssertionError("nothing was launched")
-
-
-class Spoiling(Present):
+class Spoiling(FaultyRunner):
     """Fails when a row is bad, after it has written other keys and values over those of the new tokens."""
 
     def __init__(self, runner: SpanRunner, bad: Sequence[SessionCache], failure: Exception) -> None:
-        self._runner = runner
+        super().__init__(runner)
+        self._of_blocks = runner
         self._bad = bad
         self._failure = failure
-        self.warm_up = runner.warm_up
 
-    def forward_each(self, rows: Sequence[RowWork], hidden: Tensor, *others: Any) -> BatchOutput:
+    def launch(self, rows: Sequence[RowWork], *others: Any) -> LaunchedBatch:
+        hidden, blocks = others
         if len(rows) == 1 and not any(row.cache is each for row in rows for each in self._bad):
-            return self._runner.forward_each(rows, hidden, *others)
-        self._runner.forward_each(rows, -3 * hidden, *others)
+            return super().launch(rows, hidden, blocks)
+        self._of_blocks.forward(rows, -3 * hidden, blocks)
         for row in rows:
             row.cache.truncate(row.position)
         raise self._failure
@@ -226,16 +213,12 @@ def test_a_failure_maps_to_its_error(failure: Exception, kind: type[CorollaError
 def test_a_device_that_failed_ends_the_engine_and_its_first_line_is_logged(
     runner: SpanRunner, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Broken(Present):
-        def forward_each(self, *_args: Any) -> BatchOutput:
-            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nFor debugging consider")
-
-        def warm_up(self) -> None:
-            pass
+    def fail(_rows: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nFor debugging consider")
 
     sessions = Sessions(runner, b"ab")
     with pytest.raises(torch.AcceleratorError):
-        compute(Broken(), sessions.step({b"a"[0]: (5, 1), b"b"[0]: (5, 1)}), SPAN)
+        compute(FaultyRunner(runner, before=fail), sessions.step({b"a"[0]: (5, 1), b"b"[0]: (5, 1)}), SPAN)
     assert [record.failure for record in caplog.records if hasattr(record, "failure")] == [
         "CUDA error: an illegal memory access was encountered"
     ]
@@ -337,24 +320,19 @@ class OnGpu(torch.Tensor):
     device = torch.device("cuda", 0)
 
 
-class Doubling(Present):
+class Doubling(SpanRunner):
     """Doubles each number, on a GPU; rows with NaN are not finite."""
 
-    def forward_each(
-        self,
-        rows: Sequence[RowWork],
-        hidden: Tensor,
-        blocks: Span,
-        meanwhile: Callable[[Tensor, Reading], None] | None = None,
-    ) -> BatchOutput:
-        output = (2 * hidden).as_subclass(OnGpu)
-        assert meanwhile is not None
-        meanwhile(output, Reading())
-        parts = torch.split(output.as_subclass(torch.Tensor), [row.num_tokens for row in rows])
-        return BatchOutput(output, tuple(bool(part.isfinite().all()) for part in parts))
+    def __init__(self) -> None:
+        pass
 
-    def warm_up(self) -> None:
-        raise NotImplementedError
+    def launch(self, rows: Sequence[RowWork], hidden: Tensor | Embed, blocks: Span) -> LaunchedBatch:
+        assert isinstance(hidden, Tensor)
+        return LaunchedBatch(rows, (2 * hidden).as_subclass(OnGpu), Reading(), hidden.sum)
+
+    def finish(self, launched: LaunchedBatch, kept: Sequence[int], blocks: Span) -> tuple[bool, ...]:
+        parts = torch.split(launched.hidden.as_subclass(torch.Tensor), [row.num_tokens for row in launched.rows])
+        return tuple(bool(part.isfinite().all()) for part in parts)
 
 
 def test_outputs_that_are_sent_leave_a_gpu_by_one_copy_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +361,7 @@ def test_outputs_that_are_sent_leave_a_gpu_by_one_copy_of_each_step(monkeypatch:
         step(1, 2, goes_on=True), step(2, num_results=1), step(2, 1, goes_on=True, is_finite=False),
         step(1, 1, num_results=1),
     ]  # fmt: skip
-    outputs = compute(cast(BatchRunner, Doubling()), steps, SPAN).outputs
+    outputs = compute(Doubling(), steps, SPAN).outputs
     assert copied == [3, 3, 2]
     assert [type(output) for output in outputs] == [Tensor, Tensor, OnGpu, NonFiniteOutput, Tensor, Tensor, Tensor]
     sent = [output.as_subclass(Tensor).flatten().tolist() for output in outputs if isinstance(output, Tensor)]

@@ -91,7 +91,9 @@ class Slow(FaultyRunner):
     def __init__(self, runner: SpanRunner) -> None:
         super().__init__(runner)
         self.has_launched, self.may_arrive = asyncio.Event(), False
-        self._of_blocks = runner
+
+    def may_be_recorded(self, *_args: Any) -> bool:
+        return True
 
     def launch(self, rows: Sequence[RowWork], *others: Any) -> LaunchedBatch:
         slow, (hidden, _) = self, others
@@ -104,11 +106,8 @@ class Slow(FaultyRunner):
         self.has_launched.set()
         return LaunchedBatch(rows, hidden, Late(), lambda: torch.zeros(()))
 
-    def prepare_next(self, *_args: Any) -> None:
+    def prepare(self, *_args: Any) -> None:
         pass
-
-    def finish(self, launched: LaunchedBatch, *others: Any) -> tuple[bool, ...]:
-        return self._of_blocks.finish(launched, *others)
 
 
 async def test_the_event_loop_serves_sockets_while_a_launched_step_runs_and_notices_if_it_hangs(

@@ -31,13 +31,14 @@ from corolla.block_server.row_sampling import ChosenTokens, RowLogits, SessionSa
 from corolla.block_server.scheduler import Scheduler
 from corolla.block_server.servicer import BlockServicer
 from corolla.block_server.sessions import SessionTable
-from corolla.block_server.step_ahead import AheadPace, StepAhead, next_rows
+from corolla.block_server.step_ahead import StepAhead, next_rows
 from corolla.cache.store import SessionCache
 from corolla.chassis.errors import StepFailed
 from corolla.chassis.metrics import TaskMetrics, new_registry
 from corolla.chassis.tasks import TaskGroup
 from corolla.compute.compute_thread import ComputeThread
-from corolla.compute.span_runner import LaunchedBatch, SpanRunner
+from corolla.compute.decode_graphs import Embed
+from corolla.compute.span_runner import LaunchedBatch, RowWork, SpanRunner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.cuda_capture import CudaCapture
 from corolla.models.edges import Edges, load_edges
@@ -110,6 +111,7 @@ class Model:
             assert choose(self.runner) is not None
             return
         move(gpu, [module for model in self.edges.modules for module in model.modules()])
+        self.edges.find_device()
         self.runner = runner_on(gpu, path, WHOLE, num_pages=60)
         assert choose(self.runner, CudaCapture(GPU), (1, 2, 4)) is not None
 
@@ -182,13 +184,13 @@ class Server:
         )  # fmt: skip
         await self.client.until(lambda: self.client.num_opened == wanted)
 
-    def begin(self, name: int, epoch: int = 1, credit_end: int = 64) -> None:
+    def begin(self, name: int, epoch: int = 1, credit_end: int = 64, max_step_tokens: int = 64) -> None:
         """Sends a session's prompt, with which its tokens begin to go round."""
         ids = prompt(name)
         row = pb.StepRow(
             session_id=session_id(name), epoch=epoch, num_tokens=len(ids), num_result_tokens=1, token_ids=ids
         )
-        ring = pb.Ring(first_address=ADDRESS, credit_end=credit_end, max_step_tokens=64)
+        ring = pb.Ring(first_address=ADDRESS, credit_end=credit_end, max_step_tokens=max_step_tokens)
         self.tell(pb.Step(client_id=CLIENT, rows=[row], blocks=WHOLE.to_message(), samples=True, ring=ring))
 
     def num_of(self, name: int) -> int:
@@ -233,18 +235,23 @@ def prompt(name: int) -> Sequence[int]:
 def counted(monkeypatch: pytest.MonkeyPatch, runner: SpanRunner) -> list[str]:
     """A list that grows with each step that is launched ahead, and with each such step that is used."""
     events: list[str] = []
-    launch_next, finish_launched = runner.launch_next, runner.finish
+    launch, finish = runner.launch, runner.finish
+    ahead = set[Reading]()
 
-    def launch(*args: Any) -> LaunchedBatch | None:
-        events.append("launched")
-        return launch_next(*args)
+    def noted_launch(rows: Sequence[RowWork], hidden: Tensor | Embed, blocks: Span) -> LaunchedBatch:
+        launched = launch(rows, hidden, blocks)
+        if not isinstance(hidden, Tensor):
+            events.append("launched")
+            ahead.add(launched.reading)
+        return launched
 
-    def finish(*args: Any) -> tuple[bool, ...]:
-        events.append("used")
-        return finish_launched(*args)
+    def noted_finish(launched: LaunchedBatch, *others: Any) -> tuple[bool, ...]:
+        if launched.reading in ahead:
+            events.append("used")
+        return finish(launched, *others)
 
-    monkeypatch.setattr(runner, "launch_next", launch)
-    monkeypatch.setattr(runner, "finish", finish)
+    monkeypatch.setattr(runner, "launch", noted_launch)
+    monkeypatch.setattr(runner, "finish", noted_finish)
     return events
 
 
@@ -270,6 +277,24 @@ async def test_answers_that_begin_and_end_at_different_times(model: Model, monke
             expected = expected[: expected.index(ends[name]) + 1]
         assert answer == expected
     assert events.count("used") > NUM_TOKENS // 2
+
+
+def has_begun(server: Server, name: int) -> bool:
+    return server.num_of(name) > 2
+
+
+async def test_no_step_is_launched_ahead_of_rows_that_come_first(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five sessions in microbatches of at most three rows; they begin and end one by one."""
+    events = counted(monkeypatch, model.runner)
+    truth = {name: model.truth(name) for name in range(5)}
+    async with serving(model) as server:
+        for name in truth:
+            await server.open(name)
+        for begun in truth:
+            server.begin(begun, max_step_tokens=3)
+            await server.client.until(partial(has_begun, server, begun))
+        assert await server.all_of(truth) == truth
+    assert events.count("launched") == events.count("used") > 6
 
 
 DRAWN: dict[int, dict[str, Any]] = {
@@ -398,13 +423,15 @@ async def test_what_happens_between_two_steps(model: Model, monkeypatch: pytest.
     assert events.count("used") > 2
 
 
-@pytest.mark.parametrize("fails", quick(["launch_next", "finish"], "finish"))
+@pytest.mark.parametrize("fails", quick(["launch", "finish"], "finish"))
 async def test_a_step_that_cannot_be_launched_ahead_or_fails_is_computed_in_its_turn(
     model: Model, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     work, calls = getattr(model.runner, fails), []
 
     def fail_first(*args: Any) -> Any:
+        if isinstance(args[1], Tensor):
+            return work(*args)  # it is not launched ahead
         calls.append(fails)
         if len(calls) in (1, 4):
             raise RuntimeError("out of something")
@@ -468,19 +495,3 @@ def test_a_launched_step_is_used_only_if_exactly_that_step_is_asked_for(model: M
         following.work.step.ClearField("ring")
     assert ahead.indices_of([following]) == ([0] if change == "nothing" else None)
     session.cache.clear()
-
-
-def test_a_server_goes_ahead_ever_more_seldom_while_that_is_in_vain() -> None:
-    pace = AheadPace()
-    went = []
-    for _ in range(200):
-        went.append(pace.goes_ahead())
-        if went[-1]:
-            pace.missed()
-    assert went[:2] == [True, False]
-    assert 6 <= sum(went) <= 9
-    pace.hit()
-    while not pace.goes_ahead():
-        pass
-    pace.missed()
-    assert [pace.goes_ahead() for _ in range(3)] == [False, True, True]

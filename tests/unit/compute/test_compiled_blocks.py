@@ -154,10 +154,10 @@ def test_numbers_that_are_none_stay_in_their_row(tmp_path: Path) -> None:
     sound = run(runner, steps)[0]
     steps[0][1][3, 7] = torch.nan
     rows = [RowWork(cache, 0, len(hidden)) for cache, hidden in zip(caches_of(runner, 3), steps[0], strict=True)]
-    output = runner.forward_each(rows, torch.cat(steps[0]), WHOLE)
-    assert output.finite == (True, False, True)
-    assert torch.equal(output.hidden[:5], sound[:5])
-    assert torch.equal(output.hidden[25:], sound[25:])
+    launched = runner.launch(rows, torch.cat(steps[0]), WHOLE)
+    assert runner.finish(launched, range(3), WHOLE) == (True, False, True)
+    assert torch.equal(launched.hidden[:5], sound[:5])
+    assert torch.equal(launched.hidden[25:], sound[25:])
 
 
 def test_texts_grow_past_the_first_rotary_table(tmp_path: Path) -> None:

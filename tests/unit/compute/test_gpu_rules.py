@@ -108,7 +108,7 @@ class Launching:
             runner.forward([RowWork(cache, 0, 7) for cache in caches], prompt, SPAN)
 
     def prepare(self, position: int, *which: int) -> None:
-        self._runner.prepare_next([RowWork(self._caches[0][index], position, 1) for index in which], SPAN)
+        self._runner.prepare([RowWork(self._caches[0][index], position, 1) for index in which], SPAN)
 
     def fork(self, source: int, target: int) -> None:
         for caches in self._caches:
@@ -121,7 +121,6 @@ class Launching:
         rows, true_rows = ([RowWork(caches[index], position, 1) for index in which] for caches in self._caches)
         self._num_written = 0
         launched = self._runner.launch(rows, hidden, SPAN)
-        assert launched is not None
         num_written = self._num_written
         launched.reading.begin()
         assert not launched.reading.has_arrived

@@ -416,8 +416,8 @@ def test_a_row_that_is_not_finite_harms_no_other(make_chain: MakeChain, family: 
     spoilt = hidden.clone()
     spoilt[3, 0] = torch.nan
     rows = [RowWork(sound, 0, 3), RowWork(bad, 0, 2)]
-    output = runner.forward_each(rows, spoilt, runner.span)
-    assert output.finite == (True, False)
+    output = runner.launch(rows, spoilt, runner.span)
+    assert runner.finish(output, range(2), runner.span) == (True, False)
     assert (sound.num_tokens, bad.num_tokens) == (3, 0)
     assert_close(output.hidden[:3], runner.forward([RowWork(solo, 0, 3)], hidden[:3], runner.span))
     again = runner.forward([RowWork(bad, 0, 2)], hidden[3:], runner.span)
