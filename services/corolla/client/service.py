@@ -1,9 +1,9 @@
-"""The client service, which makes, connects, starts and stops all its parts."""
+"""The client service as a table of its parts, in the order in which they start."""
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -25,6 +25,7 @@ from corolla.chassis.errors import SettingsError
 from corolla.chassis.handlers import service_handler
 from corolla.chassis.lifecycle import fail
 from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, TaskMetrics, new_registry
+from corolla.chassis.parts import Part, Parts
 from corolla.chassis.rpc_server import RpcServer
 from corolla.chassis.tasks import TaskGroup
 from corolla.chassis.weight_formats import tokens_follow_numerics
@@ -87,6 +88,24 @@ class ClientService:
         bounds: how long the service waits for callers, routers and block servers.
     """
 
+    # Each of these is there once its part has started; `_parts` names the parts.
+    _checkpoint: Checkpoint
+    _fingerprint: str
+    _control: ControlPlane
+    _placement: PlacementWatch
+    _tokenizer: TextTokenizer
+    _plane: DataPlane
+    _routes: Routes
+    _sessions: ChainSessions
+    _transcripts: Transcripts
+    _chat: ChatTemplate
+    _end_token_ids: frozenset[int]
+    _grammars: GrammarProcess
+    _names: ModelNames
+    _answering: Answering
+    _model: generation_pb2.Model
+    _servicer: GenerationServicer
+
     def __init__(
         self,
         settings: ClientSettings,
@@ -132,14 +151,30 @@ class ClientService:
         # If several tenants may come, a single one does not get the whole budget.
         self._held = HeldBytes(settings.max_held_request_bytes, self._min_shares)
         self._tasks = TaskGroup(lambda: fail(self._rpc.not_ready), TaskMetrics(self._registry))
-        self._control: ControlPlane | None = None
-        self._plane: DataPlane | None = None
-        self._routes: Routes | None = None
-        self._transcripts: Transcripts | None = None
-        self._chat: ChatTemplate | None = None
-        self._grammars: GrammarProcess | None = None
         self._recoveries = RecoveryLog(time.time)
-        self._placement_stream: PlacementStream | None = None
+        self._watched_placement = PlacementStream(
+            self._placement_facts, max_watchers=bounds.max_watchers, max_of_tenant=self._max_watchers_of_tenant
+        )
+        self._parts = Parts(
+            Part("metrics port", stop=self._metrics_endpoint.close),
+            Part("tasks", stop=self._tasks.close),
+            Part("http port", stop=self._stop_http),
+            Part("grpc port", stop=lambda: self._rpc.stop(0)),
+            Part("metrics", self._metrics_endpoint.start, ["metrics port"]),
+            Part("watched files", self._watch_files, ["tasks"]),
+            Part("checkpoint", self._find_checkpoint),
+            Part("router", self._connect_router, ["checkpoint", "tasks"], self._disconnect_router),
+            Part("tokenizer", self._load_tokenizer, ["checkpoint"]),
+            Part("data plane", self._make_plane, ["router"], lambda: self._plane.close()),
+            Part("routes", self._make_routes, ["router"], lambda: self._routes.close()),
+            Part("sessions", self._make_sessions, ["routes", "data plane"]),
+            Part("transcripts", self._make_transcripts, ["router"], lambda: self._transcripts.close()),
+            Part("chat", self._make_chat, ["tokenizer"], lambda: asyncio.to_thread(self._chat.close)),
+            Part("grammars", self._make_grammars, ["tokenizer"], lambda: asyncio.to_thread(self._grammars.close)),
+            Part("answering", self._make_answering, ["sessions", "transcripts", "grammars"]),
+            Part("servicer", self._make_servicer, ["answering", "chat"]),
+            Part("doors", self._open_doors, ["servicer", "grpc port", "http port"], self._close_doors),
+        )
 
     @property
     def _max_grpc_reply_bytes(self) -> int:
@@ -161,12 +196,28 @@ class ClientService:
     @property
     def num_pending(self) -> int:
         """The number of steps and openings that block servers have not answered yet; 0 when no request runs."""
-        return self._plane.num_pending if self._plane is not None else 0
+        return self._plane.num_pending if "data plane" in self._parts.started else 0
 
     async def start(self) -> None:
         """Loads the tokenizer, and serves."""
-        settings, bounds = self.settings, self._bounds
-        self._metrics_endpoint.start()
+        await self._parts.start()
+        log.info(
+            "ready",
+            extra={
+                "port": self.port,
+                "http_port": self.http_port,
+                "metrics_port": self.metrics_port,
+                "model": self._checkpoint.name,
+            },
+        )
+
+    async def stop(self) -> None:
+        """Lets running answers end within the grace period, and frees everything."""
+        # A thread that waits for the hub would keep the process from ending.
+        self._hub.stop()
+        await self._parts.stop()
+
+    def _watch_files(self) -> None:
         self._network.start_renewal(self._tasks)
         for part in (self._certificate, self._tenants, self._quotas):
             if part is not None and part.files is not None:
@@ -175,33 +226,52 @@ class ClientService:
             keys = self._tokens.keys
             self._metrics.issuer_up.set_function(lambda: not keys.is_away)
             self._tasks.start_restartable(keys.run, "issuer_keys")
-        checkpoint = await asyncio.to_thread(
+
+    async def _find_checkpoint(self) -> None:
+        settings = self.settings
+        self._checkpoint = await asyncio.to_thread(
             Checkpoint.from_pretrained, settings.model, revision=settings.revision, hub=self._hub
         )
-        fingerprint = await asyncio.to_thread(
-            checkpoint.fingerprint, settings.dtype, settings.quantization, settings.kv_cache_dtype
+        self._fingerprint = await asyncio.to_thread(
+            self._checkpoint.fingerprint, settings.dtype, settings.quantization, settings.kv_cache_dtype
         )
-        control = self._control = ControlPlane(settings.router, checkpoint.name, self._network.channels)
-        placement = PlacementWatch(control)
-        self._tasks.start_essential(placement.run, "placement_watch")
+
+    def _connect_router(self) -> None:
+        self._control = ControlPlane(self.settings.router, self._checkpoint.name, self._network.channels)
+        self._placement = PlacementWatch(self._control)
+        self._tasks.start_essential(self._placement.run, "placement_watch")
         if self._quotas.files is not None:
-            self._quotas.start(control)
+            self._quotas.start(self._control)
             self._tasks.start_restartable(self._quotas.run, "quotas")
-        tokenizer = await asyncio.to_thread(TextTokenizer.load, checkpoint.folder)
-        plane = self._plane = DataPlane(
-            fingerprint,
+
+    async def _disconnect_router(self) -> None:
+        # Tasks that ask the router end first.
+        await self._tasks.close()
+        await self._quotas.close()
+        await self._control.close()
+
+    async def _load_tokenizer(self) -> None:
+        self._tokenizer = await asyncio.to_thread(TextTokenizer.load, self._checkpoint.folder)
+
+    def _make_plane(self) -> None:
+        bounds = self._bounds
+        self._plane = DataPlane(
+            self._fingerprint,
             self._tasks.subgroup(),
             replace(between_servers(), ping_after_s=bounds.ping_after_s, silence_s=bounds.silence_s),
             bounds.open_timeout_s,
             self._network.connect,
             self._metrics.discarded_tokens.inc,
-            self._network.capabilities(fingerprint),
-            placement,
+            self._network.capabilities(self._fingerprint),
+            self._placement,
         )
+
+    async def _make_routes(self) -> None:
+        settings, checkpoint = self.settings, self._checkpoint
         routes = self._routes = Routes(
-            control,
-            placement,
-            fingerprint,
+            self._control,
+            self._placement,
+            self._fingerprint,
             checkpoint.num_blocks,
             on_quarantine=lambda cause: self._metrics.quarantines.labels(cause).inc(),
             fingerprint_parts=await asyncio.to_thread(
@@ -210,90 +280,72 @@ class ClientService:
         )
         clock = asyncio.get_running_loop().time
         self._metrics.quarantined.set_function(lambda: routes.quarantine.count(clock()))
-        sessions = ChainSessions(routes, plane, _limits(settings, checkpoint), self._on_recovery)
-        transcripts = self._transcripts = Transcripts(control, settings.session_ttl_s, self._tasks.subgroup())
-        chat = self._chat = ChatTemplate(tokenizer, TemplateProcess)
-        # If several tenants may come, a single one does not get the whole line.
-        line = settings.max_waiting_requests, self._min_shares
-        admission = Admission(WaitingLine(settings.max_running_requests, *line, self._quotas.guaranteed_sequences))
-        # Only one tokenization runs at a time: its thread takes time from the thread that serves answers.
-        tokenizations = Admission(WaitingLine(1, *line))
-        end_token_ids = _end_token_ids(checkpoint, tokenizer)
-        grammars = self._grammars = GrammarProcess(
-            tokenizer, checkpoint.vocab_size, end_token_ids, self._metrics.grammars
+
+    def _make_sessions(self) -> None:
+        limits = _limits(self.settings, self._checkpoint)
+        self._sessions = ChainSessions(self._routes, self._plane, limits, self._on_recovery)
+
+    def _make_transcripts(self) -> None:
+        self._transcripts = Transcripts(self._control, self.settings.session_ttl_s, self._tasks.subgroup())
+
+    def _make_chat(self) -> None:
+        self._chat = ChatTemplate(self._tokenizer, TemplateProcess)
+
+    def _make_grammars(self) -> None:
+        self._end_token_ids = _end_token_ids(self._checkpoint, self._tokenizer)
+        self._grammars = GrammarProcess(
+            self._tokenizer, self._checkpoint.vocab_size, self._end_token_ids, self._metrics.grammars
         )
-        names = _names(settings, checkpoint, placement)
-        answering = Answering(
-            sessions,
-            transcripts,
-            tokenizer,
+
+    async def _make_answering(self) -> None:
+        settings, checkpoint = self.settings, self._checkpoint
+        self._names = _names(settings, checkpoint, self._placement)
+        self._answering = Answering(
+            self._sessions,
+            self._transcripts,
+            self._tokenizer,
             ModelLimits(
                 checkpoint.context_length,
                 checkpoint.vocab_size,
                 settings.default_max_tokens,
-                end_token_ids,
+                self._end_token_ids,
                 may_speculate=not recurrent_layers(checkpoint.config),
             ),
             self._quotas,
-            admission,
+            self._admission(settings.max_running_requests, self._quotas.guaranteed_sequences),
             SpeculationDefaults(
                 SpeculationMode(settings.speculation), settings.max_draft_tokens, settings.adaptive_drafts
             ),
             self._metrics,
-            grammars,
-            names,
+            self._grammars,
+            self._names,
             RequestTraces(checkpoint.name, settings.trace_callers),
-            await asyncio.to_thread(tokenizer.widths),
-        )
-        model = generation_pb2.Model(
-            name=names.model, family=checkpoint.family.model_type, num_blocks=checkpoint.num_blocks,
-            context_length=checkpoint.context_length, vocab_size=checkpoint.vocab_size, dtype=settings.dtype,
-            fingerprint=fingerprint, has_chat_template=chat.exists, hidden_size=checkpoint.hidden_size,
-        )  # fmt: skip
-        servicer = GenerationServicer(
-            model, self._quotas, answering, tokenizations, transcripts, sessions, placement, tokenizer,
-            chat, self._cache_salts, names,
-            bounds=CallBounds(bounds.farewell_s, self._max_grpc_reply_bytes),
-        )  # fmt: skip
-        self._add_to_rpc(servicer)
-        if self._tokens is not None:
-            await self._tokens.keys.ready()
-        await self._rpc.start()
-        if self._http is not None:
-            describe = partial(self._placement_facts, model, placement, sessions)
-            await self._start_http(self._http, servicer, model.name, describe)
-        await self._rpc.ready()
-        log.info(
-            "ready",
-            extra={
-                "port": self.port,
-                "http_port": self.http_port,
-                "metrics_port": self.metrics_port,
-                "model": checkpoint.name,
-            },
+            await asyncio.to_thread(self._tokenizer.widths),
         )
 
-    async def stop(self) -> None:
-        """Lets running answers end within the grace period, and frees everything."""
-        self._hub.stop()
-        if self._placement_stream is not None:
-            self._placement_stream.close()
-        grace_s = self.settings.grace_s
-        await asyncio.gather(self._rpc.stop(grace_s), *([self._http.stop(grace_s)] if self._http is not None else []))
-        await self._tasks.close()
-        for part in (self._quotas, self._transcripts, self._routes, self._plane, self._control):
-            if part is not None:
-                await part.close()
-        for process in (self._chat, self._grammars):
-            if process is not None:
-                await asyncio.to_thread(process.close)
-        self._metrics_endpoint.close()
+    def _admission(self, max_running: int, guarantees: Callable[[], Mapping[str, int]] = dict) -> Admission:
+        # If several tenants may come, a single one does not get the whole line.
+        return Admission(WaitingLine(max_running, self.settings.max_waiting_requests, self._min_shares, guarantees))
 
-    def _add_to_rpc(self, servicer: GenerationServicer) -> None:
+    def _make_servicer(self) -> None:
+        checkpoint = self._checkpoint
+        self._model = generation_pb2.Model(
+            name=self._names.model, family=checkpoint.family.model_type, num_blocks=checkpoint.num_blocks,
+            context_length=checkpoint.context_length, vocab_size=checkpoint.vocab_size, dtype=self.settings.dtype,
+            fingerprint=self._fingerprint, has_chat_template=self._chat.exists, hidden_size=checkpoint.hidden_size,
+        )  # fmt: skip
+        # Only one tokenization runs at a time: its thread takes time from the thread that serves answers.
+        self._servicer = GenerationServicer(
+            self._model, self._quotas, self._answering, self._admission(1), self._transcripts, self._sessions,
+            self._placement, self._tokenizer, self._chat, self._cache_salts, self._names,
+            bounds=CallBounds(self._bounds.farewell_s, self._max_grpc_reply_bytes),
+        )  # fmt: skip
+
+    async def _open_doors(self) -> None:
         service = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
         handler = service_handler(
             service,
-            servicer,
+            self._servicer,
             self._rpc_metrics,
             max_request_bytes=self.settings.max_request_bytes,
             max_fields=_MAX_FIELDS,
@@ -304,6 +356,24 @@ class ClientService:
             audited={f"{service.name}/{method.name}" for method in service.methods},
         )
         self._rpc.add(service, handler)
+        if self._tokens is not None:
+            await self._tokens.keys.ready()
+        await self._rpc.start()
+        if self._http is not None:
+            await self._http.start(self._http_app())
+            self._tasks.start_essential(self._http.run, "http")
+        await self._rpc.ready()
+
+    async def _close_doors(self) -> None:
+        """Lets running answers end within the grace period."""
+        self._watched_placement.close()
+        grace_s = self.settings.grace_s
+        await asyncio.gather(self._rpc.stop(grace_s), *([self._http.stop(grace_s)] if self._http is not None else []))
+        await self._tasks.close()
+
+    async def _stop_http(self) -> None:
+        if self._http is not None:
+            await self._http.stop(0)
 
     def _http_server(self) -> HttpServer | None:
         settings = self.settings
@@ -318,32 +388,26 @@ class ClientService:
             head_timeout_s=self._bounds.http_read_timeout_s,
         )
 
-    async def _start_http(
-        self, server: HttpServer, servicer: GenerationServicer, model: str, describe: Callable[[], PlacementFacts]
-    ) -> None:
-        max_watchers = self._bounds.max_watchers
-
-        def max_of_tenant() -> int:
-            # If several tenants may come, a single one does not get all places.
-            return -(-max_watchers // 4) if self._tenants.are_several else max_watchers
-
-        watched = PlacementStream(describe, max_watchers=max_watchers, max_of_tenant=max_of_tenant)
-        self._placement_stream = watched
-        await server.start(
-            self._http_app(
-                HttpRoutes(servicer, model, lambda: self._rpc.is_serving, watched, self.settings.max_reply_mib << 20)
-            )
-        )
-        self._tasks.start_essential(server.run, "http")
-
-    def _http_app(self, routes: HttpRoutes) -> ASGIApp:
+    def _http_app(self) -> ASGIApp:
         settings, bounds = self.settings, self._bounds
+        routes = HttpRoutes(
+            self._servicer,
+            self._model.name,
+            lambda: self._rpc.is_serving,
+            self._watched_placement,
+            settings.max_reply_mib << 20,
+        )
         limits = Limits(settings.max_request_bytes, self._held, bounds.http_read_timeout_s, bounds.reader_timeout_s)
         asks_for_keys = settings.api_keys_file is not None or bool(settings.oidc_issuer)
         origins = AllowedOrigins.parse(settings.http_origins)
         pages = None if asks_for_keys else OwnPages(settings.host, origins)
         endpoints = EndpointFactory(self._tenants.authenticate, self._http_metrics, limits, pages, origins)
         return router(endpoints, routes, has_page=settings.http_page)
+
+    def _max_watchers_of_tenant(self) -> int:
+        # If several tenants may come, a single one does not get all places.
+        max_watchers = self._bounds.max_watchers
+        return -(-max_watchers // 4) if self._tenants.are_several else max_watchers
 
     def _min_shares(self) -> int:
         """The least number of shares of the waiting line: 2 if several tenants may come, so that no tenant gets all."""
@@ -353,11 +417,12 @@ class ClientService:
         self._metrics.count_recovery(report)
         self._recoveries.add(report)
 
-    def _placement_facts(
-        self, model: generation_pb2.Model, placement: PlacementWatch, sessions: ChainSessions
-    ) -> PlacementFacts:
-        servers = [each for each in placement.servers if each.server.fingerprint == model.fingerprint]
-        return placement_facts(model.name, model.num_blocks, servers, sessions.count_by_server(), self._recoveries)
+    def _placement_facts(self) -> PlacementFacts:
+        model = self._model
+        servers = [each for each in self._placement.servers if each.server.fingerprint == model.fingerprint]
+        return placement_facts(
+            model.name, model.num_blocks, servers, self._sessions.count_by_server(), self._recoveries
+        )
 
 
 def _warn_of_few_descriptors(settings: ClientSettings) -> None:

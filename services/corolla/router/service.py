@@ -1,4 +1,4 @@
-"""The composition root of the router."""
+"""The router as a table of its parts, in the order in which they start."""
 
 import asyncio
 import logging
@@ -10,6 +10,7 @@ from corolla.chassis.errors import CorollaError, StoreUnavailable
 from corolla.chassis.handlers import Call
 from corolla.chassis.lifecycle import fail, run_service
 from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, TaskMetrics, new_registry
+from corolla.chassis.parts import Part, Parts
 from corolla.chassis.rpc_server import RpcServer
 from corolla.chassis.tasks import TaskGroup
 from corolla.router.cluster.connection import ClusterConnection
@@ -95,6 +96,19 @@ class RouterProcess:
         self._metrics_endpoint = MetricsEndpoint(
             metrics_registry, settings.metrics_host, settings.metrics_port, lambda: self._rpc.is_serving
         )
+        self._parts = Parts(
+            Part("metrics port", stop=lambda: asyncio.to_thread(self._metrics_endpoint.close)),
+            Part("store", stop=self._store.close),
+            Part("grpc port", stop=lambda: self._rpc.stop(settings.grace_s)),
+            Part("watches", stop=self._watches.close),
+            Part("tasks", stop=self._tasks.close),
+            Part("metrics", self._metrics_endpoint.start, ["metrics port"]),
+            Part("certificates", self._renew_certificates, ["tasks"]),
+            Part("calls", self._rpc.start, ["grpc port"]),
+            Part("redis", self._wait_for_redis, ["store"]),
+            Part("placement", self._keep_placement, ["redis", "tasks"]),
+            Part("readiness", self._rpc.ready, ["calls", "placement"], self._rpc.not_ready),
+        )
 
     @property
     def port(self) -> int:
@@ -109,17 +123,22 @@ class RouterProcess:
 
         Later, the router stays SERVING while Redis does not answer, because a restart of the router would not help.
         """
-        self._metrics_endpoint.start()
+        await self._parts.start()
+        log.info("router serves", extra={"port": self.port, "metrics_port": self.metrics_port})
+
+    async def stop(self) -> None:
+        """Sets health to NOT_SERVING, ends the watches, lets running calls finish and closes everything."""
+        await self._parts.stop()
+
+    def _renew_certificates(self) -> None:
         self._network.start_renewal(self._tasks)
-        await self._rpc.start()
-        await self._wait_for_redis()
+
+    def _keep_placement(self) -> None:
         self._tasks.start_essential(self._observe_placement, "placement_statistics")
         if self.settings.rebalance:
             rebalancer = Rebalancer(self._registry, self._metrics, self.settings.rebalance_min_gain, self._intervals)
             self._tasks.start_essential(rebalancer.run, "rebalancing")
         self._tasks.start_restartable(self._cluster.run, "kubernetes")
-        await self._rpc.ready()
-        log.info("router serves", extra={"port": self.port, "metrics_port": self.metrics_port})
 
     def _registrant(self, call: Call[Caller], server: router_pb2.ServerDescription | None) -> str:
         if self._network.credentials is None:
@@ -160,15 +179,6 @@ class RouterProcess:
             else:
                 self._metrics.store_up.set(1)
                 return
-
-    async def stop(self) -> None:
-        """Sets health to NOT_SERVING, ends the watches, lets running calls finish and closes everything."""
-        await self._rpc.not_ready()
-        await self._tasks.close()
-        await self._watches.close()
-        await self._rpc.stop(self.settings.grace_s)
-        await self._store.close()
-        await asyncio.to_thread(self._metrics_endpoint.close)
 
 
 def run(**overrides: Any) -> int:

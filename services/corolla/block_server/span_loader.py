@@ -1,0 +1,247 @@
+"""Loads what a block server holds, and reckons how many bytes of its device that takes."""
+
+import logging
+from functools import partial
+from typing import Final
+
+from corolla.block_server.grammars import Grammars
+from corolla.block_server.row_sampling import SharedBySamplers
+from corolla.block_server.settings import BlockServerSettings
+from corolla.cache.layout import NUM_KEPT_STATES, CacheLayout, LayerGroups
+from corolla.chassis.errors import StartupError
+from corolla.chassis.host_memory import available_bytes
+from corolla.chassis.metrics import GrammarMetrics
+from corolla.chassis.weight_formats import weight_format
+from corolla.compute.agreement import LayerCheck, check_small_copy
+from corolla.compute.device import memory_of
+from corolla.compute.device_memory import SHARE_OF_ACTIVATIONS, DeviceMemory
+from corolla.compute.graph_choice import choose_graphs
+from corolla.compute.sizes import step_size
+from corolla.compute.span_runner import SpanRunner
+from corolla.compute.speed import Speed, measure_speed, state_bytes
+from corolla.decoding.draft_model import DraftModel, num_weights
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.cuda_capture import CudaCapture
+from corolla.models.edges import Edges, fetch_edges, load_edges
+from corolla.models.families import pageless_layers
+from corolla.models.hub import Hub
+from corolla.models.read_ahead import ReadAhead, tensors_of
+from corolla.models.span_model import SpanModel, fetch_span, load_span, weight_types
+from corolla.wire.span import Span
+from corolla.wire.tensors import DTYPES
+
+log = logging.getLogger(__name__)
+
+_MAX_TAKEN_BACK: Final = 128
+"""How many of its newest tokens a session can always take back: layers with a sliding window keep at least this many
+tokens more than the window needs. A ring runs 32 tokens ahead of its reader; its last step may have 64 draft tokens."""
+
+_CACHE_BYTES_ON_CPUS: Final = 1 << 30
+_ACTIVATION_BYTES_ON_CPUS: Final = 256 << 20
+
+FEWER_WEIGHTS: Final = (
+    "hold fewer blocks (COROLLA_BLOCKS, COROLLA_CAPACITY_BLOCKS or COROLLA_WEIGHTS_MIB), or store weights in fewer "
+    "bytes (COROLLA_DTYPE=bfloat16, or COROLLA_QUANTIZATION)"
+)
+FEWER_PAGES: Final = "set COROLLA_KV_CACHE_MIB or COROLLA_MAX_BATCH_TOKENS to less, or hold fewer blocks"
+
+
+class SpanLoader:
+    """Reads the checkpoint that the settings name. What it makes belongs to the caller.
+
+    Args:
+        hub: the options for requests to the hub.
+        max_step_tokens: the most tokens of one step.
+    """
+
+    def __init__(self, settings: BlockServerSettings, hub: Hub, max_step_tokens: int, metrics: GrammarMetrics) -> None:
+        self._settings = settings
+        self._hub = hub
+        self._max_step_tokens = max_step_tokens
+        self._metrics = metrics
+        self._read_ahead: ReadAhead | None = None
+        self._new_runner = partial(
+            SpanRunner,
+            page_tokens=settings.num_page_tokens,
+            attention=settings.attention,
+            is_fused=settings.fused_blocks,
+            products=settings.products,
+            kv_cache_dtype=settings.kv_cache_dtype,
+        )
+
+    def find_checkpoint(self) -> tuple[Checkpoint, str]:
+        """The model's checkpoint and its fingerprint."""
+        settings = self._settings
+        checkpoint = Checkpoint.from_pretrained(settings.model, revision=settings.revision, hub=self._hub)
+        check_small_copy(checkpoint, settings.num_page_tokens, is_fused=settings.fused_blocks)
+        return checkpoint, checkpoint.fingerprint(settings.dtype, settings.quantization, settings.kv_cache_dtype)
+
+    def read_ahead(self, checkpoint: Checkpoint, span: Span) -> None:
+        """Begins to read a span's files, so that they lie in memory once they are loaded."""
+        if checkpoint.gguf is None:
+            self._read_ahead = ReadAhead(checkpoint.weight_index, tensors_of(checkpoint, span), available_bytes())
+
+    def fetch(self, checkpoint: Checkpoint, span: Span) -> None:
+        """Fetches the files of a span. Raises StartupError if they cannot be fetched."""
+        fetch_span(checkpoint, span)
+        fetch_edges(checkpoint, **_ends_of(checkpoint, span))
+        if (drafting := self._draft_checkpoint(checkpoint, span)) is not None:
+            drafting.fetch()
+
+    def measure(self, checkpoint: Checkpoint) -> Speed:
+        """Measures one block of the model on this machine."""
+        settings = self._settings
+        return measure_speed(
+            checkpoint, DTYPES[settings.dtype], settings.device, settings.quantization, settings.threads,
+            self._new_runner,
+        )  # fmt: skip
+
+    def weight_bytes(self, memory: DeviceMemory | None, checkpoint: Checkpoint) -> int:
+        """The most bytes that weights may take; 0: no bound. `memory` is that of the device before it has weights."""
+        settings = self._settings
+        if settings.weights_mib or memory is None or settings.span is not None:
+            return settings.weights_mib << 20
+        num_bytes = memory.for_weights(
+            (settings.kv_cache_mib << 20) or None,
+            self.step_bytes(checkpoint, has_head=True),
+            settings.adapters_mib << 20,
+        )
+        if not num_bytes:
+            raise StartupError(
+                f"COROLLA_DEVICE={settings.device} has {memory.num_free >> 20} MiB free, which leaves nothing for "
+                "weights; end other processes there, or set COROLLA_KV_CACHE_MIB, COROLLA_ADAPTERS_MIB or "
+                "COROLLA_MAX_BATCH_TOKENS to less"
+            )
+        return num_bytes
+
+    def load_weights(self, checkpoint: Checkpoint, span: Span) -> tuple[SpanModel, Edges | None, SharedBySamplers]:
+        settings = self._settings
+        if self._read_ahead is not None:
+            self._read_ahead.stop()
+        model = load_span(
+            checkpoint, span, dtype=DTYPES[settings.dtype], device=settings.device, quantization=settings.quantization
+        )
+        return model, self._load_edges(checkpoint, span), self._load_shared(checkpoint, span)
+
+    def make_runner(
+        self, model: SpanModel, checkpoint: Checkpoint, cache_bytes_per_token: int, draft_model: DraftModel | None
+    ) -> tuple[SpanRunner, int]:
+        """The runner, and the bytes of the device that its recorded steps took."""
+        settings = self._settings
+        check = LayerCheck(model, settings.num_page_tokens)
+        layout = CacheLayout(
+            LayerGroups.of(model.windows, pageless_layers(model.config)),
+            settings.num_page_tokens,
+            cache_bytes_per_token,
+            max(self._max_step_tokens, _MAX_TAKEN_BACK),
+            state_bytes(model, self._new_runner),
+        )
+        cache_bytes = self._cache_bytes(model, checkpoint)
+        if draft_model is not None:
+            # The draft model has room for as many tokens as the pages, within the same memory.
+            token_bytes = layout.page_bytes // layout.page_tokens
+            cache_bytes = cache_bytes * token_bytes // (token_bytes + draft_model.token_bytes())
+        num_pages = self._num_pages(layout, cache_bytes)
+        if draft_model is not None:
+            draft_model.room.max_tokens = num_pages * settings.num_page_tokens
+        may_replay = settings.cuda_graphs == "auto" and model.device.type == "cuda"
+        runner = self._new_runner(
+            model,
+            num_pages=num_pages,
+            max_step_tokens=layout.max_step_tokens,
+            has_scratch_page=may_replay,
+            max_stack_bytes=settings.adapters_mib << 20,
+            num_state_pages=layout.num_state_pages,
+        )
+        runner.warm_up()
+        check.compare(runner, checkpoint.name)
+        if (before := memory_of(model.device) if may_replay else None) is None:
+            return runner, 0
+        choose_graphs(runner, partial(CudaCapture, model.device))
+        after = memory_of(model.device)
+        return runner, 0 if after is None else max(0, before.num_free - after.num_free)
+
+    def step_bytes(self, checkpoint: Checkpoint, *, has_head: bool) -> int:
+        """The bytes that the largest step may take."""
+        size = step_size(checkpoint, DTYPES[self._settings.dtype])
+        return size.num_bytes(self._max_step_tokens, has_head=has_head)
+
+    def boundary_activation_bytes(self, runner: SpanRunner) -> int:
+        given = self._settings.boundary_activations_mib
+        if given is not None:
+            return given << 20
+        if runner.model.device.type == "cpu":
+            return _ACTIVATION_BYTES_ON_CPUS
+        pool, model = runner.store.pool, runner.model
+        of_all_pages = pool.num_pages * pool.page_tokens * model.hidden_size * model.dtype.itemsize
+        return max(_ACTIVATION_BYTES_ON_CPUS, min(of_all_pages, (available_bytes() or 0) // SHARE_OF_ACTIVATIONS))
+
+    def draft_blocks(self, block_bytes: int) -> float:
+        """How many blocks of the model have as many bytes as the draft model, and so take as long for a token."""
+        settings = self._settings
+        if settings.draft_model is None:
+            return 0.0
+        drafting = Checkpoint.from_pretrained(settings.draft_model, hub=self._hub)
+        return num_weights(drafting) * DTYPES[settings.dtype].itemsize / block_bytes
+
+    def weight_format(self, checkpoint: Checkpoint) -> str:
+        """The name of the weights' format that `corolla status` shows."""
+        settings = self._settings
+        packed, expanded = weight_types(checkpoint, settings.quantization)
+        if packed or expanded:
+            extra = {"packed": ", ".join(packed), "expanded": ", ".join(expanded), "dtype": settings.dtype}
+            log.info("formats of the weights", extra=extra)
+        return weight_format(settings.dtype, settings.quantization, packed, expanded)
+
+    def _load_edges(self, checkpoint: Checkpoint, span: Span) -> Edges | None:
+        ends = _ends_of(checkpoint, span)
+        if not any(ends.values()):
+            return None
+        settings = self._settings
+        edges = load_edges(
+            checkpoint, dtype=DTYPES[settings.dtype], device=settings.device, quantization=settings.quantization, **ends
+        )
+        if ends["has_head"]:
+            edges.choose_products(settings.products)
+        return edges
+
+    def _load_shared(self, checkpoint: Checkpoint, span: Span) -> SharedBySamplers:
+        if span.end != checkpoint.num_blocks:
+            return SharedBySamplers()
+        settings, draft_model = self._settings, None
+        if (drafting := self._draft_checkpoint(checkpoint, span)) is not None:
+            draft_model = DraftModel.load(drafting, checkpoint, dtype=DTYPES[settings.dtype], device=settings.device)
+        return SharedBySamplers(draft_model, Grammars(checkpoint, self._metrics))
+
+    def _draft_checkpoint(self, checkpoint: Checkpoint, span: Span) -> Checkpoint | None:
+        if self._settings.draft_model is None or span.end != checkpoint.num_blocks:
+            return None
+        return Checkpoint.from_pretrained(self._settings.draft_model, hub=self._hub)
+
+    def _cache_bytes(self, model: SpanModel, checkpoint: Checkpoint) -> int:
+        """The bytes for keys and values, once all weights are loaded."""
+        settings = self._settings
+        if settings.kv_cache_mib:
+            return settings.kv_cache_mib << 20
+        if (memory := memory_of(model.device)) is None:
+            return _CACHE_BYTES_ON_CPUS
+        has_head = model.span.end == checkpoint.num_blocks
+        return memory.for_pages(self.step_bytes(checkpoint, has_head=has_head), settings.adapters_mib << 20)
+
+    def _num_pages(self, layout: CacheLayout, cache_bytes: int) -> int:
+        num_pages = layout.num_pages(cache_bytes)
+        if num_pages < 1 + layout.num_state_pages:
+            states = f" and {NUM_KEPT_STATES} times {layout.state_bytes} bytes of recurrent states"
+            given = f"COROLLA_KV_CACHE_MIB={self._settings.kv_cache_mib} is"
+            if not self._settings.kv_cache_mib:
+                given = f"weights and steps leave {cache_bytes} bytes for keys and values, which is"
+            raise StartupError(
+                f"{given} less than one page of {layout.page_bytes} bytes{states if layout.state_bytes else ''}; hold "
+                "fewer blocks, raise COROLLA_KV_CACHE_MIB, or set COROLLA_MAX_BATCH_TOKENS to less"
+            )
+        return num_pages
+
+
+def _ends_of(checkpoint: Checkpoint, span: Span) -> dict[str, bool]:
+    """Which ends of the model a span has: the embedding before the first block, and the head after the last one."""
+    return {"has_embedding": span.start == 0, "has_head": span.end == checkpoint.num_blocks}

@@ -1,0 +1,68 @@
+"""The parts of a service as a table: they start in its order, and stop in the reverse order."""
+
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+Action = Callable[[], Awaitable[None] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a service.
+
+    Attributes:
+        name: what `needs` of other parts call it.
+        start: makes the part and starts it; None: the service's constructor has made it, such as a port.
+        needs: the parts that `start` uses. They stand above this one, so no part can need itself, by whatever way.
+        stop: frees what `start` has made.
+    """
+
+    name: str
+    start: Action | None = None
+    needs: Sequence[str] = ()
+    stop: Action | None = None
+
+
+class Parts:
+    """The parts of one service.
+
+    Attributes:
+        started: the names of the parts that run, in order.
+
+    Raises:
+        ValueError: two parts have one name, or a part needs one that does not stand above it.
+    """
+
+    def __init__(self, *parts: Part) -> None:
+        above: set[str] = set()
+        for part in parts:
+            if part.name in above or not above.issuperset(part.needs):
+                raise ValueError(f"the part {part.name!r} stands twice, or above one that it needs")
+            above.add(part.name)
+        self._parts = parts
+        self.started = [part.name for part in parts if part.start is None]
+
+    async def start(self) -> None:
+        """Starts the parts one after the other. After a failure, `stop` must be called."""
+        for part in self._parts:
+            if part.start is not None:
+                await _run(part.start)
+                self.started.append(part.name)
+
+    async def stop(self) -> None:
+        """Stops the parts that run, the last one first; if one fails, the others are stopped before that is raised.
+
+        A part whose start failed is not stopped. A second call does nothing.
+        """
+        async with AsyncExitStack() as stack:
+            for part in self._parts:
+                if part.stop is not None and part.name in self.started:
+                    stack.push_async_callback(_run, part.stop)
+            self.started.clear()
+
+
+async def _run(action: Action) -> None:
+    if inspect.isawaitable(pending := action()):
+        await pending
