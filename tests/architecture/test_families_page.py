@@ -18,10 +18,3 @@ def test_families_with_recurrent_states_are_marked() -> None:
 def test_documents_count_the_families() -> None:
     counts = re.findall(r"(?:each of|all) (\d+) families", page("README.md") + page("docs/testing.md"))
     assert counts == [str(len(FAMILIES))] * 2
-
-
-def test_families_whose_rows_run_one_by_one_are_explained() -> None:
-    section = re.search(r"^Rows run one by one.*?\n\n", page("docs/models.md"), re.MULTILINE | re.DOTALL)
-    assert section is not None
-    named = set(re.findall(r"\w+", section[0])) & set(FAMILIES)
-    assert named == {name for name, family in FAMILIES.items() if not family.packs_rows or family.keeps_states}
