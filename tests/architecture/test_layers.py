@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import tomllib
+from graphlib import TopologicalSorter
 
 import grimp
 import pytest
@@ -13,12 +14,22 @@ HEAVY = ("numpy", "safetensors", "tokenizers", "torch", "transformers")
 ROOMS_TO_COME = {"corolla.hf.**", "corolla.sdk.**"}
 
 
-def test_every_contract_guards_something() -> None:
+@pytest.fixture(scope="module")
+def graph() -> grimp.ImportGraph:
+    return grimp.build_graph("corolla", cache_dir=None)
+
+
+def test_no_module_imports_itself_by_way_of_others(graph: grimp.ImportGraph) -> None:
+    """Imports for type checkers count, too."""
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    TopologicalSorter(imports).prepare()
+
+
+def test_every_contract_guards_something(graph: grimp.ImportGraph) -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
         "contracts"
     ]
     expressions = {name for contract in contracts for name in contract.get("source_modules", ())}
-    graph = grimp.build_graph("corolla", cache_dir=None)
     idle = {name for name in expressions if not graph.find_matching_modules(name)}
     assert idle <= ROOMS_TO_COME
 

@@ -8,8 +8,7 @@ import torch
 from corolla.block_server.admitted_step import AdmittedStep, StepWork
 from corolla.block_server.batch_executor import BatchResult, error_of
 from corolla.block_server.boundary_activations import BoundaryActivations
-from corolla.block_server.metrics import BlockServerMetrics
-from corolla.block_server.peers import Peer, PeerTable, rows_by_client, step_fault
+from corolla.block_server.peers import PeerTable, StepFaults, rows_by_client, step_fault
 from corolla.block_server.relay import Relay
 from corolla.block_server.ring.last_hop import LastHop, RowChoice
 from corolla.block_server.row_sampling import ChosenTokens
@@ -32,13 +31,13 @@ class Delivery:
         peers: PeerTable,
         relay: Relay,
         last_hop: LastHop,
-        metrics: BlockServerMetrics,
+        faults: StepFaults,
     ) -> None:
         self._last_hop = last_hop
         self._outputs = outputs
         self._peers = peers
         self._relay = relay
-        self._metrics = metrics
+        self._faults = faults
 
     def prepare(self, admitted: Sequence[AdmittedStep]) -> None:
         """Makes the messages to next hops while a device computes the outputs."""
@@ -74,9 +73,9 @@ class Delivery:
                 if session.request.keep_activations:
                     kept.add(row.session_id)
             for error, failed_rows in failed.values():
-                self.fault(batch.work.step, error, failed_rows, batch.work.sender)
+                self._faults.send(batch.work.step, error, failed_rows, batch.work.sender)
             if not rows:
-                self._last_hop.give_up(batch.work.step)
+                self._relay.give_up(batch.work.step)
                 continue
             failpoints.passed("before_send")
             try:
@@ -87,22 +86,11 @@ class Delivery:
             except Exception as failure:
                 # The output is copied from its device only now, and that may fail.
                 log.error("could not send the output of a step", extra={"where": call_path(failure)})
-                self.fault(batch.work.step, error_of(failure), rows, batch.work.sender)
-                self._last_hop.give_up(batch.work.step)
+                self._faults.send(batch.work.step, error_of(failure), rows, batch.work.sender)
+                self._relay.give_up(batch.work.step)
                 num_undelivered += len(rows)
             failpoints.passed("after_send")
         return num_undelivered
-
-    def fault(
-        self,
-        step: pb.Step | pb.Next,
-        error: CorollaError,
-        rows: Sequence[pb.StepRow],
-        sender: Peer | None = None,
-    ) -> None:
-        """Tells the clients of a step why rows fail; `sender` gets the fault of a client that has no stream here."""
-        self._metrics.faults.labels(error.reason).inc(len(rows))
-        self._peers.send_faults(step, error, rows, sender)
 
     def _send_tokens(self, work: StepWork, chosen: list[RowChoice]) -> None:
         """Sends the rows of the next steps to the first hop, which waits for them, and then tokens to the clients."""

@@ -19,7 +19,7 @@ from corolla.block_server.batch_executor import BatchExecutor, BatchResult, Batc
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.delivery import Delivery, onward_step
 from corolla.block_server.metrics import BlockServerMetrics
-from corolla.block_server.peers import PeerTable
+from corolla.block_server.peers import PeerTable, StepFaults
 from corolla.block_server.prompt_share import PromptShare
 from corolla.block_server.relay import Relay
 from corolla.block_server.ring.first_hop import FirstHop
@@ -127,8 +127,7 @@ class Engine:
     """Runs the iterations of one block server.
 
     Args:
-        new_relay: makes the relay, which the engine closes. The relay calls the argument with each microbatch of a ring
-            that may not have arrived.
+        new_relay: makes the relay, which the engine closes, from what takes the rows that come round to this server.
         clock: returns seconds, for leases and the durations of iterations.
         fail: see `Failures`.
         edges: embedding and head, as far as this server has them.
@@ -147,7 +146,7 @@ class Engine:
         sessions: SessionTable[SessionCache],
         outputs: BoundaryActivations,
         peers: PeerTable,
-        new_relay: Callable[[Callable[[pb.Step], None]], Relay],
+        new_relay: Callable[[Callable[[pb.Next], None]], Relay],
         metrics: BlockServerMetrics,
         clock: Callable[[], float] = time.monotonic,
         *,
@@ -164,16 +163,16 @@ class Engine:
         self._scheduler = scheduler
         self._sessions = sessions
         self._outputs = outputs
-        # The relay and the first hop call objects that are made after them, so lambdas look these up later.
-        relay = self._relay = new_relay(lambda step: self.last_hop.give_up(step))
         self._metrics = metrics
+        self._faults = StepFaults(peers, metrics.faults)
         self.first_hop = FirstHop(
-            sessions, self._submit_microbatch, lambda step, error, rows: self._delivery.fault(step, error, rows), clock,
+            sessions, self._submit_microbatch, self._faults, clock,
             max_microbatches=self._use.max_microbatches, num_devices=self._use.num_devices,
         )  # fmt: skip
-        self.last_hop = LastHop(sessions, peers, self.first_hop.on_next, relay.send)
-        self._delivery = Delivery(outputs, peers, relay, self.last_hop, metrics)
-        self._admission = StepAdmission(sessions, outputs, self._delivery.fault, clock)
+        self._relay = new_relay(self.first_hop.on_next)
+        self.last_hop = LastHop(sessions, peers, self._relay)
+        self._delivery = Delivery(outputs, peers, self._relay, self.last_hop, self._faults)
+        self._admission = StepAdmission(sessions, outputs, self._faults, clock)
         self._commands: deque[tuple[Callable[[], None], int | None]] = deque()
         self._copies: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
         self._behind: deque[weakref.ref[SessionSampler]] = deque()
@@ -282,7 +281,7 @@ class Engine:
                 )  # fmt: skip
                 parts.append(self._outputs.read(row.session_id, row.position, row.position + row.num_tokens))
         except CorollaError as error:
-            self._delivery.fault(step, error, step.rows, work.sender)
+            self._faults.send(step, error, step.rows, work.sender)
             return
         self._metrics.resent_tokens.inc(sum(row.num_tokens for row in step.rows))
         self._relay.send(following.address, onward_step(step), b"".join(parts))
@@ -319,7 +318,7 @@ class Engine:
             if admitted.rows:
                 yield admitted
             else:
-                self.last_hop.give_up(step.item.step)
+                self._relay.give_up(step.item.step)
 
     def close(self) -> None:
         self._relay.close()

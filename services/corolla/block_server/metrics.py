@@ -1,12 +1,10 @@
 """The metrics of a block server."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from corolla.block_server.boundary_activations import BoundaryActivations
-from corolla.block_server.sessions import SessionTable
 from corolla.chassis.errors import NonFiniteOutput, OutOfMemory, StepFailed
 from corolla.chassis.metrics import BATCH_ROWS_BUCKETS, STEP_BUCKETS, GrammarMetrics
 from corolla.compute.device_memory import DEVICE_MEMORY_USES
@@ -186,40 +184,7 @@ class BlockServerMetrics:
         for use in DEVICE_MEMORY_USES:
             self.device_memory.labels(use).set_function(lambda use=use: by_use()[use])  # type: ignore[misc]
 
-    def observe_waiting(self, num_steps: int, num_ring_rows: int) -> None:
-        """Updates the gauges of waiting steps and rows."""
-        self.waiting.set(num_steps)
-        self.ring_waiting.set(num_ring_rows)
-
-    def observe_holdings(self, sessions: SessionTable[Any], outputs: BoundaryActivations, page_bytes: int) -> None:
-        """Updates the gauges of held resources, and the counters whose totals other objects count.
-
-        Args:
-            sessions: The sessions that this server holds.
-            outputs: The boundary activations that it holds.
-            page_bytes: The bytes of one page of the KV cache.
-        """
-        pool = sessions.pool
-        self.sessions.set(len(sessions))
-        states = {
-            "used": pool.num_used,
-            "reserved": pool.num_reserved,
-            "cached": pool.num_cached,
-            "free": pool.num_free,
-        }
-        for state, num_pages in states.items():
-            self.pages.labels(state).set(num_pages)
-        self.guaranteed_pages.labels("kept").set(sessions.num_kept_pages)
-        self.guaranteed_pages.labels("missing").set(sessions.guarantees.num_missing)
-        self.usage.set(1 - pool.num_available / pool.num_pages)
-        self.cache_bytes.set(pool.num_used * page_bytes)
-        self._export(self.prefix_queries, pool.num_prefix_tokens_asked)
-        self._export(self.prefix_hits, pool.num_prefix_tokens_found)
-        self._export(self.evicted, sessions.num_evicted)
-        self.boundary_activation_bytes.set(outputs.nbytes)
-        self._export(self.outputs_evicted, outputs.num_evicted)
-
-    def _export(self, counter: Counter, total: int) -> None:
+    def count_to(self, counter: Counter, total: int) -> None:
         """Raises a counter to a total that another object counts."""
         counter.inc(total - self._exported.get(counter, 0))
         self._exported[counter] = total

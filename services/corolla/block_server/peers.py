@@ -1,10 +1,11 @@
 """The streams that callers keep open to this server."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from google.protobuf.message import Message
+from prometheus_client import Counter
 
 from corolla.chassis.errors import CorollaError, HopUnavailable, MalformedMessage, PositionGap, QueueFull
 from corolla.trust.workload import Role
@@ -125,6 +126,21 @@ class PeerTable:
             recipient = self.get(client_id) or sender
             if recipient is not None:
                 recipient.send(step_fault(step, error, its_rows, client_id))
+
+
+class StepFaults:
+    """Sends the faults of steps that this server does not compute, and counts their rows by reason."""
+
+    def __init__(self, peers: PeerTable, counter: Counter) -> None:
+        self._peers = peers
+        self._counter = counter
+
+    def send(
+        self, step: pb.Step | pb.Next, error: CorollaError, rows: Sequence[pb.StepRow], sender: Peer | None = None
+    ) -> None:
+        """See `PeerTable.send_faults`."""
+        self._counter.labels(error.reason).inc(len(rows))
+        self._peers.send_faults(step, error, rows, sender)
 
 
 def rows_by_client(step: pb.Step | pb.Next, rows: Iterable[pb.StepRow]) -> dict[bytes, list[pb.StepRow]]:

@@ -64,9 +64,28 @@ class PeriodicTasks:
             # Expired sessions release pages, but the 0 announces none. An open waits for announced pages, and it should
             # be refused at once rather than wait for a lease that has probably not run out.
             self._engine.between_iterations(self._tidy, max_released_pages=0)
-            self._metrics.observe_holdings(self._sessions, self._outputs, self._page_bytes())
-            self._metrics.observe_waiting(len(self._scheduler), self._engine.first_hop.num_waiting)
+            self._observe()
             await asyncio.sleep(_INTERVAL_S)
+
+    def _observe(self) -> None:
+        """Sets the gauges of what is held and what waits, and the counters whose totals other objects count."""
+        metrics, sessions, pool = self._metrics, self._sessions, self._sessions.pool
+        metrics.sessions.set(len(sessions))
+        metrics.pages.labels("used").set(pool.num_used)
+        metrics.pages.labels("reserved").set(pool.num_reserved)
+        metrics.pages.labels("cached").set(pool.num_cached)
+        metrics.pages.labels("free").set(pool.num_free)
+        metrics.guaranteed_pages.labels("kept").set(sessions.num_kept_pages)
+        metrics.guaranteed_pages.labels("missing").set(sessions.guarantees.num_missing)
+        metrics.usage.set(1 - pool.num_available / pool.num_pages)
+        metrics.cache_bytes.set(pool.num_used * self._page_bytes())
+        metrics.count_to(metrics.prefix_queries, pool.num_prefix_tokens_asked)
+        metrics.count_to(metrics.prefix_hits, pool.num_prefix_tokens_found)
+        metrics.count_to(metrics.evicted, sessions.num_evicted)
+        metrics.boundary_activation_bytes.set(self._outputs.nbytes)
+        metrics.count_to(metrics.outputs_evicted, self._outputs.num_evicted)
+        metrics.waiting.set(len(self._scheduler))
+        metrics.ring_waiting.set(self._engine.first_hop.num_waiting)
 
     def check_invariants(self) -> None:
         """Frees the sessions whose lease has run out, and checks all invariants at once.

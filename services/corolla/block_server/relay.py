@@ -38,7 +38,7 @@ class Relay:
     """Keeps one stream per hop, which it opens at first use and again after it broke.
 
     Args:
-        on_lost: is called with each microbatch of a ring that may not have arrived.
+        first_hop: takes a Next if this server is the first hop of its ring.
         connect: begins streams to other hops.
         clock: returns seconds.
         neighbours: knows the addresses that may be connected to; None allows every address.
@@ -48,14 +48,14 @@ class Relay:
         self,
         fingerprint: str,
         peers: PeerTable,
-        on_lost: Callable[[pb.Step], None],
+        first_hop: Callable[[pb.Next], None],
         connect: Connect = connect,
         clock: Callable[[], float] = time.monotonic,
         neighbours: Neighbours | None = None,
     ) -> None:
         self._fingerprint = fingerprint
         self._peers = peers
-        self._on_lost = on_lost
+        self._first_hop = first_hop
         self._clock = clock
         self._connect = connect
         self._neighbours = neighbours
@@ -76,6 +76,18 @@ class Relay:
             self._lose(step, step.rows, _unreachable(address))
             return
         link.sent.append((self._clock(), step))
+
+    def send_next(self, first_block: int, address: str, message: pb.Next) -> None:
+        """Sends the next rows of a ring to its first hop, which is this server if its blocks begin at 0."""
+        if first_block == 0:
+            self._first_hop(message)
+        else:
+            self.send(address, message)
+
+    def give_up(self, step: pb.Step) -> None:
+        """Tells the first hop that no row of its microbatch comes round. Any hop of the ring may call this."""
+        if step.ring.microbatch:
+            self.send_next(step.blocks.start, step.ring.first_address, pb.Next(microbatch=step.ring.microbatch))
 
     def close(self) -> None:
         for link in self._links.values():
@@ -152,8 +164,8 @@ class Relay:
     def _lose(self, step: pb.Step | pb.Next, rows: Iterable[pb.StepRow], error: HopUnavailable) -> None:
         """Reports that rows of a step may not arrive; an empty `rows` means all rows of a client's step."""
         self._peers.send_faults(step, error, rows)
-        if isinstance(step, pb.Step) and step.ring.microbatch:
-            self._on_lost(step)
+        if isinstance(step, pb.Step):
+            self.give_up(step)
 
 
 def _unreachable(address: str) -> HopUnavailable:

@@ -1,23 +1,17 @@
 """Checks each row of a step against its session when the step's turn has come."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from corolla.block_server.admitted_step import AdmittedStep, StepWork
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.hop_session import HopSession, RingPlace
-from corolla.block_server.peers import Peer
+from corolla.block_server.peers import StepFaults
 from corolla.block_server.scheduler import QueuedStep
 from corolla.block_server.sessions import SessionTable
 from corolla.cache.store import SessionCache
 from corolla.chassis.errors import CorollaError, MalformedMessage
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.span import Span
-
-Fault = Callable[[pb.Step, CorollaError, Sequence[pb.StepRow], Peer | None], None]
-"""Sends faults that tell the clients of a step why rows of it fail.
-
-A client that has no stream to this server gets its fault by way of the peer, which sent the step here.
-"""
 
 
 class StepAdmission:
@@ -31,12 +25,12 @@ class StepAdmission:
         self,
         sessions: SessionTable[SessionCache],
         outputs: BoundaryActivations,
-        fault: Fault,
+        faults: StepFaults,
         clock: Callable[[], float],
     ) -> None:
         self._sessions = sessions
         self._outputs = outputs
-        self._fault = fault
+        self._faults = faults
         self._clock = clock
 
     def admit(self, queued: QueuedStep[StepWork]) -> AdmittedStep:
@@ -68,7 +62,7 @@ class StepAdmission:
                     admitted.rows.append((row, session, offset))
                     is_admitted = True
             except CorollaError as error:
-                self._fault(step, error, [row], queued.item.sender)
+                self._faults.send(step, error, [row], queued.item.sender)
             if is_admitted and forked is not None:
                 self._outputs.replace(row.session_id, forked_outputs[row.session_id])
             elif isinstance(forked, SessionCache):

@@ -12,7 +12,7 @@ from corolla.block_server.batch_executor import BatchResult
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.delivery import Delivery
 from corolla.block_server.metrics import BlockServerMetrics
-from corolla.block_server.peers import PeerTable
+from corolla.block_server.peers import PeerTable, StepFaults
 from corolla.chassis.errors import NonFiniteOutput
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
@@ -45,7 +45,7 @@ def test_rows_with_an_output_go_on_without_ids_and_their_step_stays_as_it_was(
         PeerTable(),
         cast(Any, Links()),
         cast(Any, None),
-        BlockServerMetrics(CollectorRegistry()),
+        StepFaults(PeerTable(), BlockServerMetrics(CollectorRegistry()).faults),
     )
     admitted = admitted_step()
     outputs = {b"a": torch.ones(1, 3), b"b": torch.full((1, 3), 2.0)}

@@ -35,7 +35,7 @@ async def silent_router() -> Sequence[router_pb2.PlacedServer]:
 async def test_what_waits_for_a_router_is_bounded_in_bytes() -> None:
     peers, client, tasks = PeerTable(), Client(), TaskGroup()
     peers.add(Peer(b"c", client))
-    relay = Relay("weights", peers, lambda step: None, neighbours=Neighbours(silent_router, tasks))
+    relay = Relay("weights", peers, lambda message: None, neighbours=Neighbours(silent_router, tasks))
     payload = memoryview(bytes(1 << 20))
     for number in range(MAX_UNSENT_BYTES // len(payload)):
         relay.send(f"a:{number}", pb.Step(client_id=b"c", rows=[pb.StepRow()]), payload)

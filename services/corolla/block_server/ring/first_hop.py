@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from corolla.block_server.hop_session import RingPlace, SessionState
+from corolla.block_server.peers import StepFaults
 from corolla.block_server.ring.microbatch_rules import MicrobatchRules
 from corolla.block_server.ring.round_times import RoundTimes
 from corolla.block_server.sessions import SessionTable
 from corolla.cache.store import SessionCache
-from corolla.chassis.errors import CorollaError, HopSessionLost
+from corolla.chassis.errors import HopSessionLost
 from corolla.chassis.fair_queueing import FairQueueing
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.span import Span
@@ -81,7 +82,7 @@ class FirstHop:
 
     Args:
         submit: queues a step.
-        fault: tells the clients of rows why they fail.
+        faults: tells the clients of rows why they fail.
         clock: returns seconds.
         max_microbatches: how many microbatches of a route may be under way; 0 allows one for each device.
         num_devices: returns how many devices the servers at some addresses compute with.
@@ -91,7 +92,7 @@ class FirstHop:
         self,
         sessions: SessionTable[SessionCache],
         submit: Callable[[pb.Step], None],
-        fault: Callable[[pb.Next, CorollaError, Sequence[pb.StepRow]], None],
+        faults: StepFaults,
         clock: Callable[[], float] = time.monotonic,
         *,
         max_microbatches: int = 0,
@@ -101,7 +102,7 @@ class FirstHop:
         self._max_microbatches = max_microbatches
         self._num_devices = num_devices
         self._submit = submit
-        self._fault = fault
+        self._faults = faults
         self._clock = clock
         # A route is kept while a row of it waits or is under way.
         self._routes: dict[_RouteKey, _Route] = {}
@@ -133,7 +134,7 @@ class FirstHop:
             is_open = session is not None and session.is_open_as(row.epoch, row.client_id)
             if session is None or session.ring is None or not is_open:
                 if not self._sessions.has_ended(row.session_id, row.epoch, row.client_id):
-                    self._fault(message, HopSessionLost("the session is not held here"), [row])
+                    self._faults.send(message, HopSessionLost("the session is not held here"), [row])
                 continue
             self._seen_s[session.request.tenant] = now_s
             blocks = session.request.blocks

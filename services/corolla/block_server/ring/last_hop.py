@@ -1,10 +1,11 @@
 """The last hop of a ring: it makes the next step from the chosen tokens, unless it lacks credit from the client."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from corolla.block_server.hop_session import HopSession
 from corolla.block_server.peers import Peer, PeerTable
+from corolla.block_server.relay import Relay
 from corolla.block_server.row_sampling import ChosenTokens
 from corolla.block_server.sessions import SessionTable
 from corolla.cache.store import SessionCache
@@ -22,23 +23,11 @@ class RowChoice:
 
 
 class LastHop:
-    """Sends the next steps of rings to their first hops.
+    """Sends the next steps of rings to their first hops."""
 
-    Args:
-        first_hop: takes a Next if this server is the first hop, too.
-        relay: sends a Next to another server, by its address.
-    """
-
-    def __init__(
-        self,
-        sessions: SessionTable[SessionCache],
-        peers: PeerTable,
-        first_hop: Callable[[pb.Next], None],
-        relay: Callable[[str, pb.Next], None],
-    ) -> None:
+    def __init__(self, sessions: SessionTable[SessionCache], peers: PeerTable, relay: Relay) -> None:
         self._sessions = sessions
         self._peers = peers
-        self._first_hop = first_hop
         self._relay = relay
 
     def next_rows(self, choices: Iterable[RowChoice]) -> list[pb.StepRow]:
@@ -73,12 +62,8 @@ class LastHop:
         microbatch, and waits for none.
         """
         if rows or step.ring.microbatch:
-            self._send(step.blocks.start, step.ring.first_address, pb.Next(microbatch=step.ring.microbatch, rows=rows))
-
-    def give_up(self, step: pb.Step) -> None:
-        """Tells the first hop that no row of its microbatch comes round. Any hop of the ring may call this."""
-        if step.ring.microbatch:
-            self.send_next(step, ())
+            message = pb.Next(microbatch=step.ring.microbatch, rows=rows)
+            self._relay.send_next(step.blocks.start, step.ring.first_address, message)
 
     def on_credit(self, credit: pb.Credit, peer: Peer) -> None:
         """Lets a session's ring continue up to the new credit. Sends a fault if this hop does not hold the session."""
@@ -96,10 +81,4 @@ class LastHop:
         held = ring.held_row
         if held is not None and held.position < ring.credit_end:
             ring.held_row = None
-            self._send(session.request.blocks.start, ring.first_address, pb.Next(rows=[held]))
-
-    def _send(self, first_block: int, address: str, message: pb.Next) -> None:
-        if first_block == 0:
-            self._first_hop(message)
-        else:
-            self._relay(address, message)
+            self._relay.send_next(session.request.blocks.start, ring.first_address, pb.Next(rows=[held]))

@@ -1,12 +1,14 @@
 """First and last hop of a ring: what goes on, what waits, what comes too late. Sessions are real, nothing computes."""
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import pytest
 from google.protobuf.message import Message
 
 from corolla.block_server.hop_session import HopSession, OpenRequest, RingPlace
-from corolla.block_server.peers import Peer, PeerTable
+from corolla.block_server.peers import Peer, PeerTable, StepFaults
+from corolla.block_server.relay import Relay
 from corolla.block_server.ring.first_hop import FirstHop
 from corolla.block_server.ring.last_hop import LastHop, RowChoice
 from corolla.block_server.row_sampling import ChosenTokens
@@ -26,6 +28,19 @@ ROUTE = (common_pb2.Hop(address="b:1", span=common_pb2.BlockSpan(start=2, end=4)
 CLIENT = b"c" * 16
 
 
+class NotedRelay(Relay):
+    """Sends nothing to other servers."""
+
+    sent: list[tuple[str, pb.Step | pb.Next]]
+
+    def __init__(self, fingerprint: str, peers: PeerTable, first_hop: Callable[[pb.Next], None]) -> None:
+        super().__init__(fingerprint, peers, first_hop)
+        self.sent = []
+
+    def send(self, address: str, step: pb.Step | pb.Next, payload: Buffer = b"") -> None:
+        self.sent.append((address, step))
+
+
 class Ring:
     """A first hop whose steps are only noted, over a table of real sessions."""
 
@@ -38,19 +53,15 @@ class Ring:
         self.first_hop = FirstHop(
             self.sessions,  # type: ignore[arg-type]
             self.steps.append,
-            self._fault,
+            cast(StepFaults, self),
             lambda: self.now_s,
             max_microbatches=max_microbatches,
             num_devices=num_devices,
         )
-        self.relayed: list[tuple[str, pb.Next]] = []
         self.peers = PeerTable()
-        self.last_hop = LastHop(
-            self.sessions,  # type: ignore[arg-type]
-            self.peers,
-            self.first_hop.on_next,
-            lambda address, message: self.relayed.append((address, message)),
-        )
+        self.relay = NotedRelay("", self.peers, self.first_hop.on_next)
+        self.relayed = self.relay.sent
+        self.last_hop = LastHop(self.sessions, self.peers, self.relay)  # type: ignore[arg-type]
 
     def open(
         self, name: bytes, epoch: int = 1, credit_end: int = 100, blocks: Span = SPAN, tenant: str = "t"
@@ -75,7 +86,8 @@ class Ring:
         """Number and sessions of each microbatch."""
         return [(step.ring.microbatch, b"".join(row.session_id[:1] for row in step.rows)) for step in self.steps]
 
-    def _fault(self, step: pb.Next, error: CorollaError, rows: Sequence[pb.StepRow]) -> None:
+    def send(self, step: pb.Next, error: CorollaError, rows: Sequence[pb.StepRow]) -> None:
+        """Notes a fault that the first hop sends."""
         self.faults.append((error.reason, [row.session_id[:1] for row in rows]))
 
 
@@ -276,10 +288,10 @@ def test_whichever_hop_loses_the_last_row_of_a_microbatch_says_so() -> None:
     for name in (b"1", b"2", b"3"):
         ring.open(name)
         ring.come_round(0, name)
-    ring.last_hop.give_up(ring.steps[0])
+    ring.relay.give_up(ring.steps[0])
     assert ring.sent[2:] == [(3, b"3")]
     behind = pb.Step(blocks=common_pb2.BlockSpan(start=2, end=4), ring=ring.steps[1].ring)
-    ring.last_hop.give_up(behind)
+    ring.relay.give_up(behind)
     assert ring.relayed == [("a:1", pb.Next(microbatch=2))]
 
 
