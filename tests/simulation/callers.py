@@ -16,10 +16,10 @@ from corolla.chassis.errors import CorollaError, SessionBusy
 from corolla.client.generation.admission import Caller as RequestCaller
 from corolla.client.generation.admission import RequestCounts
 from corolla.client.generation.answer import Delta
-from corolla.client.generation.answering import Answering
+from corolla.client.generation.completions import Completions
 from corolla.client.generation.request import AnswerRequest
-from corolla.decoding.parameters import SpeculationMode, SpeculationOptions
 from corolla.decoding.sampler_record import SamplerRecord
+from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2
 from tests.simulation.scenario import GROWTH_TOKENS, Conversation, Turn
 from tests.simulation.toy_model import ToyModel
@@ -75,12 +75,12 @@ ASKING: ContextVar[Answer | None] = ContextVar("asking", default=None)
 _INDEX: ContextVar[int] = ContextVar("index", default=0)
 
 
-class WatchedAnswering(Answering):
-    """The real one, which lets us see which session is whose."""
+class WatchedCompletions(Completions):
+    """The real ones, which let us see which session is whose."""
 
-    async def _stream_completion(self, job: Any, index: int) -> AsyncGenerator[Sequence[Delta], None]:
+    async def _stream(self, job: Any, index: int, answer: Any) -> AsyncGenerator[Sequence[Delta], None]:
         _INDEX.set(index)
-        async with aclosing(super()._stream_completion(job, index)) as all_deltas:
+        async with aclosing(super()._stream(job, index, answer)) as all_deltas:
             async for deltas in all_deltas:
                 yield deltas
 
@@ -237,8 +237,9 @@ class Caller:
             caller=RequestCaller(self._conversation.tenant, answer.usage), prompt=turn.new_ids, num_bytes=100,
             session_id=session_id if is_chat else "", num_completions=1 if is_chat else turn.num_completions,
             sampling=turn.params, max_tokens=turn.max_tokens if turn.has_limit else None, ignore_eos=turn.ignores_eos,
-            speculation=SpeculationOptions(
-                SpeculationMode.PROMPT_LOOKUP if turn.draft_tokens else SpeculationMode.OFF, turn.draft_tokens or None
+            speculation=pb.SpeculationParameters(
+                mode=pb.SPECULATION_MODE_PROMPT_LOOKUP if turn.draft_tokens else pb.SPECULATION_MODE_OFF,
+                max_draft_tokens=turn.draft_tokens or None,
             ),
         )  # fmt: skip
         try:

@@ -35,10 +35,15 @@ from corolla.chassis.settings import load
 from corolla.chassis.tasks import TaskGroup
 from corolla.client.adapters import ModelNames
 from corolla.client.generation.admission import Admission
-from corolla.client.generation.answering import ModelLimits, SpeculationDefaults
+from corolla.client.generation.answer_factory import AnswerFactory, ModelLimits
+from corolla.client.generation.answering import Answering
+from corolla.client.generation.request_trace import RequestTraces
+from corolla.client.generation.running_request import Entrance
+from corolla.client.generation.turns import Turns
 from corolla.client.generation.waiting_line import WaitingLine
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.enforcer import QuotaEnforcer
+from corolla.client.reply_sizes import NO_WIDTHS
 from corolla.client.text.grammar_process import GrammarProcess
 from corolla.client.transcripts import Transcripts
 from corolla.router.intervals import USUAL_INTERVALS
@@ -51,7 +56,7 @@ from corolla.router.settings import RouterSettings
 from corolla.router.watch import PlacementWatches
 from corolla.v1 import blocks_pb2, router_pb2
 from corolla.wire.span import Span
-from tests.simulation.callers import WatchedAnswering, WatchedSessions
+from tests.simulation.callers import WatchedCompletions, WatchedSessions
 from tests.simulation.loop import Process, VirtualLoop
 from tests.simulation.network import Network
 from tests.simulation.scenario import GROWTH_TOKENS, MOST_NEW_TOKENS, Scenario
@@ -226,23 +231,20 @@ class Client:
         )  # fmt: skip
         self.sessions = WatchedSessions(routes, self.plane, limits, metrics.count_recovery)
         self.transcripts = Transcripts(control, LEASE_S, TaskGroup())
-        self.answering = WatchedAnswering(
-            self.sessions,
-            self.transcripts,
-            ToyTokenizer(),
-            ModelLimits(
-                4096,
-                scenario.model.vocab_size,
-                MOST_NEW_TOKENS,
-                frozenset([scenario.model.eos_token_id]),
-                growth_tokens=GROWTH_TOKENS,
-            ),
-            QuotaEnforcer(None, metrics),
-            Admission(WaitingLine(64, 64)),
-            SpeculationDefaults(max_draft_tokens=3, is_adaptive=False),
-            metrics,
-            GrammarProcess(ToyTokenizer(), scenario.model.vocab_size, (), metrics.grammars),
-            ModelNames([MODEL], placement),
+        limits_of_model = ModelLimits(
+            4096,
+            scenario.model.vocab_size,
+            MOST_NEW_TOKENS,
+            frozenset([scenario.model.eos_token_id]),
+            growth_tokens=GROWTH_TOKENS,
+        )
+        factory = AnswerFactory(ToyTokenizer(), limits_of_model, blocks_pb2.Drafts(max_tokens=3), NO_WIDTHS)
+        quotas = QuotaEnforcer(None, metrics)
+        grammars = GrammarProcess(ToyTokenizer(), scenario.model.vocab_size, (), metrics.grammars)
+        entrance = Entrance(quotas, Admission(WaitingLine(64, 64)), grammars, metrics, RequestTraces())
+        parts = self.sessions, ModelNames([MODEL], placement), factory
+        self.answering = Answering(
+            WatchedCompletions(entrance, *parts), Turns(entrance, *parts, self.transcripts, quotas)
         )
 
 

@@ -10,6 +10,11 @@ Item = TypeVar("Item")
 
 async def merge(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[tuple[int, Item], None]:
     """Yields `(index, item)` for each item of any stream. The first failure ends all streams, as closing this does."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
     queue: asyncio.Queue[tuple[int, Item] | Exception | None] = asyncio.Queue(maxsize=2 * len(streams))
 
     async def drain(index: int, stream: AsyncGenerator[Item, None]) -> None:

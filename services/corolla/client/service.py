@@ -36,8 +36,12 @@ from corolla.client.api.tenants import Tenants, Tokens
 from corolla.client.api.tokens import TokenRules
 from corolla.client.bounds import USUAL_BOUNDS, ClientBounds
 from corolla.client.generation.admission import Admission
-from corolla.client.generation.answering import Answering, ModelLimits, SpeculationDefaults
+from corolla.client.generation.answer_factory import DRAFT_SOURCES, AnswerFactory, ModelLimits
+from corolla.client.generation.answering import Answering
+from corolla.client.generation.completions import Completions
 from corolla.client.generation.request_trace import RequestTraces
+from corolla.client.generation.running_request import Entrance
+from corolla.client.generation.turns import Turns
 from corolla.client.generation.waiting_line import WaitingLine
 from corolla.client.held_bytes import HeldBytes
 from corolla.client.http.endpoints import EndpointFactory
@@ -59,13 +63,12 @@ from corolla.client.text.grammar_process import GrammarProcess
 from corolla.client.text.template_process import TemplateProcess
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
-from corolla.decoding.parameters import SpeculationMode
 from corolla.models.checkpoint import Checkpoint, end_token_ids_of
 from corolla.models.demo import DEMO_MODEL
 from corolla.models.families import recurrent_layers
 from corolla.models.hub import Hub
 from corolla.trust.credentials import PublicCertificate
-from corolla.v1 import generation_pb2
+from corolla.v1 import blocks_pb2, generation_pb2
 from corolla.wire.network import Network
 from corolla.wire.stream import between_servers
 
@@ -300,27 +303,31 @@ class ClientService:
     async def _make_answering(self) -> None:
         settings, checkpoint = self.settings, self._checkpoint
         self._names = _names(settings, checkpoint, self._placement)
-        self._answering = Answering(
-            self._sessions,
-            self._transcripts,
-            self._tokenizer,
-            ModelLimits(
-                checkpoint.context_length,
-                checkpoint.vocab_size,
-                settings.default_max_tokens,
-                self._end_token_ids,
-                may_speculate=not recurrent_layers(checkpoint.config),
-            ),
+        drafts = blocks_pb2.Drafts(
+            source=DRAFT_SOURCES[
+                generation_pb2.SpeculationMode.Value(f"SPECULATION_MODE_{settings.speculation.upper()}")
+            ],
+            max_tokens=settings.max_draft_tokens,
+            is_adaptive=settings.adaptive_drafts,
+        )
+        limits = ModelLimits(
+            checkpoint.context_length,
+            checkpoint.vocab_size,
+            settings.default_max_tokens,
+            self._end_token_ids,
+            may_speculate=not recurrent_layers(checkpoint.config),
+        )
+        factory = AnswerFactory(self._tokenizer, limits, drafts, await asyncio.to_thread(self._tokenizer.widths))
+        entrance = Entrance(
             self._quotas,
             self._admission(settings.max_running_requests, self._quotas.guaranteed_sequences),
-            SpeculationDefaults(
-                SpeculationMode(settings.speculation), settings.max_draft_tokens, settings.adaptive_drafts
-            ),
-            self._metrics,
             self._grammars,
-            self._names,
+            self._metrics,
             RequestTraces(checkpoint.name, settings.trace_callers),
-            await asyncio.to_thread(self._tokenizer.widths),
+        )
+        parts = self._sessions, self._names, factory
+        self._answering = Answering(
+            Completions(entrance, *parts), Turns(entrance, *parts, self._transcripts, self._quotas)
         )
 
     def _admission(self, max_running: int, guarantees: Callable[[], Mapping[str, int]] = dict) -> Admission:

@@ -1,7 +1,6 @@
 """The parameters by which tokens are chosen, and the chosen tokens. Pure."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Final, Self
 
 from corolla.chassis.errors import InvalidRequest
@@ -133,19 +132,3 @@ class SampledToken:
     token_id: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
-
-
-class SpeculationMode(StrEnum):
-    """The source of draft tokens. The setting and the command line use these values."""
-
-    OFF = "off"
-    PROMPT_LOOKUP = "prompt_lookup"
-    DRAFT_MODEL = "draft_model"
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationOptions:
-    """A caller's choices for speculation. None leaves a choice to the service."""
-
-    mode: SpeculationMode | None = None
-    max_draft_tokens: int | None = None

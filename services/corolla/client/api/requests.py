@@ -18,7 +18,7 @@ from corolla.client.reply_sizes import ReplyRoom
 from corolla.client.text import formats
 from corolla.client.text.conversation import ChatSetting, Message, check_conversation
 from corolla.client.text.formats import AnswerFormat
-from corolla.decoding.parameters import MAX_LOGPROBS, SamplingParams, SpeculationMode, SpeculationOptions
+from corolla.decoding.parameters import MAX_LOGPROBS, SamplingParams
 from corolla.decoding.speculation import MAX_DRAFT_TOKENS
 from corolla.v1 import generation_pb2 as pb
 
@@ -28,11 +28,6 @@ MAX_STOP_SEQUENCES: Final = 16
 MAX_STOP_CHARS: Final = 256
 MAX_SALT_CHARS: Final = 256
 MAX_TIME_LIMIT_MS: Final = 24 * 3600 * 1000
-
-_SPECULATION_MODES: Final[dict[pb.SpeculationMode.ValueType, SpeculationMode | None]] = {
-    pb.SPECULATION_MODE_UNSPECIFIED: None,
-    **{pb.SpeculationMode.Value(f"SPECULATION_MODE_{mode.name}"): mode for mode in SpeculationMode},
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +225,7 @@ class RequestParser:
                 if not 1 <= len(sequence) <= MAX_STOP_CHARS
             },
             "speculation.max_draft_tokens": _up_to(MAX_DRAFT_TOKENS, max_draft_tokens),
-            "speculation.mode": (speculation.mode in _SPECULATION_MODES, "is unknown to this service"),
+            "speculation.mode": (speculation.mode in pb.SpeculationMode.values(), "is unknown to this service"),
             "cache_salt": (len(message.cache_salt) <= MAX_SALT_CHARS, f"must have at most {MAX_SALT_CHARS} characters"),
         }
         violations = [(field, problem) for field, (is_allowed, problem) in in_range.items() if not is_allowed]
@@ -263,7 +258,7 @@ class RequestParser:
             echoed_from=(lambda: 0) if echoes else None,
             reply_logprobs=sampling.num_logprobs,
             time_limit_s=min((limit_s for limit_s in time_limits_s if limit_s is not None), default=None),
-            speculation=SpeculationOptions(_SPECULATION_MODES[speculation.mode], max_draft_tokens),
+            speculation=speculation,
             resumption=_resumption(message, self.vocab_size, self.context_length),
             cache_salt=self.cache_salts.of(caller.tenant, message.cache_salt),
             output_parsing=output_parsing,

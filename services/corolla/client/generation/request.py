@@ -10,7 +10,8 @@ from corolla.client.generation.resumption import Resumption
 from corolla.client.output_parsing.parser_choice import OutputParsing
 from corolla.client.reply_sizes import ANY_ROOM, ReplyRoom
 from corolla.client.text.formats import AnswerFormat
-from corolla.decoding.parameters import SamplingParams, SpeculationOptions
+from corolla.decoding.parameters import SamplingParams
+from corolla.v1 import generation_pb2 as pb
 
 Prompt = TypeVar("Prompt")
 
@@ -50,7 +51,7 @@ class AnswerRequest(Generic[Prompt]):
     stop_sequences: tuple[str, ...] = ()
     ignore_eos: bool
     time_limit_s: float | None = None
-    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
+    speculation: pb.SpeculationParameters = field(default_factory=pb.SpeculationParameters)
     resumption: Resumption = field(default_factory=Resumption)
     cache_salt: bytes = b""
     output_parsing: OutputParsing | None = None

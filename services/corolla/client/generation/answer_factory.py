@@ -1,0 +1,192 @@
+"""Makes what an answer begins with: its prompt, its limits, its sampler's record, and the tokens that there are."""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeVar
+
+from corolla.chassis.errors import InvalidRequest, context_exceeded
+from corolla.client.generation.answer import Answer, Delta
+from corolla.client.generation.answer_room import AnswerRoom
+from corolla.client.generation.last_answer import read_last_answer
+from corolla.client.generation.request import AnyRequest
+from corolla.client.generation.resumption import replay_answer
+from corolla.client.quotas.enforcer import Allowance
+from corolla.client.reply_sizes import TokenWidths
+from corolla.client.text.tokenizer import TextTokenizer
+from corolla.decoding.sampler_record import SamplerRecord
+from corolla.decoding.stopping import FinishReason, StopDecider
+from corolla.v1 import blocks_pb2, router_pb2
+from corolla.v1 import generation_pb2 as pb
+
+NextPrompt = Callable[[router_pb2.SessionRecord], tuple[int, Sequence[int]]]
+"""Takes a session's record, which is empty for a request without a session. Returns how many first tokens the new token
+log shares with the old one, and the new log."""
+
+Result = TypeVar("Result")
+
+_NUM_THREADS: Final = 4
+DRAFT_SOURCES: Final = {
+    pb.SPECULATION_MODE_OFF: blocks_pb2.Drafts.SOURCE_UNSPECIFIED,
+    pb.SPECULATION_MODE_PROMPT_LOOKUP: blocks_pb2.Drafts.SOURCE_PROMPT_LOOKUP,
+    pb.SPECULATION_MODE_DRAFT_MODEL: blocks_pb2.Drafts.SOURCE_DRAFT_MODEL,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """The model's limits for answers.
+
+    `vocab_size`: the number of tokens that the model knows; its tokenizer may have more.
+    `default_max_tokens`: the most tokens of an answer whose request sets no number; None: the rest of the context.
+    `may_speculate`: whether hops can remove wrong draft tokens.
+    `growth_tokens`: the tokens for which an answer without a limit reserves pages at first, and the fewest that it asks
+    for later: with pages for the rest of its context, it would refuse others, and most answers are short.
+    """
+
+    context_length: int
+    vocab_size: int
+    default_max_tokens: int | None
+    eos_token_ids: frozenset[int]
+    may_speculate: bool = True
+    growth_tokens: int = 256
+
+
+class AnswerFactory:
+    """Makes the parts of answers to requests.
+
+    Args:
+        drafts: the source of draft tokens for requests that choose none, and the most tokens of all requests.
+        widths: how wide tokens are in a reply.
+    """
+
+    def __init__(
+        self, tokenizer: TextTokenizer, limits: ModelLimits, drafts: blocks_pb2.Drafts, widths: TokenWidths
+    ) -> None:
+        # Prompts are tokenised in threads of their own: long ones must not delay other work in threads, such as reading
+        # keys.
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "prompts")
+        self.tokenizer = tokenizer
+        self._limits = limits
+        self._default_drafts = drafts
+        self._widths = widths
+
+    async def prompt(
+        self, next_prompt: NextPrompt, record: router_pb2.SessionRecord, request: AnyRequest
+    ) -> tuple[int, Sequence[int], int]:
+        """Returns what `next_prompt` makes, and the most new tokens.
+
+        Raises InvalidRequest if the text has a token that the model does not know, and what `_max_tokens` raises.
+        """
+        num_kept_tokens, prompt_ids = await self._in_thread(next_prompt, record)
+        if (largest := max(prompt_ids, default=0)) >= self._limits.vocab_size:
+            raise InvalidRequest("prompt", f"has the token {largest}; the model knows {self._limits.vocab_size} tokens")
+        return num_kept_tokens, prompt_ids, self._max_tokens(len(prompt_ids), request)
+
+    def room(self, allowance: Allowance, num_prompt_tokens: int, max_tokens: int, request: AnyRequest) -> AnswerRoom:
+        """The room for the answers to a request."""
+        first, growth_tokens = max_tokens, self._limits.growth_tokens
+        if request.max_tokens is None:
+            first = min(max_tokens, len(request.resumption.received_ids) + growth_tokens)
+        return AnswerRoom(
+            allowance, num_prompt_tokens, num_prompt_tokens + first, growth_tokens, request.num_completions
+        )
+
+    def sampler(
+        self,
+        request: AnyRequest,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        record: router_pb2.SessionRecord,
+        index: int = 0,
+    ) -> SamplerRecord:
+        """The sampler record of an answer. A seed begins a random stream; without one, the session's stream goes on.
+
+        Tokens that the caller has already were drawn from the same stream. Several answers have different seeds.
+        """
+        params, received_ids = request.sampling, request.resumption.received_ids
+        state, num_draws = record.sampler_state, record.num_draws_since_state
+        if params.seed is not None:
+            state, num_draws = b"", 0
+            params = replace(params, seed=params.seed + index)
+        params = request.resumption.seeded(params, request.caller.tenant)
+        return SamplerRecord(
+            params,
+            secrets.randbits(64) if params.seed is None else params.seed,
+            prompt_ids,
+            generated_ids=received_ids,
+            state=state,
+            num_draws=num_draws if params.is_greedy else num_draws + len(received_ids),
+            max_new_tokens=max_tokens,
+            end_token_ids=() if request.ignore_eos else self._limits.eos_token_ids,
+            drafts=self._drafts(request.speculation),
+            grammar=request.grammar,
+        )
+
+    async def begun(self, prompt_ids: Sequence[int], max_tokens: int, request: AnyRequest) -> Answer:
+        """An answer that holds the tokens that its caller has already."""
+        decider = StopDecider(
+            max_new_tokens=max_tokens,
+            eos_token_ids=self._limits.eos_token_ids,
+            ignore_eos=request.ignore_eos,
+            time_limit_s=request.time_limit_s,
+        )
+        answer = self._empty(prompt_ids, decider, request)
+        if request.resumption.received_ids:
+            # A thread decodes these tokens, since all answers share the event loop.
+            await self._in_thread(request.resumption.replay_into, answer)
+        return answer
+
+    async def replayed(self, record: router_pb2.SessionRecord, request: AnyRequest) -> list[Delta]:
+        """The deltas of the session's last answer, made from its record without computing."""
+        prompt_ids, tokens = read_last_answer(record)
+        usage = request.caller.usage
+        usage.prompt_tokens = usage.cached_tokens = len(prompt_ids)
+        answer = self._empty(prompt_ids, StopDecider(max_new_tokens=len(record.token_log), ignore_eos=True), request)
+        return await self._in_thread(replay_answer, answer, tokens, FinishReason(record.last_finish_reason))
+
+    def _max_tokens(self, num_prompt_tokens: int, request: AnyRequest) -> int:
+        """The most new tokens: as many as the request asks for, or as the context has room for.
+
+        Raises ContextLengthExceeded if the prompt leaves no room for an answer, ReplyTooLarge, and QueueFull
+        if the service has no room for the prompt in the reply.
+        """
+        room = self._limits.context_length - num_prompt_tokens
+        num_echoed = request.num_echoed(num_prompt_tokens)
+        of_reply = self._widths, request.num_completions, request.reply_logprobs, num_echoed
+        most = request.reply.most_tokens(*of_reply)
+        wanted = self._limits.default_max_tokens if request.max_tokens is None else request.max_tokens
+        if room < (0 if wanted == 0 else 1):
+            raise context_exceeded(self._limits.context_length, num_prompt_tokens)
+        if request.max_tokens is not None:
+            request.reply.check_tokens(min(request.max_tokens, room), *of_reply)
+        elif most is not None and (room := min(room, most)) < 1:
+            request.reply.check_tokens(1, *of_reply)
+        request.caller.expect_reply(request.reply.echo_bytes(*of_reply))
+        return room if wanted is None else min(wanted, room)
+
+    def _drafts(self, speculation: pb.SpeculationParameters) -> blocks_pb2.Drafts | None:
+        defaults, wanted = self._default_drafts, DRAFT_SOURCES.get(speculation.mode)
+        if wanted and not self._limits.may_speculate:
+            raise InvalidRequest(
+                "speculation.mode",
+                "is not possible with this model: draft tokens cannot be removed from its recurrent state",
+            )
+        source = defaults.source if wanted is None else wanted
+        if not source or not self._limits.may_speculate:
+            return None
+        most = min(speculation.max_draft_tokens or defaults.max_tokens, defaults.max_tokens)
+        return blocks_pb2.Drafts(source=source, max_tokens=most, is_adaptive=defaults.is_adaptive)
+
+    def _empty(self, prompt_ids: Sequence[int], decider: StopDecider, request: AnyRequest) -> Answer:
+        output_parsing = request.output_parsing
+        if output_parsing is None:
+            return Answer(self.tokenizer, prompt_ids, decider, request.stop_sequences)
+        parser = output_parsing.parser(self.tokenizer, prompt_ids, request.turn_name)
+        shown_ids = output_parsing.shown_ids(self._limits.eos_token_ids)
+        return Answer(self.tokenizer, prompt_ids, decider, request.stop_sequences, parser, shown_ids)
+
+    async def _in_thread(self, work: Callable[..., Result], *args: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
