@@ -18,7 +18,6 @@ class SessionPages:
     """What one session holds: its number of tokens, and a page table for each group of layers.
 
     Args:
-        pool: the pages of the server.
         rules: the rules of the groups of layers.
         num_fixed_pages: how many pages are promised to a session for data that does not grow with its tokens, such as
             recurrent states.

@@ -24,8 +24,6 @@ class KVStore:
     the device of its keys; on a CPU, memory that was never written costs nothing.
 
     Args:
-        num_pages: the number of pages of the server.
-        page_tokens: the number of tokens of a page.
         windows: for each layer of the span, how many tokens a token sees, itself included; None for all.
         max_step_tokens: the most new tokens of one step of one session.
         has_scratch_page: whether to add a page outside of the pool, for numbers that no session will read.

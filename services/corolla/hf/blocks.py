@@ -11,11 +11,7 @@ from corolla.wire.span import Span
 
 
 class RemoteBlocks:
-    """Consecutive blocks of a model that run on block servers. A slice is `RemoteBlocks`, too.
-
-    Args:
-        remote: the blocks, with the connection to their servers.
-    """
+    """Consecutive blocks of a model that run on block servers. A slice is `RemoteBlocks`, too."""
 
     def __init__(self, remote: RemoteSpan) -> None:
         self.remote = remote

@@ -233,7 +233,6 @@ class Connection:
         """Opens sequences on one chain, `earlier` ones and `new` ones.
 
         Args:
-            new: the new sequences, in their first epoch.
             open_options: the options of all sequences.
             earlier: open sequences that stay on their chain and are opened again in the next epoch.
 

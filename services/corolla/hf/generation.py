@@ -375,7 +375,6 @@ class NewTextStreamer(BaseStreamer):
     """Leaves out the part of the prompt that the caller did not give in this call.
 
     Args:
-        streamer: the caller's streamer.
         num_omitted: the number of leading tokens to leave out of each row.
     """
 

@@ -37,11 +37,6 @@ _NO_LABEL = -100
 class DistributedModelForCausalLM(NotPickled, RefusedMethods, RemoteGenerationMixin, PreTrainedModel):
     """A causal language model of any supported family, with remote blocks.
 
-    Args:
-        config: the configuration of the whole model.
-        edges: the model's embedding, final norm and head.
-        blocks: the model's remote blocks.
-
     Attributes:
         model_type: the family of the class; None takes any.
         position_rules: how the model counts positions.
@@ -91,7 +86,6 @@ class DistributedModelForCausalLM(NotPickled, RefusedMethods, RemoteGenerationMi
             kv_cache_dtype: how the block servers store keys and values: `auto`, `fp8` or `int8`.
             revision: branch, tag or commit on the hub.
             device: the device of embedding, norm and head; None: the CPU.
-            tenant: the tenant that owns the sessions.
             reuse_prefixes: whether block servers reuse what they computed for the tenant's texts with the same
                 beginning. Set it only with the checkpoint's own embeddings: texts are compared by their tokens.
             tls_dir: folder with `tls.crt`, `tls.key` and `ca.crt` of a library, whose certificate names the tenant;

@@ -58,9 +58,6 @@ class RemoteModelForCausalLM(NotPickled, RefusedMethods, GenerationMixin):
     guidance need logits in this process: use a `DistributedModelForCausalLM` for them.
 
     Args:
-        checkpoint: the model's checkpoint.
-        connection: the connection to the model's block servers.
-        tenant: the tenant that owns the sessions.
         reuse_prefixes: whether the tenant's prompts share what hops computed for equal beginnings of texts.
         salt: the salt with which the digests of the tenant's texts begin.
     """
@@ -145,7 +142,6 @@ class RemoteModelForCausalLM(NotPickled, RefusedMethods, GenerationMixin):
             generation_config: None takes the model's own; `options` are applied to it.
             attention_mask: `[B, T]`; 0 is padding.
             stopping_criteria: criteria that are called for each row alone, without scores.
-            tokenizer: the model's tokenizer, which `stop_strings` need.
             streamer: gets the prompt, then tokens as they come; only for a single row.
             options: options of a generation config. The seed of a sampled answer is drawn from torch's random stream; a
                 client service gives the same tokens for that seed.

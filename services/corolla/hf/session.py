@@ -36,7 +36,6 @@ class InferenceSession:
     or garbage-collected, or when the process ends. Inside `with session:`, `generate` of its model uses the session.
 
     Args:
-        blocks: the blocks of the session.
         max_length: the number of positions, padding included, to reserve; None lets the session grow.
         expected_length: the number of positions that a growing session reserves first.
         prompts: `[P, H]`, floating point, on any device: trained embeddings that come before every sequence's text.
@@ -231,7 +230,6 @@ class InferenceSession:
         """Makes sure that the hops have room for a step; the first call opens the session on the hops.
 
         Args:
-            num_rows: the number of sequences.
             num_columns: the number of new positions.
             texts: the tokens of each row, up to the first one whose output is wanted; None if they are not known.
 

@@ -37,7 +37,6 @@ def write_configuration(path: Path, folder: Path, port: int = 0) -> str:
 
     Args:
         path: the configuration file, which only its owner can read.
-        folder: the working folder of Redis.
         port: the port on the loopback address, where Redis serves all users of this machine without a password; 0:
             Redis listens on a Unix socket next to `path`, and asks for a password.
 

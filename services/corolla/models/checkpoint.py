@@ -160,8 +160,6 @@ class Checkpoint:
         Args:
             name_or_path: `"demo"`, a local folder, a GGUF file (any part of a split one), a hub id such as
                 `Qwen/Qwen3-0.6B`, or a hub id followed by `/` and the name of a GGUF file there.
-            revision: branch, tag or commit on the hub.
-            hub: the hub's client; None: one with default settings.
 
         Raises:
             CheckpointError: the checkpoint is missing, incomplete or damaged, or has only pickled weights.

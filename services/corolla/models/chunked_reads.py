@@ -72,8 +72,6 @@ class ChunkedTensor:
         """Reads rows `[start, end)` of `row_shape` as `[end - start, ...]`, in the file's dtype, on the CPU.
 
         Args:
-            start: the first row.
-            end: the row after the last one.
             room: gives memory for the rows. Stored tensors that are not plain return other memory.
         """
         read: Tensor = self._stored.lines(start, end, room) if self.is_plain else self._stored[start:end]
@@ -111,7 +109,6 @@ class StoredMatrix:
 
     Args:
         whole: safetensors' slice of the whole tensor.
-        file: the shard.
         stored: the tensor's place in the shard.
     """
 
@@ -150,8 +147,6 @@ class StoredMatrix:
         Several threads may read at the same time.
 
         Args:
-            start: the first row.
-            end: the row after the last one.
             room: gives the memory into which the rows are read.
 
         Returns:

@@ -66,7 +66,6 @@ class DeviceReader:
     """Reads tensors in chunks, through buffers that are made once.
 
     Args:
-        device: where the tensors shall lie.
         is_pinned: whether the buffers are pinned; None: if the device is a GPU.
         num_threads: how many chunks are read at a time; None: as many as this process may use cores, up to a limit.
     """
@@ -137,7 +136,6 @@ def read_deferred(
     Args:
         model: the model; parameters share the memory of their deferred tensors.
         tensors: the tensors with which the model was filled.
-        device: where the model shall lie.
         when_read: called with each module once its own parameters lie on the device, before the next module is read. It
             changes no other module.
         read: reads the tensors; None: a DeviceReader does.

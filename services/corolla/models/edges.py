@@ -53,7 +53,6 @@ class Edges:
     Arguments may be on any device; results are on the device of the weights.
 
     Args:
-        family: the model's row in the table of families.
         embedding_model: a base model without layers and norm; None: there is no embedding.
         head_model: a causal model whose base model only applies the final norm; None: there is no head.
         dtype: the dtype of hidden states; packed weights have another one.
@@ -232,11 +231,7 @@ def load_edges(
     If both are read, a tied head shares the embedding's weights, unless a GGUF file's head stays packed.
 
     Args:
-        checkpoint: the source of the weights.
         dtype: the dtype of hidden states, and of weights that are not packed.
-        device: the device of the weights.
-        has_embedding: whether to read the embedding.
-        has_head: whether to read the final norm and the head.
         quantization: `packed`: weights stay packed as in the files; otherwise they are expanded to `dtype`.
 
     Raises:

@@ -97,7 +97,6 @@ class Attend(Protocol):
             query: `[N, heads, head_dim]` in the model's dtype, one entry for each new token of all rows.
             key: `[N, key heads, head_dim]` in the same dtype.
             value: `[N, key heads, head_dim]` in the same dtype.
-            scaling: the factor of the scores.
             window: how many tokens a token sees, itself included; None: it sees all tokens before it.
             softcap: the bound of the scores; None: they are not bounded.
             sinks: `[heads]` in the model's dtype or float32, the score of something in each softmax that has no value;
@@ -134,9 +133,6 @@ class FusedSpan:
 
         Args:
             layers: the decoder layers, for which `fits` must hold; plain weights become views of the fused weights.
-            rotary: the rotary embedding.
-            config: the configuration.
-            family: the family.
             windows: the attention window of each layer; see `SpanModel`.
         """
         kinds = getattr(config, "layer_types", None) or [None] * len(windows)

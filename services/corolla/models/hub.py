@@ -110,7 +110,6 @@ class Hub:
         """Pins a revision to a commit, and lists its files; a commit that the cache knows needs no request.
 
         Args:
-            repository: hub id.
             revision: branch, tag or commit; None: the main branch.
 
         Raises:

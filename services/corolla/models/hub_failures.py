@@ -25,11 +25,6 @@ def hub_failure(error: Exception, repository: str, cache: str) -> CheckpointErro
     """Corolla's error for an exception of huggingface_hub: HubUnavailable if a retry may help, else CheckpointError.
 
     The exception's text is not repeated, since it may contain signed addresses.
-
-    Args:
-        error: the exception of huggingface_hub.
-        repository: hub id.
-        cache: the folder of the cache.
     """
     error = _cause(error)
     if isinstance(error, GatedRepoError):

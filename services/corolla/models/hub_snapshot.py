@@ -45,8 +45,6 @@ class HubSnapshot:
         """Pins a repository to a commit, and fetches small files that the cache lacks or that are damaged there.
 
         Args:
-            hub: the hub's client.
-            repository: hub id.
             revision: branch, tag or commit; None: the main branch.
 
         Raises:

@@ -62,11 +62,7 @@ class Norm:
 
 
 class InvariantNorm(nn.Module):
-    """A family's norm, computed by the Triton kernel.
-
-    Args:
-        norm: the norm.
-    """
+    """A family's norm, computed by the Triton kernel."""
 
     def __init__(self, norm: Norm) -> None:
         super().__init__()

@@ -133,7 +133,6 @@ def try_product(product: Product, weight: Tensor, bias: Tensor | None, ladder: t
     The trial begins with the few largest calls, and ends at the first rung, not of BETWEEN, that breaks the rule.
 
     Args:
-        product: the product.
         weight: `[out, in]`.
         bias: `[out]` or None.
         ladder: the numbers of rows of a call, in rising order.

@@ -29,8 +29,6 @@ def refuse_leftovers(model: str, model_type: str, names: Iterable[str], ignored:
     """Refuses tensors that a model does not use, except for those that change no answer.
 
     Args:
-        model: the checkpoint's name.
-        model_type: the model's family.
         names: the names of tensors that the model does not use.
         ignored: regular expressions of transformers for names that may be left over.
 

@@ -185,7 +185,6 @@ def replace_linears(root: nn.Module, kept: Collection[str] = ()) -> list[TunedLi
     """Replaces every plain linear layer below `root` by a TunedLinear with the same parameters; returns the new layers.
 
     Args:
-        root: the model.
         kept: names, within their blocks, of layers that are not replaced, since other code reads their weights.
     """
     replaced: list[TunedLinear] = []

@@ -62,8 +62,6 @@ class MergedExperts:
         """Reads rows of the experts as if they lay one after another; see `StoredMatrix.lines`.
 
         Args:
-            start: the first row.
-            end: the row after the last one.
             room: gives the memory into which the rows are read.
 
         Returns:
@@ -148,7 +146,6 @@ def merged(model: PreTrainedModel, tensors: Mapping[str, Any]) -> dict[str, Any]
 
     Args:
         model: the model, which may be without weights.
-        tensors: stored tensors by name.
     """
     kept = dict(tensors)
     for target, names in merged_names(model, tensors).items():

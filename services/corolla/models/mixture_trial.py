@@ -24,8 +24,6 @@ def failed_mixture_trial(mixture: Mixture, dtype: torch.dtype, row_counts: Seque
     calls are of the kinds that steps have, so that Triton compiles nothing while a server serves.
 
     Args:
-        mixture: the experts.
-        dtype: the dtype of rows.
         row_counts: for how many rows of an expert a product takes each of its tiles, in rising order.
     """
     num_chosen = mixture.routing.num_chosen
@@ -49,8 +47,6 @@ def failed_experts_trial(
     """Does what `failed_mixture_trial` does, for the products of one weight.
 
     Args:
-        weights: the weights of experts.
-        dtype: the dtype of rows.
         num_chosen: how many experts a token gets.
         row_counts: for how many rows of an expert a product takes each of its tiles, in rising order.
         rows_of_token: 1, or `num_chosen`: each pair has a row of its own.

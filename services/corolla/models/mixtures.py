@@ -32,7 +32,6 @@ def multiply_experts(
 
     Args:
         rows: `[N, in]` or `[pairs, in]` in the model's dtype, on the device of the weights.
-        weights: the weights.
         chosen: the pairs.
         bias: `[experts, out]` in the same dtype; None: there is none, as of packed weights.
 

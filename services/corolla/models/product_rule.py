@@ -77,10 +77,7 @@ def way_of(
     """The way to multiply by weights.
 
     Args:
-        processor: the CPU.
-        dtype: the dtype of the weights.
         shape: their outputs and inputs.
-        num_bytes: their size.
         is_shared: whether other code reads them, too.
         asked_for: `AUTO`, or a way that is taken wherever it is possible.
     """

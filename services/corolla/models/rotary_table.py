@@ -21,8 +21,6 @@ class RotaryTable:
     rotary size below the head size means that the other numbers of a head stay as they are.
 
     Args:
-        rotary: the family's rotary embedding.
-        config: the family's configuration.
         in_pairs: whether a number is rotated with its neighbour, not with the one half the rotary size away.
         has_paired_angles: see `Family.has_paired_angles`.
         kind: the kind of layers whose numbers these are, where the configuration has some for each kind; else None.
@@ -66,7 +64,6 @@ class RotaryTable:
 
         Args:
             position_ids: int64 `[N]`, all below `end`.
-            end: the upper bound of the positions.
             like: a tensor of any shape with the device and dtype of hidden states, the same ones in all calls.
         """
         table, numbers = self.numbered(position_ids, end, like)

@@ -305,10 +305,7 @@ def load_span(
     """Reads a span's tensors, and only those, into a model.
 
     Args:
-        checkpoint: the source of the weights.
-        span: the blocks to read.
         dtype: the dtype of the weights in memory, whatever the files hold.
-        device: the device of the weights.
         attention: transformers' attention implementation; families that `sdpa` does not serve get `eager`.
         quantization: how linear layers hold their weights: `none`; `int8` or `int4`, quantised after reading; `packed`,
             packed as in the files.
@@ -411,7 +408,6 @@ def empty_span(
     """The span's model without weights, on the meta device; layers that a GPU packs are packed.
 
     Args:
-        dtype: the dtype of weights.
         quantization: see `load_span`.
 
     Raises:

@@ -32,7 +32,6 @@ def attention_windows(base: PreTrainedModel, family: Family) -> tuple[int | None
 
     Args:
         base: the family's base model, whole or cut, on any device, the meta device too. It is left as it was.
-        family: the row of the table of families.
 
     Raises:
         UnsupportedFamily: a token sees later tokens, or the earlier ones in a manner that is not served; or the cache

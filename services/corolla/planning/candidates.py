@@ -99,10 +99,8 @@ def candidates(
     """Returns the ready servers with these weights, except the excluded ones, in the given order.
 
     Args:
-        servers: All servers of the placement.
         fingerprint: The weights; empty: any.
         num_tokens: The number of tokens for which a server needs free pages; 0: it needs none.
-        excluded: The ids of servers to leave out.
         booked: The load that servers will have in addition to what they reported, by id.
     """
     bounds = speed_bounds(servers)

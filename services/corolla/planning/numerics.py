@@ -26,11 +26,7 @@ def with_numerics(chain: common_pb2.Chain, servers: Iterable[pb.PlacedServer]) -
 def continued(
     before: common_pb2.Chain, after: common_pb2.Chain, servers: Iterable[pb.PlacedServer]
 ) -> common_pb2.Chain:
-    """Returns the chain `after` of sessions that were on the chain `before`, with numerics and what became of them.
-
-    Args:
-        servers: all servers of the placement.
-    """
+    """Returns the chain `after` of sessions that were on the chain `before`, with numerics and what became of them."""
     servers = tuple(servers)
     known, chain = with_numerics(before, servers), with_numerics(after, servers)
     chain.mixes_numerics = before.mixes_numerics or after.mixes_numerics or _have_changed(known, chain)

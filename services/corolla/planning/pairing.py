@@ -27,7 +27,6 @@ def with_partners(
     The first hop stays, so that sessions spread over its replicas according to their loads.
 
     Args:
-        chain: The cheapest chain.
         candidates: The servers from which it was planned.
         keeps_numerics: Whether a partner must have the numerics of the hop that it replaces.
     """

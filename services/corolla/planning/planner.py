@@ -77,8 +77,6 @@ def plan(candidates: Iterable[Candidate], num_blocks: int, costs: LinkCosts | No
     Args:
         candidates: The ready servers. Among equally cheap chains, the one whose servers come first wins, so a caller
             that shuffles them spreads sessions over equal replicas.
-        num_blocks: The number of blocks of the model.
-        costs: The costs of the links between servers.
 
     Raises:
         NoChain: Some blocks have no server; metadata `uncovered_blocks` lists them as `start:end,start:end`.
@@ -120,7 +118,6 @@ def plan_replacements(
         candidates: The ready servers, as for `plan`.
         lost: The blocks and the numerics of each lost hop, in order. Only if some blocks have no candidate of the same
             numerics, any candidate may hold the blocks.
-        costs: The costs of the links between servers.
 
     Raises:
         NoChain, OutOfPages: See `plan`.

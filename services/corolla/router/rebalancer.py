@@ -20,10 +20,7 @@ class Rebalancer:
     """Orders moves. Each router decides by itself; the store accepts an order only when no move is under way.
 
     Args:
-        registry: The placement in the store.
-        metrics: The router's metrics.
         min_gain: The fraction by which a move must make the slowest block faster.
-        intervals: The router's intervals.
     """
 
     def __init__(self, registry: Registry, metrics: RouterMetrics, min_gain: float, intervals: RouterIntervals) -> None:

@@ -66,7 +66,6 @@ def next_move(
 
     Args:
         members: The servers of one fingerprint, all ready.
-        num_blocks: The number of blocks of the model.
         min_gain: The fraction by which the slowest block must become faster, unless the layout covers more blocks.
         max_layouts: The approximate number of layouts to search. Those that are one move away are always searched.
     """

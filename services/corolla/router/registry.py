@@ -49,8 +49,6 @@ class Registry:
     """The placement in the store. Methods raise StoreUnavailable when Redis does not answer.
 
     Args:
-        store: The Redis server.
-        lease_ms: The duration of a lease.
         models: The only models whose servers may join; empty: any. Servers that have joined stay, so while a release
             changes from one model to another, servers of both are present.
     """
@@ -68,7 +66,6 @@ class Registry:
         chooses again. So two servers never get the same gap, even from different routers.
 
         Args:
-            server: The server's description.
             wanted: The span that the server asks for; None: the router chooses.
             workload: The caller's workload; empty if callers are not authenticated.
 
@@ -159,7 +156,6 @@ class Registry:
 
         Args:
             roster: The placement on which the move was decided.
-            move: The move.
             pause_ms: How long moves that cover no uncovered block must wait after this one. The pause doubles with each
                 such move while the servers stay the same.
         """
@@ -185,8 +181,6 @@ class Registry:
         """Keeps sessions from a server that reports that it is ready; ignores an unknown server.
 
         Args:
-            model: The server's model.
-            server_id: The server's id.
             reason: `leaving`: the server counts as draining, and another reason does not change that. `unready`: chains
                 avoid it if they can. Empty: it is ready again.
             ttl_ms: How long this lasts unless it is repeated.
@@ -205,7 +199,6 @@ class Registry:
         """Returns the servers with valid leases. It removes those whose leases have ended, which is a change.
 
         Args:
-            model: The name of the model.
             with_adapters: Whether to read the adapters, too. There may be many, and no chain depends on them.
         """
         roster, _ = await self.snapshot_for(model, "", with_adapters=with_adapters)

@@ -37,10 +37,6 @@ _SERVICE = router_pb2.DESCRIPTOR.services_by_name["RouterService"]
 class RouterProcess:
     """One router in this process.
 
-    Args:
-        settings: The router's settings.
-        intervals: The router's intervals and time-outs.
-
     Raises:
         StartupError: A port is taken, or the Redis address is not valid.
     """

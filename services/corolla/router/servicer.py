@@ -35,11 +35,6 @@ class RouterServicer:
     """Answers the calls of RouterService. Methods raise StoreUnavailable when Redis does not answer.
 
     Args:
-        settings: The router's settings.
-        registry: The placement in the store.
-        sessions: The session records in the store.
-        tenant_quotas: The tenants' quotas in the store.
-        watches: The watches of placements.
         registrant: A function that returns the workload that made a block server's call, or an empty string if callers
             are not authenticated. It raises AddressNotYours if the description has an address that is not the caller's.
         on_deregistered: A function that is called with the UID of the pod of a server that left, and the server's
@@ -258,7 +253,6 @@ def shown_to(caller: Workload | None, placement: pb.Placement) -> pb.Placement:
 
     Args:
         caller: The caller's workload; None: callers are not authenticated.
-        placement: The whole placement.
     """
     has_any = placement.adapters or placement.removed_adapters
     if caller is None or caller.role not in (Role.CLIENT, Role.LIBRARY) or not has_any:

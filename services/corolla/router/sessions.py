@@ -43,7 +43,6 @@ class SessionRecords:
     expired or of another tenant. A repeated call gets the same answer, since the first answer may be lost.
 
     Args:
-        store: The Redis server.
         bounds: How much may be stored at a time.
     """
 
@@ -86,11 +85,6 @@ class SessionRecords:
         """Locks the session for `turn_id`, and returns its record. A bound of 0 does not apply.
 
         Args:
-            model: The session's model.
-            session_id: The session.
-            tenant: Its owner.
-            turn_id: The turn.
-            lock_ms: How long the lock holds.
             max_tenant_bytes: The bytes that the tenant may have stored with the turn's.
             num_new_bytes: The bytes that the turn may add; they count as stored until it ends.
 
@@ -143,10 +137,6 @@ class SessionRecords:
         """Puts `hop` into the recorded chain, in place of the hop on `server_id` with the same blocks.
 
         Args:
-            model: The session's model.
-            session_id: The session.
-            tenant: Its owner.
-            server_id: The server that leaves.
             hop: The hop that has the session now.
             servers: All servers of the placement, whose numerics the chain is to name.
 

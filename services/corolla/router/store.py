@@ -65,9 +65,6 @@ class Store:
     A key that cannot be read, such as one of another type, is not an outage: methods then raise InternalError.
 
     Args:
-        url: The address of Redis.
-        timeout_s: The time-out of an answer.
-        metrics: The router's metrics.
         password: The password, unless `url` has one.
         silence_s: How long Redis is silent before the log says so: a machine may be busy or stand still for a moment.
 

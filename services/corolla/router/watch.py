@@ -59,7 +59,6 @@ class PlacementWatches:
     """Pushes placements to watchers.
 
     Args:
-        registry: The placement in the store.
         tasks: A task group for these watches only.
         relist_interval_s: The time within which an expired lease reaches watchers. Other changes reach them at once.
         load_push_interval_s: The time within which changed load reaches watchers if nothing else changes.

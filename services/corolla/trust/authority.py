@@ -51,7 +51,6 @@ class Authority:
         """Writes a workload's certificate, its key and the authority as private files that `Credentials` reads.
 
         Args:
-            folder: The folder of the files.
             workload: The workload that the certificate names.
             addresses: The DNS names and IP addresses of the workload.
             until: When the certificate expires; None: when the authority's own certificate does.

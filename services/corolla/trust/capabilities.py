@@ -27,8 +27,6 @@ class Capabilities:
     """Signs and verifies the capabilities of one model's sessions.
 
     Args:
-        credentials: The credentials of this process.
-        fingerprint: The fingerprint of the model.
         clock: A function that returns the Unix time in seconds.
     """
 

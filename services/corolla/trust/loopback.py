@@ -44,8 +44,6 @@ def tls_dir(router: str, role: Role, given: str | Path | None = None) -> Path | 
     It is `given`, or else `COROLLA_TLS_DIR`, or else the folder that a stack on this machine has made for the role.
 
     Args:
-        router: The address of the router.
-        role: The role of the program.
         given: The folder that the caller names, if any.
     """
     if named := given or os.environ.get(VARIABLE):

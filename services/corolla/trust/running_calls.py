@@ -16,7 +16,6 @@ def end_when_invalid(call: Call[Any], is_valid: Callable[[], bool]) -> None:
     gRPC checks certificates only in the handshake, and ignores revocation lists.
 
     Args:
-        call: The call.
         is_valid: A function that says whether the caller's certificate is valid now.
 
     Raises:

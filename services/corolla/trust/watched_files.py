@@ -24,8 +24,6 @@ class WatchedFiles:
 
     Args:
         variable: The name of the setting that names the folder, for errors.
-        folder: The folder.
-        names: The names of the files.
         take: A function that gets the contents of the files, in any thread. It raises ValueError or OSError for invalid
             contents.
         named: The value of the setting, if it differs from `folder`.

@@ -33,7 +33,6 @@ class TextDigests:
     """The digests of one text, for hops whose pages differ in size. It computes them once for each size.
 
     Args:
-        token_ids: the ids of the text.
         salt: the same text has other digests with another salt.
     """
 

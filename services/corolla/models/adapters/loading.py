@@ -39,8 +39,6 @@ def load_adapter(
 
     Args:
         folder: the folder that PEFT wrote.
-        model: the span.
-        num_blocks: the number of blocks of the whole model.
         digest: the digest that the adapter must have; empty: any.
         check_bytes: is called with the bytes that the products will take, before memory is allocated; may raise.
 

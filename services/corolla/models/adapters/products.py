@@ -193,8 +193,6 @@ class _Groups:
 
         Args:
             tokens: for each adapter, the numbers of its tokens.
-            num_tokens: how many tokens the batch has.
-            device: the device of the tensors.
         """
         size = max(map(len, tokens))
         index = [token for own in tokens for token in (*own, *[0] * (size - len(own)))]
@@ -212,8 +210,6 @@ class AdapterBatch:
 
     Args:
         rows: for each row, its adapter, or None, and its number of tokens; one row at least has an adapter.
-        stacks: the span's stacks.
-        device: the device that computes the batch.
 
     Attributes:
         num_tokens: the number of tokens of all rows.
@@ -243,7 +239,6 @@ class AdapterBatch:
 
         Args:
             layer: the layer's index within the span.
-            place: the place.
             rows: `[N, in]`, one row for each token of the batch, in the model's dtype.
             output: `[N, out]` in the same dtype.
         """

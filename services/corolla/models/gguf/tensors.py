@@ -33,10 +33,6 @@ class GgufTensors(Mapping[str, "LazyTensor | Tensor"]):
 
     A bias that the file lacks is zero, as in llama.cpp.
 
-    Args:
-        header: the header of the model's files.
-        config: the model's configuration.
-
     Raises:
         StartupError: the package `gguf` is not installed.
         CheckpointError: the package does not know the architecture, or the model does not use a tensor of the file.

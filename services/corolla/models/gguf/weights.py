@@ -27,8 +27,6 @@ class GgufWeights:
 
     Args:
         path: the file, or any part of a split model.
-        header: the header of its files.
-        config: the model's configuration.
 
     Raises:
         CheckpointError: a block has no weights.

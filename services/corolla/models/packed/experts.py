@@ -38,7 +38,6 @@ class PackedExpertWeights(nn.Module):
 
     Args:
         shape: `[experts, out, in]`, where `out` is a multiple of 16.
-        layout: the layout of the panels.
 
     Attributes:
         shape: the shape of the weights.

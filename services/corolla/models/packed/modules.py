@@ -34,9 +34,6 @@ class PackedLinear(nn.Module):
     the rows' dtype, and multiplies with float32 sums.
 
     Args:
-        in_features: the size of the input.
-        out_features: the size of the output.
-        layout: the layout of the panels.
         bias: `[out]` or None.
 
     Attributes:
@@ -140,10 +137,6 @@ class PackedEmbedding(nn.Module):
     """Looks rows up as `nn.Embedding` does, with packed weights: only the requested rows are expanded.
 
     Args:
-        num_embeddings: the number of rows.
-        embedding_dim: the size of a row.
-        layout: the layout of the panels.
-        dtype: the dtype of the result.
         scale: the factor of the result.
 
     Attributes:
@@ -271,7 +264,6 @@ def fill_packed(
     """Reads the weights of packed modules; those with the same stored weight share its memory.
 
     Args:
-        root: the model.
         names: maps the names of packed weights in `root` to names in the files.
         read: returns the panels for a name in the files, on the device; the weight must have the given shape.
         device: where the panels shall be; None: on the CPU.

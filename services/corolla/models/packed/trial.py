@@ -40,7 +40,6 @@ def choose_packed_products(layers: Iterable[PackedLinear | PackedExpertWeights],
 
     Args:
         layers: layers and experts with panels, on one GPU.
-        dtype: the dtype of rows.
     """
     alike: defaultdict[Any, list[PackedLinear | PackedExpertWeights]] = defaultdict(list)
     for layer in layers:
@@ -86,7 +85,6 @@ def failed_trial(layer: PackedLinear, dtype: torch.dtype, tile: "Tile | None" = 
 
     Args:
         layer: a layer with panels.
-        dtype: the dtype of rows.
         tile: see `multiply_packed`.
     """
     panels = cast(Tensor, layer.panels)[:_TRIED_PANELS].contiguous()

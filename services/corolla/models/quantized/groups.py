@@ -24,9 +24,7 @@ def layout_of_groups(bits: int, group_size: int, num_inputs: int, scale: str = "
     Args:
         bits: the bits of a number; kernels need four or eight.
         group_size: how many inputs share a scale; 0: all of them.
-        num_inputs: how many inputs the weight has.
         scale: safetensors' name of the type of scales.
-        has_zeros: whether there are zero points.
 
     Raises:
         Unfit: no kernel multiplies by such weights.
@@ -48,7 +46,6 @@ def input_order(group_of_inputs: Tensor, group_size: int, num_groups: int) -> Te
     Args:
         group_of_inputs: integers `[in]`, the group of each input, below `num_groups`.
         group_size: how many inputs each group must have.
-        num_groups: how many groups there are.
 
     Raises:
         Unfit: a group has another size.
@@ -68,7 +65,6 @@ def numbers_of_blocks(codes: Tensor, scales: Tensor, zeros: Tensor | None, layou
         scales: `[R, groups]` in the layout's scale type.
         zeros: integers `[R, groups]`, the zero points; `layout.middle` is already subtracted, unlike in `codes`.
             None: there are no zero points.
-        layout: the layout of the weight.
     """
     if layout.bits == 8:
         codes = codes ^ layout.middle  # as int8

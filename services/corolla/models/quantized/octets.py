@@ -30,7 +30,6 @@ def layout_of_octets(
         dtype: safetensors' name of the numbers' type.
         scales: all scales, float32 of any shape; None: they are not known.
         columns: how many neighbouring columns share a scale; the last ones of a row may be fewer.
-        num_inputs: how many columns the weight has.
         has_zeros: whether there are zero points, which only integers may have.
 
     Raises:
@@ -52,7 +51,6 @@ def numbers_of_octets(numbers: Tensor, scales: Tensor, layout: Layout, zeros: Te
     Args:
         numbers: int8, float8_e4m3fn or float8_e5m2 `[R, in]`.
         scales: float32 `[R, B]`, `[R, 1]` or `[1, 1]`; the scale of each block of the layout.
-        layout: the layout of the weight.
         zeros: int8 `[R, B]`, `[R, 1]` or `[1, 1]`, the zero point of each block; None: there are none.
     """
     codes = numbers.contiguous().view(torch.uint8)

@@ -68,7 +68,6 @@ class KubernetesApi:
         kubeconfig: The file with the address of the API server and the namespace; empty: the pod's service account has
             them.
         selector: The label selector of the pods.
-        metrics: The router's metrics.
         answer_s: How long an answer may take.
     """
 

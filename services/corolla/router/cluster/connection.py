@@ -37,10 +37,6 @@ class ClusterConnection:
     """Connects one router to Kubernetes. If the Kubernetes API fails, routing continues as without Kubernetes.
 
     Args:
-        registry: The placement in the store.
-        metrics: The router's metrics.
-        settings: The router's settings.
-        intervals: The router's intervals and time-outs.
         tasks: A task group for this connection only.
     """
 

@@ -54,7 +54,6 @@ def deletion_cost(placed: pb.PlacedServer, copies: Counter[tuple[str, int]]) -> 
     Each block that this server alone holds adds to the cost. The server's sessions add to it, too, but count least.
 
     Args:
-        placed: The server.
         copies: The number of ready servers that hold a block, by fingerprint and block.
     """
     if placed.state != pb.SERVER_STATE_READY:

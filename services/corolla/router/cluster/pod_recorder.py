@@ -24,10 +24,8 @@ class PodRecorder:
     A server that leaves reports the fate of its sessions to one router only, and that router writes the Event.
 
     Args:
-        api: The Kubernetes API.
         registry: The placement in the store, by which routers elect the leading one.
         own_pod: The pod of this router; without its name, no Events about spans are written.
-        failures: The log of failures.
         after_failures_s: The pause after several failed writes.
         lead_ms: The time after which another router leads if this one is silent.
     """
@@ -65,9 +63,7 @@ class PodRecorder:
         """Writes what is due. Raises StoreUnavailable when the store cannot name the leading router.
 
         Args:
-            rosters: The servers of all models.
             local_models: The models that have a server in one of the pods.
-            pods: The pods.
             clock: The time in seconds.
         """
         # This call comes first, since it may fail: the reporters below count as written what they return.

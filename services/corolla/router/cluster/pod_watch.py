@@ -19,7 +19,6 @@ class PodWatch:
     """Reports every list and every change of the pods, by functions that its thread calls.
 
     Args:
-        api: The Kubernetes API.
         relist_interval_s: The time after which a watch ends and the pods are listed anew, in case it missed a change.
         tell: A function that is called with each change of the table.
         complain: A function that is called with each failure, and with None after a success.
