@@ -20,7 +20,6 @@ from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.delivery import Delivery, onward_step
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable, StepFaults
-from corolla.block_server.prompt_share import PromptShare
 from corolla.block_server.relay import Relay
 from corolla.block_server.ring.first_hop import FirstHop
 from corolla.block_server.ring.last_hop import LastHop
@@ -104,8 +103,6 @@ class ProcessorUse:
         compute_thread: a thread that the engine uses and closes; None: the engine makes its own.
         follows_lengths: whether the time of a row grows with the number of tokens that it sees; see `StepTimes`.
         most_looks: see `Failures.looked`.
-        prompt_share: decides how many prompt tokens an iteration with decode steps takes; None: the scheduler's number
-            stays as it is.
         samples_batched: see `BatchExecutor`.
         launches_inline: whether the event loop launches decode steps on a device, and serves sockets until they are
             computed.
@@ -118,7 +115,6 @@ class ProcessorUse:
     compute_thread: ComputeThread | None = None
     follows_lengths: bool = False
     most_looks: int = 0
-    prompt_share: PromptShare | None = None
     samples_batched: bool | None = None
     launches_inline: bool = False
 
@@ -484,9 +480,6 @@ class Engine:
         if not is_plain_decode:
             lengths = [row.num_tokens for batch in admitted for row, _, _ in batch.rows]
             num_tokens, num_decoded = sum(lengths), lengths.count(1)
-        if (share := self._use.prompt_share) is not None:
-            share.observe(num_tokens - num_decoded, seconds)
-            self._scheduler.max_prefill_tokens_during_decode = share.num_tokens
         metrics.tokens["decode"].inc(num_decoded)
         if num_tokens > num_decoded:
             metrics.tokens["prefill"].inc(num_tokens - num_decoded)

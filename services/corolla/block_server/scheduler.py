@@ -76,16 +76,13 @@ class Scheduler(Generic[Item]):
         max_batch_tokens: the most tokens of one iteration; the first step of each kind may exceed it.
         max_queued_steps: the most steps that wait; a further step is refused.
         max_prefill_tokens_during_decode: the most prefill tokens of an iteration while sessions decode; None: no limit.
-
-    Attributes:
-        max_prefill_tokens_during_decode: the argument, which may be changed at any time.
     """
 
     def __init__(
         self, max_batch_tokens: int, max_queued_steps: int, *, max_prefill_tokens_during_decode: int | None = None
     ) -> None:
         self._max_batch_tokens = max_batch_tokens
-        self.max_prefill_tokens_during_decode = max_prefill_tokens_during_decode or max_batch_tokens
+        self._max_prefill_tokens_during_decode = max_prefill_tokens_during_decode or max_batch_tokens
         self._num_batches_since_decode = _DECODE_MEMORY
         self._max_queued_steps = max_queued_steps
         # Steps are in order of arrival.
@@ -131,7 +128,7 @@ class Scheduler(Generic[Item]):
             waiting = [entry for entry in heads if (entry.step.blocks, entry.step.is_decode) == (blocks, is_decode)]
             max_tokens = self._max_batch_tokens - sum(entry.step.num_tokens for entry in batch)
             if not is_decode and self._num_batches_since_decode < _DECODE_MEMORY:
-                max_tokens = min(max_tokens, self.max_prefill_tokens_during_decode)
+                max_tokens = min(max_tokens, self._max_prefill_tokens_during_decode)
             batch += _first_due(waiting, self._accounts[blocks, is_decode], max_tokens)
         self._remove(batch, blocks)
         return [entry.step for entry in batch]

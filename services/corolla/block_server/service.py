@@ -24,7 +24,6 @@ from corolla.block_server.neighbours import Neighbours
 from corolla.block_server.page_guarantees import PageGuarantees
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.periodic_tasks import PeriodicTasks
-from corolla.block_server.prompt_share import PromptShare
 from corolla.block_server.registration import Registration
 from corolla.block_server.relay import Relay
 from corolla.block_server.row_sampling import SharedBySamplers
@@ -598,11 +597,6 @@ class BlockServer:
             follows_lengths=checkpoint.family.caches_latents,
             # A step of a large model may take that long if a CPU computes it.
             most_looks=0 if on_cpu else _MOST_LOOKS,
-            prompt_share=None
-            if on_cpu
-            else PromptShare(
-                settings.max_mixed_step_ms / 1e3, settings.num_batch_tokens, settings.prefill_tokens_during_decode
-            ),
         )
 
     def _load(self) -> router_pb2.ServerLoad:

@@ -151,16 +151,8 @@ class BlockServerSettings(ServiceSettings):
         0,
         ge=0,
         description="The most tokens of one iteration; 0: 256 on a CPU and 2048 on a GPU. While other sessions decode, "
-        "prompts get a quarter of them, and on a GPU as many as COROLLA_MAX_MIXED_STEP_MS allows. A small number makes "
-        "answers steadier; a large one processes prompts sooner. Steps with more tokens than both this number and 512 "
-        "are refused.",
-    )
-    max_mixed_step_ms: int = Field(
-        50,
-        ge=1,
-        description="How long an iteration on a GPU should take at most while other sessions decode, in milliseconds: "
-        "measured times decide how many prompt tokens it takes. So it bounds the time between the tokens of an answer "
-        "next to prompts.",
+        "prompts get a quarter of them. A small number makes answers steadier; a large one processes prompts sooner. "
+        "Steps with more tokens than both this number and 512 are refused.",
     )
     max_microbatches: int = Field(
         0,
@@ -219,7 +211,7 @@ class BlockServerSettings(ServiceSettings):
 
     @property
     def prefill_tokens_during_decode(self) -> int:
-        """The most prompt tokens of one iteration while other sessions decode, before times were measured."""
+        """The most prompt tokens of one iteration while other sessions decode."""
         return max(1, self.num_batch_tokens // 4)
 
     @property

@@ -32,7 +32,7 @@ REMOVED: Final[Mapping[str, str]] = {
             _NOTHING_INSTEAD,
         ),
         **dict.fromkeys(
-            ("PREFILL_TOKENS_BESIDE_DECODE", "PREFILL_TOKENS_DURING_DECODE"),
+            ("MAX_MIXED_STEP_MS", "PREFILL_TOKENS_BESIDE_DECODE", "PREFILL_TOKENS_DURING_DECODE"),
             "set COROLLA_MAX_BATCH_TOKENS; prompts get a quarter of it while other sessions decode",
         ),
         **dict.fromkeys(

@@ -18,7 +18,6 @@ from corolla.block_server.engine import Engine, ProcessorUse
 from corolla.block_server.hop_session import OpenRequest
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import Peer, PeerTable
-from corolla.block_server.prompt_share import PromptShare
 from corolla.block_server.relay import Relay
 from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import SessionTable
@@ -185,25 +184,20 @@ async def test_a_broken_device_is_noticed_where_an_idle_session_holds_all_other_
     assert [held.request.session_id for held in sessions] == [b"b"]
 
 
-async def test_measured_times_decide_how_many_prompt_tokens_an_iteration_takes(
-    runner: SpanRunner,
-) -> None:
+async def test_the_least_time_of_iterations_counts_what_their_tokens_see(runner: SpanRunner) -> None:
     sessions: SessionTable[SessionCache] = SessionTable(runner.store.pool, runner.new_cache)
-    peers, scheduler = PeerTable(), Scheduler[StepWork](8, 8, max_prefill_tokens_during_decode=2)
-    share = PromptShare(longest_s=3600.0, max_tokens=8, first_tokens=2)
-    registry = CollectorRegistry()
+    peers, registry = PeerTable(), CollectorRegistry()
     metrics = BlockServerMetrics(registry)
     metrics.follow_device(
         lambda: dict.fromkeys(DEVICE_MEMORY_USES, 0), MemoryBound(1e3, len(SPAN), 9000, 500, [(None, 100)])
     )
     engine = Engine(
-        runner, scheduler, sessions, BoundaryActivations(0), peers, partial(Relay, "", peers),
-        metrics, fail=lambda: None, use=ProcessorUse(prompt_share=share),
+        runner, Scheduler(8, 8), sessions, BoundaryActivations(0), peers, partial(Relay, "", peers), metrics,
+        fail=lambda: None,
     )  # fmt: skip
     held = sessions.open(replace(REQUEST, max_tokens=8), engine.clock())
     running = asyncio.create_task(engine.run())
-    for number, (position, num_tokens, share_before) in enumerate(((0, 4, 2), (4, 1, 8)), start=1):
-        assert scheduler.max_prefill_tokens_during_decode == share_before
+    for number, (position, num_tokens) in enumerate(((0, 4), (4, 1)), start=1):
         hidden = torch.zeros(num_tokens, runner.model.hidden_size)
         row = pb.StepRow(session_id=b"a", epoch=1, position=position, num_tokens=num_tokens, num_result_tokens=1)
         step = pb.Step(
@@ -215,7 +209,6 @@ async def test_measured_times_decide_how_many_prompt_tokens_an_iteration_takes(
             await asyncio.sleep(0.01)
             if held.cache.num_tokens == position + num_tokens and engine.is_idle:
                 break
-    assert scheduler.max_prefill_tokens_during_decode == share.num_tokens == 8
     # The prompt's tokens see 4 tokens, the next one 5.
     for kind, seconds in (("prefill", 9.4), ("decode", 9.5)):
         assert registry.get_sample_value("corolla_hop_memory_bound_seconds_total", {"kind": kind}) == seconds
