@@ -331,7 +331,7 @@ def _opening(session_id: bytes, at: int, num_steps: int) -> pb.Open:
         blocks=Span(at, at + 1).to_message(), keep_activations=at == 0,
     )  # fmt: skip
     if at == _NUM_HOPS - 1:
-        opening.sampler.top_p = opening.sampler.repetition_penalty = 1.0
+        opening.sampler.parameters.temperature = 0.0
         opening.sampler.num_tokens_left = num_steps
     return opening
 
