@@ -29,6 +29,7 @@ from corolla.client.http.fields import (
     Tolerated,
     Unheeded,
     as_json,
+    type_of,
 )
 from corolla.client.http.foreign_fields import OF_CHATS, OF_MESSAGES, Ignored, unread
 from corolla.client.text.schemas import depth_of
@@ -159,7 +160,7 @@ class Tool(Fields):
 
 def kind_of_tool(tool: Any) -> str:
     """The tag of a tool: `function`, or `other` for a type that this service does not know."""
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    kind = type_of(tool)
     return "other" if isinstance(kind, str) and kind != "function" else "function"
 
 

@@ -21,7 +21,7 @@ from corolla.client.http.answers import (
     usage_of,
 )
 from corolla.client.http.field_paths import Paths
-from corolla.client.http.fields import AnswerFields, Int32, ListOf, TokenIds
+from corolla.client.http.fields import AnswerFields, Int32, ListOf, TokenIds, are_several, as_input, inputs_of
 from corolla.client.http.foreign_fields import OF_COMPLETIONS
 from corolla.client.http.log_probabilities import CompletionLogprobsBuilder, CompletionLogprobsText
 from corolla.v1 import generation_pb2 as pb
@@ -56,7 +56,7 @@ class CompletionRequest(AnswerFields):
 
     def as_protocol(self) -> Iterator[pb.GenerateRequest]:
         """A request in the protocol of gRPC for each prompt, made when it is asked for. Raises InvalidRequest."""
-        prompts = list(self._prompts())
+        prompts = inputs_of("" if self.prompt is None else self.prompt)
         if not 1 <= len(prompts) <= MAX_PROMPTS:
             raise InvalidRequest("prompt", f"must be 1 to {MAX_PROMPTS} prompts")
         if len(prompts) > 1 and (self.session_id or self.request_id):
@@ -72,34 +72,20 @@ class CompletionRequest(AnswerFields):
                 **shared,
                 logprobs=logprobs,
                 echo=bool(self.echo),
-                **({"text": each} if isinstance(each, str) else {"tokens": pb.TokenIds(ids=each)}),
+                **as_input(each),
             )
             for each in prompts
         )
 
     def paths(self, number: int = 0) -> Paths:
-        prompt = f"prompt[{number}]" if self._has_several else "prompt"
+        prompt = f"prompt[{number}]" if are_several(self.prompt) else "prompt"
         best = {"num_completions": "best_of"} if self.best_of else {}
         return {**super().paths(), **best, "text": prompt, "tokens.ids": prompt, "tokens": prompt, "prompt": prompt}
-
-    @property
-    def _has_several(self) -> bool:
-        """Whether the prompt is a list of prompts."""
-        return isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
 
     @property
     def num_completions(self) -> int:
         """The number of answers to each prompt."""
         return 1 if self.n is None else self.n
-
-    def _prompts(self) -> Iterator[str | list[int]]:
-        if self.prompt is None or isinstance(self.prompt, str):
-            yield self.prompt or ""
-            return
-        if self._has_several:
-            yield from (each for each in self.prompt if not isinstance(each, int))
-        elif self.prompt:
-            yield [each for each in self.prompt if isinstance(each, int)]
 
 
 class CompletionLogprobs(BaseModel):

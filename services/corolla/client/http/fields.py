@@ -79,6 +79,7 @@ Flag = Annotated[
     bool, BeforeValidator(lambda given: False if given is None else given, json_schema_input_type=bool | None)
 ]
 """A text or a flag that callers may leave out or set to null, which is the empty text, or false."""
+ModelName = Annotated[Text, Field(max_length=512, description="Empty: the only model that the service has.")]
 
 
 class Fields(BaseModel):
@@ -145,7 +146,7 @@ class SamplingFields(Body):
 
     refused_fields = OF_ANSWERS
 
-    model: Text = Field("", max_length=512, description="Empty: the only model that the service has.")
+    model: ModelName = ""
     temperature: float | None = Field(None, description="0 is greedy; unset is 1, as OpenAI has it.")
     top_p: float | None = Field(None, description="0 keeps only the most likely token.")
     top_k: Int32 | None = Field(None, description="0 and -1 are off.")
@@ -361,6 +362,26 @@ def response_format(given: ResponseFormat | None) -> tuple[str, pb.ResponseForma
             return "response_format.choice", pb.ResponseFormat(choice=pb.Choice(texts=texts))
         case LarkFormat(lark=lark):
             return "response_format.lark", pb.ResponseFormat(lark=lark)
+
+
+def are_several(given: Any) -> bool:
+    """True for a list of texts, or of lists of token ids; False for one text, or the token ids of one."""
+    return isinstance(given, list) and bool(given) and not isinstance(given[0], int)
+
+
+def inputs_of(given: Any) -> list[str | list[int]]:
+    """The inputs, of which each is a text or token ids. An empty list has none."""
+    return given if are_several(given) else [given] if given or isinstance(given, str) else []
+
+
+def as_input(given: str | list[int]) -> dict[str, Any]:
+    """The field of a request in the protocol of gRPC that has a text or token ids."""
+    return {"text": given} if isinstance(given, str) else {"tokens": pb.TokenIds(ids=given)}
+
+
+def type_of(given: Any) -> Any:
+    """The type that a part of a body names, before or after it is read."""
+    return given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
 
 
 def json_schema_format(

@@ -25,12 +25,14 @@ from corolla.client.http.fields import (
     Flag,
     Int32,
     ListOf,
+    ModelName,
     SamplingFields,
     Skipped,
     Text,
     Tolerated,
     as_json,
     json_schema_format,
+    type_of,
 )
 from corolla.client.http.foreign_fields import OF_ANTHROPIC, unread
 from corolla.client.http.responses import JsonSchemaText
@@ -150,7 +152,7 @@ class CustomTool(Function):
 
 
 def _kind_of_tool(tool: Any) -> str:
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    kind = type_of(tool)
     # OpenAI's form of a function is a mistake, not a tool of Anthropic's.
     return "other" if isinstance(kind, str) and kind not in ("custom", "function") else "custom"
 
@@ -190,7 +192,7 @@ class ConversationBody(Body):
 
     refused_fields = OF_ANTHROPIC
 
-    model: Text = Field("", max_length=512, description="Empty: the only model that the service has.")
+    model: ModelName = ""
     messages: Annotated[ListOf[InputMessage], MaxLen(MAX_MESSAGES)]
     system: str | Annotated[ListOf[TextBlock], MaxLen(MAX_MESSAGES)] | None = Field(
         None, description="A system message in front of the others."

@@ -12,7 +12,20 @@ from pydantic import BaseModel, Field
 from corolla.chassis.errors import InvalidRequest
 from corolla.client.http.answers import compact, new_id, now_s
 from corolla.client.http.field_paths import Paths
-from corolla.client.http.fields import Body, Count, Fields, Flag, ListOf, Text, TokenIds, Tolerated
+from corolla.client.http.fields import (
+    Body,
+    Count,
+    Fields,
+    Flag,
+    ListOf,
+    ModelName,
+    Text,
+    TokenIds,
+    Tolerated,
+    are_several,
+    as_input,
+    inputs_of,
+)
 from corolla.client.http.foreign_fields import OF_READINGS
 from corolla.v1 import generation_pb2 as pb
 
@@ -42,7 +55,7 @@ class EmbeddingRequest(Body):
 
     refused_fields = OF_READINGS
 
-    model: Text = Field("", max_length=512, description="Empty: the only model that the service has.")
+    model: ModelName = ""
     input: (
         str | Annotated[ListOf[str], MaxLen(MAX_INPUTS)] | TokenIds | Annotated[ListOf[TokenIds], MaxLen(MAX_INPUTS)]
     ) = Field(description=f"A text or token ids, or up to {MAX_INPUTS} of them.")
@@ -55,7 +68,7 @@ class EmbeddingRequest(Body):
 
     def as_protocol(self) -> Iterator[pb.EmbedRequest]:
         """A request in the protocol of gRPC for each text, made when it is asked for. Raises InvalidRequest."""
-        inputs = list(self._inputs())
+        inputs = inputs_of(self.input)
         if not 1 <= len(inputs) <= MAX_INPUTS:
             raise InvalidRequest("input", f"must be 1 to {MAX_INPUTS} texts")
         pooling = pb.EmbedRequest.POOLING_LAST if self.pooling == "last" else pb.EmbedRequest.POOLING_MEAN
@@ -66,7 +79,7 @@ class EmbeddingRequest(Body):
                 dimensions=self.dimensions,
                 without_normalisation=self.normalize is False,
                 cache_salt=self.cache_salt,
-                **({"text": each} if isinstance(each, str) else {"tokens": pb.TokenIds(ids=each)}),
+                **as_input(each),
             )
             for each in inputs
         )
@@ -75,24 +88,11 @@ class EmbeddingRequest(Body):
         """How large the reply can become. `hidden_size`: the most numbers of a vector."""
         dimensions = hidden_size if self.dimensions is None else min(hidden_size, self.dimensions)
         of_number = _BASE64_BYTES if self.encoding_format == "base64" else _NUMBER_BYTES
-        return sum(1 for _ in self._inputs()) * (_EMBEDDING_BYTES + dimensions * of_number)
+        return len(inputs_of(self.input)) * (_EMBEDDING_BYTES + dimensions * of_number)
 
     def paths(self, number: int = 0) -> Paths:
-        place = f"input[{number}]" if self._has_several else "input"
+        place = f"input[{number}]" if are_several(self.input) else "input"
         return {"adapter": "model", "text": place, "tokens.ids": place, "tokens": place, "prompt": place}
-
-    @property
-    def _has_several(self) -> bool:
-        """Whether the input is a list of inputs."""
-        return isinstance(self.input, list) and bool(self.input) and not isinstance(self.input[0], int)
-
-    def _inputs(self) -> Iterator[str | list[int]]:
-        if isinstance(self.input, str):
-            yield self.input
-        elif self._has_several:
-            yield from (each for each in self.input if not isinstance(each, int))
-        elif self.input:
-            yield [each for each in self.input if isinstance(each, int)]
 
 
 class EmbeddingFacts(BaseModel):
@@ -150,7 +150,7 @@ class ScoreRequest(Body):
 
     refused_fields = OF_READINGS
 
-    model: Text = Field("", max_length=512, description="Empty: the only model that the service has.")
+    model: ModelName = ""
     text_1: str | Documents = Field(description="Queries.")
     text_2: str | Documents = Field(description="Documents.")
     cache_salt: Text = ""
@@ -204,7 +204,7 @@ class RerankRequest(Body):
 
     refused_fields = OF_READINGS
 
-    model: Text = Field("", max_length=512, description="Empty: the only model that the service has.")
+    model: ModelName = ""
     query: str
     documents: Annotated[ListOf[str | DocumentText], MaxLen(MAX_DOCUMENTS)]
     top_n: Count | None = Field(None, description="Unset or 0: all documents are returned.")

@@ -41,6 +41,7 @@ from corolla.client.http.fields import (
     Tolerated,
     Unheeded,
     json_schema_format,
+    type_of,
 )
 from corolla.client.http.foreign_fields import OF_RESPONSES, Ignored, unread
 from corolla.v1 import generation_pb2 as pb
@@ -104,8 +105,8 @@ _KINDS: Final = ("message", "function_call", "function_call_output", "reasoning"
 
 
 def _kind(item: Any) -> str:
-    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    if kind is None or not isinstance(kind, str):
+    kind = type_of(item)
+    if not isinstance(kind, str):
         return "message"
     return kind if kind in _KINDS else "other"
 
@@ -156,10 +157,9 @@ class JsonSchemaText(JsonSchema):
 
 
 def _kind_of_choice(choice: Any) -> str:
-    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
     if isinstance(choice, str):
         return "mode"
-    return kind if kind in ("function", "allowed_tools") else "other"
+    return kind if (kind := type_of(choice)) in ("function", "allowed_tools") else "other"
 
 
 ResponseToolChoice = Annotated[

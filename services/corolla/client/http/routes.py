@@ -19,7 +19,7 @@ from corolla.client.http.answers import now_s
 from corolla.client.http.chat import ChatCompletionRequest
 from corolla.client.http.completions import CompletionRequest
 from corolla.client.http.exchange import Exchange
-from corolla.client.http.fields import Body, Text
+from corolla.client.http.fields import Body, ModelName
 from corolla.client.http.messages import CountTokensRequest, MessageRequest
 from corolla.client.http.placement_stream import PlacementStream
 from corolla.client.http.readings import (
@@ -78,7 +78,7 @@ class ModelList(BaseModel):
 class SessionRequest(Body):
     """A request for a new session."""
 
-    model: Text = Field("", max_length=512, description="Empty: the only model that the service has.")
+    model: ModelName = ""
 
 
 class SessionFacts(BaseModel):

@@ -10,7 +10,7 @@ from corolla.chassis.errors import InvalidRequest
 from corolla.client.http.answers import compact
 from corolla.client.http.chat import Messages, Tools, allowed_places, message_of, struct_of, tools_of
 from corolla.client.http.field_paths import Paths
-from corolla.client.http.fields import Body, Flag, Text, TokenIds
+from corolla.client.http.fields import Body, Flag, ModelName, TokenIds
 from corolla.client.http.foreign_fields import OF_READINGS
 from corolla.v1 import generation_pb2 as pb
 
@@ -22,7 +22,7 @@ class TokenizeRequest(Body):
 
     refused_fields = OF_READINGS
 
-    model: Text = Field("", max_length=512, description="Empty: the only model that the service has.")
+    model: ModelName = ""
     prompt: str | None = Field(None, description="One of prompt and messages must be set.")
     messages: Messages | None = Field(None, description="They go through the model's chat template.")
     tools: Tools | None = None
@@ -103,7 +103,7 @@ class TokenizerFacts(BaseModel):
 class DetokenizeRequest(Body):
     """Tokens to join to a text."""
 
-    model: Text = Field("", max_length=512, description="Empty: the only model that the service has.")
+    model: ModelName = ""
     tokens: TokenIds
     skip_special_tokens: Flag = False
 
