@@ -3,14 +3,21 @@
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from corolla.chain.handovers import Handovers
 from corolla.chain.history import History
 from corolla.chain.quarantine import LostServers
-from corolla.chain.recovery_budget import RECOVERABLE, RecoveryBudget, RecoveryReport, moved_blocks
+from corolla.chain.recovery_budget import (
+    RECOVERABLE,
+    Action,
+    RecoveryBudget,
+    RecoveryReport,
+    classify,
+    moved_blocks,
+)
 from corolla.chain.recovery_plan import CLIENT, HopState, plan_segments
 from corolla.chain.replay import Replayer
 from corolla.chain.reservations import LONGEST_BUSY_PAUSE_S, ChainBinding, ChainLimits, NotOpened, Reservations
@@ -22,10 +29,8 @@ from corolla.chassis.errors import (
     HopSessionLost,
     HopUnavailable,
     NoChain,
-    NotComputed,
     OutOfPages,
     OutputsNotKept,
-    PositionGap,
     QueueFull,
     RouteUnknown,
 )
@@ -196,25 +201,22 @@ class Recovery:
 
     async def _retry(self, job: _Job, failure: CorollaError, cause: str, *, in_replay: bool = False) -> RecoveryReport:
         """Makes attempts until one succeeds. `in_replay` says whether `failure` happened during a replay."""
-        latest: CorollaError | None = failure
-        while latest is not None:
+        latest = failure
+        while True:
             if latest is not failure:
                 # A random pause spreads the attempts of sessions that lost the same server.
                 await asyncio.sleep(random.uniform(0, job.longest_pause_s))
-            job.budget.take_attempt(latest)
-            if isinstance(latest, HopUnavailable) and await self._could_not_reach(latest):
-                self._exclude_unreachable(job, latest)
-            else:
-                self._exclude_failed(job, latest, in_replay=in_replay or latest is not failure)
-            if isinstance(latest, HopLeaving) and latest.address:
-                await self._handovers.wait_until_settled(latest.address, job.binding.identities)
-            job.patience_s = self._patience(job, latest)
+            action = await self._react(job, latest, in_replay=in_replay or latest is not failure)
+            job.patience_s = self._patience(job, action)
             try:
-                latest = await self._attempt(job)
+                next_failure = await self._attempt(job)
             except NoChain:
-                if isinstance(latest, NotComputed):
+                if action is Action.REPLACE_FOR_GOOD:
                     raise latest from None  # no other server could be tried
                 raise
+            if next_failure is None:
+                break
+            latest = next_failure
         report = self._report(job, cause)
         log.warning("session recovered", extra={"cause": cause, "method": report.method})
         return report
@@ -228,58 +230,46 @@ class Recovery:
         self._on_recovery(report)
         return report
 
-    def _patience(self, job: _Job, failure: CorollaError) -> float:
+    def _patience(self, job: _Job, action: Action) -> float:
         """How long the next attempt may wait for servers.
 
-        After NotComputed, it waits only if a server is known to be away. Otherwise no other server can be expected for
-        the blocks of the failed hop.
+        If a server is replaced for good, it waits only if another one is known to be away. Otherwise no other server
+        can be expected for its blocks.
         """
         now_s = _now_s()
-        if isinstance(failure, NotComputed) and not (
+        if action is Action.REPLACE_FOR_GOOD and not (
             job.lost.may_return(now_s) or self._routes.may_gain_server(job.lost)
         ):
             return 0.0
         return job.budget.patience_s(job.incomplete_since_s + self._patience_s - now_s, now_s)
 
-    def _exclude_failed(self, job: _Job, failure: CorollaError, *, in_replay: bool) -> None:
-        """Excludes the hop that failed. Raises the failure if other servers would not help."""
-        if isinstance(failure, HopUnavailable | NotComputed):
-            failed = [hop for hop in job.binding.chain.hops if failure.address and hop.address == failure.address]
-            if isinstance(failure, NotComputed):
-                job.budget.on_not_computed(failure)
-                if not failed:
-                    raise failure
-            for hop in failed:
-                job.lost.add(hop.server_id, _now_s(), for_good=isinstance(failure, NotComputed))
-                if not isinstance(failure, HopUnavailable):
-                    continue
-                has_left = self._routes.is_leaving_or_gone(hop.server_id)
-                self._routes.avoid(hop.server_id)
-                if in_replay and not has_left:
-                    job.budget.on_death_in_replay()
-                elif not has_left:
-                    job.budget.on_death(Span.of(hop.span), job.position)
-        elif isinstance(failure, OutOfPages):
-            job.may_scratch = False
-        elif not isinstance(failure, HopLeaving | HopSessionLost | PositionGap | OutputsNotKept):
+    async def _react(self, job: _Job, failure: CorollaError, *, in_replay: bool) -> Action:
+        """Leaves out the server that failed, and says what was done. Raises where another attempt would not help."""
+        address, reporter = getattr(failure, "address", ""), getattr(failure, "reporter", "")
+        action = classify(failure, is_alive=bool(reporter) and not await self._handovers.is_disconnected(address))
+        failed, died = _hops_at(job, address), list[Span]()
+        if action is Action.REPLACE:
+            died = [Span.of(hop.span) for hop in failed if not self._routes.is_leaving_or_gone(hop.server_id)]
+            self._avoid(failed)
+        blames_reporter = job.budget.spend(action, failure, job.position, died, in_replay=in_replay)
+        if action is Action.REPLACE_EITHER:
+            failed = _hops_at(job, reporter if blames_reporter else address)
+            # If the reporter just does not know the other hop yet, other requests still use both.
+            self._avoid(() if isinstance(failure, RouteUnknown) else failed)
+        if action is Action.REPLACE_FOR_GOOD and not failed:
             raise failure
+        if action in (Action.REPLACE, Action.REPLACE_EITHER, Action.REPLACE_FOR_GOOD):
+            for hop in failed:
+                job.lost.add(hop.server_id, _now_s(), for_good=action is Action.REPLACE_FOR_GOOD)
+        elif action is Action.FILL_IN_PLACE:
+            job.may_scratch = False
+        elif action is Action.FOLLOW and address:
+            await self._handovers.wait_until_settled(address, job.binding.identities)
+        return action
 
-    async def _could_not_reach(self, failure: HopUnavailable) -> bool:
-        """Whether the failure says that a hop could not reach another hop that is alive."""
-        return bool(failure.reporter) and not await self._handovers.is_disconnected(failure.address)
-
-    def _exclude_unreachable(self, job: _Job, failure: HopUnavailable) -> None:
-        """Excludes the live hop that another hop could not reach; the second time, the hop that reported this.
-
-        If the reporter just does not know the other hop yet (RouteUnknown), other requests still use both.
-        """
-        is_in_vain = job.budget.on_unreachable(failure.reporter, job.position)
-        address = failure.reporter if is_in_vain else failure.address
-        for hop in job.binding.chain.hops:
-            if hop.address == address:
-                job.lost.add(hop.server_id, _now_s())
-                if not isinstance(failure, RouteUnknown):
-                    self._routes.avoid(hop.server_id)
+    def _avoid(self, hops: Iterable[common_pb2.Hop]) -> None:
+        for hop in hops:
+            self._routes.avoid(hop.server_id)
 
     async def _attempt(self, job: _Job) -> CorollaError | None:
         """Makes one attempt. Returns its failure, or None; raises failures that further attempts would not change."""
@@ -378,6 +368,10 @@ class Recovery:
                 raise
             job.methods.add(method)
             job.num_recomputed_tokens += (sequence.position - segment.start) * len(segment.hops)
+
+
+def _hops_at(job: _Job, address: str) -> Sequence[common_pb2.Hop]:
+    return [hop for hop in job.binding.chain.hops if address and hop.address == address]
 
 
 def _note(span: spans.Span, report: RecoveryReport, job: _Job) -> None:

@@ -1,8 +1,9 @@
-"""Counts the failures and recoveries of one request, and ends the request after too many. Pure: times are passed in."""
+"""What follows from a failure, and when a request has had too many of them. Pure: times are passed in."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Final
 
 from corolla.chassis.errors import (
@@ -13,6 +14,8 @@ from corolla.chassis.errors import (
     NonFiniteOutput,
     NotComputed,
     OutOfMemory,
+    OutOfPages,
+    OutputsNotKept,
     PositionGap,
     RequestKillsServers,
     RouteUnknown,
@@ -25,6 +28,42 @@ RECOVERABLE: Final = (
     HopUnavailable, HopLeaving, HopSessionLost, PositionGap, NonFiniteOutput, StepFailed, OutOfMemory
 )  # fmt: skip
 """Failures after which the same step may succeed on other servers, or on the same ones."""
+
+
+class Action(Enum):
+    """What a recovery does about a failure before its next attempt."""
+
+    REPLACE = "replace"
+    """The server died, or cannot be reached: others take its place until it is back."""
+    REPLACE_FOR_GOOD = "replace for good"
+    """The server computed nothing of use: it gets this request no more."""
+    REPLACE_EITHER = "replace either"
+    """A hop could not reach another one, which is alive: replace the other one, the second time the first one."""
+    FOLLOW = "follow"
+    """The server hands its sessions over; the recovery waits for that."""
+    FILL = "fill"
+    """The same hops get what they lack."""
+    FILL_IN_PLACE = "fill in place"
+    """The same hops get what they lack, without scratch sessions, for which there is no room."""
+    GIVE_UP = "give up"
+    """Neither these servers nor others would help."""
+
+
+def classify(failure: CorollaError, *, is_alive: bool = False) -> Action:
+    """What to do about a failure. `is_alive`: this process reaches the hop that another one could not reach."""
+    match failure:
+        case HopUnavailable():
+            return Action.REPLACE_EITHER if failure.reporter and is_alive else Action.REPLACE
+        case NotComputed():
+            return Action.REPLACE_FOR_GOOD
+        case HopLeaving():
+            return Action.FOLLOW
+        case OutOfPages():
+            return Action.FILL_IN_PLACE
+        case HopSessionLost() | PositionGap() | OutputsNotKept():
+            return Action.FILL
+    return Action.GIVE_UP
+
 
 CAUSES: Final = ("idle", *(each.reason.lower() for each in (*RECOVERABLE, RouteUnknown)))
 """Why a recovery was needed: hops had forgotten an idle session (`idle`), or a step failed with the named error."""
@@ -100,60 +139,69 @@ class RecoveryBudget:
     _position: int = -1
     _num_replay_deaths: int = 0
 
-    def take_attempt(self, failure: CorollaError) -> None:
-        """Counts one more attempt. Raises `failure` when `max_recoveries` attempts were made before.
+    def spend(
+        self,
+        action: Action,
+        failure: CorollaError,
+        position: int,
+        died: Sequence[Span] = (),
+        *,
+        in_replay: bool = False,
+    ) -> bool:
+        """Counts a failure at the step at `position`. Raises where the request has had enough.
 
-        Servers that leave in an orderly way do not count, however many of them leave during one answer.
+        Servers that leave in an orderly way cost no attempt, however many of them leave during one answer.
+
+        Args:
+            died: the blocks of the servers that died.
+            in_replay: whether it happened during a replay.
+
+        Returns:
+            Whether the hop that reported the failure is to blame: replacing the hop that it could not reach did not
+            help or was not possible at this position, so the reporter itself may be cut off.
+
+        Raises:
+            RequestKillsServers: servers with overlapping blocks died at the same step, or too many in replays.
+            CorollaError: the failure, if nothing is left to try: no attempt, or two hops had no output, so that no
+                single hop is at fault.
         """
-        if isinstance(failure, HopLeaving):
-            return
-        if self.num_attempts >= self.max_recoveries:
+        if action is Action.GIVE_UP:
             raise failure
-        self.num_attempts += 1
+        if action is not Action.FOLLOW:
+            if self.num_attempts >= self.max_recoveries:
+                raise failure
+            self.num_attempts += 1
+        if action is Action.REPLACE_FOR_GOOD:
+            self._num_not_computed += 1
+            if self._num_not_computed > 1:
+                raise failure
+        if in_replay and died:
+            self._num_replay_deaths += len(died)
+            if self._num_replay_deaths >= MAX_REPLAY_DEATHS:
+                raise _kills()
+            return False
+        if action in (Action.REPLACE, Action.REPLACE_EITHER) and position != self._position:
+            self._position = position
+            self._deaths.clear()
+            self._reporters.clear()
+        for blocks in died:
+            self._note_death(blocks)
+        return action is Action.REPLACE_EITHER and self._was_noted(getattr(failure, "reporter", ""))
+
+    def _note_death(self, blocks: Span) -> None:
+        self._deaths.append(blocks)
+        if sum(each.start < blocks.end and blocks.start < each.end for each in self._deaths) >= MAX_DEATHS:
+            raise _kills()
+
+    def _was_noted(self, reporter: str) -> bool:
+        """Notes that a hop could not reach another one, and returns whether it was noted already."""
+        was_noted = reporter in self._reporters
+        self._reporters.add(reporter)
+        return was_noted
 
     def patience_s(self, most_s: float, now_s: float) -> float:
         """How long to wait for a server that replaces a lost one: `most_s`, but not beyond `until_s`."""
         return max(0.0, min(most_s, self.until_s - now_s))
-
-    def on_death_in_replay(self) -> None:
-        """Records that a server died during a replay. Raises RequestKillsServers after MAX_REPLAY_DEATHS of them."""
-        self._num_replay_deaths += 1
-        if self._num_replay_deaths >= MAX_REPLAY_DEATHS:
-            raise _kills()
-
-    def on_death(self, blocks: Span, position: int) -> None:
-        """Records that a server of these blocks died while the request's step at `position` was under way.
-
-        Raises RequestKillsServers at the second death for the same step and overlapping blocks.
-        """
-        self._reset_after_progress(position)
-        self._deaths.append(blocks)
-        num_same = sum(1 for each in self._deaths if each.start < blocks.end and blocks.start < each.end)
-        if num_same >= MAX_DEATHS:
-            raise _kills()
-
-    def on_unreachable(self, reporter: str, position: int) -> bool:
-        """Records that the hop with the address `reporter` could not reach another hop, although that one is alive.
-
-        Returns whether the same hop reported this before at this `position`. If so, it did not help or was not possible
-        to replace the other hop, and the reporter itself may be cut off.
-        """
-        self._reset_after_progress(position)
-        is_repeated = reporter in self._reporters
-        self._reporters.add(reporter)
-        return is_repeated
-
-    def _reset_after_progress(self, position: int) -> None:
-        if position != self._position:
-            self._position = position
-            self._deaths.clear()
-            self._reporters.clear()
-
-    def on_not_computed(self, failure: NotComputed) -> None:
-        """Records that a hop had no output. Raises `failure` the second time, since no single hop is at fault then."""
-        self._num_not_computed += 1
-        if self._num_not_computed > 1:
-            raise failure
 
 
 def _kills() -> RequestKillsServers:
