@@ -133,7 +133,7 @@ class PagePool:
         self._evict()
 
     def may_write(self, page: int) -> bool:
-        """Whether the page has only one holder, which may write to it. Then the prefix cache forgets the page."""
+        """The page's only holder may write to it. Then the prefix cache forgets the page."""
         if self._num_holders[page] > 1:
             return False
         self._prefixes.forget(page)

@@ -74,7 +74,7 @@ class PageTable:
 
     @property
     def has_window(self) -> bool:
-        """Whether a sliding window frees the pages of old tokens."""
+        """A sliding window frees the pages of old tokens."""
         return self._rule.num_kept_tokens is not None
 
     @property

@@ -14,7 +14,7 @@ NO_CROP = "This model has a recurrent state, from which tokens cannot be taken b
 
 
 def is_empty(cache: object) -> bool:
-    """Whether a cache is a `DynamicCache` of transformers that holds nothing."""
+    """The cache is a `DynamicCache` of transformers that holds nothing."""
     if type(cache) is not DynamicCache:
         return False
     # Layers of either kind say in their own way whether they hold something.

@@ -66,7 +66,7 @@ class HopSessions:
         self._origins: tuple[int, ...] = ()
 
     def fit(self, origins: Sequence[int], num_positions: int) -> bool:
-        """Whether the open sessions have room for `num_positions`, and each one has the prompts of its row's origin.
+        """The open sessions have room for `num_positions`, and each one has the prompts of its row's origin.
 
         Args:
             origins: for each row, the index of its sequence in `prompts`.

@@ -50,7 +50,7 @@ class PositionRules:
 
     @functools.cached_property
     def measures_columns(self) -> bool:
-        """Whether padding between two tokens makes them more distant."""
+        """Padding between two tokens makes them more distant."""
         family = family_of(self._config)
         if family.model_type in _MEASURING_COLUMNS or recurrent_layers(self._config):
             return True
@@ -119,6 +119,6 @@ class PositionRules:
 
 
 def has_holes(mask: Tensor) -> bool:
-    """Whether a row of `mask`, bool `[B, T]` on any device, has padding between two tokens."""
+    """Some row of `mask`, bool `[B, T]` on any device, has padding between two tokens."""
     seen = mask.long().cumsum(dim=1)
     return bool((~mask & (seen > 0) & (seen < seen[:, -1:])).any())

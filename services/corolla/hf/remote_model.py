@@ -298,7 +298,7 @@ class _Reader:
 
     @property
     def wants_more(self) -> bool:
-        """Whether the row continues, as far as the connection's thread knows."""
+        """The row continues, as far as the connection's thread knows."""
         return not (self._has_ended or self._row.is_stopped)
 
     def taken(self) -> Sequence[int]:

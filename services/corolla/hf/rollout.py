@@ -158,7 +158,7 @@ def prepare_logits_processor(
 
 
 def is_sequence_finished(unfinished_sequences: Tensor) -> bool:
-    """Whether all rows of all processes have ended. All processes of a torch.distributed group call this together.
+    """All rows of all processes have ended. All processes of a torch.distributed group call this together.
 
     Args:
         unfinished_sequences: int64 `[B]`, 1 for rows of this process that continue, else 0.

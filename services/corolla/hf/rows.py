@@ -49,7 +49,7 @@ class HeldRows:
 
     @property
     def is_settled(self) -> bool:
-        """Whether every row's tokens are in its own session."""
+        """Every row's tokens are in its own session."""
         return self.sources == list(range(self.num_rows))
 
     def settled(self) -> "HeldRows":

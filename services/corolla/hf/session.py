@@ -111,12 +111,12 @@ class InferenceSession:
 
     @property
     def is_entered(self) -> bool:
-        """Whether some thread has entered the session and not left it."""
+        """Some thread has entered the session and not left it."""
         return bool(self._entries) and not self.is_closed
 
     @property
     def is_entered_by_older_thread(self) -> bool:
-        """Whether the running thread has started since another one entered the session."""
+        """The running thread has started since another one entered the session."""
         return self.is_entered and threading.current_thread() not in self._entries[-1]
 
     @property

@@ -95,7 +95,7 @@ class ForkServer:
             return self._pids.get(name)
 
     def is_gone(self, name: str) -> bool:
-        """Whether no child of this name lives or is about to start."""
+        """No child of this name lives or is about to start."""
         with self._changed:
             return name not in self._pids
 

@@ -73,7 +73,7 @@ class StackOptions:
 
     @property
     def devices_are_counted(self) -> bool:
-        """Whether the stack has to know how many devices of the kind there are."""
+        """The stack has to know how many devices of the kind there are."""
         return not self.is_on_cpu and ":" not in self.device
 
 

@@ -12,7 +12,7 @@ _FIRST, _LAST = 20_000, 32_000
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether a port is free. Raises StartupError if the host is another machine, or the port is reserved."""
+    """Raises StartupError if the host is another machine, or the port is reserved."""
     with socket.socket() as probe:
         # Servers set this option, too. With it, a port on which only closed connections linger is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -53,7 +53,7 @@ class Probe:
 
 
 def knows_a_chain(client_address: str) -> bool:
-    """Whether the client service knows servers for all blocks."""
+    """The client service knows servers for all blocks."""
     with Client(client_address, timeout=_TIMEOUT_S) as client:
         try:
             return all(model.ready for model in client.models())
@@ -66,7 +66,7 @@ def knows_a_chain(client_address: str) -> bool:
 
 
 def redis_answers(url: str) -> bool:
-    """Whether Redis answers at the address. Raises ValueError if the address is not valid for Redis."""
+    """Raises ValueError if the address is not valid for Redis."""
     connection = redis.Redis.from_url(url, socket_connect_timeout=_TIMEOUT_S, socket_timeout=_TIMEOUT_S)
     try:
         return bool(connection.ping())

@@ -163,7 +163,7 @@ class Stack:
             )
 
     def is_serving(self, name: str) -> bool:
-        """Whether the process answers that it is ready."""
+        """The process answers that it is ready."""
         probe = self._probes.get(name)
         return probe.is_serving() if probe else readiness.redis_answers(self.redis_url)
 

@@ -212,7 +212,6 @@ class Checkpoint:
 
     @property
     def has_tied_edges(self) -> bool:
-        """Whether the head and the embedding share their weights."""
         return bool(self.config.tie_word_embeddings)
 
     @functools.cached_property

@@ -295,7 +295,7 @@ def why_unsupported(stored: Mapping[str, Any]) -> str:
 
 
 def packs_rows(family: Family, config: PretrainedConfig) -> bool:
-    """Whether rows of different sessions may be packed into one call of a model with this configuration."""
+    """Rows of different sessions may be packed into one call of a model with this configuration."""
     is_call_wide = LONG_ROPE in rope_types(config) and not family.begins_anew
     return family.packs_rows and not is_call_wide and not recurrent_layers(config)
 

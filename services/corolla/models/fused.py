@@ -201,7 +201,7 @@ class FusedSpan:
 
 
 def fits(layer: nn.Module) -> bool:
-    """Whether a decoder layer can be fused: attention has the usual parts, and projections are plain or packed."""
+    """A layer can be fused if its attention has the usual parts, and its projections are plain or packed."""
     attention, mlp = cast(Any, layer).self_attn, _mlp_of(layer)
     if not {name for name, _ in attention.named_children()} <= _ATTENTION_PARTS:
         return False

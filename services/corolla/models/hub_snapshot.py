@@ -149,7 +149,7 @@ class HubSnapshot:
         return True
 
     def _is_known(self, name: str) -> bool:
-        """Whether this process has found the file sound, and it has not changed since."""
+        """This process has found the file sound, and it has not changed since."""
         path = self.folder / name
         return path in self.hub.checked and self.hub.checked[path] == _stamp_of(path)
 
@@ -190,7 +190,7 @@ def _stamp_of(path: Path) -> Stamp | None:
 
 
 def _is_small(name: str) -> bool:
-    """Whether a repository's file is needed in addition to the weights: configuration, tokenizer or chat template."""
+    """Configuration, tokenizer and chat template are needed in addition to the weights."""
     path = PurePosixPath(name)
     if path.name.endswith(".index.json"):
         return name == INDEX_FILE

@@ -165,7 +165,7 @@ def relay(weight: Tensor) -> Tensor:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module is torch's own linear layer with ordinary weights; quantised layers must not be changed."""
+    """A module is plain if it is torch's own linear layer; quantised layers must not be changed."""
     return type(module) is nn.Linear and type(module.weight.data) is Tensor
 
 
@@ -307,7 +307,7 @@ def _discard(part: Tensor) -> None:
 
 
 def _holds(layer: TunedLinear, way: Way) -> bool:
-    """Whether there is a kernel for a way, and its product equals that of `nn.Linear` up to rounding.
+    """There is a kernel for a way, and its product equals that of `nn.Linear` up to rounding.
 
     The environment variable `ONEDNN_DEFAULT_FPMATH_MODE` can make oneDNN round more coarsely.
     """

@@ -24,7 +24,7 @@ class StoredFile:
     checksum: str
 
     def matches(self, path: Path) -> bool:
-        """Whether the file at `path` has this length and checksum; it is read only if its length is right.
+        """The file at `path` matches by length and checksum; it is read only if its length is right.
 
         Raises:
             OSError: the file cannot be read.

@@ -93,7 +93,7 @@ def quantizer(
 
 
 def packs(device: torch.device) -> bool:
-    """Whether quantised weights become panels on a device."""
+    """Quantised weights become panels on a device of this kind."""
     return device.type == "cuda" and missing() is None
 
 

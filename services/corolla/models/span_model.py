@@ -181,7 +181,7 @@ class SpanModel:
                     module.register_forward_hook(self._adding(index, (path,)))
 
     def _adds_itself(self, found: LinearPlace) -> bool:
-        """Whether the code that runs a layer adds the changes of adapters."""
+        """The code that runs a layer adds the changes of adapters."""
         return self.fused is not None and found.place in PLACES
 
     def _adding(self, layer: int, place: Place) -> Callable[[nn.Module, tuple[Any, ...], Tensor], None]:

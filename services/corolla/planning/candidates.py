@@ -73,7 +73,7 @@ def _median_of_others(measured: Sequence[float], own: float) -> float:
 
 
 def is_slow(servers: Collection[pb.PlacedServer], chain: common_pb2.Chain, token_seconds: float) -> bool:
-    """Whether a chain's tokens come far more slowly than its servers' figures predict.
+    """A chain is slow if its tokens come far more slowly than its servers' figures predict.
 
     Args:
         token_seconds: The time from one token of a session to the next one.
@@ -114,7 +114,7 @@ def candidates(
 
 
 def has_room(load: pb.ServerLoad, num_tokens: int) -> bool:
-    """Whether a server has room for a session of `num_tokens` tokens; true if it does not report its room."""
+    """A server that does not report its room counts as having room for `num_tokens` tokens."""
     return not load.HasField("max_session_tokens") or num_tokens <= load.max_session_tokens
 
 

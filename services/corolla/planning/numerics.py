@@ -39,7 +39,7 @@ def numerics_of(chain: common_pb2.Chain, hop: common_pb2.Hop) -> Numerics:
 
 
 def _have_changed(before: common_pb2.Chain, after: common_pb2.Chain) -> bool:
-    """Whether some blocks went to another server, and that server is not known to compute alike."""
+    """Some blocks went to another server, which is not known to compute alike."""
     for lost in before.hops:
         for found in after.hops:
             overlap = max(lost.span.start, found.span.start) < min(lost.span.end, found.span.end)

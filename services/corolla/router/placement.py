@@ -54,7 +54,7 @@ class WeightMemory:
     draft_blocks: float = 0.0
 
     def holds(self, span: Span, num_model_blocks: int) -> bool:
-        """Whether a span fits, with embedding, head and draft model where the span reaches the model's ends."""
+        """The span counts with embedding, head and draft model where it reaches the model's ends."""
         num_edges = (span.start == 0) + (span.end == num_model_blocks)
         if self.are_edges_tied:
             num_edges = min(num_edges, 1)

@@ -56,7 +56,7 @@ class Roster:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all servers are ready and unsuspected: no server joins or drains."""
+        """All servers are ready and unsuspected: no server joins or drains."""
         return all(each.state == pb.SERVER_STATE_READY and not each.suspected for each in self.servers)
 
     def members(self) -> dict[str, list[Member]]:
@@ -94,7 +94,7 @@ class Roster:
         return replace(self, servers=kept)
 
     def carries(self, chain: common_pb2.Chain, *, fingerprint: str = "", excluded: Collection[str] = ()) -> bool:
-        """Whether every hop of a recorded chain is usable now; a restarted server has another id and does not count."""
+        """Every hop of a recorded chain is usable now; a restarted server has another id and does not count."""
         ready = {each.server_id: each for each in candidates(self.servers, fingerprint=fingerprint, excluded=excluded)}
         return bool(chain.hops) and all(
             hop.server_id in ready
@@ -104,7 +104,7 @@ class Roster:
         )
 
     def places(self, hop: common_pb2.Hop) -> bool:
-        """Whether the server of a hop is registered, at the hop's address and with its blocks."""
+        """The server of a hop is registered, at the hop's address and with its blocks."""
         return any(
             each.server.server_id == hop.server_id
             and each.server.address == hop.address

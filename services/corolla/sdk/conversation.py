@@ -31,7 +31,7 @@ class Conversation:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the last turn was completed. If not, only the service knows what the session holds."""
+        """The last turn was completed. If not, only the service knows what the session holds."""
         return self._turn is None or self._turn.usage is not None
 
     def messages(self, turn: Turn) -> list[AnyMessage]:

@@ -64,7 +64,7 @@ class CertificateVerifier:
         self._ends: dict[PresentedCertificate, datetime.datetime] = {}
 
     def is_valid(self, presented: PresentedCertificate) -> bool:
-        """Whether a certificate is valid now. The result is cached, since callers ask often."""
+        """The result is cached, since callers ask often."""
         end = self._ends.get(presented)
         if end is None:
             if len(self._ends) >= _MOST_REMEMBERED:
@@ -84,7 +84,7 @@ class CertificateVerifier:
         return certificate.not_valid_after_utc
 
     def _is_signed(self, certificate: x509.Certificate, presented: PresentedCertificate) -> bool:
-        """Whether a trusted authority has signed the certificate, directly or through intermediate certificates.
+        """A trusted authority has signed the certificate, directly or through intermediate certificates.
 
         Only the handshake saw the intermediate certificates. So a certificate that no authority signed directly is
         valid while all authorities that were trusted at its handshake are still trusted. If those are unknown, it is

@@ -91,11 +91,11 @@ class Credentials:
         return lambda: self._verifier.is_valid(presented)
 
     def is_valid(self, certificate: bytes) -> bool:
-        """Whether a trusted authority signed a certificate (in DER) that has neither expired nor been revoked."""
+        """A trusted authority signed the certificate (in DER), which has neither expired nor been revoked."""
         return self._verifier.is_valid(PresentedCertificate(certificate))
 
     def knows(self, other: Workload | None) -> bool:
-        """Whether a workload is of this process' trust domain; an authority may sign for several domains."""
+        """The workload is of this process' trust domain; an authority may sign for several domains."""
         return other is not None and other.trust_domain == self._workload.trust_domain
 
     def _take(self, contents: Contents) -> None:

@@ -63,7 +63,7 @@ def _folder_of(router: str) -> Path:
 
 
 def _has_living_owner(folder: Path) -> bool:
-    """Whether the stack of this folder is running.
+    """The stack of this folder is running.
 
     A killed stack leaves its folder, and a stack without certificates may use the same port now.
     """
@@ -75,7 +75,7 @@ def _has_living_owner(folder: Path) -> bool:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether the folder is private to this user: if it lies in a shared one, another user may have created it."""
+    """If the folder lies in a shared one, another user may have created it."""
     try:
         found = os.lstat(folder)
     except OSError:

@@ -34,7 +34,7 @@ _KINDS: Final = {cls.DESCRIPTOR.full_name: kind for kind, cls in CONTROL_CLASSES
 
 
 def is_tenant_name(name: str) -> bool:
-    """Whether block servers and routers accept the name of a tenant."""
+    """Block servers and routers accept the name of a tenant."""
     return 0 < len(name) <= MAX_TENANT_CHARS and name.isprintable()
 
 

@@ -30,7 +30,7 @@ class Numerics:
         return f"{self.blocks}+{self.head}" if self.head else self.blocks
 
     def agrees_with(self, other: "Numerics") -> bool:
-        """Whether two servers compute alike what both can compute: the head counts only if both have one."""
+        """Two servers compute alike what both can compute: the head counts only if both have one."""
         return self.blocks == other.blocks and (not self.head or not other.head or self.head == other.head)
 
 

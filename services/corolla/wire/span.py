@@ -24,7 +24,6 @@ class Span:
         return f"{self.start}:{self.end}"
 
     def covers(self, other: "Span") -> bool:
-        """Whether every block of `other` lies in this span."""
         return self.start <= other.start and other.end <= self.end
 
     def indices(self, blocks: "Span") -> range:

@@ -165,7 +165,6 @@ class StreamTrust:
     roles: frozenset[Role]
 
     def admits(self, peer: Workload | None) -> bool:
-        """Whether this identity is admitted as the other end."""
         return peer is not None and self.credentials.knows(peer) and peer.role in self.roles
 
 
@@ -522,7 +521,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self.abort()
 
     def _is_draining(self) -> bool:
-        """Whether bytes waited here at the last look, and the other end's machine has received some since.
+        """Bytes waited here at the last look, and the other end's machine has received some since.
 
         The system accepts more bytes only once a third of its own buffer is free, which takes seconds on a slow
         network. So the bytes that leave that buffer count, too, while others wait in this process. If bytes wait only

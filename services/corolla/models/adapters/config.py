@@ -86,7 +86,7 @@ class AdapterConfig:
         )
 
     def targets_module(self, name: str) -> bool:
-        """Whether a module may have a product. A pattern admits any module, since its evaluation might never end."""
+        """A pattern admits any module, since its evaluation might never end."""
         return self.targets is None or any(_ends_with(name, target) for target in self.targets)
 
     def rank_of(self, name: str) -> int:

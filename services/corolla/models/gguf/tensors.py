@@ -165,7 +165,7 @@ class GgufTensors(Mapping[str, "LazyTensor | Tensor"]):
             ) from None
 
     def has_rows(self, names: Sequence[str]) -> bool:
-        """Whether `names` is one stored matrix whose rows are unchanged and in the model's order."""
+        """The names are one stored matrix whose rows are unchanged and in the model's order."""
         if len(names) != 1 or len(self.header.tensors[names[0]].shape) != 2:
             return False
         numbers = np.arange(self.header.tensors[names[0]].shape[0], dtype=np.float32)[:, None]

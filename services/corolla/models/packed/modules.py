@@ -79,7 +79,6 @@ class PackedLinear(nn.Module):
 
     @staticmethod
     def can_join(parts: Sequence["PackedLinear"]) -> bool:
-        """Whether `joined` can join these layers."""
         return (
             len({(part.layout, part.in_features, part.bias is None) for part in parts}) == 1
             and not any(part.out_features % LANES for part in parts[:-1])

@@ -274,5 +274,5 @@ def _input_order(groups: Tensor, scales: Sequence[int]) -> Tensor | None:
 
 
 def _is_unset(groups: Tensor) -> bool:
-    """Whether groups are in the order of inputs, for which compressed-tensors writes -1 everywhere."""
+    """Groups are in the order of inputs where compressed-tensors writes -1 everywhere."""
     return bool((groups == -1).all())

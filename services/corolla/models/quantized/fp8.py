@@ -85,7 +85,7 @@ class Fp8(Format):
 
 
 def _is_of_outputs(scales: Tensor, num_outputs: int) -> bool:
-    """Whether there is one scale for all numbers, or one for each output."""
+    """There is one scale for all numbers, or one for each output."""
     return scales.numel() == 1 or scales.dim() == 1 or scales.shape == (num_outputs, 1)
 
 

@@ -183,7 +183,7 @@ def refuse_packed(stored: Mapping[str, Stored]) -> None:
 
 
 def _is_lacking(name: str, dtype: str) -> bool:
-    """Whether an unpacked tensor lacks its scales: it is a weight or a float, but not of an ordinary float dtype."""
+    """A weight or a float of no ordinary float dtype lacks its scales."""
     return dtype not in FLOATS and (name.endswith("weight") or dtype.startswith("F"))
 
 

@@ -39,7 +39,7 @@ _MISSED: Final = {
 
 
 def is_in_cluster(account: Path = ACCOUNT) -> bool:
-    """Whether this process has a service account's token and the address of the API.
+    """A process in a cluster has a service account's token and the address of the API.
 
     Args:
         account: The folder where Kubernetes mounts the service account.

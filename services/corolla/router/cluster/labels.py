@@ -117,7 +117,7 @@ class TagPlan:
 
 
 def _differs(one: Tags, other: Tags) -> bool:
-    """Whether tags differ in more than the number of sessions."""
+    """Tags that differ in the number of sessions only count as equal."""
     return one.span != other.span or _usefulness(one.cost) != _usefulness(other.cost)
 
 

@@ -53,7 +53,7 @@ def read_pod(described: Any) -> Pod | None:
 
 
 def _is_unready(status: Mapping[str, Any]) -> bool:
-    """Whether the pod has lost its readiness, or a readiness gate is not met.
+    """The pod has lost its readiness, or a readiness gate is not met.
 
     A pod that was never ready does not count: it may not have been probed yet, and its server's own report is newer.
     """
