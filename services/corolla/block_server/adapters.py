@@ -312,4 +312,4 @@ class Adapters:
 
 
 def _version(registered: router_pb2.RegisteredAdapter) -> AdapterVersion:
-    return AdapterVersion.of(registered.version)
+    return AdapterVersion.from_proto(registered.version)

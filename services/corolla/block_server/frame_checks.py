@@ -319,7 +319,7 @@ def _adapter(control: pb.Open | pb.Handover) -> AdapterVersion | None:
     if not control.HasField("adapter"):
         return None
     try:
-        return AdapterVersion.of(control.adapter)
+        return AdapterVersion.from_proto(control.adapter)
     except ValueError as failure:
         raise MalformedMessage("adapter", str(failure)) from None
 

@@ -130,7 +130,7 @@ class SpanLoader:
         settings = self._settings
         check = LayerCheck(model, settings.num_page_tokens)
         layout = CacheLayout(
-            LayerGroups.of(model.windows, pageless_layers(model.config)),
+            LayerGroups.from_windows(model.windows, pageless_layers(model.config)),
             settings.num_page_tokens,
             cache_bytes_per_token,
             max(self._max_step_tokens, _MAX_TAKEN_BACK),

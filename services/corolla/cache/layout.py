@@ -35,7 +35,7 @@ class LayerGroups:
     layers_per_group: int
 
     @classmethod
-    def of(cls, windows: Sequence[int | None], pageless: Collection[int] = ()) -> "LayerGroups":
+    def from_windows(cls, windows: Sequence[int | None], pageless: Collection[int] = ()) -> "LayerGroups":
         """Groups layers by their windows.
 
         Args:

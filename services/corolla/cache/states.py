@@ -27,7 +27,7 @@ class LayerState:
     recurrent: Tensor | None = None
 
     @classmethod
-    def of(cls, layer: LinearAttentionLayer) -> Self:
+    def from_layer(cls, layer: LinearAttentionLayer) -> Self:
         """Takes the tensors of a transformers cache layer. Raises ValueError if the layer has computed nothing."""
         conv = layer.conv_states[0]
         if conv is None:

@@ -56,7 +56,7 @@ class KVStore:
         self.num_state_pages = num_state_pages
         self.state_shapes: dict[int, LayerState] = {}
         self.pool = PagePool(num_pages, page_tokens)
-        self.groups = LayerGroups.of(windows, self.pageless)
+        self.groups = LayerGroups.from_windows(windows, self.pageless)
         self.rules = self.groups.rules(max_step_tokens)
         self.scratch_page = num_pages if has_scratch_page else None
         self._num_pages = num_pages + int(has_scratch_page)

@@ -77,7 +77,7 @@ class PlacementWatch:
             raise AdapterNotFound("the model has no such adapter", name[:256])
         if not _is_for(found, tenant):
             raise AdapterDenied("this adapter is for other tenants")
-        return AdapterVersion.of(found.version)
+        return AdapterVersion.from_proto(found.version)
 
     async def _registered_now(self) -> Sequence[pb.RegisteredAdapter]:
         """Asks a router for the registered adapters; returns none if no router answers.

@@ -35,8 +35,8 @@ class Service(Protocol):
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
 
-# The time for which a failed process stays, so that its last health status reaches the watchers.
-_LAST_WORD_S: Final = 0.1
+# How long a failed process stays, so that its last health status reaches the watchers.
+_HEALTH_DELIVERY_S: Final = 0.1
 # The time after which a failed process ends even if its event loop is stuck.
 _FAILED_WITHIN_S: Final = 0.8
 
@@ -68,7 +68,7 @@ def fail(say_not_serving: Callable[[], Awaitable[None]]) -> None:
     async def end() -> None:
         try:
             await say_not_serving()
-            await asyncio.sleep(_LAST_WORD_S)
+            await asyncio.sleep(_HEALTH_DELIVERY_S)
         finally:
             if is_own:
                 os._exit(EXIT_FAILED)

@@ -84,7 +84,7 @@ class ModelNames:
             if name:
                 raise InvalidRequest("adapter", "must be empty, because the session was created without an adapter")
             return None
-        version = AdapterVersion.of(record.adapter)
+        version = AdapterVersion.from_proto(record.adapter)
         if name not in ("", version.name):
             raise InvalidRequest("adapter", "must be the adapter that the session was created with")
         if await self.resolve(version.name, tenant) != version:

@@ -59,7 +59,7 @@ def check_small_copy(checkpoint: Checkpoint, page_tokens: int, *, is_fused: bool
     began_s = time.monotonic()
     config = small_config(checkpoint, _PAGES_PER_WINDOW * page_tokens)
     try:
-        small = SmallCopy.of(checkpoint, config)
+        small = SmallCopy.from_checkpoint(checkpoint, config)
         ids, expected = _unsplit_logits(small, page_tokens)
     except Exception as error:
         # A family may need sizes that fit each other in a way that only its own code knows.

@@ -96,7 +96,7 @@ def state_sizes(checkpoint: Checkpoint, span: Span, dtype: torch.dtype) -> list[
     model(inputs_embeds=hidden, use_cache=True, **{checkpoint.family.cache_argument: cache})
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionLayer):
-            sizes[index] = LayerState.of(layer).nbytes
+            sizes[index] = LayerState.from_layer(layer).nbytes
     return sizes
 
 

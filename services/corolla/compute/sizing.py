@@ -82,7 +82,7 @@ class ModelSize:
     def cache_layout(self, span: Span, page_tokens: int, max_step_tokens: int) -> CacheLayout:
         """How keys, values and states of a span lie in the pages of a server."""
         blocks = self.blocks[span.start : span.end]
-        groups = LayerGroups.of(
+        groups = LayerGroups.from_windows(
             [block.window for block in blocks], [index for index, block in enumerate(blocks) if not block.token_bytes]
         )
         token_bytes = max(block.token_bytes for block in self.blocks)

@@ -494,7 +494,7 @@ class _RowCache(Cache):
         states, shapes = self._row.cache.states, self._batch.store.state_shapes
         for index, layer in enumerate(self.layers):
             if states is not None and isinstance(layer, LinearAttentionLayer):
-                state = states.computed[index] = LayerState.of(layer)
+                state = states.computed[index] = LayerState.from_layer(layer)
                 if index not in shapes:
                     shapes[index] = state.shape()
 

@@ -52,7 +52,7 @@ _CODED_TOKENS: Final = 12
 
 def norm_of(norm: Any) -> Norm | None:
     """Returns a layer's norm as the kernels take it, or None if the layer has none or no kernel computes it."""
-    return Norm.of(norm.module if isinstance(norm, RmsNorm) else norm)
+    return Norm.from_module(norm.module if isinstance(norm, RmsNorm) else norm)
 
 
 def activation_of(module: nn.Module) -> str | None:

@@ -121,7 +121,7 @@ class FusedSpan:
         self.rotaries = tuple(dict.fromkeys(layer.rotary for layer in self.layers if layer.rotary is not None))
 
     @classmethod
-    def of(
+    def from_layers(
         cls,
         layers: Sequence[nn.Module],
         rotary: nn.Module,
@@ -302,7 +302,7 @@ class MixtureMlp:
         self.projections: list[Projection] = [
             each for each in module.modules() if isinstance(each, TunedLinear | PackedLinear)
         ]
-        self.mixture = Mixture.of(module)
+        self.mixture = Mixture.from_module(module)
         self.name = type(module).__name__
         self._module = module
 

@@ -39,7 +39,7 @@ class Norm:
     bias: Tensor | None = None
 
     @classmethod
-    def of(cls, module: Any) -> Self | None:
+    def from_module(cls, module: Any) -> Self | None:
         """The norm that a family's module computes, judged by its class; None: it is of another kind."""
         name = type(module).__name__
         if type(module) is nn.LayerNorm and module.elementwise_affine and len(module.normalized_shape) == 1:
@@ -80,7 +80,7 @@ def invariant_norm(module: nn.Module) -> nn.Module:
 
     It is `module` itself where the kernel does not compute what `module` does, or cannot run here.
     """
-    norm, failure = Norm.of(module), missing()
+    norm, failure = Norm.from_module(module), missing()
     if norm is None or failure is not None or norm.weight.dtype not in TOLERANCES:
         log.warning(
             "rows of the final norm may depend on the batch",

@@ -155,7 +155,7 @@ class Mixture:
         return (tuple(self.gate_up.shape), self.routing, *layouts)
 
     @classmethod
-    def of(cls, module: Any) -> Self | None:
+    def from_module(cls, module: Any) -> Self | None:
         """The mixture that a family's module computes, judged by the classes of its parts; None: it is another one."""
         router, experts = getattr(module, "gate", getattr(module, "router", None)), getattr(module, "experts", None)
         kind = _ROUTERS.get(type(router).__name__)

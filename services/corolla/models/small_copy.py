@@ -118,7 +118,7 @@ class SmallCopy(Checkpoint):
     unsplit: PreTrainedModel = field(kw_only=True)
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, config: PretrainedConfig) -> Self:
+    def from_checkpoint(cls, checkpoint: Checkpoint, config: PretrainedConfig) -> Self:
         """A random model of the checkpoint's family, of this small configuration."""
         unsplit = make_up(model_class_of(AutoModelForCausalLM, config), config, dtype=torch.float32, attention="sdpa")
         _draw(unsplit)

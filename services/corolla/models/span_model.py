@@ -128,7 +128,7 @@ class SpanModel:
         layers = list(cast(nn.ModuleList, self._base.get_submodule(self.family.layers)))
         if self.family.is_fused and self.packs_rows and all(map(fits, layers)):
             rotary = self._base.get_submodule("rotary_emb")
-            self.fused = FusedSpan.of(layers, rotary, self.config, self.family, self.windows)
+            self.fused = FusedSpan.from_layers(layers, rotary, self.config, self.family, self.windows)
         kept = self.family.read_weights
         choose_products(
             replace_linears(self._base, kept) if self.fused is None else self.fused.linears, asked_for=products

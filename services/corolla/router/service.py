@@ -139,7 +139,7 @@ class RouterProcess:
     def _registrant(self, call: Call[Caller], server: router_pb2.ServerDescription | None) -> str:
         if self._network.credentials is None:
             return ""
-        caller = CallerAddress.of(call.context.auth_context(), call.context.peer())
+        caller = CallerAddress.from_call(call.context.auth_context(), call.context.peer())
         if server is not None:
             caller.check(server.address)
         return str(workload_of_call(call.context.auth_context()))

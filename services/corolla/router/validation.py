@@ -157,7 +157,7 @@ def check_hop(hop: common_pb2.Hop) -> common_pb2.Hop:
 
 def check_adapter(adapter: pb.RegisteredAdapter) -> pb.RegisteredAdapter:
     try:
-        AdapterVersion.of(adapter.version)
+        AdapterVersion.from_proto(adapter.version)
     except ValueError as failure:
         raise InvalidRequest("adapter.version", str(failure)) from None
     if len(adapter.source) > MOST_SOURCE or not adapter.source.isprintable() or not adapter.source:

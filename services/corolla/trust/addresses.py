@@ -28,7 +28,7 @@ class CallerAddress:
     host: str
 
     @classmethod
-    def of(cls, auth_context: Mapping[str, Iterable[bytes]], peer: str) -> Self:
+    def from_call(cls, auth_context: Mapping[str, Iterable[bytes]], peer: str) -> Self:
         """Reads gRPC's facts about a call, where `peer` is like `ipv4:10.0.0.7:4711` or `ipv6:%5B::1%5D:4711`."""
         kind, _, place = unquote(peer).partition(":")
         host = place.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else ""

@@ -29,7 +29,7 @@ class AdapterVersion:
             raise ValueError("an adapter's digest is 64 lower-case hexadecimal digits")
 
     @classmethod
-    def of(cls, message: common_pb2.AdapterVersion) -> Self:
+    def from_proto(cls, message: common_pb2.AdapterVersion) -> Self:
         """Reads a version from its message. Raises ValueError if name or digest is not valid."""
         return cls(message.name, message.digest)
 
@@ -48,6 +48,10 @@ def still_registered(
     So registrations stay valid when the store loses its data.
     """
     names = {each.version.name for each in now}
-    gone = {AdapterVersion.of(each) for each in removed}
-    lost = [each for each in before if each.version.name not in names and AdapterVersion.of(each.version) not in gone]
+    gone = {AdapterVersion.from_proto(each) for each in removed}
+    lost = [
+        each
+        for each in before
+        if each.version.name not in names and AdapterVersion.from_proto(each.version) not in gone
+    ]
     return [*now, *lost]

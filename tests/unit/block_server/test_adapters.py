@@ -167,12 +167,12 @@ async def test_what_was_loaded_for_a_session_that_never_opens_gives_way(span: Sp
 
 async def test_stacks_change_only_between_iterations(harness: Harness) -> None:
     both = [(await harness.use(name)).products for name in ("one", "two")]
-    stack = harness.stacks.of(both)
+    stack = harness.stacks.stack_of(both)
     harness.push(harness.registered("two"), removed="one")
-    assert harness.stacks.of(both) is stack
+    assert harness.stacks.stack_of(both) is stack
     (command,) = harness.commands
     command()
-    assert harness.stacks.of(both) is not stack
+    assert harness.stacks.stack_of(both) is not stack
 
 
 # --- for whom, and for how long -----------------------------------------------------------------------------------

@@ -97,8 +97,8 @@ def test_a_layer_that_never_ran_holds_nothing(store: KVStore) -> None:
 
 
 def test_layers_of_one_kind_share_tables_and_groups_have_one_size() -> None:
-    assert LayerGroups.of([None] * 3) == LayerGroups((None,), ((0, 0), (0, 1), (0, 2)), 3)
-    mixed = LayerGroups.of([8, 8, None, 8, 8, None, 8])
+    assert LayerGroups.from_windows([None] * 3) == LayerGroups((None,), ((0, 0), (0, 1), (0, 2)), 3)
+    mixed = LayerGroups.from_windows([8, 8, None, 8, 8, None, 8])
     assert mixed.windows == (8, 8, 8, None)
     assert mixed.layer_indices == ((0, 0), (0, 1), (3, 0), (1, 0), (1, 1), (3, 1), (2, 0))
     assert mixed.layers_per_group == 2

@@ -131,12 +131,12 @@ def test_stacks_are_reused_and_bounded() -> None:
 
     first, second, third = adapter(), adapter(), adapter()
     stacks = AdapterStacks(max_bytes=first.nbytes * 5)
-    three = stacks.of([first, second, third])
-    assert stacks.of([third, first]) is three
-    assert stacks.of([first]).places is first.places
-    pair = stacks.of([adapter(), second])
+    three = stacks.stack_of([first, second, third])
+    assert stacks.stack_of([third, first]) is three
+    assert stacks.stack_of([first]).places is first.places
+    pair = stacks.stack_of([adapter(), second])
     assert three.nbytes + pair.nbytes == first.nbytes * 5
-    stacks.of([adapter(), first])
-    assert stacks.of([first, second, third]) is not three
+    stacks.stack_of([adapter(), first])
+    assert stacks.stack_of([first, second, third]) is not three
     stacks.forget(second)
-    assert stacks.of([first, second, third]) is not three
+    assert stacks.stack_of([first, second, third]) is not three

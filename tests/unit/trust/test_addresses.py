@@ -10,7 +10,7 @@ CALLS_FROM = "ipv4:10.0.0.7:4711"
 
 def caller(*names: str, peer: str = CALLS_FROM) -> CallerAddress:
     found = [b"spiffe://test/block/1", *(name.encode() for name in names)]
-    return CallerAddress.of({"x509_subject_alternative_name": found}, peer)
+    return CallerAddress.from_call({"x509_subject_alternative_name": found}, peer)
 
 
 @pytest.mark.parametrize(

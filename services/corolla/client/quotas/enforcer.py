@@ -36,7 +36,7 @@ _BILL_PATIENCE_S: Final = 5.0
 """If no router has counted a bill of generated tokens after this time, the client service counts it itself."""
 _BILL_LEASE_S: Final = 2 * _BILL_PATIENCE_S
 """How long the router recognises a bill that is sent again."""
-_LETTING_GO_S: Final = (0.05, 0.1, 0.2, 0.4)
+_RETRY_PAUSES_S: Final = (0.05, 0.1, 0.2, 0.4)
 """The pauses between tries of a refused take: the router may not have counted the end of the last request yet."""
 _MOST_PATIENT: Final = 4
 """How many requests of one tenant may retry at a time, so that a tenant cannot multiply the calls to the router."""
@@ -248,11 +248,11 @@ class QuotaEnforcer:
     async def _take_patiently(self, take: pb.QuotaTake) -> None:
         self._num_patient[take.tenant] += 1
         try:
-            for wait_s in _LETTING_GO_S[:-1]:
+            for wait_s in _RETRY_PAUSES_S[:-1]:
                 await asyncio.sleep(wait_s)
                 with contextlib.suppress(QuotaExceeded):
                     return await self._take(take)
-            await asyncio.sleep(_LETTING_GO_S[-1])
+            await asyncio.sleep(_RETRY_PAUSES_S[-1])
             return await self._take(take)
         finally:
             self._num_patient[take.tenant] -= 1

@@ -155,7 +155,7 @@ class AdapterStacks:
         # The least recently used stack comes first.
         self._stacks: OrderedDict[frozenset[SpanAdapter], _Stack] = OrderedDict()
 
-    def of(self, adapters: Sequence[SpanAdapter]) -> _Stack:
+    def stack_of(self, adapters: Sequence[SpanAdapter]) -> _Stack:
         """A stack with these adapters, and perhaps a few others if it was made before."""
         wanted = frozenset(adapters)
         if len(wanted) == 1:
@@ -188,7 +188,7 @@ class _Groups:
     filled: Tensor | None
 
     @classmethod
-    def of(cls, tokens: Sequence[Sequence[int]], num_tokens: int, device: torch.device) -> "_Groups":
+    def from_tokens(cls, tokens: Sequence[Sequence[int]], num_tokens: int, device: torch.device) -> "_Groups":
         """Groups the tokens of a batch by adapter.
 
         Args:
@@ -229,8 +229,8 @@ class AdapterBatch:
         self._stack: _Stack | None = None
         num_multiplied = len(tokens) * max(map(len, tokens.values()))
         if end <= _MAX_GROUPED_TOKENS and num_multiplied <= _MAX_SPARE * end:
-            self._stack = stacks.of([*tokens])
-            self._groups = _Groups.of([tokens.get(each, ()) for each in self._stack.adapters], end, device)
+            self._stack = stacks.stack_of([*tokens])
+            self._groups = _Groups.from_tokens([tokens.get(each, ()) for each in self._stack.adapters], end, device)
         else:
             self._parts = [(each, _part_of(own, device)) for each, own in tokens.items()]
 

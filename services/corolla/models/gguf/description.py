@@ -326,8 +326,8 @@ def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
     return list(dict.fromkeys(token_id for token_id in (*named, *known) if token_id is not None))
 
 
-def is_computed_otherwise(header: GgufHeader, config: Any) -> bool:
-    """Whether releases up to 0.2.0 computed other hidden states from this file, since they ignored some of it.
+def has_once_ignored_settings(header: GgufHeader, config: Any) -> bool:
+    """Releases up to 0.2.0 ignored some settings of this file, and computed other hidden states from it.
 
     `config` is the model's configuration.
     """

@@ -34,7 +34,7 @@ def test_any_batch_equals_its_rows_alone(seed: int) -> None:
     torch.manual_seed(seed)
     adapters = [draw_adapter(rng) for _ in range(rng.randint(1, 5))]
     stacks = AdapterStacks()
-    stacks.of(adapters)
+    stacks.stack_of(adapters)
     rows = [(rng.choice([None, *adapters]), rng.choice([1, 1, 1, 3, 40])) for _ in range(rng.randint(1, 9))]
     rows.append((rng.choice(adapters), 1))
     num_tokens = sum(count for _, count in rows)
@@ -80,7 +80,7 @@ def test_a_row_without_an_adapter_gets_none_of_those_that_ran_before() -> None:
         SpanAdapter({key: [LowRank(torch.randn(2, num_in), torch.randn(2, widths[0]), 0)]}) for _ in range(3)
     )
     stacks = AdapterStacks()
-    stacks.of([earlier, *both])
+    stacks.stack_of([earlier, *both])
     batch = AdapterBatch([(None, 1), (both[0], 1), (both[1], 1)], stacks, torch.device("cpu"))
     output = torch.randn(3, sum(widths))
     before = output.clone()
