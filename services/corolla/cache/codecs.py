@@ -8,7 +8,7 @@ a stored number may then round the other way.
 The Triton kernels store the same codes (`kernels.triton.cache_code`), so a session may move between devices.
 
 E4M3 is the format of Micikevicius et al. 2022, "FP8 Formats for Deep Learning". Integers with a shared power of two are
-a block floating point format, like those of the OCP Microscaling Formats.
+a block floating point format, as the OCP Microscaling Formats are.
 """
 
 from collections.abc import Callable, Mapping

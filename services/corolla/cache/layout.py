@@ -9,7 +9,7 @@ from corolla.cache.session_pages import SessionPages
 from corolla.cache.tables import GroupRule
 
 NUM_KEPT_STATES: Final = 3
-"""How many states a session has in memory for each layer: those of two positions, and the one being computed."""
+"""A session has states in memory for two positions of each layer, and the one that is being computed."""
 
 _TOKENS_OF_STATES: Final = 64
 

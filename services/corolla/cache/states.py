@@ -97,7 +97,7 @@ class SessionStates:
         return self._kept[position] if position else _NOTHING
 
     def commit(self, position: int) -> None:
-        """Keeps the computed states as those of `position`. Of older states, it keeps those of the step's beginning."""
+        """Keeps the computed states as the states at `position`. Of older states, it keeps the step's beginning."""
         newest = max(self._kept, default=0)
         began = {newest: self._kept[newest]} if newest else {}
         self._kept = {**began, position: self.computed}

@@ -95,7 +95,7 @@ class PageTable:
         return self.first_held_token + self._rule.window - 1
 
     def num_written_pages(self, num_tokens: int) -> int:
-        """The number of held pages among those of the first `num_tokens` tokens."""
+        """The number of held pages among the pages of the first `num_tokens` tokens."""
         return max(0, self._pool.pages_for(num_tokens) - self._first)
 
     def whole_page(self, index: int) -> int | None:

@@ -70,7 +70,7 @@ def read_tokens(
     if position + num_tokens > cache.num_tokens:
         raise ValueError("tokens that are not there cannot be copied")
     if has_states and position + num_tokens != cache.num_tokens:
-        raise ValueError("states are those of the newest token")
+        raise ValueError("states belong to the newest token")
     store = cache.store
     first_tokens = tuple(
         0 if layer in store.pageless else cache.tables[store.group_of(layer)].first_held_token for layer in layers

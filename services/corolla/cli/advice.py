@@ -17,7 +17,7 @@ _OPTIONS: Final = MappingProxyType(
         "stopping.time_limit_ms": "--time-limit",
     }
 )
-"""Options whose names differ from those of the fields that they set."""
+"""Options whose names differ from the fields that they set."""
 _GROUPS: Final = ("sampling", "stopping", "speculation", "response_format")
 """Parts of a request whose fields have options of the same names."""
 

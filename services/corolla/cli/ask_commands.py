@@ -34,7 +34,7 @@ def generate(
     json: Json = False,
     n: Annotated[int, typer.Option("-n", help="Independent completions of the prompt.")] = 1,
     logprobs: Annotated[
-        int | None, typer.Option(help="With --json: log-probabilities, and those of so many likeliest tokens.")
+        int | None, typer.Option(help="With --json: log-probabilities of the tokens, and of so many likeliest ones.")
     ] = None,
     max_tokens: ask.MaxTokens = None,
     temperature: ask.Temperature = None,

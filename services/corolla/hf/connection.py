@@ -299,7 +299,7 @@ def _on_recovery(report: RecoveryReport) -> None:
     if report.mixes_numerics:
         log.warning(
             "a lost block server was replaced by one that computes in another way (see `corolla status`): in this "
-            "dtype, the tokens that follow may differ from those of an undisturbed run"
+            "dtype, the tokens that follow may differ from an undisturbed run"
         )
 
 

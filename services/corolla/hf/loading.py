@@ -52,7 +52,7 @@ class NotPickled:
 
 
 def read_options(options: dict[str, Any], dtype: Any, device: Any) -> tuple[Any, torch.device | str]:
-    """The dtype and the device that a caller wants, from this library's names or those of transformers.
+    """The dtype and the device that a caller wants, from names of this library or of transformers.
 
     Args:
         options: the further options, such as `torch_dtype` and `device_map`.

@@ -72,7 +72,7 @@ class PositionRules:
             )
 
     def positions(self, mask: Tensor, num_new: int, given: Tensor | None) -> Tensor:
-        """The positions of the new columns, int64 `[B, num_new]` on the CPU; those of padding mean nothing.
+        """The positions of the new columns, int64 `[B, num_new]` on the CPU; positions of padding mean nothing.
 
         Args:
             mask: bool `[B, T]` on the CPU: all columns, the cache's too.

@@ -56,7 +56,7 @@ METHODS: Final[Mapping[str, str]] = {
     "push_to_hub": _REMOTE_WEIGHTS,
     "resize_position_embeddings": "block servers keep to the checkpoint's positions",
     "save_pretrained": _REMOTE_WEIGHTS,
-    "set_decoder": "the blocks are those of the block servers",
+    "set_decoder": "the blocks are on the block servers",
 }
 
 

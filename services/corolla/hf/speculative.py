@@ -53,7 +53,7 @@ _iteration_size: ContextVar[int] = ContextVar("tokens drafted in one iteration",
 class SpeculativeGenerationMixin:
     """Replaces transformers' loop for greedy decoding and sampling by one that drafts tokens. Batches have one row.
 
-    Greedy answers are those of plain decoding, token for token. Rejection sampling gives sampled answers the same
+    Greedy answers equal plain decoding, token for token. Rejection sampling gives sampled answers the same
     distribution as plain sampling; it draws other random numbers, so the same seed gives another answer.
 
     The model needs a cache that can forget its last tokens.

@@ -151,7 +151,7 @@ def _other_shape(checkpoint: Checkpoint, name: str, own: Sequence[int], wanted: 
 
 
 def _advice_on(checkpoint: Checkpoint) -> tuple[str, str]:
-    """Where the model's settings stand, and what to do if its tensors are not those of that model."""
+    """Says where the model's settings stand, and what to do if its tensors belong to another model."""
     if checkpoint.gguf is not None:
         return "settings", "convert the model again, or give it as safetensors"
     return "config.json", "correct config.json, or give a checkpoint that fits it"

@@ -404,7 +404,7 @@ def _present(part: Part | None) -> Part:
 
 @dataclass
 class _NormedOutput(BaseModelOutputWithPastAndCrossAttentions):
-    """A base model's output with all fields that any family's head reads: also those of experts and of Mamba."""
+    """A base model's output with all fields that any family's head reads, of experts and of Mamba too."""
 
     router_logits: tuple[Tensor, ...] | None = None
     cache_params: None = None

@@ -25,10 +25,10 @@ PAGELESS_KINDS = frozenset({"conv", "linear_attention"})
 # A rotary embedding with other factors for long texts. transformers chooses factors by the longest position of a call.
 LONG_ROPE = "longrope"
 
-# Model types whose checkpoints are those of a family of another name, bit for bit.
+# Model types whose checkpoints have the format of another family, bit for bit.
 ALIASES = {"kimi_k2": "deepseek_v3"}
 
-# Where configurations of models that see or hear keep that of their language model.
+# Where configurations of models that see or hear keep the configuration of their language model.
 _TEXT_CONFIGS = ("text_config", "language_config", "llm_config", "thinker_config")
 
 # Rotary embeddings that remember the longest position of all calls, so that sessions would change each other's output.

@@ -99,8 +99,7 @@ class Attend(Protocol):
             value: `[N, key heads, head_dim]` in the same dtype.
             window: how many tokens a token sees, itself included; None: it sees all tokens before it.
             softcap: the bound of the scores; None: they are not bounded.
-            sinks: `[heads]` in the model's dtype or float32, the score of something in each softmax that has no value;
-                None: there is nothing.
+            sinks: attention sinks, `[heads]` in the model's dtype or float32; None: there are none.
 
         Returns:
             `[N, heads, head_dim]` in the same dtype.

@@ -82,7 +82,7 @@ class HubSnapshot:
             yield f"{name} {self.manifest.files[name].checksum}\n".encode()
 
     def fetch(self, names: Collection[str]) -> None:
-        """Fetches those of the files `names` that the cache lacks, and checks the checksums of all.
+        """Fetches the files of `names` that the cache lacks, and checks the checksums of all.
 
         A file in `Hub.checked` is not read again. A damaged file is fetched again.
 

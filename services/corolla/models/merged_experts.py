@@ -113,7 +113,7 @@ class MergedPackedExperts(MergedExperts):
         return layouts.pop()
 
     def panels(self, device: torch.device | None = None) -> Panels:
-        """The panels of one expert after those of another; see `PackedWeight.panels`. Raises Unfit."""
+        """The panels, expert after expert; see `PackedWeight.panels`. Raises Unfit."""
         num_experts, num_rows, num_columns = self.shape
         panels = empty_panels(num_experts * num_rows, num_columns, self.layout(), device)
         first = 0

@@ -50,7 +50,7 @@ class LinearPlace:
 
     Attributes:
         place: the layer alone, or several layers that are computed together.
-        first_column: the layer's first output within those of the place.
+        first_column: the index of the layer's first output among the outputs of the place.
         shape: the sizes of the layer's input and output.
     """
 
@@ -396,7 +396,7 @@ def fetch_span(checkpoint: Checkpoint, span: Span) -> None:
 
 
 def weight_types(checkpoint: Checkpoint, quantization: str) -> tuple[list[str], list[str]]:
-    """The formats of quantised weights: those of weights that stay packed, and of expanded ones. Reads no weights."""
+    """The formats of quantised weights, packed and expanded ones. Reads no weights."""
     largest = Span(checkpoint.largest_block, checkpoint.largest_block + 1)
     names = span_tensors(checkpoint, largest)
     return types_of(checkpoint, quantization, names, functools.partial(empty_span, checkpoint, largest))

@@ -71,7 +71,7 @@ def _masks_of(base: PreTrainedModel, family: Family, layers: nn.ModuleList) -> t
     hidden = torch.zeros(1, _NUM_TOKENS, int(config.hidden_size), dtype=base.dtype, device=base.device)
     positions = torch.arange(_NUM_TOKENS, device=base.device)[None]
     implementation = config._attn_implementation
-    # The layers of some families return their output alone, those of others return it in a tuple.
+    # The layers of some families return their output alone, and other layers return it in a tuple.
     for returns_tuple in (False, True):
         for index, layer in enumerate(layers):
             layer.forward = _recording(given, index, returns_tuple)

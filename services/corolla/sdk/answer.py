@@ -16,7 +16,7 @@ class _Growing:
 
 
 class Answer:
-    """The chunks of a stream, put together. All properties but `completions` are those of the first completion.
+    """The chunks of a stream, put together. All properties but `completions` describe the first completion.
 
     Attributes:
         usage: what the answer cost; None until the last chunk came.

@@ -69,7 +69,7 @@ class AsyncClient:
         self._stub = GenerationServiceStub(self._channel)
 
     async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
-        """Completes a prompt: text, or token ids. The options are those of `GenerateOptions`."""
+        """Completes a prompt: text, or token ids. See `GenerateOptions` for the options."""
         request = requests.generate_request(prompt, options)
         answered = await self._called(self._stub.Generate, request, timeout_s=options.get("timeout"))
         return responses.generation(*answered)

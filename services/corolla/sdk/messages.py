@@ -1,4 +1,4 @@
-"""Turns the messages of a conversation, as a caller gives them, into those of a request."""
+"""Turns the messages of a conversation, as a caller gives them, into messages of a request."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -73,7 +73,7 @@ class AnswerOptions(TypedDict, total=False):
 
 
 class GenerateOptions(AnswerOptions, total=False):
-    """The options of a completion: those of all answers, and three more.
+    """The options of a completion: the options of all answers, and three more.
 
     Attributes:
         n: independent completions of the prompt, 1 to 16; completion i is seeded with seed + i.
@@ -97,7 +97,7 @@ class ReadOptions(TypedDict, total=False):
 
 
 class ChatOptions(AnswerOptions, total=False):
-    """The options of a chat: those of all answers, and some more.
+    """The options of a chat: the options of all answers, and some more.
 
     Attributes:
         n: independent answers, 1 to 16, outside of sessions; answer i is seeded with seed + i.

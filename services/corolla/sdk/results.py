@@ -19,7 +19,7 @@ class Usage:
         total_s: seconds from the request's arrival to the last token.
         drafted_tokens: tokens drafted by speculation.
         accepted_tokens: drafted tokens that were right; each saved a pass through the chain.
-        may_differ_from_token: how many first tokens of an answer are surely those of an undisturbed one, if a hop was
+        may_differ_from_token: how many first tokens of an answer surely equal an undisturbed answer's, if a hop was
             replaced after them by a server that computes in another way; None: all tokens are.
     """
 
@@ -161,7 +161,7 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """All completions of a prompt. `text`, `token_ids`, `finish_reason` and `logprobs` are those of the first one.
+    """All completions of a prompt. `text`, `token_ids`, `finish_reason` and `logprobs` describe the first one.
 
     Attributes:
         prompt: set if it was to be echoed.

@@ -97,7 +97,7 @@ def copied_numbers(parts: Sequence[tuple[Sequence[int], torch.dtype]], device: t
     if device.type != "cuda":
         return [torch.tensor(numbers, dtype=dtype, device=device) for numbers, dtype in parts]
     sizes = [len(numbers) * dtype.itemsize for numbers, dtype in parts]
-    # Kernels are compiled for addresses that are multiples of 16, as those of tensors of their own are.
+    # Kernels are compiled for addresses that are multiples of 16, as addresses of whole tensors are.
     ends = list(itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes))
     whole = empty_to_copy(ends[-1] if ends else 0, torch.uint8, device)
     places = [slice(start, start + size) for start, size in zip((0, *ends), sizes, strict=False)]

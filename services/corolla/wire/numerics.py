@@ -10,7 +10,7 @@ _DIGEST_CHARS: Final = 12
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """The digests of how a server computes: in text, those of blocks and head, with a plus sign between them.
+    """The digests of how a server computes its blocks and its head; in text, with a plus sign between them.
 
     Attributes:
         blocks: the digest for the blocks; empty: the server announces none.

@@ -48,8 +48,7 @@ class LayerInput:
         scaling: the factor of the scores.
         window: how many tokens a token sees, itself included; None: it sees all tokens before it.
         softcap: the bound of the scores; None: they are not bounded.
-        sinks: `[heads]` in a dtype of any width, the score of something in each softmax that has no value; None: there
-            is nothing.
+        sinks: attention sinks, `[heads]` in a dtype of any width; None: there are none.
     """
 
     layer: int

@@ -352,7 +352,7 @@ def attend_chunks(
 
 @triton.jit
 def _with_sinks(sinks, are_there, greatest, total, acc):
-    """A page's part, with a score in the softmax that has no value."""
+    """A page's part, with an attention sink."""
     sink = tl.load(sinks, mask=are_there, other=-float("inf")).to(tl.float32) * _LOG2E
     new = tl.maximum(greatest, sink)
     safe = tl.where(new == -float("inf"), 0.0, new)

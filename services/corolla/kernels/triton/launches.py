@@ -18,8 +18,7 @@ from corolla.kernels.triton.compilation import SHARED_MEMORY, current
 from corolla.kernels.triton.variants import Grid, Variant, variant
 
 ACTIVATIONS: Final = ("silu", "gelu_tanh", "gelu", "relu2")
-"""The activations of `gate`: x times its logistic function; GELU by the hyperbolic tangent or the error function; the
-square of what is positive."""
+"""The activations of `gate`: SiLU; GELU by the hyperbolic tangent or the error function; squared ReLU."""
 
 NORMS: Final = ("rounded", "offset", "wide", "centred")
 """The kinds of norms. Three divide by the root of the mean square: with numbers that are rounded before they are
@@ -332,8 +331,7 @@ def attend(
         scaling: the factor of the scores.
         window: how many tokens a token sees, itself included; None: it sees all tokens before it.
         softcap: the bound of the scores; None: they are not bounded.
-        sinks: `[heads]` in the model's dtype or float32, the score of something in each softmax that has no value;
-            None: there is nothing.
+        sinks: attention sinks, `[heads]` in the model's dtype or float32; None: there are none.
         codec: the key of `cache.codecs.CODECS` by which keys and values are stored; None: as they are.
         out: `[N, heads, head_dim]`; gets the results of these rows, and keeps its other tokens; None: a new tensor.
 

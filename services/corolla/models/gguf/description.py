@@ -24,7 +24,7 @@ _ARCHITECTURES: Final = {
     "gemma2": ("gemma2", "gemma2"),
     "gemma3": ("gemma3_text", "gemma3"),
 }
-# Keys that transformers' table lacks, by model type; those of "" belong to all of them.
+# Keys that transformers' table lacks, by model type; "" stands for all of them.
 _MORE_KEYS: Final[Mapping[str, Mapping[str, str]]] = {
     "": {"attention.key_length": "head_dim"},
     "llama": {"attention.sliding_window": "sliding_window"},
@@ -205,7 +205,7 @@ def _check_sizes(found: Mapping[str, Any], header: GgufHeader) -> None:
 
 
 def _add_defaults(found: dict[str, Any]) -> None:
-    """Adds what llama.cpp takes where a file says nothing; transformers' defaults are those of one model each."""
+    """Adds what llama.cpp takes where a file says nothing; transformers' defaults belong to one model each."""
     found.setdefault("num_key_value_heads", found["num_attention_heads"])
     found.setdefault("rope_theta", 10000.0)
     found.setdefault("head_dim", found["hidden_size"] // found["num_attention_heads"])

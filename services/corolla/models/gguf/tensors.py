@@ -143,7 +143,7 @@ class GgufTensors(Mapping[str, "LazyTensor | Tensor"]):
         return self._processed(names, lambda name: expanded(self.header.tensors[name]).numpy())
 
     def _processed(self, names: Sequence[str], numbers: Callable[[str], Any]) -> Tensor:
-        """What transformers makes of the stored tensors `names`, whose numbers are those of the arrays `numbers`."""
+        """Makes what transformers makes of the stored tensors `names`, whose numbers stand in the arrays `numbers`."""
         parsed: dict[str, Any] = {"tensors": {}}
         for name in names:
             result = self._process(name, numbers(name), parsed)

@@ -1,6 +1,6 @@
 """Converts a GGUF file's tokenizer to the files of transformers.
 
-Where a file says nothing, the defaults are those of llama.cpp. A file with a setting that is not known here is refused,
+Where a file says nothing, the defaults of llama.cpp hold. A file with a setting that is not known here is refused,
 since its texts would become other tokens.
 """
 

@@ -76,7 +76,7 @@ def layouts_of(
 def types_of(
     checkpoint: Checkpoint, quantization: str, block_names: Mapping[str, str], block: Callable[[], PreTrainedModel]
 ) -> tuple[list[str], list[str]]:
-    """The formats of quantised weights: first those of weights that stay packed, then those of expanded weights.
+    """The formats of quantised weights: first of weights that stay packed, then of expanded weights.
 
     Args:
         block_names: for the largest block's tensors, maps names in the model to names in the files.

@@ -34,7 +34,7 @@ def are_usual(experts: Any) -> bool:
 
 
 class PackedExpertWeights(nn.Module):
-    """One weight of all experts of a layer. Products are those of `PackedLinear`.
+    """One weight of all experts of a layer. Products are computed as in `PackedLinear`.
 
     Args:
         shape: `[experts, out, in]`, where `out` is a multiple of 16.
@@ -69,7 +69,7 @@ class PackedExpertWeights(nn.Module):
         return unpack(self.panels_of(expert), self.layout, self.shape[1]).to(dtype)
 
     def forward(self, expert: int, rows: Tensor) -> Tensor:
-        """Multiplies `rows`, `[R, in]` on the device of the weights, by those of an expert; returns `[R, out]`."""
+        """Multiplies `rows`, `[R, in]` on the device of the weights, by an expert's weights; returns `[R, out]`."""
         if self.expanded is not None:
             return functional.linear(rows, self.expanded[expert])
         panels, num_outputs = self.panels_of(expert), self.shape[1]

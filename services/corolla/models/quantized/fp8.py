@@ -1,6 +1,6 @@
 """Floats of eight bits, with a scale for the whole weight, for each output or, as in DeepSeek's models, each block.
 
-The formats of the numbers are those of Micikevicius et al. 2022, "FP8 Formats for Deep Learning".
+The numbers have the formats of Micikevicius et al. 2022, "FP8 Formats for Deep Learning".
 """
 
 from collections.abc import Collection, Mapping

@@ -93,7 +93,7 @@ class PodTable:
         return uid in self._pods
 
     def listed(self, pods: Iterable[Pod]) -> None:
-        """Replaces all pods by those of a new list."""
+        """Replaces all pods by the pods of a new list."""
         now = {each.uid: each for each in pods}
         for uid in self._pods.keys() - now.keys():
             self._note_gone(uid)
