@@ -2,7 +2,6 @@
 
 import socket
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
@@ -18,8 +17,7 @@ MAX_PART_TOKENS: Final = 512
 _BATCH_TOKENS_OF_CPUS: Final = 256
 _BATCH_TOKENS_OF_GPUS: Final = 2048
 _PAGE_TOKENS_OF_CPUS: Final = 32
-_PAGE_TOKENS_OF_TRITON: Final = 64
-_PAGE_TOKENS_OF_FLASH: Final = 256
+_PAGE_TOKENS_OF_GPUS: Final = 64
 
 
 def _dtype_of_device(earlier: dict[str, Any]) -> DtypeName:
@@ -77,7 +75,7 @@ class BlockServerSettings(ServiceSettings):
         description="How keys and values are stored: `auto` (as `dtype`), or in fewer bytes as `fp8` "
         "(E4M3) or `int8`; client services must have the same setting.",
     )
-    attention: Literal["auto", "compiled", "flash", "paged", "sdpa", "triton"] = Field(
+    attention: Literal["auto", "compiled", "flash", "sdpa", "triton"] = Field(
         "auto", description="Attention kernel; `auto` takes the first that is correct on this device."
     )
     fused_blocks: bool = Field(
@@ -97,7 +95,7 @@ class BlockServerSettings(ServiceSettings):
     )
     cuda_graphs: Literal["auto", "off"] = Field(
         "auto",
-        description="On CUDA with fused blocks and paged attention, replay decode steps as CUDA graphs if a check at "
+        description="On CUDA with fused blocks and Triton attention, replay decode steps as CUDA graphs if a check at "
         "start finds them correct; `off`: launch single kernels.",
     )
     threads: int = Field(
@@ -141,8 +139,7 @@ class BlockServerSettings(ServiceSettings):
         0,
         ge=0,
         le=4096,
-        description="Tokens of one KV page; 0: 32 on a CPU; on a GPU 64 if Triton is installed and attends, else 256, "
-        "the least that flash attention takes.",
+        description="Tokens of one KV page; 0: 32 on a CPU, 64 on a GPU.",
     )
     prefix_cache: bool = Field(
         True, description="Whether sessions of one tenant share the KV pages of a common beginning of their texts."
@@ -217,11 +214,7 @@ class BlockServerSettings(ServiceSettings):
     @property
     def num_page_tokens(self) -> int:
         """The tokens of one KV page on the device."""
-        if self.page_tokens or is_cpu(self.device):
-            return self.page_tokens or _PAGE_TOKENS_OF_CPUS
-        may_attend = self.attention in ("auto", "triton")
-        has_triton = find_spec("triton") is not None
-        return _PAGE_TOKENS_OF_TRITON if may_attend and has_triton else _PAGE_TOKENS_OF_FLASH
+        return self.page_tokens or (_PAGE_TOKENS_OF_CPUS if is_cpu(self.device) else _PAGE_TOKENS_OF_GPUS)
 
     @property
     def span(self) -> Span | None:

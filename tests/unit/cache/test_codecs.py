@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from corolla.cache.codecs import CODECS
 from corolla.cache.store import KVStore
 from corolla.cache.transfer import TokenCopy, check_tokens, read_tokens, write_tokens
-from corolla.chassis.errors import MalformedMessage, StartupError
-from corolla.compute.attention.backends import choose_backend
+from corolla.chassis.errors import MalformedMessage
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -86,8 +85,3 @@ def test_tokens_are_moved_as_they_are_stored(kind: str) -> None:
     odd[-1] = 0x80 if kind == "int8" else 0x7F
     with pytest.raises(MalformedMessage):
         check_tokens(target.store, range(1), TokenCopy(0, 6, copy.first_tokens, bytes(odd)))
-
-
-def test_paged_attention_reads_no_codes() -> None:
-    with pytest.raises(StartupError, match="COROLLA_ATTENTION=paged reads keys and values as they are"):
-        choose_backend("paged", torch.device("cpu"), torch.float32, 8, codec=CODECS["fp8"](torch.float32))

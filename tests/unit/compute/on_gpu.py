@@ -9,14 +9,13 @@ import torch
 from torch import nn
 
 from corolla.compute.attention import backends
-from corolla.compute.attention.paged_flash import PagedFlash
 from corolla.compute.span_runner import SpanRunner
 from corolla.models import fused, span_model
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.gpu_double import GPU, Gpu
-from tests.paged_kernel import paged_definition
+from tests.paged_attention import PagedDefinition
 
 
 def runner_on(gpu: Gpu, folder: Path, span: Span, **options: Any) -> SpanRunner:
@@ -25,7 +24,7 @@ def runner_on(gpu: Gpu, folder: Path, span: Span, **options: Any) -> SpanRunner:
     move(gpu, model.modules())
     model.device = GPU
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(backends.BACKENDS, "paged", lambda: PagedFlash(paged_definition))
+        patch.setitem(backends.BACKENDS, "paged", PagedDefinition)
         # Weights are wrappers there, and products are not tried: a GPU's are the only ones that could differ.
         patch.setattr(fused, "is_plain", lambda module: type(module) is nn.Linear)
         patch.setattr(span_model, "choose_products", lambda *_, **__: None)

@@ -11,7 +11,6 @@ import torch
 from corolla.cache.store import SessionCache
 from corolla.compute import graph_choice
 from corolla.compute.attention import backends
-from corolla.compute.attention.paged_flash import PagedFlash
 from corolla.compute.decode_graphs import DecodeGraphs
 from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.models.checkpoint import Checkpoint
@@ -19,7 +18,7 @@ from corolla.models.cuda_capture import Record
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
-from tests.paged_kernel import paged_definition
+from tests.paged_attention import PagedDefinition
 from tests.recorded_steps import record
 
 SPAN, PAGE_TOKENS, SIZES = Span(1, 4), 8, (1, 2, 4, 8)
@@ -30,7 +29,7 @@ MAX_STEP_TOKENS = 2 * PAGE_TOKENS
 def make_runner(folder: Path, span: Span = SPAN, **options: Any) -> SpanRunner:
     """Makes a runner with the definition of attention in the place of the kernel that only GPUs have."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(backends.BACKENDS, "paged", lambda: PagedFlash(paged_definition))
+        patch.setitem(backends.BACKENDS, "paged", PagedDefinition)
         runner = SpanRunner(
             load_span(Checkpoint.from_pretrained(str(folder)), span, dtype=torch.float32),
             **{

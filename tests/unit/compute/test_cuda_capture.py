@@ -30,7 +30,7 @@ def test_replays_give_the_outputs_of_launched_steps(tmp_path: Path, family: str)
     launching, replaying = (
         SpanRunner(
             load_span(checkpoint, SPAN, dtype=DTYPE, device=device),
-            num_pages=64, page_tokens=256, attention="paged", has_scratch_page=True,
+            num_pages=64, page_tokens=64, attention="triton", has_scratch_page=True,
         )
         for _ in range(2)
     )  # fmt: skip

@@ -26,9 +26,7 @@ from tests.tiers import quick
 from tests.unit.compute.replaying import MAX_STEP_TOKENS, SIZES, SPAN, Pair, Session
 
 # Mixtures of experts are recorded only where the Triton kernels run them.
-# The backend of these tests bounds no scores, so those of two families go to code that no recording can have.
-BOUNDED = ("gemma2", "vaultgemma")
-FUSED = sorted(name for name, family in FAMILIES.items() if family.is_fused and name not in (*MIXTURES, *BOUNDED))
+FUSED = sorted(name for name, family in FAMILIES.items() if family.is_fused and name not in MIXTURES)
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from corolla.compute import graph_choice
 from corolla.compute.attention.batch import AttentionBatch
-from corolla.compute.attention.paged_flash import PagedFlash
 from corolla.compute.decode_buffers import DecodeBuffers, DecodeStep
 from corolla.compute.span_runner import RowWork, SpanRunner
 from corolla.models.cuda_capture import Record
 from tests.checkpoints import make_tiny_checkpoint
-from tests.paged_kernel import paged_definition
+from tests.paged_attention import PagedDefinition
 from tests.recorded_steps import record
 from tests.unit.compute.replaying import PAGE_TOKENS, SIZES, SPAN, choose, make_runner
 
@@ -130,7 +129,7 @@ def test_sizes_that_do_not_fit_into_the_memory_are_left_out(folder: Path) -> Non
     assert runner.store.pool.num_available == runner.store.pool.num_pages
 
 
-class Odd(PagedFlash):
+class Odd(PagedDefinition):
     """Attention that is right when it runs, and wrong when it is replayed, or cannot be recorded.
 
     Args:
@@ -138,7 +137,6 @@ class Odd(PagedFlash):
     """
 
     def __init__(self, attend: Callable[[Tensor, AttentionBatch], Tensor]) -> None:
-        super().__init__(paged_definition)
         self._odd = attend
 
     def attend(self, batch: AttentionBatch, *arguments: Any, **options: Any) -> Tensor:

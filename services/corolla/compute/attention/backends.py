@@ -12,7 +12,6 @@ from corolla.cache.store import KVStore
 from corolla.chassis.errors import StartupError
 from corolla.compute.attention.batch import AttentionBackend, AttentionBatch, PackedRow
 from corolla.compute.attention.compiled_attention import CompiledAttention
-from corolla.compute.attention.paged_flash import PagedFlash
 from corolla.compute.attention.paged_triton import PagedTriton
 from corolla.compute.attention.partial_attention import flash_cpu
 from corolla.compute.attention.run_attention import RunAttention
@@ -24,13 +23,12 @@ log = logging.getLogger(__name__)
 BACKENDS: Final[Mapping[str, Callable[[], AttentionBackend]]] = {
     "compiled": CompiledAttention,
     "flash": lambda: RunAttention("flash", flash_cpu),
-    "paged": PagedFlash,
     "sdpa": SdpaAttention,
     "triton": PagedTriton,
 }
 _BY_DEVICE: Final[Mapping[str, tuple[str, ...]]] = {
     "cpu": ("compiled", "flash", "sdpa"),
-    "cuda": ("triton", "paged", "sdpa"),
+    "cuda": ("triton", "sdpa"),
 }
 TOLERANCES: Final[Mapping[torch.dtype, float]] = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """The largest absolute error allowed in a result, for inputs that are standard normal numbers."""
@@ -60,19 +58,12 @@ def choose_backend(
         dtype: the dtype of queries, and of keys and values as they are computed.
         page_tokens: tokens of a page.
         shapes: what the layers of the span ask for, each of which is tried; empty: one of ordinary sizes.
-        codec: encodes keys and values, which `paged` cannot read; None: they are stored as computed.
+        codec: encodes keys and values; None: they are stored as computed.
 
     Raises:
         StartupError: no attention that `name` allows works on this device.
     """
     names = _BY_DEVICE.get(device.type, ("sdpa",)) if name == "auto" else (name,)
-    if codec is not None:
-        names = tuple(each for each in names if each != "paged")
-        if not names:
-            raise StartupError(
-                f"COROLLA_ATTENTION={name} reads keys and values as they are; set it to auto, or COROLLA_KV_CACHE_DTYPE"
-                " to auto."
-            )
     for each in names:
         backend, failure = _tried(each, device, dtype, page_tokens, shapes or (AttentionShape(),), codec)
         if backend is not None:
