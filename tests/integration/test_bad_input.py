@@ -20,7 +20,6 @@ from corolla.block_server.engine import Engine
 from corolla.block_server.sessions import SessionTable
 from corolla.chassis.channels import open_channel
 from corolla.v1 import generation_pb2 as pb
-from corolla.v1.common_pb2 import SamplingParameters
 from corolla.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.checkpoints import CONTEXT_LENGTH, VOCAB_SIZE, make_tiny_checkpoint
 from tests.integration.refusals import Refusal, key_metadata, refusal
@@ -101,7 +100,7 @@ def invalid(name: str, methods: tuple[str, ...], request: Message | Callable[[Se
 
 def bad_sampling(**values: float) -> list[Row]:
     (name,), (value,) = values.keys(), values.values()
-    sampling = SamplingParameters(**values)  # type: ignore[arg-type]
+    sampling = pb.SamplingParameters(**values)  # type: ignore[arg-type]
     return [
         invalid(f"{name}={value}", GENERATE, prompt(sampling=sampling), f"sampling.{name}"),
         invalid(f"{name}={value}", CHAT, chat(("user", "hi"), sampling=sampling), f"sampling.{name}"),
@@ -221,7 +220,9 @@ ROWS: list[Row] = [
     invalid(
         "several at once",
         GENERATE,
-        prompt(sampling=SamplingParameters(temperature=NAN, top_p=2.0), stopping=pb.StoppingParameters(max_tokens=0)),
+        prompt(
+            sampling=pb.SamplingParameters(temperature=NAN, top_p=2.0), stopping=pb.StoppingParameters(max_tokens=0)
+        ),
         "stopping.max_tokens",
         "sampling.temperature",
         "sampling.top_p",

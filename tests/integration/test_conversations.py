@@ -9,7 +9,6 @@ import pytest_asyncio
 
 from corolla.chassis.channels import open_channel
 from corolla.v1 import generation_pb2 as pb
-from corolla.v1.common_pb2 import SamplingParameters
 from corolla.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.integration.refusals import refusal_of
 from tests.integration.swarm import Swarm, tiny_swarm
@@ -94,7 +93,7 @@ async def test_a_templates_refusal_is_the_callers_fault_and_says_why(stub: Any) 
 
 async def test_several_answers_are_those_of_several_chats(stub: Any) -> None:
     def request(**fields: Any) -> pb.ChatRequest:
-        drawn = SamplingParameters(temperature=1.0, seed=fields.pop("seed"))
+        drawn = pb.SamplingParameters(temperature=1.0, seed=fields.pop("seed"))
         return pb.ChatRequest(messages=[a_message("user", "a")], stopping=SHORT, sampling=drawn, **fields)
 
     several = await stub.Chat(request(seed=3, num_completions=3))

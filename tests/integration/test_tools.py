@@ -9,7 +9,6 @@ import pytest_asyncio
 
 from corolla.chassis.channels import open_channel
 from corolla.v1 import generation_pb2 as pb
-from corolla.v1.common_pb2 import SamplingParameters
 from corolla.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.integration.swarm import Swarm, tiny_swarm
 
@@ -59,7 +58,7 @@ def check(calls: Any, most: int = 99) -> None:
 
 @pytest.mark.parametrize("seed", [None, 1, 2, 3])
 async def test_required_calls_fit_their_schemas(stub: Any, seed: int | None) -> None:
-    sampling = SamplingParameters() if seed is None else SamplingParameters(temperature=1.0, seed=seed)
+    sampling = pb.SamplingParameters() if seed is None else pb.SamplingParameters(temperature=1.0, seed=seed)
     request = a_chat(sampling=sampling, parallel_tool_calls=False, stopping=pb.StoppingParameters(max_tokens=300))
     reply = await stub.Chat(request)
     assert reply.finish_reason == pb.FINISH_REASON_TOOL_CALLS

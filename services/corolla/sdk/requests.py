@@ -8,7 +8,6 @@ from corolla.sdk.fields import extend_field, set_field
 from corolla.sdk.formats import ResponseFormat, set_format
 from corolla.sdk.messages import AnyMessage, add_messages
 from corolla.sdk.tools import AnyTool, AnyToolChoice, add_tools, set_tool_choice
-from corolla.v1 import common_pb2
 from corolla.v1 import generation_pb2 as pb
 
 Prompt = str | Sequence[int]
@@ -228,7 +227,7 @@ def _set_template(
         raise InvalidRequest("template_arguments", "must be a mapping of names to values of JSON") from None
 
 
-_SAMPLING = tuple(field.name for field in common_pb2.SamplingParameters.DESCRIPTOR.fields if field.name != "logit_bias")
+_SAMPLING = tuple(field.name for field in pb.SamplingParameters.DESCRIPTOR.fields if field.name != "logit_bias")
 
 _SPECULATION_MODES = {
     "off": pb.SPECULATION_MODE_OFF,
@@ -267,7 +266,7 @@ def _set_shared(request: pb.GenerateRequest | pb.ChatRequest, options: Mapping[s
         set_field(stopping, "time_limit_ms", milliseconds, "time_limit_s")
 
 
-def _set_biases(sampling: common_pb2.SamplingParameters, biases: Mapping[int, float] | None) -> None:
+def _set_biases(sampling: pb.SamplingParameters, biases: Mapping[int, float] | None) -> None:
     try:
         sampling.logit_bias.update(biases or {})
     except (TypeError, ValueError, AttributeError):

@@ -15,6 +15,13 @@ Callers authenticate with the metadata `authorization: Bearer <key>` if the serv
 
 from collections import abc as _abc
 from corolla.v1 import common_pb2 as _common_pb2
+from corolla.v1.common_pb2 import AdapterVersion as AdapterVersion
+from corolla.v1.common_pb2 import BlockSpan as BlockSpan
+from corolla.v1.common_pb2 import Chain as Chain
+from corolla.v1.common_pb2 import ChatMessage as ChatMessage
+from corolla.v1.common_pb2 import Hop as Hop
+from corolla.v1.common_pb2 import SamplingParameters as SamplingParameters
+from corolla.v1.common_pb2 import ToolCall as ToolCall
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf import struct_pb2 as _struct_pb2
@@ -635,53 +642,6 @@ class GenerateChunk(_message.Message):
 Global___GenerateChunk: _TypeAlias = GenerateChunk  # noqa: Y015
 
 @_typing.final
-class ChatMessage(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ROLE_FIELD_NUMBER: _builtins.int
-    CONTENT_FIELD_NUMBER: _builtins.int
-    CONTENT_PARTS_FIELD_NUMBER: _builtins.int
-    TOOL_CALLS_FIELD_NUMBER: _builtins.int
-    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
-    NAME_FIELD_NUMBER: _builtins.int
-    REASONING_FIELD_NUMBER: _builtins.int
-    role: _builtins.str
-    """"system", "developer", "user", "assistant" or "tool", in any order that the model's chat template accepts."""
-    content: _builtins.str
-    tool_call_id: _builtins.str
-    """The id of the call that a tool's message answers."""
-    name: _builtins.str
-    """The name of a tool or a participant, if the template supports names."""
-    reasoning: _builtins.str
-    """The text that an assistant thought before its answer, if the model marks it."""
-    @_builtins.property
-    def content_parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Several parts of text, instead of `content`."""
-
-    @_builtins.property
-    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """The tools that an assistant called."""
-
-    def __init__(
-        self,
-        *,
-        role: _builtins.str = ...,
-        content: _builtins.str = ...,
-        content_parts: _abc.Iterable[_builtins.str] | None = ...,
-        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
-        tool_call_id: _builtins.str = ...,
-        name: _builtins.str = ...,
-        reasoning: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "content_parts", b"content_parts", "name", b"name", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
-
-@_typing.final
 class Tool(_message.Message):
     """A function that the model may call."""
 
@@ -722,32 +682,6 @@ class Tool(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Tool: _TypeAlias = Tool  # noqa: Y015
-
-@_typing.final
-class ToolCall(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ID_FIELD_NUMBER: _builtins.int
-    NAME_FIELD_NUMBER: _builtins.int
-    ARGUMENTS_FIELD_NUMBER: _builtins.int
-    id: _builtins.str
-    name: _builtins.str
-    arguments: _builtins.str
-    """A JSON object, or the beginning of one if the answer was cut off within it."""
-    def __init__(
-        self,
-        *,
-        id: _builtins.str = ...,
-        name: _builtins.str = ...,
-        arguments: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
 
 @_typing.final
 class ToolChoice(_message.Message):
@@ -846,7 +780,7 @@ class ChatRequest(_message.Message):
     continuous_usage: _builtins.bool
     """The same as in GenerateRequest."""
     @_builtins.property
-    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ChatMessage]:
         """The whole conversation, or with a session, the messages since its last turn."""
 
     @_builtins.property
@@ -875,7 +809,7 @@ class ChatRequest(_message.Message):
         self,
         *,
         model: _builtins.str = ...,
-        messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        messages: _abc.Iterable[_common_pb2.ChatMessage] | None = ...,
         session_id: _builtins.str = ...,
         sampling: _common_pb2.SamplingParameters | None = ...,
         stopping: Global___StoppingParameters | None = ...,
@@ -937,7 +871,7 @@ class ChatResponse(_message.Message):
     stop_sequence: _builtins.str
     """Which of the stop sequences ended the answer; empty: none."""
     @_builtins.property
-    def message(self) -> Global___ChatMessage: ...
+    def message(self) -> _common_pb2.ChatMessage: ...
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -952,7 +886,7 @@ class ChatResponse(_message.Message):
         self,
         *,
         model: _builtins.str = ...,
-        message: Global___ChatMessage | None = ...,
+        message: _common_pb2.ChatMessage | None = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
         logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
@@ -982,7 +916,7 @@ class ChatCompletion(_message.Message):
     finish_reason: Global___FinishReason.ValueType
     stop_sequence: _builtins.str
     @_builtins.property
-    def message(self) -> Global___ChatMessage: ...
+    def message(self) -> _common_pb2.ChatMessage: ...
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -991,7 +925,7 @@ class ChatCompletion(_message.Message):
         self,
         *,
         index: _builtins.int = ...,
-        message: Global___ChatMessage | None = ...,
+        message: _common_pb2.ChatMessage | None = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
         logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
@@ -1250,7 +1184,7 @@ class Conversation(_message.Message):
     TEMPLATE_ARGUMENTS_FIELD_NUMBER: _builtins.int
     continue_last_message: _builtins.bool
     @_builtins.property
-    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ChatMessage]: ...
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]: ...
     @_builtins.property
@@ -1258,7 +1192,7 @@ class Conversation(_message.Message):
     def __init__(
         self,
         *,
-        messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        messages: _abc.Iterable[_common_pb2.ChatMessage] | None = ...,
         tools: _abc.Iterable[Global___Tool] | None = ...,
         continue_last_message: _builtins.bool = ...,
         template_arguments: _struct_pb2.Struct | None = ...,

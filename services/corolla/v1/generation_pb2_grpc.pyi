@@ -15,6 +15,13 @@ Callers authenticate with the metadata `authorization: Bearer <key>` if the serv
 
 from collections import abc as _abc
 from corolla.v1 import generation_pb2 as _generation_pb2
+from corolla.v1.common_pb2 import AdapterVersion as AdapterVersion
+from corolla.v1.common_pb2 import BlockSpan as BlockSpan
+from corolla.v1.common_pb2 import Chain as Chain
+from corolla.v1.common_pb2 import ChatMessage as ChatMessage
+from corolla.v1.common_pb2 import Hop as Hop
+from corolla.v1.common_pb2 import SamplingParameters as SamplingParameters
+from corolla.v1.common_pb2 import ToolCall as ToolCall
 from grpc import aio as _aio
 import abc as _abc_1
 import grpc as _grpc

@@ -729,73 +729,6 @@ class GetPlacementRequest(_message.Message):
 Global___GetPlacementRequest: _TypeAlias = GetPlacementRequest  # noqa: Y015
 
 @_typing.final
-class TranscriptMessage(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ROLE_FIELD_NUMBER: _builtins.int
-    CONTENT_FIELD_NUMBER: _builtins.int
-    CONTENT_PARTS_FIELD_NUMBER: _builtins.int
-    TOOL_CALLS_FIELD_NUMBER: _builtins.int
-    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
-    NAME_FIELD_NUMBER: _builtins.int
-    REASONING_FIELD_NUMBER: _builtins.int
-    role: _builtins.str
-    content: _builtins.str
-    tool_call_id: _builtins.str
-    name: _builtins.str
-    reasoning: _builtins.str
-    @_builtins.property
-    def content_parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Several parts of text, instead of `content`."""
-
-    @_builtins.property
-    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___TranscriptToolCall]: ...
-    def __init__(
-        self,
-        *,
-        role: _builtins.str = ...,
-        content: _builtins.str = ...,
-        content_parts: _abc.Iterable[_builtins.str] | None = ...,
-        tool_calls: _abc.Iterable[Global___TranscriptToolCall] | None = ...,
-        tool_call_id: _builtins.str = ...,
-        name: _builtins.str = ...,
-        reasoning: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "content_parts", b"content_parts", "name", b"name", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___TranscriptMessage: _TypeAlias = TranscriptMessage  # noqa: Y015
-
-@_typing.final
-class TranscriptToolCall(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ID_FIELD_NUMBER: _builtins.int
-    NAME_FIELD_NUMBER: _builtins.int
-    ARGUMENTS_FIELD_NUMBER: _builtins.int
-    id: _builtins.str
-    name: _builtins.str
-    arguments: _builtins.str
-    """JSON, as the model or the caller wrote it."""
-    def __init__(
-        self,
-        *,
-        id: _builtins.str = ...,
-        name: _builtins.str = ...,
-        arguments: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___TranscriptToolCall: _TypeAlias = TranscriptToolCall  # noqa: Y015
-
-@_typing.final
 class FinishedTurn(_message.Message):
     """A finished turn of a conversation."""
 
@@ -896,7 +829,7 @@ class SessionRecord(_message.Message):
     @_builtins.property
     def token_log(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
-    def transcript(self) -> _containers.RepeatedCompositeFieldContainer[Global___TranscriptMessage]: ...
+    def transcript(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ChatMessage]: ...
     @_builtins.property
     def last_logprobs(self) -> Global___AnswerLogprobs:
         """The log probabilities of the last answer, if its caller asked for them."""
@@ -921,7 +854,7 @@ class SessionRecord(_message.Message):
         token_log: _abc.Iterable[_builtins.int] | None = ...,
         sampler_state: _builtins.bytes = ...,
         num_draws_since_state: _builtins.int = ...,
-        transcript: _abc.Iterable[Global___TranscriptMessage] | None = ...,
+        transcript: _abc.Iterable[_common_pb2.ChatMessage] | None = ...,
         num_turns: _builtins.int = ...,
         busy: _builtins.bool = ...,
         expires_in_ms: _builtins.int = ...,

@@ -14,6 +14,7 @@ from corolla.chassis.errors import StoreUnavailable
 from corolla.chassis.status import from_rpc_error
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
+from corolla.v1.common_pb2 import ChatMessage
 from tests.embedded_redis import EmbeddedRedis
 from tests.integration.router.conftest import BlockServer, Router, StartRouter, refusal
 
@@ -115,12 +116,12 @@ TURN: dict[str, Any] = {
     "position": 4,
     "token_log": [1, 2, 3, 49151, 0],
     "sampler_state": b"\x00\xff",
-    "transcript": [pb.TranscriptMessage(role="user", content="grüß dich")],
+    "transcript": [ChatMessage(role="user", content="grüß dich")],
     "num_turns": 1,
 }
 
 
-LARGE: dict[str, Any] = {"transcript": [pb.TranscriptMessage(role="user", content="x" * 5000)]}
+LARGE: dict[str, Any] = {"transcript": [ChatMessage(role="user", content="x" * 5000)]}
 
 
 async def is_over(session: Session, turn_id: str = "", most: int = 5000) -> bool:
@@ -164,7 +165,7 @@ async def test_no_tenant_fills_the_room_of_all_and_all_leave_room_for_the_rest(
     router = await start_router(
         redis_url=own_redis.url, redis_timeout_ms=5000, max_tenant_session_mib=2, max_session_mib=3
     )
-    text: dict[str, Any] = {"transcript": [pb.TranscriptMessage(role="user", content="x" * 900_000)]}
+    text: dict[str, Any] = {"transcript": [ChatMessage(role="user", content="x" * 900_000)]}
 
     async def started(tenant: str, count: int) -> list[Session]:
         sessions = [Session(router, model, tenant) for _ in range(count)]

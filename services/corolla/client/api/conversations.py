@@ -172,7 +172,7 @@ def recorded(record: router_pb2.SessionRecord) -> list[Message]:
     return [_as_value(each) for each in record.transcript]
 
 
-def _as_value(given: pb.ChatMessage | router_pb2.TranscriptMessage) -> Message:
+def _as_value(given: pb.ChatMessage) -> Message:
     return Message(
         role=given.role,
         content=tuple(given.content_parts) or given.content,
@@ -203,8 +203,7 @@ def record_messages(
             content_parts=() if is_text else message.content,
             reasoning=message.reasoning,
             tool_calls=[
-                router_pb2.TranscriptToolCall(id=call.id, name=call.name, arguments=call.arguments)
-                for call in message.tool_calls
+                pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in message.tool_calls
             ],
             tool_call_id=message.tool_call_id,
             name=message.name,

@@ -121,19 +121,6 @@ def session(record: router_pb2.SessionRecord, model: str) -> pb.Session:
     )
 
 
-def recorded_message(given: router_pb2.TranscriptMessage) -> pb.ChatMessage:
-    """A message of a session's record, in the form of requests and answers."""
-    return pb.ChatMessage(
-        role=given.role,
-        content=given.content,
-        content_parts=given.content_parts,
-        tool_calls=[pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in given.tool_calls],
-        tool_call_id=given.tool_call_id,
-        name=given.name,
-        reasoning=given.reasoning,
-    )
-
-
 async def write_completion(written: pb.Completion, tokenizer: TextTokenizer, answer: Delta) -> None:
     """Writes a complete answer to a text."""
     written.text = answer.text

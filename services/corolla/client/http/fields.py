@@ -16,7 +16,6 @@ from corolla.client.http.foreign_fields import OF_ANSWERS, OF_FORMS, Ignored, Re
 from corolla.client.text.formats import MAX_CHOICES
 from corolla.client.text.schemas import parsed
 from corolla.decoding.parameters import MAX_BIASED_TOKENS
-from corolla.v1 import common_pb2
 from corolla.v1 import generation_pb2 as pb
 
 DEFAULT_TEMPERATURE: Final = 1.0
@@ -53,7 +52,7 @@ Tolerated = Field(None, description="Taken, and without effect here.")
 Unheeded = Field(None, description="Without effect here; the reply's header X-Corolla-Ignored names it.")
 
 _PATHS: Final[Paths] = {
-    **{f"sampling.{each.name}": each.name for each in common_pb2.SamplingParameters.DESCRIPTOR.fields},
+    **{f"sampling.{each.name}": each.name for each in pb.SamplingParameters.DESCRIPTOR.fields},
     **{f"stopping.{each.name}": each.name for each in pb.StoppingParameters.DESCRIPTOR.fields},
     "adapter": "model",
     "continue_last_message": "continue_final_message",
@@ -169,9 +168,9 @@ class SamplingFields(Body):
     def paths(self, number: int = 0) -> Paths:
         return _PATHS
 
-    def sampling(self) -> common_pb2.SamplingParameters:
+    def sampling(self) -> pb.SamplingParameters:
         """The sampling parameters in the protocol of gRPC."""
-        values = {each.name: getattr(self, each.name) for each in common_pb2.SamplingParameters.DESCRIPTOR.fields}
+        values = {each.name: getattr(self, each.name) for each in pb.SamplingParameters.DESCRIPTOR.fields}
         if self.temperature is None:
             values["temperature"] = DEFAULT_TEMPERATURE
         if self.top_p == 0:
@@ -179,7 +178,7 @@ class SamplingFields(Body):
         if self.top_k == -1:
             values["top_k"] = None
         biases = {int(token_id): bias for token_id, bias in (self.logit_bias or {}).items()}
-        return common_pb2.SamplingParameters(**values | {"logit_bias": biases})
+        return pb.SamplingParameters(**values | {"logit_bias": biases})
 
     def stopping(self, max_tokens: int | None, stop: Sequence[str] | None, **options: Any) -> pb.StoppingParameters:
         """The stopping parameters in the protocol of gRPC; `options` are its other fields."""

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from corolla.chassis.calls import Call
 from corolla.chassis.errors import CorollaError, ServiceUnavailable
 from corolla.chassis.merge import merge
-from corolla.client.api.replies import finish_reason, recorded_message
+from corolla.client.api.replies import finish_reason
 from corolla.client.api.servicer import GenerationServicer
 from corolla.client.api.tenants import KeyHolder
 from corolla.client.http import chat_replies, completions, message_replies, readings, tokenization
@@ -227,7 +227,7 @@ class HttpRoutes:
         If the event is not set at the end of the context, a session that was created for the turn is deleted.
         """
         is_kept = asyncio.Event()
-        earlier: list[pb.ChatMessage] = []
+        earlier: Sequence[pb.ChatMessage] = ()
         if body.previous_response_id is not None:
             with body.in_own_words():
                 previous = StoredTurn.of(body.previous_response_id)
@@ -237,7 +237,7 @@ class HttpRoutes:
                 yield StoredTurn(previous.session_id, previous.number + 1), (), is_kept
                 return
             num_messages = len(record.transcript) if finished is None else finished.num_messages
-            earlier = [recorded_message(each) for each in record.transcript[:num_messages]]
+            earlier = record.transcript[:num_messages]
         if not body.is_stored:
             yield None, earlier, is_kept
         else:
@@ -278,13 +278,13 @@ class HttpRoutes:
 
     async def _response(
         self, exchange: Exchange, call: Call[KeyHolder]
-    ) -> tuple[list[pb.ChatMessage], router_pb2.FinishedTurn, str]:
+    ) -> tuple[Sequence[pb.ChatMessage], router_pb2.FinishedTurn, str]:
         """The conversation up to a stored response, its turn, and its model. Raises ResourceNotFound."""
         turn = StoredTurn.of(exchange.request.path_params["response_id"])
         record, finished = await self._servicer.stored_turn(turn.session_id, turn.number, call)
         if finished is None or not finished.num_messages:
             raise not_stored()
-        return [recorded_message(each) for each in record.transcript[: finished.num_messages]], finished, record.model
+        return record.transcript[: finished.num_messages], finished, record.model
 
     async def delete_response(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Deletes a stored response; the last one of a conversation with its session."""
