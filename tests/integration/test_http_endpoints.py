@@ -187,6 +187,18 @@ async def test_each_request_of_each_endpoint_ends_in_one_series(swarm: Swarm, ca
     assert len([each for each in caplog.records if each.name == audit.LOGGER]) == num_audited
 
 
+async def test_a_refused_stranger_does_not_keep_its_connection(swarm: Swarm) -> None:
+    guarded = [(each.method, each.path) for each in OPERATIONS if not each.is_open]
+    asked = [("PUT", "/health"), ("GET", "/nothing"), ("OPTIONS", COMPLETIONS), ("PUT", COMPLETIONS), *guarded]
+    for method, path in asked:
+        reader, writer = await asyncio.open_connection("127.0.0.1", swarm.clients[0].http_port)
+        writer.write(f"{method} {path} HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n{{}}".encode())
+        async with asyncio.timeout(10):
+            reply = await reader.read()
+        assert reply.startswith(b"HTTP/1.1 40"), (method, path)
+        writer.close()
+
+
 async def test_requests_without_an_answer_are_no_answers(swarm: Swarm) -> None:
     service = swarm.clients[0]
     names = ("corolla_request_success_total", "corolla_e2e_request_latency_seconds_count", "corolla_readings_total")

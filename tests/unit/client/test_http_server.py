@@ -17,7 +17,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from corolla.chassis.calls import Call
-from corolla.chassis.errors import InternalError, StartupError
+from corolla.chassis.errors import InternalError, StartupError, Unauthenticated
 from corolla.chassis.metrics import RpcMetrics
 from corolla.client.held_bytes import HeldBytes
 from corolla.client.http.answers import PIECE_CHARS
@@ -49,6 +49,10 @@ class Running:
     async def large(self, exchange: Exchange, call: Call[Any]) -> None:
         await exchange.without_body()
         await exchange.reply(b"x" * MOST_SENT_BYTES)
+
+    async def short(self, exchange: Exchange, call: Call[Any]) -> None:
+        await exchange.without_body()
+        await exchange.reply(b"{}")
 
     async def broken(self, exchange: Exchange, call: Call[Any]) -> None:
         await exchange.without_body()
@@ -93,19 +97,26 @@ async def running(
     context: ssl.SSLContext | None = None,
     held_bytes: int = 1000,
     reader_timeout_s: float = 0.3,
+    tls_end_timeout_s: float = 5.0,
+    lets_in: bool = True,
 ) -> AsyncIterator[Running]:
     registry = CollectorRegistry()
     metrics = HttpMetrics(registry, RpcMetrics(registry))
-    server = HttpServer("127.0.0.1", 0, context, metrics, max_connections=8, head_timeout_s=head_timeout_s)
+    server = HttpServer(
+        "127.0.0.1", 0, context, metrics,
+        max_connections=8, head_timeout_s=head_timeout_s, tls_end_timeout_s=tls_end_timeout_s,
+    )  # fmt: skip
     service = Running(registry, server)
 
     async def let_in(call: Call[Any]) -> None:
-        pass
+        if not lets_in:
+            raise Unauthenticated("who are you?")
 
     endpoints = EndpointFactory(let_in, metrics, Limits(1000, HeldBytes(held_bytes), 5.0, reader_timeout_s))
     behaviours = {
         "/much": {"GET": service.much},
         "/broken": {"GET": service.broken},
+        "/short": {"GET": service.short},
         "/large": {"GET": service.large},
         "/strict": {"POST": service.strict},
         "/pieces": {"GET": service.pieces},
@@ -289,7 +300,30 @@ def test_a_handshake_that_has_begun_before_it_is_taken_succeeds(runner: asyncio.
     assert runner.run(serve()) == b"HTTP/1.1 404"
 
 
-@pytest.mark.parametrize("first", [b"", b"GET /nothing HTTP/1.1\r\nhost: a\r\n\r\n"], ids=["first", "second"])
+def test_a_refused_stranger_that_does_not_end_tls_loses_its_connection(runner: asyncio.Runner, tmp_path: Path) -> None:
+    certificate = Identities(tmp_path).folder_of(Role.CLIENT, "public")
+    context = caller_side(certificate)
+    assert context is not None
+
+    def refused(port: int) -> ssl.SSLSocket:
+        secured = context.wrap_socket(socket.create_connection(("127.0.0.1", port), 10), server_hostname="localhost")
+        secured.sendall(b"GET /large HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert secured.recv(12) == b"HTTP/1.1 401"
+        return secured
+
+    async def serve() -> None:
+        async with running(context=server_side(certificate), tls_end_timeout_s=0.1, lets_in=False) as service:
+            with await asyncio.to_thread(refused, service.server.port):
+
+                async def is_over() -> bool:
+                    return service.count("corolla_http_connections") == 0
+
+                await until(is_over, timeout_s=10)
+
+    runner.run(serve())
+
+
+@pytest.mark.parametrize("first", [b"", b"GET /short HTTP/1.1\r\nhost: a\r\n\r\n"], ids=["first", "second"])
 async def test_a_head_that_does_not_come_ends_the_connection(first: bytes) -> None:
     async with running(head_timeout_s=0.3) as service:
         reader, writer = await asyncio.open_connection("127.0.0.1", service.server.port)

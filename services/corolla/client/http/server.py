@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 _MAX_HEAD_BYTES: Final = 32 << 10
 _KEEP_ALIVE_S: Final = 75
-_HANDSHAKE_TIMEOUT_S: Final = 10.0
+_TLS_TIMEOUT_S: Final = 10.0
 _LAST_WORD_S: Final = 1.0
 _LOOK_INTERVAL_S: Final = 0.1
 _FULL_BODY: Final = body_of(ServiceUnavailable("the service has too many connections"))
@@ -44,6 +44,7 @@ class HttpServer:
         context: the TLS context with the certificate; None: HTTP without TLS.
         max_connections: the most connections at a time, including handshakes.
         head_timeout_s: seconds within which the head of a request must arrive.
+        tls_end_timeout_s: seconds within which TLS must end after the service has closed a connection.
 
     Raises:
         StartupError: the address is taken, or does not belong to this machine.
@@ -58,8 +59,10 @@ class HttpServer:
         *,
         max_connections: int,
         head_timeout_s: float,
+        tls_end_timeout_s: float = _TLS_TIMEOUT_S,
     ) -> None:
         self._context = context
+        self._tls_end_timeout_s = tls_end_timeout_s
         self._metrics = metrics
         self._max_connections = max_connections
         self._head_timeout_s = head_timeout_s
@@ -125,7 +128,8 @@ class HttpServer:
                     lambda: connection,
                     caller,
                     ssl=self._context,
-                    ssl_handshake_timeout=_HANDSHAKE_TIMEOUT_S if self._context is not None else None,
+                    ssl_handshake_timeout=_TLS_TIMEOUT_S if self._context is not None else None,
+                    ssl_shutdown_timeout=self._tls_end_timeout_s if self._context is not None else None,
                 )
                 await connection.lost
         finally:
