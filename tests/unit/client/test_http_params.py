@@ -24,7 +24,8 @@ from corolla.client.text.conversation import check_conversation
 from corolla.v1 import generation_pb2 as pb
 from tests.unit.client.api.test_requests import TOKENIZER
 
-SCHEMAS = document(OPERATIONS)["components"]["schemas"]
+DOCUMENT = document(OPERATIONS)
+SCHEMAS = DOCUMENT["components"]["schemas"]
 BODIES: dict[str, Any] = {each.body.__name__: each.body for each in OPERATIONS if each.body is not None}
 PARSER = RequestParser(300, 4096, 16, frozenset({"messages"}), OutputFormat.of(TOKENIZER), CacheSalts(""))
 CALLER = Caller("acme", RequestCounts())
@@ -234,3 +235,9 @@ def test_an_empty_list_is_an_empty_mapping_of_biases(name: str) -> None:
     assert body.sampling() == BODIES[name].model_validate(SENSIBLE[name]).sampling()
     with pytest.raises(ValidationError):
         BODIES[name].model_validate_json(json.dumps({**SENSIBLE[name], "logit_bias": [1]}))
+
+
+def test_where_a_value_may_be_wrong_the_document_has_a_refusal() -> None:
+    for operation in OPERATIONS:
+        replies = DOCUMENT["paths"][operation.path][operation.method.lower()]["responses"]
+        assert ("400" in replies) == bool(operation.body or operation.query), operation.path

@@ -38,11 +38,12 @@ _VERSION: Final = "/v1"
 _EVENTS: Final = {"description": "Server-sent events, the data of each of which is JSON."}
 """Readers of OpenAPI 3.1 do not agree whether the schema of a stream is that of its text, or of each event."""
 _REFERENCES: Final = "#/components/schemas/{model}"
-_TOO_MUCH: Final = {"400": "The request is refused.", "413": "The request is too large."}
 _SCHEMES: Final = {
     "key": {"type": "http", "scheme": "bearer"},
     "x_api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
+_REFUSED: Final = {"400": "The request is refused."}
+_TOO_LARGE: Final = {"413": "The request is too large."}
 _ERRORS: Final = {
     "401": "The key or token is not known.",
     "403": "The key or token is for other calls.",
@@ -185,7 +186,11 @@ def _models(operations: Sequence[Operation]) -> list[tuple[type[BaseModel], Any]
 
 def _described(operation: Operation, named: Mapping[Any, Any]) -> dict[str, Any]:
     replies = {"200": {"description": "It was done.", "content": dict(_contents(operation, named))}}
-    failures = {**(_TOO_MUCH if operation.body is not None else {}), **_ERRORS}
+    failures = {
+        **({} if operation.body is None and operation.query is None else _REFUSED),
+        **({} if operation.body is None else _TOO_LARGE),
+        **_ERRORS,
+    }
     failure = {"application/json": {"schema": named[operation.dialect.error_reply, "serialization"]}}
     for status, text in {"503": _ERRORS["503"]}.items() if operation.is_open else failures.items():
         replies[status] = {"description": text, "content": failure}
