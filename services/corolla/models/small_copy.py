@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
@@ -24,6 +25,8 @@ _MAX_VOCABULARY: Final = 512
 _MIN_EXPERTS_PER_GROUP: Final = 4
 # Fields of a configuration that are widths inside of an MLP, whose names say nothing of that.
 _INNER_WIDTHS: Final = frozenset({"ffn_dim", "n_inner", "ffn_hidden_size"})
+# transformers computes linear attention slowly on a processor: a chunk of 64 tokens takes 2 MB of each head.
+_LINEAR_HEADS: Final = ("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads")
 _SPECIAL_TOKENS: Final = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -90,8 +93,14 @@ def _narrow_hidden_size(config: Any, hidden_size: int) -> int:
 
 
 def _narrow_recurrent_layers(config: Any) -> None:
-    """Fits the sizes of Mamba's layers, whose inner width is a multiple of the hidden size, to that of the copy."""
+    """Leaves linear attention few heads, and fits Mamba's inner width, a multiple of the hidden size, to the copy's."""
     given = vars(config)
+    heads = {name: given[name] for name in _LINEAR_HEADS if type(given.get(name)) is int}
+    if heads and (most := max(heads.values())) > _MAX_HEADS:
+        # Each key has the same number of values as before.
+        keys = math.gcd(*heads.values())
+        for name, value in heads.items():
+            setattr(config, name, value // keys * max(1, _MAX_HEADS * keys // most))
     if "mamba_n_heads" in given and "mamba_expand" in given and "mamba_d_ssm" not in given:
         config.mamba_n_heads = config.mamba_expand * config.hidden_size // config.mamba_d_head
     if "state_size" in given and "expand" in given:

@@ -110,3 +110,24 @@ def test_a_copy_of_a_large_model_is_small() -> None:
     small = small_config(checkpoint, 64)
     assert (small.num_hidden_layers, small.hidden_size, small.num_attention_heads) == (2, 512, 4)
     assert (small.num_key_value_heads, small.intermediate_size, small.sliding_window) == (2, 256, 64)
+
+
+@pytest.mark.parametrize(
+    "family, given, left",
+    [
+        ("kimi_linear", {"linear_num_heads": 32}, {"linear_num_heads": 4}),
+        (
+            "qwen3_next",
+            {"linear_num_key_heads": 16, "linear_num_value_heads": 32},
+            {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        ),
+        (
+            "qwen3_next",
+            {"linear_num_key_heads": 2, "linear_num_value_heads": 16},
+            {"linear_num_key_heads": 1, "linear_num_value_heads": 8},
+        ),
+    ],
+)
+def test_a_copy_has_few_heads_of_linear_attention(family: str, given: dict[str, int], left: dict[str, int]) -> None:
+    small = small_config(described(family, **given), 64)
+    assert {name: getattr(small, name) for name in left} == left
