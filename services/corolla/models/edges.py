@@ -43,6 +43,9 @@ from corolla.models.quantized.tensors import likely_layouts
 
 # The head's name in most families, and in all that are served from GGUF files.
 _HEAD: Final = "lm_head.weight"
+# transformers makes no masks for a way to attend that it does not know. Before it makes them it reads the position ids,
+# for which a step that was launched ahead would wait.
+_WITHOUT_MASKS: Final = "none"
 
 Part = TypeVar("Part", bound=nn.Module)
 
@@ -71,6 +74,8 @@ class Edges:
         self._dtype = dtype
         self._models = [model for model in (embedding_model, head_model) if model is not None]
         self._embedding_model = embedding_model
+        if embedding_model is not None:
+            embedding_model.config._attn_implementation = _WITHOUT_MASKS
         self._head_model = head_model
         self._embedding_path = family.embedding
         self._embedding = None if embedding_model is None else embedding_model.get_submodule(family.embedding)

@@ -16,8 +16,15 @@ from corolla.models.families import FAMILIES
 from corolla.models.loading import LOADING
 from tests.checkpoints import VOCAB_SIZE, make_tiny_checkpoint
 from tests.families import family_cases
+from tests.gpu_double import a_gpu
+from tests.unit.compute.on_gpu import move
 
 NUM_TOKENS = 9
+MORE_THAN_A_LOOKUP = {
+    name
+    for name, each in FAMILIES.items()
+    if each.learned_positions or each.bypassed or each.unit_scalars or each.unit_settings
+}
 
 
 class Ends:
@@ -92,6 +99,23 @@ def test_embeddings_may_be_given(tmp_path: Path, family: str) -> None:
     token_ids, position_ids = torch.tensor([7, 300, 7]), torch.tensor([4, 5, 90])
     looked_up = edges.modules[0].get_input_embeddings()(token_ids)
     assert torch.equal(edges.embed_given(looked_up, position_ids), edges.embed(token_ids, position_ids))
+
+
+@pytest.mark.parametrize("family", family_cases(MORE_THAN_A_LOOKUP, kept=("granite_swa",), every=False))
+def test_what_a_gpu_embeds_waits_for_nothing(tmp_path: Path, family: str) -> None:
+    """A step ahead embeds ids that the device has yet to choose."""
+    folder = make_tiny_checkpoint(family, tmp_path / family, num_blocks=2)
+    edges = load_edges(Checkpoint.from_pretrained(str(folder)), dtype=torch.float32)
+    token_ids, position_ids = torch.tensor([7, 300, 7]), torch.tensor([4, 5, 90])
+    expected = edges.embed(token_ids, position_ids)
+    with a_gpu() as gpu, torch.inference_mode():
+        move(gpu, edges.modules[0].modules())
+        edges.find_device()
+        given = gpu.put(token_ids), gpu.put(position_ids)
+        gpu.waits.clear()
+        found = edges.embed(*given)
+        assert not gpu.waits
+        assert torch.equal(gpu.numbers(found), expected)
 
 
 def test_learned_positions_are_absolute(tmp_path: Path) -> None:
