@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from corolla.chassis.errors import StartupError
 from corolla.compute.span_runner import RowWork, SpanRunner
-from corolla.models.checkpoint import PROTOCOL_VERSION, Checkpoint
+from corolla.models.checkpoint import PROTOCOL_VERSION, Checkpoint, short_reason
 from corolla.models.edges import load_edges
 from corolla.models.gguf.folder import default_cache_folder
 from corolla.models.product_rule import Way
@@ -63,7 +63,7 @@ def check_small_copy(checkpoint: Checkpoint, page_tokens: int, *, is_fused: bool
         ids, expected = _unsplit_logits(small, page_tokens)
     except Exception as error:
         # A family may need sizes that fit each other in a way that only its own code knows.
-        log.warning("there is no small copy to check", extra={"model": checkpoint.name, "reason": str(error)[:200]})
+        log.warning("there is no small copy to check", extra={"model": checkpoint.name, "reason": short_reason(error)})
         return
     difference = _difference(small, ids, expected, page_tokens, is_fused)
     if not difference <= _TOLERANCE:

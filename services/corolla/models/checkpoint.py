@@ -101,7 +101,24 @@ _MOST = {
 # What wrappers of training put before the names of a model's tensors.
 _WRAPPERS = ("_orig_mod.", "module.", "_fsdp_wrapped_module.", "base_model.model.")
 _SAMPLE_BYTES = 256
-_MAX_REASON = 300
+_MAX_REASON = 200
+
+
+def short_reason(error: Exception) -> str:
+    """What an error of transformers says, in one line that is not long."""
+    return " ".join(str(error).split())[:_MAX_REASON]
+
+
+def code_failed(config: PretrainedConfig, what: str, error: Exception) -> str:
+    """The sentence for a configuration with which the family's code fails.
+
+    Args:
+        what: what the code does, such as "cannot build what config.json describes".
+    """
+    return (
+        f"The code of {config.model_type} models in transformers {what} "
+        f"({type(error).__name__}: {short_reason(error)}); correct it."
+    )
 
 
 def context_length_of(config: PretrainedConfig) -> int:
@@ -553,9 +570,8 @@ def _read_config(folder: Path) -> tuple[PretrainedConfig, Quantization | None]:
     except Exception as error:  # a foreign model_type, or a field that the family's own checks refuse
         if stored.get("model_type") not in FAMILIES:
             raise UnsupportedFamily(why_unsupported(stored)) from None
-        reason = " ".join(str(error).split())[:_MAX_REASON]
         raise CheckpointError(
-            f"{path} does not describe a model that transformers knows; correct it: {reason}"
+            f"{path} does not describe a model that transformers knows; correct it: {short_reason(error)}"
         ) from error
     if not isinstance(config, PretrainedConfig):
         raise CheckpointError(f"{path} does not describe a model.")

@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from corolla.chassis.errors import CheckpointError
 from corolla.chassis.weight_formats import PACKED
-from corolla.models.checkpoint import Checkpoint
+from corolla.models.checkpoint import Checkpoint, code_failed
 from corolla.models.chunked_reads import ChunkedTensor
 from corolla.models.device_reads import read_deferred
 from corolla.models.families import Family, recurrent_layers
@@ -35,7 +35,6 @@ PER_LAYER_LISTS = (
     "num_attention_heads_per_layer",
 )
 CPU: Final = torch.device("cpu")
-_MAX_REASON: Final = 200
 _MOST_OF_A_BYTE: Final = 4
 _MOST_TABLE_BYTES: Final = 1 << 27
 LAYER_INDEX_NAMES = ("layer_idx", "layer_id")
@@ -311,10 +310,7 @@ def without_weights(model_class: type[PreTrainedModel], config: PretrainedConfig
         with torch.device("meta"):
             return cast(PreTrainedModel, cast(Any, model_class)(copy.deepcopy(config)))  # building may change it
     except Exception as error:  # such as a KeyError for a kind of layer that the family does not have
-        raise CheckpointError(
-            f"The code of {config.model_type} models in transformers cannot build what config.json describes "
-            f"({type(error).__name__}: {str(error)[:_MAX_REASON]}); correct it."
-        ) from error
+        raise CheckpointError(code_failed(config, "cannot build what config.json describes", error)) from error
 
 
 def _filled(shape: Sequence[int], numbers: Tensor) -> Tensor:

@@ -9,14 +9,13 @@ from torch import Tensor, nn
 from transformers import AttentionMaskInterface, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from corolla.chassis.errors import UnsupportedFamily
-from corolla.models.checkpoint import context_length_of
+from corolla.models.checkpoint import code_failed, context_length_of
 from corolla.models.families import Family
 
 # Under this name of an attention implementation, transformers asks `_describe` for masks.
 _ASKED: Final = "corolla_asked"
 # Tokens of the call in which a family makes its masks.
 _NUM_TOKENS: Final = 4
-_MAX_REASON: Final = 200
 
 _Sees = Callable[[Tensor, Tensor], Tensor]
 """Says of queries and keys, int64 positions that broadcast, whether the query sees the key."""
@@ -88,10 +87,7 @@ def _masks_of(base: PreTrainedModel, family: Family, layers: nn.ModuleList) -> t
             return made, given
         except Exception as error:
             if returns_tuple:
-                raise UnsupportedFamily(
-                    f"The code of {config.model_type} models in transformers fails with this config.json "
-                    f"({type(error).__name__}: {str(error)[:_MAX_REASON]}); correct it."
-                ) from error
+                raise UnsupportedFamily(code_failed(config, "fails with this config.json", error)) from error
         finally:
             _MADE.reset(token)
             config._attn_implementation = implementation
