@@ -35,10 +35,13 @@ from corolla.chassis.weight_formats import (
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.hf.row_group import RowGroup
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.span_model import empty_span
+from corolla.models.visible_tokens import attention_windows
 from corolla.trust import loopback
 from corolla.trust.workload import Role
 from corolla.wire.adapter_version import AdapterVersion
 from corolla.wire.network import Network
+from corolla.wire.span import Span
 from corolla.wire.stream import between_servers
 from corolla.wire.tensors import DTYPES
 
@@ -127,6 +130,7 @@ class Connection:
 
         Raises:
             ValueError: block servers do not have this dtype, quantisation or dtype of keys and values.
+            UnsupportedFamily: no block server serves this checkpoint; see `attention_windows`.
         """
         dtype_name = full_dtype_name(str(dtype).removeprefix("torch."))
         if dtype_name not in DTYPES:
@@ -135,6 +139,7 @@ class Connection:
             raise ValueError(f"`quantization` must be one of {', '.join(get_args(QuantizationName))}.")
         if kv_cache_dtype not in get_args(KVCacheDtypeName):
             raise ValueError(f"`kv_cache_dtype` must be one of {', '.join(get_args(KVCacheDtypeName))}.")
+        attention_windows(empty_span(checkpoint, Span(0, checkpoint.num_blocks)), checkpoint.family)
         fingerprint = checkpoint.fingerprint(dtype_name, quantization, kv_cache_dtype)
         folder = loopback.tls_dir(router, Role.LIBRARY, tls_dir)
         return cls.shared(

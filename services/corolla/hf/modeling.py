@@ -100,6 +100,7 @@ class DistributedModelForCausalLM(NotPickled, RefusedMethods, RemoteGenerationMi
             AdapterDenied: the adapter is registered for other tenants only.
             SettingsError: the cache secret is too short.
             CheckpointError: the checkpoint is missing or damaged, or its family is not that of this class.
+            UnsupportedFamily: no block server serves the checkpoint.
             HubUnavailable: the checkpoint is on the hub, and the hub cannot be reached.
             ValueError: block servers do not have this dtype, quantisation or dtype of keys and values, or an option is
                 not supported.

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from corolla.chassis.errors import UnsupportedFamily
 from corolla.hf import AutoDistributedModelForCausalLM, families
 from corolla.hf.defaults import served_defaults
 from corolla.hf.loading import read_options
@@ -80,6 +81,14 @@ def test_options_of_transformers_are_taken_or_named() -> None:
     ):
         with pytest.raises(ValueError, match=sentence):
             read_options(options, None, None)
+
+
+@pytest.mark.parametrize("edges", ["remote", "local"])
+def test_what_block_servers_refuse_is_refused_before_they_are_asked(tmp_path: Path, edges: str) -> None:
+    folder = make_tiny_checkpoint("llama", tmp_path / "tiny", config_changes={"is_causal": False})
+    library: Any = AutoDistributedModelForCausalLM
+    with pytest.raises(UnsupportedFamily, match="a token of this llama model sees later tokens"):
+        library.from_pretrained(str(folder), edges=edges, router="127.0.0.1:1")
 
 
 def test_models_can_generate_and_say_why_they_cannot_be_pickled(tmp_path: Path) -> None:
