@@ -144,6 +144,7 @@ class BlockServer:
         self.server_id = secrets.token_hex(16)
         self.registry = new_registry()
         self._metrics = BlockServerMetrics(self.registry)
+        self._rpc_metrics = RpcMetrics(self.registry)
         self._metrics_endpoint = MetricsEndpoint(
             self.registry, settings.metrics_host, settings.metrics_port, lambda: self._rpc.is_serving
         )
@@ -157,6 +158,7 @@ class BlockServer:
                 settings.control_port,
                 with_reflection=settings.reflection,
                 credentials=network.rpc_credentials(),
+                metrics=self._rpc_metrics,
             )
             taken.pop_all()
         self._tasks = TaskGroup(self._fail, TaskMetrics(self.registry))
@@ -175,7 +177,6 @@ class BlockServer:
         self._heartbeats: asyncio.Task[None] | None = None
         self._adapters: Adapters | None = None
         self._has_place, self._num_moved, self._num_left = False, 0, 0
-        self._rpc_metrics = RpcMetrics(self.registry)
         self._admin = AdminEndpoint(settings.admin_host, settings.admin_port, self._rpc_metrics, network)
         self._parts = Parts(
             Part("metrics port", stop=self._metrics_endpoint.close),

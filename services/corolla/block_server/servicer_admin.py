@@ -29,7 +29,11 @@ class AdminEndpoint:
         """Begins to serve. Raises StartupError if the port is taken."""
         if self._port:
             self._rpc = RpcServer(
-                self._host, self._port, with_reflection=False, credentials=self._network.rpc_credentials()
+                self._host,
+                self._port,
+                with_reflection=False,
+                credentials=self._network.rpc_credentials(),
+                metrics=self._metrics,
             )
             self._rpc.add(_SERVICE, self._network.service_handler(_SERVICE, self, self._metrics))
             await self._rpc.start()

@@ -25,7 +25,7 @@ from corolla.chassis.status import trailing_metadata
 from corolla.chassis.tracing import spans
 from corolla.chassis.tracing.carriers import trace_parent
 
-__all__ = ["MAX_CONTROL_REQUEST_BYTES", "Authenticate", "Call", "call_path", "service_handler"]
+__all__ = ["MAX_CONTROL_REQUEST_BYTES", "Authenticate", "Call", "UnknownServices", "call_path", "service_handler"]
 
 MostReplyBytes = Callable[[Iterable[tuple[str, str | bytes]]], int]
 Hold = Callable[[Call[Any]], AbstractContextManager[Holding]]
@@ -94,7 +94,8 @@ def service_handler(
             )
     # Strangers choose the names of methods, so all others of a service are counted as one.
     unknown = Guard(f"{service.name}/unknown", metrics, None, is_audited=False)
-    return _Handlers(service.full_name, handlers, grpc.stream_stream_rpc_method_handler(_refuse(unknown)))
+    refusal = _refuse(unknown, "this service does not have the method")
+    return _Handlers(service.full_name, handlers, grpc.stream_stream_rpc_method_handler(refusal))
 
 
 class _Handlers(grpc.GenericRpcHandler):
@@ -120,10 +121,29 @@ class _Handlers(grpc.GenericRpcHandler):
         return self._handlers.get(method, self._unknown) if service == f"/{self._service}" else None
 
 
-def _refuse(guard: Guard) -> Any:
+class UnknownServices(grpc.GenericRpcHandler):
+    """Refuses calls of services that a server does not have, and counts them as one method.
+
+    Args:
+        known: The full names of services whose handlers the server may get later.
+    """
+
+    def __init__(self, known: Container[str], metrics: RpcMetrics) -> None:
+        self._known = known
+        unknown = Guard("unknown", metrics, None, is_audited=False)
+        self._refusal: grpc.RpcMethodHandler[Any, Any] = grpc.stream_unary_rpc_method_handler(
+            _refuse(unknown, "this server does not have the service")
+        )
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any] | None":
+        service = handler_call_details.method.rpartition("/")[0].removeprefix("/")
+        return None if service in self._known else self._refusal
+
+
+def _refuse(guard: Guard, reason: str) -> Any:
     async def handle(requests: object, context: Context) -> None:
         async with _guarded(guard, context):
-            raise errors.MethodNotAllowed("this service does not have the method")
+            raise errors.MethodNotAllowed(reason)
 
     return handle
 

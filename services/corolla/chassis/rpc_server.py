@@ -5,7 +5,9 @@ from google.protobuf import descriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from corolla.chassis.channels import CallerBounds, bind, new_server
+from corolla.chassis.handlers import UnknownServices
 from corolla.chassis.health import HealthServicer
+from corolla.chassis.metrics import RpcMetrics
 from corolla.chassis.reflection import add_reflection
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -14,6 +16,9 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 class RpcServer:
     """A gRPC server that starts as NOT_SERVING. `ready()` sets SERVING; `stop()` sets NOT_SERVING before it stops.
+
+    Args:
+        metrics: Where calls of unknown services are counted; None: gRPC refuses them, and nothing counts them.
 
     Attributes:
         is_serving: Whether the health status is SERVING.
@@ -27,9 +32,11 @@ class RpcServer:
         with_reflection: bool,
         callers: CallerBounds | None = None,
         credentials: grpc.ServerCredentials | None = None,
+        metrics: RpcMetrics | None = None,
     ) -> None:
         self._server = new_server(callers)
         self._with_reflection = with_reflection
+        self._metrics = metrics
         self._services = [health.SERVICE_NAME]
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -51,6 +58,10 @@ class RpcServer:
         await self._set_all(_NOT_SERVING)
         if self._with_reflection:
             add_reflection(self._services, self._server)
+        if self._metrics is not None:
+            # gRPC asks handlers in order. Those of announced services may come after this one.
+            announced = frozenset(self._services) - {health.SERVICE_NAME}
+            self._server.add_generic_rpc_handlers((UnknownServices(announced, self._metrics),))
         self._is_started = True
         await self._server.start()
 

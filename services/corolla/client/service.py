@@ -132,6 +132,7 @@ class ClientService:
         self._certificate = PublicCertificate(settings.public_tls_dir) if settings.public_tls_dir else None
         self._registry = new_registry()
         self._metrics = ClientMetrics(self._registry)
+        self._rpc_metrics = RpcMetrics(self._registry)
         self._quotas = QuotaEnforcer(
             settings.quotas_file,
             self._metrics,
@@ -144,11 +145,11 @@ class ClientService:
             with_reflection=settings.reflection,
             callers=CallerBounds(settings.max_request_bytes, settings.max_connections, _MAX_CONNECTION_AGE_S),
             credentials=self._certificate.for_rpc_servers() if self._certificate is not None else None,
+            metrics=self._rpc_metrics,
         )
         self._metrics_endpoint = MetricsEndpoint(
             self._registry, settings.metrics_host, settings.metrics_port, lambda: self._rpc.is_serving
         )
-        self._rpc_metrics = RpcMetrics(self._registry)
         self._http_metrics = HttpMetrics(self._registry, self._rpc_metrics)
         self._http = self._http_server()
         # If several tenants may come, a single one does not get the whole budget.

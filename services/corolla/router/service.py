@@ -67,11 +67,13 @@ class RouterProcess:
             load_push_interval_s=settings.load_push_interval_s,
         )
         self._network = Network.of(settings.tls_dir)
+        rpc_metrics = RpcMetrics(metrics_registry)
         self._rpc = RpcServer(
             settings.host,
             settings.port,
             with_reflection=settings.reflection,
             credentials=self._network.rpc_credentials(),
+            metrics=rpc_metrics,
         )
         self._cluster = ClusterConnection(self._registry, self._metrics, settings, intervals, self._tasks.subgroup())
         servicer = RouterServicer(
@@ -86,7 +88,7 @@ class RouterProcess:
         self._rpc.add(
             _SERVICE,
             self._network.service_handler(
-                _SERVICE, servicer, RpcMetrics(metrics_registry), max_request_bytes=settings.max_request_bytes
+                _SERVICE, servicer, rpc_metrics, max_request_bytes=settings.max_request_bytes
             ),
         )
         self._metrics_endpoint = MetricsEndpoint(

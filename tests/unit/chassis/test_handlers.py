@@ -83,11 +83,12 @@ class Running:
 @asynccontextmanager
 async def running() -> AsyncIterator[Running]:
     registry, servicer = CollectorRegistry(), Servicer()
-    server = RpcServer("127.0.0.1", 0, with_reflection=False, callers=CallerBounds(1000, 8, 60.0))
+    metrics, bounds = RpcMetrics(registry), CallerBounds(1000, 8, 60.0)
+    server = RpcServer("127.0.0.1", 0, with_reflection=False, callers=bounds, metrics=metrics)
     server.add(
         SERVICE,
         service_handler(
-            SERVICE, servicer, RpcMetrics(registry), max_request_bytes=1000, reader_timeout_s=4.0,
+            SERVICE, servicer, metrics, max_request_bytes=1000, reader_timeout_s=4.0,
             most_reply_bytes=lambda metadata: int(dict(metadata).get("receives", 2 * REPLY_BYTES)),
             hold=HeldBytes(HELD_BYTES).hold,
         ),
@@ -193,13 +194,21 @@ async def test_requests_and_replies_that_nobody_has_read_are_under_one_budget(me
         await until(has_room)
 
 
-async def test_a_method_that_is_not_served_is_unimplemented() -> None:
+@pytest.mark.parametrize(
+    "path, series",
+    [
+        ("/corolla.v1.GenerationService/Tokenize", "GenerationService/unknown"),
+        ("/corolla.v1.GenerationService2/Generate", "unknown"),
+        ("/grpc.health.v1.Health/Invented", "unknown"),
+        ("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", "unknown"),
+    ],
+)
+async def test_a_method_that_is_not_served_is_unimplemented(path: str, series: str) -> None:
     async with running() as service:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await service.channel.unary_unary("/corolla.v1.GenerationService/Tokenize")(b"")  # type: ignore[arg-type]
+            await service.channel.unary_unary(path)(b"")  # type: ignore[arg-type]
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-        name = "GenerationService/unknown"
-        assert service.count("corolla_rpcs_total", method=name, code="UNIMPLEMENTED", fault="caller") == 1
+        assert service.count("corolla_rpcs_total", method=series, code="UNIMPLEMENTED", fault="caller") == 1
 
 
 async def test_the_servicer_cleans_up_when_its_caller_leaves() -> None:
