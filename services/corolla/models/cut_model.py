@@ -78,12 +78,14 @@ def build(
     attention: str,
     device: torch.device = CPU,
     when_read: Callable[[nn.Module], None] = lambda module: None,
+    empty: PreTrainedModel | None = None,
 ) -> PreTrainedModel:
     """Builds a model on the meta device and fills it with `tensors`.
 
     Args:
         device: where the model shall lie. On another device than a CPU, large tensors are read straight to it.
         when_read: see `read_deferred`; not called where the device is a CPU.
+        empty: such a model without weights; None: one is built.
 
     Raises:
         CheckpointError: the tensors do not fill the model exactly, or some are left over.
@@ -91,7 +93,7 @@ def build(
     settings, advice = _advice_on(checkpoint)
     try:
         with _quietly():
-            tensors = merged(without_weights(model_class, config), tensors)
+            tensors = merged(empty or without_weights(model_class, config), tensors)
             chunked = {name: ChunkedTensor(stored, dtype) for name, stored in tensors.items()}
             prepare = functools.partial(_prepare, chunked=chunked, dtype=dtype, device=device)
             model, report = _fill(cut_class(model_class, prepare), config, chunked, dtype, attention)
@@ -183,16 +185,17 @@ def build_cut(
         cut_to(model)
         replace_packed(model, layouts, dtype, device)
 
-    empty = functools.partial(without_weights, cut_class(model_class, cut_to), config)
-    refuse_absurd(checkpoint, empty(), names)
+    # transformers takes about a millisecond for each layer of an empty model, so one model serves all that ask for it.
+    empty = without_weights(cut_class(model_class, cut_to), config)
+    refuse_absurd(checkpoint, empty, names)
     with checkpoint.open_tensors(names, dtype) as tensors:
         if checkpoint.gguf is None and quantization == PACKED:
-            tensors = merged(empty(), tensors)
-        layouts = layouts_of(checkpoint, names, quantization, device, empty, tensors)
+            tensors = merged(empty, tensors)
+        layouts = layouts_of(checkpoint, names, quantization, device, lambda: empty, tensors)
         expanded = {name: tensor for name, tensor in tensors.items() if name not in layouts}
         model = build(
             checkpoint, cut_class(model_class, cut), config, expanded,
-            dtype=dtype, attention=attention, device=device, when_read=when_read,
+            dtype=dtype, attention=attention, device=device, when_read=when_read, empty=None if layouts else empty,
         )  # fmt: skip
         fill(model, checkpoint, layouts, names, tensors, device)
     return cast(PreTrainedModel, cast(Any, model).to(device))
@@ -257,13 +260,15 @@ def make_up(
     dtype: torch.dtype,
     attention: str,
     device: torch.device = CPU,
+    empty: PreTrainedModel | None = None,
 ) -> PreTrainedModel:
     """Builds a model on the meta device and fills it at random, without using torch's global random generator.
 
     Args:
         device: where the model shall lie. Another device than a CPU fills its large tensors itself.
+        empty: such a model without weights; None: one is built.
     """
-    empty = without_weights(model_class, config)
+    empty = empty or without_weights(model_class, config)
     source = torch.Generator().manual_seed(0)
     numbers = torch.randn(_NUM_MADE_UP, generator=source).mul_(_SPREAD).to(dtype)
     made_up = _filled if device == CPU else _MadeUp

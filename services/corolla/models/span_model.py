@@ -379,8 +379,9 @@ def make_span(
     names = span_tensors(checkpoint, span)
     layouts = layouts_of(checkpoint, names, quantization, device, functools.partial(empty_span, checkpoint, span))
     config, cut = _cut_class_of(checkpoint, span, layouts, dtype, device)
-    refuse_absurd(checkpoint, without_weights(cut, config), names)
-    base = make_up(cut, config, dtype=dtype, attention="sdpa", device=device)
+    empty = without_weights(cut, config)
+    refuse_absurd(checkpoint, empty, names)
+    base = make_up(cut, config, dtype=dtype, attention="sdpa", device=device, empty=empty)
     make_up_packed(base)
     return _finished(cast(Any, base).to(device), span, checkpoint.family, quantization)
 
