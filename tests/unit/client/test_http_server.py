@@ -43,19 +43,15 @@ class Running:
         self.num_cleanups = 0
 
     async def much(self, exchange: Exchange, call: Call[Any]) -> None:
-        await exchange.without_body()
         await exchange.stream(self._parts())
 
     async def large(self, exchange: Exchange, call: Call[Any]) -> None:
-        await exchange.without_body()
         await exchange.reply(b"x" * MOST_SENT_BYTES)
 
     async def short(self, exchange: Exchange, call: Call[Any]) -> None:
-        await exchange.without_body()
         await exchange.reply(b"{}")
 
     async def broken(self, exchange: Exchange, call: Call[Any]) -> None:
-        await exchange.without_body()
         await exchange.stream(self._failing())
 
     async def strict(self, exchange: Exchange, call: Call[Any]) -> None:
@@ -67,7 +63,6 @@ class Running:
         await asyncio.sleep(60)
 
     async def pieces(self, exchange: Exchange, call: Call[Any]) -> None:
-        await exchange.without_body()
         await exchange.reply_in_pieces(self._pieces(MOST_SENT_BYTES // PIECE_CHARS))
 
     async def _pieces(self, number: int) -> AsyncGenerator[str, None]:

@@ -16,7 +16,7 @@ from corolla.client.http.metrics import HttpMetrics
 from corolla.client.http.origins import NO_ORIGINS, AllowedOrigins, OwnPages
 
 Behaviour = Callable[[Exchange, Call[KeyHolder]], Awaitable[None]]
-"""Reads the request and replies. Raises errors of `corolla.chassis.errors`."""
+"""Reads the body of a POST and replies; other requests are without one. Raises errors of `corolla.chassis.errors`."""
 
 
 HeaderCheck = Callable[[Mapping[str, str]], None]
@@ -116,6 +116,8 @@ class Endpoint:
             await guard.let_in(call)
             with self.limits.held.hold(call) as exchange.held:
                 call.held = exchange.held
+                if exchange.request.method in self.behaviours.keys() - {"POST"}:
+                    await exchange.without_body()
                 await behaviour(exchange, call)
         except BaseException as failure:
             if not exchange.is_left and isinstance(failure, asyncio.CancelledError):

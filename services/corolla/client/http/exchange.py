@@ -163,7 +163,7 @@ class Exchange:
             raise body_faults.refusal(kind, failure) from None
 
     async def without_body(self) -> None:
-        """Drops a body that the route does not need. Afterwards, the current task is cancelled if the caller leaves."""
+        """Drops the body. Afterwards, the current task is cancelled if the caller leaves."""
         await self._body()
         self.held.let_go()
 

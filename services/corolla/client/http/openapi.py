@@ -237,7 +237,6 @@ def router(endpoints: EndpointFactory, handlers: HttpRoutes, *, has_page: bool) 
     described = json.dumps(document(operations)).encode()
 
     async def openapi(exchange: Exchange, call: object) -> None:
-        await exchange.without_body()
         await exchange.reply(described)
 
     served = [Route("/openapi.json", endpoints.endpoint("/openapi.json", {"GET": openapi}, is_open=True))]

@@ -37,5 +37,4 @@ def pages() -> Iterator[tuple[str, Behaviour]]:
 
 
 async def _show(content: bytes, kind: str, exchange: Exchange, call: object) -> None:
-    await exchange.without_body()
     await exchange.reply(content, kind=kind, **HEADERS)

@@ -136,20 +136,17 @@ class HttpRoutes:
 
     async def health(self, exchange: Exchange, call: object) -> None:
         """Says whether the service takes requests."""
-        await exchange.without_body()
         if not self._is_serving():
             raise ServiceUnavailable("the service does not take requests now")
         await _reply(exchange, Health())
 
     async def list_models(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Lists the models that the service has."""
-        await exchange.without_body()
         found = await self._servicer.ListModels(pb.ListModelsRequest(), call)
         await _reply(exchange, ModelList(data=[self._facts(each) for each in found.models]))
 
     async def get_model(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Describes a model."""
-        await exchange.without_body()
         request = pb.GetModelRequest(model=exchange.request.path_params["model"])
         await _reply(exchange, self._facts(await self._servicer.GetModel(request, call)))
 
@@ -253,7 +250,6 @@ class HttpRoutes:
 
     async def get_response(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Reads a stored response, or sends its events again."""
-        await exchange.without_body()
         query = exchange.query(ReplayQuery)
         messages, finished, model = await self._response(exchange, call)
         answer = pb.ChatResponse(
@@ -269,7 +265,6 @@ class HttpRoutes:
 
     async def list_input_items(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Lists the items of the conversation before a stored response."""
-        await exchange.without_body()
         query = exchange.query(ItemsQuery)
         (*earlier, _), _, _ = await self._response(exchange, call)
         page, has_more = query.page(input_items(earlier, exchange.request.path_params["response_id"]))
@@ -288,7 +283,6 @@ class HttpRoutes:
 
     async def delete_response(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Deletes a stored response; the last one of a conversation with its session."""
-        await exchange.without_body()
         response_id = exchange.request.path_params["response_id"]
         turn = StoredTurn.of(response_id)
         await self._servicer.delete_turn(turn.session_id, turn.number, call)
@@ -348,7 +342,6 @@ class HttpRoutes:
 
     async def describe_tokenizer(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Describes the tokenizer."""
-        await exchange.without_body()
         await _reply(exchange, TokenizerFacts.model_validate(self._servicer.tokenizer_facts(call)))
 
     async def tokenize(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
@@ -377,20 +370,17 @@ class HttpRoutes:
 
     async def get_session(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Describes a session."""
-        await exchange.without_body()
         request = pb.GetSessionRequest(session_id=exchange.request.path_params["session_id"])
         await _reply(exchange, _session_facts(await self._servicer.GetSession(request, call)))
 
     async def delete_session(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Deletes a session."""
-        await exchange.without_body()
         session_id = exchange.request.path_params["session_id"]
         await self._servicer.DeleteSession(pb.DeleteSessionRequest(session_id=session_id), call)
         await _reply(exchange, DeletedSession(id=session_id))
 
     async def watch_placement(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Streams which servers hold which blocks, at first and after each change, until the caller leaves."""
-        await exchange.without_body()
         call.caller.check(None, *self._servicer.model_names)
         await exchange.stream(self._placement.watch(call.caller), is_watch=True)
 
