@@ -27,7 +27,6 @@ from torch import Tensor
 from benchmarks.command import run
 from benchmarks.figures import Figure, figure
 from benchmarks.hops import TINY_SHAPE
-from corolla.block_server.batch_executor import BatchRunner
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine, ProcessorUse
 from corolla.block_server.frame_checks import Identity
@@ -40,9 +39,10 @@ from corolla.block_server.servicer import BlockServicer
 from corolla.block_server.sessions import SessionTable
 from corolla.chassis.metrics import TaskMetrics, new_registry
 from corolla.chassis.tasks import TaskGroup
+from corolla.compute.base import BlockRunner, LaunchedBatch
 from corolla.compute.decode_buffers import DecodeBuffers
 from corolla.compute.decode_graphs import DecodeGraphs
-from corolla.compute.span_runner import LaunchedBatch, SpanRunner
+from corolla.compute.span_runner import SpanRunner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import load_edges
 from corolla.models.span_model import load_span
@@ -217,7 +217,7 @@ class _Hop:
         outputs = BoundaryActivations(64 << 20)
         sessions = SessionTable(runner.store.pool, runner.new_cache, on_forget=outputs.forget)
         self.engine = Engine(
-            cast(BatchRunner, _OnDevice(runner, device, self.marks)), Scheduler(4096, 4096), sessions, outputs,
+            cast(BlockRunner, _OnDevice(runner, device, self.marks)), Scheduler(4096, 4096), sessions, outputs,
             self._peers, partial(Relay, _FINGERPRINT, self._peers, connect=self._connect), metrics, fail=lambda: None,
             edges=load_edges(
                 checkpoint, dtype=torch.float32, has_embedding=span.start == 0, has_head=span.start > 0

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from benchmarks.timing import Timing
 from corolla.cache.store import SessionCache
-from corolla.compute.span_runner import RowWork, SpanRunner
+from corolla.compute.base import RowWork
+from corolla.compute.span_runner import SpanRunner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import load_edges
 from corolla.models.span_model import load_span

@@ -20,7 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.command import interleaved, run
 from benchmarks.figures import Figure, figure, ratio
 from corolla.cache.store import SessionCache
-from corolla.compute.span_runner import RowWork, SpanRunner
+from corolla.compute.base import RowWork
+from corolla.compute.span_runner import SpanRunner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.demo import DEMO_MODEL
 from corolla.models.span_model import load_span

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from corolla.block_server.batch_executor import BatchRunner
-from corolla.compute.span_runner import LaunchedBatch, RowWork
+from corolla.compute.base import BlockRunner, LaunchedBatch, RowWork
 
 
 class FaultyRunner:
@@ -18,7 +17,7 @@ class FaultyRunner:
 
     def __init__(
         self,
-        runner: BatchRunner,
+        runner: BlockRunner,
         *,
         before: Callable[[Sequence[RowWork]], None] = lambda rows: None,
         after: Callable[[LaunchedBatch], LaunchedBatch] = lambda launched: launched,

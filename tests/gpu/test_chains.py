@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from corolla.block_server.service import BlockServer
-from corolla.compute.span_runner import RowWork
+from corolla.compute.base import RowWork
 from corolla.sdk.async_client import AsyncClient
 from tests.checkpoints import make_tiny_checkpoint
 from tests.faulty_runner import FaultyRunner

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from corolla.block_server.service import BlockServer
-from corolla.compute.span_runner import RowWork
+from corolla.compute.base import RowWork
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import Generation
 from tests.faulty_runner import FaultyRunner

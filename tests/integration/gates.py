@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from corolla.block_server.service import BlockServer
-from corolla.compute.span_runner import RowWork
+from corolla.compute.base import RowWork
 from tests.faulty_runner import FaultyRunner
 from tests.integration.waiting import until
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from corolla.compute.span_runner import RowWork
+from corolla.compute.base import RowWork
 from corolla.sdk.results import Generation
 from tests.checkpoints import make_tiny_checkpoint
 from tests.faulty_runner import FaultyRunner

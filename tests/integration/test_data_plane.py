@@ -17,7 +17,8 @@ from corolla.block_server import servicer
 from corolla.block_server.peers import Peer, PeerTable
 from corolla.cache.store import SessionCache
 from corolla.client.text import formats
-from corolla.compute.span_runner import LaunchedBatch, RowWork, SpanRunner
+from corolla.compute.base import LaunchedBatch, RowWork
+from corolla.compute.span_runner import SpanRunner
 from corolla.decoding.grammar_text import read_grammar
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2

@@ -26,7 +26,7 @@ from corolla.chassis.errors import (
     RequestKillsServers,
     StepFailed,
 )
-from corolla.compute.span_runner import LaunchedBatch, RowWork
+from corolla.compute.base import LaunchedBatch, RowWork
 from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Frame

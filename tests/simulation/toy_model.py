@@ -15,8 +15,8 @@ from torch import Tensor
 
 from corolla.cache.store import KVStore
 from corolla.client.text.tokenizer import TextTokenizer
-from corolla.compute.decode_graphs import Embed
-from corolla.compute.span_runner import LaunchedBatch, RowWork, SpanRunner
+from corolla.compute.base import Embed, LaunchedBatch, RowWork
+from corolla.compute.span_runner import SpanRunner
 from corolla.decoding.parameters import SamplingParams
 from corolla.decoding.sampling import Sampler
 from corolla.models.edges import Edges

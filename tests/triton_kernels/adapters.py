@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from corolla.compute import graph_choice
-from corolla.compute.span_runner import RowWork, SpanRunner
+from corolla.compute.base import RowWork
+from corolla.compute.span_runner import SpanRunner
 from corolla.models.adapters.loading import load_adapter
 from corolla.models.adapters.products import SpanAdapter
 from corolla.models.checkpoint import Checkpoint

@@ -11,7 +11,8 @@ from corolla.cache.codecs import CODECS
 from corolla.cache.store import SessionCache
 from corolla.compute import graph_choice, triton_blocks
 from corolla.compute.attention import paged_triton
-from corolla.compute.span_runner import RowWork, SpanRunner
+from corolla.compute.base import RowWork
+from corolla.compute.span_runner import SpanRunner
 from corolla.compute.triton_blocks import TritonBlocks
 from corolla.kernels.triton import launches
 from corolla.kernels.triton.packed_launches import multiply_packed

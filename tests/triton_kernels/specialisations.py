@@ -16,7 +16,8 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from corolla.compute import kernel_build
-from corolla.compute.span_runner import RowWork, SpanRunner
+from corolla.compute.base import RowWork
+from corolla.compute.span_runner import SpanRunner
 from corolla.kernels.layouts import LAYOUTS
 from corolla.kernels.repacking import empty_panels
 from corolla.kernels.triton import expert_launches, launches, packed_code

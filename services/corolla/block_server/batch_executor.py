@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -31,9 +31,8 @@ from corolla.block_server.row_sampling import (
 from corolla.block_server.step_ahead import StepAhead, next_rows
 from corolla.chassis.errors import CorollaError, InternalError, NonFiniteOutput, OutOfMemory, StepFailed
 from corolla.chassis.handlers import call_path
-from corolla.compute.decode_graphs import Embed
+from corolla.compute.base import BlockRunner, LaunchedBatch, RowWork
 from corolla.compute.device import is_out_of_memory
-from corolla.compute.span_runner import LaunchedBatch, RowWork
 from corolla.compute.threads import single_threaded_pool
 from corolla.decoding.batched_sampling import sample_together
 from corolla.decoding.parameters import SamplingParams
@@ -52,25 +51,6 @@ _EVERY_KERNEL: Final = (
     SamplingParams(1.0, top_p=0.5, min_p=0.1, seed=0, repetition_penalty=1.1),
     SamplingParams(1.0, seed=0, presence_penalty=0.1),
 )
-
-
-class BatchRunner(Protocol):
-    """Computes blocks: a `SpanRunner`, or a test's wrapper that makes it fail."""
-
-    def prepare(self, rows: Sequence[RowWork], blocks: Span) -> None:
-        """See `SpanRunner.prepare`."""
-
-    def launch(self, rows: Sequence[RowWork], hidden: Tensor | Embed, blocks: Span) -> LaunchedBatch:
-        """See `SpanRunner.launch`. `hidden` is `[sum of num_tokens, H]`, in any dtype and on any device."""
-
-    def finish(self, launched: LaunchedBatch, kept: Sequence[int], blocks: Span) -> tuple[bool, ...]:
-        """See `SpanRunner.finish`."""
-
-    def may_be_recorded(self, rows: Sequence[RowWork], blocks: Span) -> bool:
-        """See `SpanRunner.may_be_recorded`."""
-
-    def warm_up(self) -> None:
-        """See `SpanRunner.warm_up`."""
 
 
 RowOutput = Tensor | ChosenTokens | CorollaError
@@ -142,7 +122,7 @@ class BatchExecutor:
 
     def __init__(
         self,
-        runner: BatchRunner,
+        runner: BlockRunner,
         edges: Edges | None = None,
         clock: Callable[[], float] = time.monotonic,
         num_sampling_threads: int = 1,
@@ -158,7 +138,7 @@ class BatchExecutor:
             single_threaded_pool(num_sampling_threads, "sampling") if num_sampling_threads > 1 else None
         )
         self._ahead: StepAhead | None = None
-        self._ahead_runner: BatchRunner | None = None
+        self._ahead_runner: BlockRunner | None = None
 
     @property
     def is_ahead(self) -> bool:

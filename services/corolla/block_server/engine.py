@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from corolla.block_server.admitted_step import AdmittedStep, StepWork
-from corolla.block_server.batch_executor import BatchExecutor, BatchResult, BatchRunner, LaunchedIteration
+from corolla.block_server.batch_executor import BatchExecutor, BatchResult, LaunchedIteration
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.delivery import Delivery, onward_step
 from corolla.block_server.metrics import BlockServerMetrics
@@ -33,6 +33,7 @@ from corolla.cache.store import SessionCache
 from corolla.chassis import failpoints
 from corolla.chassis.errors import CorollaError, OutOfPages
 from corolla.chassis.handlers import call_path
+from corolla.compute.base import BlockRunner
 from corolla.compute.compute_thread import ComputeThread
 from corolla.compute.speed import DecodeSpeed
 from corolla.models.edges import Edges
@@ -137,7 +138,7 @@ class Engine:
 
     def __init__(
         self,
-        runner: BatchRunner,
+        runner: BlockRunner,
         scheduler: Scheduler[StepWork],
         sessions: SessionTable[SessionCache],
         outputs: BoundaryActivations,
@@ -224,12 +225,12 @@ class Engine:
         return await future
 
     @property
-    def runner(self) -> BatchRunner:
+    def runner(self) -> BlockRunner:
         """The runner that computes the blocks, from the next iteration on; tests set one that fails."""
         return self._executor.runner
 
     @runner.setter
-    def runner(self, runner: BatchRunner) -> None:
+    def runner(self, runner: BlockRunner) -> None:
         self._executor.runner = runner
 
     def read_ahead(self, sampler: SessionSampler) -> None:

@@ -16,7 +16,7 @@ from corolla.block_server.admitted_step import AdmittedStep
 from corolla.block_server.hop_session import HopSession
 from corolla.block_server.row_sampling import ChosenTokens, RowLogits
 from corolla.cache.store import SessionCache
-from corolla.compute.span_runner import LaunchedBatch, RowWork
+from corolla.compute.base import LaunchedBatch, RowWork
 
 
 @dataclass(frozen=True, slots=True)

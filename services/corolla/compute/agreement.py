@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from corolla.chassis.errors import StartupError
-from corolla.compute.span_runner import RowWork, SpanRunner
+from corolla.compute.base import RowWork
+from corolla.compute.span_runner import SpanRunner
 from corolla.models.checkpoint import PROTOCOL_VERSION, Checkpoint, short_reason
 from corolla.models.edges import load_edges
 from corolla.models.gguf.folder import default_cache_folder

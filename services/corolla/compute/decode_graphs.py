@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from corolla.compute.attention.batch import AttentionBackend
+from corolla.compute.base import Embed
 from corolla.compute.decode_buffers import DecodeBuffers, DecodeStep, NewToken
 from corolla.compute.low_rank import NO_SLOT, RECORDED_RANK, LowRankBatch, LowRankTable
 from corolla.compute.triton_blocks import TritonBlocks
@@ -27,11 +28,6 @@ SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 96, 128)
 
 Up to 64 rows, memory bandwidth limits a GPU, so padding costs little. Beyond, a step has up to a third of padding.
 """
-
-
-Embed = Callable[[Tensor], Tensor]
-"""Makes the input of rows of one token each on a device: from their positions, int64 `[rows]`, it returns `[rows, H]`
-in any dtype."""
 
 
 class DecodeGraphs:

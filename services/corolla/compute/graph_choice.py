@@ -12,10 +12,11 @@ from torch import Tensor
 
 from corolla.compute.attention.backends import TOLERANCES
 from corolla.compute.attention.page_tables import PagedBackend
+from corolla.compute.base import RowWork
 from corolla.compute.decode_buffers import DecodeBuffers
 from corolla.compute.decode_graphs import SIZES, DecodeGraphs
 from corolla.compute.device import give_back, is_out_of_memory
-from corolla.compute.span_runner import RowWork, SpanRunner
+from corolla.compute.span_runner import SpanRunner
 from corolla.models.adapters.products import LowRank, PlaceKey, SpanAdapter
 from corolla.models.cuda_capture import Record
 from corolla.models.fused import MixtureMlp

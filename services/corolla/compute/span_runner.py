@@ -1,10 +1,10 @@
 """Runs rows of different sessions through a span's blocks; all steps of a server are computed here."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,65 +20,20 @@ from corolla.compute.attention.batch import RAGGED, AttentionBackend, AttentionB
 from corolla.compute.attention.latents import LATENT, PackedLatents, leave_latents
 from corolla.compute.attention.page_tables import PagedBackend, paged_batch
 from corolla.compute.attention.shapes import ShapeProbe
+from corolla.compute.base import Embed, LaunchedBatch, RowWork
 from corolla.compute.compiled_blocks import choose_compiled_blocks
 from corolla.compute.decode_buffers import DecodeStep
-from corolla.compute.decode_graphs import DecodeGraphs, Embed
+from corolla.compute.decode_graphs import DecodeGraphs
 from corolla.compute.kernel_choices import KernelChoices
 from corolla.compute.low_rank import LowRankBatch, LowRankTable, choose_low_rank_table
-from corolla.compute.prompts import BlockPrompts
 from corolla.compute.triton_blocks import choose_triton_blocks
-from corolla.models.adapters.products import AdapterBatch, AdapterStacks, SpanAdapter
+from corolla.models.adapters.products import AdapterBatch, AdapterStacks
 from corolla.models.families import pageless_layers, recurrent_layers
 from corolla.models.linear import ways_by_shape
 from corolla.models.product_rule import AUTO
 from corolla.models.span_model import SpanModel
 from corolla.wire.device_copies import Reading, copied_numbers, to_device
 from corolla.wire.span import Span
-
-
-class RowWork(NamedTuple):
-    """One session's part of a batch.
-
-    Attributes:
-        cache: the session's cache; at most one row of a batch has it.
-        position: the position of the first new token. Tokens that the cache holds from there on are dropped first.
-        num_tokens: how many new tokens there are, at least 1.
-        prompts: the session's trained prompts for exactly the blocks that run; None: it has none.
-        adapter: the session's adapter; None: it has none.
-        long_factors: whether the session's text uses the long factors of a longrope embedding.
-    """
-
-    cache: SessionCache
-    position: int
-    num_tokens: int
-    prompts: BlockPrompts | None = None
-    adapter: SpanAdapter | None = None
-    long_factors: bool = False
-
-    @property
-    def takes_prompts(self) -> bool:
-        """Whether trained prompts are added to some of the new tokens."""
-        return self.prompts is not None and self.position < self.prompts.values.shape[1]
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchedBatch:
-    """A batch that a device may not have computed yet; its rows' caches hold no new tokens so far.
-
-    More may be launched that reads its output before `SpanRunner.finish` waits for it.
-
-    Attributes:
-        rows: the batch's rows.
-        hidden: the output, `[sum of num_tokens, H]` in the model's dtype and on its device.
-        reading: what the host reads of the batch, with one copy: the sum of all its numbers, and what users add before
-            it begins.
-        read_sum: waits until the batch is computed, and returns this sum, `[]` in any dtype on any device.
-    """
-
-    rows: Sequence[RowWork]
-    hidden: Tensor
-    reading: Reading
-    read_sum: Callable[[], Tensor]
 
 
 class SpanRunner:
@@ -219,25 +174,7 @@ class SpanRunner:
 
     @torch.inference_mode()
     def launch(self, rows: Sequence[RowWork], hidden: Tensor | Embed, blocks: Span) -> LaunchedBatch:
-        """Launches `blocks` over the new tokens of all rows, which stores their keys and values.
-
-        No cache counts the new tokens as held before `finish`. Without it, another step writes the same positions
-        again.
-
-        Args:
-            rows: rows of different sessions; single tokens and chunks may be mixed.
-            hidden: the input of the first of `blocks`, `[sum of num_tokens, H]`, any device and dtype, row after row.
-                Or a function that makes it on the device, for the step after one that is launched and not yet finished:
-                rows of one token each, which begin where the rows of that step end.
-            blocks: a run of blocks within the span; a session has the same run for all its life.
-
-        Returns:
-            The batch, whose reading has not begun.
-
-        Raises:
-            ValueError: rows, tensor and span do not fit each other.
-            OutOfPages: the pool has too few pages.
-        """
+        """See `BlockRunner.launch`. `hidden` is `[sum of num_tokens, H]`, any device and dtype."""
         if isinstance(hidden, Tensor):
             self._check(rows, hidden, blocks)
             for row in rows:
@@ -252,14 +189,7 @@ class SpanRunner:
 
     @torch.inference_mode()
     def finish(self, launched: LaunchedBatch, kept: Sequence[int], blocks: Span) -> tuple[bool, ...]:
-        """Waits for a batch that was launched, whose caches then hold the new tokens of the rows in `kept`.
-
-        Args:
-            kept: indices of rows, in order; their caches end where the batch began.
-
-        Returns:
-            For each row in `kept`, whether all numbers of its output are finite. If not, its cache gets no new token.
-        """
+        """See `BlockRunner.finish`."""
         rows = [launched.rows[index] for index in kept]
         finite: tuple[bool, ...] = (True,) * len(rows)
         if not math.isfinite(launched.read_sum().item()):
@@ -273,16 +203,7 @@ class SpanRunner:
 
     @torch.inference_mode()
     def prepare(self, rows: Sequence[RowWork], blocks: Span) -> None:
-        """Gives the device what it will need of a step that is expected next, all but its hidden states.
-
-        If another step comes, that costs only time, since nothing counts as held.
-
-        Args:
-            rows: rows of one token each, which begin where their caches end.
-
-        Raises:
-            OutOfPages: the pool has too few pages.
-        """
+        """See `BlockRunner.prepare`."""
         if any(row.position >= row.cache.num_reserved_tokens for row in rows):
             return
         for row in rows:
@@ -292,7 +213,7 @@ class SpanRunner:
             graphs.prepare(step)
 
     def may_be_recorded(self, rows: Sequence[RowWork], blocks: Span) -> bool:
-        """Returns True if a recorded step fits these rows, as far as that is known before their pages are prepared."""
+        """See `BlockRunner.may_be_recorded`."""
         graphs = self.decode_graphs
         if graphs is None or blocks != self.span or len(rows) > graphs.max_rows:
             return False

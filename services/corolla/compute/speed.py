@@ -10,7 +10,8 @@ import torch
 
 from corolla.cache.layout import stand_in_bytes
 from corolla.chassis.processors import available_cores, is_cpu
-from corolla.compute.span_runner import RowWork, SpanRunner
+from corolla.compute.base import RowWork
+from corolla.compute.span_runner import SpanRunner
 from corolla.compute.threads import num_threads_for
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import head_bytes

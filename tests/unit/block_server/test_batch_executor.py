@@ -13,7 +13,7 @@ from torch import Tensor
 
 from corolla.block_server import batch_executor
 from corolla.block_server.admitted_step import AdmittedStep, StepWork
-from corolla.block_server.batch_executor import BatchExecutor, BatchResult, BatchRunner, error_of
+from corolla.block_server.batch_executor import BatchExecutor, BatchResult, error_of
 from corolla.block_server.hop_session import HopSession, OpenRequest
 from corolla.block_server.peers import Peer
 from corolla.block_server.row_sampling import ChosenTokens, SessionSampler
@@ -22,8 +22,8 @@ from corolla.cache.store import SessionCache
 from corolla.cache.tables import Copies
 from corolla.chassis.errors import CorollaError, NonFiniteOutput, OutOfMemory, OutOfPages, StepFailed
 from corolla.compute import span_runner
-from corolla.compute.decode_graphs import Embed
-from corolla.compute.span_runner import LaunchedBatch, RowWork, SpanRunner
+from corolla.compute.base import BlockRunner, Embed, LaunchedBatch, RowWork
+from corolla.compute.span_runner import SpanRunner
 from corolla.decoding.parameters import SamplingParams
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.models.checkpoint import Checkpoint
@@ -53,7 +53,7 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return SpanRunner(model, page_tokens=4, max_step_tokens=8, products="library")
 
 
-def compute(runner: BatchRunner, admitted: list[AdmittedStep], blocks: Span) -> BatchResult:
+def compute(runner: BlockRunner, admitted: list[AdmittedStep], blocks: Span) -> BatchResult:
     return BatchExecutor(runner).compute(admitted, blocks)
 
 

@@ -22,9 +22,10 @@ from corolla.block_server.relay import Relay
 from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import SessionTable
 from corolla.cache.store import SessionCache
+from corolla.compute.base import LaunchedBatch, RowWork
 from corolla.compute.device_memory import DEVICE_MEMORY_USES
 from corolla.compute.memory_bound import MemoryBound
-from corolla.compute.span_runner import LaunchedBatch, RowWork, SpanRunner
+from corolla.compute.span_runner import SpanRunner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.span_model import load_span
 from corolla.v1 import blocks_pb2 as pb

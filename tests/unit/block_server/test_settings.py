@@ -12,7 +12,7 @@ from corolla.chassis.settings import load
 @pytest.mark.parametrize(
     "given, device, expected", [(0, "cpu", 32), (0, "cpu:0", 32), (0, "cuda:1", 64), (16, "cpu", 16), (32, "cuda", 32)]
 )
-def test_pages_are_of_a_size_that_suits_the_device(given: int, device: str, expected: int) -> None:
+def test_a_device_has_pages_of_its_own_size(given: int, device: str, expected: int) -> None:
     given_settings: dict[str, Any] = {"page_tokens": given, "device": device}
     assert BlockServerSettings(**given_settings).num_page_tokens == expected
 

@@ -36,9 +36,9 @@ from corolla.cache.store import SessionCache
 from corolla.chassis.errors import StepFailed
 from corolla.chassis.metrics import TaskMetrics, new_registry
 from corolla.chassis.tasks import TaskGroup
+from corolla.compute.base import Embed, LaunchedBatch, RowWork
 from corolla.compute.compute_thread import ComputeThread
-from corolla.compute.decode_graphs import Embed
-from corolla.compute.span_runner import LaunchedBatch, RowWork, SpanRunner
+from corolla.compute.span_runner import SpanRunner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.cuda_capture import CudaCapture
 from corolla.models.edges import Edges, load_edges

@@ -11,7 +11,8 @@ from torch import Tensor
 from corolla.cache.prefixes import PrefixKey
 from corolla.cache.store import KVStore, SessionCache
 from corolla.cache.transfer import TokenCopy, check_tokens, forget_unsent, read_tokens, write_tokens
-from corolla.compute.span_runner import RowWork, SpanRunner
+from corolla.compute.base import RowWork
+from corolla.compute.span_runner import SpanRunner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.span_model import SpanModel, load_span
 from corolla.v1 import blocks_pb2 as pb

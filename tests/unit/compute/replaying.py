@@ -11,8 +11,9 @@ import torch
 from corolla.cache.store import SessionCache
 from corolla.compute import graph_choice
 from corolla.compute.attention import backends
+from corolla.compute.base import RowWork
 from corolla.compute.decode_graphs import DecodeGraphs
-from corolla.compute.span_runner import RowWork, SpanRunner
+from corolla.compute.span_runner import SpanRunner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.cuda_capture import Record
 from corolla.models.span_model import load_span

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from corolla.cache.store import SessionCache
 from corolla.chassis.errors import AdapterError
-from corolla.compute.span_runner import RowWork, SpanRunner
+from corolla.compute.base import RowWork
+from corolla.compute.span_runner import SpanRunner
 from corolla.models.adapters.loading import load_adapter
 from corolla.models.adapters.products import AdapterBatch, AdapterStacks, LowRank, SpanAdapter
 from corolla.models.checkpoint import Checkpoint

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from corolla.cache.store import SessionCache
 from corolla.compute import compiled_blocks
+from corolla.compute.base import RowWork
 from corolla.compute.compiled_blocks import choose_compiled_blocks, objection
-from corolla.compute.span_runner import RowWork, SpanRunner
+from corolla.compute.span_runner import SpanRunner
 from corolla.models.adapters.loading import load_adapter
 from corolla.models.adapters.products import SpanAdapter
 from corolla.models.checkpoint import Checkpoint

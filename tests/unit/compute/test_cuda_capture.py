@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from corolla.compute.attention.backends import TOLERANCES
+from corolla.compute.base import RowWork
 from corolla.compute.graph_choice import choose_graphs
-from corolla.compute.span_runner import RowWork, SpanRunner
+from corolla.compute.span_runner import SpanRunner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.cuda_capture import CudaCapture
 from corolla.models.span_model import load_span

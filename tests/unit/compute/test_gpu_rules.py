@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from corolla.compute import graph_choice
+from corolla.compute.base import RowWork
 from corolla.compute.decode_buffers import DecodeBuffers
-from corolla.compute.span_runner import RowWork
 from corolla.models.cuda_capture import CudaCapture, Record
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint

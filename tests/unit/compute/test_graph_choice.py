@@ -14,8 +14,9 @@ from torch import Tensor
 
 from corolla.compute import graph_choice
 from corolla.compute.attention.batch import AttentionBatch
+from corolla.compute.base import RowWork
 from corolla.compute.decode_buffers import DecodeBuffers, DecodeStep
-from corolla.compute.span_runner import RowWork, SpanRunner
+from corolla.compute.span_runner import SpanRunner
 from corolla.models.cuda_capture import Record
 from tests.checkpoints import make_tiny_checkpoint
 from tests.paged_attention import PagedDefinition

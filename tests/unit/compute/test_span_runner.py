@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from corolla.cache.store import SessionCache
 from corolla.cache.transfer import check_tokens, read_tokens, write_tokens
 from corolla.chassis.errors import MalformedMessage, NonFiniteOutput
+from corolla.compute.base import RowWork
 from corolla.compute.prompts import BlockPrompts
-from corolla.compute.span_runner import RowWork, SpanRunner
+from corolla.compute.span_runner import SpanRunner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, load_edges
 from corolla.models.families import FAMILIES

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from corolla.chassis.errors import CheckpointError, UnsupportedFamily
-from corolla.compute.span_runner import RowWork, SpanRunner
+from corolla.compute.base import RowWork
+from corolla.compute.span_runner import SpanRunner
 from corolla.models import weights
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import load_edges

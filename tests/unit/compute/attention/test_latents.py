@@ -15,7 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from corolla.compute.attention import latents
 from corolla.compute.attention.batch import AttentionBatch, PackedRow
 from corolla.compute.attention.latents import bytes_of_key, latent_attention, runs_within
-from corolla.compute.span_runner import RowWork, SpanRunner
+from corolla.compute.base import RowWork
+from corolla.compute.span_runner import SpanRunner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from corolla.chassis.weight_formats import weight_format
-from corolla.compute.span_runner import RowWork, SpanRunner
+from corolla.compute.base import RowWork
+from corolla.compute.span_runner import SpanRunner
 from corolla.kernels.layouts import Number, Scale, group_layout
 from corolla.kernels.products import NARROW, WIDE, Kernel, kernel_of
 from corolla.kernels.repacking import Numbers, repack_numbers, unpack

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from corolla.chassis.errors import CheckpointError, SettingsError
 from corolla.chassis.weight_formats import weight_format
-from corolla.compute.span_runner import RowWork, SpanRunner
+from corolla.compute.base import RowWork
+from corolla.compute.span_runner import SpanRunner
 from corolla.kernels.layouts import LAYOUTS
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import head_bytes, load_edges

@@ -1,0 +1,120 @@
+"""What every way to compute blocks has in common: rows of sessions, the batch that they become, and four methods."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from corolla.cache.store import SessionCache
+from corolla.compute.prompts import BlockPrompts
+from corolla.models.adapters.products import SpanAdapter
+from corolla.wire.device_copies import Reading
+from corolla.wire.span import Span
+
+Embed = Callable[[Tensor], Tensor]
+"""Makes the input of rows of one token each on a device: from their positions, int64 `[rows]`, it returns `[rows, H]`
+in any dtype."""
+
+
+class RowWork(NamedTuple):
+    """One session's part of a batch.
+
+    Attributes:
+        cache: the session's cache; at most one row of a batch has it.
+        position: the position of the first new token. Tokens that the cache holds from there on are dropped first.
+        num_tokens: how many new tokens there are, at least 1.
+        prompts: the session's trained prompts for exactly the blocks that run; None: it has none.
+        adapter: the session's adapter; None: it has none.
+        long_factors: whether the session's text uses the long factors of a longrope embedding.
+    """
+
+    cache: SessionCache
+    position: int
+    num_tokens: int
+    prompts: BlockPrompts | None = None
+    adapter: SpanAdapter | None = None
+    long_factors: bool = False
+
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether trained prompts are added to some of the new tokens."""
+        return self.prompts is not None and self.position < self.prompts.values.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedBatch:
+    """A batch that a device may not have computed yet; its rows' caches hold no new tokens so far.
+
+    More may be launched that reads its output before `BlockRunner.finish` waits for it.
+
+    Attributes:
+        rows: the batch's rows.
+        hidden: the output, `[sum of num_tokens, H]` in the model's dtype and on its device.
+        reading: what the host reads of the batch, with one copy: the sum of all its numbers, and what users add before
+            it begins.
+        read_sum: waits until the batch is computed, and returns this sum, `[]` in any dtype on any device.
+    """
+
+    rows: Sequence[RowWork]
+    hidden: Tensor
+    reading: Reading
+    read_sum: Callable[[], Tensor]
+
+
+class BlockRunner(Protocol):
+    """Computes the blocks of a span: a `SpanRunner`, or a test's wrapper that makes it fail."""
+
+    def prepare(self, rows: Sequence[RowWork], blocks: Span) -> None:
+        """Gives the device what it will need of a step that is expected next, all but its hidden states.
+
+        If another step comes, that costs only time, since nothing counts as held.
+
+        Args:
+            rows: rows of one token each, which begin where their caches end.
+
+        Raises:
+            OutOfPages: the pool has too few pages.
+        """
+        ...
+
+    def launch(self, rows: Sequence[RowWork], hidden: Tensor | Embed, blocks: Span) -> LaunchedBatch:
+        """Launches `blocks` over the new tokens of all rows, which stores their keys and values.
+
+        No cache counts the new tokens as held before `finish`. Without it, another step writes the same positions
+        again.
+
+        Args:
+            rows: rows of different sessions; single tokens and chunks may be mixed.
+            hidden: the input of the first of `blocks`, `[sum of num_tokens, H]`, any device and dtype, row after row.
+                Or a function that makes it on the device, for the step after one that is launched and not yet finished:
+                rows of one token each, which begin where the rows of that step end.
+            blocks: a run of blocks within the span; a session has the same run for all its life.
+
+        Returns:
+            The batch, whose reading has not begun.
+
+        Raises:
+            ValueError: rows, tensor and span do not fit each other.
+            OutOfPages: the pool has too few pages.
+        """
+        ...
+
+    def finish(self, launched: LaunchedBatch, kept: Sequence[int], blocks: Span) -> tuple[bool, ...]:
+        """Waits for a batch that was launched, whose caches then hold the new tokens of the rows in `kept`.
+
+        Args:
+            kept: indices of rows, in order; their caches end where the batch began.
+
+        Returns:
+            For each row in `kept`, whether all numbers of its output are finite. If not, its cache gets no new token.
+        """
+        ...
+
+    def may_be_recorded(self, rows: Sequence[RowWork], blocks: Span) -> bool:
+        """Returns True if a recorded step fits these rows, as far as that is known before their pages are prepared."""
+        ...
+
+    def warm_up(self) -> None:
+        """Computes one token that belongs to no session."""
+        ...
