@@ -148,7 +148,6 @@ class Adapters:
         return loaded
 
     def has(self, version: AdapterVersion) -> bool:
-        """Whether the adapter is loaded, so that `take` finds it."""
         return version in self._loaded
 
     async def load(self, version: AdapterVersion, tenant: str) -> None:

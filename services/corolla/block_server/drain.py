@@ -236,13 +236,13 @@ class Drain:
         return session.is_leaving and moved is not None and moved[0] == session.version
 
     def _is_needed(self, session: HopSession[SessionCache]) -> bool:
-        """Whether a client is in the middle of an answer that needs this server, or opens the session here soon."""
+        """A client is in the middle of an answer that needs this server, or opens the session here soon."""
         if session.is_unclaimed:
             return self._engine.clock() - session.last_used_s < _FAREWELL_S
         return session.state is SessionState.RUNNING and self._has_stream(session)
 
     def _is_connected(self, session: HopSession[SessionCache]) -> bool:
-        """Whether the session's client is in mid-answer, and may not know yet that another server has the session."""
+        """The session's client is in mid-answer, and may not know yet that another server has the session."""
         return session.state in (SessionState.RUNNING, SessionState.LEAVING) and self._has_stream(session)
 
     def _has_stream(self, session: HopSession[SessionCache]) -> bool:

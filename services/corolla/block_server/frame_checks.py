@@ -339,5 +339,5 @@ def _trace(control: pb.Open, peer: Peer) -> TraceParent | None:
 
 
 def is_decode(row: pb.StepRow) -> bool:
-    """Whether a row is a next token, with or without draft tokens to check, rather than a chunk of a prompt."""
+    """A row is a next token, with or without draft tokens to check, rather than a chunk of a prompt."""
     return row.num_tokens == 1 or row.num_tokens == row.num_result_tokens <= MAX_VERIFIED_TOKENS

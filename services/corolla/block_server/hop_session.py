@@ -164,7 +164,7 @@ class OpenRequest:
     long_factors: bool = False
 
     def agrees_with(self, other: "OpenRequest") -> bool:
-        """Whether the tokens that were computed under one request are valid under the other."""
+        """The tokens that were computed under one request are valid under the other."""
         if (self.adapter_version, self.long_factors) != (other.adapter_version, other.long_factors):
             return False
         return self.blocks == other.blocks and (self.prompts is None) == (other.prompts is None)
@@ -339,32 +339,31 @@ class HopSession(Generic[AnyCache]):
         return True
 
     def is_open_as(self, epoch: int, client_id: bytes) -> bool:
-        """Whether this client opened the session in this epoch."""
+        """This client opened the session in this epoch."""
         return self.request.epoch == epoch and self.request.client_id == client_id
 
     def is_filled_by(self, epoch: int, transfer_id: bytes) -> bool:
-        """Whether this handover fills the session."""
         is_same = (self.request.epoch, self.transfer_id) == (epoch, transfer_id)
         return self._state is SessionState.ARRIVING and is_same
 
     @property
     def is_idle(self) -> bool:
-        """Whether the session is not in mid-answer, so that it may be evicted when other sessions need its pages."""
+        """The session is not in mid-answer, so that it may be evicted when other sessions need its pages."""
         return self._state in (SessionState.PARKED, SessionState.ORPHANED, SessionState.LEAVING_PARKED)
 
     @property
     def has_turn_ended(self) -> bool:
-        """Whether its client has ended the turn, and may begin another one."""
+        """Its client has ended the turn, and may begin another one."""
         return self._state is SessionState.PARKED or self._state is SessionState.LEAVING_PARKED
 
     @property
     def is_leaving(self) -> bool:
-        """Whether another server is getting the session or has it, so that it cannot be opened or used here."""
+        """Another server is getting the session or has it, so that it cannot be opened or used here."""
         return self._state in (SessionState.LEAVING, SessionState.LEAVING_PARKED)
 
     @property
     def is_unclaimed(self) -> bool:
-        """Whether another server is handing the session over, or did so, and its client has not opened it here yet."""
+        """Another server is handing the session over, or did so, and its client has not opened it here yet."""
         return self._state in (SessionState.ARRIVING, SessionState.UNCLAIMED)
 
     @property

@@ -49,7 +49,6 @@ class Neighbours:
         self._last_look_s = -_LEAST_PAUSE_S
 
     def names(self, address: str) -> bool:
-        """Whether the placement is known to name the address."""
         return address in self._until_s
 
     def num_devices(self, addresses: Sequence[str]) -> int:

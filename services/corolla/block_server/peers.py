@@ -112,7 +112,7 @@ class PeerTable:
         return self._by_stream_id.get(stream_id)
 
     def are_client_services(self, step: pb.Step | pb.Next) -> bool:
-        """Whether all clients of a step have streams here and, with mutual TLS, have the role of client services."""
+        """All clients of a step have streams here and, with mutual TLS, have the role of client services."""
         peers = [self.get(client_id) for client_id in rows_by_client(step, step.rows)]
         return bool(peers) and all(
             peer is not None and (peer.workload is None or peer.workload.role is Role.CLIENT) for peer in peers

@@ -336,7 +336,7 @@ class BlockServicer:
         )
 
     def _has_say(self, session_id: bytes, peer: Peer) -> bool:
-        """Whether the peer may change the session.
+        """The peer may change the session.
 
         A client may change the sessions of its owner. The server that handed a session over may change it until the
         client has opened it here, in any epoch. If the session is not held here, any peer may.

@@ -227,7 +227,7 @@ class SessionTable(Generic[AnyCache]):
         return not self.has_ended(session_id, epoch, client_id)
 
     def has_ended(self, session_id: bytes, epoch: int, client_id: bytes) -> bool:
-        """Whether this client has ended the session or its turn, so that rows still on the ring are not needed."""
+        """This client has ended the session or its turn, so that rows still on the ring are not needed."""
         session = self._sessions.get(session_id)
         if session is None:
             return self._ended_epochs.get(session_id, 0) >= epoch

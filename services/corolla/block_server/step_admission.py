@@ -71,7 +71,7 @@ class StepAdmission:
         return admitted
 
     def _is_copy(self, step: pb.Step) -> bool:
-        """Whether the step repeats an earlier step. Only the earlier one is computed and answered."""
+        """The step repeats an earlier step. Only the earlier one is computed and answered."""
         is_new = [
             self._sessions.note_step(_session_id(step, row), row.epoch, step.client_id, step.step_id)
             for row in step.rows

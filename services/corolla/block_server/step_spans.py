@@ -59,7 +59,7 @@ class StepSpans:
 
 
 def is_shown(step: pb.Step, row: pb.StepRow) -> bool:
-    """Whether a row has a trace span: it is a chunk of a prompt, or begins a ring, or completes a run of tokens."""
+    """A row has a trace span: it is a chunk of a prompt, or begins a ring, or completes a run of tokens."""
     if step.span_id and (step.samples or not is_decode(row)):
         return True
     return row.position // DECODE_RUN_TOKENS != (row.position + row.num_tokens) // DECODE_RUN_TOKENS

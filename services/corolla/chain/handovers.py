@@ -50,7 +50,7 @@ class Handovers:
         self._wake()
 
     async def is_disconnected(self, address: str) -> bool:
-        """Whether the stream to a server is broken, or breaks within a fraction of a second."""
+        """The stream to a server is broken, or breaks within a fraction of a second."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_MOMENT_S):
                 while address not in self._gone:
@@ -68,7 +68,7 @@ class Handovers:
             return  # the server is busy or gone: the sessions recover elsewhere
 
     def affect(self, chain: common_pb2.Chain, identities: Iterable[SessionIdentity]) -> bool:
-        """Whether a hop of the chain handed one of these sessions over."""
+        """A hop of the chain handed one of these sessions over."""
         if not self._notices:
             return False
         return any(self._hop(hop, each) is not None for each in identities for hop in chain.hops)

@@ -72,7 +72,7 @@ class PendingReplies:
             self._on_discarded(stream.num_unread_tokens)
 
     def has_token_stream(self, addresses: frozenset[str]) -> bool:
-        """Whether tokens of a session go round these hops."""
+        """Tokens of a session go round these hops."""
         return any(stream.addresses == addresses for stream in self._token_streams.values())
 
     def add_step(self, number: int, rows: Sequence[pb.StepRow], addresses: frozenset[str]) -> list[RowFuture]:
@@ -160,7 +160,7 @@ class PendingReplies:
 
 
 def _agree(asked: pb.StepRow, answered: pb.StepRow) -> bool:
-    """Whether an answer is for the same tokens in the same epoch as the row that was sent."""
+    """The answer is for the same tokens in the same epoch as the row that was sent."""
     return (asked.epoch, asked.position, asked.num_tokens, asked.num_result_tokens) == (
         answered.epoch, answered.position, answered.num_tokens, answered.num_result_tokens
     )  # fmt: skip

@@ -103,7 +103,7 @@ class PlacementWatch:
         return await asyncio.shield(self._look)
 
     def names(self, hop: common_pb2.Hop) -> bool:
-        """Whether `servers` has the hop's server at the hop's address."""
+        """`servers` has the hop's server at the hop's address."""
         return _names(self.servers, hop)
 
     async def will_name(self, hop: common_pb2.Hop) -> bool:
@@ -115,7 +115,7 @@ class PlacementWatch:
 
     @property
     def is_settling(self) -> bool:
-        """Whether the placement became incomplete less than SETTLING_S ago, so that lost servers may register again."""
+        """The placement became incomplete less than SETTLING_S ago, so that lost servers may register again."""
         if self._placement is None or self._placement is self._complete:
             return False
         return asyncio.get_running_loop().time() < self._incomplete_since_s + SETTLING_S

@@ -84,7 +84,7 @@ class LostServers(Collection[str]):
         )
 
     def may_return(self, now_s: float) -> bool:
-        """Whether one of the servers may be tried again, now or later."""
+        """One of the servers may be tried again, now or later."""
         return any(times is not None and now_s < times[0] + self._patience_s for times in self._times.values())
 
 

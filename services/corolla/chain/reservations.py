@@ -153,7 +153,7 @@ class OpenOptions:
     trace: Mapping[str, str] = field(default_factory=dict)
 
     def resumes(self, hop: common_pb2.Hop) -> bool:
-        """Whether the hop belongs to the recorded chain, so that it may hold tokens of the session."""
+        """The hop belongs to the recorded chain, so that it may hold tokens of the session."""
         return self.recorded_chain is not None and hop in self.recorded_chain.hops
 
 
@@ -266,7 +266,7 @@ class NotOpened(Exception):
 
     @property
     def is_for_now(self) -> bool:
-        """Whether a hop refused only because it had too many sessions to open at that moment."""
+        """The hop refused only because it had too many sessions to open at that moment."""
         return any(isinstance(failure, QueueFull) for _, failure in self.failures)
 
 

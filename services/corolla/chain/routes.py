@@ -92,7 +92,7 @@ class Routes:
         self._leaving.add(server_id)
 
     def is_leaving_or_gone(self, server_id: str) -> bool:
-        """Whether a server left in an orderly way: it refused a session and said so, drains, or is no longer listed.
+        """The server left in an orderly way: it refused a session and said so, drains, or is no longer listed.
 
         A server that died is listed until its lease ends, and its clients notice its death long before.
         """
@@ -150,7 +150,7 @@ class Routes:
 
     @property
     def is_settling(self) -> bool:
-        """Whether blocks lost their servers so recently that these servers may register again."""
+        """Blocks lost their servers so recently that these servers may register again."""
         return self._placement.is_settling
 
     async def wait_for_update(self, until_s: float) -> None:
@@ -160,7 +160,7 @@ class Routes:
         )
 
     def may_gain_server(self, lost: Collection[str]) -> bool:
-        """Whether a server is joining, or one that failed lately and is not among `lost` has yet to register again."""
+        """A server is joining, or one that failed lately and is not among `lost` has yet to register again."""
         placed = self._placement.servers
         if any(each.state == router_pb2.SERVER_STATE_JOINING for each in placed):
             return True
@@ -324,7 +324,7 @@ class Routes:
         return usable
 
     def _is_gone(self, hop: common_pb2.Hop) -> bool:
-        """Whether a hop cannot be used: it is avoided, or no longer in the placement."""
+        """A hop cannot be used: it is avoided, or no longer in the placement."""
         if hop.server_id in self._avoided():
             return True
         placed = {each.server_id for each in candidates(self._placement.servers, fingerprint=self._fingerprint)}

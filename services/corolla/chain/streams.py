@@ -106,7 +106,7 @@ class DataPlane:
         return 0 if welcome is None else welcome.page_tokens
 
     def has_draft_model(self, address: str) -> bool:
-        """Whether a connected server drafts tokens with a small model."""
+        """The connected server drafts tokens with a small model."""
         welcome = self._welcome(address)
         return welcome is not None and welcome.has_draft_model
 
@@ -225,7 +225,7 @@ class DataPlane:
         self._pending.remove_token_stream(session_id, stream)
 
     def has_ring(self, hops: Sequence[common_pb2.Hop]) -> bool:
-        """Whether tokens of some session go round these hops."""
+        """Tokens of some session go round these hops."""
         return self._pending.has_token_stream(frozenset(hop.address for hop in hops))
 
     def _lost(self, hops: Iterable[common_pb2.Hop]) -> HopUnavailable | None:

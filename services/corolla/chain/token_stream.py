@@ -44,7 +44,7 @@ class TokenStream:
 
     @property
     def has_unread_tokens(self) -> bool:
-        """Whether tokens have arrived that the reader has not taken yet."""
+        """Tokens have arrived that the reader has not taken yet."""
         return bool(self._rounds)
 
     @property

@@ -16,7 +16,7 @@ class Breaker:
         self._next_try_s = 0.0
 
     def admits(self, now_s: float) -> bool:
-        """Whether a call may be made now. The caller reports the outcome of an admitted call."""
+        """A call may be made now. The caller reports the outcome of an admitted call."""
         if self._num_failures < self._max_failures:
             return True
         if now_s < self._next_try_s:

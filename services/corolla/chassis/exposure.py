@@ -16,7 +16,7 @@ _INTERVAL_S: Final = 60.0
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or every address of a name, is reachable from this machine only.
+    """An address, or every address of a name, is reachable from this machine only.
 
     An empty name means all interfaces, which other machines reach.
     """

@@ -80,7 +80,7 @@ class TenantLimits(BaseModel):
 
     @property
     def are_counted(self) -> bool:
-        """Whether the router must count anything to enforce these limits."""
+        """The router must count something to enforce these limits."""
         return any(getattr(self, quota) is not None for quota in COUNTED)
 
     def uses(self, amounts: dict[str, int], *, must_fit: bool) -> tuple[pb.QuotaUse, ...]:

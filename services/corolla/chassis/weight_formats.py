@@ -27,7 +27,7 @@ def full_dtype_name(name: str) -> str:
 
 
 def tokens_follow_numerics(dtype: str, kv_cache_dtype: str) -> bool:
-    """Whether servers that compute in different ways may choose different tokens.
+    """Servers that compute in different ways may choose different tokens.
 
     In float32 they choose the same ones, unless keys and values are rounded to eight bits.
 

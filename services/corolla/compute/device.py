@@ -17,7 +17,7 @@ _OUT_OF_MEMORY: Final = ("can't allocate memory", "not enough memory", "out of m
 
 
 def is_out_of_memory(failure: BaseException) -> bool:
-    """Whether an exception says that memory, of the device or of the host, is too small."""
+    """The exception says that memory, of the device or of the host, is too small."""
     return isinstance(failure, torch.OutOfMemoryError | MemoryError) or (
         isinstance(failure, RuntimeError) and any(text in str(failure) for text in _OUT_OF_MEMORY)
     )

@@ -111,12 +111,12 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most probable token is taken, so that no random number is drawn."""
+        """The most probable token is taken, so that no random number is drawn."""
         return self.temperature == 0
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the tokens seen so far matter to the choice."""
+        """The tokens seen so far matter to the choice."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 

@@ -32,7 +32,7 @@ class PromptLookup:
 
     @property
     def is_behind(self) -> bool:
-        """Whether some tokens of the text are not indexed yet."""
+        """Some tokens of the text are not indexed yet."""
         return bool(self._unread)
 
     def read_chunk(self) -> None:

@@ -200,5 +200,5 @@ def _kernel(layout: Layout | PlainLayout, rows: Rows, is_ordered: bool) -> Kerne
 
 @functools.cache
 def _multiplies_pairs() -> bool:
-    """Whether this processor has instructions that multiply pairs of bfloat16 numbers."""
+    """This processor has instructions that multiply pairs of bfloat16 numbers."""
     return bool(processor_features().get("avx512bf16"))

@@ -175,7 +175,7 @@ class FirstHop:
         return route
 
     def _is_current(self, row: pb.StepRow) -> bool:
-        """Whether a row is its session's newest step."""
+        """A row is its session's newest step."""
         session = self._sessions.get(row.session_id)
         if session is None or session.state not in (SessionState.RUNNING, SessionState.LEAVING):
             return False
@@ -201,7 +201,7 @@ class FirstHop:
         return names[: route.num_leaving(names)]
 
     def _has_company(self, route: _Route) -> bool:
-        """Whether several tenants are present. Forgets tenants not seen for a while that have no row under way."""
+        """Several tenants are present. Forgets tenants not seen for a while that have no row under way."""
         if len(self._seen_s) > 1:
             oldest_s = self._clock() - _PRESENCE_S
             for tenant in route.tenants_under_way(self._tenant):

@@ -31,7 +31,7 @@ def use(tracer: trace.Tracer | None) -> None:
 
 
 def is_collected() -> bool:
-    """Whether this process' sampled spans are collected."""
+    """This process' sampled spans are collected."""
     return _is_collected
 
 

@@ -45,7 +45,7 @@ class IssuerKeys:
         return self._keys.get(key_id)
 
     def holds(self, key: IssuerKey) -> bool:
-        """Whether a key that was found before is still one of the known keys."""
+        """A key that was found before is still one of the known keys."""
         return self._keys.get(key.id) == key
 
     async def ready(self) -> None:

@@ -69,12 +69,12 @@ class KeyRecord(BaseModel):
     scopes: frozenset[Scope] = frozenset()
 
     def allows(self, scope: Scope | None, model: str) -> bool:
-        """Whether the key allows calls of `scope` to `model`; scope None stands for calls that every key may make."""
+        """The key allows calls of `scope` to `model`; scope None stands for calls that every key may make."""
         return (scope is None or not self.scopes or scope in self.scopes) and (not self.models or model in self.models)
 
     @property
     def is_simple(self) -> bool:
-        """Whether the key was read in the simple form, in which keys have no id."""
+        """The key was read in the simple form, in which keys have no id."""
         return self.id == _NO_ID
 
     @property
@@ -168,7 +168,7 @@ class KeyTable:
         return found[0] if found else None
 
     def holds(self, record: KeyRecord, now: datetime) -> bool:
-        """Whether a key that was found before, perhaps in an older file, is still valid."""
+        """A key that was found before, perhaps in an older file, is still valid."""
         known = self._simple.get(record.sha256) if record.is_simple else self._by_id.get(record.id)
         return known == record and (record.expires is None or now < record.expires)
 

@@ -96,7 +96,7 @@ class Tenants:
 
     @property
     def are_several(self) -> bool:
-        """Whether there may be several tenants. Tokens may name any number of them."""
+        """There may be several tenants. Tokens may name any number of them."""
         return self._tokens is not None or (self._keys is not None and len(self._keys.tenants) > 1)
 
     async def authenticate(self, call: Call[Any]) -> None:

@@ -79,7 +79,7 @@ class TokenGrant:
     scopes: frozenset[Scope] | None
 
     def allows(self, scope: Scope | None, model: str) -> bool:
-        """Whether the token allows a call to a model. A `scope` of None stands for calls that every token may make."""
+        """The token allows a call to a model. A `scope` of None stands for calls that every token may make."""
         has_scope = scope is None or self.scopes is None or scope in self.scopes
         return has_scope and (self.models is None or model in self.models)
 

@@ -92,7 +92,7 @@ class AdmissionTicket:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the request's turn has not come yet."""
+        """The request's turn has not come yet."""
         return not self._ticket.done()
 
     async def admitted(self) -> None:

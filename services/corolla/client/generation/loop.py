@@ -31,7 +31,6 @@ class AnswerReader:
 
     @property
     def wants_more(self) -> bool:
-        """Whether the answer continues."""
         return self._answer.finish_reason is None
 
 

@@ -68,7 +68,7 @@ class AnswerRequest(Generic[Prompt]):
 
     @property
     def is_reading(self) -> bool:
-        """Whether the request has no answer: only its prompt is read."""
+        """The request has no answer: only its prompt is read."""
         return self.readout is not None and self.max_tokens == 0
 
     @property

@@ -32,7 +32,7 @@ class CallRules:
 
     @property
     def needs_grammar(self) -> bool:
-        """Whether the answer cannot be left to the model alone."""
+        """The answer cannot be left to the model alone."""
         return bool(self.tools) and (self.is_required or self.has_form or any(tool.is_strict for tool in self.tools))
 
     @property
@@ -85,7 +85,7 @@ def arguments_parts(rules: CallRules) -> list[FormPart]:
 
 
 def is_special_in_grammars(text: str, *, is_special: bool) -> bool:
-    """Whether llguidance treats an added token as special, which it also does for any text like `<...>`."""
+    """llguidance treats an added token as special, which it also does for any text like `<...>`."""
     return is_special or (text.startswith("<") and text.endswith(">"))
 
 

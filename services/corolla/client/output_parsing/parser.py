@@ -307,7 +307,7 @@ class MarkupParser:
     # --- what the steps have in common ------------------------------------------------------------------------------
 
     def _may_become(self, rest: str, mark: str) -> bool:
-        """Whether more text may complete `rest` to the mark."""
+        """More text may complete `rest` to the mark."""
         return not self._has_ended and len(rest) < len(mark) and mark.startswith(rest)
 
     def _num_certain(self, mark: str) -> int:

@@ -395,7 +395,7 @@ def _message(tenant: str, request_id: str, uses: Iterable[pb.QuotaUse], lease_s:
 
 
 def _may_fit_soon(take: pb.QuotaTake, refusal: QuotaExceeded) -> bool:
-    """Whether a take failed at a quota of held amounts, which ending requests free, rather than at a rate."""
+    """The take failed at a quota of held amounts, which ending requests free, rather than at a rate."""
     return any(use.quota == refusal.metadata.get("quota") and not use.period_ms for use in take.uses)
 
 

@@ -163,13 +163,13 @@ def _type_name(value: Any) -> str:
 
 
 def have_no_common_value(many: Sequence[list[Any] | None]) -> bool:
-    """Whether no value is in two of the lists."""
+    """No value is in two of the lists."""
     values = [f"{_type_name(value)} {value}" for each in many if each is not None for value in each]
     return None not in many and len(set(values)) == len(values)
 
 
 def begin_differently(patterns: Collection[str]) -> bool:
-    """Whether it is plain that no text matches two of the patterns."""
+    """It is plain that no text matches two of the patterns."""
     found = [_BEGINNING.match(each) for each in patterns]
     if None in found or any("|" in each for each in patterns):
         return False

@@ -368,7 +368,7 @@ class _Reader:
         return self._names[key]
 
     def _are_disjoint(self, options: Sequence[_Placed], within: frozenset[str] | None) -> bool:
-        """Whether it is plain that no value fits two of the schemas: by their types, or by a property that tells.
+        """It is plain that no value fits two of the schemas: by their types, or by a property that tells.
 
         Args:
             within: the types that the values have in any case; None: any.

@@ -10,12 +10,12 @@ _WORD_BEGINNING: Final = "\u2581"
 
 
 def is_byte_level(decoder: Mapping[str, Any] | None) -> bool:
-    """Whether tokens spell bytes by GPT-2's alphabet, by the description of a tokenizer's decoder."""
+    """Tokens spell bytes by GPT-2's alphabet, by the description of a tokenizer's decoder."""
     return _has(decoder, "ByteLevel")
 
 
 def spells_spaces(decoder: Mapping[str, Any] | None) -> bool:
-    """Whether tokens spell spaces and single bytes as SentencePiece does, by the description of a decoder."""
+    """Tokens spell spaces and single bytes as SentencePiece does, by the description of a decoder."""
     return _has(decoder, "ByteFallback") or _has(decoder, "Metaspace")
 
 
