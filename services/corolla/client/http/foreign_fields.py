@@ -76,147 +76,104 @@ def unread(kind: str) -> str | None:
     return f"{held} not supported by this model" if (held := _MEDIA.get(kind)) is not None else None
 
 
-_IMAGES: Final = Refused(because=f"{_MEDIA['image']} not supported by this model")
-_AUDIO: Final = Refused(because=f"{_MEDIA['audio']} not supported by this model")
+_LARK: Final = 'response_format with the type "lark"'
 
+
+def _all(names: str, *neutral: Any, instead: str = "") -> dict[str, Refused]:
+    """The fields of these names, all of which are refused in the same way."""
+    return dict.fromkeys(names.split(), Refused(neutral, instead))
+
+
+_MEDIA_FIELDS: Final[Mapping[str, Refused]] = {
+    name: Refused(because=f"{_MEDIA[kind]} not supported by this model")
+    for name, kind in (("audio", "audio"), ("images", "image"))
+}
 
 OF_ANSWERS: Final[Mapping[str, Refused]] = {
     # Fields of vLLM.
-    "min_tokens": Refused((0,)),
-    "stop_token_ids": Refused(instead="stop"),
-    "bad_words": Refused(instead="logit_bias"),
-    "allowed_token_ids": Refused(instead="response_format"),
-    "include_stop_str_in_output": Refused((False,)),
-    "skip_special_tokens": Refused((True,)),
-    "spaces_between_special_tokens": Refused((True,)),
-    "truncate_prompt_tokens": Refused(),
-    "length_penalty": Refused((1, 1.0)),
-    "use_beam_search": Refused((False,)),
-    "early_stopping": Refused((False,)),
-    "chat_template": Refused(),
-    "documents": Refused(),
-    "guided_grammar": Refused(instead='response_format with the type "lark"'),
-    "guided_whitespace_pattern": Refused(),
-    "logits_processors": Refused(),
-    "prompt_embeds": Refused(),
-    "mm_processor_kwargs": Refused(),
-    "thinking_token_budget": Refused(),
+    **_all("truncate_prompt_tokens chat_template documents guided_whitespace_pattern logits_processors prompt_embeds"),
+    **_all("mm_processor_kwargs thinking_token_budget"),
+    **_all("min_tokens", 0),
+    **_all("length_penalty", 1),
+    **_all("include_stop_str_in_output use_beam_search early_stopping", False),
+    **_all("skip_special_tokens spaces_between_special_tokens", True),
+    **_all("stop_token_ids", instead="stop"),
+    **_all("bad_words", instead="logit_bias"),
+    **_all("allowed_token_ids", instead="response_format"),
+    **_all("guided_grammar", instead=_LARK),
     # Fields of SGLang, llama.cpp, TGI, Ollama and others.
-    "ebnf": Refused(instead='response_format with the type "lark"'),
-    "grammar": Refused(instead='response_format with the type "lark"'),
-    "regex": Refused(instead="response_format"),
-    "json_schema": Refused(instead="response_format"),
-    "structural_tag": Refused(),
-    "custom_logit_processor": Refused(),
-    "no_stop_trim": Refused((False,)),
-    "lora_path": Refused(instead="model"),
-    "adapter_id": Refused(instead="model"),
-    "n_predict": Refused((-1,), instead="max_tokens"),
-    "num_predict": Refused((-1,), instead="max_tokens"),
-    "max_new_tokens": Refused(instead="max_tokens"),
-    "repeat_penalty": Refused((1, 1.0), instead="repetition_penalty"),
-    "no_repeat_ngram_size": Refused((0,)),
-    "typical_p": Refused((1, 1.0)),
-    "tfs_z": Refused((1, 1.0)),
-    "top_a": Refused((0, 0.0)),
-    "top_n_sigma": Refused((-1, -1.0, 0, 0.0)),
-    "mirostat": Refused((0,)),
-    "mirostat_mode": Refused((0,)),
-    "dry_multiplier": Refused((0, 0.0)),
-    "xtc_probability": Refused((0, 0.0)),
-    "dynatemp_range": Refused((0, 0.0)),
-    "epsilon_cutoff": Refused((0, 0.0)),
-    "eta_cutoff": Refused((0, 0.0)),
-    "smoothing_factor": Refused((0, 0.0)),
-    "watermark": Refused((False,)),
-    "enable_thinking": Refused(instead="chat_template_kwargs"),
-    "think": Refused(instead="chat_template_kwargs"),
-    "thinking": Refused(instead="chat_template_kwargs"),
-    "thinking_budget": Refused(),
-    "safe_prompt": Refused((False,)),
-    "images": _IMAGES,
+    **_all("structural_tag custom_logit_processor thinking_budget"),
+    **_all("no_repeat_ngram_size top_a mirostat mirostat_mode dry_multiplier xtc_probability dynatemp_range", 0),
+    **_all("epsilon_cutoff eta_cutoff smoothing_factor", 0),
+    **_all("top_n_sigma", -1, 0),
+    **_all("typical_p tfs_z", 1),
+    **_all("no_stop_trim watermark safe_prompt", False),
+    **_all("ebnf grammar", instead=_LARK),
+    **_all("regex json_schema", instead="response_format"),
+    **_all("lora_path adapter_id", instead="model"),
+    **_all("n_predict num_predict", -1, instead="max_tokens"),
+    **_all("max_new_tokens", instead="max_tokens"),
+    **_all("repeat_penalty", 1, instead="repetition_penalty"),
+    **_all("enable_thinking think thinking", instead="chat_template_kwargs"),
     # Fields of OpenAI's that this service cannot follow.
-    "functions": Refused(instead="tools"),
-    "function_call": Refused(("auto", "none"), instead="tool_choice"),
-    "audio": _AUDIO,
-    "web_search_options": Refused(),
+    **_all("web_search_options"),
+    **_all("functions", instead="tools"),
+    **_all("function_call", "auto", "none", instead="tool_choice"),
+    **_MEDIA_FIELDS,
 }
 """Fields of other servers, by name, that would change an answer."""
 
-
 OF_CHATS: Final[Mapping[str, Refused]] = {
     **OF_ANSWERS,
-    "prompt": Refused(instead="messages"),
-    "max_output_tokens": Refused(instead="max_completion_tokens"),
+    **_all("prompt", instead="messages"),
+    **_all("max_output_tokens", instead="max_completion_tokens"),
 }
 OF_COMPLETIONS: Final[Mapping[str, Refused]] = {
     **OF_ANSWERS,
-    "messages": Refused(),
-    "tools": Refused(),
-    "reasoning_effort": Refused(),
-    "chat_template_kwargs": Refused(),
-    "max_completion_tokens": Refused(instead="max_tokens"),
-    "max_output_tokens": Refused(instead="max_tokens"),
+    **_all("messages tools reasoning_effort chat_template_kwargs"),
+    **_all("max_completion_tokens max_output_tokens", instead="max_tokens"),
 }
+
 _OF_OTHER_ROUTES: Final[Mapping[str, Refused]] = {
-    "guided_regex": Refused(),
-    "guided_choice": Refused(),
-    "chat_template_kwargs": Refused(),
-    "n": Refused((1,)),
-    "ignore_eos": Refused((False,)),
-    "time_limit_ms": Refused(),
+    **_all("guided_regex guided_choice chat_template_kwargs time_limit_ms"),
+    **_all("n", 1),
+    **_all("ignore_eos", False),
 }
 """What only chats and completions have."""
 
 OF_RESPONSES: Final[Mapping[str, Refused]] = {
     **OF_ANSWERS,
     **_OF_OTHER_ROUTES,
-    "conversation": Refused(instead="previous_response_id"),
-    "prompt": Refused(instead="input"),
-    "messages": Refused(instead="input"),
-    "max_tokens": Refused(instead="max_output_tokens"),
-    "max_completion_tokens": Refused(instead="max_output_tokens"),
-    "response_format": Refused(instead="text.format"),
-    "guided_json": Refused(instead="text.format"),
-    "structured_outputs": Refused(instead="text.format"),
-    "reasoning_effort": Refused(instead="reasoning.effort"),
-    "stop": Refused(),
-    "session_id": Refused(instead="previous_response_id"),
+    **_all("conversation session_id", instead="previous_response_id"),
+    **_all("prompt messages", instead="input"),
+    **_all("max_tokens max_completion_tokens", instead="max_output_tokens"),
+    **_all("response_format guided_json structured_outputs", instead="text.format"),
+    **_all("reasoning_effort", instead="reasoning.effort"),
+    **_all("stop"),
 }
 """The same, with the fields of the other routes that would change an answer of this one."""
 
 OF_ANTHROPIC: Final[Mapping[str, Refused]] = {
     **{name: refused for name, refused in OF_ANSWERS.items() if name != "thinking"},
     **_OF_OTHER_ROUTES,
-    "enable_thinking": Refused(instead="thinking"),
-    "input": Refused(instead="messages"),
-    "prompt": Refused(instead="messages"),
-    "instructions": Refused(instead="system"),
-    "max_completion_tokens": Refused(instead="max_tokens"),
-    "max_output_tokens": Refused(instead="max_tokens"),
-    "response_format": Refused(instead="output_config.format"),
-    "output_format": Refused(instead="output_config.format"),
-    "guided_json": Refused(instead="output_config.format"),
-    "structured_outputs": Refused(instead="output_config.format"),
-    "reasoning_effort": Refused(instead="output_config.effort"),
-    "mcp_servers": Refused(),
-    "stop": Refused(instead="stop_sequences"),
-    "session_id": Refused(),
+    **_all("enable_thinking", instead="thinking"),
+    **_all("input prompt", instead="messages"),
+    **_all("instructions", instead="system"),
+    **_all("max_completion_tokens max_output_tokens", instead="max_tokens"),
+    **_all("response_format output_format guided_json structured_outputs", instead="output_config.format"),
+    **_all("reasoning_effort", instead="output_config.effort"),
+    **_all("stop", instead="stop_sequences"),
+    **_all("mcp_servers session_id"),
 }
 """The same for Anthropic's dialect."""
 
-OF_MESSAGES: Final[Mapping[str, Refused]] = {"audio": _AUDIO, "images": _IMAGES}
-OF_FORMS: Final[Mapping[str, Refused]] = {"grammar": Refused(), "structural_tag": Refused()}
+OF_MESSAGES: Final[Mapping[str, Refused]] = _MEDIA_FIELDS
+OF_FORMS: Final[Mapping[str, Refused]] = _all("grammar structural_tag")
 """Fields of a chat's messages, and of the form of an answer, that would change the answer."""
 
 OF_READINGS: Final[Mapping[str, Refused]] = {
-    "truncate_prompt_tokens": Refused(),
-    "truncate": Refused((False, "NONE")),
-    "max_tokens_per_doc": Refused(),
-    "max_chunks_per_doc": Refused(),
-    "rank_fields": Refused(),
-    "instruction": Refused(),
-    "mm_processor_kwargs": Refused(),
+    **_all("truncate_prompt_tokens max_tokens_per_doc max_chunks_per_doc rank_fields instruction mm_processor_kwargs"),
+    **_all("truncate", False, "NONE"),
 }
 """Fields of other servers that would change embeddings, scores and numbers of tokens."""
 
