@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from corolla.compute.attention.batch import AttentionBatch, LayerInput
+from corolla.compute.attention.base import AttentionBatch, LayerInput
 from corolla.compute.attention.page_tables import PagedBackend, tables_of
 from corolla.kernels.page_tables import PageTables
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from corolla.cache.store import KVStore
-from corolla.compute.attention.batch import AttentionBackend, AttentionBatch, PackedRow
+from corolla.compute.attention.base import AttentionBackend, AttentionBatch, PackedRow
 from corolla.compute.attention.compiled_attention import (
     ELEMENTS,
     EXPONENTIAL,

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from corolla.cache.store import KVStore, SessionCache
-from corolla.compute.attention.batch import AttentionBackend, AttentionBatch
+from corolla.compute.attention.base import AttentionBackend, AttentionBatch
 from corolla.kernels.page_tables import PageTables
 
 NewToken = tuple[SessionCache, int]

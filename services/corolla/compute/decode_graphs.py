@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from corolla.compute.attention.batch import AttentionBackend
+from corolla.compute.attention.base import AttentionBackend
 from corolla.compute.base import Embed
 from corolla.compute.decode_buffers import DecodeBuffers, DecodeStep, NewToken
 from corolla.compute.low_rank import NO_SLOT, RECORDED_RANK, LowRankBatch, LowRankTable

@@ -8,7 +8,7 @@ from torch import Tensor
 from corolla.cache.codecs import CODECS
 from corolla.cache.store import KVStore
 from corolla.chassis.errors import StartupError
-from corolla.compute.attention.batch import AttentionBatch
+from corolla.compute.attention.base import AttentionBatch
 from corolla.compute.attention.paged_triton import PagedTriton
 from corolla.compute.low_rank import RECORDED_RANK, LowRankBatch, LowRankTable
 from corolla.compute.triton_blocks import TritonBlocks, stored_twice, unsupported

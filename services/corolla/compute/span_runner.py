@@ -15,11 +15,11 @@ from corolla.cache.codecs import CODECS
 from corolla.cache.states import LayerState
 from corolla.cache.store import KVStore, SessionCache
 from corolla.chassis.errors import NonFiniteOutput
-from corolla.compute.attention.backends import choose_backend
-from corolla.compute.attention.batch import RAGGED, AttentionBackend, AttentionBatch, PackedRow
+from corolla.compute.attention.backends import ShapeProbe, choose_backend
+from corolla.compute.attention.base import AttentionBackend, AttentionBatch, PackedRow
 from corolla.compute.attention.latents import LATENT, PackedLatents, leave_latents
 from corolla.compute.attention.page_tables import PagedBackend, paged_batch
-from corolla.compute.attention.shapes import ShapeProbe
+from corolla.compute.attention.ragged import RAGGED
 from corolla.compute.base import Embed, LaunchedBatch, RowWork
 from corolla.compute.compiled_blocks import choose_compiled_blocks
 from corolla.compute.decode_buffers import DecodeStep

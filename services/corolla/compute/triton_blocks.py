@@ -19,7 +19,7 @@ from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation
 
 from corolla.cache.codecs import KVCodec
 from corolla.cache.store import KVStore, SessionCache
-from corolla.compute.attention.batch import AttentionBackend, AttentionBatch, PackedRow
+from corolla.compute.attention.base import AttentionBackend, AttentionBatch, PackedRow
 from corolla.compute.attention.paged_triton import PagedTriton, attend_stored
 from corolla.compute.low_rank import LowRankBatch
 from corolla.kernels.product_choice import rung_of

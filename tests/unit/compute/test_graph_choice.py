@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from corolla.compute import graph_choice
-from corolla.compute.attention.batch import AttentionBatch
+from corolla.compute.attention.base import AttentionBatch
 from corolla.compute.base import RowWork
 from corolla.compute.decode_buffers import DecodeBuffers, DecodeStep
 from corolla.compute.span_runner import SpanRunner

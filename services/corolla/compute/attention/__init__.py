@@ -1,1 +1,1 @@
-"""The backends that attend to keys and values on pages; `batch` has the parts that they share."""
+"""The ways to attend to keys and values on pages, one module each; `base` has what they share."""

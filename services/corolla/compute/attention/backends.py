@@ -10,13 +10,12 @@ from torch import Tensor
 from corolla.cache.codecs import KVCodec
 from corolla.cache.store import KVStore
 from corolla.chassis.errors import StartupError
-from corolla.compute.attention.batch import AttentionBackend, AttentionBatch, PackedRow
+from corolla.compute.attention.base import AttentionBackend, AttentionBatch, AttentionShape, LayerInput, PackedRow
 from corolla.compute.attention.compiled_attention import CompiledAttention
 from corolla.compute.attention.paged_triton import PagedTriton
 from corolla.compute.attention.partial_attention import flash_cpu
 from corolla.compute.attention.run_attention import RunAttention
 from corolla.compute.attention.sdpa import SdpaAttention
-from corolla.compute.attention.shapes import AttentionShape
 
 log = logging.getLogger(__name__)
 
@@ -177,3 +176,33 @@ def _definition(
     if sinks is not None:
         scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(query), 1)], dim=-1)
     return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1)[..., : len(keys)], values)
+
+
+class ShapeProbe:
+    """An attention backend that notes what layers ask for, and computes nothing.
+
+    Attributes:
+        shapes: what the layers asked for, in the order of their first calls.
+    """
+
+    name = "probe"
+
+    def __init__(self) -> None:
+        self.shapes: dict[AttentionShape, None] = {}
+
+    def attend(self, _batch: AttentionBatch, given: LayerInput) -> Tensor:
+        """Returns zeros; see `AttentionBatch.attend`."""
+        num_tokens, num_heads, key_size = given.query.shape
+        num_key_heads, value_size = given.value.shape[1:]
+        shape = AttentionShape(
+            num_heads,
+            num_key_heads,
+            key_size,
+            value_size,
+            given.scaling,
+            given.window,
+            given.softcap,
+            given.sinks is not None,
+        )
+        self.shapes[shape] = None
+        return given.query.new_zeros(num_tokens, num_heads, value_size)

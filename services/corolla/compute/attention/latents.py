@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, Cache, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from corolla.compute.attention.batch import AttentionBatch, PackedRow
+from corolla.compute.attention.base import AttentionBatch, PackedRow
 from corolla.compute.attention.partial_attention import Part, math, merge_two
 
 LATENT = "corolla_latent"

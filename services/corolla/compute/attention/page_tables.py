@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from corolla.cache.store import KVStore
-from corolla.compute.attention.batch import AttentionBatch, LayerInput, PackedRow, slots_of
+from corolla.compute.attention.base import AttentionBatch, LayerInput, PackedRow, slots_of
 from corolla.kernels.page_tables import PageTables
 from corolla.wire.device_copies import copied_numbers
 

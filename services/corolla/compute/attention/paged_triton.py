@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from corolla.chassis.errors import StartupError
-from corolla.compute.attention.batch import AttentionBatch, LayerInput, PackedRow
+from corolla.compute.attention.base import AttentionBatch, LayerInput, PackedRow
 from corolla.compute.attention.page_tables import PagedBackend, tables_of
 from corolla.compute.attention.partial_attention import math
 from corolla.compute.attention.run_attention import RunAttention

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from corolla.cache.codecs import KVCodec
-from corolla.compute.attention.batch import AttentionBatch, LayerInput
+from corolla.compute.attention.base import AttentionBatch, LayerInput
 from corolla.compute.attention.partial_attention import Kernel, Part, merge, sink
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from corolla.cache.store import gathered
-from corolla.compute.attention.batch import AttentionBatch, LayerInput, PackedRow
+from corolla.compute.attention.base import AttentionBatch, LayerInput, PackedRow
 
 
 class SdpaAttention:

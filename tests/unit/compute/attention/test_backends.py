@@ -12,10 +12,9 @@ import torch
 from corolla.chassis.errors import StartupError
 from corolla.compute.attention import backends, paged_triton
 from corolla.compute.attention.backends import BACKENDS, choose_backend, largest_difference
-from corolla.compute.attention.batch import AttentionBatch, LayerInput
+from corolla.compute.attention.base import AttentionBatch, AttentionShape, LayerInput
 from corolla.compute.attention.partial_attention import flash_cpu
 from corolla.compute.attention.run_attention import RunAttention
-from corolla.compute.attention.shapes import AttentionShape
 from corolla.compute.span_runner import SpanRunner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.span_model import load_span

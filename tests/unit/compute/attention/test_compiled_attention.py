@@ -9,7 +9,7 @@ from torch import Tensor
 
 from corolla.cache.store import KVStore, SessionCache
 from corolla.compute.attention import compiled_attention
-from corolla.compute.attention.batch import AttentionBatch, PackedRow
+from corolla.compute.attention.base import AttentionBatch, PackedRow
 from corolla.compute.attention.compiled_attention import CompiledAttention
 from corolla.kernels.chunk_source import TILE_KEYS
 from tests.tiers import covering, quick

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from corolla.compute.attention import latents
-from corolla.compute.attention.batch import AttentionBatch, PackedRow
+from corolla.compute.attention.base import AttentionBatch, PackedRow
 from corolla.compute.attention.latents import bytes_of_key, latent_attention, runs_within
 from corolla.compute.base import RowWork
 from corolla.compute.span_runner import SpanRunner

@@ -1,4 +1,4 @@
-"""Attention over rows of different sessions, computed in one call.
+"""What every way to attend has in common: rows of different sessions, computed in one call.
 
 All rows' new keys and values are written into the pages of their sessions; then each row attends to the tokens of its
 own session, in their pages. Rows never see each other. All tensors of a call are on the device of the pages.
@@ -9,12 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface
+from torch import Tensor
 
 from corolla.cache.store import KVStore, SessionCache
-
-RAGGED = "corolla_ragged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +61,31 @@ class LayerInput:
         """The part of the inputs that belongs to one row."""
         query, key, value = (tensor[row.start : row.end] for tensor in (self.query, self.key, self.value))
         return replace(self, query=query, key=key, value=value)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What a layer asks of attention; the defaults are ordinary sizes.
+
+    Attributes:
+        num_heads: how many query heads there are.
+        num_key_heads: how many key heads, and value heads, there are.
+        key_size: the size of a query head and of a key head.
+        value_size: the size of a value head.
+        scaling: the factor of the scores.
+        window: how many tokens a token sees, itself included; None: it sees all tokens before it.
+        softcap: the bound of the scores; None: they are not bounded.
+        has_sinks: whether each head has a sink, see `LayerInput`.
+    """
+
+    num_heads: int = 4
+    num_key_heads: int = 2
+    key_size: int = 64
+    value_size: int = 64
+    scaling: float = 0.125
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
 
 
 class AttentionBackend(Protocol):
@@ -187,52 +209,3 @@ class AttentionBatch:
 def slots_of(rows: Sequence[PackedRow], group: int) -> list[int]:
     """The slots of the new tokens of all rows in a group of layers."""
     return [slot for row in rows for slot in row.cache.slots(row.position, row.num_tokens, group)]
-
-
-def ragged_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    batch: AttentionBatch,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_options: Any,
-) -> tuple[Tensor, None]:
-    """The attention function that transformers calls for the rows of a batch.
-
-    The store knows the layer's window.
-
-    Args:
-        module: the family's attention module; its `layer_idx` picks the layer of the caches.
-        query: `[1, heads, N, head_dim]` in the model's dtype.
-        key: `[1, key heads, N, head_dim]` in the same dtype.
-        value: `[1, key heads, N, value head size]` in the same dtype.
-        attention_mask: unused; transformers makes no mask for functions that it does not know.
-        batch: the rows.
-        scaling: the factor of the scores; None: one over the square root of the head size.
-        softcap: the bound of the scores; None: they are not bounded.
-        s_aux: `[heads]` in the model's dtype or float32, the sinks; None: there are none.
-
-    Returns:
-        The output `[1, N, heads, value head size]` in the query's dtype, and None.
-    """
-    layer: Any = module.layer_idx
-    output = batch.attend(
-        layer,
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=batch.store.window_of(layer),
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    # transformers' own functions return a contiguous tensor, and some families make a view of it.
-    return output.contiguous().unsqueeze(0), None
-
-
-AttentionInterface.register(RAGGED, ragged_attention)
