@@ -15,6 +15,7 @@ from transformers.models.olmo3.modeling_olmo3 import Olmo3RMSNorm
 
 from corolla.cache.codecs import CODECS
 from corolla.decoding.nucleus import PROBABILITY_BITS, sorted_nucleus
+from corolla.kernels.triton import device_code
 from corolla.kernels.triton.launches import (
     HeadNorms,
     activate,
@@ -26,7 +27,7 @@ from corolla.kernels.triton.launches import (
 )
 from corolla.kernels.triton.launches import keep_nucleus as launched_nucleus
 from corolla.models.invariant_norms import InvariantNorm, invariant_norm
-from tests.tiers import quick
+from tests.tiers import covering, quick
 from tests.triton_kernels import DEVICE
 from tests.triton_kernels.ordered_products import install
 from tests.triton_kernels.paged_texts import PagedTexts
@@ -34,6 +35,7 @@ from tests.triton_kernels.paged_texts import PagedTexts
 # The interpreter cuts bfloat16 where a GPU rounds it.
 TOLERANCES = {torch.float32: 3e-6, torch.float16: 6e-3, torch.bfloat16: 6e-2}
 DTYPES = list(TOLERANCES)
+MERGED_AT_ONCE = device_code.MERGED_AT_ONCE
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -274,11 +276,11 @@ CASES: list[Case] = [
 ATTENTION_DTYPES = DTYPES if DEVICE != "cpu" else [torch.float32, torch.float16]
 
 
-@pytest.mark.parametrize("case", quick(CASES, CASES[0]))
-@pytest.mark.parametrize("dtype", quick(ATTENTION_DTYPES, torch.float32))
-@pytest.mark.parametrize("kind", quick([None, *CODECS], None))
-def test_attention_has_the_same_bits_in_every_cut(case: Case, dtype: torch.dtype, kind: str | None) -> None:
-    page_tokens, heads, head, window, softcap, has_sinks = case
+@pytest.mark.parametrize(
+    "case", quick(covering(CASES, ATTENTION_DTYPES, [None, *CODECS]), (CASES[0], torch.float32, None))
+)
+def test_attention_has_the_same_bits_in_every_cut(case: tuple[Case, torch.dtype, str | None]) -> None:
+    (page_tokens, heads, head, window, softcap, has_sinks), dtype, kind = case
     sinks = 2 * draw(heads[0], dtype=dtype) if has_sinks else None
     lengths = (2 * page_tokens + 9, page_tokens + 2, 5)
 
@@ -322,8 +324,11 @@ def test_attention_has_the_same_bits_in_every_cut(case: Case, dtype: torch.dtype
 
 @pytest.mark.parametrize("window", quick([None, 70], 70))
 @pytest.mark.parametrize("length", quick([4 * 32, 4 * 67 + 1], 4 * 32))
-def test_a_token_with_many_pages_has_the_bits_of_a_chunk(length: int, window: int | None) -> None:
+def test_a_token_with_many_pages_has_the_bits_of_a_chunk(
+    length: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Factors of 32 pages are computed together, and parts of 16 are read together. Pages before a window are not."""
+    monkeypatch.setattr(device_code, "MERGED_AT_ONCE", MERGED_AT_ONCE)
     texts, sinks = PagedTexts((length, 40), 4, (2, 1), 16, torch.float32), draw(2, dtype=torch.float32)
     (chunk,) = texts.step([(0, 0, length)], window, None, sinks)
     assert_near(chunk[-1:], texts.definition(0, window, None, sinks)[-1:])

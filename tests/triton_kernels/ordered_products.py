@@ -5,13 +5,17 @@ product has the same bits for every tile height; the interpreter keeps that rule
 whether a kernel keeps it, too.
 """
 
+import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import triton.language as tl
 from triton.runtime import interpreter
 
+from corolla.kernels.triton import device_code
 from tests.triton_kernels import DEVICE
 
 Numbers = npt.NDArray[Any]
@@ -35,7 +39,7 @@ def _floats(handle: Any) -> Numbers:
 def install(patch: pytest.MonkeyPatch) -> None:
     """Makes the interpreter multiply in one order, and round a fused multiply-add once, until `patch` is undone.
 
-    A GPU does so by itself.
+    A GPU does so by itself. The interpreter also leaves out most of what only takes time.
     """
     if DEVICE != "cpu":
         return
@@ -50,5 +54,19 @@ def install(patch: pytest.MonkeyPatch) -> None:
         exact = x.data.astype(np.float64) * y.data + z.data
         return handle(exact.astype(z.data.dtype), z.dtype.scalar)
 
+    prepare, prepared = interpreter._patch_lang, dict[str, Any]()
+
+    def prepare_once(function: Any) -> Any:
+        """The interpreter would replace Triton's language anew in each call of a function, also within kernels."""
+        if function.__module__ not in prepared:
+            prepare(function)
+        return prepared.setdefault(function.__module__, SimpleNamespace(restore=lambda: None))
+
+    patch.setattr(interpreter, "_patch_lang", prepare_once)
+    # It would compute whether numbers overflow, and drop the result.
+    builder = interpreter.interpreter_builder
+    patch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
+    # What is merged together takes its time for pages that are not there, too.
+    patch.setattr(device_code, "MERGED_AT_ONCE", tl.constexpr(2))
     patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
     patch.setattr(interpreter.InterpreterBuilder, "create_fma", create_fma)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -17,11 +18,13 @@ pytestmark = [
 
 
 CHAIN = "test_a_chain_gives_the_tokens_of_transformers"
+NUM_PARTS = 4
 
 
-def interpret(marks: str, *modules: str, case: str = "", but: str = "") -> None:
-    """Runs what has these marks in modules: one case of it, or all tests but one."""
-    ids = [f"tests/triton_kernels/{module}.py{f'::{case}' if case else ''}" for module in modules]
+def interpret(marks: str, *modules: str, chains: Sequence[str] = (), but: str = "") -> None:
+    """Runs what has these marks in modules: the chains of families, or all tests but one."""
+    ids = [f"tests/triton_kernels/{module}.py" for module in modules]
+    ids = [f"{ids[0]}::{CHAIN}[{family}]" for family in chains] or ids
     done = subprocess.run(
         [
             sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks,
@@ -34,55 +37,28 @@ def interpret(marks: str, *modules: str, case: str = "", but: str = "") -> None:
     assert "skipped" not in done.stdout
 
 
-def test_kernels_compute_what_they_are_for_and_no_row_depends_on_the_others() -> None:
-    interpret("not full", "kernels", "mixtures", "choices")
-
-
-def test_packed_weights_are_the_numbers_of_a_processor() -> None:
-    interpret("not full", "packed", "specialisations")
-
-
-@pytest.mark.full
-def test_products_with_packed_weights_of_every_layout() -> None:
-    interpret("full", "packed")
-
-
-@pytest.mark.kind
-def test_spans_give_the_tokens_of_transformers_and_replayed_steps_the_bits_of_prompts() -> None:
-    interpret("not full", "spans")
-
-
-@pytest.mark.full
-def test_a_start_compiles_what_serving_needs() -> None:
-    interpret("full", "specialisations")
+@pytest.mark.parametrize(
+    "marks, modules",
+    [
+        pytest.param("not full", ["kernels", "mixtures", "choices"], id="each_kernel"),
+        pytest.param("not full", ["packed", "specialisations"], id="packed_weights"),
+        pytest.param("not full", ["spans"], id="spans", marks=pytest.mark.kind),
+        *(
+            pytest.param("full", [module], id=f"{module}_of_every_kind", marks=pytest.mark.full)
+            for module in ("kernels", "packed", "choices", "mixtures", "adapters", "specialisations")
+        ),
+    ],
+)
+def test_kernels_compute_what_they_are_for_and_no_row_depends_on_the_others(marks: str, modules: list[str]) -> None:
+    interpret(marks, *modules)
 
 
 @pytest.mark.full
-def test_batches_of_adapters() -> None:
-    interpret("full", "adapters")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("family", [each for each in FAMILIES if each != QUICK_FAMILY])
-def test_chains_of_families_with_every_feature(family: str) -> None:
-    interpret("full", "spans", case=f"{CHAIN}[{family}]")
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_chains_of_families_with_every_feature(part: int) -> None:
+    interpret("full", "spans", chains=[each for each in FAMILIES if each != QUICK_FAMILY][part::NUM_PARTS])
 
 
 @pytest.mark.full
 def test_spans_with_packed_weights_and_with_families_own_blocks() -> None:
     interpret("full", "spans", but=CHAIN)
-
-
-@pytest.mark.full
-def test_attention_over_pages_of_every_kind() -> None:
-    interpret("full", "kernels")
-
-
-@pytest.mark.full
-def test_draws_of_every_width() -> None:
-    interpret("full", "choices")
-
-
-@pytest.mark.full
-def test_mixtures_of_every_kind() -> None:
-    interpret("full", "mixtures")

@@ -22,7 +22,7 @@ from corolla.kernels.triton.cache_code import decoded, store_head
 _LOG2E = tl.constexpr(1.4426950408889634)
 # Merging pages: the factors of so many pages are computed together, and the loads of so many are under way together.
 _FACTORS = tl.constexpr(32)
-_MERGED_AT_ONCE = tl.constexpr(16)
+MERGED_AT_ONCE = tl.constexpr(16)
 
 
 @triton.jit
@@ -447,9 +447,9 @@ def merge_pages(
         old, fresh = tl.exp2(earlier - safe), tl.exp2(m - safe)
         weighted = l * fresh
         greatest = tl.max(new, 0)
-        for group in range(0, tl.minimum(num_pages - first, _FACTORS), _MERGED_AT_ONCE):
+        for group in range(0, tl.minimum(num_pages - first, _FACTORS), MERGED_AT_ONCE):
             # A page that is not there leaves the sums as they are: its factors are one and zero.
-            for index in tl.static_range(_MERGED_AT_ONCE):
+            for index in tl.static_range(MERGED_AT_ONCE):
                 page = group + index
                 there = (place + (first + page) * NUM_HEADS) * HEAD + at
                 a = tl.load(parts + there, mask=inside & (first + page < num_pages), other=0.0)
