@@ -5,7 +5,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -180,41 +180,41 @@ def rpcs(method: MethodDescriptor, *, pairs: bool) -> Iterator[Costly]:
     return rpc_requests(method, BASES[method.input_type.name], TEXTS, pairs=pairs)
 
 
-def every(few: int, many: int) -> pytest.MarkDecorator:
-    """One request in so many is sent: a few of them before each commit, and in `make test-all` many."""
-    steps = [pytest.param(few, marks=pytest.mark.kind), pytest.param(many, marks=pytest.mark.full)]
-    return pytest.mark.parametrize("step", steps)
+# Whether two fields are large, and one request in how many is sent before each commit and in `make test-all`.
+SAMPLES: Final = (
+    (False, 13, pytest.mark.kind),
+    (False, 1, pytest.mark.full),
+    (True, 101, pytest.mark.kind),
+    (True, 3, pytest.mark.full),
+)
 
 
-OF_GRPC = pytest.mark.parametrize("method", METHODS, ids=lambda each: each.name)
-OF_HTTP = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda each: each.path)
+def cases(of_pairs: Iterable[Any], of_fields: Iterable[Any], name: str) -> list[Any]:
+    """What is asked, with which fields are large, and how many requests are left out."""
+    return [
+        pytest.param(
+            asked, pairs, step, marks=mark, id=f"{getattr(asked, name)}-{'pairs' if pairs else 'fields'}-{step}"
+        )
+        for pairs, step, mark in SAMPLES
+        for asked in (of_pairs if pairs else of_fields)
+    ]
 
 
-@every(13, 1)
-@OF_GRPC
-def test_no_field_of_grpc_costs_more_than_its_bytes(target: Target, method: MethodDescriptor, step: int) -> None:
-    found = itertools.islice(rpcs(method, pairs=False), 0, None, step)
+# A method with a stream reads the same message by the same code as the one without.
+@pytest.mark.parametrize(
+    "method, pairs, step", cases([each for each in METHODS if not each.server_streaming], METHODS, "name")
+)
+def test_no_field_of_grpc_costs_more_than_its_bytes(
+    target: Target, method: MethodDescriptor, pairs: bool, step: int
+) -> None:
+    """Nor do two fields multiply."""
+    found = itertools.islice(rpcs(method, pairs=pairs), 0, None, step)
     assert all_faults(target, found, lambda data: target.rpc(method, data)) == []
 
 
-@every(13, 1)
-@OF_HTTP
-def test_no_field_of_http_costs_more_than_its_bytes(target: Target, operation: Any, step: int) -> None:
-    found = itertools.islice(SCHEMAS.requests(operation.body, TEXTS, pairs=False), 0, None, step)
-    assert all_faults(target, found, lambda data: target.http(operation.path, data)) == []
-
-
-@every(101, 3)
-@OF_GRPC
-def test_no_pair_of_fields_of_grpc_multiplies(target: Target, method: MethodDescriptor, step: int) -> None:
-    found = itertools.islice(rpcs(method, pairs=True), 0, None, step)
-    assert all_faults(target, found, lambda data: target.rpc(method, data)) == []
-
-
-@every(101, 3)
-@OF_HTTP
-def test_no_pair_of_fields_of_http_multiplies(target: Target, operation: Any, step: int) -> None:
-    found = itertools.islice(SCHEMAS.requests(operation.body, TEXTS, pairs=True), 0, None, step)
+@pytest.mark.parametrize("operation, pairs, step", cases(OPERATIONS, OPERATIONS, "path"))
+def test_no_field_of_http_costs_more_than_its_bytes(target: Target, operation: Any, pairs: bool, step: int) -> None:
+    found = itertools.islice(SCHEMAS.requests(operation.body, TEXTS, pairs=pairs), 0, None, step)
     assert all_faults(target, found, lambda data: target.http(operation.path, data)) == []
 
 
