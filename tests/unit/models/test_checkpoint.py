@@ -4,7 +4,7 @@ import itertools
 import json
 import resource
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -193,45 +193,43 @@ def test_a_model_has_the_name_that_people_gave_it(folder: Path, tmp_path: Path, 
 
 
 def test_a_checkpoint_in_one_file_needs_no_index(folder: Path) -> None:
-    tensors = {name: tensor for shard in shards(folder) for name, tensor in load_file(shard).items()}
-    sharded = Checkpoint.from_pretrained(str(folder)).fingerprint("float32")
-    for path in (*shards(folder), folder / INDEX):
-        path.unlink()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    sharded = Checkpoint.from_pretrained(str(folder))
+    fingerprint = sharded.fingerprint("float32")
+    rewritten(str)(folder)
     whole = Checkpoint.from_pretrained(str(folder))
-    assert set(whole.weight_index) == set(tensors)
-    assert whole.fingerprint("float32") == sharded, "how the tensors are spread over files changes no result"
+    assert set(whole.weight_index) == set(sharded.weight_index)
+    assert whole.fingerprint("float32") == fingerprint, "how the tensors are spread over files changes no result"
 
 
-def cut_short(folder: Path) -> None:
-    content = shards(folder)[1].read_bytes()
-    shards(folder)[1].write_bytes(content[:-100])
+Damage = Callable[[Path], object]
+WEIGHTS = ("*.safetensors", INDEX)
 
 
-def scribble_on_header(folder: Path) -> None:
-    content = bytearray(shards(folder)[0].read_bytes())
-    content[8:40] = b"x" * 32
-    shards(folder)[0].write_bytes(bytes(content))
+def config(**changes: Any) -> Damage:
+    return lambda folder: edit_json(folder / "config.json", **changes)
 
 
-def empty_shard(folder: Path) -> None:
-    shards(folder)[0].write_bytes(b"")
+def written(content: str | bytes, *names: str, instead_of: Sequence[str] = ()) -> Damage:
+    """Removes files of some patterns, then writes files with a content."""
+
+    def change(folder: Path) -> None:
+        without(*instead_of)(folder)
+        for name in names:
+            (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+    return change
 
 
-def lose_shard(folder: Path) -> None:
-    shards(folder)[2].unlink()
+def without(*patterns: str) -> Damage:
+    def change(folder: Path) -> None:
+        for path in [path for pattern in patterns for path in folder.glob(pattern)]:
+            path.unlink()
+
+    return change
 
 
-def lose_tensor(folder: Path) -> None:
-    edit_tensor(folder, "model.layers.2.mlp.up_proj.weight", lambda _tensor: None)
-
-
-def lose_block(folder: Path) -> None:
-    edit_json(folder / "config.json", num_hidden_layers=6)
-
-
-def damage_index(folder: Path) -> None:
-    (folder / INDEX).write_text('{"weight_map": ')
+def of_a_shard(number: int, change: Callable[[bytes], bytes]) -> Damage:
+    return lambda folder: shards(folder)[number].write_bytes(change(shards(folder)[number].read_bytes()))
 
 
 def point_index_outside(folder: Path) -> None:
@@ -239,161 +237,111 @@ def point_index_outside(folder: Path) -> None:
     edit_json(folder / INDEX, weight_map={name: f"../{file}" for name, file in weight_map.items()})
 
 
-def lose_index(folder: Path) -> None:
-    (folder / INDEX).unlink()
+def rewritten(name_of: Callable[[str], str | None]) -> Damage:
+    """Writes all tensors to one file under other names; None: the tensor is left out."""
+
+    def rewrite(folder: Path) -> None:
+        tensors = {name_of(name): each for shard in shards(folder) for name, each in load_file(shard).items()}
+        without(*WEIGHTS)(folder)
+        kept = {name: each for name, each in tensors.items() if name is not None}
+        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return rewrite
 
 
-def pickle_weights(folder: Path) -> None:
-    for path in (*shards(folder), folder / INDEX):
-        path.unlink()
-    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-
-
-def lose_weights(folder: Path) -> None:
-    for path in (*shards(folder), folder / INDEX):
-        path.unlink()
-
-
-def lose_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
-
-
-def damage_config(folder: Path) -> None:
-    (folder / "config.json").write_text("{")
-
-
-def list_config(folder: Path) -> None:
-    (folder / "config.json").write_text("[]")
-
-
-def adapter_only(folder: Path) -> None:
-    lose_config(folder)
-    (folder / "adapter_config.json").write_text("{}")
-
-
-def adapter_with_model(folder: Path) -> None:
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        (folder / name).write_text("{}")
-
-
-def gguf_only(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink()
-    (folder / "tiny.Q8_0.GGUF").write_bytes(b"GGUF")
-
-
-def gguf_with_config(folder: Path) -> None:
-    lose_weights(folder)
-    (folder / "tiny.Q8_0.gguf").write_bytes(b"GGUF")
-
-
-def other_weights(folder: Path) -> None:
-    edit_json(folder / "config.json", transformers_weights="other.safetensors")
-
-
-def describe_nothing(folder: Path) -> None:
-    edit_json(folder / "config.json", quantization_config={})
-
-
-def describe_by_file(folder: Path) -> None:
-    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
-
-
-def describe_by_a_file_that_says_nothing(folder: Path) -> None:
-    (folder / "quantize_config.json").write_text(json.dumps({"group": 128}))
-
-
-def factor_of_another_family(folder: Path) -> None:
-    edit_json(folder / "config.json", logit_scale=0.25)
-
-
-def odd_heads(folder: Path) -> None:
-    edit_json(folder / "config.json", num_attention_heads="four")
-
-
-def no_tensor_of_a_block(folder: Path) -> None:
-    edit_json(folder / "config.json", model_type="gpt2")
-
-
-def lose_middle_block(folder: Path) -> None:
-    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-    tensors = {name: tensor for shard in shards(folder) for name, tensor in load_file(shard).items()}
-    for shard in shards(folder):
-        shard.unlink()
-    kept = {name: tensors[name] for name in weight_map if ".layers.2." not in name}
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def edit_config_by_hand(folder: Path) -> None:
-    text = (folder / "config.json").read_text()
-    (folder / "config.json").write_text(text.replace("{", "{\n\n,", 1))
-
-
-def save_within_a_wrapper(folder: Path) -> None:
-    tensors = {f"_orig_mod.{name}": each for shard in shards(folder) for name, each in load_file(shard).items()}
-    lose_weights(folder)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def of_mlx(folder: Path) -> None:
-    edit_json(folder / "config.json", quantization={"group_size": 64, "bits": 4}, quantization_config={"bits": 4})
-
-
-def of_mlx_alone(folder: Path) -> None:
-    edit_json(folder / "config.json", quantization={"group_size": 64, "bits": 4})
-
-
-def too_many_blocks(folder: Path) -> None:
-    edit_json(folder / "config.json", num_hidden_layers=100_000_000)
-
-
-def a_group_of_nothing(folder: Path) -> None:
-    edit_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 0})
-
-
-def quantise(folder: Path) -> None:
-    edit_json(folder / "config.json", quantization_config={"quant_method": "aqlm", "bits": 2})
+MLX = {"group_size": 64, "bits": 4}
+CUT_SHORT = r"damaged or cut short; delete it and fetch"
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | {
+    "original_max_position_embeddings": 64
+}
+OF_MLX = r"the format of MLX are not served; give the original checkpoint"
 
 
 @pytest.mark.parametrize(
     "damage, advice",
     [
-        (cut_short, r"damaged or cut short; delete it and fetch"),
-        (scribble_on_header, r"damaged or cut short; delete it and fetch"),
-        (empty_shard, r"damaged or cut short; delete it and fetch"),
-        (lose_shard, r"is missing although .* names it; fetch"),
-        (lose_tensor, r"lacks the tensor model\.layers\.2\.mlp\.up_proj\.weight .*; fetch"),
-        (lose_block, r"weights of 5 blocks where config\.json promises 6; set num_hidden_layers to 5 if"),
-        (lose_middle_block, r"no weights of block 2, and config\.json promises 5 blocks; give the whole"),
-        (no_tensor_of_a_block, r"named as the blocks of a gpt2 model \(h\.0\.…\); 'lm_head\.weight' is .* model_type"),
-        (too_many_blocks, r"sets num_hidden_layers to 100000000, where 1 to 4096 can be served; correct it"),
-        (edit_config_by_hand, r"config\.json is no JSON from line 3 on; correct it there, or fetch"),
-        (save_within_a_wrapper, r"all begin with '_orig_mod\.', which torch\.compile.*take the beginning off"),
-        (of_mlx, r"the format of MLX are not served; give the original checkpoint"),
-        (of_mlx_alone, r"the format of MLX are not served; give the original checkpoint"),
-        (a_group_of_nothing, r"has a group_size that makes no sense; correct it, or give the original"),
-        (damage_index, r"index\.json is damaged; fetch"),
+        (of_a_shard(1, lambda content: content[:-100]), CUT_SHORT),
+        (of_a_shard(0, lambda content: content[:8] + b"x" * 32 + content[40:]), CUT_SHORT),
+        (of_a_shard(0, lambda _content: b""), CUT_SHORT),
+        (lambda folder: shards(folder)[2].unlink(), r"is missing although .* names it; fetch"),
+        (
+            lambda folder: edit_tensor(folder, "model.layers.2.mlp.up_proj.weight", lambda _tensor: None),
+            r"lacks the tensor model\.layers\.2\.mlp\.up_proj\.weight .*; fetch",
+        ),
+        (
+            config(num_hidden_layers=6),
+            r"weights of 5 blocks where config\.json promises 6; set num_hidden_layers to 5 if",
+        ),
+        (
+            rewritten(lambda name: None if ".layers.2." in name else name),
+            r"no weights of block 2, and config\.json promises 5 blocks; give the whole",
+        ),
+        (
+            config(model_type="gpt2"),
+            r"named as the blocks of a gpt2 model \(h\.0\.…\); 'lm_head\.weight' is .* model_type",
+        ),
+        (
+            config(num_hidden_layers=100_000_000),
+            r"sets num_hidden_layers to 100000000, where 1 to 4096 can be served; correct it",
+        ),
+        (written("{\n\n,", "config.json"), r"config\.json is no JSON from line 3 on; correct it there, or fetch"),
+        (
+            rewritten("_orig_mod.{}".format),
+            r"all begin with '_orig_mod\.', which torch\.compile.*take the beginning off",
+        ),
+        (config(quantization=MLX, quantization_config={"bits": 4}), OF_MLX),
+        (config(quantization=MLX), OF_MLX),
+        (
+            config(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 0}),
+            r"has a group_size that makes no sense; correct it, or give the original",
+        ),
+        (written('{"weight_map": ', INDEX), r"index\.json is damaged; fetch"),
         (point_index_outside, r"outside its folder; fetch a checkpoint that you trust"),
-        (lose_index, r"safetensors files but no .*index\.json; fetch"),
-        (pickle_weights, r"only pickled weights \(pytorch_model\.bin\).*; convert them"),
-        (lose_weights, r"no safetensors weights; point to"),
-        (lose_config, r"has no config\.json; point to"),
-        (damage_config, r"config\.json is no JSON from line 1 on; correct it there, or fetch"),
-        (list_config, r"config\.json holds no table of settings; give the file"),
-        (adapter_only, r"holds an adapter and no model; give its base model"),
-        (adapter_with_model, r"holds an adapter \(adapter_config\.json\) next to a model"),
-        (gguf_only, r"holds GGUF files, .*; give .*/tiny\.Q8_0\.GGUF"),
-        (gguf_with_config, r"holds GGUF files, .*; give .*/tiny\.Q8_0\.gguf"),
-        (other_weights, r"transformers_weights \('other\.safetensors'\), which is not served"),
-        (describe_nothing, r"has a quantization_config without a quant_method"),
-        (describe_by_file, r"ModelOpt's weights of the type 'NVFP4' are not served"),
-        (describe_by_a_file_that_says_nothing, r"has a quantize_config\.json without a quant_method"),
-        (factor_of_another_family, r"sets logit_scale, with which a llama model is not computed; correct model_type"),
-        (odd_heads, r"does not describe a model that transformers knows; correct it: .*num_attention_heads"),
-        (quantise, r"quantised by 'aqlm' are not served; give the original"),
+        (without(INDEX), r"safetensors files but no .*index\.json; fetch"),
+        (
+            written(b"\x80\x04.", "pytorch_model.bin", instead_of=WEIGHTS),
+            r"only pickled weights \(pytorch_model\.bin\).*; convert them",
+        ),
+        (without(*WEIGHTS), r"no safetensors weights; point to"),
+        (without("config.json"), r"has no config\.json; point to"),
+        (written("{", "config.json"), r"config\.json is no JSON from line 1 on; correct it there, or fetch"),
+        (written("[]", "config.json"), r"config\.json holds no table of settings; give the file"),
+        (
+            written("{}", "adapter_config.json", instead_of=["config.json"]),
+            r"holds an adapter and no model; give its base model",
+        ),
+        (
+            written("{}", "adapter_config.json", "adapter_model.safetensors"),
+            r"holds an adapter \(adapter_config\.json\) next to a model",
+        ),
+        (written(b"GGUF", "tiny.Q8_0.GGUF", instead_of=["*"]), r"holds GGUF files, .*; give .*/tiny\.Q8_0\.GGUF"),
+        (
+            written(b"GGUF", "tiny.Q8_0.gguf", instead_of=WEIGHTS),
+            r"holds GGUF files, .*; give .*/tiny\.Q8_0\.gguf",
+        ),
+        (
+            config(transformers_weights="other.safetensors"),
+            r"transformers_weights \('other\.safetensors'\), which is not served",
+        ),
+        (config(quantization_config={}), r"has a quantization_config without a quant_method"),
+        (
+            written('{"quantization": {"quant_algo": "NVFP4"}}', "hf_quant_config.json"),
+            r"ModelOpt's weights of the type 'NVFP4' are not served",
+        ),
+        (written('{"group": 128}', "quantize_config.json"), r"has a quantize_config\.json without a quant_method"),
+        (config(logit_scale=0.25), r"sets logit_scale, with which a llama model is not computed; correct model_type"),
+        (
+            config(num_attention_heads="four"),
+            r"does not describe a model that transformers knows; correct it: .*num_attention_heads",
+        ),
+        (
+            config(quantization_config={"quant_method": "aqlm", "bits": 2}),
+            r"quantised by 'aqlm' are not served; give the original",
+        ),
     ],
 )
-def test_a_bad_checkpoint_is_refused(folder: Path, damage: Callable[[Path], None], advice: str) -> None:
+def test_a_bad_checkpoint_is_refused(folder: Path, damage: Damage, advice: str) -> None:
     damage(folder)
     with pytest.raises(CheckpointError, match=advice):
         Checkpoint.from_pretrained(str(folder))
@@ -426,17 +374,8 @@ def test_factors_that_change_nothing_are_no_reason_to_refuse(folder: Path) -> No
             {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}},
             r"no rotary embedding of the type 'spiral'; set rope_type .* to one that transformers knows",
         ),
-        (
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            r"keeps state .*; set another",
-        ),
-        (
-            {
-                "model_type": "hunyuan_v1_dense",
-                "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
-            },
-            r"keeps state .*; set another",
-        ),
+        ({"rope_parameters": DYNAMIC}, r"keeps state .*; set another"),
+        ({"model_type": "hunyuan_v1_dense", "rope_parameters": DYNAMIC}, r"keeps state .*; set another"),
         (
             {"model_type": "opt", "do_layer_norm_before": False},
             r"'opt' are supported only with do_layer_norm_before=True",
@@ -470,16 +409,7 @@ def test_long_texts_are_for_families_that_begin_them_anew(
         ({"rope_type": "linear", "factor": 4.0}, 4 * CONTEXT_LENGTH),
         ({"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 64}, CONTEXT_LENGTH),
         ({"type": "linear", "factor": 2}, 2 * CONTEXT_LENGTH),
-        (
-            {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            },
-            CONTEXT_LENGTH,
-        ),
+        (LLAMA3, CONTEXT_LENGTH),
         ({"rope_type": "default"}, CONTEXT_LENGTH),
     ],
 )
@@ -567,10 +497,7 @@ def test_a_tensor_of_another_shape_is_refused_at_loading(folder: Path) -> None:
 
 @pytest.mark.parametrize("begin", ["language_model.model.", "model.language_model."])
 def test_a_language_model_within_a_larger_one_is_named(folder: Path, begin: str) -> None:
-    tensors = {name: tensor for shard in shards(folder) for name, tensor in load_file(shard).items()}
-    lose_weights(folder)
-    renamed = {name.replace("model.", begin, 1): tensor for name, tensor in tensors.items()}
-    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    rewritten(lambda name: name.replace("model.", begin, 1))(folder)
     with pytest.raises(
         CheckpointError, match=rf"its blocks as '{begin}layers\..*a llama model has model\.layers\.0.*save "
     ):
@@ -656,59 +583,31 @@ def test_a_fingerprint_is_stable_and_short(pristine: Path, folder: Path) -> None
     int(fingerprint, 16)
 
 
-def another_dtype(checkpoint: Path) -> str:
-    return Checkpoint.from_pretrained(str(checkpoint)).fingerprint("bfloat16")
-
-
-def another_quantization(checkpoint: Path) -> str:
-    return Checkpoint.from_pretrained(str(checkpoint)).fingerprint("float32", "int8")
-
-
-def another_number(checkpoint: Path, index: int) -> str:
+def another_number(index: int) -> Damage:
     def change(tensor: torch.Tensor) -> torch.Tensor:
         tensor.view(-1)[index] += 1.0
         return tensor
 
-    edit_tensor(checkpoint, "model.layers.4.self_attn.o_proj.weight", change)
-    return Checkpoint.from_pretrained(str(checkpoint)).fingerprint("float32")
-
-
-def another_beginning(checkpoint: Path) -> str:
-    return another_number(checkpoint, 0)
-
-
-def another_middle(checkpoint: Path) -> str:
-    return another_number(checkpoint, HIDDEN_SIZE * HIDDEN_SIZE // 2)
-
-
-def another_end(checkpoint: Path) -> str:
-    return another_number(checkpoint, -1)
-
-
-def another_config(checkpoint: Path) -> str:
-    edit_json(checkpoint / "config.json", rms_norm_eps=0.1)
-    return Checkpoint.from_pretrained(str(checkpoint)).fingerprint("float32")
-
-
-def another_tokenizer(checkpoint: Path) -> str:
-    (checkpoint / "chat_template.jinja").write_text("{{ messages }}")
-    return Checkpoint.from_pretrained(str(checkpoint)).fingerprint("float32")
+    return lambda folder: edit_tensor(folder, "model.layers.4.self_attn.o_proj.weight", change)
 
 
 @pytest.mark.parametrize(
-    "change",
+    "change, numbers",
     [
-        another_dtype,
-        another_quantization,
-        another_beginning,
-        another_middle,
-        another_end,
-        another_config,
-        another_tokenizer,
+        (without(), ("bfloat16",)),
+        (without(), ("float32", "int8")),
+        *((another_number(index), ("float32",)) for index in (0, HIDDEN_SIZE * HIDDEN_SIZE // 2, -1)),
+        (config(rms_norm_eps=0.1), ("float32",)),
+        (written("{{ messages }}", "chat_template.jinja"), ("float32",)),
     ],
+    ids=["dtype", "quantization", "beginning", "middle", "end", "config", "tokenizer"],
 )
-def test_a_fingerprint_distinguishes_checkpoints(pristine: Path, folder: Path, change: Callable[[Path], str]) -> None:
-    assert change(folder) != Checkpoint.from_pretrained(str(pristine)).fingerprint("float32")
+def test_a_fingerprint_distinguishes_checkpoints(
+    pristine: Path, folder: Path, change: Damage, numbers: tuple[str, ...]
+) -> None:
+    change(folder)
+    found = Checkpoint.from_pretrained(str(folder)).fingerprint(*numbers)
+    assert found != Checkpoint.from_pretrained(str(pristine)).fingerprint("float32")
 
 
 def test_sampling_defaults_and_the_name_of_the_folder_are_no_part_of_a_fingerprint(
