@@ -1,4 +1,4 @@
-"""The asyncio client against a real gRPC server."""
+"""The asyncio client against a real gRPC server. What is made of it, the blocking client, has further tests."""
 
 import asyncio
 
@@ -27,14 +27,6 @@ async def test_streams_run_side_by_side(server: GenerationServer) -> None:
     async with AsyncClient(server.address) as client:
         answers = await asyncio.gather(*(answer(client, number) for number in range(8)))
     assert answers == [f"number {number}" for number in range(8)]
-
-
-async def test_leaving_a_stream_early_cancels_the_call(server: GenerationServer) -> None:
-    async with AsyncClient(server.address) as client:
-        async with client.stream("endless") as stream:
-            await anext(stream)
-        assert [chunk async for chunk in stream] == []
-        await asyncio.wait_for(asyncio.to_thread(server.servicer.cancelled.wait), 30)
 
 
 async def test_a_stream_closed_from_another_task_ends_for_its_reader(server: GenerationServer) -> None:
@@ -87,22 +79,6 @@ async def test_a_session_that_is_used_twice_at_first_is_one(server: GenerationSe
         first, second = await asyncio.gather(session.open(), session.open())
         assert first == second
     assert server.servicer.sessions == {}
-
-
-async def test_errors_come_back_as_their_class(server: GenerationServer) -> None:
-    server.servicer.failure = errors.OutOfPages("no room")
-    async with AsyncClient(server.address) as client:
-        with pytest.raises(errors.OutOfPages) as raised:
-            await client.generate("hello")
-        assert raised.value.retry_after_s == 1.0
-        with pytest.raises(errors.OutOfPages):
-            await anext(client.stream("hello"))
-        server.servicer.failure = None
-        with pytest.raises(errors.DeadlineExceeded):
-            [chunk async for chunk in client.stream("endless", timeout=0.1)]
-    async with AsyncClient("127.0.0.1:1") as client:
-        with pytest.raises(errors.ServiceUnavailable):
-            await client.generate("hello")
 
 
 async def test_a_chat_of_three_turns(server: GenerationServer) -> None:
