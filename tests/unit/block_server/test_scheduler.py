@@ -183,15 +183,6 @@ def test_tenants_shares_differ_by_at_most_the_longest_step_of_each(data: st.Data
         assert max(differences) - min(differences) <= longest[one] + longest[other]
 
 
-def test_a_new_tenant_is_served_before_the_backlog_of_others() -> None:
-    scheduler: Scheduler[str] = Scheduler(max_batch_tokens=10, max_queued_steps=100)
-    for number in range(20):
-        scheduler.add(QueuedStep(frozenset({bytes([number])}), {"ada": 10}, False, RUNS[0], "pile"))
-    scheduler.next_batch()
-    scheduler.add(QueuedStep(frozenset({b"new"}), {"bob": 10}, False, RUNS[0], "new"))
-    assert [step.item for _ in range(2) for step in scheduler.next_batch()] == ["new", "pile"]
-
-
 def test_an_idle_tenant_earns_no_credit() -> None:
     scheduler: Scheduler[str] = Scheduler(max_batch_tokens=10, max_queued_steps=100)
 
@@ -216,14 +207,6 @@ def test_decode_steps_go_before_prompts_but_one_chunk_comes_along() -> None:
     assert [step.item for step in scheduler.next_batch()] == ["microbatch", "chunk"]
     assert [step.item for step in scheduler.next_batch()] == ["later chunk"]
     assert scheduler.next_batch() == []
-
-
-def test_runs_of_blocks_take_turns() -> None:
-    scheduler: Scheduler[str] = Scheduler(max_batch_tokens=1, max_queued_steps=100)
-    for number in range(4):
-        scheduler.add(QueuedStep(frozenset({bytes([number])}), {"ada": 1}, True, RUNS[0], "decode"))
-    scheduler.add(QueuedStep(frozenset({b"other"}), {"ada": 8}, False, RUNS[1], "chunk"))
-    assert [step.item for _ in range(3) for step in scheduler.next_batch()] == ["decode", "chunk", "decode"]
 
 
 def test_a_full_queue_refuses() -> None:

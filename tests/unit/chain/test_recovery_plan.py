@@ -83,10 +83,6 @@ def test_where_outputs_are_kept_only_the_lost_hops_compute(chain: tuple[int, lis
     assert not any(segment.scratch for segment in segments)
 
 
-def test_nothing_is_done_where_nothing_is_missing() -> None:
-    assert plan_segments([HopState(9), HopState(7)], 7) == []
-
-
 def test_two_lost_hops_get_their_own_lanes_and_neighbours_share_one() -> None:
     held = HopState(8, 0, 0, 8)
     assert plan_segments([held, HopState(0), held, HopState(0), HopState(3)], 8) == [

@@ -43,14 +43,6 @@ class Sequencer:
             await asyncio.wait_for(asyncio.gather(*self.tasks, return_exceptions=True), 10)
 
 
-async def test_a_tenant_waits_for_one_turn_of_each_other_tenant() -> None:
-    sequencer = Sequencer()
-    await sequencer.come(["noisy"] * 100 + ["quiet", "other", "quiet"])
-    await sequencer.end()
-    assert sequencer.taken[:6] == ["noisy", "quiet", "other", "noisy", "quiet", "noisy"]
-    assert len(sequencer.taken) == 103
-
-
 @given(st.lists(st.sampled_from(["a", "b", "c", "a turn ends"]), max_size=60))
 def test_while_a_tenant_waits_each_other_one_has_at_most_one_turn_more(happenings: list[str]) -> None:
     async def run() -> None:

@@ -42,30 +42,16 @@ def test_any_cutting_agrees_with_a_search_over_the_whole_text(pieces: list[str],
             default=0,
         )
         assert len(held) == longest_open, "held back more or less than the possible beginning of a stop sequence"
+    if matched:
+        assert matcher.push("more") == ("", True), "nothing leaves after a match"
     emitted += matcher.flush()
+    assert matcher.flush() == ""
 
     start = first_complete_match(text, sequences)
     assert matched is (start is not None)
     assert matcher.matched in (sequences if matched else [""])
     assert start is None or text[start:].startswith(matcher.matched)
     assert emitted == (text if start is None else text[:start])
-
-
-def test_nothing_leaves_after_a_match() -> None:
-    matcher = StopMatcher(["END"])
-    assert matcher.push("one EN") == ("one ", False)
-    assert matcher.push("D two") == ("", True)
-    assert matcher.push("three") == ("", True)
-    assert matcher.flush() == ""
-
-
-def test_a_partial_stop_sequence_without_a_match_is_delivered() -> None:
-    matcher = StopMatcher(["END"])
-    assert matcher.push("EN") == ("", False)
-    assert matcher.push("ENx") == ("ENENx", False)
-    assert matcher.push("E") == ("", False)
-    assert matcher.flush() == "E"
-    assert matcher.flush() == ""
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from corolla.hf.rows import UNKNOWN_TOKEN, HeldRows
 
@@ -15,76 +14,42 @@ def rows_of(*texts: list[int]) -> HeldRows:
     return held
 
 
-def ones_like(token_ids: Tensor) -> Tensor:
-    return torch.ones_like(token_ids, dtype=torch.bool)
-
-
 def align(held: HeldRows, *texts: list[int]) -> None:
-    token_ids = torch.tensor(texts)
-    held.align(token_ids, ones_like(token_ids))
+    held.align(torch.tensor(texts), torch.ones(len(texts), len(texts[0]), dtype=torch.bool))
 
 
-def test_a_longer_text_keeps_everything() -> None:
-    held = rows_of([5, 6, 7])
-    align(held, [5, 6, 7, 8])
-    assert held.position == 3
-    assert held.is_settled
+LONG = [[5, 6, 7]]
 
 
-def test_one_token_is_always_left_to_process() -> None:
-    held = rows_of([5, 6, 7])
-    align(held, [5, 6, 7])
-    assert held.position == 2
+@pytest.mark.parametrize(
+    "before, after, kept, sources",
+    [
+        (LONG, [[5, 6, 7, 8]], 3, [0]),
+        # One token is always left to process.
+        (LONG, LONG, 2, [0]),
+        # A row begins as the one that agrees longest.
+        ([[5, 6, 7, 8], [5, 6, 1, 2]], [[5, 6, 1, 2, 3], [5, 6, 7, 8, 9]], 4, [1, 0]),
+        # Embeddings equal no token.
+        ([[UNKNOWN_TOKEN, UNKNOWN_TOKEN, 7]], [[5, 6, 7, 8]], 0, [0]),
+    ],
+)
+def test_a_text_keeps_what_agrees_with_it(
+    before: list[list[int]], after: list[list[int]], kept: int, sources: list[int]
+) -> None:
+    held = rows_of(*before)
+    align(held, *after)
+    assert (held.position, held.num_rows) == (kept, len(after))
+    assert (held.sources, held.is_settled) == (sources, sources == list(range(len(before))))
+    assert held.token_ids.tolist() == [row[:kept] for row in after]
 
 
-def test_tokens_that_differ_are_forgotten() -> None:
-    held = rows_of([5, 6, 7, 8])
-    align(held, [5, 6, 1, 8, 9])
-    assert held.position == 2
-
-
-def test_a_row_begins_as_the_one_that_agrees_longest() -> None:
-    held = rows_of([5, 6, 7, 8], [5, 6, 1, 2])
-    align(held, [5, 6, 1, 2, 3], [5, 6, 7, 8, 9])
-    assert held.sources == [1, 0]
-    assert held.position == 4
-
-
-def test_beams_become_the_one_answer() -> None:
-    held = rows_of([5, 6, 1], [5, 6, 2], [5, 6, 3])
-    align(held, [5, 6, 2, 9])
-    assert held.sources == [1]
-    assert held.num_rows == 1
-
-
-def test_an_answer_becomes_beams() -> None:
-    held = rows_of([5, 6, 7])
-    align(held, *[[5, 6, 7, 8]] * 3)
-    assert held.sources == [0, 0, 0]
-    assert held.token_ids.tolist() == [[5, 6, 7]] * 3
-
-
-def test_other_padding_is_another_text() -> None:
-    held = HeldRows(1)
-    held.extend(torch.tensor([[0, 5, 6]]), torch.tensor([[False, True, True]]))
+def test_masked_columns_are_ignored_and_other_padding_is_another_text() -> None:
+    held, mask = HeldRows(1), torch.tensor([[False, True, True, True]])
+    held.extend(torch.tensor([[0, 5, 6]]), mask[:, :3])
     assert held.row_positions == [2]
-    token_ids = torch.tensor([[0, 5, 6, 7]])
-    held.align(token_ids, torch.tensor([[False, True, True, True]]))
+    held.align(torch.tensor([[9, 5, 6, 7]]), mask)
     assert held.position == 3
-    held.align(token_ids, ones_like(token_ids))
-    assert held.position == 0
-
-
-def test_masked_columns_are_ignored() -> None:
-    held = HeldRows(1)
-    held.extend(torch.tensor([[0, 5, 6]]), torch.tensor([[False, True, True]]))
-    held.align(torch.tensor([[9, 5, 6, 7]]), torch.tensor([[False, True, True, True]]))
-    assert held.position == 3
-
-
-def test_given_embeddings_equal_no_token() -> None:
-    held = rows_of([UNKNOWN_TOKEN, UNKNOWN_TOKEN, 7])
-    align(held, [5, 6, 7, 8])
+    held.align(torch.tensor([[0, 5, 6, 7]]), torch.ones(1, 4, dtype=torch.bool))
     assert held.position == 0
 
 
@@ -99,16 +64,12 @@ def test_a_prefix_stays_and_goes_with_its_row() -> None:
     assert held.position == 1
 
 
-def test_embeddings_before_the_text_are_its_prefix() -> None:
+def test_embeddings_before_the_text_are_its_prefix_and_behind_text_leave_none() -> None:
     held = rows_of([UNKNOWN_TOKEN, UNKNOWN_TOKEN, 7])
     held.count_prefix()
     assert held.num_prefix == 2
-
-
-def test_embeddings_behind_text_leave_no_text() -> None:
-    held = rows_of([UNKNOWN_TOKEN, 7, UNKNOWN_TOKEN])
     with pytest.raises(ValueError, match="by hand"):
-        held.count_prefix()
+        rows_of([UNKNOWN_TOKEN, 7, UNKNOWN_TOKEN]).count_prefix()
 
 
 def test_forks_of_forks_name_the_place_that_has_the_tokens() -> None:

@@ -197,43 +197,6 @@ def test_the_example_of_the_planners_description() -> None:
     assert plan([servers[2], servers[3], servers[4]], 8).seconds == pytest.approx(0.063)
 
 
-def test_fewer_hops_win_between_equals() -> None:
-    chain = plan([server("a", "0:5"), server("b", "5:10"), server("whole", "0:10")], 10, COSTS)
-    assert [hop.server.server_id for hop in chain.hops] == ["whole"]
-
-
-def test_sub_runs_are_used() -> None:
-    chain = plan([server("a", "0:8", 1.0), server("b", "4:10", 9.0)], 10, COSTS)
-    assert [(hop.server.server_id, str(hop.span)) for hop in chain.hops] == [("a", "0:8"), ("b", "8:10")]
-
-
-def test_the_less_loaded_replica_wins() -> None:
-    chain = plan([server("busy", "0:10", queue_seconds=1.0), server("idle", "0:10")], 10, COSTS)
-    assert chain.hops[0].server.server_id == "idle"
-
-
-def test_one_zone_is_kept_where_it_pays() -> None:
-    servers = [
-        server("left", "0:5", zone="a"),
-        server("far", "5:10", 0.9, zone="b"),
-        server("near", "5:10", 1.0, zone="a"),
-    ]
-    assert [hop.server.server_id for hop in plan(servers, 10, COSTS).hops] == ["left", "near"]
-
-
-def test_fingerprints_are_never_mixed() -> None:
-    servers = [server("a", "0:5"), server("b", "5:10", fingerprint="g")]
-    with pytest.raises(NoChain) as caught:
-        plan(servers, 10, COSTS)
-    assert caught.value.metadata["uncovered_blocks"] in {"0:5", "5:10"}
-
-
-def test_no_server_at_all_leaves_all_blocks_uncovered() -> None:
-    with pytest.raises(NoChain) as caught:
-        plan([], 30, COSTS)
-    assert caught.value.metadata == {"uncovered_blocks": "0:30"}
-
-
 def test_shuffled_equals_share_the_sessions() -> None:
     replicas = [server(f"{half}{index}", span) for half, span in (("l", "0:5"), ("r", "5:10")) for index in range(3)]
     source = random.Random(7)

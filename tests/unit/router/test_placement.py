@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Sequence
 from fractions import Fraction
 
 import pytest
@@ -12,15 +11,6 @@ from hypothesis import strategies as st
 from corolla.chassis.errors import SpanRefused
 from corolla.router.placement import HostedSpan, WeightMemory, choose_span, throughput, uncovered
 from corolla.wire.span import Span
-
-
-def join(capacities: Sequence[int], num_blocks: int, speed: float = 10.0, head_blocks: float = 0.0) -> list[HostedSpan]:
-    servers: list[HostedSpan] = []
-    for capacity in capacities:
-        span = choose_span(servers, num_blocks, capacity, speed, head_blocks)
-        servers.append(HostedSpan(span, speed, head_blocks))
-    return servers
-
 
 HEADS = st.sampled_from([0.0, 0.0, 0.4, 3.0, 20.0])
 
@@ -149,35 +139,14 @@ def test_weights_that_lie_at_both_ends_count_once_where_they_are_tied() -> None:
     ],
 )
 def test_gaps_are_filled_side_by_side(capacities: list[int], spans: list[str]) -> None:
-    assert [str(each.span) for each in join(capacities, 30)] == spans
-
-
-@pytest.mark.parametrize(
-    "capacities, spans",
-    [
-        ([13, 13, 13], ["0:13", "13:26", "26:30"]),
-        ([19, 19], ["0:19", "19:30"]),
-        ([30], ["0:30"]),
-        # Where they only just suffice, the last one takes what is left.
-        ([10, 10, 10], ["0:10", "10:20", "20:30"]),
-    ],
-)
-def test_the_server_of_a_large_head_takes_fewer_blocks(capacities: list[int], spans: list[str]) -> None:
-    assert [str(each.span) for each in join(capacities, 30, head_blocks=8.0)] == spans
-
-
-def test_a_new_server_takes_the_blocks_of_a_lost_one() -> None:
-    servers = join([10, 10, 10, 10], 30)
-    del servers[1]
-    assert str(choose_span(servers, 30, 10, 10.0)) == "10:20"
+    """Among equal ones, the first."""
+    servers: list[HostedSpan] = []
+    for capacity in capacities:
+        servers.append(HostedSpan(choose_span(servers, 30, capacity, 10.0), 10.0))
+    assert [str(each.span) for each in servers] == spans
 
 
 def test_a_new_server_fills_the_gap_that_fits_its_capacity() -> None:
     # Gaps 0:5 and 8:11: three blocks fill the second whole, so that five find the first whole.
     servers = [HostedSpan(Span(5, 8), 1.0), HostedSpan(Span(11, 20), 3.0)]
     assert str(choose_span(servers, 20, 3, 1.0)) == "8:11"
-
-
-def test_the_slowest_blocks_are_helped_first() -> None:
-    servers = [HostedSpan(Span(0, 10), 500.0), HostedSpan(Span(10, 20), 40.0), HostedSpan(Span(20, 30), 500.0)]
-    assert str(choose_span(servers, 30, 10, 500.0)) == "10:20"

@@ -38,12 +38,6 @@ controls: st.SearchStrategy[Message] = st.one_of(
 frames = st.lists(st.tuples(controls, st.binary(max_size=64)), max_size=5)
 
 
-@given(frames)
-def test_frames_come_back_as_they_went(given_frames: list[tuple[Message, bytes]]) -> None:
-    message = join(encode(control, payload) for control, payload in given_frames)
-    assert [(frame.control, bytes(frame.payload)) for frame in decode(message)] == given_frames
-
-
 @given(frames.filter(bool), st.data())
 def test_of_a_truncated_message_the_complete_frames_are_read(
     given_frames: list[tuple[Message, bytes]], data: st.DataObject

@@ -1,5 +1,7 @@
 """An answer as it grows, over a real tokenizer: tokens, text and the end."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,31 +94,28 @@ def test_no_part_of_a_stop_sequence_is_ever_seen(text: str, stop: list[str]) -> 
         assert (deltas[-1].finish_reason, deltas[-1].stop_sequence) == (FinishReason.LENGTH, "")
 
 
-def test_a_possible_stop_sequence_is_held_back_until_it_is_none() -> None:
+def test_a_possible_stop_sequence_is_held_back_until_it_is_none_or_the_answer_ends() -> None:
     _, deltas = grown(ids("xSTOx"), stop=("STOP",), max_tokens=5)
     assert [delta.text for delta in deltas] == ["x", "", "", "", "STOx"]
-
-
-def test_text_held_back_comes_with_the_last_token() -> None:
     answer, deltas = grown(ids("xSTO"), stop=("STOP",), max_tokens=4)
-    assert (deltas[-1].text, deltas[-1].finish_reason) == ("STO", FinishReason.LENGTH)
-    assert answer.text == "xSTO"
+    assert (answer.text, deltas[-1].text, deltas[-1].finish_reason) == ("xSTO", "STO", FinishReason.LENGTH)
 
 
-def test_the_models_own_end_is_a_token_without_text() -> None:
-    answer, deltas = grown([*ids("x"), EOS_ID, *ids("y")])
-    assert [(delta.text, delta.finish_reason) for delta in deltas] == [("x", None), ("", FinishReason.EOS)]
-    assert answer.token_ids == [*ids("x"), EOS_ID]
-
-
-def test_an_end_that_is_ignored_is_a_token_like_others() -> None:
-    answer, deltas = grown([*ids("x"), EOS_ID, *ids("y")], ignore_eos=True, max_tokens=3)
-    assert (answer.text, deltas[-1].finish_reason) == ("xy", FinishReason.LENGTH)
-
-
-def test_the_time_limit_ends_an_answer_at_a_token_and_keeps_its_text() -> None:
-    answer, deltas = grown(ids("xyzxyz"), time_limit_s=2.0)
-    assert (answer.text, deltas[-1].finish_reason) == ("xyz", FinishReason.TIME_LIMIT)
+@pytest.mark.parametrize(
+    "token_ids, options, text, finish_reason",
+    [
+        # The model's own end is a token without text, and one that is ignored is a token like others.
+        ([*ids("x"), EOS_ID, *ids("y")], {}, "x", FinishReason.EOS),
+        ([*ids("x"), EOS_ID, *ids("y")], {"ignore_eos": True, "max_tokens": 3}, "xy", FinishReason.LENGTH),
+        (ids("xyzxyz"), {"time_limit_s": 2.0}, "xyz", FinishReason.TIME_LIMIT),
+    ],
+)
+def test_an_answer_ends_at_a_token_and_keeps_its_text(
+    token_ids: list[int], options: dict[str, Any], text: str, finish_reason: FinishReason
+) -> None:
+    answer, deltas = grown(token_ids, **options)
+    assert (answer.text, deltas[-1].finish_reason) == (text, finish_reason)
+    assert answer.token_ids == token_ids[: len(deltas)]
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])

@@ -115,17 +115,6 @@ class Line(RuleBasedStateMachine):
 TestLine = Line.TestCase
 
 
-def test_tenants_take_turns() -> None:
-    line: WaitingLine[str] = WaitingLine(1, 10)
-    for ticket in ("a0", "a1", "a2", "b0", "b1", "c0"):
-        line.enter(ticket[0], ticket)
-    order = []
-    while ticket_now := line.admit():
-        order += ticket_now
-        line.leave(ticket_now[0])
-    assert order == ["a0", "b0", "c0", "a1", "b1", "a2"]
-
-
 def test_several_sequences_take_several_places_and_are_not_overtaken() -> None:
     line: WaitingLine[str] = WaitingLine(4, 10)
     for ticket, num_sequences in (("a0", 3), ("b0", 2), ("c0", 1), ("d0", 16)):
@@ -138,31 +127,6 @@ def test_several_sequences_take_several_places_and_are_not_overtaken() -> None:
     line.leave("c0")
     # More than there are: alone.
     assert line.admit() == ["d0"]
-
-
-def test_a_tenant_that_runs_many_sequences_comes_after_one_that_runs_few() -> None:
-    line: WaitingLine[str] = WaitingLine(6, 10)
-    for ticket, num_sequences in (("a0", 4), ("b0", 1), ("b1", 1), ("a1", 1), ("b2", 1)):
-        line.enter(ticket[0], ticket, num_sequences)
-        line.admit()
-    line.leave("b0")
-    assert line.admit() == ["b2"]
-
-
-def test_a_guaranteed_place_is_there_however_many_others_come() -> None:
-    line: WaitingLine[str] = WaitingLine(8, 2, lambda: 2, lambda: {"quiet": 2})
-    for number in range(4):
-        line.enter("noisy", f"n{number}", 3)
-        line.admit()
-    assert (line.num_taken_places, line.num_waiting) == (6, 2)
-    for ticket in ("q0", "q1"):
-        # Whatever the line holds, no request leaves it for this one.
-        assert line.enter("quiet", ticket) is None
-        assert line.admit() == [ticket]
-    line.leave("q1")
-    assert line.admit() == []
-    line.leave("n0")
-    assert line.admit() == ["n2"]
 
 
 def test_who_is_guaranteed_a_place_goes_before_who_runs_less() -> None:
