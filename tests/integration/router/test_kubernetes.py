@@ -451,34 +451,25 @@ async def test_a_hanging_api_delays_no_request(
     kubernetes.faults.clear()
 
 
+@pytest.mark.parametrize("kubeconfig", [None, "missing"])
 async def test_the_router_serves_without_a_cluster_and_logs_it(
-    start_router: StartRouter, model: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    start_router: StartRouter, model: str, tmp_path: Path, kubeconfig: str | None,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    sentence = "cannot watch pods" if kubeconfig else "not using the Kubernetes API"
+
+    async def is_said() -> bool:
+        return any(sentence in each.getMessage() for each in caplog.records if kubeconfig or each.levelname == "INFO")
+
     with caplog.at_level(logging.INFO):
-        router = await start_router()
+        router = await start_router(**({"kubernetes": str(tmp_path / kubeconfig)} if kubeconfig else {}))
         server = server_in(router, model, "a")
         async with serving(server):
-            assert await chosen(router, model) == {server.server_id}
-            assert await states(router, model) == {"a": (READY, False)}
-    assert [each.levelname for each in caplog.records if "not using the Kubernetes API" in each.getMessage()] == [
-        "INFO"
-    ]
-
-
-async def test_the_router_logs_an_invalid_kubeconfig_and_serves(
-    start_router: StartRouter, model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO):
-        router = await start_router(kubernetes=str(tmp_path / "missing"))
-        server = server_in(router, model, "a")
-        async with serving(server):
-
-            async def is_said() -> bool:
-                return any("cannot watch pods" in each.getMessage() for each in caplog.records)
-
             await until(is_said)
             assert await chosen(router, model) == {server.server_id}
+            if kubeconfig is None:
+                assert await states(router, model) == {"a": (READY, False)}
 
 
 async def test_kubernetes_off_makes_no_call(

@@ -58,7 +58,6 @@ def test_log_probabilities_without_json_are_refused(capsys: pytest.CaptureFixtur
     "field, option",
     [
         ("stopping.max_tokens", "--max-tokens"),
-        ("sampling.top_k", "--top-k"),
         ("response_format.json_schema", "--json-schema"),
         ("speculation.mode", "--speculation"),
         ("speculation", "--speculation"),
@@ -96,21 +95,8 @@ def test_several_completions_are_numbered(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_options_arrive(server: GenerationServer) -> None:
-    arguments = [
-        "--max-tokens",
-        "5",
-        "--temperature",
-        "0",
-        "--seed",
-        "0",
-        "--stop",
-        "a",
-        "--stop",
-        "b",
-        "--top-p",
-        ".5",
-    ]
-    assert main(["generate", "one", *arguments, "--ignore-eos", "--time-limit", "2", "--speculation", "off"]) == 0
+    given = "--max-tokens 5 --temperature 0 --seed 0 --stop a --stop b --top-p .5 --time-limit 2 --speculation off"
+    assert main(["generate", "one", *given.split(), "--ignore-eos"]) == 0
     (request,) = server.servicer.requests
     assert request.stopping.max_tokens == 5
     assert request.sampling.HasField("temperature")
@@ -123,24 +109,22 @@ def test_the_options_arrive(server: GenerationServer) -> None:
     assert not request.sampling.HasField("top_k")
 
 
-def test_a_refusal_names_the_option(server: GenerationServer, capsys: pytest.CaptureFixture[str]) -> None:
-    server.servicer.failure = errors.InvalidRequest("sampling.top_p", "must be in (0, 1]")
-    assert main(["generate", "one", "--top-p", "7"]) == 1
-    assert capsys.readouterr().err == "corolla: --top-p: must be in (0, 1]\n"
-
-
-def test_a_transient_failure_shows_its_retry_delay(
-    server: GenerationServer, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "failure, said",
+    [
+        (errors.InvalidRequest("sampling.top_p", "must be in (0, 1]"), "corolla: --top-p: must be in (0, 1]\n"),
+        (errors.NoChain("no server holds blocks 3:7"), "corolla: no server holds blocks 3:7; try again in 2 s\n"),
+        (errors.Unauthenticated("a key is wanted here"), "--api-key or COROLLA_API_KEY"),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_a_failure_names_the_option_the_delay_or_what_to_do(
+    server: GenerationServer, failure: errors.CorollaError, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server.servicer.failure = errors.NoChain("no server holds blocks 3:7")
-    assert main(["generate", "one"]) == 1
-    assert capsys.readouterr().err == "corolla: no server holds blocks 3:7; try again in 2 s\n"
-
-
-def test_a_missing_key_is_advised(server: GenerationServer, capsys: pytest.CaptureFixture[str]) -> None:
-    server.servicer.failure = errors.Unauthenticated("a key is wanted here")
+    server.servicer.failure = failure
     assert main(["generate", "one", "--api-key", API_KEY]) == 1
-    assert "--api-key or COROLLA_API_KEY" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert said == shown if said.endswith("\n") else said in shown
 
 
 def test_ctrl_c_cancels_the_call_and_one_sentence_says_so(server: GenerationServer) -> None:

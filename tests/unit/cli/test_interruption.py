@@ -19,34 +19,24 @@ class Stream:
         self.times_closed += 1
 
 
-def test_the_first_interrupt_closes_the_stream_and_raises_nothing() -> None:
+@pytest.mark.parametrize("is_early", [False, True])
+def test_the_first_interrupt_closes_the_stream_as_soon_as_there_is_one_and_raises_nothing(is_early: bool) -> None:
     stream = Stream()
     with interruption() as interrupt:
-        interrupt.closes(stream)
-        assert not interrupt.came
-        signal.raise_signal(signal.SIGINT)
-        assert interrupt.came
+        for number in range(2):
+            if bool(number) is is_early:
+                interrupt.closes(stream)
+            else:
+                signal.raise_signal(signal.SIGINT)
+                assert interrupt.came
     assert stream.times_closed == 1
 
 
-def test_an_interrupt_before_there_is_a_stream_closes_it_as_soon_as_there_is_one() -> None:
-    stream = Stream()
-    with interruption() as interrupt:
-        signal.raise_signal(signal.SIGINT)
-        interrupt.closes(stream)
-    assert stream.times_closed == 1
-
-
-def test_the_second_interrupt_is_an_exception() -> None:
+def test_the_second_interrupt_is_an_exception_and_so_is_one_behind_the_stream() -> None:
     with interruption():
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-
-
-def test_signal_handlers_are_restored_afterwards() -> None:
-    with interruption():
-        pass
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
 

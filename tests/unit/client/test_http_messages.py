@@ -38,8 +38,19 @@ RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "c"}
 TOOL = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
 
 
-def text(said: str, **more: Any) -> dict[str, Any]:
-    return {"type": "text", "text": said, **more}
+def text(words: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": words, **more}
+
+
+def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+THOUGHTS = [
+    {"type": "thinking", "thinking": "hm", "signature": "s"},
+    {"type": "redacted_thinking", "data": "x"},
+]
+CALLED = {"id": "t1", "name": "look", "arguments": '{"at":"b"}'}
 
 
 def parsed(**body: Any) -> MessageRequest:
@@ -54,50 +65,31 @@ def facts(message: Any) -> Any:
     "messages, expected",
     [
         ([USER], [{"role": "user", "content": "a"}]),
-        ([{"role": "user", "content": []}], [{"role": "user"}]),
-        (
-            [{"role": "user", "content": [text("a"), text("b")]}, USER],
-            [{"role": "user", "content_parts": ["a", "b", "a"]}],
-        ),
+        ([said("user", [])], [{"role": "user"}]),
+        ([said("user", [text("a"), text("b")]), USER], [{"role": "user", "content_parts": ["a", "b", "a"]}]),
         (
             [
                 USER,
-                {
-                    "role": "assistant",
-                    "content": [
-                        {"type": "thinking", "thinking": "hm", "signature": "s"},
-                        {"type": "redacted_thinking", "data": "x"},
-                        text("I look."),
-                        USE,
-                    ],
-                },
-                {"role": "user", "content": [RESULT, {**RESULT, "is_error": True, "content": [text("d")]}, text("e")]},
+                said("assistant", [*THOUGHTS, text("I look."), USE]),
+                said("user", [RESULT, {**RESULT, "is_error": True, "content": [text("d")]}, text("e")]),
             ],
             [
-                {"role": "user", "content": "a"},
-                {
-                    "role": "assistant",
-                    "content": "I look.",
-                    "reasoning": "hm",
-                    "tool_calls": [{"id": "t1", "name": "look", "arguments": '{"at":"b"}'}],
-                },
-                {"role": "tool", "content": "c", "tool_call_id": "t1"},
-                {"role": "tool", "content": "Error: d", "tool_call_id": "t1"},
-                {"role": "user", "content": "e"},
+                USER,
+                said("assistant", "I look.", reasoning="hm", tool_calls=[CALLED]),
+                said("tool", "c", tool_call_id="t1"),
+                said("tool", "Error: d", tool_call_id="t1"),
+                said("user", "e"),
             ],
         ),
         (
-            [{"role": "user", "content": [{**RESULT, "content": None}, {"type": "tool_result", "tool_use_id": "t2"}]}],
+            [said("user", [{**RESULT, "content": None}, {"type": "tool_result", "tool_use_id": "t2"}])],
             [{"role": "tool", "tool_call_id": "t1"}, {"role": "tool", "tool_call_id": "t2"}],
         ),
         (
-            [{"role": "user", "content": [{**RESULT, "content": [{"type": "tool_reference", "tool_name": "look"}]}]}],
-            [{"role": "tool", "content": "look", "tool_call_id": "t1"}],
+            [said("user", [{**RESULT, "content": [{"type": "tool_reference", "tool_name": "look"}]}])],
+            [said("tool", "look", tool_call_id="t1")],
         ),
-        (
-            [USER, {"role": "system", "content": "b"}],
-            [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}],
-        ),
+        ([USER, said("system", "b")], [USER, said("system", "b")]),
     ],
 )
 def test_a_conversation_in_the_protocol(messages: Any, expected: Any) -> None:

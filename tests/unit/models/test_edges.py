@@ -1,5 +1,6 @@
 """Embedding and head equal what the family's own model computes at its ends."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -144,50 +145,51 @@ def test_a_checkpoint_without_a_head_is_refused(tmp_path: Path) -> None:
         load_edges(headless, dtype=torch.float32)
 
 
+def tied(folder: Path, family: str, change: Callable[[dict[str, Tensor]], None]) -> Path:
+    """A checkpoint with tied ends, whose tensors are changed and written to one file."""
+    make_tiny_checkpoint(family, folder, num_blocks=1, config_changes={"tie_word_embeddings": True})
+    tensors = {name: each for path in folder.glob("*.safetensors") for name, each in load_file(path).items()}
+    for path in (*folder.glob("*.safetensors"), *folder.glob("*.index.json")):
+        path.unlink()
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def assert_ends(folder: Path, embed: Callable[[Tensor], Tensor], head: Callable[[Tensor], Tensor]) -> None:
+    """Both ends together, and each of them alone, are these ones."""
+    checkpoint, token_ids = Checkpoint.from_pretrained(str(folder)), torch.arange(8)
+    for has_both in (True, False):
+        first = load_edges(checkpoint, dtype=torch.float32, has_head=has_both)
+        last = load_edges(checkpoint, dtype=torch.float32, has_embedding=has_both)
+        embedded = first.embed(token_ids, token_ids)
+        assert torch.equal(embedded, embed(token_ids))
+        assert torch.equal(last.head(embedded), head(embedded))
+
+
 @pytest.mark.kind
 @pytest.mark.parametrize("family", ["opt", "biogpt"])
 def test_tied_ends_with_other_names_and_positions_may_be_stored_under_the_heads_name(
     tmp_path: Path, family: str
 ) -> None:
-    changes = {"tie_word_embeddings": True}
-    folder = make_tiny_checkpoint(family, tmp_path / family, num_blocks=1, config_changes=changes)
-    expected = load_edges(Checkpoint.from_pretrained(str(folder)), dtype=torch.float32)
-    tensors = {name: each for path in folder.glob("*.safetensors") for name, each in load_file(path).items()}
-    for path in (*folder.glob("*.safetensors"), *folder.glob("*.index.json")):
-        path.unlink()
-    (stored,) = (name for name in tensors if name.endswith("embed_tokens.weight"))
-    head = "output_projection.weight" if family == "biogpt" else "lm_head.weight"
-    tensors[head] = tensors.pop(stored)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    checkpoint = Checkpoint.from_pretrained(str(folder))
-    for has_both in (True, False):
-        first = load_edges(checkpoint, dtype=torch.float32, has_head=has_both)
-        last = load_edges(checkpoint, dtype=torch.float32, has_embedding=has_both)
-        token_ids = torch.arange(8)
-        embedded = first.embed(token_ids, token_ids)
-        assert torch.equal(embedded, expected.embed(token_ids, token_ids))
-        assert torch.equal(last.head(embedded), expected.head(embedded))
+    def rename(tensors: dict[str, Tensor]) -> None:
+        (stored,) = (name for name in tensors if name.endswith("embed_tokens.weight"))
+        tensors["output_projection.weight" if family == "biogpt" else "lm_head.weight"] = tensors.pop(stored)
+
+    plain = Checkpoint.from_pretrained(str(tied(tmp_path / "plain", family, lambda _: None)))
+    expected = load_edges(plain, dtype=torch.float32)
+    assert_ends(tied(tmp_path / family, family, rename), lambda ids: expected.embed(ids, ids), expected.head)
 
 
 @pytest.mark.parametrize("stored", ["both", "head alone"])
 def test_tied_ends_may_be_stored_under_the_name_of_either(tmp_path: Path, stored: str) -> None:
     """Where both are there and differ, they are not tied; transformers does the same."""
-    folder = make_tiny_checkpoint(
-        "llama", tmp_path / "llama", num_blocks=1, config_changes={"tie_word_embeddings": True}
-    )
-    tensors = {name: each for path in folder.glob("*.safetensors") for name, each in load_file(path).items()}
-    for path in (*folder.glob("*.safetensors"), *folder.glob("*.index.json")):
-        path.unlink()
-    embedding = tensors["model.embed_tokens.weight"] if stored == "both" else tensors.pop("model.embed_tokens.weight")
-    tensors["lm_head.weight"] = embedding * 2.0 if stored == "both" else embedding
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        name = "model.embed_tokens.weight"
+        tensors["lm_head.weight"] = tensors[name] * 2.0 if stored == "both" else tensors.pop(name)
+
+    folder = tied(tmp_path / "llama", "llama", change)
     library: Any = AutoModelForCausalLM
     model = library.from_pretrained(folder, dtype=torch.float32)
-    checkpoint = Checkpoint.from_pretrained(str(folder))
-    for has_both in (True, False):
-        first = load_edges(checkpoint, dtype=torch.float32, has_head=has_both)
-        last = load_edges(checkpoint, dtype=torch.float32, has_embedding=has_both)
-        token_ids = torch.arange(8)
-        embedded = first.embed(token_ids, token_ids)
-        assert torch.equal(embedded, model.model.embed_tokens(token_ids))
-        assert torch.equal(last.head(embedded), model.lm_head(model.model.norm(embedded)))
+    assert_ends(folder, model.model.embed_tokens, lambda hidden: model.lm_head(model.model.norm(hidden)))

@@ -39,64 +39,27 @@ def test_an_invalid_received_answer_is_refused(received: Any) -> None:
 
 def test_zero_is_not_unset() -> None:
     sampling = generate_request("hello", {"temperature": 0, "seed": 0, "top_k": 0}).sampling
-    assert sampling.HasField("temperature")
-    assert sampling.HasField("seed")
-    assert sampling.HasField("top_k")
+    assert {field.name for field, _ in sampling.ListFields()} == {"temperature", "seed", "top_k"}
 
 
 def test_every_option_has_its_field() -> None:
-    request = generate_request(
-        [1, 2, 3],
-        {
-            "max_tokens": 5,
-            "temperature": 0.5,
-            "top_k": 4,
-            "top_p": 0.9,
-            "min_p": 0.1,
-            "repetition_penalty": 1.1,
-            "presence_penalty": -1.0,
-            "frequency_penalty": 0.25,
-            "seed": -9,
-            "stop": ["a", "b"],
-            "ignore_eos": True,
-            "time_limit_s": 1.5,
-            "speculation": "draft_model",
-            "max_draft_tokens": 7,
-            "logprobs": 3,
-            "n": 2,
-            "session": "ab",
-            "model": "m",
-            "timeout": 9.0,
-        },
-    )
+    sampling: dict[str, Any] = {"temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "seed": -9}
+    sampling |= {"repetition_penalty": 1.1, "presence_penalty": -1.0, "frequency_penalty": 0.25}
+    stopping: dict[str, Any] = {"max_tokens": 5, "stop": ["a", "b"], "ignore_eos": True}
+    others: dict[str, Any] = {"time_limit_s": 1.5, "speculation": "draft_model", "max_draft_tokens": 7, "logprobs": 3}
+    others |= {"n": 2, "session": "ab", "model": "m", "timeout": 9.0}
+    every: Any = {**sampling, **stopping, **others}
+    request = generate_request([1, 2, 3], every)
     assert list(request.tokens.ids) == [1, 2, 3]
-    sampling = {field.name: value for field, value in request.sampling.ListFields()}
-    assert sampling == pytest.approx(
-        {
-            "temperature": 0.5,
-            "top_k": 4,
-            "top_p": 0.9,
-            "min_p": 0.1,
-            "repetition_penalty": 1.1,
-            "presence_penalty": -1.0,
-            "frequency_penalty": 0.25,
-            "seed": -9,
-        }
-    )
-    assert request.stopping.max_tokens == 5
-    assert list(request.stopping.stop) == ["a", "b"]
-    assert request.stopping.ignore_eos
-    assert request.stopping.time_limit_ms == 1500
+    assert {field.name: value for field, value in request.sampling.ListFields()} == pytest.approx(sampling)
+    assert request.stopping == pb.StoppingParameters(time_limit_ms=1500, **stopping)
     assert request.speculation.mode == pb.SPECULATION_MODE_DRAFT_MODEL
     assert request.speculation.max_draft_tokens == 7
     assert (request.logprobs, request.num_completions, request.session_id, request.model) == (3, 2, "ab", "m")
 
 
-def test_one_stop_text_is_a_list_of_one() -> None:
+def test_one_stop_text_is_a_list_of_one_and_no_ids_are_still_ids() -> None:
     assert list(generate_request("a", {"stop": "END"}).stopping.stop) == ["END"]
-
-
-def test_an_empty_list_of_ids_is_still_ids() -> None:
     assert generate_request([], {}).WhichOneof("prompt") == "tokens"
 
 

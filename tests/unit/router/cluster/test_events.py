@@ -1,5 +1,7 @@
 """The router records Events for gaps and handovers, and bounds their number."""
 
+import pytest
+
 from corolla.router.cluster.events import ClusterEvent, CoverageReporter, DrainReporter, PodRef
 from corolla.wire.span import Span
 
@@ -21,11 +23,21 @@ def recorded(
     return found
 
 
-def test_a_gap_and_its_end_give_one_event_each() -> None:
-    assert recorded(CoverageReporter(), [(0, []), (10, GAP), (40, [])], 1000) == [
-        (13, "SpanUncovered"),
-        (43, "SpanRestored"),
-    ]
+@pytest.mark.parametrize(
+    "states, expected",
+    [
+        # A gap and its end; a gap at the first look; one that lasts a moment; one whose end waits for a pause.
+        ([(0, []), (10, GAP), (40, [])], [(13, "SpanUncovered"), (43, "SpanRestored")]),
+        ([(0, GAP)], []),
+        ([(0, GAP), (20, [])], [(23, "SpanRestored")]),
+        ([(0, []), (10, GAP), (12.5, [])], []),
+        ([(0, []), (10, GAP), (14, [])], [(13, "SpanUncovered"), (23, "SpanRestored")]),
+    ],
+)
+def test_a_gap_that_lasts_gives_an_event_and_so_does_its_end(
+    states: list[tuple[float, list[Span]]], expected: list[tuple[float, str]]
+) -> None:
+    assert recorded(CoverageReporter(), states, 1000) == expected
 
 
 def test_events_are_worded_for_operators() -> None:
@@ -39,22 +51,6 @@ def test_events_are_worded_for_operators() -> None:
     assert reporter.look("m", [], 23) == ClusterEvent(
         "SpanRestored", "all blocks of m have a ready block server", False
     )
-
-
-def test_a_gap_at_the_first_look_gives_an_event_only_for_its_end() -> None:
-    assert recorded(CoverageReporter(), [(0, GAP)], 1000) == []
-    assert recorded(CoverageReporter(), [(0, GAP), (20, [])], 1000) == [(23, "SpanRestored")]
-
-
-def test_a_momentary_gap_gives_no_event() -> None:
-    assert recorded(CoverageReporter(), [(0, []), (10, GAP), (12.5, [])], 1000) == []
-
-
-def test_the_event_for_an_early_end_waits_for_a_pause() -> None:
-    assert recorded(CoverageReporter(), [(0, []), (10, GAP), (14, [])], 1000) == [
-        (13, "SpanUncovered"),
-        (23, "SpanRestored"),
-    ]
 
 
 def test_a_span_that_flaps_for_an_hour_gives_a_handful() -> None:
@@ -102,18 +98,13 @@ def test_a_handover_gives_an_event_on_its_pod_at_once() -> None:
     assert reporter.due(1) == []
 
 
-def test_sessions_without_a_receiver_make_the_event_a_warning() -> None:
+def test_sessions_without_a_receiver_make_the_event_a_warning_and_no_sessions_make_none() -> None:
     reporter = DrainReporter()
+    reporter.note(PodRef("pod-b", "uid-b"), 0, 0)
     reporter.note(POD, 1, 2)
     (event,) = reporter.due(0)
     assert event.is_warning
     assert event.message.endswith("taken over: 1; left, and to be recomputed: 2")
-
-
-def test_a_server_without_sessions_gives_no_event() -> None:
-    reporter = DrainReporter()
-    reporter.note(POD, 0, 0)
-    assert reporter.due(0) == []
 
 
 def test_a_pod_gives_one_event_a_minute_and_counts_are_summed() -> None:

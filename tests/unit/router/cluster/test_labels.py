@@ -21,17 +21,25 @@ def test_a_label_is_the_span_without_a_colon() -> None:
     assert wanted_tags([placed("a", "0:15", pod_uid="")]) == {}
 
 
-def test_the_only_server_of_blocks_costs_most_and_more_with_more_blocks() -> None:
-    twin, other_twin = placed("a", "0:10"), placed("b", "0:10")
-    alone, alone_with_more = placed("c", "10:20"), placed("d", "20:40")
-    found = costs(twin, other_twin, alone, alone_with_more)
-    assert found[0] == found[1] < found[2] < found[3]
-
-
-def test_the_scarcest_block_decides() -> None:
-    # Only the last block of the wide one has no second server.
-    wide, narrow = placed("a", "0:11"), placed("b", "0:10")
-    assert costs(wide, narrow) == [1010, 500]
+@pytest.mark.parametrize(
+    "servers, expected",
+    [
+        # The only server of blocks costs more than twins, and the more, the more blocks it has.
+        ([placed("a", "0:9"), placed("b", "0:9"), placed("c", "9:20"), placed("d", "20:40")], [500, 500, 1110, 1200]),
+        # The scarcest block decides: only the last block of the wide one has no second server.
+        ([placed("a", "0:11"), placed("b", "0:10")], [1010, 500]),
+        # Among equals sessions decide, and never more than that.
+        ([placed("a", "0:10"), placed("b", "0:10", num_sessions=100_000), placed("c", "10:11")], [500, 509, 1010]),
+        # Only ready servers of the same weights count.
+        (
+            [placed("a", "0:10"), placed("b", "0:10", state=pb.SERVER_STATE_JOINING),
+             placed("c", "0:10", state=pb.SERVER_STATE_DRAINING), placed("d", "0:10", fingerprint="g")],
+            [1100, 0, 0, 1100],
+        ),
+    ],
+)  # fmt: skip
+def test_a_server_costs_what_would_be_missed(servers: list[pb.PlacedServer], expected: list[int]) -> None:
+    assert costs(*servers) == expected
 
 
 @pytest.mark.parametrize("num_copies", range(1, 12))
@@ -41,28 +49,21 @@ def test_the_more_copies_the_less_a_server_costs(num_copies: int) -> None:
     assert max(more) < min(fewer)
 
 
-def test_among_equals_sessions_decide_and_never_more_than_that() -> None:
-    idle, busy = placed("a", "0:10", num_sessions=0), placed("b", "0:10", num_sessions=100_000)
-    alone = placed("c", "10:11")
-    assert costs(idle, busy, alone) == [500, 509, 1010]
-
-
-def test_only_ready_servers_of_the_same_weights_count() -> None:
-    ready = placed("a", "0:10")
-    others = [
-        placed("b", "0:10", state=pb.SERVER_STATE_JOINING),
-        placed("c", "0:10", state=pb.SERVER_STATE_DRAINING),
-        placed("d", "0:10", fingerprint="g"),
-    ]
-    assert costs(ready, *others) == [1100, 0, 0, 1100]
-
-
 def table_of(*pods: Pod) -> PodTable:
     table = PodTable()
     table.listed(pods)
     return table
 
 
+def labelled(span: str | None) -> dict[str, object]:
+    return {"labels": {"corolla.dev/span": span}}
+
+
+def costing(cost: str | None) -> dict[str, object]:
+    return {"annotations": {COST: cost}}
+
+
+COST = "controller.kubernetes.io/pod-deletion-cost"
 BARE = Pod("u", "pod-u")
 TAGS = Tags("0-15", "500")
 
@@ -71,16 +72,7 @@ def test_a_pod_is_patched_once_its_tags_have_settled() -> None:
     plan = TagPlan()
     assert plan.due(table_of(BARE), {"u": TAGS}, 0.0) == []
     (patch,) = plan.due(table_of(BARE), {"u": TAGS}, 1.0)
-    assert patch == Patch(
-        "u",
-        "pod-u",
-        {
-            "metadata": {
-                "labels": {"corolla.dev/span": "0-15"},
-                "annotations": {"controller.kubernetes.io/pod-deletion-cost": "500"},
-            }
-        },
-    )
+    assert patch == Patch("u", "pod-u", {"metadata": {**labelled("0-15"), **costing("500")}})
     # The API server has not shown it yet; then it has.
     assert plan.due(table_of(BARE), {"u": TAGS}, 2.0) == []
     done = replace(BARE, span="0-15", cost="500")
@@ -107,7 +99,7 @@ def test_only_differing_tags_are_patched() -> None:
     pods = table_of(replace(BARE, span="0-15", cost="1150"))
     plan.due(pods, {"u": TAGS}, 0.0)
     (patch,) = plan.due(pods, {"u": TAGS}, 1.0)
-    assert patch.body == {"metadata": {"annotations": {"controller.kubernetes.io/pod-deletion-cost": "500"}}}
+    assert patch.body == {"metadata": costing("500")}
 
 
 def test_sessions_that_come_and_go_are_written_once_a_minute() -> None:
@@ -116,7 +108,7 @@ def test_sessions_that_come_and_go_are_written_once_a_minute() -> None:
     for second in range(600):
         wanted = {"u": Tags("0-15", str(500 + second % 10))}
         for patch in plan.due(table_of(replace(BARE, span="0-15", cost=cost)), wanted, float(second)):
-            cost = patch.body["metadata"]["annotations"]["controller.kubernetes.io/pod-deletion-cost"]
+            cost = patch.body["metadata"]["annotations"][COST]
             num_patches += 1
     assert 9 <= num_patches <= 11
 
@@ -127,12 +119,7 @@ def test_a_pod_without_a_server_loses_its_tags_after_a_while() -> None:
     assert plan.due(pods, {}, 0.0) == []
     assert plan.due(pods, {}, 14.0) == []
     (patch,) = plan.due(pods, {}, 15.0)
-    assert patch.body == {
-        "metadata": {
-            "labels": {"corolla.dev/span": None},
-            "annotations": {"controller.kubernetes.io/pod-deletion-cost": None},
-        }
-    }
+    assert patch.body == {"metadata": {**labelled(None), **costing(None)}}
 
 
 def test_pods_that_leave_and_pods_of_others_are_left_alone() -> None:
