@@ -9,8 +9,13 @@ from cryptography import x509
 
 from corolla.chassis.private_files import write_private
 from corolla.trust.authority import Authority
-from corolla.trust.credentials import AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE, REVOCATIONS_FILE
-from corolla.trust.signatures import workload_of_certificate
+from corolla.trust.credentials import (
+    AUTHORITY_FILE,
+    CERTIFICATE_FILE,
+    KEY_FILE,
+    REVOCATIONS_FILE,
+    workload_of_certificate,
+)
 from corolla.trust.workload import Role, Workload
 
 TRUST_DOMAIN = "test"

@@ -16,8 +16,7 @@ from corolla.block_server.hop_session import SessionState
 from corolla.cache.transfer import token_bytes
 from corolla.chassis import audit
 from corolla.trust.capabilities import Capabilities
-from corolla.trust.credentials import Credentials
-from corolla.trust.signatures import Signer
+from corolla.trust.credentials import Credentials, Signer
 from corolla.trust.workload import Role
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2

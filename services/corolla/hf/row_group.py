@@ -1,10 +1,11 @@
 """Several sequences that step through one chain together, each with any number of new tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from corolla.chain.history import ReplayInputs, StepShapes
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.open_sequences import OpenSequences
 from corolla.chain.pending import HiddenStates, RowFuture
@@ -14,9 +15,55 @@ from corolla.chain.reservations import ChainBinding, ChainLimits
 from corolla.chain.step_window import StepWindow
 from corolla.chain.streams import DataPlane
 from corolla.chassis.errors import CorollaError, InternalError, OutOfPages
-from corolla.hf.state_history import StateHistory, as_hidden_states
 from corolla.v1 import blocks_pb2 as pb
-from corolla.wire.tensors import from_payload
+from corolla.wire.tensors import from_payload, tensor_type, to_payload
+
+
+@dataclass(slots=True)
+class StateHistory:
+    """Like `TokenHistory`, for a sequence that was given hidden states, which cannot be computed again from tokens.
+
+    Attributes:
+        parts: `[T, H]` for each step, on the CPU in the blocks' dtype: the inputs of the first block.
+        shapes: the number of tokens of each step.
+    """
+
+    # The tensors are never changed in place, since forked sequences share them.
+    parts: list[torch.Tensor] = field(default_factory=list)
+    shapes: StepShapes = field(default_factory=StepShapes)
+
+    @property
+    def position(self) -> int:
+        return self.shapes.num_tokens
+
+    def append(self, hidden: torch.Tensor) -> None:
+        """Appends a step's inputs of the first block, `[T, H]`."""
+        self.parts.append(hidden)
+        self.shapes.append(len(hidden), is_prompt=len(hidden) > 1)
+
+    def until(self, position: int) -> "StateHistory":
+        """The history up to `position`, for a sequence that continues from there."""
+        shapes = self.shapes.copy()
+        shapes.truncate(position)
+        parts = self.parts[: len(shapes.lengths)]
+        if shapes.lengths and len(parts[-1]) > shapes.lengths[-1]:
+            parts[-1] = parts[-1][: shapes.lengths[-1]]
+        return StateHistory(parts, shapes)
+
+    def inputs(self, start: int, end: int) -> ReplayInputs:
+        """The inputs of the first block at the positions `[start, end)`."""
+        wanted: list[torch.Tensor] = []
+        position = 0
+        for part in self.parts:
+            if position < end and start < position + len(part):
+                wanted.append(part[max(0, start - position) : end - position])
+            position += len(part)
+        return ReplayInputs(hidden=as_hidden_states(torch.cat(wanted)))
+
+
+def as_hidden_states(hidden: torch.Tensor) -> HiddenStates:
+    """Hidden states `[T, H]`, of any dtype that the wire knows, on any device, in the form in which they are sent."""
+    return HiddenStates(to_payload(hidden), len(hidden), tensor_type(hidden.dtype), hidden.shape[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,56 @@
 """Builds requests from a caller's values. It refuses only what protobuf cannot carry; the service checks ranges."""
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict, runtime_checkable
 
 from corolla.chassis.errors import InvalidRequest
 from corolla.sdk.fields import extend_field, set_field
-from corolla.sdk.formats import ResponseFormat, set_format
 from corolla.sdk.messages import AnyMessage, add_messages
 from corolla.sdk.tools import AnyTool, AnyToolChoice, add_tools, set_tool_choice
 from corolla.v1 import generation_pb2 as pb
+
+
+@runtime_checkable
+class SchemaSource(Protocol):
+    """An object that returns its JSON Schema, such as a pydantic model class."""
+
+    def model_json_schema(self) -> Mapping[str, Any]: ...
+
+
+ResponseFormat = Mapping[str, Any] | SchemaSource
+"""The form of an answer: `{"type": "json_object"}` or `{"type": "json_schema", "json_schema": {"schema": ...}}`, both
+as in the OpenAI API; or `{"type": "regex", "regex": ...}`, `{"type": "choice", "choice": [...]}`, `{"type": "lark",
+"lark": ...}`; or a pydantic model class. `{"type": "text"}` is any text."""
+
+
+def set_format(message: pb.ResponseFormat, given: object) -> None:
+    """Writes a `ResponseFormat` into a request. Raises InvalidRequest if `given` is something else."""
+    if not isinstance(given, Mapping):
+        if not isinstance(given, SchemaSource):
+            raise InvalidRequest("response_format", "must be a mapping with a 'type', or a class of pydantic's models")
+        given = {"type": "json_schema", "json_schema": {"schema": given.model_json_schema()}}
+    form: Mapping[str, Any] = given
+    kind = form.get("type")
+    try:
+        match kind:
+            case "text":
+                pass
+            case "json_object":
+                message.json_object.SetInParent()
+            case "json_schema":
+                message.json_schema = json.dumps(form["json_schema"]["schema"])
+                message.strict = bool(form["json_schema"].get("strict"))
+            case "choice":
+                message.choice.texts.extend(form["choice"])
+                message.choice.SetInParent()
+            case "regex" | "lark":
+                setattr(message, kind, form[kind])
+            case _:
+                raise InvalidRequest("response_format", "'type' is unknown")
+    except (KeyError, TypeError, ValueError):
+        raise InvalidRequest("response_format", f"the description of {kind} is missing or not valid") from None
+
 
 Prompt = str | Sequence[int]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from corolla.hf.continuation import continuation_of
+from corolla.hf.generation import continuation_of
 
 TEXT = torch.tensor([[5, 6, 7]])
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from corolla.hf.rejection import checked_draft_token
+from corolla.hf.speculative import checked_draft_token
 
 VOCABULARY_SIZE = 6
 NUM_DRAWS = 6000

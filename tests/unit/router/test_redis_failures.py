@@ -5,7 +5,7 @@ from redis._parsers import BaseParser
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import DataError
 
-from corolla.router.redis_failures import RedisFailure, code_of, failure_of
+from corolla.router.store import RedisFailure, code_of, failure_of
 
 _IN_A_SCRIPT_OF_6 = "ERR Error running script (call to f_0c1): @user_script:12: @user_script: 12: -{}"
 _IN_A_SCRIPT_OF_7 = "{} script: 0c1, on @user_script:12."

@@ -11,11 +11,17 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from corolla.chassis.errors import CapabilityDenied, RoleDenied, SettingsError
-from corolla.trust import signatures
+from corolla.trust import credentials
 from corolla.trust.authority import Authority
 from corolla.trust.capabilities import GRACE_MS, Capabilities
-from corolla.trust.credentials import CERTIFICATE_FILE, KEY_FILE, Credentials
-from corolla.trust.signatures import MAX_CERTIFICATES, Signer, workload_of_certificate
+from corolla.trust.credentials import (
+    CERTIFICATE_FILE,
+    KEY_FILE,
+    MAX_CERTIFICATES,
+    Credentials,
+    Signer,
+    workload_of_certificate,
+)
 from corolla.trust.workload import Role, Workload
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
@@ -228,7 +234,7 @@ def test_chains_are_verified_once_until_they_end(
         return verified[-1]
 
     client = of(identities, Role.CLIENT, "1")
-    monkeypatch.setattr(signatures, "workload_of_certificate", workload_of)
+    monkeypatch.setattr(credentials, "workload_of_certificate", workload_of)
     for number in range(1000):
         hop.verify(signed_by(client, epoch=number + 1))
     assert verified == [Workload("test", Role.CLIENT, "1")]

@@ -2,13 +2,15 @@
 
 So a server holds its expanded span, one weight's packed parts, and some megabytes. Weights of some formats can instead
 be laid out as panels, by which kernels multiply without expanding them.
+
+MXFP4 (OCP Microscaling Formats) is the format of gpt-oss' experts: 32 numbers of four bits share a power of two.
 """
 
 import contextlib
 import math
 import threading
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -20,12 +22,33 @@ from corolla.models.quantized.awq import Awq
 from corolla.models.quantized.bitsandbytes import BitsAndBytes
 from corolla.models.quantized.compressed_tensors import CompressedTensors
 from corolla.models.quantized.description import DESCRIPTION_FILES, Quantization
-from corolla.models.quantized.floats import FLOATS
+from corolla.models.quantized.floats import FLOATS, e2m1, scale_numbers
 from corolla.models.quantized.format import Format
 from corolla.models.quantized.fp8 import Fp8
 from corolla.models.quantized.gptq import Gptq
-from corolla.models.quantized.mxfp4 import Mxfp4
-from corolla.models.quantized.stored_tensors import Stored, StoredTensors, Unfit, grouped
+from corolla.models.quantized.stored_tensors import Stored, StoredTensors, Unfit, allow, expect, grouped, shape_of
+
+_OCTETS: Final = 16
+
+
+class Mxfp4(Format):
+    """MXFP4 stores experts as `blocks` uint8 `[experts, out, groups, 16]`, `scales` uint8 `[experts, out, groups]`."""
+
+    endings: ClassVar[Mapping[str, str]] = {"_blocks": "", "_scales": ""}
+
+    def shape(self, stored: StoredTensors) -> tuple[int, ...]:
+        """The shape in the family's own code, `[experts, in, out]`. Raises Unfit."""
+        allow(stored, "blocks", "scales")
+        num_experts, num_outputs, num_groups, _ = shape = shape_of(stored, "blocks", {"U8"}, 4)
+        expect(stored, "blocks", {"U8"}, (*shape[:3], _OCTETS))
+        expect(stored, "scales", {"U8"}, shape[:3])
+        return num_experts, num_groups * 2 * _OCTETS, num_outputs
+
+    def rows(self, tensors: Mapping[str, Tensor], start: int, end: int) -> Tensor:
+        """The weights of some experts, float32 `[end - start, in, out]`. See `Format.rows`."""
+        scales = scale_numbers(tensors["scales"][start:end])
+        return e2m1(tensors["blocks"][start:end]).mul_(scales.unsqueeze(-1)).flatten(2).transpose(1, 2)
+
 
 NUMBERS_AT_ONCE: Final = 1 << 18
 """How many numbers are expanded at once, first to float32; so many stay in a CPU's caches."""

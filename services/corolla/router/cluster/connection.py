@@ -1,15 +1,21 @@
 """Keeps the placement in step with the pods of the block servers, if the router runs with Kubernetes."""
 
 import asyncio
+import collections
 import contextlib
 import logging
-from collections.abc import Mapping
+import random
+import secrets
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
+from corolla.chassis.breaker import Breaker
 from corolla.chassis.errors import CorollaError
 from corolla.chassis.tasks import TaskGroup
 from corolla.router.cluster.api import (
+    ApiForbidden,
     ApiUnavailable,
     FailureLog,
     KubernetesApi,
@@ -17,10 +23,9 @@ from corolla.router.cluster.api import (
     is_in_cluster,
     post,
 )
-from corolla.router.cluster.events import PodRef
-from corolla.router.cluster.pod_recorder import PodRecorder
-from corolla.router.cluster.pod_watch import PodWatch, Update
-from corolla.router.cluster.pods import PodTable, Withheld, withheld_servers
+from corolla.router.cluster.events import ClusterEvent, CoverageReporter, DrainReporter, PodRef
+from corolla.router.cluster.labels import Patch, TagPlan, wanted_tags
+from corolla.router.cluster.pods import Pod, PodTable, Withheld, withheld_servers
 from corolla.router.intervals import RouterIntervals
 from corolla.router.metrics import RouterMetrics
 from corolla.router.registry import Registry
@@ -29,6 +34,194 @@ from corolla.router.settings import RouterSettings
 from corolla.v1 import router_pb2 as pb
 
 log = logging.getLogger(__name__)
+
+
+Update = Callable[[PodTable], None]
+"""A change of the table of pods, which the table's owner applies."""
+
+_SHORTEST_PAUSE_S: Final = 1.0
+_LONGEST_PAUSE_S: Final = 30.0
+
+
+class PodWatch:
+    """Reports every list and every change of the pods, by functions that its thread calls.
+
+    Args:
+        relist_interval_s: The time after which a watch ends and the pods are listed anew, in case it missed a change.
+        tell: A function that is called with each change of the table.
+        complain: A function that is called with each failure, and with None after a success.
+        fail: A function that is called when an unexpected exception ends the thread.
+        after_forbidden_s: The pause after the API server has forbidden to list pods.
+    """
+
+    def __init__(
+        self,
+        api: KubernetesApi,
+        relist_interval_s: float,
+        tell: Callable[[Update], None],
+        complain: Callable[[ApiUnavailable | None], None],
+        fail: Callable[[Exception], None],
+        *,
+        after_forbidden_s: float,
+    ) -> None:
+        self._api = api
+        self._relist_interval_s = relist_interval_s
+        self._tell = tell
+        self._complain = complain
+        self._fail = fail
+        self._after_forbidden_s = after_forbidden_s
+        self._stopping = threading.Event()
+        self._num_failures = 0
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="pod watch", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._api.stop()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._look()
+                pause_s = _SHORTEST_PAUSE_S
+            except ApiUnavailable as failure:
+                if self._stopping.is_set():
+                    return
+                self._num_failures += 1
+                self._tell(PodTable.lost)
+                self._complain(failure)
+                pause_s = self._rest_s(failure)
+            except Exception as failure:
+                # The table must not count as current for ever.
+                self._tell(PodTable.lost)
+                self._fail(failure)
+                return
+            self._stopping.wait(pause_s)
+
+    def _look(self) -> None:
+        """Reads one list, and the changes after it."""
+        pods, version = self._api.pods()
+        self._tell(lambda table: table.listed(pods))
+        for kind, pod in self._api.changes(version, max(1, round(self._relist_interval_s))):
+            if self._stopping.is_set():
+                return
+            self._all_is_well()
+            self._tell(_update(kind, pod))
+        self._all_is_well()
+
+    def _all_is_well(self) -> None:
+        self._num_failures = 0
+        self._complain(None)
+
+    def _rest_s(self, failure: ApiUnavailable) -> float:
+        if isinstance(failure, ApiForbidden):
+            return self._after_forbidden_s
+        pause_s = min(_SHORTEST_PAUSE_S * 2.0 ** min(self._num_failures - 1, 10), _LONGEST_PAUSE_S)
+        return pause_s * random.uniform(0.5, 1.0)
+
+
+def _update(kind: str, pod: Pod) -> Update:
+    return lambda table: table.deleted(pod) if kind == "DELETED" else table.changed(pod)
+
+
+_MOST_FAILURES: Final = 3
+_MOST_WAITING_EVENTS: Final = 100
+
+
+class PodRecorder:
+    """Writes tags and Events to Kubernetes. All routers see the same states, and only the leading router writes them.
+
+    A server that leaves reports the fate of its sessions to one router only, and that router writes the Event.
+
+    Args:
+        registry: The placement in the store, by which routers elect the leading one.
+        own_pod: The pod of this router; without its name, no Events about spans are written.
+        after_failures_s: The pause after several failed writes.
+        lead_ms: The time after which another router leads if this one is silent.
+    """
+
+    def __init__(
+        self,
+        api: KubernetesApi,
+        registry: Registry,
+        own_pod: PodRef,
+        failures: FailureLog,
+        *,
+        after_failures_s: float,
+        lead_ms: int,
+    ) -> None:
+        self._api = api
+        self._registry = registry
+        self._own_pod = own_pod
+        self._failures = failures
+        self._lead_ms = lead_ms
+        self._router_id = secrets.token_hex(8)
+        self._tags = TagPlan()
+        self._spans = CoverageReporter()
+        self._handovers = DrainReporter()
+        self._models: set[str] = set()
+        self._waiting: collections.deque[ClusterEvent] = collections.deque(maxlen=_MOST_WAITING_EVENTS)
+        self._breakers = {call: Breaker(_MOST_FAILURES, after_failures_s) for call in ("patch", "event")}
+
+    def deregistered(self, pod: PodRef, num_moved: int, num_left: int) -> None:
+        """Notes that a block server has left, and what happened to its sessions."""
+        self._handovers.note(pod, num_moved, num_left)
+
+    async def look(
+        self, rosters: Sequence[Roster], local_models: Collection[str], pods: PodTable, clock: Callable[[], float]
+    ) -> None:
+        """Writes what is due. Raises StoreUnavailable when the store cannot name the leading router.
+
+        Args:
+            local_models: The models that have a server in one of the pods.
+            clock: The time in seconds.
+        """
+        # This call comes first, since it may fail: the reporters below count as written what they return.
+        leads = await self._registry.lead(
+            f"pods:{self._api.namespace}:{self._api.selector}", self._router_id, self._lead_ms
+        )
+        now_s = clock()
+        # Releases in other namespaces may share the store; their own routers report on their models.
+        self._models |= set(local_models)
+        self._models &= {each.model for each in rosters}
+        self._spans.forget(self._models)
+        own = [each for each in rosters if each.model in self._models and each.is_known]
+        seen = [self._spans.look(each.model, each.uncovered(), now_s) for each in own]
+        self._waiting.extend(self._handovers.due(now_s))
+        if leads and self._own_pod.name:
+            self._waiting.extend(each for each in seen if each is not None)
+        if leads and pods.is_current:
+            wanted = {uid: tags for each in rosters for uid, tags in wanted_tags(each.servers).items()}
+            await self._patch(self._tags.due(pods, wanted, now_s), clock)
+        await self._record(clock)
+
+    async def _patch(self, patches: Iterable[Patch], clock: Callable[[], float]) -> None:
+        for patch in patches:
+            # After a failure the next pod is tried, since the reason may apply to one pod only.
+            await self._try("patch", partial(self._api.patch, patch), clock)
+
+    async def _record(self, clock: Callable[[], float]) -> None:
+        while self._waiting:
+            if not await self._try("event", partial(self._api.record, self._waiting[0], self._own_pod), clock):
+                self._waiting.rotate(-1)
+                return
+            self._waiting.popleft()
+
+    async def _try(self, call: str, work: Callable[[], None], clock: Callable[[], float]) -> bool:
+        breaker = self._breakers[call]
+        if not breaker.admits(clock()):
+            return False
+        try:
+            await in_daemon_thread(work)
+        except ApiUnavailable as failure:
+            breaker.failed(clock())
+            self._failures.about(call, failure)
+            return False
+        breaker.succeeded()
+        self._failures.about(call, None)
+        return True
+
 
 _SHORTEST_ROUND_S: Final = 0.05
 

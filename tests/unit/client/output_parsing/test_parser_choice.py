@@ -10,8 +10,7 @@ from corolla.client.output_parsing.call_rules import CallRules
 from corolla.client.output_parsing.deltas import AnswerDelta, joined_deltas
 from corolla.client.output_parsing.formats import ReasoningFormat
 from corolla.client.output_parsing.parser import State
-from corolla.client.output_parsing.parser_choice import OutputFormat, OutputParsing, beginning
-from corolla.client.output_parsing.response_template import ResponseTemplateParser
+from corolla.client.output_parsing.parser_choice import OutputFormat, OutputParsing, ResponseTemplateParser, beginning
 from corolla.client.text.conversation import Message, Tool, ToolCall, tool_values
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.decoding.parameters import SampledToken

@@ -5,8 +5,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from corolla.chassis.errors import CheckpointError, ContextLengthExceeded, InvalidRequest
-from corolla.client.text.pattern_trial import try_patterns
-from corolla.client.text.tokenizer import TextTokenizer
+from corolla.client.text.tokenizer import TextTokenizer, try_patterns
 
 TEXT = " Two  spaces, café 你好 😀\n\tand <|im_end|> don't stop ."
 

@@ -3,7 +3,7 @@
 import queue
 from typing import Any
 
-from corolla.router.cluster.pod_watch import PodWatch
+from corolla.router.cluster.connection import PodWatch
 from corolla.router.cluster.pods import PodTable
 
 
