@@ -10,7 +10,7 @@ Item = TypeVar("Item")
 
 async def merge(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[tuple[int, Item], None]:
     """Yields `(index, item)` for each item of any stream. The first failure ends all streams, as closing this does."""
-    if len(streams) == 1:
+    if len(streams) == 1:  # it needs no task
         async with aclosing(streams[0]) as only:
             async for item in only:
                 yield 0, item

@@ -28,7 +28,7 @@ class Streams:
             self.closed.add(name)
 
 
-@pytest.mark.parametrize("num_streams", [2, 5])
+@pytest.mark.parametrize("num_streams", [1, 5])
 async def test_everything_comes_once_and_in_the_order_of_its_stream(num_streams: int) -> None:
     streams = Streams()
     names = [str(number) for number in range(num_streams)]
@@ -46,7 +46,7 @@ async def test_a_quick_stream_does_not_wait_for_a_slow_one() -> None:
     assert streams.closed == {"slow", "quick"}
 
 
-@pytest.mark.parametrize("num_others", [1, 3])
+@pytest.mark.parametrize("num_others", [0, 3])
 async def test_the_first_failure_ends_all(num_others: int) -> None:
     streams = Streams()
     others = [streams.counting(f"{number}", 1000, pause_s=0.001) for number in range(num_others)]
