@@ -43,7 +43,7 @@ from corolla.client.generation.turns import Turns
 from corolla.client.generation.waiting_line import WaitingLine
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.enforcer import QuotaEnforcer
-from corolla.client.reply_sizes import NO_WIDTHS
+from corolla.client.reply_sizes import TokenWidths
 from corolla.client.text.grammar_process import GrammarProcess
 from corolla.client.transcripts import Transcripts
 from corolla.router.intervals import USUAL_INTERVALS
@@ -238,7 +238,8 @@ class Client:
             frozenset([scenario.model.eos_token_id]),
             growth_tokens=GROWTH_TOKENS,
         )
-        factory = AnswerFactory(ToyTokenizer(), limits_of_model, blocks_pb2.Drafts(max_tokens=3), NO_WIDTHS)
+        widths = TokenWidths((0,), (0,), (0,))
+        factory = AnswerFactory(ToyTokenizer(), limits_of_model, blocks_pb2.Drafts(max_tokens=3), widths)
         quotas = QuotaEnforcer(None, metrics)
         grammars = GrammarProcess(ToyTokenizer(), scenario.model.vocab_size, (), metrics.grammars)
         entrance = Entrance(quotas, Admission(WaitingLine(64, 64)), grammars, metrics, RequestTraces())

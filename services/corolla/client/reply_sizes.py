@@ -45,9 +45,6 @@ class TokenWidths:
         return cls(tuple(plain), tuple(quoted), tuple(listed))
 
 
-NO_WIDTHS: Final = TokenWidths((0,), (0,), (0,))
-
-
 def _widths(token: bytes) -> tuple[int, int, int]:
     try:
         text = token.decode()
