@@ -140,17 +140,17 @@ class Frames(RuleBasedStateMachine):
         position=st.integers(0, 4),
         token_ids=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=4),
         samples=st.booleans(),
-        goes_round=st.booleans(),
+        is_ring_step=st.booleans(),
     )
     def step(
-        self, session_id: bytes, epoch: int, position: int, token_ids: list[int], samples: bool, goes_round: bool
+        self, session_id: bytes, epoch: int, position: int, token_ids: list[int], samples: bool, is_ring_step: bool
     ) -> None:
         row = pb.StepRow(
             session_id=session_id, epoch=epoch, position=position, num_tokens=len(token_ids), num_result_tokens=1,
             token_ids=token_ids,
         )  # fmt: skip
-        ring = pb.Ring(first_address="a:1", credit_end=8, max_step_tokens=4) if goes_round else None
-        number = 0 if goes_round else next(self.numbers)
+        ring = pb.Ring(first_address="a:1", credit_end=8, max_step_tokens=4) if is_ring_step else None
+        number = 0 if is_ring_step else next(self.numbers)
         self._send(pb.Step(step_id=number, client_id=CLIENT, rows=[row], blocks=ALL, samples=samples, ring=ring))
 
     @precondition(lambda self: self.connection is not None)

@@ -195,7 +195,7 @@ class RingPlace:
         self.route_key = pb.Step(route=self.route, ring=ring).SerializeToString(deterministic=True)
 
     @classmethod
-    def of(cls, step: pb.Step) -> Self:
+    def from_step(cls, step: pb.Step) -> Self:
         """Reads the ring from a client's step."""
         ring = step.ring
         return cls(ring.first_address, tuple(step.route), ring.max_step_tokens, ring.credit_end)

@@ -48,7 +48,7 @@ class Neighbours:
         self._waiting: list[Callable[[bool], None]] = []
         self._last_look_s = -_LEAST_PAUSE_S
 
-    def names(self, address: str) -> bool:
+    def has_address(self, address: str) -> bool:
         return address in self._until_s
 
     def num_devices(self, addresses: Sequence[str]) -> int:

@@ -99,7 +99,7 @@ class Relay:
         Returns False, and does neither, if the placement is known to name the address.
         """
         unsent = self._unsent.get(address)
-        if unsent is None and (self._neighbours is None or self._neighbours.names(address)):
+        if unsent is None and (self._neighbours is None or self._neighbours.has_address(address)):
             return False
         sizes = [len(each) for steps in self._unsent.values() for _, each in steps]
         if len(sizes) >= _NUM_REMEMBERED or sum(sizes) + len(payload) > MAX_UNSENT_BYTES:
@@ -119,7 +119,7 @@ class Relay:
             # in a client service's step counts as named.
             if neighbours is not None and not was_answered and self._peers.are_client_services(step):
                 neighbours.take(address)
-            if neighbours is None or neighbours.names(address):
+            if neighbours is None or neighbours.has_address(address):
                 self.send(address, step, payload)
             else:
                 log.warning("a step names a next hop that is not in the placement", extra={"address": address})

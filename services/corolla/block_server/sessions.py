@@ -216,7 +216,7 @@ class SessionTable(Generic[AnyCache]):
         session = self._sessions.get(session_id)
         return session is None or session.note_step(epoch, client_id, step_id)
 
-    def goes_round(self, session_id: bytes, epoch: int, client_id: bytes, position: int) -> bool:
+    def takes_ring_step(self, session_id: bytes, epoch: int, client_id: bytes, position: int) -> bool:
         """Notes a step of a ring. Returns whether the step is new and its client has not ended the session or its turn.
 
         See `HopSession.note_ring_step`.

@@ -37,10 +37,10 @@ class StepAdmission:
         """Returns the rows of a step that may be computed. Other rows get a fault, unless no client waits for them."""
         step = queued.item.step
         admitted = AdmittedStep(queued.item, [])
-        goes_round = step.HasField("ring")
-        if not goes_round and self._is_copy(step):
+        is_ring_step = step.HasField("ring")
+        if not is_ring_step and self._is_copy(step):
             return admitted
-        ring = RingPlace.of(step) if goes_round and not step.ring.microbatch else None
+        ring = RingPlace.from_step(step) if is_ring_step and not step.ring.microbatch else None
         samples, now_s = admitted.samples, self._clock()
         # All source sessions are forked before a row changes a session: two rows may swap their sessions' contents.
         rows = list(step.rows)
@@ -53,7 +53,7 @@ class StepAdmission:
             forked = forks.pop(row.session_id, None) if forks else None
             is_admitted = False
             try:
-                session = self._session_of(row, step, queued.blocks, now_s, forked, goes_round=goes_round)
+                session = self._session_of(row, step, queued.blocks, now_s, forked, is_ring_step=is_ring_step)
                 if session is not None:
                     if samples and session.request.sampler is None and row.num_result_tokens:
                         raise MalformedMessage("samples", "the session was opened without a sampler")
@@ -86,14 +86,14 @@ class StepAdmission:
         now_s: float,
         forked: SessionCache | CorollaError | None,
         *,
-        goes_round: bool,
+        is_ring_step: bool,
     ) -> HopSession[SessionCache] | None:
         """Returns the session in which a row is computed; None if no client waits for the row.
 
         If the row must not be computed, it raises a CorollaError, which the client then gets.
         """
         client_id, epoch, position = step.client_id or row.client_id, row.epoch, row.position
-        if goes_round and not self._sessions.goes_round(row.session_id, epoch, client_id, position):
+        if is_ring_step and not self._sessions.takes_ring_step(row.session_id, epoch, client_id, position):
             return None
         if isinstance(forked, CorollaError):
             raise forked

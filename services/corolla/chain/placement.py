@@ -102,14 +102,14 @@ class PlacementWatch:
             self._look = asyncio.ensure_future(look())
         return await asyncio.shield(self._look)
 
-    def names(self, hop: common_pb2.Hop) -> bool:
+    def has_hop(self, hop: common_pb2.Hop) -> bool:
         """`servers` has the hop's server at the hop's address."""
-        return _names(self.servers, hop)
+        return _has_hop(self.servers, hop)
 
     async def will_name(self, hop: common_pb2.Hop) -> bool:
         """Like `names`, but asks the router: a server that has just joined may not have been pushed yet."""
         try:
-            return _names((await self._control.get_placement()).servers, hop)
+            return _has_hop((await self._control.get_placement()).servers, hop)
         except CorollaError:
             return False
 
@@ -164,5 +164,5 @@ def _is_for(registered: pb.RegisteredAdapter, tenant: str) -> bool:
     return not registered.tenants or tenant in registered.tenants
 
 
-def _names(servers: Sequence[pb.PlacedServer], hop: common_pb2.Hop) -> bool:
+def _has_hop(servers: Sequence[pb.PlacedServer], hop: common_pb2.Hop) -> bool:
     return any((each.server.server_id, each.server.address) == (hop.server_id, hop.address) for each in servers)

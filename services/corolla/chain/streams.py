@@ -323,7 +323,7 @@ class DataPlane:
                     self.handovers.on_step_refused(address)
                 self._pending.on_fault(control, error)
             case pb.Moved():
-                is_known = self._placement is None or self._placement.names(control.hop)
+                is_known = self._placement is None or self._placement.has_hop(control.hop)
                 if is_known or not control.HasField("hop"):
                     self._on_moved(control, address)
                 elif self._num_looked_up < _MOST_LOOKED_UP:

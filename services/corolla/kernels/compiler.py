@@ -12,7 +12,7 @@ import torch
 _LOCK: Final = threading.Lock()
 
 
-def objection() -> str | None:
+def why_unavailable() -> str | None:
     """The reason why this machine cannot compile functions; None: it can."""
     try:
         import llvmlite.binding  # noqa: F401

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from corolla.chassis.errors import StartupError
-from corolla.kernels.compiler import Compiled, objection, processor_features, share
+from corolla.kernels.compiler import Compiled, processor_features, share, why_unavailable
 from corolla.kernels.layouts import PLAIN_BFLOAT16, PLAIN_FLOAT32, Layout, PlainLayout
 from corolla.kernels.llvm_text import LANES
 from corolla.kernels.product_source import JOB, MAX_FEW_ROWS, Rows, Tiles, module_source, scratch_bytes
@@ -67,7 +67,7 @@ class Kernel:
         is_ordered: bool = False,
     ) -> None:
         self._layout, self._rows, self._is_ordered = layout, rows, is_ordered
-        if (reason := objection()) is not None:
+        if (reason := why_unavailable()) is not None:
             raise StartupError(f"COROLLA_QUANTIZATION=packed does not work here: {reason}. Set it to none.")
         tilings = tilings or (WIDE if processor_features().get("avx512f") else NARROW)
         source = module_source(
@@ -188,7 +188,7 @@ def multiplied(
 @functools.cache
 def plain_layout(dtype: torch.dtype) -> PlainLayout | None:
     """The layout of plain weights of a dtype; None where no kernel multiplies by them."""
-    if objection() is not None:
+    if why_unavailable() is not None:
         return None
     return {torch.float32: PLAIN_FLOAT32, torch.bfloat16: PLAIN_BFLOAT16}.get(dtype)
 

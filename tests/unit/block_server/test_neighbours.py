@@ -36,7 +36,7 @@ async def known(neighbours: Neighbours, *addresses: str) -> list[str]:
         neighbours.look_again(lambda _, event=event: event.set())  # type: ignore[misc]
     async with asyncio.timeout(10):
         await asyncio.gather(*(event.wait() for event in asked))
-    return [address for address in addresses if neighbours.names(address)]
+    return [address for address in addresses if neighbours.has_address(address)]
 
 
 async def test_who_joins_is_found_and_who_is_placed_stays_while_no_router_answers() -> None:

@@ -22,7 +22,7 @@ from corolla.compute.attention.run_attention import RunAttention
 from corolla.kernels import chunk_source, next_token_source
 from corolla.kernels.attention_text import CONSTANTS, HeadShape
 from corolla.kernels.chunk_source import TILE_KEYS, block_tokens
-from corolla.kernels.compiler import Compiled, max_sums, objection, share
+from corolla.kernels.compiler import Compiled, max_sums, share, why_unavailable
 from corolla.kernels.llvm_text import LANES
 from corolla.kernels.next_token_source import JOB
 
@@ -82,7 +82,7 @@ class CompiledAttention:
     name = "compiled"
 
     def __init__(self) -> None:
-        if (reason := objection()) is not None:
+        if (reason := why_unavailable()) is not None:
             raise StartupError(f"COROLLA_ATTENTION=compiled does not work here: {reason}. Set it to auto.")
         self._runs = RunAttention("flash", flash_cpu)
 
