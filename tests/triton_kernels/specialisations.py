@@ -22,6 +22,7 @@ from corolla.kernels.layouts import LAYOUTS
 from corolla.kernels.repacking import empty_panels
 from corolla.kernels.triton import expert_launches, launches, packed_code
 from corolla.kernels.triton.device_code import add_rms_norm
+from corolla.kernels.triton.kept_tiles import keep_tile, kept_tile
 from corolla.kernels.triton.packed_launches import expand_packed, usual_tile
 from corolla.kernels.triton.variants import Variant, described, variant
 from corolla.models import linear, span_model
@@ -199,3 +200,16 @@ def test_launches_of_one_kind_have_one_key_in_triton(keys: Keys) -> None:
     assert {len(found) for found in kinds.values()} == {1}
     # Each dtype, a float, None, and three kinds of whole numbers, at each place.
     assert len(kinds) == 2 + (8 + 7) * 7
+
+
+def test_the_tile_that_won_is_kept_with_the_compiled_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert kept_tile("a device and a shape", "abc") is None
+    keep_tile("a device and a shape", 2)
+    assert kept_tile("a device and a shape", "abc") == "c"
+    assert kept_tile("a device and a shape", "ab") is None, "it is no candidate any more"
+    assert kept_tile("another shape", "abc") is None
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
+    keep_tile("a device and a shape", 1)
+    assert kept_tile("a device and a shape", "abc") is None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from corolla.cache.store import KVStore
-from corolla.compute.attention.base import AttentionBackend, AttentionBatch, PackedRow
+from corolla.compute.attention.base import AttentionBackend, AttentionBatch
 from corolla.compute.attention.compiled_attention import (
     ELEMENTS,
     EXPONENTIAL,
@@ -23,6 +23,7 @@ from corolla.compute.attention.compiled_attention import (
     next_token_module,
     tables_of,
 )
+from corolla.compute.layer_trial import LayerTrial
 from corolla.kernels.attention_text import HeadShape
 from corolla.kernels.block_source import (
     GROUP,
@@ -36,6 +37,7 @@ from corolla.kernels.block_source import (
     module_source,
 )
 from corolla.kernels.compiler import Compiled, in_threads, max_sums, processor_features
+from corolla.kernels.kernel_trial import try_kernel
 from corolla.kernels.llvm_text import LANES
 from corolla.kernels.product_source import scratch_bytes
 from corolla.kernels.products import DTYPES, kernel_of, rows_of, weights_of
@@ -48,7 +50,6 @@ log = logging.getLogger(__name__)
 
 _TOLERANCES: Final = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
 """The largest difference between a compiled block's output and that of its modules, relative to the largest number."""
-_CHECKED_TOKENS: Final = ((19, 1), (1, 3), (1, 1))
 _Step: Final = ctypes.c_int64 * len(STEP)
 _GROUP_BYTES: Final = 8 * len(GROUP)
 _END: Final = [name for _, name in STEP].index("end")
@@ -226,11 +227,11 @@ def choose_compiled_blocks(
     reason = objection(span, store, dtype)
     if reason is None:
         first_layers = {_shape_of(layer, dtype): index for index, layer in reversed(list(enumerate(span.layers)))}
-        differences = [_difference(span, index, dtype, store.pool.page_tokens) for index in first_layers.values()]
-        if all(difference <= _TOLERANCES[dtype] for difference in differences):
+        trials = (_failed_trial(span.layers[index], dtype, store) for index in first_layers.values())
+        reason = next(filter(None, trials), None)
+        if reason is None:
             log.info("running compiled blocks", extra={"shapes": len(first_layers)})
             return CompiledBlocks(span, store, dtype)
-        reason = f"their results differ by {max(differences):.1e} of the largest number"
     log.info("running blocks without compiled functions", extra={"reason": reason})
     return None
 
@@ -391,40 +392,16 @@ class _Buffers:
 
 
 @torch.inference_mode()
-def _difference(span: FusedSpan, index: int, dtype: torch.dtype, page_tokens: int) -> float:
-    """The largest difference between a layer's compiled output and that of its modules, relative to the largest number.
+def _failed_trial(layer: FusedLayer, dtype: torch.dtype, store: KVStore) -> str | None:
+    """Runs a layer in all cuts. Returns what failed, as a sentence's end, or None.
 
-    The compiled functions and the modules run chunks and single tokens of two sessions.
+    Attention gives a single token other bits than a chunk, so all cuts are near the modules' outputs, and no more.
     """
-    layer = span.layers[index]
-    part = FusedSpan([layer])
-    generator = torch.Generator().manual_seed(0)
-    most = sum(sum(tokens) for tokens in _CHECKED_TOKENS)
-    stores = [KVStore(2 * (-(-most // page_tokens)), page_tokens, [layer.window]) for _ in range(2)]
-    compiled = CompiledBlocks(part, stores[0], dtype)
-    caches = [[store.new_cache() for _ in _CHECKED_TOKENS[0]] for store in stores]
-    for cache in itertools.chain.from_iterable(caches):
-        cache.reserve(most)
-    backend = CompiledAttention()
-    largest = 0.0
-    for new_tokens in _CHECKED_TOKENS:
-        hidden = torch.randn(sum(new_tokens), _shape_of(layer, dtype).hidden_size, generator=generator).to(dtype)
-        outputs: list[Tensor] = []
-        for store, own in zip(stores, caches, strict=True):
-            rows: list[PackedRow] = []
-            positions: list[int] = []
-            for cache, count in zip(own, new_tokens, strict=True):
-                cache.prepare(cache.num_tokens, count)
-                rows.append(PackedRow(cache, cache.num_tokens, len(positions), len(positions) + count))
-                positions.extend(range(cache.num_tokens, cache.num_tokens + count))
-            batch, ids = AttentionBatch(store, rows, backend), torch.tensor(positions)
-            if store is stores[0]:
-                outputs.append(compiled.forward(hidden, ids, max(positions) + 1, range(1), batch))
-            else:
-                outputs.append(part.forward(hidden, ids, max(positions) + 1, range(1), batch.attend))
-            for row in rows:
-                row.cache.commit(row.position + row.num_tokens)
-        difference = (outputs[0].float() - outputs[1].float()).abs().max() / outputs[1].float().abs().max()
-        # NaN must not pass the comparison.
-        largest = max(largest, float(difference.nan_to_num(torch.inf)))
-    return largest
+    page_tokens = store.pool.page_tokens
+    trial = LayerTrial(
+        layer, lambda part, own: CompiledBlocks(part, own, dtype).forward, CompiledAttention(), page_tokens, dtype
+    )
+    for cut in trial.cuts:
+        if (failure := try_kernel(trial.run, (cut,), trial.error, _TOLERANCES[dtype]).failure) is not None:
+            return failure
+    return None

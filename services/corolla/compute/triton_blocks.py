@@ -18,10 +18,12 @@ from torch.nn import functional
 from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, ReLUSquaredActivation, SiLUActivation
 
 from corolla.cache.codecs import KVCodec
-from corolla.cache.store import KVStore, SessionCache
-from corolla.compute.attention.base import AttentionBackend, AttentionBatch, PackedRow
+from corolla.cache.store import KVStore
+from corolla.compute.attention.base import AttentionBackend, AttentionBatch
 from corolla.compute.attention.paged_triton import PagedTriton, attend_stored
+from corolla.compute.layer_trial import LayerTrial
 from corolla.compute.low_rank import LowRankBatch
+from corolla.kernels.kernel_trial import failure_of, try_kernel
 from corolla.kernels.product_choice import rung_of
 from corolla.models.adapters.products import AdapterBatch
 from corolla.models.fused import FusedLayer, FusedSpan, GatedMlp, MixtureMlp, Projection, RmsNorm
@@ -44,8 +46,6 @@ CODED_TOLERANCE: Final = 2e-2
 SHORT_STEP: Final = 256
 """Steps of up to so many tokens read weights for longer than they multiply."""
 
-# The tokens that a trial computes again after its chunk, with a page's end between them.
-_AROUND_THE_END: Final = 3
 # Powers of two, up and down, that the numbers of the tokens of a trial of codes are multiplied by.
 _CODED_TOKENS: Final = 12
 
@@ -349,12 +349,8 @@ def choose_triton_blocks(
     """
     if span is None or not isinstance(backend, PagedTriton):
         return None
-    try:
-        failure = next((failed for layer in span.layers if (failed := objection(layer, dtype)) is not None), None)
-        failure = failure or _failed_trial(span, store.pool.page_tokens, dtype, store.codec)
-    except Exception as error:
-        # Compilers raise errors of many kinds. The server works without these kernels.
-        failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    failure = next((failed for layer in span.layers if (failed := objection(layer, dtype)) is not None), None)
+    failure = failure or failure_of(lambda: _failed_trial(span, store.pool.page_tokens, dtype, store.codec))
     if failure is not None:
         log.warning("blocks do not run by Triton kernels", extra={"failure": failure})
         return None
@@ -375,11 +371,12 @@ def _failed_trial(span: FusedSpan, page_tokens: int, dtype: torch.dtype, codec: 
             mixture = cast(Mixture, layer.mlp.mixture)
             if (failure := failed_mixture_trial(mixture, dtype, row_counts())) is not None:
                 return failure
-        trial = _Trial(FusedSpan([layer]), page_tokens, dtype, codec)
-        if not (difference := trial.difference()) <= tolerance:
-            return f"their results differ by {difference:.1e} from those of the modules"
-        if not trial.is_invariant():
-            return "a token's bits depend on the batch"
+        trial = LayerTrial(
+            layer, lambda part, _store: TritonBlocks(part).forward, PagedTriton(), page_tokens, dtype, codec
+        )
+        found = try_kernel(trial.run, trial.cuts, trial.error, tolerance)
+        if found.failure is not None:
+            return found.failure
     return None
 
 
@@ -417,71 +414,3 @@ def stored_twice(codec: KVCodec, layer: FusedLayer, qkv: Tensor) -> tuple[list[T
     for name, (keys, values) in ((None, stored), (codec.name, coded)):
         rotate_and_store(qkv, None, slots, slots, keys, values, codec=name)
     return stored, coded
-
-
-class _Trial:
-    """A text of a layer's random inputs, which runs in several cuts."""
-
-    def __init__(self, span: FusedSpan, page_tokens: int, dtype: torch.dtype, codec: KVCodec | None) -> None:
-        (layer,) = span.layers
-        self._span, self._page_tokens, self._window, self._codec = span, page_tokens, layer.window, codec
-        self._blocks, self._backend = TritonBlocks(span), PagedTriton()
-        generator = torch.Generator().manual_seed(0)
-        self._num_tokens = page_tokens + _AROUND_THE_END
-        numbers = torch.randn(self._num_tokens, layer.hidden_size, generator=generator)
-        self._hidden = numbers.to(device=layer.device, dtype=dtype)
-        self._whole = self._run([(0, self._num_tokens)])
-
-    def difference(self) -> float:
-        """The largest difference from the layer's modules, relative to the largest number. NaN is infinite.
-
-        Of a mixture in half precision, it is that of the median token: where two experts have nearly the same score,
-        rounding decides which of them a token gets.
-        """
-        expected = self._run([(0, self._num_tokens)], by_modules=True).float()
-        differences = (self._whole.float() - expected).abs().amax(-1).nan_to_num(torch.inf) / expected.abs().max()
-        is_mixture = isinstance(self._span.layers[0].mlp, MixtureMlp)
-        difference = differences.median() if is_mixture and self._hidden.element_size() == 2 else differences.max()
-        return float(difference.nan_to_num(torch.inf))
-
-    def is_invariant(self) -> bool:
-        """Whether all cuts give every token the same bits."""
-        half, last = self._page_tokens // 2 + 1, self._num_tokens - 2 * _AROUND_THE_END
-        singles = [(start, start + 1) for start in range(max(last, 0), self._num_tokens)]
-        parts, tokens = [(0, half), (half, self._num_tokens)], [(0, max(last, 0)), *singles] if last > 0 else singles
-        # Next to a chunk, a single token has the kernel of single tokens, and a companion of two tokens has not.
-        runs = ((parts, 0), (parts, 1), (tokens, 0), (tokens, 2))
-        return all(torch.equal(self._run(cut, company), self._whole) for cut, company in runs)
-
-    def _run(self, cut: Sequence[tuple[int, int]], company: int = 0, by_modules: bool = False) -> Tensor:
-        """The text's outputs, `[T, H]`, computed chunk by chunk; another session runs along with `company` tokens."""
-        count = 2 if company else 1
-        num_pages = count * (-(-self._num_tokens // self._page_tokens))
-        store = KVStore(num_pages, self._page_tokens, [self._window], codec=self._codec)
-        caches = [store.new_cache() for _ in range(count)]
-        for cache in caches:
-            cache.reserve(self._num_tokens)
-        outputs: list[Tensor] = []
-        for start, end in cut:
-            # The companion is before the text, with another number of tokens.
-            parts = [(caches[-1], 0, min(company, self._num_tokens))] if company else []
-            outputs.append(self._step(store, [*parts, (caches[0], start, end)], by_modules)[-(end - start) :])
-        return torch.cat(outputs)
-
-    def _step(self, store: KVStore, parts: Sequence[tuple[SessionCache, int, int]], by_modules: bool) -> Tensor:
-        rows: list[PackedRow] = []
-        for cache, start, end in parts:
-            cache.truncate(start)
-            cache.prepare(start, end - start)
-            first = rows[-1].end if rows else 0
-            rows.append(PackedRow(cache, start, first, first + end - start))
-        hidden = torch.cat([self._hidden[start:end] for _, start, end in parts])
-        positions = torch.cat([torch.arange(start, end, device=hidden.device) for _, start, end in parts])
-        batch = AttentionBatch(store, rows, self._backend)
-        if by_modules:
-            output = self._span.forward(hidden, positions, self._num_tokens, range(1), batch.attend)
-        else:
-            output = self._blocks.forward(hidden, positions, self._num_tokens, range(1), batch)
-        for cache, _, end in parts:
-            cache.commit(end)
-        return output

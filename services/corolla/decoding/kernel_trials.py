@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 
+from corolla.kernels.kernel_trial import failure_of
 from corolla.kernels.triton.availability import missing
 
 log = logging.getLogger(__name__)
@@ -28,10 +29,4 @@ def holds(kernel: str, otherwise: str, device: torch.device, has_equal_results: 
 
 def failed_trial(device: torch.device, has_equal_results: Callable[[torch.device], bool]) -> str | None:
     """Returns what failed, or None; see `holds`."""
-    try:
-        return None if has_equal_results(device) else "its results differ"
-    except torch.AcceleratorError:
-        raise
-    except Exception as error:
-        # Compilers raise errors of many kinds, and operators work without them.
-        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return failure_of(lambda: None if has_equal_results(device) else "its results differ")

@@ -7,8 +7,6 @@ the inner dimension is short, two orders of summing differ in so few numbers tha
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Final
 
 BETWEEN: Final = frozenset({192, 384, 640, 768, 1280, 1536})
@@ -28,34 +26,3 @@ def rungs(num_outputs: int) -> tuple[int, ...]:
 def rung_of(num_rows: int, ladder: tuple[int, ...]) -> int:
     """Returns how many rows a call of at most `ladder[-1]` rows has after padding."""
     return ladder[bisect_left(ladder, num_rows)]
-
-
-@dataclass(frozen=True, slots=True)
-class ProductTrial:
-    """What a product did with a large input.
-
-    Attributes:
-        differing_rows: for each number of rows of a call that was tried, how many rows of the input had other bits than
-            in a call of all rows. A trial ends at the first rung, not of BETWEEN, that breaks the rule.
-        error: the largest difference from the product in float64, as a part of the largest number.
-    """
-
-    differing_rows: Mapping[int, int]
-    error: float
-
-    def holds(self, tolerance: float) -> bool:
-        """Returns True if rows had equal bits at all sizes but those of BETWEEN, and errors are at most `tolerance`.
-
-        An error of NaN never is.
-        """
-        return self.broken <= BETWEEN and self.error <= tolerance
-
-    @property
-    def broken(self) -> frozenset[int]:
-        """The numbers of rows of a call that break the rule."""
-        return frozenset(rung for rung, num_differing in self.differing_rows.items() if num_differing)
-
-
-def chosen_product(trials: Iterable[tuple[str, ProductTrial]], tolerance: float) -> tuple[str, ProductTrial] | None:
-    """The first product whose trial holds, and its trial; None if no trial does. Later trials are not read."""
-    return next((found for found in trials if found[1].holds(tolerance)), None)

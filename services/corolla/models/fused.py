@@ -5,7 +5,7 @@ project, add. Norms may also stand before the sums only, or at both places. In p
 a mixture of experts, which runs the family's own code. In small models, half of a decode step of `transformers` is
 Python code around these operations. Here, one product replaces the projections of the same input, the rotary table is
 made once for all layers, and there are no cache objects. The family's own modules are the reference for the results.
-They share the weights until tuning lays these out in another way. All tensors of a call are on the device of the
+They share the weights until these are laid out in another way. All tensors of a call are on the device of the
 weights.
 """
 

@@ -4,12 +4,14 @@ torch sums a row's numbers in an order that depends on how many rows there are. 
 """
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Self, cast
 
 import torch
 from torch import Tensor, nn
 
+from corolla.kernels.kernel_trial import relative_error, try_kernel
 from corolla.kernels.triton.availability import missing
 from corolla.models.invariant_products import TOLERANCES
 
@@ -89,13 +91,14 @@ def invariant_norm(module: nn.Module) -> nn.Module:
         return module
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(_CHECKED_ROWS, len(norm.weight), generator=generator).to(norm.weight)
-    try:
-        found, expected = norm(hidden).float(), cast(Tensor, module(hidden)).float()
-    except Exception as error:
-        # Compilers raise errors of many kinds, and the family's own norm works without them.
-        log.warning("rows of the final norm may depend on the batch", extra={"failure": type(error).__name__})
-        return module
-    if not (found - expected).abs().max() <= TOLERANCES[norm.weight.dtype] * expected.abs().max():
-        log.warning("rows of the final norm may depend on the batch", extra={"failure": "the kernel's results differ"})
+
+    def run(num_rows: int) -> Iterator[Tensor]:
+        return (norm(part) for part in torch.split(hidden, num_rows))
+
+    trial = try_kernel(
+        run, (_CHECKED_ROWS, 1), lambda found: relative_error(found, module(hidden)), TOLERANCES[norm.weight.dtype]
+    )
+    if trial.failure is not None:
+        log.warning("rows of the final norm may depend on the batch", extra={"failure": trial.failure})
         return module
     return InvariantNorm(norm)

@@ -4,7 +4,7 @@ Tensors are on the device of the weights and have their dtype.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from corolla.kernels.product_choice import BETWEEN, ProductTrial, chosen_product, rung_of, rungs
+from corolla.kernels.kernel_trial import KernelTrial, relative_error, try_kernel
+from corolla.kernels.product_choice import BETWEEN, rung_of, rungs
 from corolla.kernels.triton.availability import missing
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -27,7 +28,6 @@ TOLERANCES: Final[Mapping[torch.dtype, float]] = {torch.float32: 1e-5, torch.bfl
 _CHECKED_OUTPUTS: Final = 512
 # The outputs of at least so many rows are compared together.
 _COMPARED_ROWS: Final = 256
-_INTEGERS: Final = {2: torch.int16, 4: torch.int32}
 
 
 def triton_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -100,71 +100,53 @@ def choose_invariant_product(
     candidates = PRODUCTS if products is None else products
     ladder = rungs(weight.shape[0])
 
-    def measured() -> Iterator[tuple[str, ProductTrial]]:
-        for name, product in candidates.items():
-            if name == "triton" and (lack := missing()) is not None:
-                log.warning("no product of its own for these weights", extra={"failure": lack})
-                continue
-            try:
-                trial = try_product(product, weight, bias, ladder)
-            except torch.AcceleratorError:
-                raise
-            except Exception as error:
-                # Compilers raise errors of many kinds, and none may keep a server from starting.
-                failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-                log.warning("a product does not work here", extra={"product": name, "failure": failure})
-                continue
-            yield name, trial
-
-    chosen = chosen_product(measured(), TOLERANCES[weight.dtype])
     shape = "x".join(map(str, weight.shape))
-    if chosen is None:
-        log.warning("rows of products with these weights depend on the batch", extra={"shape": shape})
-        return None
-    name, trial = chosen
-    ladder = tuple(rung for rung in ladder if rung not in trial.broken)
-    log.info("product chosen", extra={"shape": shape, "product": name, "left_out": sorted(trial.broken)})
-    return InvariantProduct(name, candidates[name], ladder)
+    for name, product in candidates.items():
+        lack = missing() if name == "triton" else None
+        trial = KernelTrial[int](lack) if lack is not None else try_product(product, weight, bias, ladder, BETWEEN)
+        if trial.failure is None:
+            ladder = tuple(rung for rung in ladder if rung not in trial.differing)
+            log.info("product chosen", extra={"shape": shape, "product": name, "left_out": sorted(trial.differing)})
+            return InvariantProduct(name, product, ladder)
+        log.warning("a product is not used", extra={"shape": shape, "product": name, "failure": trial.failure})
+    log.warning("rows of products with these weights depend on the batch", extra={"shape": shape})
+    return None
 
 
-def try_product(product: Product, weight: Tensor, bias: Tensor | None, ladder: tuple[int, ...]) -> ProductTrial:
+def try_product(
+    product: Product, weight: Tensor, bias: Tensor | None, ladder: tuple[int, ...], may_differ: Collection[int] = ()
+) -> KernelTrial[int]:
     """Multiplies as many random rows as the ladder's last rung has, in calls of every rung's number of rows.
 
-    The trial begins with the few largest calls, and ends at the first rung, not of BETWEEN, that breaks the rule.
+    The trial begins with the few largest calls.
 
     Args:
         weight: `[out, in]`.
         bias: `[out]` or None.
         ladder: the numbers of rows of a call, in rising order.
+        may_differ: rungs at which a row may have other bits.
     """
     num_rows = ladder[-1]
     generator = torch.Generator(device=weight.device).manual_seed(0)
     rows = torch.randn(num_rows, weight.shape[1], device=weight.device, generator=generator).to(weight.dtype)
-    whole = product(rows, weight, bias)
-    differing: dict[int, int] = {}
-    for rung in reversed(ladder[:-1]):
-        count = torch.zeros((), dtype=torch.int64, device=weight.device)
+
+    def run(rung: int) -> Iterator[Tensor]:
         # Calls of one row are thousands, so each should cost the host little more than its product.
         num_compared = rung * -(-_COMPARED_ROWS // rung)
         for start in range(0, num_rows, num_compared):
-            # Where a rung does not divide the number of rows, the last calls have rows of earlier ones, too.
-            first = max(0, min(start, num_rows - num_compared))
-            there = slice(first, first + num_compared)
-            found = torch.cat([product(part, weight, bias) for part in torch.split(rows[there], rung)])
-            count += (_bits(found) != _bits(whole[there])).any(dim=-1).sum()
-        differing[rung] = int(count)
-        if differing[rung] and rung not in BETWEEN:
-            break
-    return ProductTrial(differing, _error(whole, rows, weight, bias))
+            outputs = []
+            for begin in range(start, min(start + num_compared, num_rows), rung):
+                # Where a rung does not divide the number of rows, the last call has rows of earlier ones, too.
+                first = min(begin, num_rows - rung)
+                outputs.append(product(rows[first : first + rung], weight, bias)[begin - first :])
+            yield torch.cat(outputs)
 
-
-def _bits(numbers: Tensor) -> Tensor:
-    return numbers.view(_INTEGERS[numbers.element_size()])
+    return try_kernel(
+        run, reversed(ladder), lambda found: _error(found, rows, weight, bias), TOLERANCES[weight.dtype], may_differ
+    )
 
 
 def _error(found: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> float:
     step = -(-weight.shape[0] // _CHECKED_OUTPUTS)
-    expected = functional.linear(
-        rows.double(), weight[::step].double(), None if bias is None else bias[::step].double()
-    )
-    return float((found[:, ::step].double() - expected).abs().max() / expected.abs().max())
+    part = None if bias is None else bias[::step].double()
+    return relative_error(found[:, ::step], functional.linear(rows.double(), weight[::step].double(), part))

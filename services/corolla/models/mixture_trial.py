@@ -1,12 +1,13 @@
 """Tries the grouped products of a mixture of experts with the server's own weights, before they are used."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from corolla.kernels.expert_routing import Routing
+from corolla.kernels.kernel_trial import relative_error, try_kernel
 from corolla.models.invariant_products import TOLERANCES, try_product
 from corolla.models.mixtures import ExpertWeights, Mixture, matrix_of, multiply_experts
 
@@ -61,16 +62,16 @@ def failed_experts_trial(
     generator = torch.Generator(device).manual_seed(0)
     rows = torch.randn(sizes[-1], rows_of_token, num_inputs, generator=generator, device=device).to(dtype)
     logits = torch.randn(sizes[-1], num_experts, generator=generator, device=device)
-    whole = _products(rows, logits, weights, bias, routing)
-    if not (error := _error(whole, rows, logits, weights, bias)) <= TOLERANCES[dtype]:
-        return f"products of its experts differ by {error:.1e} from those in float64"
-    for size in (1, *sizes[:-1]):
+
+    def run(size: int) -> Iterator[Tensor]:
         num_tokens = _SINGLE_TOKENS if size == 1 else len(rows)
-        parts = zip(torch.split(rows[:num_tokens], size), torch.split(logits[:num_tokens], size), strict=True)
-        found = torch.cat([_products(part, own, weights, bias, routing) for part, own in parts])
-        if not torch.equal(found, whole[:num_tokens]):
-            return "bits of products of its experts depend on the batch"
-    return None
+        for part, own in zip(torch.split(rows[:num_tokens], size), torch.split(logits[:num_tokens], size), strict=True):
+            yield _products(part, own, weights, bias, routing)
+
+    trial = try_kernel(
+        run, (sizes[-1], 1, *sizes[:-1]), lambda whole: _error(whole, rows, logits, weights, bias), TOLERANCES[dtype]
+    )
+    return trial.failure and f"products of its experts: {trial.failure}"
 
 
 def _failed_router(mixture: Mixture, ladder: tuple[int, ...]) -> str | None:
@@ -80,9 +81,7 @@ def _failed_router(mixture: Mixture, ladder: tuple[int, ...]) -> str | None:
     weight = mixture.router_weight.float() if mixture.is_wide else mixture.router_weight
     bias = mixture.router_bias
     trial = try_product(lambda rows, *_: multiply(rows, mixture.router_weight, bias), weight, bias, ladder)
-    if trial.holds(TOLERANCES[weight.dtype]):
-        return None
-    return f"the product of its router differs by {trial.error:.1e} from float64, or depends on the batch"
+    return trial.failure and f"the product of its router: {trial.failure}"
 
 
 def _products(rows: Tensor, logits: Tensor, weights: ExpertWeights, bias: Tensor | None, routing: Routing) -> Tensor:
@@ -94,7 +93,7 @@ def _products(rows: Tensor, logits: Tensor, weights: ExpertWeights, bias: Tensor
 
 
 def _error(found: Tensor, rows: Tensor, logits: Tensor, weights: ExpertWeights, bias: Tensor | None) -> float:
-    """The largest difference from the product in float64, as a part of its largest number. NaN is infinite."""
+    """The largest difference from the product in float64, as a part of its largest number."""
     step = -(-weights.shape[1] // _CHECKED_OUTPUTS)
     ids = logits.topk(found.shape[1]).indices
     rows = rows.expand(-1, found.shape[1], -1)
@@ -104,5 +103,4 @@ def _error(found: Tensor, rows: Tensor, logits: Tensor, weights: ExpertWeights, 
         tokens, ranks = torch.where(ids == expert)
         own = rows[tokens, ranks].double() @ matrix_of(weights, expert, rows.dtype)[::step].double().T
         expected[tokens, ranks] = own if bias is None else own + bias[expert, ::step].double()
-    error = (found - expected).abs().max() / expected.abs().max()
-    return float(error.nan_to_num(torch.inf))
+    return relative_error(found, expected)

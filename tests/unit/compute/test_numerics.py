@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from corolla.compute import compiled_blocks, threads
+from corolla.compute.attention import backends
 from corolla.compute.numerics import machine_facts, numerics_of
 from corolla.compute.span_runner import SpanRunner
 from corolla.kernels.products import plain_layout
+from corolla.models import linear, product_rule
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import load_edges
 from corolla.models.span_model import load_span
@@ -74,8 +77,17 @@ def test_choices_do_not_follow_a_clock(tmp_path: Path, monkeypatch: pytest.Monke
         chosen = runner(checkpoint, attention="auto", products="auto")
         found.add((str(chosen.kernel_choices), str(edges.product_ways), numerics_of(chosen, edges)))
     assert len(found) == 1
+    assert not any(hasattr(module, "time") for module in (backends, compiled_blocks, linear, product_rule, threads))
     if plain_layout(torch.float32) is not None:
         assert chosen.kernel_choices.blocks == "compiled"
+
+
+def test_instructions_that_round_in_another_way_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for capabilities in ({}, {"avx512_bf16": True}, {"avx512_bf16": True, "amx_bf16": True}):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=capabilities: found)
+        found.append(machine_facts(torch.device("cpu"), torch.bfloat16))
+    assert found[0] != found[1] != found[2] != found[0]
 
 
 @pytest.mark.parametrize("package, device", [("triton", "cuda"), ("llvmlite", "cpu")])

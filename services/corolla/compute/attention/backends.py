@@ -16,6 +16,7 @@ from corolla.compute.attention.paged_triton import PagedTriton
 from corolla.compute.attention.partial_attention import flash_cpu
 from corolla.compute.attention.run_attention import RunAttention
 from corolla.compute.attention.sdpa import SdpaAttention
+from corolla.kernels.kernel_trial import failure_of, too_far
 
 log = logging.getLogger(__name__)
 
@@ -84,21 +85,22 @@ def _tried(
 ) -> tuple[AttentionBackend | None, str]:
     """A backend that gave correct results for a small batch of each shape, or None and why it cannot be used."""
     pages = 1 if device.type == "cpu" else max(1, min(_PAGES_OF_TRIAL, _TOKENS_OF_TRIAL // page_tokens))
-    try:
-        backend, difference = BACKENDS[name](), 0.0
+    made: list[AttentionBackend] = []
+
+    def trial() -> str | None:
+        made.append(BACKENDS[name]())
         for shape in shapes:
             key = (BACKENDS[name], device, dtype, page_tokens, shape, codec and codec.name)
             if device.type == "cpu" or key not in _DIFFERENCES:
                 _DIFFERENCES[key] = largest_difference(
-                    backend, device, dtype, page_tokens, shape, codec=codec, pages_of_text=pages
+                    made[0], device, dtype, page_tokens, shape, codec=codec, pages_of_text=pages
                 )
-            difference = max(difference, _DIFFERENCES[key])
-    except Exception as error:
-        # Compilers raise errors of many kinds, and none may keep a server from starting with another attention.
-        return None, (str(error).splitlines() or [type(error).__name__])[0]
-    if not difference <= TOLERANCES[dtype]:
-        return None, f"its results differ by {difference:.1e} from those in float64"
-    return backend, ""
+            if (failure := too_far(_DIFFERENCES[key], TOLERANCES[dtype])) is not None:
+                return failure
+        return None
+
+    failure = failure_of(trial)
+    return (made[0], "") if failure is None else (None, failure)
 
 
 @torch.inference_mode()

@@ -1,19 +1,21 @@
 """Tries products with packed weights on a GPU when a server starts, and times their tiles for few rows."""
 
+import functools
 import logging
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from corolla.kernels.kernel_trial import are_same, failure_of
 from corolla.kernels.llvm_text import LANES
 from corolla.kernels.product_choice import rungs
 from corolla.kernels.repacking import unpack
 from corolla.models.cuda_capture import CudaCapture
-from corolla.models.invariant_products import TOLERANCES, try_product
+from corolla.models.invariant_products import try_product
 from corolla.models.mixture_trial import failed_experts_trial
 from corolla.models.packed.experts import PackedExpertWeights
 from corolla.models.packed.modules import PackedLinear
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from corolla.kernels.triton.packed_launches import Tile
 
 AnyTile = TypeVar("AnyTile")
+AnyPacked = PackedLinear | PackedExpertWeights
 
 log = logging.getLogger(__name__)
 
@@ -35,40 +38,38 @@ _MIN_GAIN: Final = 1.02
 
 
 @torch.inference_mode()
-def choose_packed_products(layers: Iterable[PackedLinear | PackedExpertWeights], dtype: torch.dtype) -> None:
+def choose_packed_products(layers: Iterable[AnyPacked], dtype: torch.dtype) -> None:
     """Tries the fastest tile with a layer of each shape. Where it fails, such layers get expanded weights.
 
     Args:
         layers: layers and experts with panels, on one GPU.
     """
-    alike: defaultdict[Any, list[PackedLinear | PackedExpertWeights]] = defaultdict(list)
+    alike: defaultdict[Any, list[AnyPacked]] = defaultdict(list)
     for layer in layers:
         others = (layer.bias is None, layer.order is None) if isinstance(layer, PackedLinear) else ()
         alike[layer.layout, layer.shape, *others].append(layer)
     for (layout, shape, *_), group in alike.items():
         facts = {"layout": layout.name, "shape": "x".join(map(str, shape))}
-        try:
-            linears = [layer for layer in group if isinstance(layer, PackedLinear)]
-            for tile in _tiles(linears[:_TIMED_LAYERS], dtype):
-                if (failure := _failed(group[0], dtype, tile)) is None:
-                    break
-                log.warning("a tile fails its trial", extra={**facts, "tile": str(tile), "failure": failure})
-        except torch.AcceleratorError:
-            raise
-        except Exception as error:
-            # Compilers raise errors of many kinds. Expanded weights need no kernel.
-            failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        if failure is not None:
+        if (failure := failure_of(functools.partial(_chosen, group, dtype, facts))) is not None:
             log.warning("expanding weights that the kernel cannot multiply", extra={**facts, "failure": failure})
             for layer in group:
                 layer.expand(dtype)
-            continue
-        log.info("packed product chosen", extra={**facts, "tile": "usual" if tile is None else str(tile)})
-        for linear in linears:
-            linear.tile = tile
 
 
-def _failed(layer: PackedLinear | PackedExpertWeights, dtype: torch.dtype, tile: "Tile | None") -> str | None:
+def _chosen(group: Sequence[AnyPacked], dtype: torch.dtype, facts: Mapping[str, str]) -> str | None:
+    """Gives the layers of a group their tile. Returns what failed, as a sentence's end, or None."""
+    linears, failure = [layer for layer in group if isinstance(layer, PackedLinear)], None
+    for tile in _tiles(linears[:_TIMED_LAYERS], dtype):
+        if (failure := _failed(group[0], dtype, tile)) is None:
+            log.info("packed product chosen", extra={**facts, "tile": "usual" if tile is None else str(tile)})
+            for linear in linears:
+                linear.tile = tile
+            return None
+        log.warning("a tile fails its trial", extra={**facts, "tile": str(tile), "failure": failure})
+    return failure
+
+
+def _failed(layer: AnyPacked, dtype: torch.dtype, tile: "Tile | None") -> str | None:
     """Experts are tried as one layer, as the family's own code calls them, and together."""
     if isinstance(layer, PackedLinear):
         return failed_trial(layer, dtype, tile)
@@ -97,27 +98,27 @@ def failed_trial(layer: PackedLinear, dtype: torch.dtype, tile: "Tile | None" = 
         return None  # made-up weights may be zero in this dtype
     if layer.order is not None:
         weight = torch.empty_like(weight).index_copy_(1, layer.order.long(), weight)
-    trial = try_product(lambda rows, *_: part(rows), weight, None, rungs(num_outputs))
-    if any(trial.differing_rows.values()):
-        return "a row's bits depend on the batch"
-    return None if trial.holds(TOLERANCES[dtype]) else f"its results differ by {trial.error:.1e} from those in float64"
+    return try_product(lambda rows, *_: part(rows), weight, None, rungs(num_outputs)).failure
 
 
 def _tiles(layers: Sequence[PackedLinear], dtype: torch.dtype) -> "Sequence[Tile | None]":
     """The tiles to try: the fastest one for one row, and then the usual one; None alone: there is no choice."""
     if not layers or cast(Tensor, layers[0].panels).device.type != "cuda" or dtype == torch.float32:
         return (None,)
+    from corolla.kernels.triton.kept_tiles import keep_tile, kept_tile
     from corolla.kernels.triton.packed_launches import candidates, usual_tile
 
     usual = usual_tile(layers[0].out_features)
     row = torch.randn(1, layers[0].in_features, device=cast(Tensor, layers[0].panels).device).to(dtype)
-    fastest = fastest_tile(
-        usual,
-        candidates(layers[0].layout, dtype),
-        lambda tile: layers[0].with_tile(row, tile),
-        lambda tile: _seconds(layers, row, tile),
-    )
-    return tuple(dict.fromkeys((fastest, usual)))
+    tiles = candidates(layers[0].layout, dtype)
+    facts = (torch.cuda.get_device_name(row.device), layers[0].layout.name, layers[0].shape, dtype, tiles)
+    kept = kept_tile(repr(facts), tiles)
+    if kept is None:
+        kept = fastest_tile(
+            usual, tiles, lambda tile: layers[0].with_tile(row, tile), lambda tile: _seconds(layers, row, tile)
+        )
+        keep_tile(repr(facts), tiles.index(kept))
+    return tuple(dict.fromkeys((kept, usual)))
 
 
 def fastest_tile(
@@ -137,14 +138,12 @@ def fastest_tile(
     expected = multiply(usual)
     found: dict[AnyTile, float] = {}
     for tile in candidates:
-        try:
-            if torch.equal(multiply(tile), expected):
+
+        def measure(tile: AnyTile = tile) -> None:
+            if are_same(multiply(tile), expected):
                 found[tile] = seconds(tile)
-        except torch.AcceleratorError:
-            raise
-        except Exception as error:
-            # Compilers raise errors of many kinds.
-            failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+        if (failure := failure_of(measure)) is not None:
             log.warning("a tile does not work here", extra={"tile": str(tile), "failure": failure})
     fastest = min(found, key=lambda tile: found[tile], default=usual)
     return fastest if usual in found and found[usual] > _MIN_GAIN * found[fastest] else usual
