@@ -4,28 +4,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
-from transformers.cache_utils import DummyLayer, LinearAttentionLayer
 
 from corolla.cache.codecs import CODECS
-from corolla.cache.states import LayerState
 from corolla.cache.store import KVStore, SessionCache
 from corolla.chassis.errors import NonFiniteOutput
 from corolla.compute.attention.backends import ShapeProbe, choose_backend
 from corolla.compute.attention.base import AttentionBackend, AttentionBatch, PackedRow
-from corolla.compute.attention.latents import LATENT, PackedLatents, leave_latents
 from corolla.compute.attention.page_tables import PagedBackend, paged_batch
-from corolla.compute.attention.ragged import RAGGED
 from corolla.compute.base import Embed, LaunchedBatch, RowWork
 from corolla.compute.compiled_blocks import choose_compiled_blocks
 from corolla.compute.decode_buffers import DecodeStep
 from corolla.compute.decode_graphs import DecodeGraphs
 from corolla.compute.kernel_choices import KernelChoices
 from corolla.compute.low_rank import LowRankBatch, LowRankTable, choose_low_rank_table
+from corolla.compute.reference import ReferenceBlocks
 from corolla.compute.triton_blocks import choose_triton_blocks
 from corolla.models.adapters.products import AdapterBatch, AdapterStacks
 from corolla.models.families import pageless_layers, recurrent_layers
@@ -43,7 +38,7 @@ class SpanRunner:
     families run one by one, through the same caches.
 
     Args:
-        model: the span; the runner sets its attention function.
+        model: the span; its attention function is set.
         num_pages: pages of the KV cache; on a CPU, unused pages take no memory.
         page_tokens: tokens of a page.
         max_step_tokens: the most new tokens of one row.
@@ -84,16 +79,13 @@ class SpanRunner:
         codec = CODECS[kv_cache_dtype](model.dtype) if kv_cache_dtype != "auto" else None
         if is_fused:
             model.make_fused(products)
-        if model.packs_rows:
-            model.set_attention(LATENT if model.family.caches_latents else RAGGED)
-            if model.family.caches_latents:
-                leave_latents(self.model.modules())
         self.store = KVStore(
             num_pages, page_tokens, model.windows, max_step_tokens=max_step_tokens,
             has_scratch_page=has_scratch_page, codec=codec,
             recurrent=recurrent_layers(model.config), pageless=pageless_layers(model.config),
             num_state_pages=num_state_pages,
         )  # fmt: skip
+        self._reference = ReferenceBlocks(model, self.store, self.stacks)
         probe = ShapeProbe()
         if model.packs_rows and not model.family.caches_latents:
             self._probe(probe)
@@ -117,7 +109,7 @@ class SpanRunner:
         if self.model.fused is not None:
             self.model.fused.forward(hidden, positions, 1, range(len(self.span)), batch.attend)
         else:
-            self.model.forward(hidden.unsqueeze(0), positions.unsqueeze(0), blocks=self.span, batch=batch)
+            self._reference.packed(hidden, positions, batch, self.span)
 
     @property
     def span(self) -> Span:
@@ -239,7 +231,7 @@ class SpanRunner:
     def _forward_blocks(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
         if self.model.packs_rows:
             return self._forward_step(self._packed_step(rows, hidden.device), hidden, blocks)
-        return self._forward_rows(rows, hidden, blocks)
+        return self._reference.row_by_row(rows, hidden, blocks, self.backend)
 
     def _forward_with_prompts(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
         """Runs block by block, and adds the rows' prompts to the input of each block."""
@@ -262,8 +254,8 @@ class SpanRunner:
     def _packed_step(self, rows: Sequence[RowWork], device: torch.device) -> "_PackedStep":
         positions = [row.position + index for row in rows for index in range(row.num_tokens)]
         low_rank = self._low_rank(rows)
-        adapters = None if self.compiled is not None or low_rank is not None else self._adapters(rows)
-        self._tell_factors(rows, device)
+        adapters = None if self.compiled is not None or low_rank is not None else self._reference.adapters(rows)
+        self._reference.tell_factors(rows, device)
         packed, numbers = _packed(rows), [(positions, torch.int64)]
         if isinstance(self.backend, PagedBackend):
             batch, (position_ids,) = paged_batch(self.store, packed, self.backend, device, numbers)
@@ -283,55 +275,12 @@ class SpanRunner:
             return self.triton.forward(hidden, step.position_ids, step.end, layers, batch, adapters)
         if self.model.fused is not None:
             return self.model.fused.forward(hidden, step.position_ids, step.end, layers, batch.attend, step.adapters)
-        cache = PackedLatents(batch) if self.model.family.caches_latents else None
-        return self.model.forward(
-            hidden.unsqueeze(0), step.position_ids.unsqueeze(0), blocks=blocks, past_key_values=cache, batch=batch
-        )[0]
+        return self._reference.packed(hidden, step.position_ids, batch, blocks)
 
     def _low_rank(self, rows: Sequence[RowWork]) -> LowRankBatch | None:
         if self.low_rank is None or all(row.adapter is None for row in rows):
             return None
         return LowRankBatch.of(self.low_rank, [(row.adapter, row.num_tokens) for row in rows])
-
-    def _adapters(self, rows: Sequence[RowWork]) -> AdapterBatch | None:
-        if all(row.adapter is None for row in rows):
-            return None
-        return AdapterBatch([(row.adapter, row.num_tokens) for row in rows], self.stacks, self.model.device)
-
-    def _tell_factors(self, rows: Sequence[RowWork], device: torch.device) -> None:
-        """Tells the rotary embedding which tokens of the next call belong to long texts, if that matters to it."""
-        long_rope = self.model.long_rope
-        if long_rope is None:
-            return
-        if any(row.position + row.num_tokens > long_rope.short_length for row in rows if not row.long_factors):
-            raise ValueError(f"a text with short factors has at most {long_rope.short_length} tokens")
-        long_rope.is_long = rows[0].long_factors
-        if any(row.long_factors != long_rope.is_long for row in rows):
-            flags = [row.long_factors for row in rows for _ in range(row.num_tokens)]
-            long_rope.is_long = torch.tensor(flags, device=device)
-
-    def _forward_rows(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
-        outputs: list[Tensor] = []
-        windows, layers = self.model.windows, self.span.indices(blocks)
-        for row, part in zip(rows, torch.split(hidden, [row.num_tokens for row in rows]), strict=True):
-            cache: _RowCache | None = None
-            is_single = bool(row.position) and self.model.family.continues_singly
-            start = row.position
-            for tokens in torch.split(part, 1 if is_single else row.num_tokens):
-                end = start + len(tokens)
-                batch = AttentionBatch(self.store, [PackedRow(row.cache, start, 0, len(tokens))], self.backend)
-                cache = _RowCache(batch, windows, layers, cache)
-                positions = torch.arange(start, end, device=hidden.device).unsqueeze(0)
-                part_of_row = row._replace(position=start, num_tokens=len(tokens))
-                self.model.adapters = self._adapters([part_of_row])
-                self._tell_factors([part_of_row], tokens.device)
-                outputs.append(
-                    self.model.forward(tokens.unsqueeze(0), positions, blocks=blocks, past_key_values=cache)[0]
-                )
-                start = end
-            if cache is not None:
-                cache.keep_states()
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def _check(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> None:
         self.span.indices(blocks)
@@ -375,84 +324,3 @@ class _PackedStep:
 def _packed(rows: Sequence[RowWork]) -> list[PackedRow]:
     ends = list(accumulate(row.num_tokens for row in rows))
     return [PackedRow(row.cache, row.position, end - row.num_tokens, end) for row, end in zip(rows, ends, strict=True)]
-
-
-class _RowCache(Cache):
-    """One row's cache as a transformers `Cache`, for layers that run transformers' own code.
-
-    A layer with a window gets only the keys and values within it. Recurrent layers get copies of their states, since
-    they write to these in place and the session's own states must not change before the step is committed.
-
-    Args:
-        batch: the batch of the one row.
-        windows: the windows of all layers; None for a layer without one.
-        layers: the layers that run.
-        before: the cache after the earlier tokens of the same step; None for the step's first tokens.
-    """
-
-    def __init__(
-        self, batch: AttentionBatch, windows: Sequence[int | None], layers: range, before: "_RowCache | None"
-    ) -> None:
-        super().__init__(layers=[DummyLayer() for _ in windows])
-        self._batch = batch
-        self._windows = windows
-        (self._row,) = batch.rows
-        self._position = self._row.position
-        if before is None:
-            self._begin(layers)
-        else:
-            self.layers = before.layers
-
-    def _begin(self, layers: range) -> None:
-        states = self._row.cache.states
-        if states is not None:
-            held = states.at(self._position)
-            for layer in self._batch.store.recurrent.intersection(layers):
-                self.layers[layer] = held[layer].to_layer() if self._position else LinearAttentionLayer()
-
-    def keep_states(self) -> None:
-        """Stores the recurrent states after the step in the session's cache, as computed but not yet committed."""
-        states, shapes = self._row.cache.states, self._batch.store.state_shapes
-        for index, layer in enumerate(self.layers):
-            if states is not None and isinstance(layer, LinearAttentionLayer):
-                state = states.computed[index] = LayerState.from_layer(layer)
-                if index not in shapes:
-                    shapes[index] = state.shape()
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        self._batch.write(layer_idx, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
-        end = self._position + self._row.num_tokens
-        keys, values = self._row.cache.gather(layer_idx, end, self._first_key(layer_idx))
-        return keys.unsqueeze(0), values.unsqueeze(0)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._position
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self._position
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        first_key = self._first_key(layer_idx)
-        return self._position + query_length - first_key, first_key
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        return [window is not None for window in self._windows]
-
-    @property
-    def is_linear(self) -> list[bool]:
-        return [layer in self._batch.store.pageless for layer in range(len(self._windows))]
-
-    @property
-    def is_dummy(self) -> list[bool]:
-        return [False] * len(self._windows)
-
-    def _first_key(self, layer_idx: int) -> int:
-        window = self._windows[layer_idx]
-        return 0 if window is None else max(0, self._position - window + 1)
-
-    @property
-    def is_compileable(self) -> bool:
-        return False
