@@ -1,4 +1,7 @@
-"""The attention function that transformers calls where families keep keys and values of all heads."""
+"""The attention function that transformers calls where families keep keys and values of all heads.
+
+All tensors of a call are on the device of the pages.
+"""
 
 from typing import Any
 
