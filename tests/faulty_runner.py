@@ -1,5 +1,6 @@
 """Stands before a block server's runner and makes its work fail as a device, a bug or bad weights would."""
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,3 +50,17 @@ class FaultyRunner:
     def _fail_if_broken(self) -> None:
         if self._is_broken:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def plant_fault(runner: BlockRunner, **faults: Any) -> Callable[[], None]:
+    """Makes a server's own runner fail from now on; see `FaultyRunner`. Returns a function that mends it."""
+    faulty = FaultyRunner(copy.copy(runner), **faults)
+    names = ("prepare", "launch", "finish", "may_be_recorded", "warm_up")
+    for name in names:
+        setattr(runner, name, getattr(faulty, name))
+
+    def mend() -> None:
+        for name in names:
+            delattr(runner, name)
+
+    return mend

@@ -13,7 +13,7 @@ from corolla.block_server.service import BlockServer
 from corolla.compute.base import RowWork
 from corolla.sdk.async_client import AsyncClient
 from tests.checkpoints import make_tiny_checkpoint
-from tests.faulty_runner import FaultyRunner
+from tests.faulty_runner import plant_fault
 from tests.gpu.devices import Device, on_float32, on_half_precision
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
@@ -86,7 +86,7 @@ async def _freeze(swarm: Swarm, victim: BlockServer) -> None:
         if left:
             time.sleep(left.pop())
 
-    victim.engine.runner = FaultyRunner(victim.engine.runner, before=stand_still)
+    plant_fault(victim.engine.runner, before=stand_still)
 
 
 @on_half_precision()

@@ -9,7 +9,7 @@ from corolla.block_server.service import BlockServer
 from corolla.compute.base import RowWork
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import Generation
-from tests.faulty_runner import FaultyRunner
+from tests.faulty_runner import plant_fault
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
 
@@ -25,7 +25,7 @@ def doom(swarm: Swarm, server: BlockServer, is_fatal: IsFatal) -> list[float]:
             deaths.append(time.monotonic())
             asyncio.run_coroutine_threadsafe(swarm.crash(server), loop).result()
 
-    server.engine.runner = FaultyRunner(server.engine.runner, before=die)
+    plant_fault(server.engine.runner, before=die)
     return deaths
 
 

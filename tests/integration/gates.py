@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from corolla.block_server.service import BlockServer
 from corolla.compute.base import RowWork
-from tests.faulty_runner import FaultyRunner
+from tests.faulty_runner import plant_fault
 from tests.integration.waiting import until
 
 
@@ -16,16 +16,16 @@ def held_up(server: BlockServer) -> Iterator[None]:
 
     The server waits only where it computes: it says that it lives, so no client gives it up.
     """
-    runner, may_go_on = server.engine.runner, threading.Event()
+    may_go_on = threading.Event()
 
     def wait(rows: Sequence[RowWork]) -> None:
         may_go_on.wait(30)
 
-    server.engine.runner = FaultyRunner(runner, before=wait)
+    mend = plant_fault(server.engine.runner, before=wait)
     try:
         yield
     finally:
-        server.engine.runner = runner
+        mend()
         may_go_on.set()
 
 

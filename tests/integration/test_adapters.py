@@ -24,7 +24,7 @@ from tests.adapters import make_adapter, unsplit_with
 from tests.architecture.sources import ROOT
 from tests.checkpoints import make_tiny_checkpoint
 from tests.examples import addressed
-from tests.faulty_runner import FaultyRunner
+from tests.faulty_runner import plant_fault
 from tests.integration.gates import held_up
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
@@ -191,7 +191,7 @@ async def test_a_key_for_a_model_with_one_adapter_uses_its_sessions(swarm: Swarm
 
 def slow(server: BlockServer) -> None:
     """Each of its steps takes a while."""
-    server.engine.runner = FaultyRunner(server.engine.runner, before=lambda _rows: time.sleep(0.02))
+    plant_fault(server.engine.runner, before=lambda _rows: time.sleep(0.02))
 
 
 async def until_begun(server: BlockServer, num_answers: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 from corolla.compute.base import RowWork
 from corolla.sdk.results import Generation
 from tests.checkpoints import make_tiny_checkpoint
-from tests.faulty_runner import FaultyRunner
+from tests.faulty_runner import plant_fault
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
@@ -151,7 +151,7 @@ async def test_forks_recover_from_a_hop_that_dies_while_they_stream(tmp_path: Pa
                     num_held.append(len(victim.sessions))
                     asyncio.run_coroutine_threadsafe(swarm.crash(victim), loop).result()
 
-            victim.engine.runner = FaultyRunner(victim.engine.runner, before=die)
+            plant_fault(victim.engine.runner, before=die)
 
             async def has_died() -> bool:
                 return bool(num_held)

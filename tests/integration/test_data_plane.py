@@ -26,7 +26,7 @@ from corolla.v1.common_pb2 import SamplingParameters
 from corolla.wire.frames import MAX_PROMPT_BYTES, Frame, FrameParser, encode
 from corolla.wire.tensors import to_payload
 from tests.checkpoints import HIDDEN_SIZE, VOCAB_SIZE, make_tiny_checkpoint
-from tests.faulty_runner import FaultyRunner
+from tests.faulty_runner import plant_fault
 from tests.frame_bytes import join
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm, tiny_swarm
@@ -373,13 +373,11 @@ async def test_a_step_whose_pages_another_session_took_is_refused_alone(
 
 @contextmanager
 def faulty(swarm: Swarm, **faults: Any) -> Iterator[None]:
-    engine = swarm.servers[0].engine
-    sound = engine.runner
-    engine.runner = FaultyRunner(sound, **faults)
+    mend = plant_fault(swarm.servers[0].engine.runner, **faults)
     try:
         yield
     finally:
-        engine.runner = sound
+        mend()
 
 
 async def test_an_unreadable_output_fails_only_its_own_steps(swarm: Swarm) -> None:

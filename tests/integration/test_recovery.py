@@ -30,7 +30,7 @@ from corolla.compute.base import LaunchedBatch, RowWork
 from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Frame
-from tests.faulty_runner import FaultyRunner
+from tests.faulty_runner import plant_fault
 from tests.integration.deaths import beyond, doom
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
@@ -411,12 +411,11 @@ async def test_an_unknown_reason_ends_only_its_own_answer(tmp_path: Path, model:
     async with swarm_of(tmp_path, model, SPANS) as swarm, swarm.connect() as client:
         expected, _ = await undisturbed(swarm)
         engine = swarm.servers[1].engine
-        sound = engine.runner
-        engine.runner = FaultyRunner(sound, after=failing(FromTomorrow("a new reason")))
+        mend = plant_fault(engine.runner, after=failing(FromTomorrow("a new reason")))
         with pytest.raises(CorollaError) as refused:
             await client.generate(PROMPT, **OPTIONS)
         assert (refused.value.code, refused.value.reason) == (InternalError.code, InternalError.reason)
-        engine.runner = sound
+        mend()
         assert (await client.generate(PROMPT, **OPTIONS)).token_ids == expected
         await swarm.until_empty()
 
@@ -426,7 +425,7 @@ async def test_requests_that_fail_one_after_the_other_do_not_end_a_server_that_c
 ) -> None:
     async with swarm_of(tmp_path, model, SPANS) as swarm, swarm.connect() as client:
         engine, ends = swarm.servers[1].engine, list[bool]()
-        engine.runner = FaultyRunner(engine.runner, after=SICKNESSES[StepFailed])
+        plant_fault(engine.runner, after=SICKNESSES[StepFailed])
         engine.failures = Failures(lambda: ends.append(True))
         for _ in range(5):
             with pytest.raises(StepFailed):
@@ -441,7 +440,7 @@ async def test_a_server_that_fails_to_compute_is_replaced_and_ends_itself(tmp_pa
         broken = swarm.servers[1]
         await swarm.add_server("2:5")
         ends: list[bool] = []
-        broken.engine.runner = FaultyRunner(broken.engine.runner, is_broken=True)
+        plant_fault(broken.engine.runner, is_broken=True)
         broken.engine.failures = Failures(lambda: ends.append(True))
         # Whatever the machine did while they were measured, callers prefer this one.
         broken.engine.decode_speed.observe(1e-6, 1)
@@ -465,4 +464,4 @@ def sicken(server: BlockServer, sick: set[str], num_sick: int, spoil: Callable[[
             sick.add(server.server_id)
         return spoil(output) if server.server_id in sick else output
 
-    server.engine.runner = FaultyRunner(server.engine.runner, after=spoil_if_sick)
+    plant_fault(server.engine.runner, after=spoil_if_sick)

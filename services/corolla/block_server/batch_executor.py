@@ -138,7 +138,6 @@ class BatchExecutor:
             single_threaded_pool(num_sampling_threads, "sampling") if num_sampling_threads > 1 else None
         )
         self._ahead: StepAhead | None = None
-        self._ahead_runner: BlockRunner | None = None
 
     @property
     def is_ahead(self) -> bool:
@@ -292,7 +291,7 @@ class BatchExecutor:
         If a row was admitted that it lacks, it is dropped.
         """
         ahead, self._ahead = self._ahead, None
-        if ahead is None or self._ahead_runner is not self.runner:
+        if ahead is None:
             return None, ()
         indices = ahead.indices_of(admitted)
         return (None, ()) if indices is None else (ahead, indices)
@@ -335,7 +334,6 @@ class BatchExecutor:
             head = likeliest_of(edges, hidden, reading) if has_likeliest else all_logits_of(edges, hidden)
             reading.begin()
             self._ahead = StepAhead(rows, launched, head)
-            self._ahead_runner = self.runner
         except Exception as failure:
             error_of(failure)
             log.warning("the next step could not be launched ahead", extra={"where": call_path(failure)})

@@ -226,12 +226,8 @@ class Engine:
 
     @property
     def runner(self) -> BlockRunner:
-        """The runner that computes the blocks, from the next iteration on; tests set one that fails."""
+        """The runner that computes the blocks."""
         return self._executor.runner
-
-    @runner.setter
-    def runner(self, runner: BlockRunner) -> None:
-        self._executor.runner = runner
 
     def read_ahead(self, sampler: SessionSampler) -> None:
         """Lets a sampler read its text while there is nothing else to compute, so that it can draft earlier."""

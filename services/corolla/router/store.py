@@ -137,7 +137,7 @@ class Store:
 
     Every method raises StoreUnavailable when Redis refuses, or twice does not answer within `timeout_s`. A script may
     have run nevertheless, so every script may safely run again. After two such calls, a breaker refuses further ones at
-    once, except one every half second, so that requests do not queue up behind a frozen Redis. `redis_failures` says
+    once, except one every half second, so that requests do not queue up behind a frozen Redis. `failure_of` says
     which errors of Redis count as such: after one of them the next calls connect anew, and so reach the new primary
     that another server may have become behind the same name.
 
