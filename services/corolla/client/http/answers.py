@@ -3,16 +3,19 @@
 A token's event is joined from prepared texts and one escaped string, because each token has one and it must be cheap.
 """
 
+import asyncio
 import json
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from json.encoder import encode_basestring
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, Field
 
 from corolla.v1 import generation_pb2 as pb
+
+Item = TypeVar("Item")
 
 PIECE_CHARS: Final = 1 << 16
 DONE: Final = b"data: [DONE]\n\n"
@@ -116,6 +119,15 @@ def joined(pieces: Iterable[str]) -> Iterator[bytes]:
             parts, num_chars = [], 0
     if parts:
         yield "".join(parts).encode()
+
+
+async def list_texts(
+    values: Sequence[Item], size: int, facts: Callable[[Sequence[Item]], list[Any]] = list
+) -> AsyncGenerator[str, None]:
+    """A list in JSON without its brackets, in pieces of `size` values between which other tasks run."""
+    for start in range(0, len(values), size):
+        yield ("," if start else "") + compact(facts(values[start : start + size]))[1:-1]
+        await asyncio.sleep(0)
 
 
 def ids_text(token_ids: Iterable[int]) -> str:

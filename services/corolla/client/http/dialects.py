@@ -9,7 +9,7 @@ from typing import Final, Literal
 from pydantic import BaseModel, Field
 
 from corolla.chassis.errors import ContextLengthExceeded, CorollaError
-from corolla.client.http.errors import ErrorReply, body_of, facts_of, status_of
+from corolla.client.http.errors import TYPES, ErrorReply, body_of, facts_of, status_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +30,7 @@ class Dialect:
 
 
 _ANTHROPICS_TYPES: Final = MappingProxyType(
-    {
-        400: "invalid_request_error",
-        401: "authentication_error",
-        403: "permission_error",
-        404: "not_found_error",
-        405: "invalid_request_error",
-        408: "timeout_error",
-        409: "conflict_error",
-        413: "request_too_large",
-        429: "rate_limit_error",
-        500: "api_error",
-        503: "overloaded_error",
-        504: "timeout_error",
-    }
+    TYPES | {404: "not_found_error", 413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 )
 """Anthropic's words for the kind of an error, by HTTP status."""
 

@@ -32,7 +32,7 @@ _CALLERS_FAULTS: Final = MappingProxyType(
 """HTTP statuses of errors that are the caller's fault, by gRPC's code."""
 _OTHER_FAULTS: Final = MappingProxyType({"INTERNAL": 500, "DATA_LOSS": 500, "DEADLINE_EXCEEDED": 504})
 """HTTP statuses of all other errors, by gRPC's code. Errors with any other code get 503."""
-_TYPES: Final = MappingProxyType(
+TYPES: Final = MappingProxyType(
     {
         400: "invalid_request_error",
         401: "authentication_error",
@@ -98,7 +98,7 @@ def facts_of(error: CorollaError) -> dict[str, Any]:
     elif isinstance(error, ResourceNotFound):
         param = error.field or None
     code = _CODES.get(error.reason, error.reason.lower())
-    return {"message": message, "type": _TYPES[status_of(error)], "param": param, "code": code}
+    return {"message": message, "type": TYPES[status_of(error)], "param": param, "code": code}
 
 
 def body_of(error: CorollaError) -> bytes:

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any, Self
 
 from corolla.client.api.replies import PIECE_TOKENS
-from corolla.client.http.answers import compact
+from corolla.client.http.answers import compact, list_texts
 from corolla.v1 import generation_pb2 as pb
 
 
@@ -15,11 +15,9 @@ def logprob_facts(entries: Sequence[pb.TokenLogprob]) -> list[dict[str, Any]]:
     return [{**_token_facts(entry), "top_logprobs": list(map(_token_facts, _top(entry)))} for entry in entries]
 
 
-async def logprob_texts(entries: Sequence[pb.TokenLogprob]) -> AsyncGenerator[str, None]:
+def logprob_texts(entries: Sequence[pb.TokenLogprob]) -> AsyncGenerator[str, None]:
     """The form of chats in JSON, without the brackets of the list, in pieces between which other tasks run."""
-    for start in range(0, len(entries), PIECE_TOKENS):
-        yield ("," if start else "") + compact(logprob_facts(entries[start : start + PIECE_TOKENS]))[1:-1]
-        await asyncio.sleep(0)
+    return list_texts(entries, PIECE_TOKENS, logprob_facts)
 
 
 class CompletionLogprobsBuilder:

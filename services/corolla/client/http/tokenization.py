@@ -1,13 +1,12 @@
 """`/tokenize` and `/detokenize`, in the form of vLLM."""
 
-import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any, Final
 
 from pydantic import BaseModel, Field
 
 from corolla.chassis.errors import InvalidRequest
-from corolla.client.http.answers import compact
+from corolla.client.http.answers import list_texts
 from corolla.client.http.chat import Messages, Tools, allowed_places, message_of, struct_of, tools_of
 from corolla.client.http.field_paths import Paths
 from corolla.client.http.fields import Body, Flag, ModelName, TokenIds
@@ -70,22 +69,16 @@ class Tokenized(BaseModel):
 async def reply(found: pb.TokenizeResponse, context_length: int, *, has_texts: bool) -> AsyncGenerator[str, None]:
     """The pieces of a `Tokenized`."""
     yield '{"tokens":['
-    async for piece in _in_pieces(found.token_ids):
+    async for piece in list_texts(found.token_ids, _PIECE_VALUES):
         yield piece
     yield f'],"count":{len(found.token_ids)},"max_model_len":{context_length},"token_strs":'
     if not has_texts:
         yield "null}"
         return
     yield "["
-    async for piece in _in_pieces(found.tokens):
+    async for piece in list_texts(found.tokens, _PIECE_VALUES):
         yield piece
     yield "]}"
-
-
-async def _in_pieces(values: Sequence[int] | Sequence[str]) -> AsyncGenerator[str, None]:
-    for start in range(0, len(values), _PIECE_VALUES):
-        yield ("," if start else "") + compact(list(values[start : start + _PIECE_VALUES]))[1:-1]
-        await asyncio.sleep(0)
 
 
 class TokenizerFacts(BaseModel):
