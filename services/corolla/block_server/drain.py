@@ -44,7 +44,7 @@ class Drain:
 
     Args:
         connect: opens streams to the servers that take sessions over.
-        numerics: those of this server.
+        numerics: the numerics of this server.
     """
 
     def __init__(

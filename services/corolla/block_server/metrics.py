@@ -145,7 +145,7 @@ class BlockServerMetrics:
         )
         self.outputs_evicted = Counter(
             "corolla_boundary_activations_evicted",
-            "Sessions whose boundary activations were dropped to make room for those of other sessions.",
+            "Sessions whose boundary activations were dropped to make room for other sessions.",
             registry=registry,
         )
         self.handover_bytes = Counter(

@@ -73,7 +73,7 @@ class SessionTable(Generic[AnyCache]):
 
     @property
     def num_available_pages(self) -> int:
-        """How many pages a new session could get: the pool's available pages and those of idle sessions."""
+        """How many pages a new session could get: the pool's available pages, and pages of idle sessions."""
         return self.pool.num_available + sum(session.num_pages for session in self if session.is_idle)
 
     @property

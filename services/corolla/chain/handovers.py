@@ -94,7 +94,7 @@ class Handovers:
         return redirected
 
     def hops_holding(self, chain: common_pb2.Chain, identity: SessionIdentity) -> list[common_pb2.Hop]:
-        """All hops that may hold a session: those of its chain, and those that took it over from them."""
+        """All hops that may hold a session: its chain's, and servers that took it over from them."""
         return [*chain.hops, *(moved for hop in chain.hops if (moved := self._hop(hop, identity)) is not None)]
 
     def forget(self, identities: Iterable[SessionIdentity]) -> None:

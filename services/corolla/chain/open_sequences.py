@@ -52,7 +52,7 @@ class OpenSequences:
                 await recover(failure)
 
     def _holders(self, number: int = 0) -> list[common_pb2.Hop]:
-        """The hops that may hold a sequence: those of the chain, and those that took it over from them."""
+        """The hops that may hold a sequence: the chain's, and servers that took it over from them."""
         return self._plane.handovers.hops_holding(self.chain, self._binding.open_identities[number])
 
     def close(self) -> None:

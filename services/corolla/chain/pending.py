@@ -113,7 +113,7 @@ class PendingReplies:
             rest = result.sampled[index] if index < len(result.sampled) else None
             end = start + row.num_result_tokens * token_bytes
             asked, future = step.rows.get(row.session_id, (None, None))
-            # The epoch fence: an answer counts only if its session, epoch and position are those of the request.
+            # The epoch fence: an answer counts only if it has the request's session, epoch and position.
             if asked is not None and _agree(asked, row) and future is not None and not future.done():
                 states = HiddenStates(view[start:end], row.num_result_tokens, result.dtype, result.hidden_size, rest)
                 future.set_result(states)

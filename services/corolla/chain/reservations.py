@@ -490,7 +490,7 @@ def _describe_prompts(request: pb.Open, number: int, open_options: OpenOptions) 
     if len(payload) > MAX_PROMPT_BYTES:
         raise InvalidRequest(
             "block_prompts",
-            f"those of blocks {start}:{end} take {len(payload) >> 20} MiB; a hop takes at most "
+            f"the prompts of blocks {start}:{end} take {len(payload) >> 20} MiB; a hop takes at most "
             f"{MAX_PROMPT_BYTES >> 20} MiB",
         )
     request.block_prompts.CopyFrom(description)

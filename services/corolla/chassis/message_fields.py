@@ -23,7 +23,7 @@ class _WireType(IntEnum):
 
 
 def check_fields(data: bytes, descriptor: Descriptor, most: int) -> None:
-    """Refuses a message with more than `most` fields, those of inner messages included. Raises MalformedMessage.
+    """Refuses a message with more than `most` fields, inner messages included. Raises MalformedMessage.
 
     A packed list is one field. The count is exact up to the first fault in the bytes, where parsing ends.
     """

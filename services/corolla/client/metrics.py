@@ -133,7 +133,7 @@ class ClientMetrics:
         )
         self.numerics_changes = counter(
             "corolla_numerics_changes",
-            "Requests whose tokens may differ from those of an undisturbed answer, since a hop was replaced by a block "
+            "Requests whose tokens may differ from an undisturbed answer, since a hop was replaced by a block "
             "server of other numerics; always 0 in float32.",
         )
         self.quarantines = counter(

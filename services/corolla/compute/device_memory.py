@@ -24,9 +24,9 @@ DEVICE_MEMORY_USES: Final = ("weights", "pages", "recordings", "workspace", "oth
 
 
 def most_logit_rows(vocab_size: int) -> int:
-    """The most rows whose logits the last server makes at a time: those of a whole step could take gigabytes.
+    """Returns for how many rows the last server makes logits at a time: a whole step's could take gigabytes.
 
-    They are at least as many as those of the largest recorded step, so that its head, and the step after it, can be
+    They are at least as many as the rows of the largest recorded step, so that its head, and the step after it, can be
     launched ahead whatever the size of the vocabulary.
     """
     return max(_RECORDED_ROWS, _MAX_LOGITS // vocab_size)

@@ -31,7 +31,7 @@ _NO_MEMORY: Final = "they do not fit into the memory of the device"
 
 
 def choose_graphs(runner: SpanRunner, new_record: Callable[[], Record]) -> None:
-    """Lets a runner replay recorded decode steps from now on, if their results equal those of its ordinary steps.
+    """Lets a runner replay recorded decode steps from now on, if their results equal its ordinary steps' results.
 
     Args:
         runner: a runner that is warmed up, with a scratch page and without sessions.

@@ -124,7 +124,7 @@ class SamplingParams:
 class SampledToken:
     """One chosen token.
 
-    `logprob` and `top_logprobs` (id and log probability, most probable first) are those of the model's own
+    `logprob` and `top_logprobs` (id and log probability, most probable first) belong to the model's own
     distribution, before penalties, temperature and filters. If the caller asked for none, `logprob` has the value
     None, and `top_logprobs` is empty.
     """

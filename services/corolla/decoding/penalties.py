@@ -21,7 +21,7 @@ class TokenPenalties:
 
     The repetition penalty is that of `transformers`, over prompt and answer: a seen token's logit is divided by it
     when positive and multiplied when negative, once per token, bit for bit as `RepetitionPenaltyLogitsProcessor` does.
-    Presence and frequency penalty are those of the OpenAI API, over the answer alone: the logit of a token that occurs
+    Presence and frequency penalty work as in the OpenAI API, over the answer alone: the logit of a token that occurs
     `c` times there is lowered by `presence * (c > 0) + frequency * c`. The repetition penalty comes first.
 
     Args:

@@ -14,7 +14,7 @@ A panel is a list of blocks. A block of `block_weights` columns has these parts,
     high bits     for each 32 columns: the fifth bit of each column in one int32, or the fifth and sixth bits in two
 
 The idea of panels comes from BLAS (Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix Multiplication").
-The packed types are those of llama.cpp, whose file `ggml-common.h` defines them.
+The packed types come from llama.cpp, whose file `ggml-common.h` defines them.
 
 A block of plain weights is one column in float32, or two columns in bfloat16, which are adjacent for each row.
 """

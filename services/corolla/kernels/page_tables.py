@@ -1,6 +1,6 @@
 """The page tables of a batch, which kernels for GPUs read.
 
-Pages and their tables are those of PagedAttention (Kwon et al. 2023, "Efficient Memory Management for Large Language
+Pages and their tables follow PagedAttention (Kwon et al. 2023, "Efficient Memory Management for Large Language
 Model Serving with PagedAttention").
 """
 

@@ -34,7 +34,7 @@ def peers_for(
         excluded: ids of servers that are left out.
         is_guaranteed: whether the tenant has guaranteed pages, which servers do not count as free. Servers without
             enough free pages then come last instead of being left out.
-        numerics: those of the server that hands the session over.
+        numerics: the numerics of the server that hands the session over.
     """
     usable = [
         each

@@ -32,7 +32,7 @@ class AnswerRoom:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens count for the quota: those of the prompt once, and those of all answers."""
+        """How many tokens count for the quota: the prompt once, and all answers."""
         return self._num_prompt_tokens + sum(size - self._num_prompt_tokens for size in self._sizes)
 
     async def grow(self, index: int, session: ChainSession) -> bool:

@@ -35,17 +35,17 @@ _LINE_ENDS: Final = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u20
 
 
 class PromptTokensDetails(BaseModel):
-    cached_tokens: int = Field(description="Whose keys and values were still on the servers.")
+    cached_tokens: int = Field(description="Tokens of the prompt whose keys and values were still on the servers.")
 
 
 class Disturbances(BaseModel):
     """What the loss of hops did to an answer. A part of each usage."""
 
     recoveries: int = Field(description="How often a hop was replaced during the answer.")
-    stall_seconds: float = Field(description="How long that stalled it.")
+    stall_seconds: float = Field(description="How many seconds recoveries stalled the answer.")
     may_differ_from_token: int | None = Field(
         description="Set if a hop was replaced by a server of other numerics: how many first tokens of an answer are "
-        "surely those of an undisturbed one.",
+        "surely equal to an undisturbed answer's.",
     )
 
 

@@ -220,7 +220,7 @@ class ChatCompletionRequest(AnswerFields):
     messages: Messages = Field(description="With a session_id: what is new since its last turn.")
     max_completion_tokens: Int32 | None = Field(None, description="Another name of max_tokens.")
     logprobs: bool | None = None
-    top_logprobs: Int32 | None = Field(None, description="0 to 20.")
+    top_logprobs: Int32 | None = Field(None, description="Number of alternatives to report for each token, 0 to 20.")
     tools: Tools | None = None
     tool_choice: ToolMode | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -231,7 +231,9 @@ class ChatCompletionRequest(AnswerFields):
     continue_final_message: Flag = Field(
         False, description="The last message is an assistant's, and the answer continues it."
     )
-    add_generation_prompt: bool | None = Field(None, description="Must be the contrary of continue_final_message.")
+    add_generation_prompt: bool | None = Field(
+        None, description="The opposite of continue_final_message; other values are refused."
+    )
     modalities: Annotated[ListOf[Literal["text"]], MaxLen(MAX_NAMES)] | None = Tolerated
     verbosity: Annotated[Any, Ignored(("medium",))] = Unheeded
     prediction: Annotated[Any, Ignored()] = Unheeded
@@ -330,7 +332,7 @@ def _function(tool: Tool | Function) -> Function:
 
 
 def choice_of(choice: AnyChoice) -> pb.ToolChoice | None:
-    """Whether the answer must call a function, and which one. Without any tool, the answer is text.
+    """Translates whether the answer must call a function, and which one. Without any tool, the answer is text.
 
     Raises InvalidRequest if a call is required of a tool that this service skips.
     """

@@ -45,13 +45,14 @@ class CompletionRequest(AnswerFields):
         description=f"A text or token ids, or up to {MAX_PROMPTS} of them; with a session_id just one. Without a text, "
         "the answer begins a new one.",
     )
-    logprobs: Int32 | None = Field(None, description="0 to 20.")
+    logprobs: Int32 | None = Field(None, description="Number of alternatives to report for each token, 0 to 20.")
     echo: bool | None = Field(
-        None, description="The text begins with the prompt; its log probabilities come with logprobs. 0 new tokens do."
+        None, description="The text begins with the prompt; logprobs adds its log probabilities. max_tokens may be 0."
     )
     suffix: Literal[""] | None = Field(None, description="Texts are not inserted.")
     best_of: Int32 | None = Field(
-        None, description="The n answers with the most probable tokens of so many, 1 to 16; not in streams."
+        None,
+        description="The service makes this many answers, 1 to 16, and returns the n most probable; not in streams.",
     )
 
     def as_protocol(self) -> Iterator[pb.GenerateRequest]:

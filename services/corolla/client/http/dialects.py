@@ -38,7 +38,7 @@ _ANTHROPICS_TYPES: Final = MappingProxyType(
 class MessageErrorFacts(BaseModel):
     """An error in Anthropic's dialect."""
 
-    type: str = Field(description="Its kind, in Anthropic's words.")
+    type: str = Field(description="The kind of the error, in Anthropic's words.")
     message: str
 
 

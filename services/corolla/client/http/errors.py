@@ -62,9 +62,9 @@ class ErrorFacts(BaseModel):
     """An error."""
 
     message: str
-    type: str = Field(description="Its kind, in OpenAI's words.")
+    type: str = Field(description="The kind of the error, in OpenAI's words.")
     param: str | None = Field(description="The field that is wrong.")
-    code: str | None = Field(description="Its label in Corolla's error tree, or OpenAI's name of that.")
+    code: str | None = Field(description="The reason of the error in Corolla, or OpenAI's name for it.")
 
 
 class ErrorReply(BaseModel):

@@ -48,8 +48,8 @@ Int64 = Annotated[Whole, Field(ge=-(1 << 63), lt=1 << 63)]
 Count = Annotated[Whole, Field(ge=0, lt=1 << 31)]
 TokenId = Annotated[int, Field(ge=0, le=(1 << 32) - 1)]
 TokenIds = Annotated[ListOf[TokenId], MaxLen(MAX_VALUES)]
-Tolerated = Field(None, description="Taken, and without effect here.")
-Unheeded = Field(None, description="Without effect here; the reply's header X-Corolla-Ignored names it.")
+Tolerated = Field(None, description="Accepted, without effect.")
+Unheeded = Field(None, description="Without effect; the reply's header X-Corolla-Ignored names it.")
 
 _PATHS: Final[Paths] = {
     **{f"sampling.{each.name}": each.name for each in pb.SamplingParameters.DESCRIPTOR.fields},
@@ -155,7 +155,7 @@ class SamplingFields(Body):
     frequency_penalty: float | None = None
     seed: Int64 | None = None
     logit_bias: LogitBias | None = Field(
-        None, description="Added to the logits of these tokens, which are named by their ids."
+        None, description="Maps ids of tokens to numbers that are added to their logits."
     )
     user: Any = Tolerated
     metadata: dict[str, Any] | None = Tolerated
@@ -163,7 +163,7 @@ class SamplingFields(Body):
     safety_identifier: Any = Tolerated
     prompt_cache_key: Any = Tolerated
     prompt_cache_retention: Annotated[Any, Ignored(("in-memory", "in_memory"))] = Unheeded
-    cache_salt: Text = Field("", description="What is computed is shared only with requests of the same salt.")
+    cache_salt: Text = Field("", description="Requests share cached prefixes only with requests of the same salt.")
 
     def paths(self, number: int = 0) -> Paths:
         return _PATHS
@@ -190,7 +190,7 @@ class SamplingFields(Body):
 class AnswerFields(SamplingFields):
     """How an answer is made, for completions and chats."""
 
-    n: Int32 | None = Field(None, description="Answers, 1 to 16.")
+    n: Int32 | None = Field(None, description="Number of answers, 1 to 16.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: str | Annotated[ListOf[str], MaxLen(MAX_STOP_SEQUENCES)] | None = Field(
@@ -203,15 +203,17 @@ class AnswerFields(SamplingFields):
     guided_choice: Choices | None = None
     structured_outputs: "StructuredOutputs | None" = Field(None, description="The same in vLLM's newer form.")
     ignore_eos: Flag = False
-    time_limit_ms: Int64 | None = Field(None, description="The answer ends then with what there is.")
+    time_limit_ms: Int64 | None = Field(None, description="Milliseconds after which the answer ends as it is.")
     speculation: Literal["off", "prompt_lookup", "draft_model"] | None = None
     max_draft_tokens: Int32 | None = None
     session_id: Text = Field("", description="Continue this session: only what is new is sent.")
     request_id: Text = Field("", description="Names the request, so that it can go on after its stream broke.")
-    resume_from: Count | None = Field(None, description="With a request_id: so many tokens of the answer have come.")
-    received: TokenIds | None = Field(None, description="Just these tokens, from a caller that still has them.")
+    resume_from: Count | None = Field(
+        None, description="With a request_id: the number of tokens of the answer that the caller has."
+    )
+    received: TokenIds | None = Field(None, description="The ids of these tokens, if the caller still has them.")
     return_token_ids: bool | None = Field(
-        None, description="Whether to return the ids of tokens. Unset: only with a request_id."
+        None, description="True returns the ids of tokens. Unset: only with a request_id."
     )
     store: Annotated[Any, Ignored((False,))] = Unheeded
 
@@ -291,7 +293,7 @@ class JsonSchema(Fields):
     name: str | None = None
     description: Any = Tolerated
     json_schema: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = Field(None, description="Whether keywords that grammars cannot follow are refused.")
+    strict: bool | None = Field(None, description="True refuses keywords that grammars cannot follow.")
 
 
 class TextFormat(Fields):

@@ -36,7 +36,7 @@ class AnsweredText(BaseModel):
 class AnsweredThinking(BaseModel):
     type: Literal["thinking"] = "thinking"
     thinking: str
-    signature: str = Field(description="Means nothing: this service checks no signatures.")
+    signature: str = Field(description="Without meaning: this service checks no signatures.")
 
 
 class AnsweredToolUse(BaseModel):
@@ -54,7 +54,9 @@ class MessageUsage(Disturbances):
 
     input_tokens: int = Field(description="Tokens of the prompt that were computed.")
     cache_creation_input_tokens: Literal[0] = 0
-    cache_read_input_tokens: int = Field(description="Whose keys and values were still on the servers.")
+    cache_read_input_tokens: int = Field(
+        description="Tokens of the prompt whose keys and values were still on the servers."
+    )
     output_tokens: int
 
     @classmethod

@@ -43,7 +43,7 @@ class AllowedOrigins:
         return cls(frozenset(given))
 
     def and_loopback(self) -> "AllowedOrigins":
-        """These origins, and those of this machine."""
+        """Returns these origins together with this machine's."""
         return AllowedOrigins(self._origins, with_loopback=True)
 
     def allow(self, request: Mapping[str, str]) -> bool:

@@ -26,16 +26,18 @@ _NAME_CHARS: Final = 10
 class ServerFacts(BaseModel):
     """A block server."""
 
-    name: str = Field(description="Follows from its id, and another one at each start; not from where it is.")
-    blocks: Blocks = Field(description="The first one that it holds, and the one behind the last.")
-    state: State = Field(description="`lost`: it failed, and has not been heard of since.")
-    answers: int = Field(description="Answers of the asked client service that go through it now.")
-    sessions: int = Field(description="Sessions that it holds, idle ones and those of other client services included.")
-    pages: int = Field(description="Pages of its KV cache.")
+    name: str = Field(description="The server's public name: it changes at each start, and does not tell the address.")
+    blocks: Blocks = Field(description="The first block of the server, and the one after its last.")
+    state: State = Field(description="`lost`: the server failed, and has not reported since.")
+    answers: int = Field(description="Running answers of the asked client service that use the server.")
+    sessions: int = Field(
+        description="Sessions on the server, idle ones and sessions of other client services included."
+    )
+    pages: int = Field(description="Pages of the server's KV cache.")
     free_pages: int
     waiting_steps: int
-    batch_rows: float = Field(description="Rows of a decode step, on average; 0: none was done.")
-    step_seconds: float = Field(description="Of a decode step for all its blocks, on average.")
+    batch_rows: float = Field(description="Average number of rows of a decode step; 0: there was no step.")
+    step_seconds: float = Field(description="Average seconds of a decode step through all blocks of the server.")
 
 
 class Moved(BaseModel):
@@ -50,10 +52,10 @@ class RecoveryFacts(BaseModel):
     """A recovery of one answer, or of several that lost the same servers."""
 
     number: int
-    time: float = Field(description="When the answer continued, in seconds since 1970.")
+    time: float = Field(description="Unix time at which the answer continued.")
     cause: str
     answers: int
-    seconds: float = Field(description="For which the answer stalled; the longest of several.")
+    seconds: float = Field(description="Seconds for which the answer stalled; of several answers, the longest stall.")
     moved: list[Moved] = Field(description="Empty: the same servers continued.")
 
 
@@ -63,8 +65,10 @@ class PlacementFacts(BaseModel):
     model: str
     num_blocks: int
     uncovered: list[Blocks] = Field(description="Blocks that no ready server holds.")
-    servers: list[ServerFacts] = Field(description="In the order of their blocks.")
-    recoveries: list[RecoveryFacts] = Field(description="The newest of the asked client service, oldest first.")
+    servers: list[ServerFacts] = Field(description="Block servers in the order of their blocks.")
+    recoveries: list[RecoveryFacts] = Field(
+        description="The newest recoveries of the asked client service, oldest first."
+    )
 
 
 def placement_facts(

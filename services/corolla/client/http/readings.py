@@ -130,7 +130,7 @@ def _pair(model: str, query: str, document: str, cache_salt: str) -> pb.ScoreReq
 
 
 def _paths_of_pair(query: str, document: str) -> Paths:
-    """The paths of a query and a document, by those of a pair in the protocol."""
+    """Maps the fields of a pair in the protocol to the paths of a query and a document."""
     return {
         "adapter": "model",
         "continuation": query,

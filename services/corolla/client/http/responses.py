@@ -206,7 +206,7 @@ class ResponseRequest(SamplingFields):
     include: Annotated[ListOf[str], MaxLen(MAX_NAMES)] | None = Field(
         None, description=f"`{_LOGPROBS}`; others are ignored."
     )
-    top_logprobs: Int32 | None = Field(None, description="0 to 20.")
+    top_logprobs: Int32 | None = Field(None, description="Number of alternatives to report for each token, 0 to 20.")
     truncation: Annotated[Any, Ignored(("disabled",))] = Field(
         None, description="Without effect: conversations are never cut."
     )
@@ -288,9 +288,9 @@ class ResponseRequest(SamplingFields):
 class ReplayQuery(Body):
     """How a stored response is read."""
 
-    stream: bool | None = Field(None, description="Its events are sent again.")
+    stream: bool | None = Field(None, description="True sends the events of the response again.")
     starting_after: int | None = Field(
-        None, ge=0, lt=1 << 31, description="With stream: only the events after the one of this number."
+        None, ge=0, lt=1 << 31, description="With stream: only events with a higher sequence number."
     )
 
 

@@ -28,7 +28,7 @@ class TokenizeRequest(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: Flag = False
     add_special_tokens: bool | None = Field(
-        None, description="Unset: true. Of a prompt: those that the tokenizer adds of itself."
+        None, description="Unset: true. For a prompt: also the tokens that the tokenizer adds."
     )
     return_token_strs: Flag = False
 

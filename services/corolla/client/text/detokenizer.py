@@ -13,7 +13,7 @@ from corolla.client.text.tokenizer import TextTokenizer
 REPLACEMENT = "\ufffd"
 
 _NUM_CONTEXT_TOKENS = 6
-"""The least tokens of a shortened window: those of an incomplete character, and some that decide about spaces."""
+"""The least tokens of a shortened window: an incomplete character has some, and some more decide about spaces."""
 
 _LONG_WINDOW_TOKENS = 24
 """A window of this size is shortened as soon as it ends with a whole character."""

@@ -320,7 +320,7 @@ class _Reader:
             flat.groups.append(part)
 
     def _own_names(self, leaf: _Placed) -> _Names:
-        """The names in a schema alone, without those of others in its place."""
+        """The names that a schema itself has, without the schemas that apply in the same place."""
         if leaf.place not in self._names:
             self._names[leaf.place] = self._read_names(leaf)
         return self._names[leaf.place]

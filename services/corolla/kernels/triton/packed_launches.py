@@ -1,4 +1,4 @@
-"""Runs the kernels for packed weights on tensors, which are on one device. Panels are those of `kernels.repacking`."""
+"""Runs the kernels for packed weights on tensors, which are on one device. `kernels.repacking` makes panels."""
 
 import functools
 from dataclasses import dataclass
