@@ -113,9 +113,7 @@ class Recovery:
         """Recovers sessions; returns when every hop of `binding` holds every sequence up to its position.
 
         Args:
-            binding: the sessions; the recovery updates its chain and identities.
             sequences: the sequences to fill into the hops, in the order of the identities.
-            failure: the error of the step that failed.
             budget: bounds the recoveries of the request.
             stale: numbers of the sequences that hops have to get from the first token on, whatever they hold.
 

@@ -15,7 +15,6 @@ class StepWindow(Generic[Step]):
     """The steps that were sent and have no answer yet, oldest first. Leaving the context drops those that remain.
 
     Args:
-        num_hops: the number of hops that compute the steps.
         timeout_s: how long to wait for a row's answer, counted from the beginning of the wait.
         on_answer: is called with each step and its rows' hidden states, in the order of the steps.
         max_steps: the most steps under way at a time; 0: as many as keep all hops busy, by measured times.

@@ -47,7 +47,6 @@ class DataPlane:
     steps, and also during a long one.
 
     Args:
-        fingerprint: the weights and protocol that every server must have.
         tasks: the task group for this plane's own tasks; no other object uses it.
         limits: when a silent server is pinged, and when it is given up.
         open_timeout_s: how long a live server may take to open a session. Its event loop may answer pings while its
@@ -167,7 +166,6 @@ class DataPlane:
         """Sends a step through the chain. Returns one future for each of its rows, in order.
 
         Args:
-            hops: all hops of the chain.
             hidden: the inputs of the first block, `[num_tokens, hidden_size]`, one row after the other; None if the
                 rows carry token ids.
             scratch_hops: bit `i` is set if hop `i` computes the rows in their scratch sessions.
@@ -209,11 +207,7 @@ class DataPlane:
         return stream
 
     def grant(self, hop: common_pb2.Hop, identity: SessionIdentity, stream: TokenStream, credit_end: int) -> None:
-        """Lets steps of a session begin at positions below `credit_end`.
-
-        Args:
-            hop: the last hop of the chain.
-        """
+        """Lets steps of a session begin at positions below `credit_end`."""
         stream.credit_end = credit_end
         try:
             self._send(hop.address, pb.Credit(session_id=identity.session_id, epoch=identity.epoch, end=credit_end))

@@ -25,7 +25,6 @@ class TokenStream:
     """One session's tokens in one epoch, in order, until the stream fails or ends.
 
     Args:
-        epoch: the session's epoch.
         position: where the first step begins.
         addresses: the addresses of all hops.
 

@@ -150,7 +150,6 @@ class Guard:
 
     Args:
         method: The method's name in metrics and in the audit log.
-        metrics: The metrics of the protocol.
         authenticate: The function that authenticates callers; None: callers are not authenticated.
         is_audited: Whether each call is in the audit log; denied calls are there in any case.
     """

@@ -98,7 +98,6 @@ def open_channel(address: str, credentials: grpc.ChannelCredentials | None = Non
     """Opens a channel to `host:port`, `dns:///name:port` (balanced over all addresses) or any other gRPC target.
 
     Args:
-        address: The target.
         credentials: The TLS credentials; None: the connection is not encrypted.
     """
     options = list(_CHANNEL)
@@ -164,8 +163,6 @@ def unreached(kind: type[CorollaError], service: str, address: str, details: str
     Args:
         kind: the class of the error, unless the address itself is wrong.
         service: what was called, such as `router`.
-        address: where it was called.
-        details: what gRPC says.
     """
     host, _, port = address.rpartition(":")
     is_address = bool(host) and port.isdecimal() and 0 < int(port) < 2**16 and "://" not in address

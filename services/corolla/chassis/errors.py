@@ -168,7 +168,6 @@ class QuotaExceeded(CorollaError):
         """Returns the error for a used-up `quota`.
 
         Args:
-            quota: The name of the quota.
             wait_s: The seconds until enough of the quota is free again; 0: it is free when a running use ends.
         """
         return cls(

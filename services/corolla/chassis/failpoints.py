@@ -77,7 +77,6 @@ def within(task: str, work: Coroutine[Any, Any, Result]) -> Coroutine[Any, Any, 
 
     Args:
         task: The name of the task that runs `work`.
-        work: The coroutine.
     """
     return _fail(work, partial(_armed.is_now, task)) if _armed is not None and _armed.is_task else work
 

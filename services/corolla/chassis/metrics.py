@@ -96,7 +96,6 @@ class GrammarMetrics:
     """Grammars of answers: their outcomes, and how long they took to compile.
 
     Args:
-        registry: The registry of the service.
         name: The prefix of the metrics' names.
     """
 
@@ -160,9 +159,6 @@ class MetricsEndpoint:
     """Serves `/metrics` of one registry, and `/health`. It binds its port at once and serves after `start`.
 
     Args:
-        registry: The registry to serve.
-        host: The address to listen on.
-        port: The port; 0: a free one.
         is_serving: A function that says whether `/health` answers with status 200 or 503; the endpoint's threads call
             it. `/health` is for kubelets, which have no certificate.
 

@@ -61,7 +61,6 @@ class CompiledBlocks:
 
     Args:
         span: the blocks; their projections lie in panels, and `objection` returns None for them.
-        store: the store of keys and values.
         dtype: the dtype of hidden states.
     """
 

@@ -45,7 +45,6 @@ def grammar_tokenizer(text: str, vocab_size: int, end_token_ids: Sequence[int]) 
 
     Args:
         text: the tokenizer, as `models.tokenizer_text` returns it.
-        vocab_size: the number of logits.
         end_token_ids: at least one; grammars allow these tokens only where an answer is complete.
 
     Raises:

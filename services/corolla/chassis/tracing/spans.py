@@ -108,7 +108,6 @@ def request(name: str, caller: TraceParent | None, *, trusts_caller: bool) -> Re
     """Begins the span of a caller's request.
 
     Args:
-        name: The name of the span.
         caller: The caller's span, if it sent one.
         trusts_caller: True: the caller's trace continues here, and the caller decides whether it is sampled. False: a
             new trace begins, sampled at the rate of this process, with a link to the caller's. So an untrusted caller

@@ -14,7 +14,6 @@ class HttpMetrics:
     """Metrics of HTTP requests by route and status. Errors count in gRPC's metrics.
 
     Args:
-        registry: The registry of the service.
         rpc: The RPC metrics, which count errors by their label.
     """
 

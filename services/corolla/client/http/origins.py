@@ -87,7 +87,6 @@ class OwnPages:
 
     Args:
         host: the address that the service listens on; empty: all.
-        origins: the configured origins.
 
     Attributes:
         origins: the origins whose pages are accepted.

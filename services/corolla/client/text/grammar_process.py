@@ -40,12 +40,7 @@ _Result = AdmittedForm | tuple[tuple[str, str], ...]
 
 
 class GrammarProcess:
-    """Makes grammars, and caches the latest ones. Safe to use from several threads.
-
-    Args:
-        vocab_size: the number of the model's logits.
-        end_token_ids: the model's end-of-sequence tokens.
-    """
+    """Makes grammars, and caches the latest ones. Safe to use from several threads."""
 
     def __init__(
         self, tokenizer: TextTokenizer, vocab_size: int, end_token_ids: Collection[int], metrics: GrammarMetrics

@@ -37,8 +37,6 @@ class WorkerProcess:
 
     Args:
         module: the module that the process runs; it calls `bounded_worker.serve`.
-        beginning: the first message to the process.
-        purpose: the purpose of the process, for messages.
         longest_wait_s: seconds to wait for earlier requests, each of which may take a second of processor time.
     """
 
