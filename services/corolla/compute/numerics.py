@@ -11,8 +11,8 @@ from corolla.compute.span_runner import SpanRunner
 from corolla.models.edges import Edges
 from corolla.wire.numerics import Numerics, digest_of
 
-# Those by which products in half precision round in another way.
-_INSTRUCTIONS: Final = ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
+# Products in half precision round in another way with these: of x86, and then of Arm.
+_INSTRUCTIONS: Final = ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "bf16", "sve_bf16")
 
 
 def numerics_of(runner: SpanRunner, edges: Edges | None) -> Numerics:

@@ -201,10 +201,11 @@ def replace_linears(root: nn.Module, kept: Collection[str] = ()) -> list[TunedLi
 def this_processor() -> Processor:
     """What the rule asks of this machine's CPU."""
     can = torch.cpu.get_capabilities()
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     onednn = {
-        torch.float32: torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+        torch.float32: has_onednn,
+        torch.bfloat16: has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        torch.float16: has_onednn and torch.ops.mkldnn._is_mkldnn_fp16_supported(),
     }
     matrices = {torch.bfloat16: can.get("amx_bf16"), torch.float16: can.get("amx_fp16")}
     layouts = {dtype: layout for dtype in _TYPES if (layout := plain_layout(dtype)) is not None}
