@@ -38,7 +38,7 @@ class RowWork(NamedTuple):
 
     @property
     def takes_prompts(self) -> bool:
-        """Whether trained prompts are added to some of the new tokens."""
+        """Trained prompts are added to some of the new tokens."""
         return self.prompts is not None and self.position < self.prompts.values.shape[1]
 
 

@@ -149,7 +149,7 @@ def objection(layer: FusedLayer, dtype: torch.dtype) -> str | None:
 
 
 def _keeps_rows_apart(projection: Projection) -> bool:
-    """Whether a projection has weights of a kind whose products can keep the rule."""
+    """A projection has weights of a kind whose products can keep the rule."""
     if isinstance(projection, PackedLinear):
         return projection.panels is not None
     return isinstance(projection, TunedLinear) and projection.weight.device.type != "meta"

@@ -92,6 +92,6 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def are_same(one: Tensor, other: Tensor) -> bool:
-    """Whether `one` and `other`, `[rows, ...]` each, have the same shape and bits."""
+    """`one` and `other`, `[rows, ...]` each, have the same shape and bits."""
     integers = _INTEGERS[one.element_size()]
     return torch.equal(one.contiguous().view(integers), other.contiguous().view(integers))

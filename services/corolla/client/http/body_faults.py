@@ -82,7 +82,7 @@ def _sentence(problem: Mapping[str, Any]) -> str:
 
 
 def _fits_better(place: str, other: str) -> bool:
-    """Whether a fault lies within another one, or later in the same list. Lists fail at their first wrong element."""
+    """The fault lies within another one, or later in the same list. Lists fail at their first wrong element."""
     parts, others = _PARTS.findall(place), _PARTS.findall(other)
     for part, of_other in zip(parts, others, strict=False):
         if part != of_other:

@@ -93,7 +93,7 @@ class Fields(BaseModel):
 
     @property
     def is_skipped(self) -> bool:
-        """Whether the service ignores the whole part."""
+        """The service ignores the whole part."""
         return False
 
     @property
@@ -227,12 +227,12 @@ class AnswerFields(SamplingFields):
 
     @property
     def has_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """A stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def has_continuous_usage(self) -> bool:
-        """Whether each event of a stream has the usage so far."""
+        """Each event of a stream has the usage so far."""
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property

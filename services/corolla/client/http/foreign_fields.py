@@ -28,7 +28,7 @@ class Ignored:
     neutral: tuple[Any, ...] = ()
 
     def is_neutral(self, value: Any) -> bool:
-        """Whether ignoring the field changes nothing."""
+        """Ignoring a field of this value changes nothing."""
         if value is None or (isinstance(value, str | list | dict) and not value):
             return True
         # True equals 1 in Python, and must not pass for it.

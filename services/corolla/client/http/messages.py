@@ -227,7 +227,7 @@ class ConversationBody(Body):
 
     @property
     def thinks(self) -> bool:
-        """Whether the model may think, and the caller gets to see it."""
+        """The model may think, and the caller gets to see it."""
         return self.thinking is not None and self.thinking.type != "disabled"
 
     def as_conversation(self) -> pb.Conversation:

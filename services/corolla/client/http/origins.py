@@ -47,14 +47,14 @@ class AllowedOrigins:
         return AllowedOrigins(self._origins, with_loopback=True)
 
     def allow(self, request: Mapping[str, str]) -> bool:
-        """Whether the request's page may send it, and read the reply."""
+        """The request's page may send it, and read the reply."""
         origin = request.get("origin", "").lower()
         if ALL_ORIGINS in self._origins or origin in self._origins:
             return True
         return self._with_loopback and _is_loopback(_name(origin.partition("://")[2])) and is_to_loopback(request)
 
     def have_host(self, request: Mapping[str, str]) -> bool:
-        """Whether a request goes to the host of one of the origins."""
+        """The request goes to the host of one of the origins."""
         return ALL_ORIGINS in self._origins or request.get("host", "").lower() in self._hosts
 
     def headers(self, request: Mapping[str, str]) -> dict[str, str]:
@@ -118,7 +118,7 @@ class OwnPages:
 
 
 def is_to_loopback(request: Mapping[str, str]) -> bool:
-    """Whether a request goes to a name that only this machine has."""
+    """The request goes to a name that only this machine has."""
     return _is_loopback(_name(request.get("host", "").lower()))
 
 

@@ -244,7 +244,7 @@ class ResponseRequest(SamplingFields):
 
     @property
     def is_stored(self) -> bool:
-        """Whether the response can be continued."""
+        """The response can be continued."""
         return self.store is not False
 
     @property

@@ -217,7 +217,7 @@ class OutputParsing:
 
     @property
     def _by_response_template(self) -> bool:
-        """Whether the response template parses the answer; it does not if a grammar prescribes the format of calls."""
+        """The response template parses the answer; it does not if a grammar prescribes the format of calls."""
         return self.format.response_template is not None and not self.rules.needs_grammar
 
     def _call_id(self, turn_name: str) -> Callable[[int], str]:

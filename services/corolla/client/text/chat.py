@@ -44,7 +44,7 @@ class Marks:
         self._texts: list[str] = []
 
     def __bool__(self) -> bool:
-        """Whether any text has been marked."""
+        """Any text has been marked."""
         return bool(self._texts)
 
     def marked(self, value: Any) -> Any:
@@ -123,7 +123,7 @@ class ChatTemplate:
 
     @property
     def exists(self) -> bool:
-        """Whether the checkpoint has a chat template."""
+        """The checkpoint has a chat template."""
         return bool(self._tokenizer.hf_tokenizer.chat_template)
 
     def render(self, messages: Sequence[Message], setting: ChatSetting = _BARE, *, add_generation_prompt: bool) -> str:
