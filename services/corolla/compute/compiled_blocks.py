@@ -60,7 +60,7 @@ class CompiledBlocks:
     """The compiled blocks of a span. Not thread-safe: one thread computes.
 
     Args:
-        span: the blocks; their projections lie in panels, and `objection` returns None for them.
+        span: the blocks; their projections lie in panels, and `why_unsupported` returns None for them.
         dtype: the dtype of hidden states.
     """
 
@@ -223,7 +223,7 @@ def choose_compiled_blocks(
     """
     if not isinstance(span, FusedSpan) or not isinstance(backend, CompiledAttention):
         return None
-    reason = objection(span, store, dtype)
+    reason = why_unsupported(span, store, dtype)
     if reason is None:
         first_layers = {_shape_of(layer, dtype): index for index, layer in reversed(list(enumerate(span.layers)))}
         trials = (_failed_trial(span.layers[index], dtype, store) for index in first_layers.values())
@@ -235,7 +235,7 @@ def choose_compiled_blocks(
     return None
 
 
-def objection(span: FusedSpan, store: KVStore, dtype: torch.dtype) -> str | None:
+def why_unsupported(span: FusedSpan, store: KVStore, dtype: torch.dtype) -> str | None:
     """The reason why the blocks of a span cannot be compiled; None if they can."""
     if dtype not in _TOLERANCES or store.codec is not None or store.pool.page_tokens % LANES:
         return "hidden states, keys or values are of a type, or pages of a size, that no function is made for"
@@ -245,10 +245,10 @@ def objection(span: FusedSpan, store: KVStore, dtype: torch.dtype) -> str | None
         return "its layers rotate by several tables"
     if any(each.in_pairs or each.size != span.layers[0].head_dim for each in span.rotaries):
         return "heads are rotated in part, or in pairs"
-    return next((found for layer in span.layers if (found := _objection_to(layer, dtype)) is not None), None)
+    return next((found for layer in span.layers if (found := _why_unsupported(layer, dtype)) is not None), None)
 
 
-def _objection_to(layer: FusedLayer, dtype: torch.dtype) -> str | None:
+def _why_unsupported(layer: FusedLayer, dtype: torch.dtype) -> str | None:
     if not isinstance(layer.mlp, GatedMlp) or not layer.mlp.gates:
         return "a mixture of experts, or an MLP without a gate, has no function"
     if type(layer.mlp.activation).__name__ not in _SILU:

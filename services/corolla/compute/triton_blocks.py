@@ -141,7 +141,7 @@ class MixturePlan:
         return add_experts(results, chosen, shared.down_proj(own), opening)
 
 
-def objection(layer: FusedLayer, dtype: torch.dtype) -> str | None:
+def why_unsupported(layer: FusedLayer, dtype: torch.dtype) -> str | None:
     """Why the kernels cannot run a layer, as a sentence's end; None: they can."""
     if not all(map(_keeps_rows_apart, layer.projections)):
         return "its weights are quantised, or not there"
@@ -164,13 +164,15 @@ def unsupported(layer: FusedLayer, dtype: torch.dtype) -> str | None:
             return f"there is no kernel for the activation {type(activation).__name__}"
     norms = (layer.attention_norm, layer.output_norm, layer.mlp_norm, layer.mlp_output_norm)
     for norm in filter(None, (*norms, layer.query_norm, layer.key_norm)):
-        of = norm_of(norm)
+        own = norm_of(norm)
         # A weight in float32 would make the family's result float32, if it multiplied a number that was rounded.
-        if of is None or not (of.weight.dtype == dtype or (of.weight.dtype == torch.float32 and of.kind != "rounded")):
+        if own is None or not (
+            own.weight.dtype == dtype or (own.weight.dtype == torch.float32 and own.kind != "rounded")
+        ):
             return f"there is no kernel for the norm {type(norm).__name__}"
     for head_norm in filter(None, (layer.query_norm, layer.key_norm)):
-        of = cast(Norm, norm_of(head_norm))
-        if of.bias is not None or (of.weight.dim() == 2) != (of.kind == "centred"):
+        own = cast(Norm, norm_of(head_norm))
+        if own.bias is not None or (own.weight.dim() == 2) != (own.kind == "centred"):
             return f"there is no kernel for the norm {type(head_norm).__name__} of heads"
     return None
 
@@ -206,7 +208,7 @@ class TritonBlocks:
     """The blocks of a span, run by Triton kernels.
 
     Args:
-        span: the blocks; `objection` returns None for all of them.
+        span: the blocks; `why_unsupported` returns None for all of them.
     """
 
     def __init__(self, span: FusedSpan) -> None:
@@ -349,7 +351,7 @@ def choose_triton_blocks(
     """
     if span is None or not isinstance(backend, PagedTriton):
         return None
-    failure = next((failed for layer in span.layers if (failed := objection(layer, dtype)) is not None), None)
+    failure = next((failed for layer in span.layers if (failed := why_unsupported(layer, dtype)) is not None), None)
     failure = failure or failure_of(lambda: _failed_trial(span, store.pool.page_tokens, dtype, store.codec))
     if failure is not None:
         log.warning("blocks do not run by Triton kernels", extra={"failure": failure})

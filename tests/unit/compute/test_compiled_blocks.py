@@ -12,7 +12,7 @@ from torch import Tensor
 from corolla.cache.store import SessionCache
 from corolla.compute import compiled_blocks
 from corolla.compute.base import RowWork
-from corolla.compute.compiled_blocks import choose_compiled_blocks, objection
+from corolla.compute.compiled_blocks import choose_compiled_blocks, why_unsupported
 from corolla.compute.span_runner import SpanRunner
 from corolla.models.adapters.loading import load_adapter
 from corolla.models.adapters.products import SpanAdapter
@@ -230,13 +230,13 @@ def test_what_no_function_is_made_for_stays_modules(tmp_path: Path) -> None:
     runner = runner_of(checkpoint)
     span = runner.model.fused
     assert isinstance(span, FusedSpan)
-    assert objection(span, runner.store, torch.float32) is None
+    assert why_unsupported(span, runner.store, torch.float32) is None
     mlp = span.layers[2].mlp
     assert isinstance(mlp, GatedMlp)
     mlp.activation = torch.nn.GELU()
-    assert objection(span, runner.store, torch.float32) == "the activation GELU has no function"
+    assert why_unsupported(span, runner.store, torch.float32) == "the activation GELU has no function"
     span.layers[3].scaling *= 2
-    assert objection(span, runner.store, torch.float32) == "the heads of its layers differ"
+    assert why_unsupported(span, runner.store, torch.float32) == "the heads of its layers differ"
 
 
 def test_wrong_numbers_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
