@@ -48,7 +48,8 @@ NUM_TOKENS = 5
 CONFIG_CHANGES = {
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
 }
-SPANS = (Span(0, 1), Span(1, 3))
+# Blocks of both kinds are in one span, and another begins in the midst of the model.
+SPANS = (Span(0, 2), Span(2, 3))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -135,7 +136,7 @@ def test_products_that_pad_their_rows_get_a_step_that_is_padded_once(
 ) -> None:
     """The bits stay. Next to products that do not pad, only short steps are padded."""
     checkpoint = make_checkpoint(tmp_path, QUICK_FAMILY)
-    runner = make_runner(checkpoint, SPANS[0])
+    runner = make_runner(checkpoint, Span(0, 1))
     assert runner.model.fused is not None
     hidden = torch.randn(6, checkpoint.hidden_size, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     found: set[int] = set()
@@ -173,14 +174,14 @@ def test_products_that_pad_their_rows_get_a_step_that_is_padded_once(
 @pytest.mark.parametrize("family", ["afmoe", "gpt_neox", "granite_swa"])
 def test_the_familys_own_code_attends_by_the_kernels(tmp_path: Path, family: str) -> None:
     """Windows, halves of heads that are not rotated, sinks: transformers' modules, our attention and products."""
-    checkpoint = make_checkpoint(tmp_path, family)
+    checkpoint, span = make_checkpoint(tmp_path, family), Span(1, 3)
     runner = SpanRunner(
-        load_span(checkpoint, SPANS[1], dtype=torch.float32, device=DEVICE),
+        load_span(checkpoint, span, dtype=torch.float32, device=DEVICE),
         num_pages=60, page_tokens=PAGE_TOKENS, attention="triton",
     )  # fmt: skip
     assert (runner.kernel_choices.attention, runner.kernel_choices.blocks) == ("triton", "family")
     reference = SpanRunner(
-        load_span(checkpoint, SPANS[1], dtype=torch.float32, device=DEVICE),
+        load_span(checkpoint, span, dtype=torch.float32, device=DEVICE),
         num_pages=60,
         page_tokens=PAGE_TOKENS,
         attention="sdpa",
@@ -191,9 +192,7 @@ def test_the_familys_own_code_attends_by_the_kernels(tmp_path: Path, family: str
         cache = each.new_cache()
         cache.reserve(21)
         parts = torch.split(hidden, [18, 1, 2])
-        outputs.append(
-            torch.cat([each.forward([RowWork(cache, cache.num_tokens, len(p))], p, SPANS[1]) for p in parts])
-        )
+        outputs.append(torch.cat([each.forward([RowWork(cache, cache.num_tokens, len(p))], p, span) for p in parts]))
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
 
 
@@ -279,7 +278,7 @@ def test_blocks_that_store_other_codes_than_the_codec_are_not_taken(
 ) -> None:
     encode = CODECS[kind](torch.float32).encode
     monkeypatch.setattr(CODECS[kind], "encode", lambda _codec, numbers: encode(numbers * 1.001))
-    span = load_span(make_checkpoint(tmp_path, "llama"), SPANS[0], dtype=torch.float32, device=DEVICE)
+    span = load_span(make_checkpoint(tmp_path, "llama"), Span(0, 1), dtype=torch.float32, device=DEVICE)
     runner = SpanRunner(span, num_pages=4, page_tokens=PAGE_TOKENS, attention="triton", kv_cache_dtype=kind)
     assert (runner.kernel_choices.attention, runner.kernel_choices.blocks) == ("triton", "fused")
 
