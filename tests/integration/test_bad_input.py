@@ -98,9 +98,8 @@ def invalid(name: str, methods: tuple[str, ...], request: Message | Callable[[Se
     return Row(name, methods, build, INVALID, "INVALID_REQUEST", fields)
 
 
-def bad_sampling(**values: float) -> list[Row]:
-    (name,), (value,) = values.keys(), values.values()
-    sampling = pb.SamplingParameters(**values)  # type: ignore[arg-type]
+def bad_sampling(name: str, value: float) -> list[Row]:
+    sampling = pb.SamplingParameters(**{name: value})  # type: ignore[arg-type]
     return [
         invalid(f"{name}={value}", GENERATE, prompt(sampling=sampling), f"sampling.{name}"),
         invalid(f"{name}={value}", CHAT, chat(("user", "hi"), sampling=sampling), f"sampling.{name}"),
@@ -184,38 +183,17 @@ ROWS: list[Row] = [
     # Sampling.
     *(
         row
-        for values in (
-            {"temperature": -0.1},
-            {"temperature": 100.1},
-            {"temperature": 1e-9},
-            {"temperature": NAN},
-            {"temperature": INF},
-            {"temperature": -INF},
-            {"top_k": -1},
-            {"top_p": 0.0},
-            {"top_p": 1.01},
-            {"top_p": -1.0},
-            {"top_p": NAN},
-            {"top_p": INF},
-            {"min_p": -0.01},
-            {"min_p": 1.01},
-            {"min_p": NAN},
-            {"min_p": INF},
-            {"repetition_penalty": 0.0},
-            {"repetition_penalty": -1.0},
-            {"repetition_penalty": 101.0},
-            {"repetition_penalty": NAN},
-            {"repetition_penalty": INF},
-            {"presence_penalty": 2.1},
-            {"presence_penalty": -2.1},
-            {"presence_penalty": NAN},
-            {"presence_penalty": INF},
-            {"frequency_penalty": 2.1},
-            {"frequency_penalty": -2.1},
-            {"frequency_penalty": NAN},
-            {"frequency_penalty": -INF},
-        )
-        for row in bad_sampling(**values)
+        for name, values in {
+            "temperature": (-0.1, 100.1, 1e-9, NAN, INF, -INF),
+            "top_k": (-1,),
+            "top_p": (0.0, 1.01, -1.0, NAN, INF),
+            "min_p": (-0.01, 1.01, NAN, INF),
+            "repetition_penalty": (0.0, -1.0, 101.0, NAN, INF),
+            "presence_penalty": (2.1, -2.1, NAN, INF),
+            "frequency_penalty": (2.1, -2.1, NAN, -INF),
+        }.items()
+        for value in values
+        for row in bad_sampling(name, value)
     ),
     invalid(
         "several at once",

@@ -415,19 +415,24 @@ def test_a_folder_may_have_another_name_than_on_the_servers(llama: ModelPair, tm
     assert model.generate(PROMPT, max_new_tokens=3).tolist() == expected.tolist()
 
 
-def test_servers_of_another_dtype_are_no_chain(llama: ModelPair) -> None:
+@pytest.mark.parametrize(
+    "options, differs, unknown",
+    [
+        ({"dtype": "bfloat16"}, r"dtype \(float32 there, bfloat16 here\)", {"dtype": "float64"}),
+        (
+            {"dtype": "fp32", "quantization": "int8"},
+            r"quantization \(none there, int8 here\)",
+            {"quantization": "int3"},
+        ),
+    ],
+    ids=["dtype", "quantization"],
+)
+def test_servers_with_other_numbers_are_no_chain(
+    llama: ModelPair, options: dict[str, Any], differs: str, unknown: dict[str, Any]
+) -> None:
     folder, router = str(llama.remote.config.name_or_path), llama.stack.router
-    model = AutoDistributedModelForCausalLM.from_pretrained(folder, router=router, dtype="bfloat16")
-    with pytest.raises(NoChain, match=r"dtype \(float32 there, bfloat16 here\)"):
+    model = AutoDistributedModelForCausalLM.from_pretrained(folder, router=router, **options)
+    with pytest.raises(NoChain, match=differs):
         model.generate(PROMPT, max_new_tokens=1)
-    with pytest.raises(ValueError, match="dtype"):
-        AutoDistributedModelForCausalLM.from_pretrained(folder, router=router, dtype="float64")
-
-
-def test_servers_of_another_quantisation_are_no_chain(llama: ModelPair) -> None:
-    folder, router = str(llama.remote.config.name_or_path), llama.stack.router
-    model = AutoDistributedModelForCausalLM.from_pretrained(folder, router=router, dtype="fp32", quantization="int8")
-    with pytest.raises(NoChain, match=r"quantization \(none there, int8 here\)"):
-        model.generate(PROMPT, max_new_tokens=1)
-    with pytest.raises(ValueError, match="quantization"):
-        AutoDistributedModelForCausalLM.from_pretrained(folder, router=router, quantization="int3")
+    with pytest.raises(ValueError, match=next(iter(unknown))):
+        AutoDistributedModelForCausalLM.from_pretrained(folder, router=router, **unknown)
