@@ -53,14 +53,14 @@ class FaultyRunner:
 
 
 def plant_fault(runner: BlockRunner, **faults: Any) -> Callable[[], None]:
-    """Makes a server's own runner fail from now on; see `FaultyRunner`. Returns a function that mends it."""
+    """Makes a server's own runner fail from now on; see `FaultyRunner`. Returns a function that restores it."""
     faulty = FaultyRunner(copy.copy(runner), **faults)
     names = ("prepare", "launch", "finish", "may_be_recorded", "warm_up")
     for name in names:
         setattr(runner, name, getattr(faulty, name))
 
-    def mend() -> None:
+    def restore() -> None:
         for name in names:
             delattr(runner, name)
 
-    return mend
+    return restore

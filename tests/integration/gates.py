@@ -21,11 +21,11 @@ def held_up(server: BlockServer) -> Iterator[None]:
     def wait(rows: Sequence[RowWork]) -> None:
         may_go_on.wait(30)
 
-    mend = plant_fault(server.engine.runner, before=wait)
+    restore = plant_fault(server.engine.runner, before=wait)
     try:
         yield
     finally:
-        mend()
+        restore()
         may_go_on.set()
 
 

@@ -373,11 +373,11 @@ async def test_a_step_whose_pages_another_session_took_is_refused_alone(
 
 @contextmanager
 def faulty(swarm: Swarm, **faults: Any) -> Iterator[None]:
-    mend = plant_fault(swarm.servers[0].engine.runner, **faults)
+    restore = plant_fault(swarm.servers[0].engine.runner, **faults)
     try:
         yield
     finally:
-        mend()
+        restore()
 
 
 async def test_an_unreadable_output_fails_only_its_own_steps(swarm: Swarm) -> None:

@@ -411,11 +411,11 @@ async def test_an_unknown_reason_ends_only_its_own_answer(tmp_path: Path, model:
     async with swarm_of(tmp_path, model, SPANS) as swarm, swarm.connect() as client:
         expected, _ = await undisturbed(swarm)
         engine = swarm.servers[1].engine
-        mend = plant_fault(engine.runner, after=failing(FromTomorrow("a new reason")))
+        restore = plant_fault(engine.runner, after=failing(FromTomorrow("a new reason")))
         with pytest.raises(CorollaError) as refused:
             await client.generate(PROMPT, **OPTIONS)
         assert (refused.value.code, refused.value.reason) == (InternalError.code, InternalError.reason)
-        mend()
+        restore()
         assert (await client.generate(PROMPT, **OPTIONS)).token_ids == expected
         await swarm.until_empty()
 
