@@ -65,7 +65,7 @@ class BatchResult:
 
     Attributes:
         outputs: one output for each row, in order.
-        has_raised: whether the batch raised; if it had several rows, they were then computed one by one.
+        has_raised: whether the batch raised; its rows were then computed one by one.
         edge_seconds: the seconds that embedding, head and choice of tokens took.
         began_s: when the device began, if that was before the iteration; else None.
     """
@@ -87,7 +87,6 @@ class LaunchedIteration:
         kept: the indices of its rows in the batch.
         copies: the copies of its outputs to the host.
         early: the logits of its rows, if the head was launched, too.
-        preparing: what threads prepare for the choice of its tokens.
         embed_seconds: the seconds that embedding took.
         began_s: when the device began, if that was before the iteration.
     """
@@ -98,7 +97,6 @@ class LaunchedIteration:
     kept: Sequence[int]
     copies: "_HostCopies"
     early: "_EarlyLogits | None"
-    preparing: Sequence[Future[None]]
     embed_seconds: float
     began_s: float | None
 
@@ -161,21 +159,21 @@ class BatchExecutor:
             may_go_ahead: is asked, once this batch is launched, whether to launch the next step, too.
         """
         preparing = self._prepare_choices(admitted)
-        early = None
+        launched: LaunchedIteration | None = None
         try:
             launched = self._launched(admitted, _row_works(admitted), blocks, preparing, may_go_ahead)
-            early = launched.early
             result = self._finished(launched)
         except Exception as failure:
             error, place = error_of(failure), call_path(failure)
         else:
-            return self._with_choices(result, admitted, early, preparing)
-        # It was launched on what the failed batch wrote.
-        self._ahead = None
-        # The exception has been released, so its frames no longer hold tensors in a device's memory that may be full.
+            return self._with_choices(result, admitted, launched.early, preparing)
+        has_chosen = launched is not None and launched.early is not None and launched.early.has_chosen
+        # The exception has been released, too: nothing holds tensors in a device's memory that may be full, nor the
+        # step that was launched on what the failed batch wrote.
+        launched = self._ahead = None
         rows = [AdmittedStep(batch.work, [row]) for batch in admitted for row in batch.rows]
         log.error("iteration failed", extra={"rows": len(rows), "reason": error.reason, "where": place})
-        if early is not None and early.has_chosen:
+        if has_chosen:
             # Samplers have chosen, which they must not do again, so clients recover their sessions with new ones.
             failed = StepFailed("a block server could not compute a step")
             return BatchResult((failed,) * len(rows), has_raised=True)
@@ -254,7 +252,7 @@ class BatchExecutor:
             batch.reading.begin()
         if early is not None and early.has_one_of_each_row and may_go_ahead():
             early = self._go_ahead(admitted, blocks, preparing, early)
-        return LaunchedIteration(admitted, blocks, batch, kept, copies, early, preparing, embed_seconds, began_s)
+        return LaunchedIteration(admitted, blocks, batch, kept, copies, early, embed_seconds, began_s)
 
     @torch.inference_mode()
     def _finished(self, iteration: LaunchedIteration) -> BatchResult:
