@@ -48,8 +48,8 @@ async def test_a_chat_is_that_of_grpc_whole_and_streamed(swarm: Swarm, http: htt
     assert choice["message"]["content"] == expected.text
     assert whole["usage"]["completion_tokens"] == expected.usage.completion_tokens
     assert whole["usage"]["recoveries"] == 0
-    wishes = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
-    streamed = await http.post("/v1/chat/completions", json={**body, **wishes})
+    options = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    streamed = await http.post("/v1/chat/completions", json={**body, **options})
     assert streamed.headers["content-type"].startswith("text/event-stream")
     *chunks, usage = events_of(streamed.text)
     assert usage["choices"] == []

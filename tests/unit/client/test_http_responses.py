@@ -141,10 +141,10 @@ async def test_no_text_ends_a_line_of_events_whatever_its_reader_takes_for_one(k
         yield 0, pb.GenerateChunk(text_delta=LINE_ENDS)
         yield 0, pb.GenerateChunk(finish_reason=pb.FINISH_REASON_EOS)
 
-    wishes = {"has_usage": False, "has_logprobs": False, "has_token_ids": False}
+    options = {"has_usage": False, "has_logprobs": False, "has_token_ids": False}
     events = {
-        "chat": lambda: chat_replies.events(chats(), "tiny", **wishes),
-        "completion": lambda: completions.events(texts(), "tiny", 1, **wishes),
+        "chat": lambda: chat_replies.events(chats(), "tiny", **options),
+        "completion": lambda: completions.events(texts(), "tiny", 1, **options),
         "response": lambda: Reply(ResponseRequest.model_validate({"input": "Hi"}), "resp_1", "tiny").events(chats()),
     }[kind]()
     text = b"".join([part async for part in events]).decode()

@@ -107,8 +107,8 @@ async def reply_bytes(form: ReplyForm, answers: Sequence[Delta], echoed: PromptR
         response = await completed(answers, echoed)
         return await size(completions.reply([response], len(answers), has_logprobs=k is not None, has_token_ids=True))
     if form is CHATS:
-        wishes = {"has_logprobs": k is not None, "has_token_ids": True}
-        return await size(chat_replies.reply(await chatted(answers), **wishes))
+        options = {"has_logprobs": k is not None, "has_token_ids": True}
+        return await size(chat_replies.reply(await chatted(answers), **options))
     if form is RESPONSES:
         reply = Reply(ResponseRequest.model_validate({"input": ""}), "resp_" + "0" * 40, "m" * 512)
         return await size(reply.whole(await chatted(answers)))

@@ -154,7 +154,7 @@ class HttpRoutes:
         """Answers a conversation."""
         body = await exchange.read(ChatCompletionRequest)
         request = body.as_protocol()
-        wishes = {"has_logprobs": bool(body.logprobs), "has_token_ids": body.has_token_ids}
+        options = {"has_logprobs": bool(body.logprobs), "has_token_ids": body.has_token_ids}
         if body.stream:
             chunks = self._servicer.ChatStream(request, call, ANY_ROOM)
             events = chat_replies.events(
@@ -162,14 +162,14 @@ class HttpRoutes:
                 body.model or self._model,
                 has_usage=body.has_usage,
                 has_continuous_usage=body.has_continuous_usage,
-                **wishes,
+                **options,
             )
             with body.in_own_words():
                 await exchange.stream(events)
             return
         with body.in_own_words():
             answer = await self._servicer.Chat(request, call, ReplyRoom(CHATS, self._max_reply_bytes))
-        pieces = chat_replies.reply(answer, **wishes)
+        pieces = chat_replies.reply(answer, **options)
         del answer  # its caller may take minutes to read the pieces
         await exchange.reply_in_pieces(pieces)
 
@@ -292,7 +292,7 @@ class HttpRoutes:
         """Completes prompts."""
         body = await exchange.read(CompletionRequest)
         requests = self._checked(body, call)
-        wishes = {"has_logprobs": body.logprobs is not None, "has_token_ids": body.has_token_ids}
+        options = {"has_logprobs": body.logprobs is not None, "has_token_ids": body.has_token_ids}
         if body.stream:
             room = ReplyRoom(COMPLETIONS, self._max_reply_bytes // len(requests), is_streamed=True)
             streams = [self._servicer.GenerateStream(each, call, room) for each in requests]
@@ -304,7 +304,7 @@ class HttpRoutes:
                     body.num_completions,
                     has_usage=body.has_usage,
                     has_continuous_usage=body.has_continuous_usage,
-                    **wishes,
+                    **options,
                 )
             )
             return
@@ -313,7 +313,7 @@ class HttpRoutes:
         calls = [_in_words_of(body, number, self._generated(each, call, room)) for number, each in enumerate(requests)]
         found = {index: each async for index, each in merge(calls)}
         responses = [found.pop(index) for index in range(len(requests))]
-        pieces = completions.reply(responses, body.num_completions, **wishes)
+        pieces = completions.reply(responses, body.num_completions, **options)
         del responses
         await exchange.reply_in_pieces(pieces)
 
