@@ -1,7 +1,7 @@
 """Families as the cases of a test: some for each feature, one for each kind, all of them in the end."""
 
 from collections.abc import Collection, Iterable
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
 from corolla.models.families import FAMILIES, Family
@@ -10,9 +10,7 @@ from tests.tiers import quick
 # Names of modules; whichever a family has, they are handled alike.
 _PLACES: Final = frozenset({"model_type", "layers", "embedding", "norm"})
 
-_WITHIN_BLOCKS: Final = frozenset(
-    {"is_fused", "rotates_pairs", "has_paired_angles", "rotates_windows", "has_rope_alpha", "read_weights", "required"}
-)
+_WITHIN_BLOCKS: Final = frozenset({"fused", "has_rope_alpha", "read_weights", "required"})
 """What decides only how a block computes, or whether it is served: tests of spans compare these bit for bit."""
 
 SHAPES: Final = ("llama", "gemma2", "bloom", "mixtral", "deepseek_v3", "lfm2", "qwen3_next")
@@ -20,10 +18,15 @@ SHAPES: Final = ("llama", "gemma2", "bloom", "mixtral", "deepseek_v3", "lfm2", "
 kinds of recurrent states."""
 
 
-def kind_of(family: Family, *, within_blocks: bool = True) -> tuple[bool, ...]:
+def kind_of(family: Family, *, within_blocks: bool = True) -> tuple[tuple[bool, ...], ...]:
     """Which of the table's flags and special parts the family has; without those of blocks alone if so asked."""
     left_out = _PLACES if within_blocks else _PLACES | _WITHIN_BLOCKS
-    return tuple(bool(getattr(family, field.name)) for field in fields(Family) if field.name not in left_out)
+    return tuple(_flags(getattr(family, field.name)) for field in fields(Family) if field.name not in left_out)
+
+
+def _flags(value: Any) -> tuple[bool, ...]:
+    group = (getattr(value, field.name) for field in fields(value)) if is_dataclass(value) else ()
+    return (bool(value), *map(bool, group))
 
 
 def family_cases(

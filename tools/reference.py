@@ -96,10 +96,10 @@ def families() -> Iterator[str]:
     yield from ("", f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|")
     alike: dict[tuple[str, str, str], list[str]] = {}
     for name, family in sorted(FAMILIES.items()):
-        rows = "in one call" if family.packs_rows and not family.keeps_states else "one by one"
-        tokens = "latents" if family.caches_latents else "keys and values"
-        kept = (tokens if family.keeps_tokens else "", "states" if family.keeps_states else "")
-        fast = "fused" if family.is_fused else ""
+        rows = "in one call" if family.packs_rows and not family.past.keeps_states else "one by one"
+        tokens = "latents" if family.past.caches_latents else "keys and values"
+        kept = (tokens if family.past.keeps_tokens else "", "states" if family.past.keeps_states else "")
+        fast = "fused" if family.fused else ""
         alike.setdefault((rows, ", ".join(filter(None, kept)), fast), []).append(f"`{name}`")
     for kind, names in sorted(alike.items()):
         yield f"| {' | '.join(kind)} | {', '.join(names)} |"

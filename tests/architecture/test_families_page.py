@@ -12,7 +12,7 @@ def page(name: str) -> str:
 
 
 def test_families_with_recurrent_states_are_marked() -> None:
-    assert {name for name, family in FAMILIES.items() if family.keeps_states} == set(RECURRENT_FAMILIES)
+    assert {name for name, family in FAMILIES.items() if family.past.keeps_states} == set(RECURRENT_FAMILIES)
 
 
 def test_documents_count_the_families() -> None:

@@ -595,7 +595,7 @@ class BlockServer:
             max_microbatches=settings.max_microbatches,
             num_devices=neighbours.num_devices,
             compute_thread=self._compute_thread,
-            follows_lengths=checkpoint.family.caches_latents,
+            follows_lengths=checkpoint.family.past.caches_latents,
             # A step of a large model may take that long if a CPU computes it.
             most_looks=0 if on_cpu else _MOST_LOOKS,
         )

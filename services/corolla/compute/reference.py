@@ -35,8 +35,8 @@ class ReferenceBlocks:
         self._store = store
         self._stacks = stacks
         if model.packs_rows:
-            model.set_attention(LATENT if model.family.caches_latents else RAGGED)
-            if model.family.caches_latents:
+            model.set_attention(LATENT if model.family.past.caches_latents else RAGGED)
+            if model.family.past.caches_latents:
                 leave_latents(model.modules())
 
     def packed(self, hidden: Tensor, position_ids: Tensor, batch: AttentionBatch, blocks: Span) -> Tensor:
@@ -49,7 +49,7 @@ class ReferenceBlocks:
         Returns:
             `[N, H]` in the same dtype, on the same device.
         """
-        cache = PackedLatents(batch) if self._model.family.caches_latents else None
+        cache = PackedLatents(batch) if self._model.family.past.caches_latents else None
         return self._model.forward(
             hidden.unsqueeze(0), position_ids.unsqueeze(0), blocks=blocks, past_key_values=cache, batch=batch
         )[0]
@@ -67,7 +67,7 @@ class ReferenceBlocks:
         windows, layers = self._model.windows, self._model.span.indices(blocks)
         for row, part in zip(rows, torch.split(hidden, [row.num_tokens for row in rows]), strict=True):
             cache: _RowCache | None = None
-            is_single = bool(row.position) and self._model.family.continues_singly
+            is_single = bool(row.position) and self._model.family.past.continues_singly
             start = row.position
             for tokens in torch.split(part, 1 if is_single else row.num_tokens):
                 end = start + len(tokens)

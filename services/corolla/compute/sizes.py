@@ -75,7 +75,7 @@ def step_size(checkpoint: Checkpoint, dtype: torch.dtype) -> StepSize:
     return StepSize(
         (_STEP_TENSORS * checkpoint.hidden_size + _mlp_numbers(checkpoint)) * dtype.itemsize,
         checkpoint.vocab_size,
-        MAX_EXPANDED_BYTES if checkpoint.family.caches_latents else 0,
+        MAX_EXPANDED_BYTES if checkpoint.family.past.caches_latents else 0,
     )
 
 
@@ -86,14 +86,14 @@ def state_sizes(checkpoint: Checkpoint, span: Span, dtype: torch.dtype) -> list[
     The family's own code computes one token on the meta device, which has shapes and no numbers.
     """
     sizes = [0] * len(span)
-    if not checkpoint.family.keeps_states:
+    if not checkpoint.family.past.keeps_states:
         return sizes
     model: Any = empty_span(checkpoint, span, dtype)
     model.config._attn_implementation = "sdpa"
     model.config._experts_implementation = "batched_mm"
     cache = DynamicCache(config=model.config)
     hidden = torch.zeros(1, 1, checkpoint.hidden_size, dtype=dtype, device="meta")
-    model(inputs_embeds=hidden, use_cache=True, **{checkpoint.family.cache_argument: cache})
+    model(inputs_embeds=hidden, use_cache=True, **{checkpoint.family.past.cache_argument: cache})
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionLayer):
             sizes[index] = LayerState.from_layer(layer).nbytes
@@ -116,7 +116,7 @@ def cache_numbers(checkpoint: Checkpoint, more_of_a_head: int = 0) -> int:
         more_of_a_head: further numbers of each head, such as a scale.
     """
     config = checkpoint.config
-    if checkpoint.family.caches_latents:
+    if checkpoint.family.past.caches_latents:
         return int(config.kv_lora_rank + config.qk_rope_head_dim) + 2 * more_of_a_head
     heads = _first(config, "num_attention_heads", "n_head", "num_heads")
     key_heads = _key_heads(config, heads)

@@ -87,7 +87,7 @@ class SpanRunner:
         )  # fmt: skip
         self._reference = ReferenceBlocks(model, self.store, self.stacks)
         probe = ShapeProbe()
-        if model.packs_rows and not model.family.caches_latents:
+        if model.packs_rows and not model.family.past.caches_latents:
             self._probe(probe)
         self.backend: AttentionBackend = choose_backend(
             attention, model.device, model.dtype, page_tokens, shapes=probe.shapes, codec=codec

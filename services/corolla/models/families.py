@@ -36,6 +36,42 @@ STATEFUL_ROPE = frozenset({"dynamic"})
 
 
 @dataclass(frozen=True, slots=True)
+class FusedBlocks:
+    """How blocks rotate that have the shape which the module `fused` implements.
+
+    Attributes:
+        rotates_pairs: whether neighbours in a head are rotated together, not numbers half the rotary size apart.
+        has_paired_angles: whether the family's rotary embedding itself repeats each angle for a pair, not for the two
+            halves of a head, if it has `rotates_pairs`.
+        rotates_windows: whether only layers with a window have a rotary embedding.
+    """
+
+    rotates_pairs: bool = False
+    has_paired_angles: bool = False
+    rotates_windows: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What blocks keep of earlier tokens.
+
+    Attributes:
+        caches_latents: whether the cache holds latents, from which attention makes keys and values when it reads them.
+        continues_singly: whether the family's code ignores an earlier recurrent state in a call of several tokens, so
+            that tokens after a session's first call run one by one.
+        cache_argument: the name of the cache among the arguments of the base model's forward.
+        keeps_tokens: whether some blocks keep keys and values.
+        keeps_states: whether some blocks keep a recurrent state; see `recurrent_layers`.
+    """
+
+    caches_latents: bool = False
+    continues_singly: bool = False
+    cache_argument: str = "past_key_values"
+    keeps_tokens: bool = True
+    keeps_states: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """The paths of the parts of a family's base model, and the family's properties.
 
@@ -51,22 +87,12 @@ class Family:
         head_scalars: attributes of the base model that multiply the logits.
         packs_rows: whether attention goes through transformers' AttentionInterface, so that rows of different sessions
             may be packed into one call.
-        caches_latents: whether the cache holds latents, from which attention makes keys and values when it reads them.
-        continues_singly: whether the family's code ignores an earlier recurrent state in a call of several tokens, so
-            that tokens after a session's first call run one by one.
         read_weights: names of linear layers whose weights the family's code reads without calling the layers.
-        cache_argument: the name of the cache among the arguments of the base model's forward.
-        keeps_tokens: whether some blocks keep keys and values.
-        keeps_states: whether some blocks keep a recurrent state; see `recurrent_layers`.
-        is_fused: whether the blocks have the shape that the module `fused` implements.
-        rotates_pairs: whether neighbours in a head are rotated together, not numbers half the rotary size apart; only
-            for fused blocks.
-        has_paired_angles: whether the family's rotary embedding itself repeats each angle for a pair, not for the two
-            halves of a head; only for fused blocks with `rotates_pairs`.
-        rotates_windows: whether only layers with a window have a rotary embedding; only for fused blocks.
         has_rope_alpha: whether a rotary embedding of the type `dynamic` keeps no state if it has an `alpha`.
         begins_anew: whether `generate()` computes the whole text again once the text is too long for the short factors
             of a longrope embedding. In other families, `generate()` keeps the earlier keys.
+        fused: how the module `fused` computes the blocks; None: they have another shape.
+        past: what blocks keep of earlier tokens.
         required: the values that fields of the configuration must have, since the other attributes hold only for these.
     """
 
@@ -80,52 +106,44 @@ class Family:
     unit_settings: tuple[str, ...] = ()
     head_scalars: tuple[str, ...] = ()
     packs_rows: bool = True
-    caches_latents: bool = False
-    continues_singly: bool = False
     read_weights: tuple[str, ...] = ()
-    cache_argument: str = "past_key_values"
-    keeps_tokens: bool = True
-    keeps_states: bool = False
-    is_fused: bool = False
-    rotates_pairs: bool = False
-    has_paired_angles: bool = False
-    rotates_windows: bool = False
     has_rope_alpha: bool = False
     begins_anew: bool = False
+    fused: FusedBlocks | None = None
+    past: Past = Past()
     required: Mapping[str, Any] = field(default_factory=dict)
 
+
+FUSED = FusedBlocks()
 
 _MAMBA = Family(
     "mamba",
     embedding="embeddings",
     norm="norm_f",
-    cache_argument="cache_params",
-    continues_singly=True,
+    past=Past(cache_argument="cache_params", continues_singly=True, keeps_tokens=False, keeps_states=True),
     read_weights=("dt_proj",),
-    keeps_tokens=False,
-    keeps_states=True,
 )
 
 _FAMILIES = (
-    Family("llama", is_fused=True),
-    Family("mistral", is_fused=True),
-    Family("qwen2", is_fused=True),
-    Family("qwen3", is_fused=True),
-    Family("gemma", is_fused=True),
-    Family("gemma2", is_fused=True),
-    Family("gemma3_text", is_fused=True),
-    Family("phi", norm="final_layernorm", is_fused=True),
-    Family("phi3", begins_anew=True, is_fused=True),
-    Family("mixtral", is_fused=True),
-    Family("qwen2_moe", is_fused=True),
-    Family("qwen3_moe", is_fused=True),
-    Family("olmo2", is_fused=True),
-    Family("olmo3", is_fused=True),
-    Family("granite", unit_scalars=("embedding_multiplier",), is_fused=True),
-    Family("cohere2", is_fused=True, rotates_pairs=True, has_paired_angles=True, rotates_windows=True),
-    Family("smollm3", is_fused=True),
-    Family("starcoder2", is_fused=True),
-    Family("gpt_oss", is_fused=True),
+    Family("llama", fused=FUSED),
+    Family("mistral", fused=FUSED),
+    Family("qwen2", fused=FUSED),
+    Family("qwen3", fused=FUSED),
+    Family("gemma", fused=FUSED),
+    Family("gemma2", fused=FUSED),
+    Family("gemma3_text", fused=FUSED),
+    Family("phi", norm="final_layernorm", fused=FUSED),
+    Family("phi3", begins_anew=True, fused=FUSED),
+    Family("mixtral", fused=FUSED),
+    Family("qwen2_moe", fused=FUSED),
+    Family("qwen3_moe", fused=FUSED),
+    Family("olmo2", fused=FUSED),
+    Family("olmo3", fused=FUSED),
+    Family("granite", unit_scalars=("embedding_multiplier",), fused=FUSED),
+    Family("cohere2", fused=FusedBlocks(rotates_pairs=True, has_paired_angles=True, rotates_windows=True)),
+    Family("smollm3", fused=FUSED),
+    Family("starcoder2", fused=FUSED),
+    Family("gpt_oss", fused=FUSED),
     Family("gpt_neox", embedding="embed_in", norm="final_layer_norm"),
     Family("gpt2", layers="h", embedding="wte", norm="ln_f", learned_positions="wpe"),
     Family(
@@ -138,9 +156,9 @@ _FAMILIES = (
     ),
     Family("falcon", layers="h", embedding="word_embeddings", norm="ln_f", packs_rows=False),
     Family("stablelm", packs_rows=False),
-    Family("glm", is_fused=True, rotates_pairs=True),
-    Family("glm4", is_fused=True, rotates_pairs=True),
-    Family("glm4_moe", is_fused=True),
+    Family("glm", fused=FusedBlocks(rotates_pairs=True)),
+    Family("glm4", fused=FusedBlocks(rotates_pairs=True)),
+    Family("glm4_moe", fused=FUSED),
     Family("gptj", layers="h", embedding="wte", norm="ln_f", packs_rows=False),
     Family("gpt_neo", layers="h", embedding="wte", norm="ln_f", learned_positions="wpe", packs_rows=False),
     Family("gpt_bigcode", layers="h", embedding="wte", norm="ln_f", learned_positions="wpe"),
@@ -154,46 +172,46 @@ _FAMILIES = (
         # Checkpoints with other values, such as opt-350m, have no final norm.
         required={"do_layer_norm_before": True, "_remove_final_layer_norm": False},
     ),
-    Family("exaone4", is_fused=True, rotates_windows=True),
+    Family("exaone4", fused=FusedBlocks(rotates_windows=True)),
     Family("nemotron", packs_rows=False),
     Family("olmo"),
-    Family("olmoe", is_fused=True),
-    Family("cohere", is_fused=True, rotates_pairs=True, has_paired_angles=True),
-    Family("granitemoe", unit_scalars=("embedding_multiplier",), is_fused=True),
+    Family("olmoe", fused=FUSED),
+    Family("cohere", fused=FusedBlocks(rotates_pairs=True, has_paired_angles=True)),
+    Family("granitemoe", unit_scalars=("embedding_multiplier",), fused=FUSED),
     Family("granitemoeshared", unit_scalars=("embedding_multiplier",)),
-    Family("arcee", is_fused=True),
-    Family("seed_oss", is_fused=True),
-    Family("ernie4_5", is_fused=True, rotates_pairs=True),
+    Family("arcee", fused=FUSED),
+    Family("seed_oss", fused=FUSED),
+    Family("ernie4_5", fused=FusedBlocks(rotates_pairs=True)),
     Family("ernie4_5_moe"),
     Family("hunyuan_v1_dense", has_rope_alpha=True),
     Family("hunyuan_v1_moe", has_rope_alpha=True),
-    Family("dots1", is_fused=True),
-    Family("helium", is_fused=True, rotates_pairs=True),
+    Family("dots1", fused=FUSED),
+    Family("helium", fused=FusedBlocks(rotates_pairs=True)),
     Family("apertus"),
     Family("codegen", layers="h", embedding="wte", norm="ln_f", packs_rows=False),
     Family("xglm", norm="layer_norm", learned_positions="embed_positions", packs_rows=False),
     Family("biogpt", norm="layer_norm", learned_positions="embed_positions"),
-    Family("minimax_m2", is_fused=True),
-    Family("deepseek_v2", caches_latents=True),
-    Family("deepseek_v3", caches_latents=True),
-    Family("glm4_moe_lite", caches_latents=True),
+    Family("minimax_m2", fused=FUSED),
+    Family("deepseek_v2", past=Past(caches_latents=True)),
+    Family("deepseek_v3", past=Past(caches_latents=True)),
+    Family("glm4_moe_lite", past=Past(caches_latents=True)),
     # This family has its attention window only in the mask, which packed calls do not use.
     Family("phimoe", packs_rows=False, begins_anew=True),
     Family("persimmon", norm="final_layernorm"),
-    Family("ministral", is_fused=True),
+    Family("ministral", fused=FUSED),
     Family("ministral3"),
-    Family("flex_olmo", is_fused=True),
-    Family("vaultgemma", is_fused=True),
-    Family("exaone_moe", is_fused=True, rotates_windows=True),
-    Family("jais2", is_fused=True),
-    Family("youtu", caches_latents=True),
-    Family("cwm", is_fused=True),
-    Family("solar_open", is_fused=True),
+    Family("flex_olmo", fused=FUSED),
+    Family("vaultgemma", fused=FUSED),
+    Family("exaone_moe", fused=FusedBlocks(rotates_windows=True)),
+    Family("jais2", fused=FUSED),
+    Family("youtu", past=Past(caches_latents=True)),
+    Family("cwm", fused=FUSED),
+    Family("solar_open", fused=FUSED),
     Family("bitnet"),
-    Family("hyperclovax", unit_scalars=("embedding_multiplier",), is_fused=True),
+    Family("hyperclovax", unit_scalars=("embedding_multiplier",), fused=FUSED),
     Family("hy_v3"),
     Family("gpt_neox_japanese", embedding="embed_in", norm="final_layer_norm", packs_rows=False),
-    Family("minicpm3", caches_latents=True),
+    Family("minicpm3", past=Past(caches_latents=True)),
     Family("cohere2_moe"),
     Family("afmoe", unit_settings=("mup_enabled",)),
     Family("mellum"),
@@ -202,33 +220,35 @@ _FAMILIES = (
     Family("jetmoe"),
     Family("aria_text"),
     Family("dbrx", layers="blocks", embedding="wte", norm="norm_f"),
-    Family("axk1", caches_latents=True),
+    Family("axk1", past=Past(caches_latents=True)),
     # This family's mask picks the keys that each token sees, and packed calls do not use the mask.
     Family("doge", packs_rows=False),
     Family("granite_swa", unit_scalars=("embedding_multiplier",)),
     Family("granitemoe_swa", unit_scalars=("embedding_multiplier",)),
     Family("flint"),
-    Family("lfm2", norm="embedding_norm", keeps_states=True),
-    Family("lfm2_moe", norm="embedding_norm", keeps_states=True),
-    Family("qwen3_next", keeps_states=True),
-    Family("qwen3_5_text", keeps_states=True),
-    Family("qwen3_5_moe_text", keeps_states=True),
-    Family("olmo_hybrid", keeps_states=True),
-    Family("kimi_linear", caches_latents=True, keeps_states=True),
-    Family("lfm3", norm="embedding_norm", keeps_states=True),
-    Family("bamba", norm="final_layernorm", keeps_states=True),
-    Family("granitemoehybrid", unit_scalars=("embedding_multiplier",), keeps_states=True),
-    Family("jamba", norm="final_layernorm", continues_singly=True, read_weights=("dt_proj",), keeps_states=True),
+    Family("lfm2", norm="embedding_norm", past=Past(keeps_states=True)),
+    Family("lfm2_moe", norm="embedding_norm", past=Past(keeps_states=True)),
+    Family("qwen3_next", past=Past(keeps_states=True)),
+    Family("qwen3_5_text", past=Past(keeps_states=True)),
+    Family("qwen3_5_moe_text", past=Past(keeps_states=True)),
+    Family("olmo_hybrid", past=Past(keeps_states=True)),
+    Family("kimi_linear", past=Past(caches_latents=True, keeps_states=True)),
+    Family("lfm3", norm="embedding_norm", past=Past(keeps_states=True)),
+    Family("bamba", norm="final_layernorm", past=Past(keeps_states=True)),
+    Family("granitemoehybrid", unit_scalars=("embedding_multiplier",), past=Past(keeps_states=True)),
+    Family(
+        "jamba", norm="final_layernorm", past=Past(continues_singly=True, keeps_states=True), read_weights=("dt_proj",)
+    ),
     Family(
         "falcon_h1",
         norm="final_layernorm",
         unit_scalars=("embedding_multiplier",),
         head_scalars=("lm_head_multiplier",),
-        keeps_states=True,
+        past=Past(keeps_states=True),
     ),
     _MAMBA,
     replace(_MAMBA, model_type="falcon_mamba"),
-    replace(_MAMBA, model_type="mamba2", continues_singly=False, read_weights=()),
+    replace(_MAMBA, model_type="mamba2", past=replace(_MAMBA.past, continues_singly=False), read_weights=()),
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMILIES}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from corolla.models.adapters.products import AdapterBatch, Place
-from corolla.models.families import Family
+from corolla.models.families import FUSED, Family
 from corolla.models.linear import TunedLinear, is_plain, replace_linears
 from corolla.models.mixtures import Mixture
 from corolla.models.packed.modules import PackedLinear
@@ -137,9 +137,11 @@ class FusedSpan:
         kinds = getattr(config, "layer_types", None) or [None] * len(windows)
         # Some families have a table for each kind of layer.
         own = [kind if kind in config.rope_parameters else None for kind in kinds]
-        in_pairs, has_paired_angles = family.rotates_pairs, family.has_paired_angles
+        blocks = family.fused or FUSED
         tables = {
-            kind: RotaryTable(rotary, config, in_pairs=in_pairs, has_paired_angles=has_paired_angles, kind=kind)
+            kind: RotaryTable(
+                rotary, config, in_pairs=blocks.rotates_pairs, has_paired_angles=blocks.has_paired_angles, kind=kind
+            )
             for kind in set(own)
         }
         return cls(
@@ -455,7 +457,7 @@ class FusedLayer:
 
 def _rotates(layer: Any, family: Family) -> bool:
     attention = layer.self_attn
-    if not family.rotates_windows:
+    if family.fused is None or not family.fused.rotates_windows:
         return bool(getattr(attention, "use_rope", True))
     if hasattr(attention, "is_sliding"):
         # EXAONE rotates all layers where the configuration has no window; Cohere has no such exception.

@@ -22,7 +22,7 @@ class RotaryTable:
 
     Args:
         in_pairs: whether a number is rotated with its neighbour, not with the one half the rotary size away.
-        has_paired_angles: see `Family.has_paired_angles`.
+        has_paired_angles: see `FusedBlocks.has_paired_angles`.
         kind: the kind of layers whose numbers these are, where the configuration has some for each kind; else None.
 
     Attributes:

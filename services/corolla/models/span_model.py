@@ -126,7 +126,7 @@ class SpanModel:
             products: how a CPU multiplies; see `product_rule.way_of`.
         """
         layers = list(cast(nn.ModuleList, self._base.get_submodule(self.family.layers)))
-        if self.family.is_fused and self.packs_rows and all(map(fits, layers)):
+        if self.family.fused is not None and self.packs_rows and all(map(fits, layers)):
             rotary = self._base.get_submodule("rotary_emb")
             self.fused = FusedSpan.from_layers(layers, rotary, self.config, self.family, self.windows)
         kept = self.family.read_weights
@@ -152,7 +152,7 @@ class SpanModel:
             layer: the block's index within the span.
             path: the linear layer's path within the block, such as `self_attn.q_proj`.
         """
-        if (self.family.caches_latents and path == _EXPANSION) or path.endswith(self.family.read_weights):
+        if (self.family.past.caches_latents and path == _EXPANSION) or path.endswith(self.family.read_weights):
             return None
         modules = dict(self._layer(layer).named_modules())
         if (shape := _features(modules.get(path))) is None:
@@ -242,7 +242,7 @@ class SpanModel:
             position_ids=position_ids,
             attention_mask=attention_mask,
             use_cache=past_key_values is not None,
-            **{self.family.cache_argument: past_key_values},
+            **{self.family.past.cache_argument: past_key_values},
             **attention_kwargs,
         )
         return cast(Tensor, output.last_hidden_state)

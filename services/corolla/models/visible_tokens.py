@@ -82,7 +82,7 @@ def _masks_of(base: PreTrainedModel, family: Family, layers: nn.ModuleList) -> t
                 inputs_embeds=hidden,
                 position_ids=positions,
                 use_cache=True,
-                **{family.cache_argument: _EmptyCache(config=config)},
+                **{family.past.cache_argument: _EmptyCache(config=config)},
             )
             return made, given
         except Exception as error:
@@ -164,7 +164,7 @@ def _refuse_short_caches(
     Then the answers of transformers depend on how a text was cut into calls, so there is no truth to equal.
     """
     for layer, (cached, window) in enumerate(zip(_layers_of_cache(config), windows, strict=True)):
-        if cached.is_linear and not family.keeps_states:
+        if cached.is_linear and not family.past.keeps_states:
             raise UnsupportedFamily(
                 f"config.json gives layer {layer} a recurrent state (layer_types), with which a {config.model_type} "
                 "model is not computed; correct model_type, or remove that field."

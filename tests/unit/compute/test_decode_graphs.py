@@ -26,7 +26,7 @@ from tests.tiers import quick
 from tests.unit.compute.replaying import MAX_STEP_TOKENS, SIZES, SPAN, Pair, Session
 
 # Mixtures of experts are recorded only where the Triton kernels run them.
-FUSED = sorted(name for name, family in FAMILIES.items() if family.is_fused and name not in MIXTURES)
+FUSED = sorted(name for name, family in FAMILIES.items() if family.fused and name not in MIXTURES)
 
 
 @pytest.fixture(scope="module")

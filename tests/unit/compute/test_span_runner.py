@@ -93,11 +93,11 @@ class Chain:
 
     @torch.inference_mode()
     def truth_in_chunks(self, tokens: Sequence[int], bounds: Sequence[tuple[int, int]]) -> Tensor:
-        if self.family.continues_singly:
+        if self.family.past.continues_singly:
             # In chunks the unsplit model forgets what was before.
             return self.truth(tokens)
         cache = DynamicCache(config=self.unsplit.config)
-        held = {self.family.cache_argument: cache}
+        held = {self.family.past.cache_argument: cache}
         parts = [
             self.unsplit(
                 input_ids=torch.tensor([tokens[start:end]]), position_ids=torch.arange(start, end)[None], **held

@@ -16,7 +16,7 @@ from tests.checkpoints import make_tiny_checkpoint
 from tests.tiers import quick
 
 SPAN = Span(0, 3)
-FUSED = sorted(name for name, family in FAMILIES.items() if family.is_fused)
+FUSED = sorted(name for name, family in FAMILIES.items() if family.fused)
 
 
 def model_of(family: str, folder: Path, **changes: object) -> SpanModel:

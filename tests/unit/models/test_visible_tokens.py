@@ -63,7 +63,7 @@ def seen_in_one_block(family: str, changes: Mapping[str, Any]) -> torch.Tensor:
 def test_windows_are_those_of_the_familys_own_masks(family: str) -> None:
     served = 0
     for planted, changes in PLANTED.items():
-        if "layer_types" in changes and FAMILIES[family].keeps_states:
+        if "layer_types" in changes and FAMILIES[family].past.keeps_states:
             continue  # these families' kinds of layers are modules of their own
         # `tiny_config` may refuse a field itself: then no checkpoint has it.
         try:
@@ -77,7 +77,7 @@ def test_windows_are_those_of_the_familys_own_masks(family: str) -> None:
             assert planted != "nothing"
             continue
         served += 1
-        if FAMILIES[family].keeps_states or family in ("gpt_neo", "doge"):
+        if FAMILIES[family].past.keeps_states or family in ("gpt_neo", "doge"):
             continue
         first = {name: value[:1] if name == "layer_types" else value for name, value in changes.items()}
         seen = seen_in_one_block(family, first)
