@@ -1,4 +1,4 @@
-"""Failpoints: named places where tests can kill a process or make a task fail, at an exact moment.
+"""Failpoints: named places where tests can kill a process or make an essential task fail, at an exact moment.
 
 `COROLLA_FAILPOINT=before_send:12` ends the process with SIGKILL when it reaches that place for the twelfth time.
 `COROLLA_FAILPOINT=fail:engine:12` raises InjectedFailure inside the task `engine` when the event loop runs the task for
@@ -35,10 +35,6 @@ EssentialTask = Literal[
     "placement_statistics", "rebalancing", "placement_feed",  # router
     "http", "placement_watch",  # client service
 ]  # fmt: skip
-RestartableTask = Literal[
-    "issuer_keys", "kubernetes", "neighbours", "pod_tags", "quotas", "turn_lock", "watched_files",
-]  # fmt: skip
-Task = Literal[EssentialTask, RestartableTask]
 
 Result = TypeVar("Result")
 
@@ -91,7 +87,9 @@ def arm(environment: Mapping[str, str]) -> None:
     is_task = given.startswith(_FAIL)
     counted, _, starting_file = given.removeprefix(_FAIL).partition("@")
     wanted, _, count = counted.partition(":")
-    if wanted not in get_args(Task if is_task else Place) or not re.fullmatch(r"[1-9][0-9]{0,8}", count or "1"):
+    if wanted not in get_args(EssentialTask if is_task else Place) or not re.fullmatch(
+        r"[1-9][0-9]{0,8}", count or "1"
+    ):
         raise SettingsError(f"{VARIABLE}={given!r}: must be such as before_send, before_send:12 or fail:engine:12")
     _armed = _Armed(wanted, is_task, int(count or "1"), starting_file)
 
