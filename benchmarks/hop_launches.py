@@ -222,7 +222,7 @@ class _Hop:
             edges=load_edges(
                 checkpoint, dtype=torch.float32, has_embedding=span.start == 0, has_head=span.start > 0
             ),
-            use=ProcessorUse(launches_inline=True, max_microbatches=1, samples_batched=True),
+            use=ProcessorUse(launches_inline=True, max_microbatches=1, launches_head_early=True),
         )  # fmt: skip
         identity = Identity(
             server_id="hop", span=span, model=checkpoint.name, fingerprint=_FINGERPRINT, dtype_name="float32",

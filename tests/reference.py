@@ -1,6 +1,7 @@
-"""The truth: the unsplit model in `transformers`, on one machine, through its own `generate`."""
+"""The truth: the unsplit model in `transformers`, by its own `generate`, with the random numbers of services."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypedDict
@@ -10,6 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from corolla.models.loading import LOADING
+from tests.philox import exponential_numbers, services_draws
 from tests.unpacked import unpacked_demo
 
 
@@ -66,19 +68,15 @@ class Unsplit:
         sampling: Sampling | None = None,
         *,
         ignore_eos: bool = False,
-        go_on: bool = False,
     ) -> Reference:
         """One answer.
 
         Args:
             num_new_tokens: at most; exactly so many where end tokens are ignored.
-            go_on: leave the random stream where the call before left it, whatever seed there is.
         """
         options = sampling or {}
         ids = torch.tensor([list(prompt_ids)])
         is_sampled = bool(options.get("temperature"))
-        if is_sampled and not go_on:
-            torch.manual_seed(options["seed"])
         filters: dict[str, Any] = {}
         if is_sampled:
             filters = {
@@ -89,18 +87,19 @@ class Unsplit:
             }
         if not ignore_eos:
             filters["eos_token_id"] = list(self.eos_token_ids)
-        output = self.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=num_new_tokens,
-            do_sample=is_sampled,
-            repetition_penalty=options.get("repetition_penalty", 1.0),
-            pad_token_id=0,
-            output_scores=True,
-            output_logits=True,
-            return_dict_in_generate=True,
-            **filters,
-        )
+        with services_draws(options["seed"]) if is_sampled else nullcontext():
+            output = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=num_new_tokens,
+                do_sample=is_sampled,
+                repetition_penalty=options.get("repetition_penalty", 1.0),
+                pad_token_id=0,
+                output_scores=True,
+                output_logits=True,
+                return_dict_in_generate=True,
+                **filters,
+            )
         token_ids: list[int] = output.sequences[0, ids.shape[1] :].tolist()
         return Reference(token_ids, torch.cat(output.scores), torch.cat(output.logits))
 
@@ -127,15 +126,14 @@ class Unsplit:
 def smallest_gap(reference: Reference, sampling: Sampling) -> float:
     """How far the winner was ahead where it was closest, in units of the logits.
 
-    For greedy choice that is the distance of the best two scores. A drawn token is the winner of a race too: torch
-    divides each probability by an exponential draw and takes the largest quotient. So the draws are repeated here.
+    For greedy choice that is the distance of the best two scores. A drawn token is the winner of a race, too:
+    it has the largest quotient of probability and random number. So the race is repeated here.
     """
     temperature = sampling.get("temperature", 0.0)
     races = reference.scores
     if temperature:
-        torch.manual_seed(sampling["seed"])
-        probabilities = races.softmax(dim=-1)
-        races = torch.stack([(row / torch.empty_like(row).exponential_(1)).log() for row in probabilities])
+        numbers = [exponential_numbers(sampling["seed"], at, races.shape[1]) for at in range(len(races))]
+        races = (races.softmax(dim=-1) / torch.stack(numbers)).log()
     if races.argmax(dim=-1).tolist() != reference.token_ids:
         raise ValueError("the tokens are not those that the scores and the seed give")
     best = races.topk(2).values

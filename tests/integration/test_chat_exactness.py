@@ -29,14 +29,13 @@ EOS, LENGTH, STOP = FinishReason.EOS, FinishReason.LENGTH, FinishReason.STOP_SEQ
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn and how it is meant to end. `goes_on`: without a seed, so that the session's random stream goes on."""
+    """One turn and how it is meant to end."""
 
     question: str
     ends_by: FinishReason
     max_tokens: int = 48
     sampling: Sampling | None = None
     stop: str = ""
-    goes_on: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +77,11 @@ PLANS = {
             Turn("Why?", LENGTH, 16, {"temperature": 1.0, "repetition_penalty": 1.2, "seed": 6}),
         )
     ),
-    "drawn, one stream over all turns": Plan(
+    "drawn, each turn by its own seed": Plan(
         (
             Turn("Tell me a joke.", LENGTH, 12, DRAWN),
-            Turn("Another one.", EOS, 12, DRAWN, goes_on=True),
-            Turn("And a last one.", EOS, 12, DRAWN, goes_on=True),  # end and length at once
+            Turn("Another one.", EOS, 12, DRAWN | {"seed": 5}),
+            Turn("And a last one.", EOS, 12, DRAWN | {"seed": 6}),  # end and length at once
         ),
         system="You are a clown.",
     ),
@@ -123,7 +122,7 @@ def local_run(unsplit: Unsplit, plan: Plan) -> Iterator[Expected]:
             prompt_ids = [*log, *unsplit.encode(rest + question)]
         else:
             prompt_ids = unsplit.chat_ids([*system, ("user", turn.question)])
-        reference = unsplit.generate(prompt_ids, turn.max_tokens, turn.sampling, go_on=turn.goes_on)
+        reference = unsplit.generate(prompt_ids, turn.max_tokens, turn.sampling)
         token_ids = reference.token_ids
         text = unsplit.decode(token_ids)
         if turn.stop:
@@ -162,8 +161,6 @@ async def test_a_chat_equals_the_local_run(
 
 async def ask(chat: AsyncChat, turn: Turn) -> Reply:
     sampling: Sampling = {**(turn.sampling or {})}
-    if turn.goes_on:
-        del sampling["seed"]
     return await chat.send(turn.question, max_tokens=turn.max_tokens, stop=turn.stop or None, **sampling)
 
 

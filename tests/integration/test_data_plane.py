@@ -693,7 +693,7 @@ async def test_grammars_that_are_slow_to_read_hold_up_no_other_open(
                 )
                 session_id = number.to_bytes(16, "big")
                 caller.send(an_open(request_id=number, session_id=session_id, max_tokens=1, sampler=sampler))
-            other.send(an_open(sampler=a_sampler(num_skipped=50)))
+            other.send(an_open(max_tokens=3000, sampler=a_sampler(token_ids=[1] * 2500)))
             assert isinstance(await other.answer(), pb.Opened)
         finally:
             may_end.set()

@@ -25,6 +25,7 @@ from tests.checkpoints import VOCAB_SIZE, make_tiny_checkpoint
 from tests.integration.deaths import beyond, doom
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
+from tests.philox import services_draws
 from tests.reference import Unsplit
 from tests.tiers import quick
 
@@ -137,24 +138,23 @@ async def test_tokens_and_log_probabilities_are_those_of_the_unsplit_model(
         barred = [not allowed[index // 8] >> index % 8 & 1 for index in range(VOCAB_SIZE)]
         return scores.masked_fill(torch.tensor(barred), -torch.inf)
 
-    if sampling:
-        torch.manual_seed(sampling["seed"])
     ids = torch.tensor([prompt_ids])
-    output = unsplit.model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=300,
-        do_sample=bool(sampling),
-        top_k=0,
-        temperature=sampling.get("temperature"),
-        sequence_bias=[[[token_id], bias] for token_id, bias in biases.items()],
-        repetition_penalty=1.2,
-        logits_processor=LogitsProcessorList([mask]),
-        eos_token_id=list(unsplit.eos_token_ids),
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
+    with services_draws(sampling.get("seed", 0)):
+        output = unsplit.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=300,
+            do_sample=bool(sampling),
+            top_k=0,
+            temperature=sampling.get("temperature"),
+            sequence_bias=[[[token_id], bias] for token_id, bias in biases.items()],
+            repetition_penalty=1.2,
+            logits_processor=LogitsProcessorList([mask]),
+            eos_token_id=list(unsplit.eos_token_ids),
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
     expected = output.sequences[0, ids.shape[1] :].tolist()
     logprobs = torch.cat(output.logits).log_softmax(-1)
     async with swarm.connect() as client:

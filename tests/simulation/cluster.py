@@ -115,7 +115,7 @@ class Server:
                 # A server that is a whole chain launches steps ahead, as on a device; of the others, each second one
                 # launches from its event loop.
                 use=ProcessorUse(
-                    samples_batched=len(span) == scenario.model.num_blocks, launches_inline=number % 2 == 0
+                    launches_head_early=len(span) == scenario.model.num_blocks, launches_inline=number % 2 == 0
                 ),
             )
         )

@@ -215,13 +215,13 @@ def _always_stays() -> AbstractContextManager[object]:
     return _replaced(SessionTable, "cancel_leaving", make)
 
 
-def _sampler_one_draw_off() -> AbstractContextManager[object]:
-    """A hop that makes a sampler anew draws one choice too few again."""
+def _sampler_one_token_off() -> AbstractContextManager[object]:
+    """A hop that makes a sampler anew stands one token too early."""
 
     def make(right: Callable[..., Any]) -> Callable[..., Any]:
         def message(self: SamplerRecord, max_tokens: int | None = None) -> pb.Sampler:
             sampler: pb.Sampler = right(self, max_tokens)
-            sampler.num_skipped = max(0, sampler.num_skipped - 1)
+            sampler.position = max(0, sampler.position - 1)
             return sampler
 
         return message
@@ -289,7 +289,7 @@ MUTANTS: Final[Mapping[str, Mutant]] = {
     "others' prefix": _others_prefix,
     "boundary activations shifted": _boundary_activations_shifted,
     "always stays": _always_stays,
-    "sampler one draw off": _sampler_one_draw_off,
+    "sampler one token off": _sampler_one_token_off,
     "sampler kept": _sampler_kept,
     "answer forgotten by penalties": _answer_forgotten_by_penalties,
     "growth forgotten": _growth_forgotten,

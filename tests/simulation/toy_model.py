@@ -22,6 +22,7 @@ from corolla.decoding.sampling import Sampler
 from corolla.models.edges import Edges
 from corolla.wire.device_copies import Reading
 from corolla.wire.span import Span
+from tests.sampled import sample
 
 PRIME: Final = 8_388_593
 
@@ -68,10 +69,11 @@ class ToyModel:
         scrambled = (states[:, None] * (2 * tokens + 1) + tokens * 15_485_863) % PRIME
         return (scrambled * (8.0 / PRIME)).astype(np.float32)
 
-    def answer(self, prompt_ids: Sequence[int], max_tokens: int, params: SamplingParams, *, ignores_eos: bool,
-               sampler_state: bytes | None = None) -> list[int]:  # fmt: skip
+    def answer(
+        self, prompt_ids: Sequence[int], max_tokens: int, params: SamplingParams, *, ignores_eos: bool
+    ) -> list[int]:
         """The answer of one machine that does nothing but this."""
-        sampler = Sampler(params, prompt_ids, state=sampler_state)
+        sampler = Sampler(params, prompt_ids)
         size = len(prompt_ids) + max_tokens
         keys = np.zeros((self.num_blocks, size), dtype=np.int64)
         answer: list[int] = []
@@ -85,7 +87,7 @@ class ToyModel:
                     keys[block, position] = self.key(block, position, state)
                     state = self.block(block, position, state, keys[block, self.start(block, position) : position + 1])
                 position += 1
-            token = sampler.sample(torch.from_numpy(self.logits(np.array([state])))[0]).token_id
+            token = sample(sampler, torch.from_numpy(self.logits(np.array([state])))[0]).token_id
             answer.append(token)
             text.append(token)
         return answer

@@ -14,7 +14,6 @@ from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RMSNorm
 
 from corolla.cache.codecs import CODECS
-from corolla.decoding.nucleus import PROBABILITY_BITS, sorted_nucleus
 from corolla.kernels.triton import device_code
 from corolla.kernels.triton.launches import (
     HeadNorms,
@@ -25,7 +24,6 @@ from corolla.kernels.triton.launches import (
     multiply,
     rotate_and_store,
 )
-from corolla.kernels.triton.launches import keep_nucleus as launched_nucleus
 from corolla.models.invariant_norms import InvariantNorm, invariant_norm
 from tests.tiers import covering, quick
 from tests.triton_kernels import DEVICE
@@ -350,25 +348,3 @@ def test_attention_to_codes_has_the_bits_of_attention_to_their_numbers(kind: str
     for rows in ([(0, 0, 19), (1, 0, 6)], [(0, 19, 20), (1, 6, 7)]):
         coded, plain = (each.step(rows, None, None) for each in texts)
         assert all(map(torch.equal, coded, plain))
-
-
-@pytest.mark.parametrize("width", quick([1, 97, 4096, 9000], 97))
-@pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
-def test_a_nucleus_is_that_of_a_sort_and_no_row_depends_on_the_others(width: int, spread: float) -> None:
-    shares = torch.tensor([0.0, 0.05, 0.5, 0.99, 1.0, 0.3, 0.1]).unsqueeze(1)
-    scores = spread * draw(len(shares), width, dtype=torch.float32)
-    # Many tokens of one score, both zeros, and tokens that a grammar bars.
-    scores[2:4] = scores[2:4].round()
-    scores[5, ::2] = -torch.inf if width > 1 else 0.0
-    scores[6, : width // 2] *= -0.0
-
-    def kept(rows: Tensor, own: Tensor) -> Tensor:
-        units = (own[:, 0].double() * 2**PROBABILITY_BITS).long()
-        return launched_nucleus(rows, rows.softmax(dim=-1), units, PROBABILITY_BITS)
-
-    found = kept(scores, shares)
-    assert torch.equal(found, sorted_nucleus(scores, shares))
-    assert (found.isfinite().sum(dim=-1) >= 1).all()
-    for index in range(len(shares)):
-        own = slice(index, index + 1)
-        assert torch.equal(found[own], kept(scores[own].contiguous(), shares[own]))

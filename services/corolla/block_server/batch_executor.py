@@ -21,7 +21,6 @@ from corolla.block_server.row_sampling import (
     RowLogits,
     SamplingRow,
     all_logits_of,
-    draw_ahead,
     in_parts,
     likeliest_of,
     logits_of,
@@ -39,7 +38,7 @@ from corolla.decoding.parameters import SamplingParams
 from corolla.decoding.sampling import Sampler
 from corolla.models.edges import Edges
 from corolla.v1 import blocks_pb2 as pb
-from corolla.wire.device_copies import await_copies, begin_reading, copied_numbers, to_device
+from corolla.wire.device_copies import begin_reading, copied_numbers, to_device
 from corolla.wire.span import Span
 from corolla.wire.tensors import from_payload
 
@@ -113,9 +112,9 @@ class BatchExecutor:
         runner: computes the blocks.
         edges: embedding and head, as far as this server has them; None if it has neither.
         clock: returns seconds.
-        num_sampling_threads: how many threads choose tokens or, if `samples_batched`, prepare the choices.
-        samples_batched: whether to choose the tokens of all rows together, on the device of the head, and to launch the
-            head before it is known which rows are finite; None: only if that device is not a CPU.
+        num_sampling_threads: how many threads find what grammars allow while a step is computed.
+        launches_head_early: whether to launch the head before it is known which rows are finite; None: only if its
+            device is not a CPU.
     """
 
     def __init__(
@@ -124,11 +123,11 @@ class BatchExecutor:
         edges: Edges | None = None,
         clock: Callable[[], float] = time.monotonic,
         num_sampling_threads: int = 1,
-        samples_batched: bool | None = None,
+        launches_head_early: bool | None = None,
     ) -> None:
-        if samples_batched is None:
-            samples_batched = edges is not None and edges.device.type != "cpu"
-        self._samples_batched = samples_batched
+        if launches_head_early is None:
+            launches_head_early = edges is not None and edges.device.type != "cpu"
+        self._launches_head_early = launches_head_early
         self.runner = runner
         self._edges = edges
         self._clock = clock
@@ -247,7 +246,7 @@ class BatchExecutor:
             hidden, embed_seconds = self._inputs(admitted)
             batch, kept, early = self.runner.launch(work, hidden, blocks), range(len(work)), None
             copies.begin(batch.hidden)
-            if self._samples_batched and self._edges is not None:
+            if self._launches_head_early and self._edges is not None:
                 early = _EarlyLogits.launched(self._edges, admitted, batch)
             batch.reading.begin()
         if early is not None and early.has_one_of_each_row and may_go_ahead():
@@ -275,7 +274,7 @@ class BatchExecutor:
         """The result, with the tokens of the rows for which tokens are chosen here."""
         if not any(batch.samples for batch in admitted):
             return result
-        self._await(preparing)
+        wait(preparing)
         began_s = self._clock()
         outputs = self._with_tokens(admitted, result.outputs, None if result.has_raised else early)
         ended_s = self._clock()
@@ -294,12 +293,6 @@ class BatchExecutor:
         indices = ahead.indices_of(admitted)
         return (None, ()) if indices is None else (ahead, indices)
 
-    def _await(self, preparing: Sequence[Future[None]]) -> None:
-        """Waits for the threads that prepare choices, and lets the device wait for what they copy."""
-        wait(preparing)
-        if preparing and self._edges is not None:
-            await_copies(self._edges.device)
-
     def _go_ahead(
         self,
         admitted: Sequence[AdmittedStep],
@@ -315,13 +308,13 @@ class BatchExecutor:
         work = [row.work() for row in rows]
         if edges is None or not edges.has_embedding or not rows or not self.runner.may_be_recorded(work, blocks):
             return early
-        self._await(preparing)
+        wait(preparing)
         samplers = [batch.sampler_for(row, session) for batch in admitted for row, session, _ in batch.rows]
         choosing = [each for each in samplers if each is not None]
         try:
             logits, token_ids = early.logits.with_choices(choosing)
         except Exception as failure:
-            # Samplers may have drawn random numbers, so they must not choose again.
+            # Penalties may count the chosen tokens already, so samplers must not choose again.
             log.error("choosing tokens failed", extra={"rows": len(choosing), "where": call_path(failure)})
             return replace(early, logits=early.logits.with_failed_choices(choosing, error_of(failure)))
         try:
@@ -338,26 +331,14 @@ class BatchExecutor:
         return replace(early, logits=logits)
 
     def _prepare_choices(self, admitted: Sequence[AdmittedStep]) -> Sequence[Future[None]]:
-        """Lets the device or threads draw random numbers, and threads find what grammars allow, while a step runs.
-
-        If drawing fails for lack of memory, the random stream has not advanced, and the numbers are drawn when needed.
-        """
-        if not self._samples_batched or self._edges is None:
-            return ()
-        device = self._edges.device
-        every = [batch.sampler_for(row, session) for batch in admitted for row, session, _ in batch.rows]
-        samplers = [each for each in every if each is not None and not each.takes_likeliest]
-        try:
-            draw_ahead(samplers, device)
-        except Exception as failure:
-            error_of(failure)
-            log.warning("random numbers could not be drawn ahead", extra={"where": call_path(failure)})
+        """Lets threads find what grammars allow while a step runs."""
         if self._sampling_threads is None:
             return ()
+        samplers = [batch.sampler_for(row, session) for batch in admitted for row, session, _ in batch.rows]
         return [
-            self._sampling_threads.submit(sampler.prepare_choice, device)
+            self._sampling_threads.submit(sampler.prepare_choice)
             for sampler in samplers
-            if sampler.prepares_choice(device)
+            if sampler is not None and sampler.prepares_choice
         ]
 
     def _alone(self, row: AdmittedStep, blocks: Span) -> Tensor | CorollaError:
@@ -384,10 +365,9 @@ class BatchExecutor:
             self._edges.embed(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
         if self._edges.has_head:
             logits = self._edges.head(torch.zeros(1, self._edges.hidden_size))
-            if self._samples_batched:
-                # The kernels are compiled now, not while the first caller waits.
-                for params in _EVERY_KERNEL:
-                    sample_together([Sampler(params, ())], logits)
+            # What chooses tokens is compiled now, not while the first caller waits.
+            for params in _EVERY_KERNEL:
+                sample_together([Sampler(params, ())], logits)
             logits.cpu()
 
     def _inputs(self, admitted: Sequence[AdmittedStep]) -> tuple[Tensor, float]:
@@ -467,16 +447,7 @@ class BatchExecutor:
         sampled: list[ChosenTokens | CorollaError] = []
         for part in (rows,) if logits is not None else in_parts(rows):
             try:
-                sampled.extend(
-                    sample_rows(
-                        self._edges,
-                        part,
-                        error_of,
-                        self._sampling_threads,
-                        is_batched=self._samples_batched,
-                        logits=logits,
-                    )
-                )
+                sampled.extend(sample_rows(self._edges, part, error_of, logits))
             except Exception as failure:
                 log.error("head failed", extra={"rows": len(part), "where": call_path(failure)})
                 sampled.extend([error_of(failure)] * len(part))

@@ -98,13 +98,13 @@ class ProcessorUse:
     Attributes:
         max_inline_s: decode steps that should take less are computed on the event loop, which serves no sockets
             meanwhile.
-        num_sampling_threads: how many threads choose tokens, for rows that need more than the most probable token.
+        num_sampling_threads: see `BatchExecutor`.
         max_microbatches: see `FirstHop`.
         num_devices: see `FirstHop`.
         compute_thread: a thread that the engine uses and closes; None: the engine makes its own.
         follows_lengths: whether the time of a row grows with the number of tokens that it sees; see `StepTimes`.
         most_looks: see `Failures.looked`.
-        samples_batched: see `BatchExecutor`.
+        launches_head_early: see `BatchExecutor`.
         launches_inline: whether the event loop launches decode steps on a device, and serves sockets until they are
             computed.
     """
@@ -116,7 +116,7 @@ class ProcessorUse:
     compute_thread: ComputeThread | None = None
     follows_lengths: bool = False
     most_looks: int = 0
-    samples_batched: bool | None = None
+    launches_head_early: bool | None = None
     launches_inline: bool = False
 
 
@@ -156,7 +156,9 @@ class Engine:
         self._spans = spans
         self.failures = Failures(fail)
         self._use = use or ProcessorUse()
-        self._executor = BatchExecutor(runner, edges, clock, self._use.num_sampling_threads, self._use.samples_batched)
+        self._executor = BatchExecutor(
+            runner, edges, clock, self._use.num_sampling_threads, self._use.launches_head_early
+        )
         self._scheduler = scheduler
         self._sessions = sessions
         self._outputs = outputs

@@ -1,7 +1,6 @@
-"""Prepares sessions that take long to open: they need an adapter or a grammar, have a long text, or skip many choices.
+"""Prepares sessions that take long to open: they need an adapter or a grammar, or have a long text.
 
-A session skips the random choices that an earlier sampler made for the same answer. Threads do that work before the
-session is opened, so that other sessions do not wait. All grammars share one thread.
+Threads do that work before the session is opened, so that other sessions do not wait. All grammars share one thread.
 """
 
 import asyncio
@@ -22,15 +21,12 @@ log = logging.getLogger(__name__)
 
 _MOST_OF_PEER: Final = 1024
 """The most pending opens of one peer. A client service has fewer answers; all may be opened when a last hop dies."""
-_MOST_LEFT_OUT: Final = 16
-"""The most choices that are skipped on the event loop. A last hop sends the random stream's state to the client after
-as many choices, so a sampler that continues from the newest state skips no more."""
 _LONG_TEXT_TOKENS: Final = 2048
 
 
 def takes_a_while(message: pb.Sampler) -> bool:
     """Whether a sampler takes too long to be made on the event loop, even without its grammar."""
-    return len(message.token_ids) > _LONG_TEXT_TOKENS or message.num_skipped > _MOST_LEFT_OUT
+    return len(message.token_ids) > _LONG_TEXT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +75,13 @@ class PendingOpens:
         if sum(each.peer is peer for each in self._by_session.values()) >= _MOST_OF_PEER:
             raise QueueFull("a block server prepares too many sessions of one client")
 
-        def make_ready(make: Callable[[pb.Open], SessionSampler]) -> SessionSampler:
-            sampler = make(control)
-            sampler.skip()
-            return sampler
-
         async def prepare() -> None:
             try:
                 if load is not None:
                     await load()
                 if self._grammars is not None and control.sampler.HasField("grammar"):
                     await self._grammars.read(control.tenant, control.sampler.grammar.text)
-                sampler = None if make is None else await asyncio.to_thread(make_ready, make)
+                sampler = None if make is None else await asyncio.to_thread(make, control)
             except CorollaError as error:
                 refuse(error)
             except Exception as failure:

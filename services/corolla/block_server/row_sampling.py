@@ -2,8 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Final, NamedTuple, Self
@@ -12,13 +11,12 @@ import torch
 from torch import Tensor
 
 from corolla.block_server.grammars import Grammars
-from corolla.chassis.errors import CorollaError, InternalError, InvalidRequest, MalformedMessage, NonFiniteOutput
+from corolla.chassis.errors import CorollaError, InvalidRequest, MalformedMessage, NonFiniteOutput
 from corolla.chassis.handlers import call_path
 from corolla.compute.device_memory import most_logit_rows
-from corolla.decoding.batched_sampling import launch_choice, sample_together
+from corolla.decoding.batched_sampling import launch_choice
 from corolla.decoding.draft_model import DraftModel
 from corolla.decoding.parameters import SampledToken, SamplingParams
-from corolla.decoding.random_streams import streams_of
 from corolla.decoding.sampling import Sampler
 from corolla.decoding.speculation import MAX_DRAFT_TOKENS
 from corolla.decoding.speculator import Speculator, make_speculator
@@ -27,12 +25,6 @@ from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.device_copies import Reading, on_device
 
 log = logging.getLogger(__name__)
-
-_EXTRA_DRAWS: Final = 128
-"""How many choices may be skipped beyond the session's tokens, since a stop string may discard chosen tokens."""
-
-_NUM_DRAWS_PER_STATE: Final = 16
-"""After so many choices the client gets the random stream's state, of 5 KB, so that a new sampler has fewer to skip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +66,6 @@ class SessionSampler:
         self._end_token_ids = end_token_ids
         self.sampler = sampler
         self._speculator = speculator
-        self._num_draws_since_state = _NUM_DRAWS_PER_STATE
         params = sampler.params
         self.takes_likeliest = params.is_greedy and not sampler.adjusts_logits and params.num_logprobs is None
 
@@ -116,11 +107,10 @@ class SessionSampler:
                 params,
                 text[: message.num_prompt_tokens] if params.has_penalties else (),
                 generated_ids=generated_ids if params.has_penalties else (),
-                num_skipped=message.num_skipped,
-                state=message.state or None,
+                position=message.position,
                 grammar=grammar,
             )
-        except (InvalidRequest, InternalError) as failure:
+        except InvalidRequest as failure:
             raise MalformedMessage("sampler", failure.message) from None
         speculator = make_speculator(message, draft_model, grammar)
         return cls(sampler, speculator, vocab_size, message.num_tokens_left, frozenset(message.end_token_ids))
@@ -135,18 +125,13 @@ class SessionSampler:
         """True if the answer ends with the next token, whichever that is."""
         return self._num_tokens_left <= 1
 
-    def skip(self) -> None:
-        """Advances the random stream past the choices that earlier samplers of the session made."""
-        self.sampler.skip(self.vocab_size)
+    @property
+    def prepares_choice(self) -> bool:
+        """True if a thread can prepare a choice: a grammar bars tokens."""
+        return self.sampler.has_grammar
 
-    def prepares_choice(self, device: torch.device) -> bool:
-        """Returns True if a thread can prepare a choice on `device`: the CPU draws for it, or a grammar bars tokens."""
-        return self.sampler.has_grammar or not (self.sampler.params.is_greedy or streams_of(device))
-
-    def prepare_choice(self, device: torch.device) -> None:
-        """Prepares the next choice before its logits exist on `device`. Any thread may call this, one at a time."""
-        if streams_of(device) is None:
-            self.sampler.draw_ahead(self.vocab_size, device)
+    def prepare_choice(self) -> None:
+        """Prepares the next choice before its logits exist. Any thread may call this, one at a time."""
         self.sampler.bar_ahead()
 
     @property
@@ -159,27 +144,17 @@ class SessionSampler:
         if self._speculator is not None:
             self._speculator.read_chunk()
 
-    def choose(
-        self, num_choices: int, draft_ids: Sequence[int], choice: Callable[[int], SampledToken]
-    ) -> "ChosenTokens":
-        """Takes tokens up to the first one that differs from its draft token or ends the answer; drafts the next ones.
+    def take(self, row: pb.SampledRow, token: SampledToken, draft_ids: Sequence[int]) -> bool:
+        """Adds the next token to a row. Returns whether the step has also computed the logits of the token after it.
 
-        No token is chosen after that one, so the random stream gives the same numbers as without draft tokens.
+        No token is taken after the first one that differs from its draft token or ends the answer.
 
         Args:
-            draft_ids: the draft tokens that the step checked, one fewer than `num_choices`.
-            choice: chooses the token that follows the step's `index`-th token with a result.
+            draft_ids: the draft tokens that the step checked.
         """
-        row = pb.SampledRow()
-        for index in range(num_choices):
-            if not self.take(row, choice(index), draft_ids):
-                break
-        return self.chosen(row, draft_ids)
-
-    def take(self, row: pb.SampledRow, token: SampledToken, draft_ids: Sequence[int]) -> bool:
-        """Adds the next token to a row. Returns whether the step has also computed the logits of the token after it."""
         index = len(row.tokens)
         _add(token, row)
+        self.sampler.take(token.token_id)
         self._num_tokens_left -= 1
         if self._num_tokens_left <= 0 or token.token_id in self._end_token_ids:
             row.is_last = True
@@ -188,11 +163,6 @@ class SessionSampler:
 
     def chosen(self, row: pb.SampledRow, draft_ids: Sequence[int]) -> "ChosenTokens":
         """Completes a row that has all its tokens, and drafts the next tokens."""
-        if not self.sampler.params.is_greedy:
-            self._num_draws_since_state += len(row.tokens)
-            if self._num_draws_since_state >= _NUM_DRAWS_PER_STATE:
-                self._num_draws_since_state = 0
-                row.state = self.sampler.state()
         drafted = () if row.is_last else self._drafted(len(draft_ids), row)
         return ChosenTokens(row, drafted)
 
@@ -215,8 +185,8 @@ def _check(message: pb.Sampler, vocab_size: int, max_tokens: int) -> None:
     text = message.token_ids
     if len(text) > max_tokens or message.num_prompt_tokens > len(text):
         raise MalformedMessage("sampler", "has more tokens than the session reserves")
-    if message.num_skipped > max_tokens + _EXTRA_DRAWS:
-        raise MalformedMessage("sampler", "must not skip more draws than the session has tokens")
+    if message.position > max_tokens:
+        raise MalformedMessage("sampler.position", "must not be behind the tokens that the session reserves")
     if max(text, default=0) >= vocab_size:
         raise MalformedMessage("sampler.token_ids", f"must be ids below {vocab_size}")
     if drafts.source and not 1 <= drafts.max_tokens <= MAX_DRAFT_TOKENS:
@@ -252,12 +222,6 @@ class SamplingRow(NamedTuple):
         """The draft tokens that the step checked, one fewer than the row has results."""
         num_drafted = self.num_choices - 1
         return self.row.token_ids[len(self.row.token_ids) - num_drafted :] if num_drafted else ()
-
-
-def draw_ahead(samplers: Sequence[SessionSampler], device: torch.device) -> None:
-    """Draws the random numbers of the samplers' next choices on `device` while it runs a step, if it can draw."""
-    if samplers and (streams := streams_of(device)) is not None:
-        streams.draw_ahead([each.sampler for each in samplers], samplers[0].vocab_size)
 
 
 def in_parts(rows: Sequence[SamplingRow]) -> Iterator[Sequence[SamplingRow]]:
@@ -382,60 +346,44 @@ def sample_rows(
     edges: Edges,
     rows: Sequence[SamplingRow],
     error_of: Callable[[Exception], CorollaError],
-    threads: Executor | None = None,
-    *,
-    is_batched: bool = False,
     logits: RowLogits | None = None,
 ) -> list[ChosenTokens | CorollaError]:
     """Chooses tokens for all rows, and returns one entry for each, in order. A row that fails does not affect others.
 
     Args:
         error_of: makes the error for the client of a failed row.
-        threads: choose the tokens of rows that need more than the most probable one; None: the calling thread.
-        is_batched: whether to choose the tokens of these rows in batches instead, on the device of the head.
         logits: the logits of the rows; None: they are computed.
     """
     computed = logits_of(edges, rows, Reading()) if logits is None else logits
-    all_logits, likeliest, scores = computed.logits, None, None
-    if computed.read_likeliest is not None:
-        ids, scores = computed.read_likeliest().tolist()
-        likeliest = list(map(int, ids))
+    starts = [0, *accumulate(each.num_choices for each in rows)]
+    likeliest = None if computed.read_likeliest is None else computed.read_likeliest().tolist()
     slow = [index for index, each in enumerate(rows) if not each.sampler.takes_likeliest]
-    if slow and not is_batched:
-        all_logits = all_logits.cpu()
-    ends = list(accumulate(each.num_choices for each in rows))
+    chosen = _chosen_together([rows[index] for index in slow], [starts[index] for index in slow], computed, error_of)
+    elsewhere = dict(zip(slow, chosen, strict=True))
 
-    def chosen(index: int) -> ChosenTokens | CorollaError:
-        sampler, end = rows[index].sampler, ends[index]
-        num_choices = rows[index].num_choices
-        start = end - num_choices
-        try:
-            if sampler.takes_likeliest and likeliest is not None and scores is not None:
-                choice = _likeliest(likeliest[start:end], scores[start:end])
-            else:
-                choice = _sampled(sampler.sampler, all_logits[start:end])
-            return sampler.choose(num_choices, rows[index].draft_ids, choice)
-        except Exception as failure:
-            return error_of(failure)
+    def outcome(index: int) -> ChosenTokens | CorollaError:
+        if likeliest is None or index in elsewhere:
+            return elsewhere[index]
+        each, own = rows[index], range(starts[index], starts[index + 1])
+        message = pb.SampledRow()
+        for at in own:
+            # `max` treats NaN as the largest number, so the score is NaN if any logit is.
+            if not math.isfinite(likeliest[1][at]):
+                return error_of(NonFiniteOutput("The model's output is not finite."))
+            if not each.sampler.take(message, SampledToken(int(likeliest[0][at])), each.draft_ids):
+                break
+        return each.sampler.chosen(message, each.draft_ids)
 
-    elsewhere: dict[int, ChosenTokens | CorollaError] = {}
-    if is_batched:
-        starts = [ends[index] - rows[index].num_choices for index in slow]
-        batched = _chosen_in_batches([rows[index] for index in slow], starts, computed, error_of)
-        elsewhere = dict(zip(slow, batched, strict=True))
-    elif threads is not None and len(independent := [each for each in slow if rows[each].sampler.is_independent]) > 1:
-        # Threads help, since torch releases the interpreter's lock while it computes.
-        elsewhere = dict(zip(independent, threads.map(chosen, independent), strict=True))
-    return [elsewhere[index] if index in elsewhere else chosen(index) for index in range(len(rows))]
+    return [outcome(index) for index in range(len(rows))]
 
 
-def _chosen_in_batches(
+def _chosen_together(
     rows: Sequence[SamplingRow],
     starts: Sequence[int],
     computed: RowLogits,
     error_of: Callable[[Exception], CorollaError],
 ) -> list[ChosenTokens | CorollaError]:
-    """Chooses the first tokens of all rows in one batch, then the second tokens of the rows that go on, and so forth.
+    """Chooses the tokens of all rows at once. Rows whose choices look back get their further tokens one after another.
 
     A row goes on while its draft tokens are right and its answer has not ended.
 
@@ -443,22 +391,27 @@ def _chosen_in_batches(
         starts: the index of each row's first logits.
         computed: the logits of these rows, and of others. If it has chosen tokens, they are those of these rows.
     """
-    logits = computed.logits
     messages = [pb.SampledRow() for _ in rows]
     failures: dict[int, CorollaError] = {}
     going = list(range(len(rows)))
+    finish = computed.finish_slow if computed.slow else None
     while going:
-        at = tuple(starts[index] + len(messages[index].tokens) for index in going)
-        if len(computed.slow) == len(going) and not any(message.tokens for message in messages):
-            tokens = list(computed.finish_slow())
-        else:
-            tokens = sample_together([rows[index].sampler.sampler for index in going], picked(logits, at))
-        going, before = [], going
-        for index, token in zip(before, tokens, strict=True):
+        places = [(index, number) for index in going for number in _choosable(rows[index], len(messages[index].tokens))]
+        if finish is None:
+            samplers = [rows[index].sampler.sampler for index, _ in places]
+            logits = picked(computed.logits, tuple(starts[index] + number for index, number in places))
+            finish = launch_choice(
+                samplers, logits, [number - len(messages[index].tokens) for index, number in places]
+            ).finish
+        goes_on = dict.fromkeys(going, True)
+        for (index, _), token in zip(places, finish(), strict=True):
+            if not goes_on[index]:
+                continue
             if isinstance(token, CorollaError):
-                failures[index] = error_of(token)
-            elif rows[index].sampler.take(messages[index], token, rows[index].draft_ids):
-                going.append(index)
+                failures[index], goes_on[index] = error_of(token), False
+            else:
+                goes_on[index] = rows[index].sampler.take(messages[index], token, rows[index].draft_ids)
+        going, finish = [index for index in going if goes_on[index]], None
 
     def outcome(index: int) -> ChosenTokens | CorollaError:
         return failures.get(index) or rows[index].sampler.chosen(messages[index], rows[index].draft_ids)
@@ -466,18 +419,9 @@ def _chosen_in_batches(
     return [outcome(index) for index in range(len(rows))]
 
 
-def _likeliest(token_ids: Sequence[int], scores: Sequence[float]) -> Callable[[int], SampledToken]:
-    def choice(index: int) -> SampledToken:
-        # `max` treats NaN as the largest number, so the score is NaN if any logit is.
-        if not math.isfinite(scores[index]):
-            raise NonFiniteOutput("The model's output is not finite.")
-        return SampledToken(token_ids[index])
-
-    return choice
-
-
-def _sampled(sampler: Sampler, logits: Tensor) -> Callable[[int], SampledToken]:
-    return lambda index: sampler.sample(logits[index])
+def _choosable(row: SamplingRow, num_taken: int) -> Iterable[int]:
+    """The numbers of the row's tokens that can be chosen together, once it has taken so many."""
+    return (num_taken,) if row.sampler.sampler.looks_back else range(num_taken, row.num_choices)
 
 
 def _add(token: SampledToken, row: pb.SampledRow) -> None:

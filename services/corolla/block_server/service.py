@@ -583,8 +583,8 @@ class BlockServer:
         on_cpu = is_cpu(settings.device)
         num_sampling_threads = 1
         if self._span.end == checkpoint.num_blocks:
-            # While a GPU computes the blocks, all CPU cores are free for sampling. On a CPU, sampling uses as many
-            # threads as the blocks use.
+            # While a GPU computes the blocks, all CPU cores are free for grammars. On a CPU, these use as many threads
+            # as the blocks use.
             num_sampling_threads = num_threads if on_cpu else settings.threads or available_cores()
         return ProcessorUse(
             # The event loop computes a step only if one thread is enough, since it has no helper threads. On another

@@ -312,9 +312,7 @@ class ChainSession(OpenSequences):
             taken.append(token.token_id)
             if not reader.read(token_of(token)):
                 break
-        # The random stream's state is that after the last chosen token, so it counts only if the reader took all.
-        is_all = len(taken) == len(sampled.tokens)
-        self._sampler.accept(taken, sampled.state if is_all else b"")
+        self._sampler.accept(taken)
         self._newest_id = taken[-1]
         if sampled.is_last:
             self.end_ring()

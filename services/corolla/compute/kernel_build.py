@@ -12,8 +12,6 @@ from corolla.compute.attention.base import AttentionBatch
 from corolla.compute.attention.paged_triton import PagedTriton
 from corolla.compute.low_rank import RECORDED_RANK, LowRankBatch, LowRankTable
 from corolla.compute.triton_blocks import TritonBlocks, stored_twice, unsupported
-from corolla.decoding.nucleus import PROBABILITY_BITS
-from corolla.decoding.random_streams import STREAM_WIDTH
 from corolla.kernels.page_tables import PageTables
 from corolla.kernels.triton.availability import is_interpreted, missing
 from corolla.kernels.triton.compilation import SHARED_MEMORY, Compilation, compiling
@@ -93,8 +91,8 @@ def _run(
     page_tokens: int,
     kv_cache_dtype: str,
 ) -> None:
-    from corolla.kernels.triton.choice_launches import draw_negated, draw_tokens, penalise
-    from corolla.kernels.triton.launches import keep_nucleus, row_counts
+    from corolla.kernels.triton.choice_launches import draw_tokens, penalise
+    from corolla.kernels.triton.launches import row_counts
 
     blocks, backend = TritonBlocks(span), PagedTriton()
     codec = CODECS[kv_cache_dtype](dtype) if kv_cache_dtype != "auto" else None
@@ -107,12 +105,10 @@ def _run(
     groups, table = range(len(store.rules)), LowRankTable(len(span.layers), _META)
     scores = torch.empty(1, checkpoint.vocab_size, device=_META)
     numbers = torch.empty(1, dtype=torch.int64, device=_META)
-    keep_nucleus(scores, scores, numbers, PROBABILITY_BITS)
     are_seen, settings = torch.empty(scores.shape, dtype=torch.bool, device=_META), torch.empty(1, 3, device=_META)
     for seen, counts in ((are_seen, scores), (are_seen, None), (None, scores)):
         penalise(scores, seen, counts, settings)
-    draw_tokens(scores, scores, scores, numbers, PROBABILITY_BITS)
-    draw_negated(torch.empty(1, STREAM_WIDTH, dtype=torch.int32, device=_META), numbers, checkpoint.vocab_size)
+    draw_tokens(scores, numbers, numbers, numbers, torch.empty(1, device=_META))
     for num_rows in sorted({*row_counts(), *_tokens_of_mixtures(span, row_counts())}):
         hidden = torch.empty(num_rows, checkpoint.hidden_size, dtype=dtype, device=_META)
         triton_product(hidden, head, None)

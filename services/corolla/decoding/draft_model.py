@@ -117,7 +117,7 @@ class DraftModel:
         ids = torch.tensor([token_ids], device=self.causal_model.device).clamp(max=embedding.weight.shape[0] - 1)
         output = self.causal_model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         logits = cast(Tensor, output.logits)[0, -1].float().cpu()[: self.vocab_size]
-        # The random stream takes one number for each logit, so both models need equally many, whatever their padding.
+        # Penalties and biases have a number for each token of the target.
         missing = self.vocab_size - logits.shape[0]
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 

@@ -1,4 +1,4 @@
-"""The state of a session's sampler, from which any hop can rebuild it. Pure: the seed of a new stream is passed in."""
+"""The record of a session's sampler, from which any hop can rebuild it. Pure: a fresh seed is passed in."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,15 +11,12 @@ _NUM_SEEDS = 2**64
 class SamplerRecord:
     """The client's record of a session's sampler; the sampler itself lives on the session's last hop.
 
-    Parameters, random stream and text determine a sampler. The record keeps the newest state of the stream that the hop
-    has sent, and the number of choices since then. So a rebuilt sampler chooses again the tokens that never arrived.
+    Parameters, seed and text determine a sampler. So a rebuilt sampler chooses again the tokens that never arrived.
 
     Args:
-        seed: the seed of the random stream; `state` has precedence.
+        seed: the seed of the answer; only its last 64 bits count.
         prompt_ids: the tokens before the answer.
         generated_ids: tokens of the answer that were chosen already.
-        state: the state of the random stream, as a hop sent it.
-        num_draws: the number of choices since that state, or since the seed.
         max_new_tokens: the most tokens of the answer, `generated_ids` included.
         end_token_ids: tokens that end the answer.
         drafts: how the hop drafts tokens; None for no drafts.
@@ -36,8 +33,6 @@ class SamplerRecord:
         prompt_ids: Sequence[int],
         *,
         generated_ids: Sequence[int] = (),
-        state: bytes = b"",
-        num_draws: int = 0,
         max_new_tokens: int,
         end_token_ids: Iterable[int] = (),
         drafts: pb.Drafts | None = None,
@@ -45,8 +40,6 @@ class SamplerRecord:
     ) -> None:
         self.params = params
         self.pauses_at: int | None = None
-        self.state = state
-        self.num_draws = num_draws
         self._seed = seed % _NUM_SEEDS
         self._prompt_ids = prompt_ids
         self._generated_ids = list(generated_ids)
@@ -60,15 +53,9 @@ class SamplerRecord:
         """The number of tokens of the prompt and of the answer so far."""
         return len(self._prompt_ids) + len(self._generated_ids)
 
-    def accept(self, token_ids: Sequence[int], state: bytes = b"") -> None:
-        """Records the answer's next tokens, and the state of the random stream after them, if the hop sent it."""
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """Records the answer's next tokens."""
         self._generated_ids.extend(token_ids)
-        if self.params.is_greedy:
-            return
-        if state:
-            self.state, self.num_draws = state, 0
-        else:
-            self.num_draws += len(token_ids)
 
     def message(self, max_tokens: int | None = None) -> pb.Sampler:
         """Returns the message that a last hop builds the sampler from.
@@ -90,7 +77,7 @@ class SamplerRecord:
             end_token_ids=self._end_token_ids,
         )
         if not params.is_greedy:
-            message.seed, message.state, message.num_skipped = self._seed, self.state, self.num_draws
+            message.seed, message.position = self._seed, len(self._generated_ids)
         if params.has_penalties or self._drafts is not None:
             message.token_ids.extend(self._prompt_ids)
             message.num_prompt_tokens = len(message.token_ids)

@@ -4,7 +4,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
-from corolla.chassis.errors import NonFiniteOutput
+from corolla.chassis.errors import CorollaError, NonFiniteOutput
+from corolla.decoding.batched_sampling import sample_together
 from corolla.decoding.draft_model import DRAFT_MODEL_RATES, DraftModel, DraftReading
 from corolla.decoding.grammar import AnswerGrammar
 from corolla.decoding.prompt_lookup import LOOKUP_RATES, PromptLookup
@@ -113,8 +114,8 @@ def make_speculator(
 class ModelDrafter:
     """Drafts with the draft model.
 
-    A fork of the answer's sampler, penalties and random stream included, chooses the draft tokens. With equal random
-    numbers two similar distributions mostly give the same token, so drafts of sampled answers are accepted, too.
+    A fork of the answer's sampler, penalties included, chooses the draft tokens. With equal random numbers, two similar
+    distributions mostly give the same token, so drafts of sampled answers are accepted, too.
     """
 
     def __init__(self, model: DraftModel) -> None:
@@ -141,7 +142,10 @@ class ModelDrafter:
         drafted: list[int] = []
         newest = self._reading.token_ids[-1]
         for _ in range(min(num_tokens, self._reading.num_tokens_left)):
-            newest = fork.sample(self._reading.logits_after(newest)).token_id
+            (token,) = sample_together([fork], self._reading.logits_after(newest).unsqueeze(0))
+            if isinstance(token, CorollaError):
+                raise token
+            newest = token.token_id
             drafted.append(newest)
         return drafted
 

@@ -557,8 +557,7 @@ class Sampler(_message.Message):
     PARAMETERS_FIELD_NUMBER: _builtins.int
     NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
-    STATE_FIELD_NUMBER: _builtins.int
-    NUM_SKIPPED_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     DRAFTS_FIELD_NUMBER: _builtins.int
@@ -570,10 +569,11 @@ class Sampler(_message.Message):
     log probabilities at all.
     """
     seed: _builtins.int
-    """The beginning of the random stream: the seed, or this state if it is not empty. A SampledRow brought the state."""
-    state: _builtins.bytes
-    num_skipped: _builtins.int
-    """The number of choices that were already drawn since that beginning."""
+    """The random number of a token follows from this seed, the token's position in the answer and its id: Philox4x32-10
+    with the seed as its key, and the counter (position, id >> 1, 0, 0).
+    """
+    position: _builtins.int
+    """The number of the answer's tokens that were already chosen."""
     num_prompt_tokens: _builtins.int
     num_tokens_left: _builtins.int
     """The number of tokens that the answer may still have, and the tokens that end it. No step begins after the end."""
@@ -603,8 +603,7 @@ class Sampler(_message.Message):
         parameters: _common_pb2.SamplingParameters | None = ...,
         num_logprobs: _builtins.int | None = ...,
         seed: _builtins.int = ...,
-        state: _builtins.bytes = ...,
-        num_skipped: _builtins.int = ...,
+        position: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_prompt_tokens: _builtins.int = ...,
         drafts: Global___Drafts | None = ...,
@@ -614,7 +613,7 @@ class Sampler(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "drafts", b"drafts", "grammar", b"grammar", "num_logprobs", b"num_logprobs", "parameters", b"parameters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "drafts", b"drafts", "end_token_ids", b"end_token_ids", "grammar", b"grammar", "num_logprobs", b"num_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "num_skipped", b"num_skipped", "num_tokens_left", b"num_tokens_left", "parameters", b"parameters", "seed", b"seed", "state", b"state", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "drafts", b"drafts", "end_token_ids", b"end_token_ids", "grammar", b"grammar", "num_logprobs", b"num_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "num_tokens_left", b"num_tokens_left", "parameters", b"parameters", "position", b"position", "seed", b"seed", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
@@ -1142,12 +1141,9 @@ class SampledRow(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKENS_FIELD_NUMBER: _builtins.int
-    STATE_FIELD_NUMBER: _builtins.int
     IS_LAST_FIELD_NUMBER: _builtins.int
     SCORED_FIELD_NUMBER: _builtins.int
     POOLED_FIELD_NUMBER: _builtins.int
-    state: _builtins.bytes
-    """The random stream's state after the last token, which only some rows have."""
     is_last: _builtins.bool
     """Whether the ring of the session ends with these tokens."""
     @_builtins.property
@@ -1162,14 +1158,13 @@ class SampledRow(_message.Message):
         self,
         *,
         tokens: _abc.Iterable[Global___SampledToken] | None = ...,
-        state: _builtins.bytes = ...,
         is_last: _builtins.bool = ...,
         scored: _abc.Iterable[Global___SampledToken] | None = ...,
         pooled: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_last", b"is_last", "pooled", b"pooled", "scored", b"scored", "state", b"state", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_last", b"is_last", "pooled", b"pooled", "scored", b"scored", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

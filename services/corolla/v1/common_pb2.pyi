@@ -205,7 +205,7 @@ class SamplingParameters(_message.Message):
     frequency_penalty: _builtins.float
     """A number that is subtracted from a token's logit for each of its occurrences in the answer; in [-2, 2]."""
     seed: _builtins.int
-    """The same seed, prompt and parameters give the same tokens. Unset in a session: its random stream continues."""
+    """The same seed, prompt and parameters give the same tokens. Unset: each answer takes a fresh seed."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Numbers that are added to the logits of these tokens, before all else; in [-100, 100], at most 1,024 tokens."""

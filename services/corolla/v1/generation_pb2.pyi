@@ -309,8 +309,8 @@ class GenerateRequest(_message.Message):
     session_id: _builtins.str
     """The session to continue: the prompt is appended to its text. Not together with num_completions > 1."""
     num_completions: _builtins.int
-    """The number of independent completions of the prompt, 1 to 16; unset: 1. Completion i is seeded with seed + i. The
-    prompt is processed once, and counts once.
+    """The number of independent completions of the prompt, 1 to 16; unset: 1. Completion i is seeded with seed + i,
+    modulo 2^64. The prompt is processed once, and counts once.
     """
     logprobs: _builtins.int
     """Report the log probability of each token, and of this many most likely ones (0 to 20), under the model's own

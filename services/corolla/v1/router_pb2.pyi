@@ -784,8 +784,6 @@ class SessionRecord(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
     TOKEN_LOG_FIELD_NUMBER: _builtins.int
-    SAMPLER_STATE_FIELD_NUMBER: _builtins.int
-    NUM_DRAWS_SINCE_STATE_FIELD_NUMBER: _builtins.int
     TRANSCRIPT_FIELD_NUMBER: _builtins.int
     NUM_TURNS_FIELD_NUMBER: _builtins.int
     BUSY_FIELD_NUMBER: _builtins.int
@@ -805,9 +803,6 @@ class SessionRecord(_message.Message):
     """Each BeginTurn raises the epoch atomically, so that two turns never open a hop with the same epoch."""
     position: _builtins.int
     """Tokens that the whole chain has processed."""
-    sampler_state: _builtins.bytes
-    """A state of the random stream of the session's answers, and the number of choices that were drawn from it since."""
-    num_draws_since_state: _builtins.int
     num_turns: _builtins.int
     busy: _builtins.bool
     """These two fields are filled on reading."""
@@ -852,8 +847,6 @@ class SessionRecord(_message.Message):
         epoch: _builtins.int = ...,
         position: _builtins.int = ...,
         token_log: _abc.Iterable[_builtins.int] | None = ...,
-        sampler_state: _builtins.bytes = ...,
-        num_draws_since_state: _builtins.int = ...,
         transcript: _abc.Iterable[_common_pb2.ChatMessage] | None = ...,
         num_turns: _builtins.int = ...,
         busy: _builtins.bool = ...,
@@ -868,7 +861,7 @@ class SessionRecord(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "chain", b"chain", "last_logprobs", b"last_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "busy", b"busy", "chain", b"chain", "epoch", b"epoch", "expires_in_ms", b"expires_in_ms", "last_answer_tokens", b"last_answer_tokens", "last_finish_reason", b"last_finish_reason", "last_logprobs", b"last_logprobs", "last_turn", b"last_turn", "model", b"model", "num_draws_since_state", b"num_draws_since_state", "num_turns", b"num_turns", "position", b"position", "sampler_state", b"sampler_state", "session_id", b"session_id", "store_id", b"store_id", "tenant", b"tenant", "token_log", b"token_log", "transcript", b"transcript", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "busy", b"busy", "chain", b"chain", "epoch", b"epoch", "expires_in_ms", b"expires_in_ms", "last_answer_tokens", b"last_answer_tokens", "last_finish_reason", b"last_finish_reason", "last_logprobs", b"last_logprobs", "last_turn", b"last_turn", "model", b"model", "num_turns", b"num_turns", "position", b"position", "session_id", b"session_id", "store_id", b"store_id", "tenant", b"tenant", "token_log", b"token_log", "transcript", b"transcript", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -184,7 +184,7 @@ class RouterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CreateSessionRecord(self, request, context):
-        """--- session records: owner, chain, token log, sampler state ---
+        """--- session records: owner, chain, token log ---
 
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -56,7 +56,7 @@ class RouterServiceStub:
     than it claims.
     """
     CreateSessionRecord: _grpc.UnaryUnaryMultiCallable[_router_pb2.CreateSessionRecordRequest, _router_pb2.SessionRecord]
-    """--- session records: owner, chain, token log, sampler state ---"""
+    """--- session records: owner, chain, token log ---"""
     GetSessionRecord: _grpc.UnaryUnaryMultiCallable[_router_pb2.GetSessionRecordRequest, _router_pb2.SessionRecord]
     BeginTurn: _grpc.UnaryUnaryMultiCallable[_router_pb2.BeginTurnRequest, _router_pb2.SessionRecord]
     """Locks the session for one turn and returns its record. ABORTED/SESSION_BUSY while another turn holds it."""
@@ -111,7 +111,7 @@ class RouterServiceAsyncStub(RouterServiceStub):
     than it claims.
     """
     CreateSessionRecord: _aio.UnaryUnaryMultiCallable[_router_pb2.CreateSessionRecordRequest, _router_pb2.SessionRecord]  # type: ignore[assignment]
-    """--- session records: owner, chain, token log, sampler state ---"""
+    """--- session records: owner, chain, token log ---"""
     GetSessionRecord: _aio.UnaryUnaryMultiCallable[_router_pb2.GetSessionRecordRequest, _router_pb2.SessionRecord]  # type: ignore[assignment]
     BeginTurn: _aio.UnaryUnaryMultiCallable[_router_pb2.BeginTurnRequest, _router_pb2.SessionRecord]  # type: ignore[assignment]
     """Locks the session for one turn and returns its record. ABORTED/SESSION_BUSY while another turn holds it."""
@@ -211,7 +211,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.CreateSessionRecordRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.SessionRecord, _abc.Awaitable[_router_pb2.SessionRecord]]:
-        """--- session records: owner, chain, token log, sampler state ---"""
+        """--- session records: owner, chain, token log ---"""
 
     @_abc_1.abstractmethod
     def GetSessionRecord(

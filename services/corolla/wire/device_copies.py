@@ -1,18 +1,16 @@
 """Copies to and from a GPU that run while it computes something else.
 
 A copy from or to ordinary memory waits for all work that the GPU was given before it. So these copies use pinned
-memory, which torch keeps when it is no longer used, and gives out again once the copies that use it have ended. Copies
-by `begin_copy` run on a stream of their own, for which the stream that computes waits once. Large copies, for which no
-step waits, run on another one (`on_copy_stream`).
+memory, which torch keeps when it is no longer used, and gives out again once the copies that use it have ended. Large
+copies, for which no step waits, run on a stream of their own (`on_copy_stream`).
 """
 
 import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from typing import Final
 
 import torch
@@ -21,45 +19,8 @@ from torch import Tensor
 _ALIGNED: Final = 16
 
 
-class _Use(Enum):
-    STEPS_WAIT = "copies that a step waits for"
-    NO_STEP_WAITS = "copies that no step waits for"
-
-
-_streams: Final[dict[tuple[torch.device, _Use], torch.cuda.Stream]] = {}
+_streams: Final[dict[torch.device, torch.cuda.Stream]] = {}
 _lock: Final = threading.Lock()
-
-
-def empty_to_copy(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor `[size]` of `dtype` on the CPU whose numbers will be copied to `device`."""
-    return torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
-
-
-def begin_copy(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on `device` of a tensor on the CPU, of any shape and dtype. Any thread may call this.
-
-    Until `await_copies`, the copy may not have its numbers yet.
-    """
-    if device.type != "cuda":
-        return tensor.to(device)
-    with torch.cuda.stream(_stream(device, _Use.STEPS_WAIT)):
-        copied = tensor.to(device, non_blocking=True)
-    # The memory came from the other stream, which would use it again as soon as it is free.
-    copied.record_stream(torch.cuda.current_stream(device))
-    return copied
-
-
-@contextmanager
-def on_stream_of_copies(device: torch.device) -> Iterator[None]:
-    """What the calling thread launches within the context runs on the stream of `begin_copy`."""
-    with torch.cuda.stream(_stream(device, _Use.STEPS_WAIT)) if device.type == "cuda" else nullcontext():
-        yield
-
-
-def await_copies(device: torch.device) -> None:
-    """Lets what the calling thread computes from now on see the copies that were begun. The thread does not wait."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).wait_stream(_stream(device, _Use.STEPS_WAIT))
 
 
 def to_device(numbers: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -99,7 +60,7 @@ def copied_numbers(parts: Sequence[tuple[Sequence[int], torch.dtype]], device: t
     sizes = [len(numbers) * dtype.itemsize for numbers, dtype in parts]
     # Kernels are compiled for addresses that are multiples of 16, as addresses of whole tensors are.
     ends = list(itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes))
-    whole = empty_to_copy(ends[-1] if ends else 0, torch.uint8, device)
+    whole = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8, pin_memory=True)
     places = [slice(start, start + size) for start, size in zip((0, *ends), sizes, strict=False)]
     for (numbers, dtype), place in zip(parts, places, strict=True):
         whole[place].view(dtype).numpy()[:] = numbers
@@ -214,7 +175,7 @@ def on_copy_stream(device: torch.device, *computed: Tensor) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    stream = _stream(device, _Use.NO_STEP_WAITS)
+    stream = _stream(device)
     if computed:
         stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -231,8 +192,8 @@ def hand_to_steps(*tensors: Tensor) -> None:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-def _stream(device: torch.device, use: _Use) -> torch.cuda.Stream:
+def _stream(device: torch.device) -> torch.cuda.Stream:
     with _lock:
-        if (device, use) not in _streams:
-            _streams[device, use] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return _streams[device, use]
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return _streams[device]

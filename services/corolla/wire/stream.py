@@ -44,7 +44,7 @@ from corolla.wire.frames import Buffer, Frame, FrameParser, encode
 
 log = logging.getLogger(__name__)
 
-VERSION: Final = 1
+VERSION: Final = 2
 _GREETING: Final = struct.Struct("<4sHH")
 _MAGIC: Final = b"CRLL"
 _COUNT: Final = struct.Struct("i")

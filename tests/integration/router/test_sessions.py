@@ -115,7 +115,6 @@ TURN: dict[str, Any] = {
     "chain": CHAIN,
     "position": 4,
     "token_log": [1, 2, 3, 49151, 0],
-    "sampler_state": b"\x00\xff",
     "transcript": [ChatMessage(role="user", content="grüß dich")],
     "num_turns": 1,
 }

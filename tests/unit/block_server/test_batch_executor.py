@@ -250,10 +250,10 @@ def noted_order(patch: pytest.MonkeyPatch, edges: Edges) -> list[str]:
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_tokens_chosen_together_are_those_that_are_chosen_row_by_row(
+def test_tokens_are_the_same_when_the_head_is_launched_early(
     tmp_path: Path, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads draw the random numbers meanwhile, and the head runs before finite rows are known: so devices do it."""
+    """The head runs before finite rows are known: so devices do it."""
     checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint("llama", tmp_path)))
     span = Span(2, checkpoint.num_blocks)
     edges = load_edges(checkpoint, dtype=torch.float32, has_embedding=False)
@@ -291,14 +291,14 @@ def test_tokens_chosen_together_are_those_that_are_chosen_row_by_row(
 
     spoilt_position = 7
     events = noted_order(monkeypatch, edges)
-    row_by_row, together = sessions_of(1), sessions_of(2)
+    in_turn, early = sessions_of(1), sessions_of(2)
     plain = BatchExecutor(runner, edges)
-    batched = BatchExecutor(runner, edges, num_sampling_threads=num_threads, samples_batched=True)
-    batched.warm_up()
+    executor = BatchExecutor(runner, edges, num_sampling_threads=num_threads, launches_head_early=True)
+    executor.warm_up()
     for position in range(8):
-        expected = plain.compute(admitted(row_by_row, position), span)
+        expected = plain.compute(admitted(in_turn, position), span)
         events.clear()
-        computed = batched.compute(admitted(together, position), span)
+        computed = executor.compute(admitted(early, position), span)
         assert not computed.has_raised
         kinds = [type(output) for output in computed.outputs]
         if position == spoilt_position:
@@ -311,7 +311,7 @@ def test_tokens_chosen_together_are_those_that_are_chosen_row_by_row(
         assert events == (["finite"] if position == 3 else ["head", "finite"])
         assert kinds == [ChosenTokens] * len(names)
         assert computed.outputs == expected.outputs
-    batched.close()
+    executor.close()
 
 
 class OnGpu(torch.Tensor):

@@ -4,9 +4,7 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,7 @@ from hypothesis import strategies as st
 
 from corolla.block_server.row_sampling import ChosenTokens, SamplingRow, SessionSampler, in_parts, sample_rows
 from corolla.chassis.errors import CorollaError, InternalError, MalformedMessage, NonFiniteOutput
-from corolla.compute.threads import single_threaded_pool
-from corolla.decoding.parameters import SampledToken, SamplingParams
+from corolla.decoding.parameters import SamplingParams
 from corolla.decoding.prompt_lookup import PromptLookup
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.decoding.sampling import Sampler
@@ -27,6 +24,7 @@ from corolla.models.edges import Edges, load_edges
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1.common_pb2 import SamplingParameters
 from tests.checkpoints import make_tiny_checkpoint
+from tests.sampled import sample
 
 VOCABULARY_SIZE = 30
 PROMPT = (3, 1, 4, 1, 5)
@@ -76,9 +74,26 @@ def as_error(failure: Exception) -> CorollaError:
     return failure if isinstance(failure, CorollaError) else InternalError("unexpected")
 
 
-def choose(sampler: SessionSampler, logits: torch.Tensor) -> ChosenTokens:
-    """The next token after a step without draft tokens."""
-    return sampler.choose(1, (), lambda _index: sampler.sampler.sample(logits))
+def choose(sampler: SessionSampler, logits: torch.Tensor, draft_ids: Sequence[int] = ()) -> ChosenTokens:
+    """The next tokens after a step with draft tokens, of `[tokens, V]` logits, or after one without, of `[V]`."""
+    rows = logits.view(-1, logits.shape[-1])
+    step = pb.StepRow(num_tokens=len(rows), num_result_tokens=len(rows), token_ids=[7, *draft_ids])
+    (chosen,) = sample_rows(GIVEN, [SamplingRow(step, rows, len(rows), sampler)], as_error)
+    assert isinstance(chosen, ChosenTokens)
+    return chosen
+
+
+class Given(Edges):
+    """A head whose logits are the hidden states."""
+
+    def __init__(self) -> None:
+        pass
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+GIVEN = Given()
 
 
 def ids_of(chosen: ChosenTokens | CorollaError) -> list[int]:
@@ -90,7 +105,7 @@ def ids_of(chosen: ChosenTokens | CorollaError) -> list[int]:
 def test_each_row_gets_what_its_sampler_chooses_alone(edges: Edges, params: SamplingParams) -> None:
     hidden = [states(edges, 1, 1), states(edges, 4, 2), states(edges, 1, 3)]
     sampler = Sampler(params, PROMPT)
-    expected = [sampler.sample(logits).token_id for logits in edges.head(hidden[1])]
+    expected = [sample(sampler, logits).token_id for logits in edges.head(hidden[1])]
     # Two draft tokens are right and the third is not.
     drafts = [*expected[:2], (expected[2] + 1) % VOCABULARY_SIZE]
     greedy = SamplingParams()
@@ -112,64 +127,36 @@ def test_a_row_that_is_not_finite_leaves_the_other_rows_unaffected(edges: Edges)
         assert len(ids_of(sound)) == 1
 
 
-@pytest.fixture(scope="module")
-def threads() -> Iterator[Executor]:
-    with single_threaded_pool(3, "sampling") as pool:
-        yield pool
-
-
-def test_rows_chosen_in_threads_or_together_are_those_that_are_chosen_in_turn(edges: Edges, threads: Executor) -> None:
-    """Each sampler draws from a stream of its own, so which comes first decides nothing."""
+def test_rows_that_are_chosen_together_are_those_that_are_chosen_alone(edges: Edges) -> None:
     many = [(params, draft) for params in PARAMS for draft in (None, LOOKUP)] * 4
-    sides: list[list[SessionSampler]] = [
-        [sampler_of(record_of(params, drafts=drafts)) for params, drafts in many] for _ in range(3)
-    ]
+    alone, together = ([sampler_of(record_of(params, drafts=drafts)) for params, drafts in many] for _ in range(2))
     for number in range(5):
         hidden = [states(edges, 1, 100 * number + index) for index in range(len(many))]
         step = pb.StepRow(position=9 + number, num_tokens=1, num_result_tokens=1, token_ids=[7])
-        if number % 2:
-            for each in sides[2]:
-                each.sampler.draw_ahead(edges.config.vocab_size, torch.device("cpu"))
-        in_turn, in_threads, together = (
-            sample_rows(
-                edges,
-                [SamplingRow(step, part, len(part), sampler) for part, sampler in zip(hidden, side, strict=True)],
-                as_error,
-                pool,
-                is_batched=is_batched,
-            )
-            for side, (pool, is_batched) in zip(sides, ((None, False), (threads, False), (threads, True)), strict=True)
-        )
-        assert in_threads == in_turn
-        assert together == in_turn
-        assert all(isinstance(each, ChosenTokens) for each in in_turn)
+
+        def rows(
+            side: list[SessionSampler], step: pb.StepRow = step, hidden: list[torch.Tensor] = hidden
+        ) -> list[SamplingRow]:
+            return [SamplingRow(step, part, len(part), sampler) for part, sampler in zip(hidden, side, strict=True)]
+
+        expected = [ids_of(sample_rows(edges, [each], as_error)[0]) for each in rows(alone)]
+        assert [ids_of(each) for each in sample_rows(edges, rows(together), as_error)] == expected
 
 
 def test_draft_tokens_are_checked_together_as_in_turn(edges: Edges) -> None:
-    """Rows leave the batches one after the other, as their first wrong draft token comes."""
+    """Those of rows that look back leave the batches one after the other, as their first wrong draft token comes."""
     params = [params for params in PARAMS for _ in range(3)]
     hidden = [states(edges, 4, index) for index in range(len(params))]
     samplers = [Sampler(each, PROMPT) for each in params]
     right = [
-        [sampler.sample(row).token_id for row in edges.head(each)]
+        [sample(sampler, row).token_id for row in edges.head(each)]
         for sampler, each in zip(samplers, hidden, strict=True)
     ]
     drafts = [[*ids[: index % 4], (ids[index % 4] + 1) % VOCABULARY_SIZE, 3, 3] for index, ids in enumerate(right)]
 
-    def rows() -> list[SamplingRow]:
-        return [row(*each) for each in zip(hidden, params, (ids[:3] for ids in drafts), strict=True)]
-
-    in_turn, together = (sample_rows(edges, rows(), as_error, is_batched=each) for each in (False, True))
-    assert together == in_turn
-    assert [len(ids_of(each)) for each in together] == [index % 4 + 1 for index in range(len(params))]
-
-
-@pytest.mark.parametrize("is_batched", [False, True])
-def test_a_row_that_fails_elsewhere_fails_alone(edges: Edges, threads: Executor, is_batched: bool) -> None:
-    params = PARAMS[3]
-    rows = [row(states(edges, 1, seed) * (torch.nan if seed == 2 else 1), params) for seed in range(4)]
-    chosen = sample_rows(edges, rows, as_error, threads, is_batched=is_batched)
-    assert [isinstance(each, NonFiniteOutput) for each in chosen] == [False, False, True, False]
+    rows = [row(*each) for each in zip(hidden, params, (ids[:3] for ids in drafts), strict=True)]
+    together = [ids_of(each) for each in sample_rows(edges, rows, as_error)]
+    assert together == [ids[: index % 4 + 1] for index, ids in enumerate(right)]
 
 
 @given(st.sampled_from(PARAMS), st.lists(st.integers(1, 40), min_size=1, max_size=4), st.booleans())
@@ -179,7 +166,7 @@ def test_a_sampler_that_is_made_anew_continues_where_the_last_one_stood(
     """Whatever chose the tokens before, and however many of its choices were lost with it."""
     logits = torch.randn(sum(lengths), VOCABULARY_SIZE, generator=torch.Generator().manual_seed(1)) * 3
     whole = Sampler(params, PROMPT)
-    expected = [whole.sample(each).token_id for each in logits]
+    expected = [sample(whole, each).token_id for each in logits]
     record = record_of(params, drafts=LOOKUP if has_drafts else None)
     chosen: list[int] = []
     for length in lengths:
@@ -188,23 +175,22 @@ def test_a_sampler_that_is_made_anew_continues_where_the_last_one_stood(
             choice = choose(sampler, logits[len(chosen)])
             assert len(choice.draft_token_ids) <= LOOKUP.max_tokens
             chosen.extend(ids_of(choice))
-            record.accept(chosen[-1:], choice.sampled.state)
+            record.accept(chosen[-1:])
         if len(chosen) < len(expected):
             choose(sampler, logits[len(chosen)])  # lost on its way
     assert chosen == expected
 
 
-def test_a_state_of_which_not_all_tokens_were_taken_does_not_count() -> None:
+def test_tokens_that_nobody_took_are_chosen_again() -> None:
     params = PARAMS[3]
     logits = torch.randn(40, VOCABULARY_SIZE, generator=torch.Generator().manual_seed(1))
     whole = Sampler(params, PROMPT)
-    expected = [whole.sample(each).token_id for each in logits]
+    expected = [sample(whole, each).token_id for each in logits]
     record = record_of(params)
     sampler = sampler_of(record)
     # All at once, as when many draft tokens are right; the answer's reader wants three of them.
-    choice = sampler.choose(20, expected[:19], lambda index: sampler.sampler.sample(logits[index]))
+    choice = choose(sampler, logits[:20], expected[:19])
     assert ids_of(choice) == expected[:20]
-    assert choice.sampled.state
     record.accept(expected[:3])
     assert ids_of(choose(sampler_of(record), logits[3])) == expected[3:4]
 
@@ -217,10 +203,6 @@ def test_draft_tokens_stop_before_the_end_of_the_answer() -> None:
     for token_id in (2, 3, 1, 2, 3, 1, 2):
         num_drafted.append(len(choose(sampler, logits[token_id]).draft_token_ids))
     assert num_drafted == [4, 4, 3, 2, 1, 0, 0]
-
-
-def sampled_from(sampler: SessionSampler, logits: torch.Tensor, index: int) -> SampledToken:
-    return sampler.sampler.sample(logits[index])
 
 
 @pytest.mark.parametrize(
@@ -243,7 +225,7 @@ def test_nothing_is_chosen_behind_the_token_that_ends_an_answer(
     while not is_last:
         following = wanted[len(chosen) :]
         drafts = following[: num_choices - 1]
-        choice = sampler.choose(num_choices, drafts, partial(sampled_from, sampler, logits[following]))
+        choice = choose(sampler, logits[following[:num_choices]], drafts)
         chosen.extend(ids_of(choice))
         is_last = choice.sampled.is_last
     assert chosen == expected
@@ -298,9 +280,8 @@ REFUSED = {
     "temperature": pb.Sampler(parameters=SamplingParameters(temperature=-1)),
     "an id beyond the vocabulary": pb.Sampler(token_ids=[VOCABULARY_SIZE]),
     "a prompt longer than the text": pb.Sampler(token_ids=[1], num_prompt_tokens=2),
-    "more choices than tokens": pb.Sampler(parameters=SamplingParameters(temperature=1), num_skipped=10_200),
+    "a position behind all tokens": pb.Sampler(parameters=SamplingParameters(temperature=1), position=10_001),
     "too many draft tokens": pb.Sampler(drafts=pb.Drafts(source=pb.Drafts.SOURCE_PROMPT_LOOKUP, max_tokens=65)),
-    "a state that is none": pb.Sampler(parameters=SamplingParameters(temperature=1), state=b"nonsense"),
 }
 
 

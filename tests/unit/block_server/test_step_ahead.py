@@ -49,6 +49,7 @@ from corolla.wire.frames import Buffer, Frame
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
 from tests.gpu_double import GPU, Gpu, a_gpu
+from tests.philox import services_draws
 from tests.tiers import quick
 from tests.unit.compute.on_gpu import move, runner_on
 from tests.unit.compute.replaying import choose, make_runner
@@ -118,10 +119,10 @@ class Model:
     def truth(self, name: int, **options: Any) -> list[int]:
         """The answer to a session's prompt: greedy, or drawn with the session's seed by the options."""
         ids = torch.tensor([prompt(name)])
-        torch.manual_seed(name)
-        found = self._unsplit.generate(
-            ids, max_new_tokens=NUM_TOKENS, do_sample=bool(options), eos_token_id=None, **options
-        )
+        with services_draws(name):
+            found = self._unsplit.generate(
+                ids, max_new_tokens=NUM_TOKENS, do_sample=bool(options), eos_token_id=None, **options
+            )
         answer: list[int] = found[0, ids.shape[1] :].tolist()
         return answer
 
@@ -152,7 +153,8 @@ class Server:
         outputs = BoundaryActivations(0)
         self.engine = Engine(
             runner, Scheduler(64, 64), sessions, outputs, peers, partial(Relay, "", peers), metrics,
-            fail=lambda: None, edges=model.edges, use=ProcessorUse(samples_batched=True, compute_thread=compute_thread),
+            fail=lambda: None, edges=model.edges,
+            use=ProcessorUse(launches_head_early=True, compute_thread=compute_thread),
         )  # fmt: skip
         identity = Identity(
             server_id="s", span=WHOLE, model="m", fingerprint="", dtype_name="float32", dtype=pb.TENSOR_TYPE_FLOAT32,

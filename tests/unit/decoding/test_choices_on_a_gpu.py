@@ -5,8 +5,7 @@ import torch
 from corolla.decoding.batched_sampling import sample_together
 from corolla.decoding.parameters import SamplingParams
 from corolla.decoding.sampling import Sampler
-from corolla.wire.device_copies import await_copies
-from tests.gpu_double import GPU, a_gpu
+from tests.gpu_double import a_gpu
 
 
 def test_a_choice_waits_for_its_tokens_alone() -> None:
@@ -16,13 +15,10 @@ def test_a_choice_waits_for_its_tokens_alone() -> None:
         SamplingParams(0.8, top_k=5, min_p=0.01, seed=2),
         SamplingParams(0.0, logit_bias=((3, 1.5), (7, -2.0)), frequency_penalty=0.3),
     ]
-    plain, ahead = ([Sampler(each, (3, 1, 4)) for each in params] for _ in range(2))
+    plain, there = ([Sampler(each, (3, 1, 4)) for each in params] for _ in range(2))
     all_logits = torch.randn(4, len(params), 50, generator=torch.Generator().manual_seed(0))
-    expected = [sample_together(plain, logits, like_gpu=True) for logits in all_logits]
+    expected = [sample_together(plain, logits) for logits in all_logits]
     with a_gpu() as gpu, torch.inference_mode():
         for logits, tokens in zip(all_logits, expected, strict=True):
-            for sampler in ahead:
-                sampler.draw_ahead(50, GPU)
-            await_copies(GPU)
-            assert sample_together(ahead, gpu.put(logits)) == tokens
+            assert sample_together(there, gpu.put(logits)) == tokens
             assert not gpu.waits

@@ -24,6 +24,7 @@ from corolla.decoding.speculator import GrammarDrafter
 from corolla.models.tokenizer_text import tokenizer_text
 from tests.checkpoints import VOCAB_SIZE, make_tokenizer
 from tests.json_schemas import SCHEMAS, SUITE
+from tests.sampled import sample
 
 HF_TOKENIZER: Any = make_tokenizer()
 END_ID: int = HF_TOKENIZER.convert_tokens_to_ids("<|end|>")
@@ -54,7 +55,7 @@ def answer(sampler: Sampler, seed: int) -> list[int]:
     """The tokens up to the end, which may not come."""
     token_ids: list[int] = []
     while len(token_ids) < MOST_TOKENS and END_ID not in token_ids[-1:]:
-        token_ids.append(sampler.sample(logits_of(seed + len(token_ids))).token_id)
+        token_ids.append(sample(sampler, logits_of(seed + len(token_ids))).token_id)
     return token_ids
 
 
@@ -96,22 +97,22 @@ def test_a_sampler_that_is_made_anew_goes_on_with_the_same_tokens(params: Sampli
     for num_generated in range(len(expected)):
         grammar, generated = grammar_of(SCHEMA), expected[:num_generated]
         assert grammar.add_all(generated)
-        sampler = Sampler(params, (), generated_ids=generated, num_skipped=num_generated, grammar=grammar)
+        sampler = Sampler(params, (), generated_ids=generated, position=num_generated, grammar=grammar)
         rest = answer(sampler, seed=1 + num_generated)
         assert generated + rest == expected
 
 
 def test_a_fork_goes_its_own_way() -> None:
     sampler = Sampler(DRAWN, (), grammar=grammar_of(SCHEMA))
-    sampler.sample(logits_of(1))
+    sample(sampler, logits_of(1))
     fork = sampler.fork()
     drafted = answer(fork, seed=2)
     assert answer(sampler, seed=2) == drafted
 
 
-@given(seed=st.integers(0, 2**31), draws_ahead=st.booleans())
+@given(seed=st.integers(0, 2**31), bars_ahead=st.booleans())
 @settings(deadline=None, max_examples=20)
-def test_rows_together_get_the_tokens_that_their_samplers_choose_alone(seed: int, draws_ahead: bool) -> None:
+def test_rows_together_get_the_tokens_that_their_samplers_choose_alone(seed: int, bars_ahead: bool) -> None:
     def samplers() -> list[Sampler]:
         return [
             Sampler(GREEDY, (), grammar=grammar_of(SCHEMA)),
@@ -124,11 +125,10 @@ def test_rows_together_get_the_tokens_that_their_samplers_choose_alone(seed: int
     for step in range(12):
         logits = torch.stack([logits_of(seed + 7 * step + index) for index in range(4)])
         untouched = logits.clone()
-        if draws_ahead:
+        if bars_ahead:
             for sampler in together:
-                sampler.draw_ahead(VOCAB_SIZE, torch.device("cpu"))
                 sampler.bar_ahead()
-        expected = [sampler.sample(row) for sampler, row in zip(alone, logits, strict=True)]
+        expected = [sample(sampler, row) for sampler, row in zip(alone, logits, strict=True)]
         assert sample_together(together, logits) == expected
         assert torch.equal(logits, untouched)
 
@@ -143,7 +143,7 @@ def test_a_grammar_that_becomes_too_complex_fails_its_own_row_only() -> None:
         if not isinstance(failed, SampledToken):
             assert isinstance(failed, InvalidRequest)
             with pytest.raises(InvalidRequest):
-                samplers[0].sample(words)
+                sample(samplers[0], words)
             return
     pytest.fail("the grammar stays within the limits")
 
@@ -153,7 +153,7 @@ def test_numbers_that_are_none_are_noticed_where_the_grammar_bars_their_tokens(n
     sampler, logits = Sampler(GREEDY, (), grammar=grammar_of(SCHEMA)), logits_of(1)
     logits[HF_TOKENIZER.convert_tokens_to_ids("x")] = number
     with pytest.raises(NonFiniteOutput):
-        sampler.sample(logits)
+        sample(sampler, logits)
     assert not isinstance(sample_together([sampler], logits.unsqueeze(0))[0], SampledToken)
 
 
@@ -164,7 +164,7 @@ def test_tokens_that_only_the_tokenizer_knows_bar_nothing() -> None:
         matcher = read_grammar(tokenizer, formats.grammar_of(formats.regex("[ab]{3}", "regex")).text)
         sampler = Sampler(DRAWN, (), grammar=AnswerGrammar(matcher))
         logits = torch.cat([logits_of(1), torch.full((vocab_size - VOCAB_SIZE,), 50.0)])
-        text = HF_TOKENIZER.decode([sampler.sample(logits).token_id for _ in range(3)])
+        text = HF_TOKENIZER.decode([sample(sampler, logits).token_id for _ in range(3)])
         assert set(text) <= {"a", "b"}
 
 

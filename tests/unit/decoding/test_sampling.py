@@ -1,7 +1,8 @@
-"""The sampler against `transformers`' own `generate` on a small random model, token for token."""
+"""The sampler against `generate` of `transformers` on a small random model, token for token.
 
-import struct
-import time
+`generate` draws by the random numbers of services (`tests.philox`); penalties, filters and logits are its own.
+"""
+
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 
-from corolla.chassis.errors import InternalError, InvalidRequest, NonFiniteOutput
+from corolla.chassis.errors import InvalidRequest, NonFiniteOutput
 from corolla.decoding.parameters import MAX_LOGPROBS, SamplingParams
 from corolla.decoding.sampling import Sampler
 from corolla.v1.common_pb2 import SamplingParameters
+from tests.philox import services_draws
+from tests.sampled import sample
 from tests.tiers import covering, quick
 
 VOCABULARY_SIZE = 131
@@ -42,7 +45,6 @@ def generated_by_transformers(model: Any, params: SamplingParams, **more: Any) -
     warpers: dict[str, Any] = {}
     if not params.is_greedy:
         assert params.seed is not None
-        torch.manual_seed(params.seed)
         warpers = {
             "temperature": params.temperature,
             "top_k": params.top_k,
@@ -50,15 +52,16 @@ def generated_by_transformers(model: Any, params: SamplingParams, **more: Any) -
             "min_p": params.min_p,
         }
     ids = torch.tensor([PROMPT])
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=not params.is_greedy,
-        max_new_tokens=NUM_NEW_TOKENS,
-        repetition_penalty=params.repetition_penalty,
-        **warpers,
-        **more,
-    )
+    with services_draws(params.seed or 0):
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=not params.is_greedy,
+            max_new_tokens=NUM_NEW_TOKENS,
+            repetition_penalty=params.repetition_penalty,
+            **warpers,
+            **more,
+        )
     return [int(token_id) for token_id in output[0, len(PROMPT) :]]
 
 
@@ -72,7 +75,7 @@ def generated_by_sampler(model: Any, params: SamplingParams) -> list[int]:
         for _ in range(NUM_NEW_TOKENS):
             output = model(step, past_key_values=cache, use_cache=True)
             cache = output.past_key_values
-            ids.append(sampler.sample(output.logits[0, -1]).token_id)
+            ids.append(sample(sampler, output.logits[0, -1]).token_id)
             step = torch.tensor([ids[-1:]])
     return ids
 
@@ -157,86 +160,15 @@ def random_rows(num_rows: int, vocabulary_size: int = 500) -> Tensor:
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 13])
-def test_state_continues_the_stream(num_before: int) -> None:
-    params = SamplingParams(
-        0.9, top_k=40, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.5, seed=2**64 - 1
-    )
-    rows = random_rows(40)
-    whole = Sampler(params, PROMPT)
-    expected = [whole.sample(row).token_id for row in rows]
-
-    first = Sampler(params, PROMPT)
-    ids = [first.sample(row).token_id for row in rows[:num_before]]
-    second = Sampler(params, PROMPT, generated_ids=ids, state=first.state())
-    ids += [second.sample(row).token_id for row in rows[num_before:]]
-    assert ids == expected
-    assert second.state() == whole.state()
-
-
-@pytest.mark.parametrize("num_before", [0, 1, 13])
-@pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.4}, {"min_p": 0.3}], ids=str)
-def test_choices_of_others_are_skipped(num_before: int, is_ahead: bool, filters: dict[str, Any]) -> None:
-    params = SamplingParams(0.9, presence_penalty=0.5, seed=12, **filters)
+def test_a_sampler_goes_on_at_any_position(num_before: int, filters: dict[str, Any]) -> None:
+    params = SamplingParams(0.9, repetition_penalty=1.2, presence_penalty=0.5, seed=2**64 - 1, **filters)
     rows = random_rows(20)
     whole = Sampler(params, PROMPT)
-    expected = [whole.sample(row).token_id for row in rows]
-    later = Sampler(params, PROMPT, generated_ids=expected[:num_before], num_skipped=num_before)
-    if is_ahead:
-        later.skip(rows.shape[1])
-    assert later.num_skipped == (0 if is_ahead else num_before)
-    assert later.fork().sample(rows[num_before]).token_id == expected[num_before]
-    assert [later.sample(row).token_id for row in rows[num_before:]] == expected[num_before:]
-    assert later.state() == whole.state()
-
-
-def test_however_many_choices_there_were_it_takes_no_longer_to_leave_them_out() -> None:
-    """8,000 of them took eight seconds when they were drawn."""
-    num_logits, num_skipped = 262_144, 8000
-    sampler = Sampler(SamplingParams(1.0, seed=4), PROMPT, num_skipped=num_skipped)
-    began_s = time.perf_counter()
-    sampler.skip(num_logits)
-    assert time.perf_counter() - began_s < 2
-    # Half and half is the same.
-    half = Sampler(SamplingParams(1.0, seed=4), PROMPT, num_skipped=num_skipped // 2)
-    half.skip(num_logits)
-    other = Sampler(SamplingParams(1.0), PROMPT, num_skipped=num_skipped // 2, state=half.state())
-    other.skip(num_logits)
-    assert other.state() == sampler.state()
-
-
-def test_states_of_greedy_samplers_are_small_and_may_begin_a_stream() -> None:
-    state = Sampler(SamplingParams(), PROMPT).state()
-    assert len(state) < 16
-    row = random_rows(1)[0]
-    seeded = SamplingParams(1.0, seed=4)
-    assert Sampler(seeded, PROMPT, state=state).sample(row) == Sampler(seeded, PROMPT).sample(row)
-
-
-def test_a_greedy_turn_does_not_lose_the_stream() -> None:
-    drawn = Sampler(SamplingParams(1.0, seed=4), PROMPT)
-    drawn.sample(random_rows(1)[0])
-    assert Sampler(SamplingParams(), PROMPT, state=drawn.state()).state() == drawn.state()
-
-
-def broken_states() -> list[bytes]:
-    state = Sampler(SamplingParams(1.0, seed=1), PROMPT).state()
-    return [
-        b"",
-        b"CRNG",
-        state[:-1],
-        state + b"\0",
-        b"XRNG" + state[4:],
-        state[:4] + b"\x02" + state[5:],
-        struct.pack(">4sBI", b"CRNG", 1, 100) + bytes(100),
-        state[:9] + b"\xff" * (len(state) - 9),
-    ]
-
-
-@pytest.mark.parametrize("state", broken_states(), ids=range(8))
-def test_a_broken_state_is_refused(state: bytes) -> None:
-    with pytest.raises(InternalError, match="cannot be read"):
-        Sampler(SamplingParams(1.0, seed=1), PROMPT, state=state)
+    expected = [sample(whole, row).token_id for row in rows]
+    later = Sampler(params, PROMPT, generated_ids=expected[:num_before], position=num_before)
+    assert sample(later.fork(), rows[num_before]).token_id == expected[num_before]
+    assert [sample(later, row).token_id for row in rows[num_before:]] == expected[num_before:]
 
 
 def test_no_seed_gives_other_answers_each_time() -> None:
@@ -244,13 +176,13 @@ def test_no_seed_gives_other_answers_each_time() -> None:
     answers = set()
     for _ in range(2):
         sampler = Sampler(SamplingParams(1.0), PROMPT)
-        answers.add(tuple(sampler.sample(row).token_id for row in rows))
+        answers.add(tuple(sample(sampler, row).token_id for row in rows))
     assert len(answers) == 2
 
 
 def test_the_global_random_stream_is_left_alone() -> None:
     before = torch.get_rng_state()
-    Sampler(SamplingParams(1.0, seed=1), PROMPT).sample(random_rows(1)[0])
+    sample(Sampler(SamplingParams(1.0, seed=1), PROMPT), random_rows(1)[0])
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -259,7 +191,7 @@ def test_logprobs_are_those_of_the_untouched_distribution(temperature: float) ->
     row = random_rows(1)[0]
     kept = row.clone()
     params = SamplingParams(temperature, top_k=5, repetition_penalty=1.5, seed=1, num_logprobs=3)
-    token = Sampler(params, PROMPT).sample(row)
+    token = sample(Sampler(params, PROMPT), row)
     assert torch.equal(row, kept)
     expected = torch.log_softmax(kept, dim=-1)
     assert token.logprob == expected[token.token_id].item()
@@ -269,9 +201,9 @@ def test_logprobs_are_those_of_the_untouched_distribution(temperature: float) ->
 
 def test_logprobs_only_when_asked_for() -> None:
     row = random_rows(1)[0]
-    nothing = Sampler(SamplingParams(), PROMPT).sample(row)
+    nothing = sample(Sampler(SamplingParams(), PROMPT), row)
     assert (nothing.logprob, nothing.top_logprobs) == (None, ())
-    chosen = Sampler(SamplingParams(num_logprobs=0), PROMPT).sample(row)
+    chosen = sample(Sampler(SamplingParams(num_logprobs=0), PROMPT), row)
     assert chosen.logprob == torch.log_softmax(row, dim=-1).max().item()
     assert chosen.top_logprobs == ()
 
@@ -279,13 +211,13 @@ def test_logprobs_only_when_asked_for() -> None:
 def test_ties_are_broken_like_argmax() -> None:
     row = torch.zeros(50)
     row[[7, 30]] = 2.0
-    assert Sampler(SamplingParams(), []).sample(row).token_id == int(row.argmax())
+    assert sample(Sampler(SamplingParams(), []), row).token_id == int(row.argmax())
 
 
 def test_prompt_ids_beyond_the_logits_are_no_trouble() -> None:
     params = SamplingParams(repetition_penalty=1.2, presence_penalty=0.5)
     row = torch.tensor([0.0, 1.0, 1.1])
-    assert Sampler(params, [2, 3, 70_000], generated_ids=[9]).sample(row).token_id == 1
+    assert sample(Sampler(params, [2, 3, 70_000], generated_ids=[9]), row).token_id == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -296,22 +228,16 @@ def test_non_finite_logits_give_no_token(temperature: float, repetition_penalty:
     row[4] = value
     sampler = Sampler(SamplingParams(temperature, repetition_penalty=repetition_penalty, seed=1), [4])
     with pytest.raises(NonFiniteOutput):
-        sampler.sample(row)
+        sample(sampler, row)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_masked_logits_are_never_chosen(temperature: float) -> None:
     row = torch.full((9,), -float("inf"))
     with pytest.raises(NonFiniteOutput):
-        Sampler(SamplingParams(temperature), []).sample(row)
+        sample(Sampler(SamplingParams(temperature), []), row)
     row[6] = -3.0
-    assert Sampler(SamplingParams(temperature), []).sample(row).token_id == 6
-
-
-@pytest.mark.parametrize("logits", [torch.zeros(1, 9), torch.zeros(9, dtype=torch.float64)])
-def test_other_shapes_and_dtypes_are_refused(logits: Tensor) -> None:
-    with pytest.raises(InternalError):
-        Sampler(SamplingParams(), []).sample(logits)
+    assert sample(Sampler(SamplingParams(temperature), []), row).token_id == 6
 
 
 NAN, INF = float("nan"), float("inf")
@@ -371,17 +297,17 @@ def test_all_violations_are_named_at_once() -> None:
 def test_a_fork_chooses_as_the_sampler_will_and_neither_disturbs_the_other(params: SamplingParams) -> None:
     logits = torch.randn(20, VOCABULARY_SIZE, generator=torch.Generator().manual_seed(1))
     undisturbed, sampler = Sampler(params, PROMPT), Sampler(params, PROMPT)
-    expected = [undisturbed.sample(row).token_id for row in logits]
+    expected = [sample(undisturbed, row).token_id for row in logits]
     tokens = []
     for index, row in enumerate(logits):
         fork = sampler.fork()
-        assert [fork.sample(each).token_id for each in logits[index:]] == expected[index:]
-        tokens.append(sampler.sample(row).token_id)
+        assert [sample(fork, each).token_id for each in logits[index:]] == expected[index:]
+        tokens.append(sample(sampler, row).token_id)
     assert tokens == expected
 
 
 def test_a_fork_may_read_logits_of_another_device() -> None:
     """A draft model's logits may be on a CPU, where those of the head are not."""
     sampler = Sampler(SamplingParams(temperature=0.0, logit_bias=((3, 5.0),)), ())
-    assert sampler.scores(torch.zeros(8, device="meta")).device.type == "meta"
-    assert sampler.fork().scores(torch.zeros(8)).tolist() == [0, 0, 0, 5, 0, 0, 0, 0]
+    assert sampler.biases(8, torch.device("meta")).device.type == "meta"
+    assert sample(sampler.fork(), torch.zeros(8)).token_id == 3

@@ -5,11 +5,8 @@ import torch
 
 from corolla.wire.device_copies import (
     Reading,
-    await_copies,
-    begin_copy,
     begin_reading,
     copied_numbers,
-    empty_to_copy,
     hand_to_steps,
     on_copy_stream,
     to_device,
@@ -76,18 +73,6 @@ def test_one_copy_brings_all_numbers_of_a_reading() -> None:
         assert (gpu.num_read, gpu.waits, gpu.has_made(later)) == (1, [], False)
 
 
-def test_copies_on_a_stream_of_their_own_are_seen_by_what_is_launched_after_the_wait() -> None:
-    with a_gpu() as gpu, torch.inference_mode():
-        numbers = empty_to_copy(3, torch.int64, GPU).copy_(torch.tensor([1, 2, 3]))
-        copied = begin_copy(numbers, GPU)
-        await_copies(GPU)
-        doubled = copied * 2
-        # It is given back while the doubling may still be under way.
-        del copied
-        assert gpu.numbers(doubled).tolist() == [2, 4, 6]
-        assert not gpu.waits
-
-
 def test_the_copy_stream_waits_for_what_was_launched_before_and_for_nothing_later() -> None:
     with a_gpu() as gpu, torch.inference_mode():
         pages = torch.full((3,), 7.0, device=GPU)
@@ -126,12 +111,3 @@ def test_what_reads_nothing_of_the_steps_does_not_wait_for_them() -> None:
         with on_copy_stream(GPU):
             begin_reading(torch.zeros(3, device=GPU))()
         assert not gpu.has_made(step)
-
-
-def test_copies_that_steps_wait_for_do_not_queue_behind_large_ones() -> None:
-    with a_gpu() as gpu, torch.inference_mode():
-        with on_copy_stream(GPU):
-            large = torch.ones(3, device=GPU)
-        await_copies(GPU)
-        torch.cuda.current_stream().synchronize()
-        assert not gpu.has_made(large)

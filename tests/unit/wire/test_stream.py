@@ -394,7 +394,7 @@ async def test_another_version_is_refused_with_a_sentence_at_either_end() -> Non
         stream = await Caller().connect(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
         error = (await stream.ended).error
         assert isinstance(error, FingerprintMismatch)
-        assert "version 7 of the data plane, and this process version 1" in error.message
+        assert "version 7 of the data plane, and this process version 2" in error.message
     async with accepting() as acceptor:
         reader, writer = await raw(acceptor.address)
         writer.write(b"CRLL\x07\x00\x00\x00")

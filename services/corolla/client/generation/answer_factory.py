@@ -4,7 +4,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from corolla.chassis.errors import InvalidRequest, context_exceeded
@@ -99,26 +99,18 @@ class AnswerFactory:
         request: AnyRequest,
         prompt_ids: Sequence[int],
         max_tokens: int,
-        record: router_pb2.SessionRecord,
         index: int = 0,
     ) -> SamplerRecord:
-        """The sampler record of an answer. A seed begins a random stream; without one, the session's stream goes on.
+        """The sampler record of an answer, with a fresh seed if neither the request nor its name gives one.
 
-        Tokens that the caller has already were drawn from the same stream. Several answers have different seeds.
+        Several answers to one request have consecutive seeds.
         """
-        params, received_ids = request.sampling, request.resumption.received_ids
-        state, num_draws = record.sampler_state, record.num_draws_since_state
-        if params.seed is not None:
-            state, num_draws = b"", 0
-            params = replace(params, seed=params.seed + index)
-        params = request.resumption.seeded(params, request.caller.tenant)
+        params = request.resumption.seeded(request.sampling, request.caller.tenant)
         return SamplerRecord(
             params,
-            secrets.randbits(64) if params.seed is None else params.seed,
+            secrets.randbits(64) if params.seed is None else params.seed + index,
             prompt_ids,
-            generated_ids=received_ids,
-            state=state,
-            num_draws=num_draws if params.is_greedy else num_draws + len(received_ids),
+            generated_ids=request.resumption.received_ids,
             max_new_tokens=max_tokens,
             end_token_ids=() if request.ignore_eos else self._limits.eos_token_ids,
             drafts=self._drafts(request.speculation),

@@ -106,7 +106,7 @@ class Completions:
 
     async def _read_out(self, job: _Job, readout: PromptReadout) -> None:
         """Processes a prompt without an answer."""
-        sampler = self.factory.sampler(job.running.request, job.prompt_ids, 1, router_pb2.SessionRecord())
+        sampler = self.factory.sampler(job.running.request, job.prompt_ids, 1)
         async with self._open(job, None, readout.shared_ids, sampler, None) as session:
             await session.restore(job.prompt_ids)
             job.running.meter.count_prompt(len(job.prompt_ids), session.position, 0)
@@ -115,9 +115,7 @@ class Completions:
     async def _stream(self, job: _Job, index: int, answer: Answer) -> AsyncGenerator[Sequence[Delta], None]:
         """Generates one of the answers to a prompt, in a session that ends with the answer."""
         running = job.running
-        sampler = self.factory.sampler(
-            running.request, job.prompt_ids, job.max_tokens, router_pb2.SessionRecord(), index
-        )
+        sampler = self.factory.sampler(running.request, job.prompt_ids, job.max_tokens, index)
         text_ids = [*job.prompt_ids, *answer.token_ids]
         async with AsyncExitStack() as stack:
             prefill: Prefill

@@ -36,7 +36,7 @@ class Resumption:
         """Adds a seed if the request has an id and no seed, so that every client service draws the same numbers."""
         if params.seed is not None or not self.request_id:
             return params
-        return replace(params, seed=int.from_bytes(self._digest("seed", tenant)[:7]))
+        return replace(params, seed=int.from_bytes(self._digest("seed", tenant)[:8]))
 
     def replay_into(self, answer: Answer) -> None:
         """Adds the received tokens to the answer. Raises InvalidRequest if the answer ends before the last one."""

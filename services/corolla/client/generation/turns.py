@@ -91,7 +91,7 @@ class Turns:
                 running = replace(running, request=request)
                 answer = await self.factory.begun(prompt_ids, max_tokens, request)
             num_past_tokens = min(num_kept_tokens, turn.record.position)
-            sampler = self.factory.sampler(request, prompt_ids, max_tokens, turn.record)
+            sampler = self.factory.sampler(request, prompt_ids, max_tokens)
             job = _Job(running, turn, prompt_ids, max_tokens, num_past_tokens, answer, sampler)
             session = await stack.enter_async_context(self._open(job, room))
             prefill = partial(session.prefill, job.text_ids[session.position :])
@@ -176,7 +176,6 @@ def _write_back(job: _Job, session: ChainSession, record_turn: RecordTurn) -> No
     record.chain.CopyFrom(session.chain_to_record)
     record.position = session.position
     record.token_log[:] = job.text_ids
-    record.sampler_state, record.num_draws_since_state = job.sampler.state, job.sampler.num_draws
     write_last_answer(record, answer, request.turn_name)
     record.num_turns += 1
     record.turns.add(

@@ -50,8 +50,6 @@ _LEAST_LONG_STEPS: Final = 3
 _MERGED_COLUMNS: Final = 32
 # Columns of a row that a program of `gate` computes.
 _COLUMNS_OF_GATE: Final = 1024
-# Tokens of a row that a program of `keep_nucleus` looks at together.
-_NUCLEUS_BLOCK: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -504,27 +502,6 @@ def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         product, (-(-num_rows // tile.height) * -(-num_outputs // tile.width),),
         rows, weight, out, out if bias is None else bias, num_rows, num_outputs, num_inputs,
     )  # fmt: skip
-    return out
-
-
-def keep_nucleus(scores: Tensor, probabilities: Tensor, shares: Tensor, bits: int) -> Tensor:
-    """Excludes the least probable tokens of each row, as long as they have at most a share of probability together.
-
-    Of tokens with equal scores, it excludes the one with the lowest index first. The most probable token stays.
-
-    Args:
-        scores: float32 `[R, V]`.
-        probabilities: float32 `[R, V]`; equal scores of a row have equal ones.
-        shares: int64 `[R]`, the shares times two to the power of `bits`.
-        bits: probabilities are cut after so many bits; at most 52.
-
-    Returns:
-        float32 `[R, V]`: the scores, with minus Inf for excluded tokens.
-    """
-    out = torch.empty_like(scores)
-    block = min(_NUCLEUS_BLOCK, power_of_two(scores.shape[1]))
-    nucleus = variant(device_code.keep_nucleus, BITS=bits, BLOCK=block, num_warps=16, **_EXACT)
-    launch(nucleus, (scores.shape[0],), scores, probabilities, shares, out, scores.shape[1])
     return out
 
 

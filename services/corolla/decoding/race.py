@@ -1,0 +1,126 @@
+"""The race in which tokens are drawn, among those that top-p and min-p keep. No row depends on the others.
+
+Each token has a number that follows from the answer's seed, the token's position and its id (`philox`). The token with
+the largest quotient of probability and number wins; of equal quotients, the lowest id.
+
+Probabilities are integers of 52 bits for top-p, so that their sums do not depend on the order of the additions. In the
+order of probability and then of id, top-p excludes the first tokens that together have at most the share `1 - top_p`;
+the last token always stays. Min-p keeps tokens with at least a share of the highest probability: its bound does not
+depend on what top-p excludes.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from corolla.decoding import kernel_trials
+from corolla.decoding.philox import exponential_numbers
+from corolla.kernels import draws
+from corolla.kernels.compiler import why_unavailable
+from corolla.kernels.philox import PROBABILITY_BITS
+from corolla.wire.device_copies import copied_numbers, on_device
+
+Draw = Callable[[Tensor, "Racers"], Tensor]
+"""See `drawn`."""
+
+_UNITS: Final = 1 << PROBABILITY_BITS
+_TRIAL_ROWS: Final = 9
+_TRIAL_TOKENS: Final = 10_000
+
+
+class Racers(NamedTuple):
+    """How each row draws; all tensors are on the device of the probabilities.
+
+    Attributes:
+        keys: int64 `[R]`, the bits of the seeds.
+        positions: int64 `[R]`: where in its answer each token is.
+        shares: int64 `[R]`: what top-p excludes, in units of probability; below 0 nothing.
+        least: float32 `[R]`: less probable tokens do not race.
+    """
+
+    keys: Tensor
+    positions: Tensor
+    shares: Tensor
+    least: Tensor
+
+
+def racers(
+    probabilities: Tensor,
+    seeds: Sequence[int],
+    positions: Sequence[int],
+    top_p: Sequence[float],
+    min_p: Sequence[float],
+) -> Racers:
+    """How rows of probabilities, float32 `[R, V]` on any device, draw. All sequences have an entry for each row.
+
+    Args:
+        seeds: of 64 bits.
+    """
+    device = probabilities.device
+    keys = [seed - (1 << 64) if seed >= 1 << 63 else seed for seed in seeds]
+    own_keys, own_positions = copied_numbers([(keys, torch.int64), (positions, torch.int64)], device)
+    shares = on_device(tuple(-1 if each == 1 else int((1 - each) * _UNITS) for each in top_p), device, torch.int64)
+    least = on_device(tuple(min_p), device, torch.float32)
+    if any(min_p):
+        least = least * probabilities.amax(dim=-1)
+    return Racers(own_keys, own_positions, shares, least)
+
+
+def drawn(probabilities: Tensor, own: Racers) -> Tensor:
+    """Draws a token for each row of probabilities, float32 `[R, V]`.
+
+    Returns:
+        int64 `[R]`, on the same device; -1 for a row that is not finite.
+    """
+    return way_of(probabilities.device)(probabilities, own)
+
+
+@functools.cache
+def way_of(device: torch.device) -> Draw:
+    """What draws on a device. The first call tries the kernel of a GPU."""
+    if device.type == "cpu":
+        return drawn_by_operators if why_unavailable() else drawn_by_function
+    holds = kernel_trials.holds("draws of tokens", "operators draw", device, draws_as_operators)
+    return drawn_by_kernel if holds else drawn_by_operators
+
+
+def drawn_by_function(probabilities: Tensor, own: Racers) -> Tensor:
+    """Computes by a compiled function what `drawn` returns of probabilities, float32 `[R, V]` on a CPU: int64 `[R]`."""
+    return draws.draw_tokens(probabilities.contiguous(), *own)
+
+
+def drawn_by_kernel(probabilities: Tensor, own: Racers) -> Tensor:
+    """Computes by the Triton kernel what `drawn` returns of probabilities, float32 `[R, V]` on a GPU: int64 `[R]`."""
+    from corolla.kernels.triton import choice_launches
+
+    return choice_launches.draw_tokens(probabilities.contiguous(), *own)
+
+
+def drawn_by_operators(probabilities: Tensor, own: Racers) -> Tensor:
+    """Computes by operators, on any device, what `drawn` returns of probabilities, float32 `[R, V]`: int64 `[R]`."""
+    # A stable order keeps equal probabilities in the order of their ids.
+    indices = probabilities.argsort(dim=-1, stable=True)
+    sums = (probabilities.double() * _UNITS).long().gather(1, indices).cumsum(dim=-1)
+    are_first = sums <= torch.minimum(own.shares.unsqueeze(1), sums[:, -1:] - 1)
+    are_excluded = are_first.scatter(1, indices, are_first) | (probabilities < own.least.unsqueeze(1))
+    numbers = exponential_numbers(own.keys, own.positions, probabilities.shape[1])
+    best = (probabilities.masked_fill(are_excluded, 0.0) / numbers).max(dim=-1)
+    return torch.where(best.values > 0, best.indices, -1)
+
+
+def draws_as_operators(device: torch.device, draw: Draw = drawn_by_kernel) -> bool:
+    """Returns True if `draw` draws the tokens that operators draw. Many probabilities are equal, and some are 0."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(_TRIAL_ROWS, _TRIAL_TOKENS, generator=generator).mul(8).round().div(4)
+    probabilities = scores.masked_fill(scores < -1, -torch.inf).softmax(dim=-1).to(device)
+    top_p = [1.0, *(index / _TRIAL_ROWS for index in range(1, _TRIAL_ROWS))]
+    min_p = [0.0, 0.1, *[0.0] * (_TRIAL_ROWS - 2)]
+    for position in range(4):
+        seeds = [(1 << 64) - 1 - index for index in range(_TRIAL_ROWS)]
+        own = racers(probabilities, seeds, [position] * _TRIAL_ROWS, top_p, min_p)
+        if not torch.equal(draw(probabilities, own), drawn_by_operators(probabilities, own)):
+            return False
+    return True
