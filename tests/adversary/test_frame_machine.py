@@ -23,7 +23,7 @@ from tests.checkpoints import HIDDEN_SIZE, VOCAB_SIZE, make_tiny_checkpoint
 from tests.frame_bytes import join
 from tests.integration.swarm import Swarm
 
-GREETING = b"CRLL\x01\x00\x00\x00"
+GREETING = b"CRLL\x02\x00\x00\x00"
 ALL = common_pb2.BlockSpan(start=0, end=5)
 SESSIONS = [letter * 16 for letter in (b"a", b"b", b"c")]
 CLIENT = b"k" * 16

@@ -168,7 +168,7 @@ async def ask(chat: AsyncChat, turn: Turn) -> Reply:
 async def test_turns_of_several_chats_at_once_do_not_mix(
     clients: tuple[AsyncClient, AsyncClient], local_runs: LocalRuns
 ) -> None:
-    names = ["stops several tokens back, then ends", "drawn, one stream over all turns", "cut after one token"]
+    names = ["stops several tokens back, then ends", "drawn, each turn by its own seed", "cut after one token"]
 
     async def texts(plan: Plan, client: AsyncClient) -> list[str]:
         async with client.chat(system=plan.system or None) as chat:

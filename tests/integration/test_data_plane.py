@@ -34,7 +34,7 @@ from tests.integration.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-GREETING = b"CRLL\x01\x00\x00\x00"
+GREETING = b"CRLL\x02\x00\x00\x00"
 SESSION = b"s" * 16
 ALL = common_pb2.BlockSpan(start=0, end=5)
 

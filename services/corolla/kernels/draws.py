@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from corolla.kernels.compiler import Compiled, share
-from corolla.kernels.draw_source import JOB, LANES, module_source
+from corolla.kernels.draw_source import JOB, module_source
 
 _Job: Final = ctypes.c_int64 * len(JOB)
 
@@ -30,10 +30,9 @@ def draw_tokens(probabilities: Tensor, keys: Tensor, positions: Tensor, shares: 
         int64 `[R]`: -1 for a row of which no probability is above 0.
     """
     num_rows, width = probabilities.shape
-    tokens, stride = torch.empty(num_rows, dtype=torch.int64), width + LANES
-    lists = torch.empty(num_rows, stride, dtype=torch.int32)
-    tensors = (probabilities, keys, positions, shares, least, lists, tokens)
-    job = _Job(*(each.data_ptr() for each in tensors), width, stride)
+    tokens = torch.empty(num_rows, dtype=torch.int64)
+    tensors = (probabilities, keys, positions, shares, least, tokens)
+    job = _Job(*(each.data_ptr() for each in tensors), width)
     are_many = num_rows * width >= _LEAST_TOKENS_OF_THREADS
     num_threads = min(num_rows, torch.get_num_threads()) if are_many else 1
     share(_module().address("draw"), ctypes.addressof(job), num_rows, num_threads)

@@ -39,7 +39,7 @@ from tests.identities import Identities
 LIMITS = StreamLimits()
 # A machine may pause; a peer that answers must not be taken for silent.
 QUICK = StreamLimits(ping_after_s=0.1, silence_s=1.0, greeting_s=0.5, flush_s=0.5)
-GREETING = b"CRLL\x01\x00\x00\x00"
+GREETING = b"CRLL\x02\x00\x00\x00"
 
 
 class Acceptor:
