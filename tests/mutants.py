@@ -56,9 +56,9 @@ _SAMPLING_TESTS: Final = ("tests/unit/decoding",)
 MUTANTS: Final = (
     Mutant(
         "temperature",
-        f"{_DECODING}/sampling.py",
-        "if params.temperature != 1:",
-        "if params.temperature > 1:",
+        f"{_DECODING}/batched_sampling.py",
+        "if any(each.temperature != 1 for each in params):",
+        "if any(each.temperature > 1 for each in params):",
         _SAMPLING_TESTS,
     ),
     Mutant(
