@@ -197,9 +197,9 @@ def _numbers(lines: _Lines, keys: Sequence[tuple[str, str]]) -> Sequence[str]:
         second = lines.let(f"xor {_I64} {lines.let(f'xor {_I64} {high[0]}, {c[3]}')}, {k1}")
         c = [first, low[1], second, low[0]]
     found = []
-    for high, low in (c[:2], c[2:]):
-        upper = lines.let(f"shl {_I64} {high}, splat (i64 20)")
-        found.append(lines.let(f"or {_I64} {upper}, {lines.let(f'lshr {_I64} {low}, splat (i64 12)')}"))
+    for first_word, second_word in (c[:2], c[2:]):
+        upper = lines.let(f"shl {_I64} {first_word}, splat (i64 20)")
+        found.append(lines.let(f"or {_I64} {upper}, {lines.let(f'lshr {_I64} {second_word}, splat (i64 12)')}"))
     return found
 
 
@@ -253,8 +253,8 @@ def _race() -> str:
     lines = _Lines()
     numbers = _numbers(lines, keys)
     racing = []
-    for side, number in zip(_SIDES, numbers, strict=True):
-        as_double = lines.let(f"bitcast {_I64} {lines.let(f'or {_I64} {number}, splat (i64 {_MAGIC})')} to {_DOUBLES}")
+    for side, drawn in zip(_SIDES, numbers, strict=True):
+        as_double = lines.let(f"bitcast {_I64} {lines.let(f'or {_I64} {drawn}, splat (i64 {_MAGIC})')} to {_DOUBLES}")
         bar = lines.let(f"fmul {_DOUBLES} {lines.let(f'fsub {_DOUBLES} {as_double}, {_all(2.0**52 - 0.5)}')}, %part")
         may_win = lines.let(f"fcmp oge {_DOUBLES} %double_{side}, {bar}")
         racing.append(lines.let(f"and {_I1} {may_win}, %is_behind_{side}"))
@@ -262,9 +262,9 @@ def _race() -> str:
     is_some = lines.let(f"call i1 @llvm.vector.reduce.or.v{_PAIRS}i1({_I1} {some})")
     judged = _Lines(len(lines.lines))
     quotients = []
-    for side, number in zip(_SIDES, numbers, strict=True):
-        drawn = judged.let(f"fdiv {_FLOATS} %p_{side}, {_exponential(judged, number)}")
-        quotients.append(judged.let(f"select {_I1} %is_behind_{side}, {_FLOATS} {drawn}, {_FLOATS} zeroinitializer"))
+    for side, drawn in zip(_SIDES, numbers, strict=True):
+        quotient = judged.let(f"fdiv {_FLOATS} %p_{side}, {_exponential(judged, drawn)}")
+        quotients.append(judged.let(f"select {_I1} %is_behind_{side}, {_FLOATS} {quotient}, {_FLOATS} zeroinitializer"))
     order = ", ".join(f"i32 {number // 2 + _PAIRS * (number % 2)}" for number in range(_TOKENS))
     both = judged.let(f"shufflevector {_FLOATS} {quotients[0]}, {_FLOATS} {quotients[1]}, <{_TOKENS} x i32> <{order}>")
     largest = judged.let(f"call float @llvm.vector.reduce.fmax.v{_TOKENS}f32({_WIDE_FLOATS} {both})")
