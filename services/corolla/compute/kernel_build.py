@@ -11,7 +11,7 @@ from corolla.chassis.errors import StartupError
 from corolla.compute.attention.base import AttentionBatch
 from corolla.compute.attention.paged_triton import PagedTriton
 from corolla.compute.low_rank import RECORDED_RANK, LowRankBatch, LowRankTable
-from corolla.compute.triton_blocks import TritonBlocks, stored_twice, unsupported
+from corolla.compute.triton_blocks import TritonBlocks, stored_twice, why_no_kernel
 from corolla.kernels.page_tables import PageTables
 from corolla.kernels.triton.availability import is_interpreted, missing
 from corolla.kernels.triton.compilation import SHARED_MEMORY, Compilation, compiling
@@ -75,7 +75,7 @@ def _fused(checkpoint: Checkpoint, dtype: torch.dtype, quantization: str) -> tup
     if model.fused is None:
         raise StartupError(f"There is nothing to compile: {checkpoint.name} runs with its family's own code.")
     for layer in model.fused.layers:
-        if (failure := unsupported(layer, dtype)) is not None:
+        if (failure := why_no_kernel(layer, dtype)) is not None:
             raise StartupError(f"There is nothing to compile for {checkpoint.name}: {failure}.")
     for linear in model.fused.linears:
         linear.invariant = InvariantProduct("triton", triton_product, (1,))

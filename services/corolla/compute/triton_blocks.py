@@ -145,7 +145,7 @@ def why_unsupported(layer: FusedLayer, dtype: torch.dtype) -> str | None:
     """Why the kernels cannot run a layer, as a sentence's end; None: they can."""
     if not all(map(_keeps_rows_apart, layer.projections)):
         return "its weights are quantised, or not there"
-    return unsupported(layer, dtype)
+    return why_no_kernel(layer, dtype)
 
 
 def _keeps_rows_apart(projection: Projection) -> bool:
@@ -155,7 +155,7 @@ def _keeps_rows_apart(projection: Projection) -> bool:
     return isinstance(projection, TunedLinear) and projection.weight.device.type != "meta"
 
 
-def unsupported(layer: FusedLayer, dtype: torch.dtype) -> str | None:
+def why_no_kernel(layer: FusedLayer, dtype: torch.dtype) -> str | None:
     """Says which part of a layer has no kernel, as a sentence's end; None: each part has one. Weights do not count."""
     if isinstance(layer.mlp, MixtureMlp) and layer.mlp.mixture is None:
         return f"there is no kernel for the mixture of experts {layer.mlp.name}"
