@@ -22,6 +22,7 @@ from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import blocks_pb2_grpc, common_pb2
 from corolla.wire.frames import Frame
 from corolla.wire.stream import connect
+from tests.integration.gates import held_up
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
 from tests.integration.wires import Cut
@@ -172,11 +173,12 @@ async def test_after_a_broken_stream_only_the_rest_is_sent(
         answer = asyncio.create_task(client.generate(prompt, **options))
         leaving = swarm.servers[1]
         await until_tokens(leaving, 100)
-        taker = await swarm.add_server("2:5")
-        bytes_per_token = token_bytes(leaving.engine.runner.store, range(3))  # type: ignore[attr-defined]
-        breaking = _Breaking(leaving, taker, num_asks)
-        swarm.wires_of(leaving).on_sent = breaking
-        swarm.servers.remove(leaving)
+        with held_up(swarm.servers[0]):
+            taker = await swarm.add_server("2:5")
+            bytes_per_token = token_bytes(leaving.engine.runner.store, range(3))  # type: ignore[attr-defined]
+            breaking = _Breaking(leaving, taker, num_asks)
+            swarm.wires_of(leaving).on_sent = breaking
+            swarm.servers.remove(leaving)
         await leaving.stop()
         assert breaking.has_damaged == (num_asks > 1)
         assert breaking.states == (SessionState.RUNNING, SessionState.ARRIVING)

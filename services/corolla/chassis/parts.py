@@ -29,7 +29,7 @@ class Parts:
     """The parts of one service.
 
     Attributes:
-        started: the names of the parts that run, in order.
+        started: the names of the parts that run, in order; a part runs until its `stop` has ended.
 
     Raises:
         ValueError: two parts have one name, or a part needs one that does not stand above it.
@@ -42,13 +42,15 @@ class Parts:
                 raise ValueError(f"the part {part.name!r} stands twice, or above one that it needs")
             above.add(part.name)
         self._parts = parts
-        self.started = [part.name for part in parts if part.start is None]
+        self._running = [part for part in parts if part.start is None]
+        self.started = [part.name for part in self._running]
 
     async def start(self) -> None:
         """Starts the parts one after the other. After a failure, `stop` must be called."""
         for part in self._parts:
             if part.start is not None:
                 await _run(part.start)
+                self._running.append(part)
                 self.started.append(part.name)
 
     async def stop(self) -> None:
@@ -56,11 +58,18 @@ class Parts:
 
         A part whose start failed is not stopped. A second call does nothing.
         """
+        running = [part for part in self._parts if part in self._running]
+        self._running.clear()
         async with AsyncExitStack() as stack:
-            for part in self._parts:
-                if part.stop is not None and part.name in self.started:
-                    stack.push_async_callback(_run, part.stop)
-            self.started.clear()
+            for part in running:
+                stack.push_async_callback(self._stop, part)
+
+    async def _stop(self, part: Part) -> None:
+        try:
+            if part.stop is not None:
+                await _run(part.stop)
+        finally:
+            self.started.remove(part.name)
 
 
 async def _run(action: Action) -> None:

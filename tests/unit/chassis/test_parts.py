@@ -44,6 +44,13 @@ async def test_parts_stop_in_the_reverse_order(diary: Diary) -> None:
     assert diary.events == ["start store", "start cache", "stop cache", "stop store", "stop port"]
 
 
+async def test_parts_below_still_run_while_one_stops() -> None:
+    seen: list[list[str]] = []
+    parts = Parts(*(Part(name, stop=lambda: seen.append([*parts.started])) for name in ("store", "cache")))
+    await parts.stop()
+    assert (seen, parts.started) == ([["store", "cache"], ["store"]], [])
+
+
 async def test_after_a_failure_what_has_started_stops_in_the_reverse_order(diary: Diary) -> None:
     parts = Parts(
         diary.made("port"), diary.part("a"), diary.part("b", "a"), diary.part("c", "b", fails="start"), diary.part("d")
