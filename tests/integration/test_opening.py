@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from corolla.block_server import service
+from corolla.block_server import service, span_loader
 from corolla.block_server.service import BlockServer
 from corolla.chassis.errors import HopUnavailable, NoChain
 from corolla.client.bounds import ClientBounds
@@ -55,7 +55,7 @@ def equally_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(*block: Any) -> Speed:
         return replace(measure_speed(*block), decode_tokens_per_second=1000.0, prefill_tokens_per_second=1000.0)
 
-    monkeypatch.setattr(service, "measure_speed", measure)
+    monkeypatch.setattr(span_loader, "measure_speed", measure)
     monkeypatch.setattr(service, "measure_decode_step", lambda runner: 0.003)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 
-from corolla.compute.triton_blocks import why_unsupported
+from corolla.compute.triton_blocks import why_no_kernel
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.families import FAMILIES
 from corolla.models.fused import RmsNorm
@@ -30,7 +30,7 @@ def test_blocks_of_fused_families_have_kernels(family: str, tmp_path: Path) -> N
     model = model_of(family, tmp_path, **({"clip_qkv": None} if family == "olmoe" else {}))
     model.make_fused("library")
     assert model.fused is not None
-    assert [why_unsupported(layer, torch.float32) for layer in model.fused.layers] == [None] * len(SPAN)
+    assert [why_no_kernel(layer, torch.float32) for layer in model.fused.layers] == [None] * len(SPAN)
 
 
 def test_a_norm_may_have_wider_weights_than_hidden_states() -> None:
