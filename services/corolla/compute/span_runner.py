@@ -143,7 +143,9 @@ class SpanRunner:
         cache = self.new_cache()
         cache.reserve(1)
         try:
-            self.forward([RowWork(cache, 0, 1)], torch.zeros(1, self.model.hidden_size), self.span)
+            # Weights that are not finite are found by the sessions, which get an error that says so.
+            launched = self.launch([RowWork(cache, 0, 1)], torch.zeros(1, self.model.hidden_size), self.span)
+            self.finish(launched, [0], self.span)
         finally:
             cache.clear()
 
