@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from corolla.block_server import service
+from corolla.block_server import service, span_loader
 from corolla.chassis.errors import StartupError
 from corolla.compute.device_memory import DeviceMemory
 from corolla.compute.sizes import model_size
@@ -25,7 +25,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, num_free: int) -> None:
         assert device == torch.device("cpu")
         return DeviceMemory(num_free, num_free)
 
-    monkeypatch.setattr(service, "memory_of", memory_of)
+    for module in (service, span_loader):
+        monkeypatch.setattr(module, "memory_of", memory_of)
 
 
 async def test_pages_fill_the_device_and_a_full_device_ends_the_start_with_what_to_change(
