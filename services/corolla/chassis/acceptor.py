@@ -53,6 +53,9 @@ class Acceptor:
     def stop(self) -> None:
         """Accepts no more connections. Those that are open stay."""
         self.accepting.cancel()
+        # The loop of asyncio would watch the socket's descriptor until its next turn. Once the socket is closed, that
+        # number may belong to a new connection, which would break.
+        asyncio.get_running_loop().remove_reader(self._listening)
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from corolla.chassis.errors import (
     FingerprintMismatch,
@@ -233,6 +234,32 @@ async def test_connections_that_begin_after_a_renewal_use_the_new_certificates(t
 
 
 # --- ends that misbehave ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.SelectorEventLoop, uvloop.new_event_loop])
+def test_a_connection_may_have_the_descriptor_of_a_port_that_was_just_released(
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def release_and_connect() -> None:
+        loop = asyncio.get_running_loop()
+        with socket.socket() as lowest:
+            number = lowest.fileno()
+        released = StreamListener("127.0.0.1", 0)
+        await released.start(lambda _: lambda _: None)
+        await asyncio.sleep(0.01)  # it waits for a connection
+        released.release()
+        reader, writer = socket.socketpair()
+        with reader, writer:
+            assert reader.fileno() == number
+            can_be_read = asyncio.Event()
+            loop.add_reader(reader, can_be_read.set)
+            writer.sendall(b"x")
+            async with asyncio.timeout(30):
+                await can_be_read.wait()
+            loop.remove_reader(reader)
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(release_and_connect())
 
 
 async def test_where_nobody_listens_a_stream_is_lost() -> None:
