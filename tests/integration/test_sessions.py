@@ -134,18 +134,18 @@ async def test_where_redis_lost_turns_the_session_is_busy_until_its_epochs_are_n
         assert (await chat.send(TURNS[2], **GREEDY)).token_ids == expected[1].token_ids
 
 
-async def test_the_random_stream_goes_on_from_turn_to_turn(client: AsyncClient) -> None:
-    sampled: dict[str, Any] = {"temperature": 1.0}
-    replies = []
-    for _ in range(2):
-        async with client.chat() as chat:
-            first = await chat.send(TURNS[0], **GREEDY, **sampled, seed=11)
-            replies.append((first.token_ids, (await chat.send(TURNS[1], **GREEDY, **sampled)).token_ids))
-    assert replies[0] == replies[1]
-    async with client.chat() as chat:
-        await chat.send(TURNS[0], **GREEDY, **sampled, seed=11)
-        again = await chat.send(TURNS[1], **GREEDY, **sampled, seed=11)
-    assert again.token_ids != replies[0][1], "a seed begins its stream anew"
+async def test_a_seed_repeats_a_turn_and_without_one_each_turn_has_its_own(client: AsyncClient) -> None:
+    sampled: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True, "temperature": 1.0}
+    prompts = [5, 6, 7], [8, 9]
+    seconds = []
+    for seed in (12, 12, 11, None, None):
+        async with client.session() as session:
+            first = await session.generate(prompts[0], **sampled, seed=11)
+            seconds.append((await session.generate(prompts[1], **sampled, seed=seed)).token_ids)
+    whole = [*prompts[0], *first.token_ids, *prompts[1]]
+    alone, other = [(await client.generate(whole, **sampled, seed=seed)).token_ids for seed in (12, 11)]
+    assert seconds[:3] == [alone, alone, other]
+    assert len(set(seconds)) == 4, "a turn without a seed takes a fresh one"
 
 
 async def test_a_session_of_text_is_one_text(client: AsyncClient) -> None:

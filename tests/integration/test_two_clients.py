@@ -65,12 +65,14 @@ async def test_the_second_client_has_only_the_new_tokens_processed(swarm: Swarm,
     await clients[1].delete_session(session_id)
 
 
-async def test_a_sampler_goes_on_where_the_other_client_left_it(clients: list[AsyncClient]) -> None:
+async def test_a_turn_is_drawn_alike_by_either_client(clients: list[AsyncClient]) -> None:
+    """Also where a penalty depends on the turn that the other client made."""
+    drawn: dict[str, Any] = {"temperature": 1.0, "repetition_penalty": 1.3, **OPTIONS}
     answers = []
     for order in ((0, 0), (0, 1)):
         session_id = (await clients[0].create_session()).session_id
-        await clients[order[0]].generate(TURNS[0], session=session_id, temperature=1.0, seed=8, **OPTIONS)
-        more = await clients[order[1]].generate(TURNS[1], session=session_id, temperature=1.0, **OPTIONS)
+        await clients[order[0]].generate(TURNS[0], session=session_id, seed=8, **drawn)
+        more = await clients[order[1]].generate(TURNS[1], session=session_id, seed=9, **drawn)
         answers.append(more.token_ids)
         await clients[0].delete_session(session_id)
     assert answers[0] == answers[1]

@@ -205,7 +205,9 @@ class SamplingParameters(_message.Message):
     frequency_penalty: _builtins.float
     """A number that is subtracted from a token's logit for each of its occurrences in the answer; in [-2, 2]."""
     seed: _builtins.int
-    """The same seed, prompt and parameters give the same tokens. Unset: each answer takes a fresh seed."""
+    """The same seed, prompt and parameters give the same tokens; a session's text so far belongs to the prompt. A session
+    keeps no seed: two turns with one seed draw the same numbers. Unset: each answer takes a fresh seed.
+    """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Numbers that are added to the logits of these tokens, before all else; in [-100, 100], at most 1,024 tokens."""

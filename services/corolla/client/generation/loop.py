@@ -87,7 +87,7 @@ async def generate(
     Tokens that arrive while the caller handles the last ones are yielded together: a slow caller gets fewer messages.
 
     A step may carry draft tokens. Every token is the choice of the session's sampler from the chain's logits, in order
-    and with the same random stream; a draft token never changes a choice. If it proves right, the logits for the next
+    and with the same random numbers; a draft token never changes a choice. If it proves right, the logits for the next
     choice are already computed. So the tokens are those of plain decoding, seeded sampling included. (That is
     speculative sampling, Leviathan et al. 2023, with target and draft drawn by the same random numbers.)
     """
