@@ -51,11 +51,12 @@ class Acceptor:
         self.accepting = asyncio.get_running_loop().create_task(self._accept())
 
     def stop(self) -> None:
-        """Accepts no more connections. Those that are open stay."""
+        """Accepts no more connections. Those that are open stay. After an earlier stop, the socket may be closed."""
         self.accepting.cancel()
         # The loop of asyncio would watch the socket's descriptor until its next turn. Once the socket is closed, that
         # number may belong to a new connection, which would break.
-        asyncio.get_running_loop().remove_reader(self._listening)
+        if self._listening.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._listening)
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()

@@ -248,6 +248,7 @@ def test_a_connection_may_have_the_descriptor_of_a_port_that_was_just_released(
         await released.start(lambda _: lambda _: None)
         await asyncio.sleep(0.01)  # it waits for a connection
         released.release()
+        released.release()  # as at the end of a server that has drained
         reader, writer = socket.socketpair()
         with reader, writer:
             assert reader.fileno() == number
