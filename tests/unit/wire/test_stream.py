@@ -258,6 +258,7 @@ def test_a_connection_may_have_the_descriptor_of_a_port_that_was_just_released(
             async with asyncio.timeout(30):
                 await can_be_read.wait()
             loop.remove_reader(reader)
+        await released.close()
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(release_and_connect())
