@@ -88,12 +88,15 @@ async def test_a_continuation_is_scored_where_the_tokens_divide_it(swarm: Swarm,
         expected = true_logprobs(unsplit, whole)[len(before) - 1 :]
         # An answer leaves its prompt in the cache.
         await client.generate(TEXT, max_tokens=1)
-        for _ in range(2):
+        most_cached = 0
+        # Each span has two servers: of four requests, at least one comes to servers that all had the text before.
+        for _ in range(3):
             found = await client.score(TEXT, CONTINUATION, logprobs=1)
             assert [each.logprob for each in found.logprobs] == pytest.approx(expected, abs=1e-4)
             assert found.logprob == pytest.approx(math.fsum(expected), abs=1e-4)
+            most_cached = max(most_cached, found.usage.cached_tokens)
         # What precedes the continuation may come from the cache.
-        assert found.usage.cached_tokens > 0
+        assert most_cached > 0
         assert (await client.score(before, whole[len(before) :])).logprob == pytest.approx(found.logprob, abs=1e-4)
         answer = await client.generate(TEXT, max_tokens=3, ignore_eos=True)
         assert (await client.score(before, answer.token_ids)).is_greedy
