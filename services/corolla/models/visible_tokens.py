@@ -70,10 +70,14 @@ def _masks_of(base: PreTrainedModel, family: Family, layers: nn.ModuleList) -> t
     hidden = torch.zeros(1, _NUM_TOKENS, int(config.hidden_size), dtype=base.dtype, device=base.device)
     positions = torch.arange(_NUM_TOKENS, device=base.device)[None]
     implementation = config._attn_implementation
+    # Nothing here needs angles, and some rotary embeddings look at numbers, which the meta device has not.
+    rotary = [each for each in base.modules() if type(each).__name__.endswith("RotaryEmbedding")]
     # The layers of some families return their output alone, and other layers return it in a tuple.
     for returns_tuple in (False, True):
         for index, layer in enumerate(layers):
             layer.forward = _recording(given, index, returns_tuple)
+        for each in rotary:
+            each.forward = _no_angles
         made: list[_Sees] = []
         token = _MADE.set(made)
         config._attn_implementation = _ASKED
@@ -91,9 +95,13 @@ def _masks_of(base: PreTrainedModel, family: Family, layers: nn.ModuleList) -> t
         finally:
             _MADE.reset(token)
             config._attn_implementation = implementation
-            for layer in layers:
-                del layer.forward
+            for each in (*layers, *rotary):
+                del each.forward
     raise AssertionError("the second try returns or raises")
+
+
+def _no_angles(hidden: Tensor, *_arguments: Any, **_options: Any) -> tuple[Tensor, Tensor]:
+    return hidden, hidden
 
 
 def _recording(masks: list[_Sees | None], index: int, returns_tuple: bool) -> Callable[..., Any]:
