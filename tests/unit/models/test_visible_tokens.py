@@ -1,17 +1,18 @@
 """What each layer sees comes from the family's own code, whatever its configuration says by names that it ignores."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from corolla.chassis.errors import CheckpointError
 from corolla.models.cut_model import model_class_of, without_weights
 from corolla.models.families import FAMILIES
 from corolla.models.visible_tokens import attention_windows
-from tests.checkpoints import tiny_config
+from tests.checkpoints import make_long_rope_checkpoint, tiny_config
 from tests.families import family_cases
 
 WINDOW = 12
@@ -85,3 +86,9 @@ def test_windows_are_those_of_the_familys_own_masks(family: str) -> None:
         expected = (distance >= 0) & (distance < (window or NUM_TOKENS))
         assert torch.equal(seen, expected), (planted, window, (seen != expected).nonzero())
     assert served
+
+
+def test_rotary_embeddings_may_look_at_the_positions(tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(make_long_rope_checkpoint("phimoe", tmp_path / "tiny"))
+    base = without_weights(model_class_of(AutoModel, config), config)
+    assert len(attention_windows(base, FAMILIES["phimoe"])) == config.num_hidden_layers
