@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 _MAX_HEAD_BYTES: Final = 32 << 10
 _KEEP_ALIVE_S: Final = 75
 _TLS_TIMEOUT_S: Final = 10.0
-_LAST_WORD_S: Final = 1.0
+_LAST_EVENTS_S: Final = 1.0
 _LOOK_INTERVAL_S: Final = 0.1
 _FULL_BODY: Final = body_of(ServiceUnavailable("the service has too many connections"))
 _FULL: Final = (
@@ -186,7 +186,7 @@ class _Running:
 
 async def _ended(tasks: set[asyncio.Task[None]]) -> None:
     if tasks:
-        await asyncio.wait(tasks.copy(), timeout=_LAST_WORD_S)
+        await asyncio.wait(tasks.copy(), timeout=_LAST_EVENTS_S)
 
 
 def _bind(host: str, port: int) -> socket.socket:
