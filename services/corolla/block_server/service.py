@@ -234,7 +234,7 @@ class BlockServer:
 
     @property
     def has_started(self) -> bool:
-        """Whether the server has loaded its span and begun to compute."""
+        """True once the server has loaded its span and begun to compute."""
         return "iterations" in self._parts.started
 
     @property

@@ -243,5 +243,5 @@ class SpanLoader:
 
 
 def _ends_of(checkpoint: Checkpoint, span: Span) -> dict[str, bool]:
-    """Which ends of the model a span has: the embedding before the first block, and the head after the last one."""
+    """Says which edges a span needs: the embedding for the first block, and the head for the last one."""
     return {"has_embedding": span.start == 0, "has_head": span.end == checkpoint.num_blocks}

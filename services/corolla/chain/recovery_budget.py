@@ -44,13 +44,13 @@ class Action(Enum):
     FILL = "fill"
     """The same hops get what they lack."""
     FILL_IN_PLACE = "fill in place"
-    """The same hops get what they lack, without scratch sessions, for which there is no room."""
+    """The same hops get what they lack, in the sessions that they have: there is no room for scratch sessions."""
     GIVE_UP = "give up"
     """Neither these servers nor others would help."""
 
 
 def classify(failure: CorollaError, *, is_alive: bool = False) -> Action:
-    """What to do about a failure. `is_alive`: this process reaches the hop that another one could not reach."""
+    """Says what to do about a failure. `is_alive`: this process reaches the hop that another one could not reach."""
     match failure:
         case HopUnavailable():
             return Action.REPLACE_EITHER if failure.reporter and is_alive else Action.REPLACE
@@ -157,7 +157,7 @@ class RecoveryBudget:
             in_replay: whether it happened during a replay.
 
         Returns:
-            Whether the hop that reported the failure is to blame: replacing the hop that it could not reach did not
+            True if the hop that reported the failure is to blame: replacing the hop that it could not reach did not
             help or was not possible at this position, so the reporter itself may be cut off.
 
         Raises:

@@ -92,7 +92,7 @@ class Routes:
         self._leaving.add(server_id)
 
     def is_leaving_or_gone(self, server_id: str) -> bool:
-        """The server left in an orderly way: it refused a session and said so, drains, or is no longer listed.
+        """True if the server left in an orderly way: it refused a session, drains, or is listed no more.
 
         A server that died is listed until its lease ends, and its clients notice its death long before.
         """

@@ -104,7 +104,7 @@ class RpcServer:
         if self._with_reflection:
             add_reflection(self._services, self._server)
         if self._metrics is not None:
-            # gRPC asks handlers in order. Those of announced services may come after this one.
+            # gRPC asks handlers in order, and the handlers of announced services may be added after this one.
             announced = frozenset(self._services) - {health.SERVICE_NAME}
             self._server.add_generic_rpc_handlers((UnknownServices(announced, self._metrics),))
         self._is_started = True

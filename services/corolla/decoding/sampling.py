@@ -57,12 +57,12 @@ class Sampler:
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether tokens are chosen by other scores than the model's own."""
+        """True if tokens are chosen by other scores than the model's own."""
         return self.looks_back or bool(self.params.logit_bias)
 
     @property
     def looks_back(self) -> bool:
-        """Whether a choice depends on the tokens before it, apart from their number."""
+        """True if a choice depends on the tokens before it, and not only on their number."""
         return self.has_grammar or self.params.has_penalties
 
     @property
