@@ -17,6 +17,7 @@ from corolla.compute.decode_buffers import DecodeBuffers
 from corolla.compute.decode_graphs import SIZES, DecodeGraphs
 from corolla.compute.device import give_back, is_out_of_memory
 from corolla.compute.span_runner import SpanRunner
+from corolla.kernels.kernel_trial import reason_of
 from corolla.models.adapters.products import LowRank, PlaceKey, SpanAdapter
 from corolla.models.cuda_capture import Record
 from corolla.models.fused import MixtureMlp
@@ -83,7 +84,7 @@ def _failure(runner: SpanRunner, record: Record, ladder: Sequence[int]) -> str |
         # The server works without recordings, so no error of theirs may end it.
         if is_out_of_memory(error):
             return _NO_MEMORY
-        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return reason_of(error)
     runner.decode_graphs = graphs
     checked_s = time.perf_counter() - began_s - recorded_s
     seconds = {"recorded_s": round(recorded_s, 2), "checked_s": round(checked_s, 2)}

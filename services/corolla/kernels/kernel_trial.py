@@ -78,7 +78,12 @@ def failure_of(trial: Callable[[], str | None]) -> str | None:
         raise
     except Exception as error:
         # Compilers raise errors of many kinds.
-        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return reason_of(error)
+
+
+def reason_of(error: Exception) -> str:
+    """The class of an error, and the first line of its text."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def too_far(error: float, tolerance: float) -> str | None:
