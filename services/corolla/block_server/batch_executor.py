@@ -24,7 +24,6 @@ from corolla.block_server.row_sampling import (
     in_parts,
     likeliest_of,
     logits_of,
-    picked,
     sample_rows,
 )
 from corolla.block_server.step_ahead import StepAhead, next_rows
@@ -38,7 +37,7 @@ from corolla.decoding.parameters import SamplingParams
 from corolla.decoding.sampling import Sampler
 from corolla.models.edges import Edges
 from corolla.v1 import blocks_pb2 as pb
-from corolla.wire.device_copies import begin_reading, copied_numbers, to_device
+from corolla.wire.device_copies import begin_reading, copied_numbers, picked, to_device
 from corolla.wire.span import Span
 from corolla.wire.tensors import from_payload
 

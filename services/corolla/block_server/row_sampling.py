@@ -22,7 +22,7 @@ from corolla.decoding.speculation import MAX_DRAFT_TOKENS
 from corolla.decoding.speculator import Speculator, make_speculator
 from corolla.models.edges import Edges
 from corolla.v1 import blocks_pb2 as pb
-from corolla.wire.device_copies import Reading, on_device
+from corolla.wire.device_copies import Reading, picked, with_rows
 
 log = logging.getLogger(__name__)
 
@@ -288,8 +288,7 @@ class RowLogits:
         choice = launch_choice([samplers[index].sampler for index in slow], picked(self.logits, slow))
         token_ids = choice.token_ids
         if self.likeliest_ids is not None:
-            at = on_device(tuple(slow), token_ids.device, torch.int64)
-            token_ids = self.likeliest_ids.index_copy(0, at, token_ids)
+            token_ids = with_rows(self.likeliest_ids, slow, token_ids)
         return replace(self, slow=slow, finish_slow=choice.finish), token_ids
 
     def with_failed_choices(self, samplers: Sequence[SessionSampler], error: CorollaError) -> "RowLogits":
@@ -300,14 +299,6 @@ class RowLogits:
 
 def _slow(samplers: Sequence[SessionSampler]) -> list[int]:
     return [index for index, sampler in enumerate(samplers) if not sampler.takes_likeliest]
-
-
-def picked(every: Tensor, indices: Sequence[int]) -> Tensor:
-    """The rows of `every`, `[R, ...]` in any dtype, at `indices`; makes them without waiting for the device.
-
-    The indices are in order, and each occurs once. The result is on the same device.
-    """
-    return every if len(indices) == len(every) else every[on_device(tuple(indices), every.device, torch.int64)]
 
 
 def logits_of(edges: Edges, rows: Sequence[SamplingRow], reading: Reading, hidden: Tensor | None = None) -> RowLogits:

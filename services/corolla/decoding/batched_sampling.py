@@ -17,7 +17,7 @@ from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.penalties import StackedPenalties
 from corolla.decoding.race import drawn, racers
 from corolla.decoding.sampling import Sampler, barred
-from corolla.wire.device_copies import begin_reading, on_device
+from corolla.wire.device_copies import begin_reading, on_device, picked, with_rows
 
 Logprobs = tuple[float, tuple[tuple[int, float], ...]]
 """The log probability of a chosen token, and the ids and log probabilities of the most probable ones."""
@@ -95,7 +95,7 @@ def _chosen(scores: Tensor, samplers: Sequence[Sampler], positions: Sequence[int
         found = torch.where(best.values.isfinite(), best.indices, -1)
     if drawing:
         own = [samplers[index] for index in drawing]
-        rows = _probabilities(_rows(scores, drawing), [each.params for each in own])
+        rows = _probabilities(picked(scores, drawing), [each.params for each in own])
         racing = racers(
             rows,
             [each.seed for each in own],
@@ -103,7 +103,7 @@ def _chosen(scores: Tensor, samplers: Sequence[Sampler], positions: Sequence[int
             [each.params.top_p for each in own],
             [each.params.min_p for each in own],
         )
-        found = _with_rows(found, drawing, drawn(rows, racing))
+        found = with_rows(found, drawing, drawn(rows, racing))
     return found
 
 
@@ -142,9 +142,9 @@ class _Logprobs:
         self._wanting = wanting
         self.found: list[Tensor] = []
         for number, indices in wanting.items():
-            logprobs = _rows(logits, indices).log_softmax(dim=-1)
+            logprobs = picked(logits, indices).log_softmax(dim=-1)
             top = logprobs.topk(number)
-            own = logprobs.gather(1, _rows(token_ids, indices).unsqueeze(1))
+            own = logprobs.gather(1, picked(token_ids, indices).unsqueeze(1))
             self.found.append(torch.cat((own.double(), top.indices.double(), top.values.double()), dim=1).flatten())
 
     def read(self, found: Iterable[float]) -> dict[int, Logprobs]:
@@ -197,23 +197,9 @@ class _Scores:
         if self.failures:
             have_scores = tuple(index not in self.failures for index in range(len(token_ids)))
             are_finite = are_finite & on_device(have_scores, token_ids.device, torch.bool)
-        self._penalties.add(_rows(token_ids, self._penalised), _rows(are_finite, self._penalised))
+        self._penalties.add(picked(token_ids, self._penalised), picked(are_finite, self._penalised))
 
 
 def _replaced(scores: Tensor, indices: Sequence[int], change: Callable[[Tensor], Tensor]) -> Tensor:
     """The scores with other numbers in the rows `indices`; `change` makes them."""
-    return _with_rows(scores, indices, change(_rows(scores, indices))) if indices else scores
-
-
-def _rows(every: Tensor, indices: Sequence[int]) -> Tensor:
-    """The rows `indices`, which are in order; each occurs once."""
-    if len(indices) == len(every):
-        return every
-    return every[on_device(tuple(indices), every.device, torch.int64)]
-
-
-def _with_rows(every: Tensor, indices: Sequence[int], rows: Tensor) -> Tensor:
-    """A tensor with other `rows` at `indices`, which are in order; each occurs once."""
-    if len(indices) == len(every):
-        return rows
-    return every.index_copy(0, on_device(tuple(indices), every.device, torch.int64), rows)
+    return with_rows(scores, indices, change(picked(scores, indices))) if indices else scores

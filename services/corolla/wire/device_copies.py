@@ -78,6 +78,21 @@ def on_device(values: tuple[float, ...] | tuple[int, ...], device: torch.device,
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
+def picked(every: Tensor, indices: Sequence[int]) -> Tensor:
+    """The rows of `every`, `[R, ...]` in any dtype, at `indices`; makes them without waiting for the device.
+
+    The indices are in order, and each occurs once. The result is on the same device.
+    """
+    return every if len(indices) == len(every) else every[on_device(tuple(indices), every.device, torch.int64)]
+
+
+def with_rows(every: Tensor, indices: Sequence[int], rows: Tensor) -> Tensor:
+    """A tensor like `every`, `[R, ...]` in any dtype, with other `rows` at `indices`; see `picked`."""
+    if len(indices) == len(every):
+        return rows
+    return every.index_copy(0, on_device(tuple(indices), every.device, torch.int64), rows)
+
+
 @dataclass(frozen=True, slots=True)
 class BegunReading:
     """Numbers on their way to the host. A call waits for them and returns them.
