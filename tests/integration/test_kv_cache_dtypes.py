@@ -125,14 +125,14 @@ async def test_an_answer_goes_on_when_its_server_dies(tmp_path: Path, kind: str)
 @pytest.mark.parametrize("kind", quick(["fp8", "int8"], "fp8"))
 async def test_a_session_is_handed_over_as_it_is_stored(tmp_path: Path, kind: str) -> None:
     folder = make_tiny_checkpoint("llama", tmp_path / "llama")
-    reference = Expected.of(Unsplit(folder), PROMPTS[1], kind, num_tokens=200)
+    reference = Expected.of(Unsplit(folder), PROMPTS[1], kind, num_tokens=400)
     chosen = {"kv_cache_dtype": kind}
     server = {"kv_cache_mib": 16, "grace_s": 60.0, **chosen}
     async with (
         Swarm(tmp_path, folder, ["0:2", "2:5"], server=server, client=chosen) as swarm,
         swarm.connect() as client,
     ):
-        answering = asyncio.create_task(client.generate(PROMPTS[1], max_tokens=200, ignore_eos=True))
+        answering = asyncio.create_task(client.generate(PROMPTS[1], max_tokens=400, ignore_eos=True))
         leaving = swarm.servers.pop()
         await until_held(leaving, 1, len(PROMPTS[1]))
         with held_up(leaving):
