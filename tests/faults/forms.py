@@ -7,6 +7,7 @@ HTTP: as the answer's form, and as the arguments of a tool that must be called. 
 import asyncio
 import contextlib
 import json
+import math
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,7 @@ from tests.json_schemas import SUITE, made_schemas
 MAX_STALL_S = 2.0
 LEAST_WHOLE = 0.95
 """The others come to the end of their tokens before their JSON ends: the model is a random one."""
-LEAST_HIT = 0.95
+LEAST_HIT = 0.9
 _NUM_SCHEMAS: Final = 300
 _MAX_TOKENS: Final = 400
 _AT_A_TIME: Final = 64
@@ -44,6 +45,10 @@ _NUM_FULL_SPEED: Final = 2
 """Tries before the victim is slowed down: a short answer has often ended when its first token arrives here."""
 _SLOW_KILLS: Final = (0.2, 0.4)
 """Parts of all tokens of the answers that run together: most tokens of the other server come within them."""
+_SLOW_WAIT_S: Final = (0.02, 2.0)
+"""Seconds after which a slowed victim dies at the latest, drawn by their logarithm: an answer whose drafts all fit
+comes whole in one step, so only a kill before it can hit.
+"""
 _PROMPT: Final = "the thin the thin"
 _CLOSING_BIAS: Final = 6.0
 _CHATS: Final = "/v1/chat/completions"
@@ -271,6 +276,8 @@ class _Row:
             waiting = missed
         say(f"servers of {span}: {num_kills} killed under {len(self.wanted)} answers, of which {len(waiting)} were "
             f"never hit, in {time.monotonic() - began_s:.0f} s")  # fmt: skip
+        for each in waiting:
+            say(f"  never hit, of {self._length(each)} tokens: {each}")
         return len(self.wanted) - len(waiting)
 
     def _length(self, wanted: Wanted) -> int:
@@ -278,18 +285,23 @@ class _Row:
 
     async def _lose_one(self, batch: Sequence[Wanted], span: str, share: float, *, is_slowed: bool) -> list[Wanted]:
         """A server of the span dies when this share of all tokens has come. Returns the answers that were not hit."""
-        # The last hops have read the grammars then, and a server that had most to do will have so again.
+        # The last hops have read the grammars then, and of many answers most run again where most did. One alone may go
+        # to the other server each time, so later tries draw theirs.
         servers = [server for server in self._stack.servers if server.blocks == span]
         before = [await _num_tokens(server) for server in servers]
         for each, heard in zip(batch, await self._heard(batch), strict=True):
             self._check(each, heard)
         done = [await _num_tokens(server) - num for server, num in zip(servers, before, strict=True)]
-        victim = servers[done.index(max(done))]
+        victim = self._rng.choice(servers) if is_slowed else servers[done.index(max(done))]
         num_tokens = max(1, round(share * sum(map(self._length, batch))))
         answers = [Heard() for _ in batch]
+        most_s = math.exp(self._rng.uniform(*map(math.log, _SLOW_WAIT_S))) if is_slowed else math.inf
+        until_s = time.monotonic() + most_s
         with self._stack.slowed(victim) if is_slowed else contextlib.nullcontext():
             asking = asyncio.gather(*map(self._asker.listen, batch, answers))
-            while sum(len(each.token_ids) for each in answers) < num_tokens and not asking.done():  # noqa: ASYNC110
+            while sum(len(each.token_ids) for each in answers) < num_tokens and time.monotonic() < until_s:
+                if asking.done():
+                    break
                 await asyncio.sleep(0.001)
         killed_s = time.monotonic()
         self._stack.kill(victim)
