@@ -17,9 +17,9 @@ from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.settings import BlockServerSettings
 from corolla.chassis.metrics import RpcMetrics, TaskMetrics
 from corolla.chassis.settings import PREFIX, ServiceSettings
-from corolla.client.http.metrics import HttpMetrics
 from corolla.client.metrics import ClientMetrics
 from corolla.client.settings import ClientSettings
+from corolla.http.metrics import HttpMetrics
 from corolla.models.families import FAMILIES
 from corolla.router.metrics import RouterMetrics
 from corolla.router.settings import RouterSettings

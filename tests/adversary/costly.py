@@ -14,7 +14,7 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
 from google.protobuf.message import Message
 
-from corolla.client.http.openapi import OPERATIONS, document
+from corolla.http.openapi import OPERATIONS, document
 
 MOST_BYTES: Final = (4 << 20) - 4096
 """A little less than the service reads."""

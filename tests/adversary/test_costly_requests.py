@@ -18,9 +18,9 @@ from google.protobuf.descriptor import MethodDescriptor
 
 from corolla.chassis.heap import settle
 from corolla.client.api import servicer
-from corolla.client.http import exchange
-from corolla.client.http.completions import CompletionRequest
 from corolla.client.reply_sizes import ReplyRoom
+from corolla.http import exchange
+from corolla.http.completions import CompletionRequest
 from corolla.v1 import generation_pb2 as pb
 from tests.adversary.costly import Costly, HttpSchemas, rpc_requests
 from tests.adversary.running import LONGEST_STALL_S, Running, running, slowness

@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from corolla.client.http.placement_facts import name_of
+from corolla.http.placement_facts import name_of
 from corolla.local.stack import Stack
 
 PATIENCE_MS: Final = 120_000

@@ -15,10 +15,10 @@ from prometheus_client import CollectorRegistry
 
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.chassis.metrics import RpcMetrics, TaskMetrics
-from corolla.client.http.metrics import HttpMetrics
 from corolla.client.metrics import ClientMetrics
 from corolla.compute.device_memory import DEVICE_MEMORY_USES
 from corolla.compute.memory_bound import MemoryBound
+from corolla.http.metrics import HttpMetrics
 from corolla.router.metrics import RouterMetrics
 from corolla.router.roster import Roster
 from tests.architecture.sources import ROOT

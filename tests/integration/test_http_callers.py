@@ -13,7 +13,7 @@ import pytest_asyncio
 from transformers import AutoTokenizer
 
 from corolla.client.held_bytes import HeldBytes
-from corolla.client.http.exchange import Limits
+from corolla.http.exchange import Limits
 from tests.checkpoints import VOCAB_SIZE, make_tiny_checkpoint
 from tests.integration.gates import held_up
 from tests.integration.swarm import Swarm

@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from corolla.chassis import audit
 from corolla.client.api.keys import NewKey, Scope
-from corolla.client.http.openapi import OPERATIONS
 from corolla.client.service import ClientService
+from corolla.http.openapi import OPERATIONS
 from corolla.trust.workload import Role
 from tests.checkpoints import make_tiny_checkpoint
 from tests.identities import Identities

@@ -12,9 +12,9 @@ import pytest
 
 from corolla.client.api.keys import NewKey
 from corolla.client.bounds import ClientBounds
-from corolla.client.http.page import HEADERS
-from corolla.client.http.placement_facts import name_of
 from corolla.client.service import ClientService
+from corolla.http.page import HEADERS
+from corolla.http.placement_facts import name_of
 from tests.integration.deaths import doom
 from tests.integration.swarm import Swarm, tiny_swarm
 from tests.integration.test_http_endpoints import metric

@@ -2,7 +2,7 @@
 
 Every failure that leaves a room (a package of `corolla`) is one of these classes. A class has one gRPC code and one
 reason. The reason is the label in the status detail (`google.rpc.ErrorInfo.reason`), in the metric
-`corolla_errors_total{reason}` and in the log line; `client/http/errors` chooses the status over HTTP. Messages are
+`corolla_errors_total{reason}` and in the log line; `http/errors` chooses the status over HTTP. Messages are
 written for the caller: they never hold prompt text, exception text or a session id.
 """
 
@@ -137,7 +137,7 @@ def context_exceeded(context_length: int, num_prompt_tokens: int | None) -> Cont
 class MessageTooLarge(CorollaError):
     """The request is larger than the service's limit. The status has a `google.rpc.QuotaFailure`.
 
-    `chassis/handlers` reports it to callers over gRPC, `client/http/exchange` to callers over HTTP.
+    `chassis/handlers` reports it to callers over gRPC, `http/exchange` to callers over HTTP.
     """
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -44,16 +44,6 @@ from corolla.client.generation.running_request import Entrance
 from corolla.client.generation.turns import Turns
 from corolla.client.generation.waiting_line import WaitingLine
 from corolla.client.held_bytes import HeldBytes
-from corolla.client.http.endpoints import EndpointFactory
-from corolla.client.http.exchange import Limits
-from corolla.client.http.metrics import HttpMetrics
-from corolla.client.http.openapi import router
-from corolla.client.http.origins import AllowedOrigins, OwnPages
-from corolla.client.http.placement_facts import PlacementFacts, placement_facts
-from corolla.client.http.placement_stream import PlacementStream
-from corolla.client.http.recovery_log import RecoveryLog
-from corolla.client.http.routes import HttpRoutes
-from corolla.client.http.server import HttpServer
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.enforcer import QuotaEnforcer
 from corolla.client.reply_sizes import stated_bytes
@@ -63,11 +53,21 @@ from corolla.client.text.grammar_process import GrammarProcess
 from corolla.client.text.template_process import TemplateProcess
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
+from corolla.http.endpoints import EndpointFactory
+from corolla.http.exchange import Limits
+from corolla.http.metrics import HttpMetrics
+from corolla.http.openapi import router
+from corolla.http.placement_facts import PlacementFacts, placement_facts
+from corolla.http.placement_stream import PlacementStream
+from corolla.http.recovery_log import RecoveryLog
+from corolla.http.routes import HttpRoutes
+from corolla.http.server import HttpServer
 from corolla.models.checkpoint import Checkpoint, end_token_ids_of
 from corolla.models.demo import DEMO_MODEL
 from corolla.models.families import recurrent_layers
 from corolla.models.hub import Hub
 from corolla.trust.credentials import PublicCertificate
+from corolla.trust.origins import AllowedOrigins, OwnPages
 from corolla.v1 import blocks_pb2, generation_pb2
 from corolla.wire.network import Network
 from corolla.wire.stream import between_servers

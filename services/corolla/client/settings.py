@@ -9,7 +9,7 @@ from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from corolla.chassis.settings import Dtype, ServiceSettings
 from corolla.chassis.weight_formats import KVCacheDtypeName, QuantizationName
 from corolla.client.api.tokens import ALGORITHMS
-from corolla.client.http.origins import AllowedOrigins
+from corolla.trust.origins import AllowedOrigins
 
 MODEL_NAME: Final = re.compile(r"[A-Za-z0-9._/@-]{1,256}")
 

@@ -11,9 +11,6 @@ from corolla.chain.prompt_readout import PromptReadout
 from corolla.chassis.errors import ReplyTooLarge
 from corolla.client.api import replies
 from corolla.client.generation.answer import Delta
-from corolla.client.http import chat_replies, completions
-from corolla.client.http.response_replies import Reply
-from corolla.client.http.responses import ResponseRequest
 from corolla.client.reply_sizes import (
     CHATS,
     COMPLETIONS,
@@ -29,6 +26,9 @@ from corolla.client.reply_sizes import (
 )
 from corolla.decoding.parameters import SampledToken
 from corolla.decoding.stopping import FinishReason
+from corolla.http import chat_replies, completions
+from corolla.http.response_replies import Reply
+from corolla.http.responses import ResponseRequest
 from corolla.v1 import generation_pb2 as pb
 
 TOKENS = [b"\x01" * 40, b'"\\' * 30, b"\xff\x80" * 20, b" " * 128, "é€😀".encode() * 9, b"\n" * 64]

@@ -14,15 +14,15 @@ from corolla.chassis.errors import InvalidRequest
 from corolla.client.api.requests import RequestParser
 from corolla.client.generation.admission import Caller, RequestCounts
 from corolla.client.generation.request import AnyRequest
-from corolla.client.http.chat import ChatCompletionRequest
-from corolla.client.http.completions import CompletionRequest
-from corolla.client.http.messages import MessageRequest
-from corolla.client.http.responses import ResponseRequest
 from corolla.client.output_parsing.formats import HERMES
 from corolla.client.output_parsing.parser_choice import OutputFormat
 from corolla.client.reply_sizes import ANY_ROOM
 from corolla.client.text import formats, schemas
 from corolla.client.text.formats import AnswerFormat, grammar_of
+from corolla.http.chat import ChatCompletionRequest
+from corolla.http.completions import CompletionRequest
+from corolla.http.messages import MessageRequest
+from corolla.http.responses import ResponseRequest
 from corolla.sdk.requests import chat_request
 from corolla.v1 import generation_pb2 as pb
 from tests.checkpoints import make_tokenizer

@@ -1,0 +1,261 @@
+"""The table of HTTP operations, from which the OpenAPI document and the routes are made."""
+
+import json
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import Any, Final
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from corolla.chassis.calls import Call
+from corolla.client.api.tenants import KeyHolder
+from corolla.http import (
+    chat_replies,
+    completions,
+    message_replies,
+    placement_facts,
+    readings,
+    response_replies,
+    routes,
+    tokenization,
+)
+from corolla.http.chat import ChatCompletionRequest
+from corolla.http.completions import CompletionRequest
+from corolla.http.dialects import ANTHROPIC, OPENAI, Dialect
+from corolla.http.endpoints import EndpointFactory
+from corolla.http.exchange import Exchange
+from corolla.http.messages import CountTokensRequest, MessageRequest
+from corolla.http.page import pages
+from corolla.http.responses import ItemsQuery, ReplayQuery, ResponseRequest
+from corolla.http.routes import HttpRoutes
+
+_VERSION: Final = "/v1"
+_EVENTS: Final = {"description": "Server-sent events, the data of each of which is JSON."}
+"""Readers of OpenAPI 3.1 do not agree whether the schema of a stream is that of its text, or of each event."""
+_REFERENCES: Final = "#/components/schemas/{model}"
+_SCHEMES: Final = {
+    "key": {"type": "http", "scheme": "bearer"},
+    "x_api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+_REFUSED: Final = {"400": "The request is refused."}
+_TOO_LARGE: Final = {"413": "The request is too large."}
+_ERRORS: Final = {
+    "401": "The key or token is not known.",
+    "403": "The key or token is for other calls.",
+    "404": "There is no such model, session or response.",
+    "409": "Another turn of the session is running.",
+    "429": "The tenant has used up a quota, or the service is full; Retry-After says when to try again.",
+    "500": "A fault of the service.",
+    "503": "Blocks have no server, or the service stops.",
+    "504": "The request did not come in time.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One HTTP method at one path.
+
+    Attributes:
+        path: the path in the document. One part may be a parameter, and `{model}` may hold slashes.
+        does: the method of HttpRoutes; its docstring is the summary in the document.
+        reply: the body of a reply that is not streamed; for a watch, the data of each event.
+        body: the body of the request; None: the request has no body.
+        query: the parameters behind the path; None: it has none.
+        needs_body: whether a request must have its body.
+        streams: whether the reply may be a stream of events.
+        is_watch: whether the reply is a stream of events for as long as the caller stays.
+        is_open: whether callers need no key.
+        dialect: what errors and streams look like.
+    """
+
+    path: str
+    method: str
+    does: Callable[[HttpRoutes, Exchange, Call[KeyHolder]], Awaitable[None]]
+    reply: type[BaseModel]
+    body: type[BaseModel] | None = None
+    query: type[BaseModel] | None = None
+    needs_body: bool = True
+    streams: bool = False
+    is_watch: bool = False
+    is_open: bool = False
+    dialect: Dialect = OPENAI
+
+
+OPERATIONS: Final = (
+    Operation("/v1/models", "GET", HttpRoutes.list_models, routes.ModelList),
+    Operation("/v1/models/{model}", "GET", HttpRoutes.get_model, routes.ModelFacts),
+    Operation(
+        "/v1/chat/completions",
+        "POST",
+        HttpRoutes.chat,
+        chat_replies.ChatCompletion,
+        ChatCompletionRequest,
+        streams=True,
+    ),
+    Operation("/v1/completions", "POST", HttpRoutes.complete, completions.Completion, CompletionRequest, streams=True),
+    Operation("/v1/responses", "POST", HttpRoutes.respond, response_replies.Response, ResponseRequest, streams=True),
+    Operation(
+        "/v1/messages",
+        "POST",
+        HttpRoutes.create_message,
+        message_replies.Message,
+        MessageRequest,
+        streams=True,
+        dialect=ANTHROPIC,
+    ),
+    Operation(
+        "/v1/messages/count_tokens",
+        "POST",
+        HttpRoutes.count_tokens,
+        message_replies.TokenCount,
+        CountTokensRequest,
+        dialect=ANTHROPIC,
+    ),
+    Operation(
+        "/v1/responses/{response_id}",
+        "GET",
+        HttpRoutes.get_response,
+        response_replies.Response,
+        query=ReplayQuery,
+        streams=True,
+    ),
+    Operation("/v1/responses/{response_id}", "DELETE", HttpRoutes.delete_response, routes.DeletedResponse),
+    Operation(
+        "/v1/responses/{response_id}/input_items",
+        "GET",
+        HttpRoutes.list_input_items,
+        response_replies.ItemList,
+        query=ItemsQuery,
+    ),
+    Operation(
+        "/v1/sessions",
+        "POST",
+        HttpRoutes.create_session,
+        routes.SessionFacts,
+        routes.SessionRequest,
+        needs_body=False,
+    ),
+    Operation("/v1/sessions/{session_id}", "GET", HttpRoutes.get_session, routes.SessionFacts),
+    Operation("/v1/sessions/{session_id}", "DELETE", HttpRoutes.delete_session, routes.DeletedSession),
+    Operation("/tokenize", "POST", HttpRoutes.tokenize, tokenization.Tokenized, tokenization.TokenizeRequest),
+    Operation("/detokenize", "POST", HttpRoutes.detokenize, tokenization.Detokenized, tokenization.DetokenizeRequest),
+    Operation("/tokenizer_info", "GET", HttpRoutes.describe_tokenizer, tokenization.TokenizerFacts),
+    Operation("/v1/embeddings", "POST", HttpRoutes.embed, readings.EmbeddingList, readings.EmbeddingRequest),
+    Operation("/v1/score", "POST", HttpRoutes.score, readings.ScoreList, readings.ScoreRequest),
+    Operation("/v1/rerank", "POST", HttpRoutes.rerank, readings.Ranking, readings.RerankRequest),
+    Operation("/health", "GET", HttpRoutes.health, routes.Health, is_open=True),
+)
+"""All operations, except the one for the document itself."""
+
+OF_THE_PAGE: Final = (
+    Operation("/v1/placement", "GET", HttpRoutes.watch_placement, placement_facts.PlacementFacts, is_watch=True),
+)
+"""The operations that exist only together with the page."""
+
+
+def document(operations: Sequence[Operation]) -> dict[str, Any]:
+    """The OpenAPI 3.1 document."""
+    named, definitions = models_json_schema(_models(operations), ref_template=_REFERENCES)
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation, named)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Corolla", "version": "1"},
+        "paths": paths,
+        "components": {
+            "schemas": definitions["$defs"],
+            "securitySchemes": _SCHEMES,
+        },
+    }
+
+
+def _models(operations: Sequence[Operation]) -> list[tuple[type[BaseModel], Any]]:
+    found: list[tuple[type[BaseModel], Any]] = []
+    for operation in operations:
+        found += [(operation.reply, "serialization"), (operation.dialect.error_reply, "serialization")]
+        if operation.body is not None:
+            found.append((operation.body, "validation"))
+    return list(dict.fromkeys(found))
+
+
+def _described(operation: Operation, named: Mapping[Any, Any]) -> dict[str, Any]:
+    replies = {"200": {"description": "It was done.", "content": dict(_contents(operation, named))}}
+    failures = {
+        **({} if operation.body is None and operation.query is None else _REFUSED),
+        **({} if operation.body is None else _TOO_LARGE),
+        **_ERRORS,
+    }
+    failure = {"application/json": {"schema": named[operation.dialect.error_reply, "serialization"]}}
+    for status, text in {"503": _ERRORS["503"]}.items() if operation.is_open else failures.items():
+        replies[status] = {"description": text, "content": failure}
+    facts: dict[str, Any] = {
+        "operationId": operation.does.__name__,
+        "summary": operation.does.__doc__,
+        "responses": replies,
+        "security": [] if operation.is_open else [*({name: []} for name in _SCHEMES), {}],
+    }
+    if operation.body is not None:
+        schema = named[operation.body, "validation"]
+        content = {"application/json": {"schema": schema}}
+        facts["requestBody"] = {"required": operation.needs_body, "content": content}
+    if parameters := [*_path_parameters(operation), *_query_parameters(operation)]:
+        facts["parameters"] = parameters
+    return facts
+
+
+def _path_parameters(operation: Operation) -> Iterator[dict[str, Any]]:
+    if "{" in operation.path:
+        name = operation.path.partition("{")[2].partition("}")[0]
+        yield {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+
+
+def _query_parameters(operation: Operation) -> Iterator[dict[str, Any]]:
+    if operation.query is not None:
+        for name, schema in operation.query.model_json_schema()["properties"].items():
+            yield {"name": name, "in": "query", "required": False, "schema": schema}
+
+
+def _contents(operation: Operation, named: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    reply = named[operation.reply, "serialization"]
+    if operation.is_watch:
+        yield "text/event-stream", {"schema": _EVENTS, "x-event-data": reply}
+        return
+    yield "application/json", {"schema": reply}
+    if operation.streams:
+        yield "text/event-stream", {"schema": _EVENTS}
+
+
+def router(endpoints: EndpointFactory, handlers: HttpRoutes, *, has_page: bool) -> ASGIApp:
+    """The application that serves all operations, also where `/v1` is missing or doubled, or a slash ends the path."""
+    operations = (*OPERATIONS, *(OF_THE_PAGE if has_page else ()))
+    described = json.dumps(document(operations)).encode()
+
+    async def openapi(exchange: Exchange, call: object) -> None:
+        await exchange.reply(described)
+
+    served = [Route("/openapi.json", endpoints.endpoint("/openapi.json", {"GET": openapi}, is_open=True))]
+    for path, group in groupby(operations, lambda each: each.path):
+        found = list(group)
+        behaviours = {each.method: partial(each.does, handlers) for each in found}
+        first = found[0]
+        endpoint = endpoints.endpoint(path, behaviours, first.dialect, is_open=first.is_open, is_of_page=first.is_watch)
+        # A model's name may be an id of the Hugging Face Hub, which has a slash.
+        pattern = path.replace("{model}", "{model:path}")
+        # Many clients leave /v1 out of their base address.
+        served += [Route(each, endpoint) for each in dict.fromkeys((pattern, pattern.removeprefix(_VERSION)))]
+    for path, show in pages() if has_page else ():
+        served.append(Route(path, endpoints.endpoint("/page", {"GET": show}, is_open=True)))
+    routed = Router(served, redirect_slashes=False, default=endpoints.not_found)
+
+    async def with_usual_path(scope: Scope, receive: Receive, send: Send) -> None:
+        # Anthropic's clients put /v1 behind a base address that has it already, as OpenAI's clients need it.
+        path = scope["path"].removeprefix(_VERSION if scope["path"].startswith(_VERSION * 2) else "")
+        await routed({**scope, "path": path.rstrip("/") or "/"}, receive, send)
+
+    return with_usual_path
