@@ -24,7 +24,7 @@ from corolla.models.checkpoint import Checkpoint
 from corolla.models.cuda_capture import CudaCapture
 from corolla.models.edges import Edges, load_edges
 from corolla.models.invariant_products import InvariantProduct, triton_product
-from corolla.models.linear import TunedLinear
+from corolla.models.linear import DenseLinear
 from corolla.models.packed import experts, modules
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
@@ -56,7 +56,7 @@ SPANS = (Span(0, 2), Span(2, 3))
 def products() -> Iterator[None]:
     """Multiplies by the Triton kernel everywhere: the trial of all sizes would take minutes here."""
 
-    def take_triton(layers: Iterable[TunedLinear], **_options: Any) -> None:
+    def take_triton(layers: Iterable[DenseLinear], **_options: Any) -> None:
         for layer in layers:
             # References stay on the CPU.
             if layer.weight.device.type == DEVICE:

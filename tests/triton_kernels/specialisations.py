@@ -30,7 +30,7 @@ from corolla.models.adapters.loading import load_adapter
 from corolla.models.adapters.products import SpanAdapter
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.invariant_products import InvariantProduct, choose_invariant_product, triton_product
-from corolla.models.linear import TunedLinear
+from corolla.models.linear import DenseLinear
 from corolla.models.packed.experts import PackedExpertWeights
 from corolla.models.packed.modules import PackedLinear
 from corolla.models.packed.trial import choose_packed_products, failed_trial
@@ -88,7 +88,7 @@ class Keys:
 def keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[Keys]:
     found = Keys(launches.launch)
 
-    def take_triton(layers: Iterable[TunedLinear], **_options: Any) -> None:
+    def take_triton(layers: Iterable[DenseLinear], **_options: Any) -> None:
         runs, found.runs = found.runs, False
         for layer in layers:
             if layer.weight.device.type != "meta":

@@ -43,7 +43,7 @@ from corolla.kernels.product_source import scratch_bytes
 from corolla.kernels.products import DTYPES, kernel_of, rows_of, weights_of
 from corolla.models.adapters.products import SpanAdapter
 from corolla.models.fused import FusedLayer, FusedSpan, GatedMlp, Projection, RmsNorm
-from corolla.models.linear import TunedLinear
+from corolla.models.linear import DenseLinear
 from corolla.models.packed.modules import PackedLinear
 
 log = logging.getLogger(__name__)
@@ -279,7 +279,7 @@ def _norms(layer: FusedLayer) -> tuple[Any, ...]:
 
 
 def _lies_in_panels(projection: Projection) -> bool:
-    if not isinstance(projection, TunedLinear | PackedLinear):
+    if not isinstance(projection, DenseLinear | PackedLinear):
         return False
     return projection.panels is not None and projection.layout is not None
 

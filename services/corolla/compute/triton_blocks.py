@@ -28,7 +28,7 @@ from corolla.kernels.product_choice import rung_of
 from corolla.models.adapters.products import AdapterBatch
 from corolla.models.fused import FusedLayer, FusedSpan, GatedMlp, MixtureMlp, Projection, RmsNorm
 from corolla.models.invariant_norms import Norm
-from corolla.models.linear import TunedLinear
+from corolla.models.linear import DenseLinear
 from corolla.models.mixture_trial import failed_mixture_trial
 from corolla.models.mixtures import Mixture, NeighbourGate, multiply_experts
 from corolla.models.packed.modules import PackedLinear
@@ -152,7 +152,7 @@ def _keeps_rows_apart(projection: Projection) -> bool:
     """A projection has weights of a kind whose products can keep the rule."""
     if isinstance(projection, PackedLinear):
         return projection.panels is not None
-    return isinstance(projection, TunedLinear) and projection.weight.device.type != "meta"
+    return isinstance(projection, DenseLinear) and projection.weight.device.type != "meta"
 
 
 def why_no_kernel(layer: FusedLayer, dtype: torch.dtype) -> str | None:
@@ -313,7 +313,7 @@ def _common_ladder(span: FusedSpan) -> tuple[int, ...]:
     Triton's products take any number of rows. Where some of a span's products are Triton's, only short steps are
     padded, which read weights for longer than they multiply. Routers would choose experts for the added rows, too.
     """
-    products = [each.invariant for layer in span.layers for each in layer.projections if isinstance(each, TunedLinear)]
+    products = [each.invariant for layer in span.layers for each in layer.projections if isinstance(each, DenseLinear)]
     ladders = [each.ladder for each in products if each is not None and each.name == "ladder"]
     if not ladders or any(isinstance(layer.mlp, MixtureMlp) for layer in span.layers):
         return (0,)

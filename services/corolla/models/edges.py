@@ -35,7 +35,7 @@ from corolla.models.cut_model import (
 from corolla.models.families import Family
 from corolla.models.invariant_norms import invariant_norm
 from corolla.models.leftovers import refuse_leftovers
-from corolla.models.linear import TunedLinear, choose_products, replace_linears, ways_by_shape
+from corolla.models.linear import DenseLinear, choose_products, replace_linears, ways_by_shape
 from corolla.models.packed.modules import PackedLinear
 from corolla.models.packed.trial import choose_packed_products
 from corolla.models.product_rule import AUTO
@@ -178,7 +178,7 @@ class Edges:
         """How this machine multiplies by the weights of the head, by their shape; see `ways_by_shape`."""
         if self._head_model is None:
             return {}
-        return ways_by_shape(each for each in self._head_model.modules() if isinstance(each, TunedLinear))
+        return ways_by_shape(each for each in self._head_model.modules() if isinstance(each, DenseLinear))
 
     @torch.no_grad()
     def embed(self, token_ids: Tensor, position_ids: Tensor) -> Tensor:

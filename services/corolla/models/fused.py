@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from corolla.models.adapters.products import AdapterBatch, Place
 from corolla.models.families import FUSED, Family
-from corolla.models.linear import TunedLinear, is_plain, replace_linears
+from corolla.models.linear import DenseLinear, is_plain, replace_linears
 from corolla.models.mixtures import Mixture
 from corolla.models.packed.modules import PackedLinear
 from corolla.models.rotary_table import RotaryTable
@@ -152,10 +152,10 @@ class FusedSpan:
         )
 
     @property
-    def linears(self) -> list[TunedLinear]:
-        """The projections that can be tuned; packed projections have only one way to multiply."""
+    def linears(self) -> list[DenseLinear]:
+        """The projections with dense weights; packed projections have only one way to multiply."""
         projections = (each for layer in self.layers for each in layer.projections)
-        return [each for each in projections if isinstance(each, TunedLinear)]
+        return [each for each in projections if isinstance(each, DenseLinear)]
 
     @property
     def rotary_tables(self) -> tuple[Tensor, ...]:
@@ -253,7 +253,7 @@ class GatedMlp:
         self.num_gated: int = down.in_features
         self.gates = sum(each.out_features for each in _part(mlp, _GATE_UP)) == 2 * self.num_gated
         self.gate_up = _fuse(mlp, _names(mlp, _GATE_UP))
-        self.down = _tuned(down)
+        self.down = _dense(down)
         self.places: tuple[Place, Place] = (_place("mlp", mlp, _GATE_UP), _place("mlp", mlp, _DOWN))
 
     @property
@@ -301,7 +301,7 @@ class MixtureMlp:
     def __init__(self, module: nn.Module) -> None:
         replace_linears(module)
         self.projections: list[Projection] = [
-            each for each in module.modules() if isinstance(each, TunedLinear | PackedLinear)
+            each for each in module.modules() if isinstance(each, DenseLinear | PackedLinear)
         ]
         self.mixture = Mixture.from_module(module)
         self.name = type(module).__name__
@@ -376,7 +376,7 @@ class FusedLayer:
             _place("self_attn", attention, _QUERY_KEY_VALUE),
             _place("self_attn", attention, _OUTPUT),
         )
-        self.output = _tuned(output)
+        self.output = _dense(output)
         self.mlp = MixtureMlp(mlp) if _has_experts(mlp) else GatedMlp(mlp)
         self.rotary = rotary
         self.scaling: float = attention.scaling
@@ -501,10 +501,10 @@ def _parts(projection: Projection) -> Sequence[Projection]:
     return projection.parts if isinstance(projection, _SideBySide) else (projection,)
 
 
-def _tuned(part: nn.Linear | PackedLinear) -> TunedLinear | PackedLinear:
+def _dense(part: nn.Linear | PackedLinear) -> DenseLinear | PackedLinear:
     if isinstance(part, PackedLinear):
         return part
-    return TunedLinear(cast(nn.Parameter, part.weight), cast(nn.Parameter | None, part.bias), parts=(part,))
+    return DenseLinear(cast(nn.Parameter, part.weight), cast(nn.Parameter | None, part.bias), parts=(part,))
 
 
 def _fuse(parent: nn.Module, names: Sequence[str]) -> Projection:
@@ -515,8 +515,8 @@ def _fuse(parent: nn.Module, names: Sequence[str]) -> Projection:
         return PackedLinear.joined(packed)
     parts = cast(list[nn.Linear], children)
     if packed:
-        return _SideBySide([_tuned(part) for part in parts])
-    fused = TunedLinear(
+        return _SideBySide([_dense(part) for part in parts])
+    fused = DenseLinear(
         _joined([part.weight for part in parts]), _joined_or_none([part.bias for part in parts]), parts=parts
     )
     sizes = [part.out_features for part in parts]

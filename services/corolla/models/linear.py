@@ -41,10 +41,10 @@ _ROWS_OF_LAYOUT: Final = 16
 _MAX_ROUNDINGS: Final = 16
 
 
-class TunedLinear(nn.Module):
-    """Computes `x W^T + b` as `nn.Linear` does: on a CPU in one of three ways, on a GPU by a rule.
+class DenseLinear(nn.Module):
+    """Computes `x W^T + b` as `nn.Linear` does, with dense weights: on a CPU in one of three ways, on a GPU by a rule.
 
-    That rule is that no row of a product depends on the other rows of the call; see `kernels/product_choice`.
+    The rule of GPUs is that no row of a product depends on the other rows of the call; see `kernels/product_choice`.
 
     Attributes:
         weight: `[out, in]`, the parameter of the replaced layer; once `panels` or `relaid` holds its numbers, a
@@ -169,7 +169,7 @@ def is_plain(module: nn.Module) -> bool:
     return type(module) is nn.Linear and type(module.weight.data) is Tensor
 
 
-def ways_by_shape(layers: Iterable[TunedLinear]) -> dict[str, str]:
+def ways_by_shape(layers: Iterable[DenseLinear]) -> dict[str, str]:
     """How layers multiply, by the shape of their weights, such as `4096x14336` (outputs, inputs).
 
     Where layers of one shape multiply in different ways, the names of these ways are joined by `+`.
@@ -181,19 +181,18 @@ def ways_by_shape(layers: Iterable[TunedLinear]) -> dict[str, str]:
     return {shape: "+".join(sorted(names)) for shape, names in ways.items()}
 
 
-def replace_linears(root: nn.Module, kept: Collection[str] = ()) -> list[TunedLinear]:
-    """Replaces every plain linear layer below `root` by a TunedLinear with the same parameters; returns the new layers.
+def replace_linears(root: nn.Module, kept: Collection[str] = ()) -> list[DenseLinear]:
+    """Replaces every plain linear layer below `root` by a DenseLinear with the same parameters; returns the new layers.
 
     Args:
         kept: names, within their blocks, of layers that are not replaced, since other code reads their weights.
     """
-    replaced: list[TunedLinear] = []
+    replaced: list[DenseLinear] = []
     for parent in list(root.modules()):
         for name, child in list(parent.named_children()):
             if is_plain(child) and name not in kept:
-                tuned = TunedLinear(cast(nn.Parameter, child.weight), cast(nn.Parameter | None, child.bias))
-                setattr(parent, name, tuned)
-                replaced.append(tuned)
+                replaced.append(DenseLinear(cast(nn.Parameter, child.weight), cast(nn.Parameter | None, child.bias)))
+                setattr(parent, name, replaced[-1])
     return replaced
 
 
@@ -221,7 +220,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 @torch.no_grad()
-def choose_products(layers: Iterable[TunedLinear], *, shared: Collection[Tensor] = (), asked_for: str = AUTO) -> None:
+def choose_products(layers: Iterable[DenseLinear], *, shared: Collection[Tensor] = (), asked_for: str = AUTO) -> None:
     """Lays the weights of layers out for the way that the rule has for them; where its product differs, they stay.
 
     On a GPU it chooses products by another rule instead, see `make_invariant`.
@@ -237,7 +236,7 @@ def choose_products(layers: Iterable[TunedLinear], *, shared: Collection[Tensor]
     make_invariant(layer for layer in layers if layer.weight.device.type == "cuda")
     share = int(_MAX_WHOLE_SHARE * sum(layer.weight.nbytes for layer in layers))
     max_bytes = min(_MAX_WHOLE_BYTES, max(MIN_WHOLE_BYTES, share))
-    alike: defaultdict[tuple[Any, ...], list[TunedLinear]] = defaultdict(list)
+    alike: defaultdict[tuple[Any, ...], list[DenseLinear]] = defaultdict(list)
     for layer in layers:
         if layer.weight.device.type == "cpu" and layer.weight.dtype in _TYPES:
             alike[layer.weight.dtype, layer.weight.shape, id(layer.weight) in held].append(layer)
@@ -256,7 +255,7 @@ def choose_products(layers: Iterable[TunedLinear], *, shared: Collection[Tensor]
 _CHOSEN: Final[dict[tuple[Any, ...], InvariantProduct | None]] = {}
 
 
-def make_invariant(layers: Iterable[TunedLinear], products: Mapping[str, Product] | None = None) -> None:
+def make_invariant(layers: Iterable[DenseLinear], products: Mapping[str, Product] | None = None) -> None:
     """Chooses products that keep each row of a layer's output apart from the other rows of a call.
 
     Args:
@@ -273,7 +272,7 @@ def make_invariant(layers: Iterable[TunedLinear], products: Mapping[str, Product
         layer.invariant = chosen[key]
 
 
-def _use_panels(layers: Sequence[TunedLinear], max_bytes: int) -> None:
+def _use_panels(layers: Sequence[DenseLinear], max_bytes: int) -> None:
     layout, (num_outputs, num_inputs) = layers[0].layout, layers[0].weight.shape
     if layout is None:
         return
@@ -282,7 +281,7 @@ def _use_panels(layers: Sequence[TunedLinear], max_bytes: int) -> None:
         layer.use_panels(lay_out_panels(layer.weight, layout, room, leave))
 
 
-def _use_onednn(layers: Sequence[TunedLinear], is_held: bool, max_bytes: int) -> None:
+def _use_onednn(layers: Sequence[DenseLinear], is_held: bool, max_bytes: int) -> None:
     for layer in layers:
         if is_held:
             layer.use(layer.weight if layer.weight.nbytes > MAX_COPIED_BYTES else relay(layer.weight))
@@ -307,7 +306,7 @@ def _discard(part: Tensor) -> None:
     heap.discard(part.data_ptr(), part.nbytes)
 
 
-def _holds(layer: TunedLinear, way: Way) -> bool:
+def _holds(layer: DenseLinear, way: Way) -> bool:
     """There is a kernel for a way, and its product equals that of `nn.Linear` up to rounding.
 
     The environment variable `ONEDNN_DEFAULT_FPMATH_MODE` can make oneDNN round more coarsely.

@@ -29,7 +29,7 @@ from corolla.models.cut_model import (
 )
 from corolla.models.families import Family, packs_rows, short_factor_length
 from corolla.models.fused import PLACES, FusedSpan, MixtureMlp, fits
-from corolla.models.linear import TunedLinear, choose_products, replace_linears
+from corolla.models.linear import DenseLinear, choose_products, replace_linears
 from corolla.models.long_rope import LongRope
 from corolla.models.packed.choice import layouts_of, types_of
 from corolla.models.packed.experts import PackedExpertWeights
@@ -107,11 +107,11 @@ class SpanModel:
         return sum(stored_bytes(tensor) for tensor in tensors)
 
     @property
-    def linears(self) -> list[TunedLinear]:
+    def linears(self) -> list[DenseLinear]:
         """The linear layers whose products `make_fused` has chosen; others are packed or quantised."""
         if self.fused is not None:
             return self.fused.linears
-        return [each for each in self.modules() if isinstance(each, TunedLinear)]
+        return [each for each in self.modules() if isinstance(each, DenseLinear)]
 
     def modules(self) -> Iterator[nn.Module]:
         """All modules of the blocks, as `nn.Module.modules` returns them."""
@@ -285,7 +285,7 @@ def _separate_factors(base: PreTrainedModel, family: Family) -> LongRope | None:
 
 def _features(module: nn.Module | None) -> tuple[int, int] | None:
     """The input and output size of a linear layer of any class; None for other modules."""
-    if isinstance(module, TunedLinear):
+    if isinstance(module, DenseLinear):
         return module.weight.shape[1], module.weight.shape[0]
     if isinstance(module, nn.Embedding) or module is None:
         return None

@@ -8,7 +8,7 @@ from torch.nn import functional
 from corolla.kernels.kernel_trial import KernelTrial
 from corolla.kernels.product_choice import BETWEEN, LADDER, rung_of, rungs
 from corolla.models.invariant_products import Product, choose_invariant_product, try_product
-from corolla.models.linear import TunedLinear, make_invariant
+from corolla.models.linear import DenseLinear, make_invariant
 
 WEIGHT = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
 BIAS = torch.randn(7, generator=torch.Generator().manual_seed(2))
@@ -118,7 +118,7 @@ def test_a_product_that_does_not_run_here_is_passed_over(caplog: pytest.LogCaptu
 def test_calls_are_padded_to_the_sizes_that_were_tried() -> None:
     # A size between two rungs breaks the rule; no call has it.
     splitting = Splitting({3, 5, 6, 7, 100}, 0)
-    layer = TunedLinear(nn.Parameter(WEIGHT, requires_grad=False), nn.Parameter(BIAS, requires_grad=False))
+    layer = DenseLinear(nn.Parameter(WEIGHT, requires_grad=False), nn.Parameter(BIAS, requires_grad=False))
     assert layer.way == "library"
     make_invariant([layer], {"ladder": splitting})
     assert layer.way == "ladder"
@@ -134,7 +134,7 @@ def test_calls_are_padded_to_the_sizes_that_were_tried() -> None:
 
 def test_layers_of_one_shape_are_tried_once() -> None:
     products: dict[str, Product] = {"ladder": Splitting(set(), 0)}
-    layers = [TunedLinear(nn.Parameter(torch.randn(7, 5), requires_grad=False)) for _ in range(3)]
+    layers = [DenseLinear(nn.Parameter(torch.randn(7, 5), requires_grad=False)) for _ in range(3)]
     make_invariant(layers, products)
     assert [layer.way for layer in layers] == ["ladder"] * 3
     splitting = products["ladder"]

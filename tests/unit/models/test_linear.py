@@ -8,7 +8,7 @@ from torch.nn import functional
 from corolla.kernels.products import plain_layout
 from corolla.models import linear
 from corolla.models.linear import (
-    TunedLinear,
+    DenseLinear,
     choose_products,
     is_plain,
     multiply_relaid,
@@ -24,13 +24,13 @@ from corolla.models.product_rule import Processor
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_both_ways_give_the_product(num_rows: int, bias: bool, is_shared: bool) -> None:
     plain = nn.Linear(24, 40, bias=bias)
-    tuned = TunedLinear(nn.Parameter(plain.weight.detach()), plain.bias)
+    dense = DenseLinear(nn.Parameter(plain.weight.detach()), plain.bias)
     rows = torch.randn(num_rows, 24)
     with torch.inference_mode():
-        assert torch.equal(tuned(rows), plain(rows))
-        tuned.use(tuned.weight if is_shared else relay(tuned.weight))
-        torch.testing.assert_close(tuned(rows), plain(rows), rtol=0, atol=1e-5)
-        torch.testing.assert_close(tuned(rows.view(1, num_rows, 24)), plain(rows).unsqueeze(0), rtol=0, atol=1e-5)
+        assert torch.equal(dense(rows), plain(rows))
+        dense.use(dense.weight if is_shared else relay(dense.weight))
+        torch.testing.assert_close(dense(rows), plain(rows), rtol=0, atol=1e-5)
+        torch.testing.assert_close(dense(rows.view(1, num_rows, 24)), plain(rows).unsqueeze(0), rtol=0, atol=1e-5)
 
 
 def test_rows_are_padded_to_few_sizes_with_little_waste() -> None:
@@ -49,7 +49,7 @@ def test_rows_that_lie_in_any_order_are_multiplied_right() -> None:
 
 def test_weights_that_were_laid_out_anew_are_held_once() -> None:
     parts = nn.Linear(8, 4), nn.Linear(8, 12)
-    whole = TunedLinear(nn.Parameter(torch.randn(16, 8)), parts=parts)
+    whole = DenseLinear(nn.Parameter(torch.randn(16, 8)), parts=parts)
     for part, view in zip(parts, torch.split(whole.weight.data, [4, 12]), strict=True):
         part.weight = nn.Parameter(view)
     whole.use(relay(whole.weight))
@@ -58,7 +58,7 @@ def test_weights_that_were_laid_out_anew_are_held_once() -> None:
         assert layer.weight.shape == (num_outputs, 8)
 
 
-def test_a_tuned_layer_shares_the_parameters_of_the_one_it_replaces() -> None:
+def test_a_dense_layer_shares_the_parameters_of_the_one_it_replaces() -> None:
     root = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Sequential(nn.Linear(8, 4, bias=False)))
     weights = [parameter.data_ptr() for parameter in root.parameters()]
     replaced = replace_linears(root)
@@ -74,11 +74,11 @@ def test_only_torchs_own_linear_layers_are_plain() -> None:
     assert is_plain(nn.Linear(4, 4))
     assert not is_plain(Quantised(4, 4))
     assert not is_plain(nn.Embedding(4, 4))
-    assert not is_plain(TunedLinear(nn.Parameter(torch.ones(4, 4))))
+    assert not is_plain(DenseLinear(nn.Parameter(torch.ones(4, 4))))
 
 
 def test_all_layers_of_a_shape_multiply_in_the_way_that_is_asked_for() -> None:
-    layers = [TunedLinear(nn.Parameter(torch.randn(16, 16))) for _ in range(3)]
+    layers = [DenseLinear(nn.Parameter(torch.randn(16, 16))) for _ in range(3)]
     choose_products(layers, asked_for="library")
     assert not any(layer.relaid for layer in layers)
     choose_products(layers, asked_for="onednn")
@@ -89,7 +89,7 @@ def test_weights_that_others_read_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     for most_copied in (1 << 20, 0):
         monkeypatch.setattr(linear, "MAX_COPIED_BYTES", most_copied)
         kept = nn.Parameter(weight := torch.randn(6000, 24))
-        layer = TunedLinear(kept)
+        layer = DenseLinear(kept)
         choose_products([layer], shared=[kept])
         assert (layer.relaid[0] is kept) == (not most_copied)
         assert layer.panels is None
@@ -101,9 +101,9 @@ def test_weights_that_others_read_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_layer_that_is_most_of_a_model_is_laid_out_in_pieces(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
     monkeypatch.setattr(linear, "MIN_WHOLE_BYTES", 1000)
     plain = nn.Linear(256, 1000, bias=bias).requires_grad_(False)
-    layer = TunedLinear(nn.Parameter(plain.weight.clone()), plain.bias)
+    layer = DenseLinear(nn.Parameter(plain.weight.clone()), plain.bias)
     given_up = layer.weight.detach()
-    choose_products([layer, TunedLinear(nn.Parameter(torch.randn(16, 256)))], asked_for="onednn")
+    choose_products([layer, DenseLinear(nn.Parameter(torch.randn(16, 256)))], asked_for="onednn")
     assert [piece.shape[0] for piece in layer.relaid] == [128] * 7 + [104]
     assert layer.weight.is_meta
     # Each piece's memory is the system's again before the next piece is laid out.
@@ -114,7 +114,7 @@ def test_a_layer_that_is_most_of_a_model_is_laid_out_in_pieces(monkeypatch: pyte
 
 
 def test_a_product_that_is_not_the_same_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = TunedLinear(nn.Parameter(torch.randn(16, 16)))
+    layer = DenseLinear(nn.Parameter(torch.randn(16, 16)))
     monkeypatch.setattr(linear, "relay", lambda weight: relay(weight.bfloat16().float()))
     choose_products([layer], asked_for="onednn")
     assert not layer.relaid
@@ -125,7 +125,7 @@ def test_a_type_without_a_kernel_is_left_alone(monkeypatch: pytest.MonkeyPatch) 
         raise RuntimeError("the cpu lacks support for it")
 
     everything = Processor({}, frozenset({"float16", "float64"}))
-    layers = [TunedLinear(nn.Parameter(torch.ones(16, 16, dtype=each))) for each in (torch.float16, torch.float64)]
+    layers = [DenseLinear(nn.Parameter(torch.ones(16, 16, dtype=each))) for each in (torch.float16, torch.float64)]
     monkeypatch.setattr(linear, "this_processor", lambda: everything)
     monkeypatch.setattr(linear, "relay", fails)
     choose_products(layers, asked_for="onednn")
@@ -138,7 +138,7 @@ def test_a_type_without_a_kernel_is_left_alone(monkeypatch: pytest.MonkeyPatch) 
 def test_panels_give_the_product(monkeypatch: pytest.MonkeyPatch, bias: bool, dtype: torch.dtype) -> None:
     monkeypatch.setattr(linear, "MIN_WHOLE_BYTES", 1000)
     plain = nn.Linear(256, 1001, bias=bias, dtype=dtype).requires_grad_(False)
-    layers = [TunedLinear(nn.Parameter(plain.weight.clone()), plain.bias) for _ in range(2)]
+    layers = [DenseLinear(nn.Parameter(plain.weight.clone()), plain.bias) for _ in range(2)]
     given_up = layers[1].weight.detach()
     choose_products(layers, asked_for="panels")
     for layer in layers:
