@@ -403,8 +403,6 @@ async def faults(swarm: Swarm, reason: str) -> float:
 class FromTomorrow(CorollaError):
     """What servers of a later version may say."""
 
-    reason = "FROM_TOMORROW"
-
 
 async def test_an_unknown_reason_ends_only_its_own_answer(tmp_path: Path, model: Path) -> None:
     """Block servers send such a reason when they are upgraded before client services."""
