@@ -11,6 +11,7 @@ from benchmarks import (
     client_token,
     crowd,
     distance,
+    draws,
     expansion,
     hop_parts,
     hops,
@@ -29,6 +30,7 @@ from benchmarks.command import show
 _ALL: tuple[ModuleType, ...] = (
     single_stream,
     streams,
+    draws,
     prefill,
     prefix,
     hops,

@@ -9,6 +9,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 from benchmarks.chain import Chain
 from benchmarks.command import interleaved, random_ids, run
@@ -61,10 +62,10 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
                     speeds[best], at_least(1.0))  # fmt: skip
 
 
-def speed(chain: Chain, prompts: list[list[int]], num_tokens: int) -> float:
-    """Tokens per second of all streams together."""
+def speed(chain: Chain, prompts: list[list[int]], num_tokens: int, **options: Any) -> float:
+    """Tokens per second of all streams together. The options are those of `generate`."""
     started_s = time.perf_counter()
-    chain.answers(prompts, num_tokens)
+    chain.answers(prompts, num_tokens, **options)
     return len(prompts) * num_tokens / (time.perf_counter() - started_s)
 
 
