@@ -1,6 +1,8 @@
 """Hops that die at the worst moments: in a prompt, in a replay, two at once; and outputs of NaN and infinity."""
 
 import asyncio
+import itertools
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,7 +33,7 @@ from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Frame
 from tests.faulty_runner import plant_fault
-from tests.integration.deaths import beyond, doom
+from tests.integration.deaths import answer_across_a_death, beyond, doom
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
@@ -93,6 +95,19 @@ async def test_a_hop_that_dies_anywhere_is_replaced(
         assert len(deaths) == 1
         assert (answer.token_ids, answer.usage.recoveries) == (expected, 1)
         await end(swarm, [victim])
+
+
+async def test_an_answer_without_a_seed_keeps_its_key(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = itertools.chain([7, 7], itertools.count(8))
+    monkeypatch.setattr(secrets, "randbits", lambda _: next(keys))
+    options = {**OPTIONS, "temperature": 1.5}
+    async with swarm_of(tmp_path, model, SPANS) as swarm, swarm.connect() as client:
+        expected, num_prompt_tokens = await undisturbed(swarm, **options)
+        answer = await answer_across_a_death(swarm, client, 1, num_prompt_tokens + 9, PROMPT, **options)
+        assert answer.token_ids == expected
+        assert (await undisturbed(swarm, **options))[0] != expected, "the next answer has another key"
 
 
 @pytest.mark.full
