@@ -21,11 +21,9 @@ from corolla.models.demo import DEMO_MODEL, demo_checkpoint
 from corolla.models.families import (
     ALIASES,
     FAMILIES,
-    LONG_ROPE,
     Family,
     family_of,
     pageless_layers,
-    rope_types,
     short_factor_length,
     stretched_lengths,
     why_unsupported,
@@ -396,9 +394,6 @@ class Checkpoint:
             digest.update(f" from {self.quantization}".encode())
         if kv_cache_dtype != "auto":
             digest.update(f" with keys and values in {kv_cache_dtype}".encode())
-        if LONG_ROPE in rope_types(self.config):
-            # Earlier releases chose the factors for each call, so their hidden states differ.
-            digest.update(b" with the factors of whole texts")
         return digest.hexdigest()[:16]
 
     @functools.cached_property

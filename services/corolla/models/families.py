@@ -125,44 +125,44 @@ _MAMBA = Family(
 )
 
 _FAMILIES = (
-    Family("llama", fused=FUSED),
-    Family("mistral", fused=FUSED),
-    Family("qwen2", fused=FUSED),
-    Family("qwen3", fused=FUSED),
-    Family("gemma", fused=FUSED),
-    Family("gemma2", fused=FUSED),
-    Family("gemma3_text", fused=FUSED),
+    *(
+        Family(name, fused=FUSED)
+        for name in (
+            "arcee", "cwm", "dots1", "flex_olmo", "gemma", "gemma2", "gemma3_text", "glm4_moe", "gpt_oss", "jais2",
+            "llama", "minimax_m2", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "qwen2", "qwen2_moe",
+            "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma",
+        )
+    ),
+    *(
+        Family(name, fused=FUSED, unit_scalars=("embedding_multiplier",))
+        for name in ("granite", "granitemoe", "hyperclovax")
+    ),
+    *(Family(name, fused=FusedBlocks(rotates_pairs=True)) for name in ("ernie4_5", "glm", "glm4", "helium")),
+    *(Family(name, fused=FusedBlocks(rotates_windows=True)) for name in ("exaone4", "exaone_moe")),
+    Family("cohere", fused=FusedBlocks(rotates_pairs=True, has_paired_angles=True)),
+    Family("cohere2", fused=FusedBlocks(rotates_pairs=True, has_paired_angles=True, rotates_windows=True)),
     Family("phi", norm="final_layernorm", fused=FUSED),
     Family("phi3", begins_anew=True, fused=FUSED),
-    Family("mixtral", fused=FUSED),
-    Family("qwen2_moe", fused=FUSED),
-    Family("qwen3_moe", fused=FUSED),
-    Family("olmo2", fused=FUSED),
-    Family("olmo3", fused=FUSED),
-    Family("granite", unit_scalars=("embedding_multiplier",), fused=FUSED),
-    Family("cohere2", fused=FusedBlocks(rotates_pairs=True, has_paired_angles=True, rotates_windows=True)),
-    Family("smollm3", fused=FUSED),
-    Family("starcoder2", fused=FUSED),
-    Family("gpt_oss", fused=FUSED),
-    Family("gpt_neox", embedding="embed_in", norm="final_layer_norm"),
-    Family("gpt2", layers="h", embedding="wte", norm="ln_f", learned_positions="wpe"),
-    Family(
-        "bloom",
-        layers="h",
-        embedding="word_embeddings",
-        norm="ln_f",
-        bypassed=("word_embeddings_layernorm",),
-        packs_rows=False,
+    *(
+        Family(name)
+        for name in (
+            "apertus", "aria_text", "bitnet", "cohere2_moe", "ernie4_5_moe", "flint", "hy_v3", "jetmoe", "kolibri1",
+            "laguna", "mellum", "ministral3", "olmo",
+        )
     ),
-    Family("falcon", layers="h", embedding="word_embeddings", norm="ln_f", packs_rows=False),
-    Family("stablelm", packs_rows=False),
-    Family("glm", fused=FusedBlocks(rotates_pairs=True)),
-    Family("glm4", fused=FusedBlocks(rotates_pairs=True)),
-    Family("glm4_moe", fused=FUSED),
-    Family("gptj", layers="h", embedding="wte", norm="ln_f", packs_rows=False),
-    Family("gpt_neo", layers="h", embedding="wte", norm="ln_f", learned_positions="wpe", packs_rows=False),
-    Family("gpt_bigcode", layers="h", embedding="wte", norm="ln_f", learned_positions="wpe"),
-    Family("mpt", layers="blocks", embedding="wte", norm="norm_f", packs_rows=False),
+    *(
+        Family(name, unit_scalars=("embedding_multiplier",))
+        for name in ("granite_swa", "granitemoe_swa", "granitemoeshared")
+    ),
+    *(Family(name, has_rope_alpha=True) for name in ("hunyuan_v1_dense", "hunyuan_v1_moe")),
+    Family("afmoe", unit_settings=("mup_enabled",)),
+    Family("biogpt", norm="layer_norm", learned_positions="embed_positions"),
+    Family("dbrx", layers="blocks", embedding="wte", norm="norm_f"),
+    Family("gpt_neox", embedding="embed_in", norm="final_layer_norm"),
+    *(
+        Family(name, layers="h", embedding="wte", norm="ln_f", learned_positions="wpe")
+        for name in ("gpt2", "gpt_bigcode")
+    ),
     Family(
         "opt",
         layers="decoder.layers",
@@ -172,68 +172,39 @@ _FAMILIES = (
         # Checkpoints with other values, such as opt-350m, have no final norm.
         required={"do_layer_norm_before": True, "_remove_final_layer_norm": False},
     ),
-    Family("exaone4", fused=FusedBlocks(rotates_windows=True)),
-    Family("nemotron", packs_rows=False),
-    Family("olmo"),
-    Family("olmoe", fused=FUSED),
-    Family("cohere", fused=FusedBlocks(rotates_pairs=True, has_paired_angles=True)),
-    Family("granitemoe", unit_scalars=("embedding_multiplier",), fused=FUSED),
-    Family("granitemoeshared", unit_scalars=("embedding_multiplier",)),
-    Family("arcee", fused=FUSED),
-    Family("seed_oss", fused=FUSED),
-    Family("ernie4_5", fused=FusedBlocks(rotates_pairs=True)),
-    Family("ernie4_5_moe"),
-    Family("hunyuan_v1_dense", has_rope_alpha=True),
-    Family("hunyuan_v1_moe", has_rope_alpha=True),
-    Family("dots1", fused=FUSED),
-    Family("helium", fused=FusedBlocks(rotates_pairs=True)),
-    Family("apertus"),
-    Family("codegen", layers="h", embedding="wte", norm="ln_f", packs_rows=False),
-    Family("xglm", norm="layer_norm", learned_positions="embed_positions", packs_rows=False),
-    Family("biogpt", norm="layer_norm", learned_positions="embed_positions"),
-    Family("minimax_m2", fused=FUSED),
-    Family("deepseek_v2", past=Past(caches_latents=True)),
-    Family("deepseek_v3", past=Past(caches_latents=True)),
-    Family("glm4_moe_lite", past=Past(caches_latents=True)),
-    # This family has its attention window only in the mask, which packed calls do not use.
-    Family("phimoe", packs_rows=False, begins_anew=True),
     Family("persimmon", norm="final_layernorm"),
-    Family("ministral", fused=FUSED),
-    Family("ministral3"),
-    Family("flex_olmo", fused=FUSED),
-    Family("vaultgemma", fused=FUSED),
-    Family("exaone_moe", fused=FusedBlocks(rotates_windows=True)),
-    Family("jais2", fused=FUSED),
-    Family("youtu", past=Past(caches_latents=True)),
-    Family("cwm", fused=FUSED),
-    Family("solar_open", fused=FUSED),
-    Family("bitnet"),
-    Family("hyperclovax", unit_scalars=("embedding_multiplier",), fused=FUSED),
-    Family("hy_v3"),
-    Family("gpt_neox_japanese", embedding="embed_in", norm="final_layer_norm", packs_rows=False),
-    Family("minicpm3", past=Past(caches_latents=True)),
-    Family("cohere2_moe"),
-    Family("afmoe", unit_settings=("mup_enabled",)),
-    Family("mellum"),
-    Family("kolibri1"),
-    Family("laguna"),
-    Family("jetmoe"),
-    Family("aria_text"),
-    Family("dbrx", layers="blocks", embedding="wte", norm="norm_f"),
-    Family("axk1", past=Past(caches_latents=True)),
+    *(Family(name, packs_rows=False) for name in ("nemotron", "stablelm")),
+    *(Family(name, layers="h", embedding="wte", norm="ln_f", packs_rows=False) for name in ("codegen", "gptj")),
+    Family(
+        "bloom",
+        layers="h",
+        embedding="word_embeddings",
+        norm="ln_f",
+        bypassed=("word_embeddings_layernorm",),
+        packs_rows=False,
+    ),
     # This family's mask picks the keys that each token sees, and packed calls do not use the mask.
     Family("doge", packs_rows=False),
-    Family("granite_swa", unit_scalars=("embedding_multiplier",)),
-    Family("granitemoe_swa", unit_scalars=("embedding_multiplier",)),
-    Family("flint"),
-    Family("lfm2", norm="embedding_norm", past=Past(keeps_states=True)),
-    Family("lfm2_moe", norm="embedding_norm", past=Past(keeps_states=True)),
-    Family("qwen3_next", past=Past(keeps_states=True)),
-    Family("qwen3_5_text", past=Past(keeps_states=True)),
-    Family("qwen3_5_moe_text", past=Past(keeps_states=True)),
-    Family("olmo_hybrid", past=Past(keeps_states=True)),
+    Family("falcon", layers="h", embedding="word_embeddings", norm="ln_f", packs_rows=False),
+    Family("gpt_neo", layers="h", embedding="wte", norm="ln_f", learned_positions="wpe", packs_rows=False),
+    Family("gpt_neox_japanese", embedding="embed_in", norm="final_layer_norm", packs_rows=False),
+    Family("mpt", layers="blocks", embedding="wte", norm="norm_f", packs_rows=False),
+    # This family has its attention window only in the mask, which packed calls do not use.
+    Family("phimoe", packs_rows=False, begins_anew=True),
+    Family("xglm", norm="layer_norm", learned_positions="embed_positions", packs_rows=False),
+    *(
+        Family(name, past=Past(caches_latents=True))
+        for name in ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
+    ),
     Family("kimi_linear", past=Past(caches_latents=True, keeps_states=True)),
-    Family("lfm3", norm="embedding_norm", past=Past(keeps_states=True)),
+    *(
+        Family(name, past=Past(keeps_states=True))
+        for name in ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+    ),
+    *(
+        Family(name, norm="embedding_norm", past=Past(keeps_states=True))
+        for name in ("lfm2", "lfm2_moe", "lfm3")
+    ),
     Family("bamba", norm="final_layernorm", past=Past(keeps_states=True)),
     Family("granitemoehybrid", unit_scalars=("embedding_multiplier",), past=Past(keeps_states=True)),
     Family(
@@ -249,7 +220,7 @@ _FAMILIES = (
     _MAMBA,
     replace(_MAMBA, model_type="falcon_mamba"),
     replace(_MAMBA, model_type="mamba2", past=replace(_MAMBA.past, continues_singly=False), read_weights=()),
-)
+)  # fmt: skip
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMILIES}
 

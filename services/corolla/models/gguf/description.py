@@ -324,25 +324,3 @@ def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
     tokens = metadata.get("tokenizer.ggml.tokens", ())
     known = [token_id for token_id, text in enumerate(tokens) if text in END_TEXTS]
     return list(dict.fromkeys(token_id for token_id in (*named, *known) if token_id is not None))
-
-
-def has_once_ignored_settings(header: GgufHeader, config: Any) -> bool:
-    """Releases up to 0.2.0 ignored some settings of this file, and computed other hidden states from it.
-
-    `config` is the model's configuration.
-    """
-    settings = {key.removeprefix(f"{header.architecture}."): value for key, value in header.metadata.items()}
-    ignored = {
-        "rope.scale_linear",
-        "rope.scaling.attn_factor",
-        "rope.freq_base_swa",
-        "attention.sliding_window_pattern",
-    }
-    assumed = {"rope.freq_base", "attention.head_count_kv"}
-    return (
-        any(getattr(config, name, False) for name in _BIASES)
-        or not ignored.isdisjoint(settings)
-        or not assumed <= settings.keys()
-        or ("rope.scaling.factor" in settings and "rope.scaling.type" not in settings)
-        or (config.model_type == "gemma3_text" and "attention.sliding_window" not in settings)
-    )

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from transformers import PretrainedConfig
 
 from corolla.chassis.errors import CheckpointError
-from corolla.models.gguf.description import has_once_ignored_settings
 from corolla.models.gguf.header import GgufHeader, part_names, raw_bytes
 
 if TYPE_CHECKING:
@@ -72,8 +71,6 @@ class GgufWeights:
         These are the digest of its header, and `num_bytes` from each of the beginning, middle and end of every tensor.
         """
         yield self.header.digest
-        if has_once_ignored_settings(self.header, self._config):
-            yield b"with all settings"
         for name in sorted(self.header.tensors):
             tensor = self.header.tensors[name]
             last = max(0, tensor.num_bytes - num_bytes)

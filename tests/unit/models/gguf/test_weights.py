@@ -206,16 +206,3 @@ def test_two_files_have_two_fingerprints_and_one_file_has_one_wherever_it_lies(t
     moved.write_bytes(paths[0].read_bytes())
     fingerprints = [Checkpoint.from_pretrained(str(path)).fingerprint("float32") for path in (*paths, moved)]
     assert fingerprints[0] == fingerprints[2] != fingerprints[1]
-
-
-def test_a_release_that_ignored_a_part_of_the_file_shares_no_chain(tmp_path: Path) -> None:
-    """The digest of 0.2.0 was that of the header and the samples alone."""
-    _, plain = make_tiny_gguf("llama", tmp_path / "plain")
-    _, biased = make_tiny_gguf("llama", tmp_path / "biased", changes={"attention_bias": True})
-    scaled = rewrite_gguf(plain, tmp_path / "scaled.gguf", {"llama.rope.scale_linear": 4.0})
-    facts = []
-    for path in (plain, biased, scaled):
-        weights = Checkpoint.from_pretrained(str(path)).gguf
-        assert weights is not None
-        facts.append(b"with all settings" in list(weights.facts(1)))
-    assert facts == [False, True, True]
