@@ -95,7 +95,14 @@ END_TEXTS: Final = frozenset(
         "<EOT>", "</s>", "<eos>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
     }
 )  # fmt: skip
-_TO_SAFETENSORS: Final = "give the model as safetensors"
+
+
+def _unserved(what: str) -> CheckpointError:
+    return CheckpointError(f"The file {what}, which is not served; give the model as safetensors.")
+
+
+def _senseless(what: str) -> CheckpointError:
+    return CheckpointError(f"The file {what}; convert the model again.")
 
 
 def configuration(header: GgufHeader) -> dict[str, Any]:
@@ -108,8 +115,8 @@ def configuration(header: GgufHeader) -> dict[str, Any]:
     architecture = header.architecture
     if architecture not in _ARCHITECTURES:
         raise CheckpointError(
-            f"GGUF files of the architecture {architecture!r} are not served; {_TO_SAFETENSORS}, or one of these: "
-            f"{', '.join(_ARCHITECTURES)}."
+            f"GGUF files of the architecture {architecture!r} are not served; give the model as safetensors, or one of "
+            f"these: {', '.join(_ARCHITECTURES)}."
         )
     model_type, row = _ARCHITECTURES[architecture]
     settings = {
@@ -156,9 +163,7 @@ def _of_all_blocks(key: str, value: Any) -> Any:
     if not isinstance(value, list):
         return value
     if not value or any(each != value[0] for each in value):
-        raise CheckpointError(
-            f"The file gives blocks different values of {key}, which is not served; {_TO_SAFETENSORS}."
-        )
+        raise _unserved(f"gives blocks different values of {key}")
     return value[0]
 
 
@@ -167,15 +172,9 @@ def _refuse_others(settings: Mapping[str, Any], known: Iterable[str], architectu
         key for key in settings if key not in set(known) and not key.startswith(("rope.scaling.", "rope.scale_"))
     )
     if "expert_count" in others:
-        raise CheckpointError(
-            f"The file is a mixture of experts of the architecture {architecture!r}, such as Mixtral, which is not "
-            f"served from GGUF; {_TO_SAFETENSORS}."
-        )
+        raise _unserved(f"is a mixture of experts of the architecture {architecture!r}, such as Mixtral")
     if others:
-        raise CheckpointError(
-            f"The file sets {architecture}.{others[0]}, by which answers may change, and which is not served; "
-            f"{_TO_SAFETENSORS}."
-        )
+        raise _unserved(f"sets {architecture}.{others[0]}, by which answers may change")
 
 
 def _is_idle(key: str, value: Any) -> bool:
@@ -185,22 +184,19 @@ def _is_idle(key: str, value: Any) -> bool:
 def _check_sizes(found: Mapping[str, Any], header: GgufHeader) -> None:
     absent = [name for name in _SIZES if not isinstance(found.get(name), int) or found[name] < 1]
     if absent:
-        raise CheckpointError(f"The file does not say the model's {absent[0]}; convert the model again.")
+        raise _senseless(f"does not say the model's {absent[0]}")
     numbers = {int(match["block"]) for name in header.tensors if (match := _BLOCK.match(name))}
-    if found["num_hidden_layers"] > len(numbers):
-        raise CheckpointError(
-            f"The file says that the model has {found['num_hidden_layers']} blocks, and has tensors of {len(numbers)}; "
-            "convert the model again."
-        )
+    num_blocks = found["num_hidden_layers"]
+    if (block := next((each for each in range(num_blocks) if each not in numbers), None)) is not None:
+        raise _senseless(f"promises {num_blocks} blocks and has no weights of block {block}")
     if not isinstance(found.get("rms_norm_eps"), float):
-        raise CheckpointError("The file does not say the model's rms_norm_eps; convert the model again.")
+        raise _senseless("does not say the model's rms_norm_eps")
     num_tokens = len(header.metadata.get("tokenizer.ggml.tokens", ()))
     embedding = header.tensors.get("token_embd.weight")
     num_rows = num_tokens if embedding is None else embedding.shape[0]
     if not num_tokens == num_rows == found["vocab_size"]:
-        raise CheckpointError(
-            f"The file lists {num_tokens} tokens, has {num_rows} rows of embeddings and a vocabulary of "
-            f"{found['vocab_size']}, which is not served; convert the model again, with a token for each row."
+        raise _senseless(
+            f"lists {num_tokens} tokens, has {num_rows} rows of embeddings and a vocabulary of {found['vocab_size']}"
         )
 
 
@@ -214,22 +210,12 @@ def _add_defaults(found: dict[str, Any]) -> None:
 def _check_heads(found: Mapping[str, Any], settings: Mapping[str, Any], architecture: str) -> None:
     heads, kv_heads, head_dim = (found[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     if not all(type(each) is int and each > 0 for each in (kv_heads, head_dim)) or heads % kv_heads:
-        raise CheckpointError(
-            f"The file gives {heads} heads {kv_heads} heads of keys, each of {head_dim} numbers, which no model has; "
-            "convert the model again."
-        )
+        raise _senseless(f"gives {heads} heads {kv_heads} heads of keys, each of {head_dim} numbers")
     for key in ("rope.dimension_count", "attention.value_length"):
-        if settings.get(key, found["head_dim"]) != found["head_dim"]:
-            raise CheckpointError(
-                f"The file sets {architecture}.{key} to {settings[key]} where keys have {found['head_dim']} numbers, "
-                f"which is not served; {_TO_SAFETENSORS}."
-            )
-    whole = found["num_attention_heads"] * found["head_dim"]
-    if found["model_type"] == "qwen2" and whole != found["hidden_size"]:
-        raise CheckpointError(
-            f"The file has {found['num_attention_heads']} heads of {found['head_dim']} numbers in a qwen2 of the size "
-            f"{found['hidden_size']}, which is not served; {_TO_SAFETENSORS}."
-        )
+        if settings.get(key, head_dim) != head_dim:
+            raise _unserved(f"sets {architecture}.{key} to {settings[key]} where keys have {head_dim} numbers")
+    if found["model_type"] == "qwen2" and heads * head_dim != found["hidden_size"]:
+        raise _unserved(f"has {heads} heads of {head_dim} numbers in a qwen2 of the size {found['hidden_size']}")
 
 
 def _add_score_scale(found: dict[str, Any]) -> None:
@@ -245,10 +231,7 @@ def _add_windows(found: dict[str, Any], settings: Mapping[str, Any]) -> None:
     num_blocks, pattern = found["num_hidden_layers"], settings.get("attention.sliding_window_pattern")
     if found["model_type"] not in _WINDOW_PATTERNS:
         if pattern is not None:
-            raise CheckpointError(
-                f"The file sets attention.sliding_window_pattern, which is not served for a {found['model_type']}; "
-                f"{_TO_SAFETENSORS}."
-            )
+            raise _unserved(f"sets attention.sliding_window_pattern for a {found['model_type']}")
         return
     if found["model_type"] == "gemma3_text" and not found.get("sliding_window"):
         found.pop("sliding_window", None)
@@ -260,40 +243,29 @@ def _add_windows(found: dict[str, Any], settings: Mapping[str, Any]) -> None:
     elif pattern is None:
         return
     else:
-        raise CheckpointError(
-            "The file has an attention.sliding_window_pattern that makes no sense; convert the model again."
-        )
+        raise _senseless("has an attention.sliding_window_pattern that makes no sense")
     found["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
 
 
 def _rotary_scaling(header: GgufHeader, settings: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     """The `rope_scaling` of transformers, empty where positions are not scaled."""
     if _FREQUENCY_FACTORS in header.tensors or any(".rope_factors_" in name for name in header.tensors):
-        raise CheckpointError(
-            f"The file keeps a rotary embedding's factors as a tensor, which is not served; {_TO_SAFETENSORS}."
-        )
+        raise _unserved("keeps a rotary embedding's factors as a tensor")
     prefix = "rope.scaling."
     # A file of an older converter has only a factor, and means the type `linear`.
     scaling = {"type": "linear", "factor": settings.get("rope.scale_linear", 0.0)}
     scaling |= {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
     kind, factor, attention_factor = scaling["type"], scaling["factor"] or 1.0, scaling.get("attn_factor", 1.0)
     if not all(isinstance(each, int | float) and each > 0 for each in (factor, attention_factor)):
-        raise CheckpointError(
-            f"The file has a {architecture}.{prefix}factor that makes no sense; convert the model again."
-        )
+        raise _senseless(f"has a {architecture}.{prefix}factor that makes no sense")
     if kind not in _SCALINGS:
-        raise CheckpointError(
-            f"The file has a rotary embedding of the type {kind!r}, which is not served; {_TO_SAFETENSORS}."
-        )
+        raise _unserved(f"has a rotary embedding of the type {kind!r}")
     known = {"type", "factor", "attn_factor", "original_context_length", "finetuned"}
     others = sorted(scaling.keys() - known)
     if attention_factor != 1.0 and kind != "yarn":
         others.append("attn_factor")
     if others:
-        raise CheckpointError(
-            f"The file sets {architecture}.{prefix}{others[0]}, by which answers may change, and which is not served; "
-            f"{_TO_SAFETENSORS}."
-        )
+        raise _unserved(f"sets {architecture}.{prefix}{others[0]}, by which answers may change")
     if kind == "none" or (factor == 1.0 and attention_factor == 1.0):
         return {}
     found = {"rope_type": kind, "factor": factor}

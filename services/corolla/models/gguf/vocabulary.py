@@ -69,20 +69,11 @@ def write_tokenizer(header: GgufHeader, folder: Path) -> None:
     options.setdefault("add_bos_token", has_scores or cut in _LIKE_LLAMA3)
     vocabulary["token_type"] = _kinds(vocabulary)
     if vocabulary.get("tokenizer_type") not in _TYPES:
-        raise CheckpointError(
-            f"The file's tokenizer is of the type {vocabulary.get('tokenizer_type')!r}, which is not served; give the "
-            "model as safetensors with its tokenizer."
-        )
+        raise _unserved(f"is of the type {vocabulary.get('tokenizer_type')!r}, which is not served")
     if vocabulary["tokenizer_type"] == "gpt2" and cut not in CUTS:
-        raise CheckpointError(
-            f"The file's tokenizer cuts texts in a way ({cut!r}) that is not known here, so its tokens would be others;"
-            " give the model as safetensors with its tokenizer."
-        )
+        raise _unserved(f"cuts texts in a way ({cut!r}) that is not known here, so its tokens would be others")
     if vocabulary["tokenizer_type"] == "gpt2" and not vocabulary.get("merges"):
-        raise CheckpointError(
-            "The file's tokenizer has no merges (tokenizer.ggml.merges), without which it cannot cut texts; convert "
-            "the model again, or give it as safetensors with its tokenizer."
-        )
+        raise _unserved("has no merges (tokenizer.ggml.merges), without which it cannot cut texts")
     if templates := dict(_named_templates(settings)):
         options["chat_template"] = {"default": options["chat_template"], **templates}
     try:
@@ -99,9 +90,11 @@ def write_tokenizer(header: GgufHeader, folder: Path) -> None:
     except OSError:
         raise
     except Exception as error:  # the converter and the Rust tokenizers raise many unrelated classes
-        raise CheckpointError(
-            "The file's tokenizer cannot be read by transformers; give the model as safetensors with its tokenizer."
-        ) from error
+        raise _unserved("cannot be read by transformers") from error
+
+
+def _unserved(why: str) -> CheckpointError:
+    return CheckpointError(f"The file's tokenizer {why}; give the model as safetensors with its tokenizer.")
 
 
 def _refuse_others(settings: Mapping[str, Any]) -> None:
@@ -111,10 +104,7 @@ def _refuse_others(settings: Mapping[str, Any]) -> None:
         key for key, value in settings.items() if value and key not in known and not _WITHOUT_EFFECT.fullmatch(key)
     ]
     if others:
-        raise CheckpointError(
-            f"The file sets tokenizer.{min(others)}, which would change tokens and is not served; give the model as "
-            "safetensors with its tokenizer."
-        )
+        raise _unserved(f"has tokenizer.{min(others)}, which would change tokens and is not served")
 
 
 def _named_templates(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING
 
 from transformers import PretrainedConfig
 
-from corolla.chassis.errors import CheckpointError
 from corolla.models.gguf.header import GgufHeader, part_names, raw_bytes
 
 if TYPE_CHECKING:
     from corolla.models.gguf.tensors import GgufTensors
 
 _DIGEST = re.compile(r"(sha256[-:])?[0-9a-f]{40,}")
-_BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
 class GgufWeights:
@@ -26,16 +24,12 @@ class GgufWeights:
 
     Args:
         path: the file, or any part of a split model.
-
-    Raises:
-        CheckpointError: a block has no weights.
     """
 
     def __init__(self, path: Path, header: GgufHeader, config: PretrainedConfig) -> None:
         self.path = path
         self.header = header
         self._config = config
-        self._check_blocks(int(config.num_hidden_layers))
 
     @property
     def name(self) -> str:
@@ -76,12 +70,3 @@ class GgufWeights:
             last = max(0, tensor.num_bytes - num_bytes)
             for start in (0, last // 2, last):
                 yield raw_bytes(tensor, start, num_bytes)
-
-    def _check_blocks(self, num_blocks: int) -> None:
-        held = {int(match[1]) for name in self.header.tensors if (match := _BLOCK.match(name))}
-        absent = sorted(set(range(num_blocks)) - held)
-        if absent:
-            raise CheckpointError(
-                f"{self.path} has no weights for block {absent[0]} although it promises {num_blocks} blocks; "
-                "convert the model again, or give all parts of a split one."
-            )

@@ -125,7 +125,7 @@ def test_a_setting_that_is_the_same_for_all_blocks_may_be_a_list() -> None:
         ("llama", {"logit_scale": 2.0}, r"sets llama\.logit_scale"),
         ("llama", {"expert_count": 8, "expert_used_count": 2}, r"mixture of experts .*Mixtral, which is not served"),
         ("llama", {"attention__head_count": [4, 4, 2, 4]}, r"different values of llama\.attention\.head_count"),
-        ("llama", {"attention__sliding_window_pattern": 4}, r"sliding_window_pattern, which is not served for a llama"),
+        ("llama", {"attention__sliding_window_pattern": 4}, r"sliding_window_pattern for a llama, which is not served"),
         ("qwen2", {"attention__sliding_window": 8}, r"sets qwen2\.attention\.sliding_window"),
         ("qwen2", {"attention__key_length": 32}, r"4 heads of 32 numbers"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, r"sets gemma3\.attn_logit_softcapping"),

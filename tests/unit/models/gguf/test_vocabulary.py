@@ -110,7 +110,7 @@ def test_all_chat_templates_of_a_file_are_there(tmp_path: Path) -> None:
     ],
 )
 def test_a_setting_that_would_change_tokens_is_named(tmp_path: Path, settings: dict[str, Any], name: str) -> None:
-    with pytest.raises(CheckpointError, match=f"sets {name}, which would change tokens and is not served"):
+    with pytest.raises(CheckpointError, match=f"has {name}, which would change tokens and is not served"):
         byte_level(tmp_path, **settings)
 
 
@@ -130,7 +130,7 @@ def test_a_type_of_tokenizer_that_is_not_served_is_named(tmp_path: Path, kind: s
 
 
 def test_a_byte_level_tokenizer_without_merges_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has no merges .*; convert the model again"):
+    with pytest.raises(CheckpointError, match=r"has no merges .*; give the model as safetensors"):
         byte_level(tmp_path, ggml__merges=[])
 
 
