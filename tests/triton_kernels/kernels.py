@@ -24,7 +24,7 @@ from corolla.kernels.triton.launches import (
     multiply,
     rotate_and_store,
 )
-from corolla.models.invariant_norms import InvariantNorm, invariant_norm
+from corolla.models.invariant import InvariantNorm, invariant_norm
 from tests.tiers import covering, quick
 from tests.triton_kernels import DEVICE
 from tests.triton_kernels.ordered_products import install

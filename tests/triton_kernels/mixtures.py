@@ -24,9 +24,8 @@ from corolla.kernels.triton.launches import multiply
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.cuda_capture import CudaCapture
 from corolla.models.fused import MixtureMlp
-from corolla.models.invariant_products import InvariantProduct, triton_product
-from corolla.models.mixture_trial import failed_mixture_trial
-from corolla.models.mixtures import Mixture
+from corolla.models.invariant import InvariantProduct, triton_product
+from corolla.models.mixtures import Mixture, failed_mixture_trial
 from corolla.models.packed.experts import PackedExpertWeights
 from corolla.models.packed.trial import choose_packed_products
 from corolla.models.span_model import load_span

@@ -23,7 +23,7 @@ from corolla.models import quantization as quantization_module
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.cuda_capture import CudaCapture
 from corolla.models.edges import Edges, load_edges
-from corolla.models.invariant_products import InvariantProduct, triton_product
+from corolla.models.invariant import InvariantProduct, triton_product
 from corolla.models.linear import DenseLinear
 from corolla.models.packed import experts, modules
 from corolla.models.span_model import load_span

@@ -29,7 +29,7 @@ from corolla.models import linear, span_model
 from corolla.models.adapters.loading import load_adapter
 from corolla.models.adapters.products import SpanAdapter
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.invariant_products import InvariantProduct, choose_invariant_product, triton_product
+from corolla.models.invariant import InvariantProduct, choose_invariant_product, triton_product
 from corolla.models.linear import DenseLinear
 from corolla.models.packed.experts import PackedExpertWeights
 from corolla.models.packed.modules import PackedLinear

@@ -13,7 +13,7 @@ class KernelChoices:
         blocks: what runs the blocks: `compiled` (whole blocks on a CPU), `triton` (whole blocks on a GPU), `fused`
             (torch's operators, with fused projections) or `family` (the family's own code in transformers).
         products: how the server multiplies by weights of a shape, such as `4096x14336` (outputs, inputs): `library`,
-            `onednn`, `panels`, or on a GPU by the rule `ladder` or `triton`; see `models/invariant_products`. Packed
+            `onednn`, `panels`, or on a GPU by the rule `ladder` or `triton`; see `models/invariant`. Packed
             weights are missing here, unless a GPU's kernel failed for them: then they are `expanded`.
         adapters: how the server multiplies by adapters: by `torch` or `triton`.
     """

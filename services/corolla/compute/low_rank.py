@@ -16,7 +16,7 @@ from torch import Tensor
 from corolla.kernels.kernel_trial import are_same, failure_of, relative_error, try_kernel
 from corolla.models.adapters.products import LowRank, Place, SpanAdapter
 from corolla.models.fused import PLACES
-from corolla.models.invariant_products import TOLERANCES
+from corolla.models.invariant import TOLERANCES
 from corolla.wire.device_copies import copied_numbers, to_device
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Runs whole blocks of a span by Triton kernels, on GPUs: a token's bits do not depend on the rest of the batch.
 
-`FusedSpan` has the blocks, and their projections multiply by the rule (`models/invariant_products`). The kernels of
+`FusedSpan` has the blocks, and their projections multiply by the rule (`models/invariant`). The kernels of
 `expert_launches` take the place of a mixture of experts, whose own code waits for the device. A server takes the
 kernels only where a trial at start finds that their results equal those of the blocks' modules up to rounding, and that
 the same tokens have the same bits as a chunk, in several chunks, one by one, and next to another session.
@@ -27,10 +27,9 @@ from corolla.kernels.kernel_trial import failure_of, try_kernel
 from corolla.kernels.product_choice import rung_of
 from corolla.models.adapters.products import AdapterBatch
 from corolla.models.fused import FusedLayer, FusedSpan, GatedMlp, MixtureMlp, Projection, RmsNorm
-from corolla.models.invariant_norms import Norm
+from corolla.models.invariant import Norm
 from corolla.models.linear import DenseLinear
-from corolla.models.mixture_trial import failed_mixture_trial
-from corolla.models.mixtures import Mixture, NeighbourGate, multiply_experts
+from corolla.models.mixtures import Mixture, NeighbourGate, failed_mixture_trial, multiply_experts
 from corolla.models.packed.modules import PackedLinear
 from corolla.models.rotary_table import RotaryTable
 

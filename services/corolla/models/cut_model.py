@@ -5,7 +5,7 @@ import copy
 import functools
 import logging
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -16,10 +16,8 @@ from transformers.utils import logging as transformers_logging
 from corolla.chassis.errors import CheckpointError
 from corolla.chassis.weight_formats import PACKED
 from corolla.models.checkpoint import Checkpoint, code_failed
-from corolla.models.chunked_reads import ChunkedTensor
-from corolla.models.device_reads import read_deferred
+from corolla.models.chunked_reads import ChunkedTensor, read_deferred
 from corolla.models.families import Family, recurrent_layers
-from corolla.models.leftovers import refuse_leftovers
 from corolla.models.loading import LOADING
 from corolla.models.merged_experts import merged, renamed_by
 from corolla.models.packed.choice import fill, layouts_of
@@ -394,3 +392,45 @@ def _quietly(least_severe: int | None = None) -> Iterator[None]:
         library.set_verbosity(level)
         if shows_bars:
             library.enable_progress_bar()
+
+
+# Masks and tables of positions that older releases of transformers saved, and that the code now computes.
+_COMPUTED: Final = re.compile(
+    r".*\b(rotary_emb\.inv_freq|inv_freq|position_ids|masked_bias|causal_mask|attn\.bias|attention\.bias"
+    r"|embed_positions\.weights)"
+)
+# Scales of keys, values and scores for caches in 8 bits, which are not used here (docs/models.md).
+_CACHE_SCALES: Final = re.compile(r".*\.((k|v|q|kv|prob)_scale|(k|v|q)_proj\.(output_scale|output_zero_point))")
+# Parts next to a language model that no text reaches: those that see and hear, those that predict further tokens, and
+# the head by which training judges an answer.
+_OTHER_PARTS: Final = re.compile(
+    r"(.*\.)?(mtp|mtp_layers|visual|vision_tower|vision_model|vision_embed_tokens|multi_modal_projector|mm_projector"
+    r"|audio_tower|audio_model|embed_vision|embed_audio|v_head)\..*"
+)
+
+
+def refuse_leftovers(model: str, model_type: str, names: Iterable[str], ignored: Iterable[str] = ()) -> None:
+    """Refuses tensors that a model does not use, except for those that change no answer.
+
+    Args:
+        names: the names of tensors that the model does not use.
+        ignored: regular expressions of transformers for names that may be left over.
+
+    Raises:
+        CheckpointError: a tensor is left over.
+    """
+    patterns = [re.compile(each) for each in ignored]
+    odd = [
+        name
+        for name in names
+        if not (
+            any(known.fullmatch(name) for known in (_COMPUTED, _CACHE_SCALES, _OTHER_PARTS))
+            or any(each.search(name) for each in patterns)
+        )
+    ]
+    if odd:
+        raise CheckpointError(
+            f"{model} holds {len(odd)} tensors that a {model_type} model with its configuration does not use, "
+            f"{min(odd)} among them, so answers could be others than those it was made for; correct config.json, or "
+            "give a checkpoint whose tensors it describes."
+        )

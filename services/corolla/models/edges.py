@@ -29,12 +29,12 @@ from corolla.models.cut_model import (
     keep_layers,
     keep_layers_of_config,
     model_class_of,
+    refuse_leftovers,
     renaming,
     without_weights,
 )
 from corolla.models.families import Family
-from corolla.models.invariant_norms import invariant_norm
-from corolla.models.leftovers import refuse_leftovers
+from corolla.models.invariant import invariant_norm
 from corolla.models.linear import DenseLinear, choose_products, replace_linears, ways_by_shape
 from corolla.models.packed.modules import PackedLinear
 from corolla.models.packed.trial import choose_packed_products

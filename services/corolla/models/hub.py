@@ -5,6 +5,8 @@ gets its name only when it is complete. The cache also has the manifest of each 
 it, since a model's fingerprint includes the checksums of files that are not in the cache.
 """
 
+import errno
+import hashlib
 import logging
 import os
 import re
@@ -14,15 +16,24 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from huggingface_hub import HfApi, constants, hf_hub_download, is_offline_mode
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    RevisionResolutionError,
+)
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils.tqdm import tqdm
+from pydantic import TypeAdapter
 
 from corolla.chassis.errors import CheckpointError, HubUnavailable
-from corolla.models.hub_failures import hub_failure
-from corolla.models.manifest import Manifest, StoredFile
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +42,7 @@ _FILE_MODE: Final = 0o644
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 30.0
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_SHA256_DIGITS: Final = 64
 
 _Result = TypeVar("_Result")
 
@@ -39,6 +51,48 @@ Stamp = tuple[int, int, int]
 
 _CHECKED: Final[dict[Path, Stamp]] = {}
 """The files that this process has checked, with their stamps; successive block servers of the process share them."""
+
+
+class StoredFile(NamedTuple):
+    """One file of a repository.
+
+    Attributes:
+        num_bytes: its length.
+        checksum: hexadecimal digits: 64 of the SHA-256 of a large file, or 40 of git's SHA-1 of another file as a blob.
+    """
+
+    num_bytes: int
+    checksum: str
+
+    def matches(self, path: Path) -> bool:
+        """The file at `path` matches by length and checksum; it is read only if its length is right.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        if path.stat().st_size != self.num_bytes:
+            return False
+        digest = hashlib.sha1(b"blob %d\0" % self.num_bytes, usedforsecurity=False)
+        if len(self.checksum) == _SHA256_DIGITS:
+            digest = hashlib.sha256()
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, lambda: digest).hexdigest() == self.checksum
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The commit of a repository, and its files.
+
+    Attributes:
+        commit: the commit's hash.
+        files: the files by name; a name with a slash lies in a folder.
+    """
+
+    commit: str
+    files: dict[str, StoredFile]
+
+
+_MANIFEST: Final = TypeAdapter(Manifest)
 
 
 @dataclass(frozen=True)
@@ -161,7 +215,7 @@ class Hub:
             )
         manifest = Manifest(info.sha, files)
         try:
-            _write(self._manifest_path(repository, info.sha), manifest.to_json())
+            _write(self._manifest_path(repository, info.sha), _MANIFEST.dump_json(manifest, indent=1).decode())
             if revision != info.sha:
                 _write(self._reference(repository, revision or constants.DEFAULT_REVISION), info.sha)
         except OSError:
@@ -186,7 +240,7 @@ class Hub:
         if commit is None:
             return None
         try:
-            manifest = Manifest.from_json(self._manifest_path(repository, commit).read_text(encoding="utf-8"))
+            manifest = _MANIFEST.validate_json(self._manifest_path(repository, commit).read_bytes())
         except (OSError, ValueError):
             return None
         return manifest if manifest.commit == commit else None
@@ -227,3 +281,62 @@ def _write(path: Path, text: str) -> None:
     written = Path(file.name)
     written.chmod(_FILE_MODE)
     written.replace(path)
+
+
+_TRY_AGAIN: Final = frozenset({408, 425, 429})
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_UNWRITABLE: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+
+
+def hub_failure(error: Exception, repository: str, cache: str) -> CheckpointError | HubUnavailable:
+    """Corolla's error for an exception of huggingface_hub: HubUnavailable if a retry may help, else CheckpointError.
+
+    The exception's text is not repeated, since it may contain signed addresses.
+    """
+    error = _cause(error)
+    if isinstance(error, GatedRepoError):
+        return CheckpointError(
+            f"{repository!r} is gated: accept its terms on the hub, and give an access token of that account in "
+            "HF_TOKEN, or in the file that HF_TOKEN_PATH names."
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return CheckpointError(f"{repository!r} has no such revision; give a branch, a tag or a commit that it has.")
+    if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+        return CheckpointError(
+            f"The hub lists a file of {repository!r} that it does not have; choose another revision."
+        )
+    if isinstance(error, (RepositoryNotFoundError, HFValidationError)):
+        return CheckpointError(
+            f"{repository!r} is not a local folder, and the hub does not know it or does not show it to this access "
+            "token; check the name and HF_TOKEN, or give a local folder."
+        )
+    if isinstance(error, HfHubHTTPError):
+        status = error.response.status_code
+        if status in (401, 403):
+            return CheckpointError(
+                f"The hub refuses access to {repository!r} (status {status}); give an access token that may read it in "
+                "HF_TOKEN, or in the file that HF_TOKEN_PATH names."
+            )
+        if 400 <= status < 500 and status not in _TRY_AGAIN:
+            return CheckpointError(
+                f"The hub refuses {repository!r} (status {status}); check the name and HF_ENDPOINT, or give a local "
+                "folder."
+            )
+    elif isinstance(error, OSError) and error.errno in _FULL:
+        return CheckpointError(f"{cache} is full; give the cache more room, or hold fewer blocks.")
+    elif isinstance(error, OSError) and error.errno in _UNWRITABLE:
+        return CheckpointError(f"{cache} cannot be written to; set HF_HOME to a folder that can.")
+    return HubUnavailable(
+        f"{repository!r} is not a local folder, and the hub cannot be reached or its answers break off; check the "
+        "network, the proxy and HF_ENDPOINT, or give a local folder."
+    )
+
+
+def _cause(error: Exception) -> Exception:
+    """The underlying exception, if huggingface_hub has wrapped it in one that says only that no file was found."""
+    wrappers = (LocalEntryNotFoundError, RevisionResolutionError, ValueError)
+    while isinstance(error, wrappers) and not isinstance(error, HfHubHTTPError):
+        if not isinstance(error.__cause__, Exception):
+            break
+        error = error.__cause__
+    return error

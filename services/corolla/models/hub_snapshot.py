@@ -10,9 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from corolla.chassis.errors import CheckpointError, HubUnavailable
-from corolla.models.hub import Hub, Stamp
-from corolla.models.hub_failures import hub_failure
-from corolla.models.manifest import Manifest, StoredFile
+from corolla.models.hub import Hub, Manifest, Stamp, StoredFile, hub_failure
 from corolla.models.weights import INDEX_FILE, SINGLE_FILE, no_weights, read_header, read_index, warn_of_index
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from corolla.kernels.layouts import PlainLayout
 from corolla.kernels.products import multiplied, plain_layout
 from corolla.kernels.repacking import empty_matrices
 from corolla.kernels.repacking import lay_out as lay_out_panels
-from corolla.models.invariant_products import InvariantProduct, Product, choose_invariant_product
+from corolla.models.invariant import InvariantProduct, Product, choose_invariant_product
 from corolla.models.product_rule import AUTO, MAX_COPIED_BYTES, Processor, Way, way_of
 
 log = logging.getLogger(__name__)

@@ -30,13 +30,13 @@ from corolla.models.cut_model import (
 from corolla.models.families import Family, packs_rows, short_factor_length
 from corolla.models.fused import PLACES, FusedSpan, MixtureMlp, fits
 from corolla.models.linear import DenseLinear, choose_products, replace_linears
-from corolla.models.long_rope import LongRope
 from corolla.models.packed.choice import layouts_of, types_of
 from corolla.models.packed.experts import PackedExpertWeights
 from corolla.models.packed.modules import PackedLinear, make_up_packed, replace_packed
 from corolla.models.packed.trial import choose_packed_products
 from corolla.models.product_rule import AUTO
 from corolla.models.quantization import pack_empty, quantize, quantizer, stored_bytes
+from corolla.models.rotary_table import LongRope
 from corolla.models.visible_tokens import attention_windows
 from corolla.wire.span import Span
 

@@ -12,10 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from corolla.chassis.errors import CheckpointError, InternalError
-from corolla.models import chunked_reads, cut_model, device_reads
+from corolla.models import chunked_reads, cut_model
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.chunked_reads import ChunkedTensor, Room, open_tensors
-from corolla.models.device_reads import DeviceReader, read_deferred
+from corolla.models.chunked_reads import ChunkedTensor, DeviceReader, Room, open_tensors, read_deferred
 from corolla.models.edges import load_edges
 from corolla.models.families import FAMILIES
 from corolla.models.quantization import quantizer
@@ -32,7 +31,7 @@ CPU = torch.device("cpu")
 def straight(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU is a device to which tensors are read straight, in chunks of a few rows."""
     monkeypatch.setattr(chunked_reads, "CHUNK_BYTES", 100)
-    monkeypatch.setattr(device_reads, "BUFFER_BYTES", 1000)
+    monkeypatch.setattr(chunked_reads, "BUFFER_BYTES", 1000)
     monkeypatch.setattr(cut_model, "CPU", torch.device("meta"))
 
 

@@ -1,19 +1,31 @@
-"""Writes the configuration and tokenizer of a GGUF file to a folder in the form of other checkpoints."""
+"""Writes the configuration and tokenizer of a GGUF file to a folder in the form of other checkpoints.
+
+Where a file says nothing of its tokenizer, the defaults of llama.cpp hold. A setting of a tokenizer that is not known
+here is refused, since texts would become other tokens.
+"""
 
 import json
 import os
+import re
 import shutil
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 
 import transformers
 from filelock import FileLock
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+    GGUF_PRE_TOKENIZER_SPLITS,
+    GGUF_TOKENIZER_MAPPING,
+    convert_gguf_tokenizer,
+)
 
 from corolla.chassis.errors import CheckpointError
-from corolla.models.gguf.description import configuration, end_token_ids
+from corolla.models.gguf.description import END_TEXTS, configuration, end_token_ids, token_id_of
 from corolla.models.gguf.header import GgufHeader
-from corolla.models.gguf.vocabulary import write_tokenizer
 
 # Raise this whenever a release would write other contents for the same file.
 _VERSION: Final = 2
@@ -72,3 +84,141 @@ def _write(header: GgufHeader, config: dict[str, object], folder: Path) -> None:
     write_tokenizer(header, folder)
     for path in (folder, *folder.rglob("*")):
         path.chmod(_FOLDER_MODE if path.is_dir() else _FILE_MODE)
+
+
+# The types of tokenizers that merge bytes, and those that merge characters by scores.
+_TYPES: Final = frozenset({"gpt2", "llama"})
+_SPECIAL_TOKENS: Final = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+# The special tokens of a file with scores that does not name them.
+_SPECIAL_IDS_WITH_SCORES: Final = {"bos": 1, "eos": 2, "unknown": 0}
+# The names of the ways in which byte-level tokenizers split a text before they merge bytes: as GPT-2 does, with each
+# digit alone, and the ways that transformers' converter knows.
+_AS_GPT2: Final = frozenset({"gpt-2", "phi-2", "mpt", "olmo", "jais"})
+_SINGLE_DIGITS: Final = frozenset({"smollm", "starcoder", "refact", "command-r"})
+CUTS: Final = _AS_GPT2 | _SINGLE_DIGITS | GGUF_PRE_TOKENIZER_SPLITS.keys()
+"""The names of all ways to split texts that are known here."""
+# The ways to split with which llama.cpp begins texts with a token, unless the file says otherwise; and those with which
+# a piece that is a token as a whole is not merged.
+_LIKE_LLAMA3: Final = frozenset(
+    {
+        "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano",
+        "tekken",
+    }
+)  # fmt: skip
+# Keys that change no token of these tokenizers: names of tokens, and settings that only other tokenizers have.
+_WITHOUT_EFFECT: Final = re.compile(
+    r"ggml\.\w+_token_id|ggml\.token_type_count|ggml\.remove_extra_whitespaces|chat_templates|chat_template\.\w+"
+    r"|huggingface\.json|rwkv\.world"
+)
+_NORMAL_TOKEN, _CONTROL_TOKEN, _TEXT_TOKEN = 1, 3, 4
+_SPACE: Final = "▁"
+
+
+def write_tokenizer(header: GgufHeader, folder: Path) -> None:
+    """Writes `tokenizer.json`, `tokenizer_config.json` and the chat templates to `folder`.
+
+    Raises:
+        CheckpointError: the file has no tokenizer, or one that is not known here.
+        OSError: the folder cannot be written to.
+    """
+    settings = {
+        key.removeprefix("tokenizer."): value for key, value in header.metadata.items() if key.startswith("tokenizer.")
+    }
+    _refuse_others(settings)
+    described: dict[str, dict[str, Any]] = {
+        group: {name: settings[key] for key, name in keys.items() if key in settings}
+        for group, keys in GGUF_TOKENIZER_MAPPING.items()
+    }
+    vocabulary, options = described["tokenizer"], described["tokenizer_config"]
+    has_scores, cut = vocabulary.get("tokenizer_type") == "llama", vocabulary.get("pre_tokenizer_type")
+    options.setdefault("add_bos_token", has_scores or cut in _LIKE_LLAMA3)
+    vocabulary["token_type"] = _kinds(vocabulary)
+    if vocabulary.get("tokenizer_type") not in _TYPES:
+        raise _unserved(f"is of the type {vocabulary.get('tokenizer_type')!r}, which is not served")
+    if vocabulary["tokenizer_type"] == "gpt2" and cut not in CUTS:
+        raise _unserved(f"cuts texts in a way ({cut!r}) that is not known here, so its tokens would be others")
+    if vocabulary["tokenizer_type"] == "gpt2" and not vocabulary.get("merges"):
+        raise _unserved("has no merges (tokenizer.ggml.merges), without which it cannot cut texts")
+    if templates := dict(_named_templates(settings)):
+        options["chat_template"] = {"default": options["chat_template"], **templates}
+    try:
+        special_ids = _SPECIAL_IDS_WITH_SCORES if has_scores else {}
+        for name, key in _SPECIAL_TOKENS.items():
+            token_id = token_id_of(header.metadata, f"tokenizer.ggml.{key}_token_id")
+            if token_id is None and special_ids.get(key, len(vocabulary["tokens"])) < len(vocabulary["tokens"]):
+                token_id = special_ids[key]
+            options[name] = None if token_id is None else vocabulary["tokens"][token_id]
+        options["add_bos_token"] = options["add_bos_token"] and options["bos_token"] is not None
+        backend = _backend(header.architecture, vocabulary)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **options, clean_up_tokenization_spaces=False)
+        tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as error:  # the converter and the Rust tokenizers raise many unrelated classes
+        raise _unserved("cannot be read by transformers") from error
+
+
+def _unserved(why: str) -> CheckpointError:
+    return CheckpointError(f"The file's tokenizer {why}; give the model as safetensors with its tokenizer.")
+
+
+def _refuse_others(settings: Mapping[str, Any]) -> None:
+    known = {key for keys in GGUF_TOKENIZER_MAPPING.values() for key in keys}
+    # A setting that is false or empty has no effect.
+    others = [
+        key for key, value in settings.items() if value and key not in known and not _WITHOUT_EFFECT.fullmatch(key)
+    ]
+    if others:
+        raise _unserved(f"has tokenizer.{min(others)}, which would change tokens and is not served")
+
+
+def _named_templates(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields the name and text of each chat template other than the default one."""
+    for key, value in settings.items():
+        if key.startswith("chat_template."):
+            yield key.removeprefix("chat_template."), value
+
+
+def _kinds(vocabulary: Mapping[str, Any]) -> list[int]:
+    """The kind of each token; those that end an answer are special tokens, also where the file says otherwise."""
+    tokens: Sequence[str] = vocabulary.get("tokens", ())
+    given = [*vocabulary.get("token_type", ()), *[_NORMAL_TOKEN] * len(tokens)]
+    return [_CONTROL_TOKEN if text in END_TEXTS else kind for text, kind in zip(tokens, given, strict=False)]
+
+
+def _backend(architecture: str, vocabulary: Mapping[str, Any]) -> Tokenizer:
+    if vocabulary.get("tokenizer_type") == "gpt2":
+        return _byte_level(vocabulary)
+    convert: Any = convert_gguf_tokenizer  # untyped in transformers
+    backend, _ = convert(architecture, vocabulary)
+    if vocabulary.get("tokenizer_type") == "llama":
+        # Each stretch of text between special tokens gets a space in front, in sentencepiece and llama.cpp, too.
+        has_prefix = bool(vocabulary.get("add_prefix_space", True))
+        spelling = [normalizers.Replace(" ", _SPACE)]
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), *spelling] if has_prefix else spelling)
+        backend.pre_tokenizer = None
+        pieces = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        backend.decoder = decoders.Sequence([*pieces, decoders.Strip(" ", 1, 0)] if has_prefix else pieces)
+    return cast(Tokenizer, backend)
+
+
+def _byte_level(vocabulary: Mapping[str, Any]) -> Tokenizer:
+    """A tokenizer that merges bytes, as GPT-2's; the file spells special tokens and added tokens as they are in texts.
+
+    transformers' converter spells those as bytes that lie outside of its alphabet, so that no text would match them.
+    """
+    tokens: Sequence[str] = vocabulary["tokens"]
+    cut = vocabulary["pre_tokenizer_type"]
+    merges = [tuple(merge.split(" ")) for merge in vocabulary["merges"]]
+    numbers = {text: index for index, text in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocab=numbers, merges=merges, ignore_merges=cut in _LIKE_LLAMA3))
+    spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut in _AS_GPT2 | _SINGLE_DIGITS)
+    first: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if cut in _SINGLE_DIGITS else []
+    if cut in GGUF_PRE_TOKENIZER_SPLITS:
+        first = [pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[cut]), behavior="isolated")]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*first, spelled])
+    backend.decoder = decoders.ByteLevel()
+    for kind, add in ((_CONTROL_TOKEN, backend.add_special_tokens), (_TEXT_TOKEN, backend.add_tokens)):
+        added = [text for text, its_kind in zip(tokens, vocabulary["token_type"], strict=True) if its_kind == kind]
+        add([AddedToken(text, normalized=False, special=kind == _CONTROL_TOKEN) for text in added])
+    return backend

@@ -15,8 +15,8 @@ from corolla.kernels.llvm_text import LANES
 from corolla.kernels.product_choice import rungs
 from corolla.kernels.repacking import unpack
 from corolla.models.cuda_capture import CudaCapture
-from corolla.models.invariant_products import try_product
-from corolla.models.mixture_trial import failed_experts_trial
+from corolla.models.invariant import try_product
+from corolla.models.mixtures import failed_experts_trial
 from corolla.models.packed.experts import PackedExpertWeights
 from corolla.models.packed.modules import PackedLinear
 

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import load_edges
+from corolla.models.gguf.folder import CUTS, write_tokenizer
 from corolla.models.gguf.header import read_header
-from corolla.models.gguf.vocabulary import CUTS, write_tokenizer
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.architecture.sources import ROOT

@@ -8,8 +8,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
 
 from corolla.chassis.errors import CheckpointError
+from corolla.models.gguf.folder import write_tokenizer
 from corolla.models.gguf.header import GgufHeader
-from corolla.models.gguf.vocabulary import write_tokenizer
 
 BYTES = sorted(ByteLevel.alphabet())
 SPECIALS = ["<|begin|>", "<|end|>", "<\uff5cUser\uff5c>", "<think>"]

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from corolla.kernels.kernel_trial import KernelTrial
 from corolla.kernels.product_choice import BETWEEN, LADDER, rung_of, rungs
-from corolla.models.invariant_products import Product, choose_invariant_product, try_product
+from corolla.models.invariant import Product, choose_invariant_product, try_product
 from corolla.models.linear import DenseLinear, make_invariant
 
 WEIGHT = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
