@@ -98,6 +98,11 @@ class Chain:
         return self._stack.client_address
 
     @property
+    def http_url(self) -> str:
+        """Where the client service answers over HTTP, without the version."""
+        return f"http://{self._stack.http_address}"
+
+    @property
     def client(self) -> AsyncClient:
         if self._client is None:
             raise RuntimeError("the chain has not been started")
