@@ -216,11 +216,7 @@ async def test_a_server_ends_no_session_that_it_has_not_handed_over(place: Place
     async with place.swarm.connect() as client:
         session = (await client.create_session()).session_id
         await client.generate(WARM, max_tokens=NUM_NEW, ignore_eos=True, session=session)
-
-        async def is_parked() -> bool:
-            return [each.state for each in server.sessions] == [SessionState.PARKED]
-
-        await until(is_parked)
+        await until(lambda: [each.state for each in server.sessions] == [SessionState.PARKED])
         held = server.sessions
         link = HandoverLink(server.address, place.network(Role.BLOCK, "rogue").connect)
         async with link.connect(place.fingerprint):
@@ -255,11 +251,7 @@ async def test_the_victim_never_finds_what_a_rogue_computed(place: Place, rogue:
         seen = place.seen[number % len(place.seen)]
         session_id = seen.session_id if number % 2 else secrets.token_bytes(16)
         num_taken += not await rogue.poison(session_id, seen.epoch, seen.capability)
-
-    async def is_gone() -> bool:
-        return not place.swarm.servers[0].sessions
-
-    await until(is_gone)
+    await until(lambda: not place.swarm.servers[0].sessions)
     assert 0 < num_taken <= NUM_TRIES // 2
     assert await place.num_cached_pages() == num_cached_pages
     assert await place.ask(PROMPT) == (place.truth(PROMPT), 0)

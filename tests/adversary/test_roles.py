@@ -161,11 +161,7 @@ async def test_what_one_opened_another_neither_opens_nor_ends(swarm: Swarm) -> N
     # Another client service goes on with it, as after the end of the first.
     assert isinstance(await Caller(swarm, Role.CLIENT, "2").open(session_id, "acme", epoch=2), pb.Opened)
     owner.stream.send(pb.Close(session_id=session_id, epoch=2))
-
-    async def is_gone() -> bool:
-        return session_id not in {facts.session_id for facts in swarm.servers[0].sessions}
-
-    await until(is_gone)
+    await until(lambda: session_id not in {facts.session_id for facts in swarm.servers[0].sessions})
     for caller in (owner, rogue):
         caller.stream.close()
 

@@ -120,12 +120,8 @@ async def _fill(stack: RunningStack) -> None:
 async def _kill(stack: RunningStack, name: str, *, stays_away: bool) -> None:
     process = stack.process(name)
     pid = stack.local.pid(name)
-
-    async def is_gone() -> bool:
-        return stack.local.pid(name) != pid
-
     stack.kill(process)
-    await until(is_gone)
+    await until(lambda: stack.local.pid(name) != pid)
     if stays_away:
         await asyncio.sleep(stack.outage_s)
     stack.local.launch(process)

@@ -66,12 +66,8 @@ async def _run(
     wire = wires[edge.target]
     recoveries_before = await stack.metric("corolla_session_recoveries_total")
     source = stack.local.pid(edge.source) or 0
-
-    async def is_connected() -> bool:
-        return wire.is_connected(source)
-
     # Tokens come to the client service before the last hop has sent the first one back.
-    await until(is_connected)
+    await until(lambda: wire.is_connected(source))
     cut_s = time.monotonic()
     wire.cut(source, direction)
     # A process that was paused has not yet waited for signs of life in vain.

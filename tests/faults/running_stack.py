@@ -104,16 +104,10 @@ class RunningStack:
         await until(serves, _RECOVERY_TIMEOUT_S)
 
     async def until_started(self, process: ManagedProcess) -> None:
-        async def is_there() -> bool:
-            return self.local.pid(process.name) is not None
-
-        await until(is_there, _RECOVERY_TIMEOUT_S)
+        await until(lambda: self.local.pid(process.name) is not None, _RECOVERY_TIMEOUT_S)
 
     async def until_gone(self, process: ManagedProcess) -> None:
-        async def is_gone() -> bool:
-            return self.local.pid(process.name) is None
-
-        await until(is_gone, _RECOVERY_TIMEOUT_S)
+        await until(lambda: self.local.pid(process.name) is None, _RECOVERY_TIMEOUT_S)
 
     async def status(self, server: ManagedProcess) -> blocks_pb2.BlockServerStatus:
         async with self.local.operator.open_channel(server.rpc_address) as channel:

@@ -100,11 +100,7 @@ async def test_eight_streams_survive_a_fault_with_the_same_tokens(
         expected = await alone(client, **OPTIONS)
         (victim, spare) = swarm.servers[hop], await swarm.add_server(spans[hop])
         answering = asyncio.create_task(together(client, **OPTIONS))
-
-        async def is_at_work() -> bool:
-            return any(server.sessions for server in (victim, spare))
-
-        await until(is_at_work)
+        await until(lambda: any(server.sessions for server in (victim, spare)))
         if len(spare.sessions) > len(victim.sessions):
             victim = spare
         assert not answering.done()

@@ -50,11 +50,7 @@ async def answer_across_a_death(
     victim = swarm.servers[hop]
     deaths = doom(swarm, victim, beyond(position))
     answering = asyncio.create_task(client.generate(prompt, **options))
-
-    async def has_died() -> bool:
-        return bool(deaths)
-
-    await until(has_died)
+    await until(lambda: deaths)
     await swarm.add_server(victim.settings.blocks)
     answer = await answering
     assert answer.usage.recoveries == 1

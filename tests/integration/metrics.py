@@ -2,9 +2,12 @@
 
 import asyncio
 import urllib.request
+from collections.abc import Callable
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.integration.waiting import until
 
 
 async def exported(port: int, name: str = "") -> list[Metric]:
@@ -31,3 +34,12 @@ async def sample(port: int, name: str, **labels: str) -> float:
         for each in family.samples
         if each.name == name and labels.items() <= each.labels.items()
     )
+
+
+async def until_sample(port: int, name: str, holds: Callable[[float], bool], **labels: str) -> None:
+    """Waits until the sum of the samples is as it should be."""
+
+    async def is_so() -> bool:
+        return holds(await sample(port, name, **labels))
+
+    await until(is_so)

@@ -276,14 +276,10 @@ class Swarm:
         """A block server loses its only session, as when its lease runs out."""
         server, status = self.servers[number], (await self.statuses())[number]
         (held,) = server.sessions
-
-        async def is_gone() -> bool:
-            return not server.sessions
-
         link = HandoverLink(server.address, Network.of(self._tls_dir(Role.BLOCK, 0)).connect)
         async with link.connect(status.fingerprint):
             link.send(blocks_pb2.Close(session_id=held.session_id, epoch=held.epoch))
-            await until(is_gone)
+            await until(lambda: not server.sessions)
 
     async def until_empty(self, timeout_s: float = 30) -> None:
         """Until no block server holds a session or a page."""

@@ -96,11 +96,7 @@ async def test_a_streams_line_comes_with_its_end_also_where_its_caller_leaves(sw
         async with client.stream([1, 2, 3], max_tokens=50, ignore_eos=True) as stream:
             async for _ in stream:
                 break
-
-    async def are_both_there() -> bool:
-        return [each["outcome"] for each in lines.of("GenerateStream")] == ["OK", "CANCELLED"]
-
-    await until(are_both_there)
+    await until(lambda: [each["outcome"] for each in lines.of("GenerateStream")] == ["OK", "CANCELLED"])
     assert lines.of("GenerateStream")[1]["generated_tokens"] >= 1
 
 

@@ -153,11 +153,8 @@ async def test_forks_recover_from_a_hop_that_dies_while_they_stream(tmp_path: Pa
 
             plant_fault(victim.engine.runner, before=die)
 
-            async def has_died() -> bool:
-                return bool(num_held)
-
             async def replace_victim() -> None:
-                await until(has_died)
+                await until(lambda: num_held)
                 await swarm.add_server("2:5")
 
             replacing = asyncio.create_task(replace_victim())

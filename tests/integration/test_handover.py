@@ -237,7 +237,4 @@ async def fingerprint_of(server: BlockServer) -> str:
 
 
 async def until_tokens(server: BlockServer, num_tokens: int) -> None:
-    async def has_them() -> bool:
-        return any(held.num_tokens >= num_tokens for held in server.sessions)
-
-    await until(has_them)
+    await until(lambda: any(held.num_tokens >= num_tokens for held in server.sessions))

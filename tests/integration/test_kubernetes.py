@@ -34,18 +34,10 @@ async def _leave_in_mid_answer(swarm: Swarm, going: BlockServer, kubernetes: Kub
     async with swarm.connect() as client:
         undisturbed = await client.generate("the thin man", max_tokens=300, ignore_eos=True)
         answer = asyncio.create_task(client.generate("the thin man", max_tokens=300, ignore_eos=True))
-
-        async def is_served() -> bool:
-            return len(going.sessions) > 0
-
-        await until(is_served)
+        await until(lambda: len(going.sessions) > 0)
         await swarm.add_server("2:5", pod_uid="b")
         kubernetes.put(described_pod("a", deleted=True))
         swarm.servers.remove(going)
         await going.stop()
         assert (await answer).token_ids == undisturbed.token_ids
-
-    async def is_recorded() -> bool:
-        return "SessionsHandedOver" in kubernetes.reasons()
-
-    await until(is_recorded)
+    await until(lambda: "SessionsHandedOver" in kubernetes.reasons())

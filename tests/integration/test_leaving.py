@@ -16,7 +16,7 @@ from corolla.cli.app import main
 from corolla.local.ports import Ports
 from tests.architecture.sources import ROOT
 from tests.integration.gates import held_up
-from tests.integration.metrics import sample
+from tests.integration.metrics import sample, until_sample
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
 
@@ -100,11 +100,9 @@ async def test_an_interrupt_drains_a_block_server_and_a_second_one_ends_it_at_on
 
 async def until_generating(swarm: Swarm) -> None:
     before = await sample(swarm.clients[0].metrics_port, "corolla_generation_tokens_total")
-
-    async def has_more() -> bool:
-        return await sample(swarm.clients[0].metrics_port, "corolla_generation_tokens_total") > before + 5
-
-    await until(has_more)
+    await until_sample(
+        swarm.clients[0].metrics_port, "corolla_generation_tokens_total", lambda value: value > before + 5
+    )
 
 
 async def until_uncovered(swarm: Swarm) -> None:

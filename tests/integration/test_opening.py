@@ -110,13 +110,9 @@ async def test_a_request_waits_for_the_only_server_while_it_is_slow(tmp_path: Pa
         async with swarm.connect() as client:
             expected = (await client.generate(PROMPT, **OPTIONS)).token_ids
             slow, asked = swarm.servers[1], openings(swarm)
-
-            async def is_asked_again() -> bool:
-                return asked[slow.address] > 1
-
             with stuck(slow):
                 answering = asyncio.create_task(client.generate(PROMPT, **OPTIONS))
-                await until(is_asked_again)
+                await until(lambda: asked[slow.address] > 1)
             assert (await answering).token_ids == expected
         await swarm.until_empty()
 

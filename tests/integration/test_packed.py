@@ -85,11 +85,7 @@ async def test_a_packed_hop_that_dies_is_replaced_and_no_token_changes(tmp_path:
         victim = swarm.servers[hop]
         deaths = doom(swarm, victim, beyond(len(prompt) + 9))
         answering = asyncio.create_task(client.generate(prompt, max_tokens=NUM_NEW_TOKENS, ignore_eos=True))
-
-        async def has_come() -> bool:
-            return bool(deaths or victim.sessions)
-
-        await until(has_come)
+        await until(lambda: deaths or victim.sessions)
         await swarm.add_server(spans[hop])
         answer = await answering
         assert len(deaths) == 1

@@ -149,10 +149,7 @@ async def test_a_hop_lost_in_mid_answer_is_replaced_and_every_answer_goes_on(
 
 
 async def until_sessions(server: BlockServer, num_sessions: int) -> None:
-    async def held() -> bool:
-        return len(server.sessions) == num_sessions
-
-    await until(held)
+    await until(lambda: len(server.sessions) == num_sessions)
 
 
 async def test_client_service_reports_a_broken_only_chain_and_frees_everything(

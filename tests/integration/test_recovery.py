@@ -34,7 +34,7 @@ from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Frame
 from tests.faulty_runner import plant_fault
 from tests.integration.deaths import answer_across_a_death, beyond, doom
-from tests.integration.metrics import sample
+from tests.integration.metrics import sample, until_sample
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
 from tests.integration.wires import Cut
@@ -85,11 +85,7 @@ async def test_a_hop_that_dies_anywhere_is_replaced(
         victim = swarm.servers[hop]
         deaths = doom(swarm, victim, beyond(round(share * num_prompt_tokens)))
         answering = asyncio.create_task(client.generate(PROMPT, **{**OPTIONS, **options}))
-
-        async def has_come() -> bool:
-            return bool(deaths or victim.sessions)
-
-        await until(has_come)
+        await until(lambda: deaths or victim.sessions)
         await swarm.add_server(SPANS[hop])
         answer = await answering
         assert len(deaths) == 1
@@ -130,11 +126,7 @@ async def until_half(swarm: Swarm) -> None:
     """Until the running answer is beyond its prompt."""
     port = swarm.servers[0].metrics_port
     before = await sample(port, "corolla_hop_tokens_total", kind="decode")
-
-    async def has_begun() -> bool:
-        return await sample(port, "corolla_hop_tokens_total", kind="decode") > before + 5
-
-    await until(has_begun)
+    await until_sample(port, "corolla_hop_tokens_total", lambda value: value > before + 5, kind="decode")
 
 
 async def test_a_lost_span_may_be_cut_otherwise(tmp_path: Path, model: Path) -> None:
@@ -204,11 +196,7 @@ async def test_a_hop_that_reaches_no_peer_is_replaced_and_no_other_server_is_bla
         cut_off = swarm.servers[0]
         num_left = cut(swarm, cut_off, num_prompt_tokens + 10)
         answering = asyncio.create_task(client.generate(PROMPT, **OPTIONS))
-
-        async def has_come() -> bool:
-            return len(cut_off.sessions) > 0
-
-        await until(has_come)
+        await until(lambda: len(cut_off.sessions) > 0)
         await swarm.add_server(SPANS[0])
         assert (await answering).token_ids == expected
         assert num_left[0] < 1000
@@ -276,11 +264,7 @@ async def test_a_conversation_whose_stream_broke_between_two_steps_goes_on(
         await reached.wait()
         server = swarm.servers[1]
         swarm.wires_of(swarm.clients[0]).cut(server.address)
-
-        async def is_orphaned() -> bool:
-            return all(held.state is SessionState.ORPHANED for held in server.sessions)
-
-        await until(is_orphaned)
+        await until(lambda: all(held.state is SessionState.ORPHANED for held in server.sessions))
         # Another answer has the stream opened again, and needs no second step.
         await client.generate(PROMPT, max_tokens=1)
         go_on.set()

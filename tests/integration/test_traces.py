@@ -118,11 +118,9 @@ async def test_a_lost_hop_is_a_recovery_that_names_it(tmp_path: Path, model: Pat
     async with swarm_of(tmp_path, model, [*SPANS, SPANS[1]]) as swarm, swarm.connect() as client:
         undisturbed = await client.generate(PROMPT, max_tokens=400, ignore_eos=True)
         answering = asyncio.create_task(client.generate(PROMPT, max_tokens=400, ignore_eos=True))
-
-        async def decodes() -> bool:
-            return any(held.num_tokens > undisturbed.usage.prompt_tokens for held in swarm.servers[0].sessions)
-
-        await until(decodes)
+        await until(
+            lambda: any(held.num_tokens > undisturbed.usage.prompt_tokens for held in swarm.servers[0].sessions)
+        )
         (victim,) = [server for server in swarm.servers[1:] if server.sessions]
         await swarm.crash(victim)
         assert (await answering).token_ids == undisturbed.token_ids
@@ -322,11 +320,7 @@ async def test_a_recovery_that_fails_says_of_what(tmp_path: Path, model: Path, c
     async with swarm_of(tmp_path, model, SPANS, recovery_patience_s=0.2) as swarm, swarm.connect() as client:
         answering = asyncio.create_task(client.generate(PROMPT, max_tokens=600, ignore_eos=True))
         victim = swarm.servers.pop()
-
-        async def is_held() -> bool:
-            return bool(victim.sessions)
-
-        await until(is_held)
+        await until(lambda: victim.sessions)
         await swarm.die(victim)
         with pytest.raises((HopUnavailable, NoChain)) as failed:
             await answering

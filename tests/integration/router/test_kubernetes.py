@@ -13,7 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from corolla.v1 import router_pb2 as pb
-from tests.integration.metrics import sample
+from tests.integration.metrics import sample, until_sample
 from tests.integration.router.conftest import FAST_INTERVALS, BlockServer, Router, StartRouter, spans
 from tests.integration.router.kubernetes_server import KubernetesServer, kubeconfig, kubernetes_server
 from tests.integration.router.test_registration import placement, plan
@@ -68,20 +68,12 @@ async def serving(*servers: BlockServer) -> AsyncIterator[None]:
 
 async def watched(router: Router) -> None:
     """Returns when the router knows the pods."""
-
-    async def is_up() -> bool:
-        return await sample(router.process.metrics_port, "corolla_pod_watch_up") == 1
-
-    await until(is_up)
+    await until_sample(router.process.metrics_port, "corolla_pod_watch_up", lambda value: value == 1)
 
 
 async def tagged(kubernetes: KubernetesServer) -> None:
     """Returns when a router has tagged a pod."""
-
-    async def is_tagged() -> bool:
-        return bool(kubernetes.patches)
-
-    await until(is_tagged)
+    await until(lambda: kubernetes.patches)
 
 
 async def num_patches(router: Router) -> float:
@@ -202,11 +194,7 @@ async def test_pods_are_patched_once_with_their_span_and_deletion_cost(
         # Pods whose servers come one after the other are tagged again for each that comes.
         for name in "abc":
             kubernetes.put(described_pod(name, labels={"app": "x"}))
-
-        async def all_are_tagged() -> bool:
-            return len(kubernetes.patches) >= 3
-
-        await until(all_are_tagged)
+        await until(lambda: len(kubernetes.patches) >= 3)
         await asyncio.sleep(2)
         metadata = {name: pod["metadata"] for name, pod in kubernetes.pods.items()}
         assert {name: each["labels"] for name, each in metadata.items()} == {
@@ -244,11 +232,7 @@ async def test_of_several_routers_one_writes_and_another_takes_over(
     await leader.process.stop()
     kubernetes.put(described_pod("b"))
     async with serving(server_in(others[0], model, "b")):
-
-        async def another_is_tagged() -> bool:
-            return "corolla.dev/span" in kubernetes.pods["pod-b"]["metadata"]["labels"]
-
-        await until(another_is_tagged)
+        await until(lambda: "corolla.dev/span" in kubernetes.pods["pod-b"]["metadata"]["labels"])
 
         async def one_has_counted_it() -> bool:
             return sorted([await num_patches(each) for each in others]) == [0, 1]
@@ -273,11 +257,7 @@ async def test_releases_that_share_a_namespace_and_a_store_each_have_a_leader(
         # A router that tags the pod from now on has seen that all blocks have a server.
         kubernetes.put(described_pod("a"))
         await until(both_have_tagged)
-
-    async def both_have_reported() -> bool:
-        return kubernetes.reasons().count("SpanUncovered") >= 2
-
-    await until(both_have_reported)
+    await until(lambda: kubernetes.reasons().count("SpanUncovered") >= 2)
 
 
 # What is recorded, and when, is decided by `router.cluster.events`; the next test writes an Event as this one does.
@@ -331,11 +311,7 @@ async def test_the_router_records_a_handover_on_the_servers_pod(
         model=model, server_id=server.server_id, num_moved_sessions=3, num_left_sessions=1
     )
     await routers[1].stub.DeregisterServer(request, timeout=30)
-
-    async def is_recorded() -> bool:
-        return bool(kubernetes.events)
-
-    await until(is_recorded)
+    await until(lambda: kubernetes.events)
     await asyncio.sleep(0.5)
     (event,) = kubernetes.events
     assert (event["reason"], event["type"]) == ("SessionsHandedOver", "Warning")
@@ -357,11 +333,7 @@ async def test_the_router_works_without_permission_and_logs_it_once(
         router = await start_router(**at_pace(inside, after_forbidden_s=0.1))
         server = server_in(router, model, "a")
         async with serving(server):
-
-            async def has_tried() -> bool:
-                return kubernetes.num_calls("list") > 5
-
-            await until(has_tried)
+            await until(lambda: kubernetes.num_calls("list") > 5)
             assert await chosen(router, model) == {server.server_id}
         said = [each for each in caplog.records if each.getMessage().startswith("kubernetes")]
         assert [(each.levelname, vars(each)["reason"]) for each in said] == [("WARNING", "ApiForbidden")]
@@ -388,11 +360,7 @@ async def test_the_router_skips_forbidden_writes_and_logs_it_once(
         server = server_in(router, model, "a")
         await server.join()
         async with server.beating():
-
-            async def has_tried() -> bool:
-                return kubernetes.num_calls("patch") > 0
-
-            await until(has_tried)
+            await until(lambda: kubernetes.num_calls("patch") > 0)
             assert await chosen(router, model) == {server.server_id}
         request = pb.DeregisterServerRequest(model=model, server_id=server.server_id, num_moved_sessions=1)
         await router.stub.DeregisterServer(request, timeout=30)
@@ -437,11 +405,7 @@ async def test_a_hanging_api_delays_no_request(
     server = server_in(router, model, "a")
     await server.join()
     async with server.beating():
-
-        async def has_called() -> bool:
-            return kubernetes.num_calls("patch" if call == "event" else call) > 0
-
-        await until(has_called)
+        await until(lambda: kubernetes.num_calls("patch" if call == "event" else call) > 0)
     request = pb.DeregisterServerRequest(model=model, server_id=server.server_id, num_moved_sessions=1)
     await router.stub.DeregisterServer(request, timeout=30)
     await asyncio.sleep(0.3)
@@ -458,15 +422,15 @@ async def test_the_router_serves_without_a_cluster_and_logs_it(
 ) -> None:  # fmt: skip
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     sentence = "cannot watch pods" if kubeconfig else "not using the Kubernetes API"
-
-    async def is_said() -> bool:
-        return any(sentence in each.getMessage() for each in caplog.records if kubeconfig or each.levelname == "INFO")
-
     with caplog.at_level(logging.INFO):
         router = await start_router(**({"kubernetes": str(tmp_path / kubeconfig)} if kubeconfig else {}))
         server = server_in(router, model, "a")
         async with serving(server):
-            await until(is_said)
+            await until(
+                lambda: any(
+                    sentence in each.getMessage() for each in caplog.records if kubeconfig or each.levelname == "INFO"
+                )
+            )
             assert await chosen(router, model) == {server.server_id}
             if kubeconfig is None:
                 assert await states(router, model) == {"a": (READY, False)}
@@ -506,8 +470,4 @@ async def test_a_pod_that_cannot_be_tagged_does_not_stop_the_others(
     router = await start_router(**inside)
     await watched(router)
     async with serving(*(server_in(router, model, name) for name in "abc")):
-
-        async def others_are_tagged() -> bool:
-            return {name for name, _, _ in kubernetes.patches} == {"pod-b", "pod-c"}
-
-        await until(others_are_tagged)
+        await until(lambda: {name for name, _, _ in kubernetes.patches} == {"pod-b", "pod-c"})

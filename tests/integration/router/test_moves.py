@@ -104,9 +104,6 @@ async def test_servers_move_one_at_a_time_to_the_slowest_blocks(router: Router, 
             missing.append(6 - sum(each.state == pb.SERVER_STATE_READY for each in seen.servers))
             assert not seen.uncovered
 
-    async def has_one_moved() -> bool:
-        return any(each.moves for each in servers)
-
     watching = asyncio.create_task(watch())
     async with asyncio.TaskGroup() as tasks:
         stop = asyncio.Event()
@@ -117,7 +114,7 @@ async def test_servers_move_one_at_a_time_to_the_slowest_blocks(router: Router, 
 
         for each in servers:
             tasks.create_task(live(each))
-        await until(has_one_moved)
+        await until(lambda: any(each.moves for each in servers))
         await asyncio.sleep(5)  # there is time for a second move
         stop.set()
     assert not watching.done(), "a block was without a server"

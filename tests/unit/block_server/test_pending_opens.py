@@ -47,12 +47,8 @@ class Making:
 
     async def finish(self) -> None:
         """Until nothing is being prepared any more."""
-
-        async def is_done() -> bool:
-            return not len(self.subject)
-
         self.go_on.set()
-        await until(is_done)
+        await until(lambda: not len(self.subject))
 
 
 def test_long_texts_take_a_while() -> None:

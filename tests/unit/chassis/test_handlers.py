@@ -148,11 +148,7 @@ async def test_malformed_and_oversized_messages_have_their_own_statuses() -> Non
             await untyped.unary_unary(f"/{SERVICE.full_name}/Generate")(bytes(100_000))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         codes = {"method": "GenerationService/Generate", "code": "RESOURCE_EXHAUSTED", "fault": "caller"}
-
-        async def is_counted() -> bool:
-            return service.count("corolla_rpcs_total", **codes) == 2
-
-        await until(is_counted)
+        await until(lambda: service.count("corolla_rpcs_total", **codes) == 2)
 
 
 async def test_a_reply_above_what_its_caller_says_it_receives_is_refused_by_name() -> None:
@@ -250,11 +246,7 @@ async def test_a_response_that_its_caller_refuses_was_not_sent() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await untyped.unary_unary(f"/corolla.v1.{name}")(request)
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-        async def is_counted() -> bool:
-            return service.count("corolla_rpcs_total", method=name, code="CANCELLED", fault="caller") == 1
-
-        await until(is_counted)
+        await until(lambda: service.count("corolla_rpcs_total", method=name, code="CANCELLED", fault="caller") == 1)
         assert service.count("corolla_rpcs_total", method=name, code="OK", fault="none") == 0
 
 
@@ -268,11 +260,7 @@ async def test_a_stalled_caller_may_leave_silently() -> None:
             await until(service.is_cleaned_up)
             another = pb.GenerateRequest(model="typed", text=request.text)
             assert (await refusal(service.channel, "Generate", another)).message == "come again", "its bytes are free"
-
-        async def is_counted() -> bool:
-            return service.count("corolla_rpcs_total", method=STREAM, code="CANCELLED", fault="caller") == 1
-
-        await until(is_counted)
+        await until(lambda: service.count("corolla_rpcs_total", method=STREAM, code="CANCELLED", fault="caller") == 1)
         assert service.servicer.num_cleanups == 1
 
 

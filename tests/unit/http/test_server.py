@@ -152,11 +152,7 @@ async def test_an_answer_that_nobody_takes_ends_with_its_connection() -> None:
         with socket.socket() as connection:
             connection.connect(("127.0.0.1", service.server.port))
             connection.sendall(b"GET /much HTTP/1.1\r\nhost: a\r\n\r\n")
-
-            async def is_over() -> bool:
-                return service.num_cleanups == 1 and service.count("corolla_http_connections") == 0
-
-            await until(is_over)
+            await until(lambda: service.num_cleanups == 1 and service.count("corolla_http_connections") == 0)
             assert service.count("corolla_errors_total", reason="CALLER_STALLED") == 1
             assert service.count("corolla_http_requests_total", route="GET /much", status="408", fault="caller") == 1
 
@@ -167,11 +163,9 @@ async def test_a_reply_that_its_caller_did_not_wait_for_was_not_sent() -> None:
             connection.connect(("127.0.0.1", service.server.port))
             connection.sendall(b"GET /large HTTP/1.1\r\nhost: a\r\n\r\n")
             await asyncio.get_running_loop().run_in_executor(None, connection.recv, 1000)
-
-        async def is_counted() -> bool:
-            return service.count("corolla_http_requests_total", route="GET /large", status="499", fault="caller") == 1
-
-        await until(is_counted)
+        await until(
+            lambda: service.count("corolla_http_requests_total", route="GET /large", status="499", fault="caller") == 1
+        )
         assert service.count("corolla_http_requests_total", route="GET /large", status="200", fault="none") == 0
 
 
@@ -309,11 +303,7 @@ def test_a_refused_stranger_that_does_not_end_tls_loses_its_connection(runner: a
     async def serve() -> None:
         async with running(context=server_side(certificate), tls_end_timeout_s=0.1, lets_in=False) as service:
             with await asyncio.to_thread(refused, service.server.port):
-
-                async def is_over() -> bool:
-                    return service.count("corolla_http_connections") == 0
-
-                await until(is_over, timeout_s=10)
+                await until(lambda: service.count("corolla_http_connections") == 0, timeout_s=10)
 
     runner.run(serve())
 

@@ -95,19 +95,14 @@ class Pair:
 
     async def until_answered(self) -> None:
         """Until all has come, once and in order, both ways."""
-
-        async def is_answered() -> bool:
-            return len(self.numbers) >= self.num_sent
-
-        await until(is_answered)
+        await until(lambda: len(self.numbers) >= self.num_sent)
         assert self.server.numbers == self.numbers == list(range(1, self.num_sent + 1))
         assert not self.stream.ended.done()
 
     async def until_connected(self, num_connections: int, num_standing: int = 1) -> None:
-        async def is_connected() -> bool:
-            return len(self.server.connections) >= num_connections and self.server.num_standing == num_standing
-
-        await until(is_connected)
+        await until(
+            lambda: len(self.server.connections) >= num_connections and self.server.num_standing == num_standing
+        )
 
     def take_changes(self) -> None:
         for network in (self.server.network, self.client):
@@ -224,11 +219,7 @@ async def test_both_ways_wait_for_the_old_connection_to_bring_all(tmp_path: Path
         frame = await asyncio.wait_for(pair.server.frames[1].get(), HANGS_S)
         assert (frame.control, bytes(frame.payload)) == (pb.Step(step_id=7), b"payload")
         new.send(pb.Step(step_id=4))
-
-        async def has_come() -> bool:
-            return len(pair.numbers) >= 4
-
-        await until(has_come)
+        await until(lambda: len(pair.numbers) >= 4)
         assert pair.numbers == [1, 2, 3, 4]
         assert (await asyncio.wait_for(old.ended, HANGS_S)).cause is StreamCause.CLOSED
 
